@@ -1,1 +1,1 @@
-"""Data loading: shards -> manifest -> order -> batches. The manifest fixes every sample's index for good."""
+"""Data loading: shards -> manifest -> order -> batches. The manifest fixes every sample's index permanently."""

@@ -1,4 +1,4 @@
-"""Count the samples that cannot be used, list them, and stop the run when there are too many."""
+"""Count and list unusable samples, and stop the run if there are too many."""
 
 import json
 import logging
@@ -15,7 +15,7 @@ from neuclip_ds.files import best_effort, json_lines
 
 log = logging.getLogger(__name__)
 
-_MIN_SAMPLES = 1000  # a share of fewer samples means little: one bad sample among the first 50 is not 2 % of the data
+_MIN_SAMPLES = 1000  # a fraction of fewer means little: one bad sample among the first 50 is not 2 % of the data
 _RECENT_STEPS = 1000  # steps of a rank for which the wider limit holds
 _WIDER = 10  # the wider limit is this times max_fraction: the bad samples of one damaged shard come within few steps
 
@@ -25,8 +25,8 @@ Gather = Callable[[list[Any]], list[list[Any]]]  # a communicator's, from one ra
 class BadSampleLog:
     """Log of bad samples: each one is listed once in FOLDER/bad_samples.jsonl with index, shard, key and reason.
 
-    Too many stop the run: more than `max_fraction` of all samples, or more than ten times that share of the samples
-    that one rank has read in its last 1,000 steps since the run was resumed, as when its node has lost its data. Fewer
+    The run stops if more than `max_fraction` of all samples are bad, or more than ten times that fraction of the
+    samples that one rank has read in its last 1,000 steps, for example because its node has lost its data. Fewer
     than 1,000 samples count as 1,000. Only rank 0 writes the file, once there is a bad sample.
 
     Attributes:
@@ -66,7 +66,7 @@ class BadSampleLog:
                 log.warning("bad sample %d (number %d on this rank): %s in %s: %s", *values)
 
     def merge(self, gather: Gather = lambda own: [own]) -> None:
-        """Merge and list what the ranks have recorded since the last merge; a collective call.
+        """Merge and list the records of all ranks since the last merge; a collective call.
 
         Raises UserError on all ranks when too many samples are bad.
         """

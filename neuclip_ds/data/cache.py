@@ -10,8 +10,8 @@ The total size is limited. The folder holds
     lock                  locked while space is reserved
     tables/               sample tables of the shards (neuclip_ds/data/node_tables.py)
 
-Locks are the kernel's (flock), so a killed process frees its locks. What it leaves is removed by the next process that
-needs the shard or the space.
+Locks are the kernel's (flock), so a killed process frees its locks. The next process that needs the shard or the
+space removes its partial files.
 """
 
 import json
@@ -42,13 +42,13 @@ class ShardCache:
     """A least-recently-used cache of complete shards; raises UserError if the folder cannot be used as one.
 
     Args:
-        folder: private to this node, on a disk that supports flock. Whoever can write to it must be trusted with the
-            data.
+        folder: folder of this node alone, on a disk that supports flock. Anyone who can write to it can change the
+        data.
         capacity_bytes: limit of the total size, shards being fetched included, the sample `tables` excluded.
         timeout: seconds without a byte after which an attempt to fetch a shard fails.
         max_outage: seconds for which a reader waits for storage that fails.
-        downloads: shards that the node fetches ahead at a time.
-        copies_files: whether it also serves shards that are files, on a file system that nodes share.
+        downloads: maximum concurrent prefetches of the node.
+        copies_files: whether it also copies shards from a shared file system.
         backoff: seconds between the first two attempts to fetch a shard.
     """
 
@@ -76,7 +76,7 @@ class ShardCache:
             )
 
     def serves(self, url: str) -> bool:
-        """Return whether a shard is read from here rather than in place."""
+        """Return whether a shard is read from the cache rather than in place."""
         return self._copies_files or not is_local(url)
 
     def path(self, url: str, expected_bytes: int, expected_crc32: int | None = None) -> Path:
@@ -97,7 +97,7 @@ class ShardCache:
             while not self.touch(url, expected_bytes):
                 end = time.monotonic() + self._try_to_fetch(url, expected_bytes, expected_crc32, retries)
                 while time.monotonic() < end:
-                    with deferring(False):  # a signal ends the run now: the next step may be an hour away
+                    with deferring(False):  # a signal must end the run now, because the next step may be an hour away
                         time.sleep(_POLL)
         except FetchError:
             raise
@@ -124,12 +124,12 @@ class ShardCache:
         return False
 
     def arrived(self) -> int:
-        """Return the bytes of all shards here, in part or complete: they change while any process fetches one."""
+        """Return the bytes of all complete and partial shards; they change while any process fetches one."""
         partial = (self._folder / "fetching").iterdir()
         return sum(status.st_size for folder in (self._folder / "shards", *partial) for _, status in files_in(folder))
 
     def waits_for_storage(self) -> bool:
-        """Whether this node waits for its storage, which is then the reason why no shard arrives."""
+        """Whether this node waits for its storage, so that no shard can arrive."""
         return _modified(self._folder / "outage") > time.time()
 
     def _shard(self, url: str) -> Path:
@@ -137,7 +137,7 @@ class ShardCache:
         return self._folder / "shards" / f"{name_of(url)}-{name[-60:]}"
 
     def _try_to_fetch(self, url: str, size: int, crc32: int | None, retries: Retries) -> float:
-        """Fetch a shard, unless another process does or others take the space; return the seconds until another try."""
+        """Fetch a shard, unless another process does or others use the space; return the seconds until the next try."""
         name = name_of(url)
         failed = self._folder / "failed" / name
         with suppress(Timeout), FileLock(self._folder / "locks" / name, blocking=False):
@@ -174,7 +174,7 @@ class ShardCache:
         return pause
 
     def _reserve(self, name: str, size: int) -> Path | None:
-        """Make space for a shard, whose lock the caller holds, by evicting those least recently used.
+        """Make space for a shard, whose lock the caller holds, by evicting the least recently used ones.
 
         Returns a folder for its partial file, or None if other shards that are being fetched take the space.
         """

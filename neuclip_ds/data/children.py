@@ -1,4 +1,4 @@
-"""Processes that end with the one that starts them, even when that is killed."""
+"""Child processes that end with their parent, even if it is killed."""
 
 import ctypes
 import os
@@ -17,7 +17,7 @@ _LIBC = ctypes.CDLL(None)
 
 
 def end_with_parent(parent: int) -> None:
-    """Be killed by the kernel (Linux's) when process `parent`, which has started this one, ends, and only then.
+    """Let the Linux kernel kill this process when its parent process `parent` ends, and only then.
 
     Signals that stop a run are ignored: launchers and terminals send them to every process of the tree, but the parent
     decides when its helpers end.
@@ -33,8 +33,7 @@ def end_with_parent(parent: int) -> None:
 def process_pool(processes: int) -> Iterator[ProcessPoolExecutor]:
     """Yield a pool of processes, which end with the block, and at once when the block fails.
 
-    They are spawned: forks of a process with threads, as NCCL, fsspec and the failure detector start, may block for
-    ever.
+    They are spawned, because forks of a process with threads (NCCL, fsspec, the failure detector) may block forever.
 
     Raises:
         UserError: one of them was killed.

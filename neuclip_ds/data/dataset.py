@@ -30,7 +30,7 @@ class BadSample(NamedTuple):
 
     @property
     def cause(self) -> str:
-        """The kind of error, by which bad samples are counted."""
+        """Kind of error under which the sample is counted."""
         return self.reason.partition(":")[0]
 
 
@@ -52,7 +52,7 @@ class Batch(NamedTuple):
 class PairDataset:
     """The pairs of a manifest: a batch depends on its (epoch, index) rows and nothing else.
 
-    `seed` is that of augmentation and of the choice among several captions.
+    `seed` seeds augmentation and the choice among several captions.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Decode what a sample's members hold: its captions, of which training draws one, and its image.
+"""Decode a sample's members: its captions, of which training draws one, and its image.
 
 `data.captions` lists sources: `txt` is the whole text member, `txt:lines` each of its lines, `json:KEY` the string or
 list of strings under a key of the JSON member (where recaptioned data sets keep them). Other members have such names
@@ -44,7 +44,7 @@ TEXT, JSON = "txt", "json"
 _LINES = "lines"
 _NAME = re.compile(r"((?:[^.:/]+\.)*)(txt|json)(?::(.+))?")  # as the extension of a member has it, and the key
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_MAX_CHARACTERS = 10_000  # more than the context of any text tower; megabytes would take a tokenizer seconds
+_MAX_CHARACTERS = 10_000  # more than any text tower's context; a tokenizer takes seconds for megabytes
 
 
 class _Source(NamedTuple):
@@ -71,7 +71,7 @@ class Captions:
         return [text for found in self._of_sources(members) for text in found]
 
     def draw(self, members: Mapping[str, bytes], number: int) -> str | None:
-        """Return the caption that a random 64-bit number draws from a sample's, None if it has none."""
+        """Return the caption that a random 64-bit number draws from a sample's captions, or None."""
         found = self._of_sources(members)
         if self._weights is None:
             captions = [text for texts in found for text in texts]
@@ -105,7 +105,7 @@ def _parse(name: str) -> _Source:
 
 
 def _draw(weights: Sequence[float], number: int) -> int:
-    """Return the place that a random 64-bit number draws with these weights.
+    """Return the position that a random 64-bit number draws with these weights.
 
     The draw uses the number's high bits, so that its remainder can still choose among captions.
     """

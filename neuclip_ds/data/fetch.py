@@ -1,7 +1,7 @@
 """Fetch one shard from a URL that fsspec supports, or from the output of a command (`pipe:COMMAND`).
 
-A transfer runs in a daemon thread, as a backend's call may never return. One that stalls is abandoned: it can only
-write to its own file, which is removed.
+A transfer runs in a daemon thread, because a backend's call may never return. A stalled transfer is abandoned: it can
+only write to its own file, which is removed.
 """
 
 import json
@@ -25,7 +25,7 @@ from neuclip_ds.files import checksum_of
 Kind = Literal["outage", "damaged", "refused", "missing", "setup"]
 
 _LONGEST_PAUSE = 60.0  # seconds between two attempts
-_ATTEMPTS = {"damaged": 5, "refused": 5}  # one for other kinds that do not pass
+_ATTEMPTS = {"damaged": 5, "refused": 5}  # for permanent errors
 _FIXES = {
     "refused": "Renew the credentials and start again",
     "setup": f"Fix the address, or this machine ({install_command('remote')})",
@@ -52,7 +52,7 @@ _jitter = random.Random()  # separate from the program's, on which a run's resul
 
 
 class FetchError(OSError):
-    """A shard does not exist, or is not the one that its manifest describes (`damaged`)."""
+    """A shard does not exist, or differs from its manifest (`damaged`)."""
 
     def __init__(self, message: str, damaged: bool = False) -> None:
         super().__init__(message)
@@ -60,7 +60,7 @@ class FetchError(OSError):
 
 
 class AttemptFailed(Exception):
-    """An attempt to fetch a shard failed; `kind` names what is at fault: the storage, the shard or this machine."""
+    """An attempt to fetch a shard failed; `kind` names the cause: the storage, the shard or this machine."""
 
     def __init__(self, reason: str, kind: Kind = "outage") -> None:
         super().__init__(reason)
@@ -68,9 +68,9 @@ class AttemptFailed(Exception):
 
 
 class Retries:
-    """Decides when a shard is fetched again: after about 1, 2, 4 ... 60 s, until an outage lasts for `max_outage` s.
+    """Exponential backoff between fetches of a shard: about 1, 2, 4 ... 60 s, until an outage lasts for `max_outage` s.
 
-    One that arrives damaged, or that the storage refuses, is fetched five times.
+    A shard that arrives damaged or is refused by the storage is fetched five times.
     """
 
     def __init__(self, url: str, max_outage: float, backoff: float = 1.0) -> None:
@@ -147,7 +147,9 @@ def _transfer(url: str, part: Path, timeout: float, alive: int, errors: list[Bas
 
 def open_remote(url: str, timeout: float) -> tuple[Any, str]:
     """Return the file system of a URL, and its path there."""
-    options: dict[str, Any] = {"skip_instance_cache": True}  # reads credentials again, shares no broken connection
+    options: dict[str, Any] = {
+        "skip_instance_cache": True
+    }  # reads credentials again and does not reuse a broken connection
     if url.startswith("s3://"):
         options["max_concurrency"] = 1  # by default it holds ten parts of 50 MB in memory
     elif url.startswith(("http://", "https://")):

@@ -1,8 +1,8 @@
 """Decode and transform an encoded image to uint8 pixels (3, H, W); the model normalizes them on the device.
 
 simplejpeg decodes JPEGs by default, to tensors, which torch resizes several times as fast as PIL resizes images; the
-kernel is the same, and pixels differ by rounding. PIL decodes what simplejpeg refuses (PNG, CMYK, broken files). Both
-can decode a large JPEG at 1/2, 1/4 or 1/8 of its size (scaled DCT: much faster, with slightly different pixels).
+kernel is the same, and pixels differ by rounding. PIL decodes images that simplejpeg refuses (PNG, CMYK, broken files).
+Both can decode a large JPEG at 1/2, 1/4 or 1/8 of its size (scaled DCT: much faster, with slightly different pixels).
 
 Geometry as in open_clip, with antialiased bicubic interpolation: training takes a random resized crop, evaluation the
 center of the resized image or, for models trained that way, the whole image squashed. Augmentation depends only on the
@@ -49,7 +49,7 @@ DECODERS: dict[str, Decode] = {"simplejpeg": decode_simplejpeg, "pil": decode_pi
 class EvalTransform:
     """Resize the shorter side to `image_size` and crop the center square, or `squash` the whole image to the square.
 
-    SigLIP and DFN were trained on squashed images, whose proportions are ignored.
+    SigLIP and DFN were trained on squashed images.
     """
 
     image_size: int
@@ -67,7 +67,7 @@ class EvalTransform:
 
 @dataclass(frozen=True)
 class RandomCrop:
-    """Crop a random share of the area in [crop_scale, 1] with a random aspect ratio, and resize it to the square."""
+    """Crop a random fraction of the area in [crop_scale, 1] with a random aspect ratio, and resize it to the square."""
 
     image_size: int
     crop_scale: float

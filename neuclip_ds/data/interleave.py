@@ -21,7 +21,7 @@ _SMALLEST_BLOCK = 100
 
 
 class Interleave(NamedTuple):
-    """How the order of samples interleaves shards."""
+    """Number of shard streams and block size of an order."""
 
     streams: int  # S, a divisor of the global batch
     block: int  # positions of a stream that are shuffled together

@@ -81,7 +81,7 @@ def eval_jobs(manifest: Manifest, rank: int, world_size: int, batch_size: int) -
 
 
 class Loader(WorkerPool):
-    """Loads batches of pairs, or the results of a function, with processes that it keeps.
+    """Loads batches of pairs, or the results of a function, with persistent worker processes.
 
     The processes are forked, so that they inherit the datasets `pairs` (by name), whose manifests may be large.
     """
@@ -100,7 +100,7 @@ class Loader(WorkerPool):
     ) -> Generator[list[R], None, None]:
         """Yield `function` of the items of each group, in order; raise UserError as `run` does.
 
-        The function, what it takes and what it returns can be pickled. `folder` is where the items come from.
+        The function, its arguments and its results can be pickled. `folder` is the source of the items.
         """
         jobs = ((function, items) for items in groups)
         with closing(self.run(jobs, "part {} of an evaluation set".format, folder)) as parts:
@@ -115,7 +115,7 @@ class Loader(WorkerPool):
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles tensors by their bytes: handed over one by one, each would take a file descriptor."""
+    """Pickles tensors by their bytes, because each tensor in shared memory takes a file descriptor."""
 
     def reducer_override(self, value: Any) -> Any:
         return (torch.from_numpy, (value.numpy(),)) if isinstance(value, Tensor) else NotImplemented
@@ -125,7 +125,7 @@ IN_PROCESS = Loader(LoaderOptions(workers=0))  # keeps nothing
 
 
 def part_count(rows: int, image_size: int) -> int:
-    """Return into how many parts b rows of (3, image_size, image_size) uint8 pixels are cut."""
+    """Return the number of parts for b rows of (3, image_size, image_size) uint8 pixels."""
     most = max(1, PART_BYTES // (3 * image_size**2))  # rows of a part
     return -(-rows // most)
 

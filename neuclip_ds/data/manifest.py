@@ -39,7 +39,7 @@ class Manifest:
     """The shards of a data set in the order of their indices, with sample tables where the manifest has them.
 
     `n` is the number of indices, those of removed shards included: the size of per-sample tables. `held_out` maps
-    numbers of shards to how many of their last samples are not in use, as they are for `validation`.
+    shard numbers to the number of their last samples that are held out for `validation`.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Manifest:
     def hash_of_first(self, count: int) -> str:
         """Return a hash (32 hex digits) of the file names, counts and sizes of the first shards.
 
-        Folders do not count (data may move), nor do removals. A manifest that has grown still gives its old hash for
+        Neither folders (data may move) nor removals change it. A manifest that has grown still gives its old hash for
         its old number of shards.
         """
         digest = hashlib.sha256()
@@ -161,7 +161,7 @@ def join(manifests: Sequence[Manifest]) -> Manifest:
 
 
 def check_size(shard: Shard, found: int) -> None:
-    """Raise UserError unless the shard's file has the size of the manifest."""
+    """Raise UserError unless the shard's file has the manifest's size."""
     if found != shard.bytes:
         raise UserError(
             f"Shard {shard.path} has {found} bytes where the manifest has {shard.bytes}: it has changed; rebuild that."

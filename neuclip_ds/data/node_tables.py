@@ -1,4 +1,4 @@
-"""Sample tables shared by all processes of a node: each is made once, as a file that they map into memory.
+"""Sample tables shared by all processes of a node: each is built once, as a file that they map into memory.
 
 Private tables would take 50 bytes and more per sample in every worker. Files are named after the shard and what the
 table was made from; the least recently used ones make room. Where no file can be written, a table is private to its
@@ -39,7 +39,7 @@ _SIGNED = 12  # bytes before those that the CRC-32 covers
 class NodeTables:
     """A folder of sample tables, at most `capacity_bytes` in all; private to this node, created with the first table.
 
-    Whoever can write to it must be trusted with the data.
+    Anyone who can write to it can change the data.
     """
 
     def __init__(self, folder: Path, capacity_bytes: int = 8 * 10**9) -> None:
@@ -47,7 +47,7 @@ class NodeTables:
         self._warned = False
 
     def get(self, shard: str, source: Hashable, make: Callable[[], SampleTable]) -> SampleTable:
-        """Return the table of a shard, mapped from its file; the first process to need it makes it.
+        """Return the table of a shard, mapped from its file; the first process that needs it builds it.
 
         `source` identifies what the table is made from, by a `repr` that is the same in all processes: a table of
         another source is not used.

@@ -120,7 +120,7 @@ class GlobalOrder:
         return self.samples(epoch, stream, step * self._lane + place)
 
     def visits(self, epoch: int, step: int, rows: slice = slice(None)) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return how often each sample of `batch` has been visited before, for its augmentation, and `batch`."""
+        """Return the number of earlier visits of each sample of `batch`, for its augmentation, and `batch`."""
         indices = self.batch(epoch, step, rows)
         return np.full(len(indices), epoch), indices
 
@@ -139,7 +139,7 @@ class GlobalOrder:
         return np.where(present & ~self._gone[layout.shards[slot]], index, -1)
 
     def block_bounds(self, stream: int, within: int) -> tuple[int, int]:
-        """Return where the block begins and ends that contains a position within a stream."""
+        """Return the bounds of the block that contains a position within a stream."""
         number = (within + int(self._phases[stream])) // self.interleave.block
         start, end = self._block(np.int64(stream), np.int64(number))
         return int(start), int(end)
@@ -183,7 +183,7 @@ class GlobalOrder:
         return np.maximum(begin, 0), np.minimum(begin + self.interleave.block, self.stream_lengths[stream])
 
     def _slot_of(self, layout: _Layout, position: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return which of the permuted shards each position is in, by its number in the permutation."""
+        """Return the number, in the permutation, of the shard that holds each position."""
         return np.searchsorted(layout.positions, position, side="right") - 1
 
     def _layout_of(self, epoch: int) -> _Layout:

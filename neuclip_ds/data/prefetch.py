@@ -91,8 +91,8 @@ def _of_source(mixture: MixtureOrder, which: int, stream: int, number: int) -> I
 class RequestWindow:
     """The shard requests from the current batch up to where the cache is full.
 
-    `requests` come in order of their first use. `shards` are those admitted, of `bytes` in all; those of later batches
-    leave a tenth of the `capacity` free. `is_too_small` says whether a batch has needed more than that.
+    `requests` come in order of their first use. `shards` are the admitted ones, of `bytes` in total; shards of later
+    batches leave a tenth of the `capacity` free. `is_too_small` is true once a batch has needed more.
     """
 
     def __init__(self, requests: Iterator[ShardRequest], sizes: Sequence[int], capacity: int) -> None:
@@ -107,7 +107,7 @@ class RequestWindow:
         self.shards = {request.shard for request in self._admitted}
         self.bytes, before = sum(self._sizes[shard] for shard in self.shards), len(self._admitted)
         while (request := self._next) is not None and request.first < end:
-            if request.last >= reached:  # else it has never fitted
+            if request.last >= reached:  # otherwise it never fitted
                 is_due = request.first <= reached
                 total = self.bytes + self._sizes[request.shard] * (request.shard not in self.shards)
                 if total > self._capacity * (1 if is_due else FULL):

@@ -48,11 +48,11 @@ class RawSample(NamedTuple):
 
 
 class ChecksumError(OSError):
-    """Raised for bytes that are not those the manifest was built from."""
+    """Raised for bytes that differ from those the manifest was built from."""
 
 
 class TooLarge(OSError):
-    """Raised for a member that is larger than what is read at once."""
+    """Raised for a member above the size limit of a read."""
 
 
 class _File:
@@ -116,7 +116,7 @@ class TarReader:
             if self._is_copied(self._manifest.shards[shard].path):
                 copied.append((index, shard, row))
                 continue
-            with suppress(OSError, UserError):  # `read` will tell
+            with suppress(OSError, UserError):  # `read` will raise it
                 table = self._table(shard)
                 for offset, size in table.extents[row, self._places(table)].tolist():
                     if size > 0:
@@ -210,7 +210,7 @@ class TarReader:
         return tabulate(read_index(self._file(shard).fd).samples, self._texts)
 
     def _places(self, table: SampleTable) -> list[int]:
-        """Return where a table has the image and the texts."""
+        """Return the table's columns of the image and the texts."""
         return [table.members.index(name) for name in ("image", *self._texts)]
 
     def _check_layout(self, shard: int, table: SampleTable) -> None:

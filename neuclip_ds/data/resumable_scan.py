@@ -34,7 +34,7 @@ def scan_shards(
     executor: Executor,
     on_progress: OnProgress,
 ) -> Scans:
-    """Scan shards; return what was found, and why others cannot be used, both in the order of the shards.
+    """Scan shards; return their scans, and the reasons why others cannot be used, both in the order of the shards.
 
     Args:
         results: folder for the results of finished groups.

@@ -1,4 +1,4 @@
-"""Scan one shard: its samples, what they lack, optionally its checksum, and optionally decode each image.
+"""Scan one shard: its samples and their missing members, optionally its checksum, and optionally decode each image.
 
 For checksums the file is first read from end to end; the header walk and the members' own then find it in the page
 cache.
@@ -34,7 +34,7 @@ _MAX_OUTAGE = 30.0  # seconds for which it is tried again
 
 
 class ScanOptions(NamedTuple):
-    """What a scan checks."""
+    """Options of a scan."""
 
     captions: tuple[str, ...] = ("txt",)  # as `data.captions`; a sample without any of them is bad
     checksum: bool = False  # whether to compute the CRC-32 of the file and of each sample's members
@@ -135,7 +135,7 @@ def _verify(fd: int, table: SampleTable, captions: Captions) -> Iterator[dict[st
 
 
 def _reason(fd: int, table: SampleTable, row: int, captions: Captions) -> str | None:
-    """Return why a sample cannot be used, or None if it can."""
+    """Return the reason why a sample cannot be used, or None."""
     if table.extent(row, "image") is None:
         return "no image"
     try:

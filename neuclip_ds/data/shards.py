@@ -1,4 +1,4 @@
-"""Resolve what a user names as data to a list of tar files."""
+"""Resolve a user's data source to a list of tar files."""
 
 import glob
 import math
@@ -26,7 +26,7 @@ def is_local(path: str) -> bool:
 
 
 def refuse_commands(paths: Iterable[str], origin: str, option: str) -> None:
-    """Raise UserError if a path is a `pipe:` command: a file from others must not decide what runs here."""
+    """Raise UserError if a path is a `pipe:` command: a file from others must not run commands here."""
     if command := next((path for path in paths if path.startswith(_COMMAND)), None):
         raise UserError(
             f"The shard {command!r} of {origin} is a command, which would be run; allow it with {option} if wanted."

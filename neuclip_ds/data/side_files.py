@@ -67,7 +67,7 @@ def count_shards(sizes: Mapping[str, int | None]) -> Scans:
 
 
 def _on_threads(work: Callable[[str, Any], Value], paths: Collection[str]) -> dict[str, Value]:
-    """Return what `work` returns for each path and the fsspec file system of its folder."""
+    """Return the results of `work` for each path and the fsspec file system of its folder."""
     folders = {path: path.rpartition("/")[0] for path in paths}
     stores = {folder: _store(folder) for folder in set(folders.values())}  # each thread would make others
     with ThreadPoolExecutor(_REQUESTS) as pool:
@@ -126,7 +126,7 @@ def _rows(store: Any, path: str) -> int:
 
 
 def _request(work: Callable[[], Value]) -> Value:
-    """Return what `work` returns, repeated after errors that may pass; raise AttemptFailed."""
+    """Return the result of `work`, repeated after transient errors; raise AttemptFailed."""
     for attempt in range(_ATTEMPTS):
         try:
             return work()

@@ -55,7 +55,7 @@ class Context(NamedTuple):
 
 
 class Stateful:
-    """Base of everything that keeps state, none by default: equal on all ranks, partitioned by rows, or trained."""
+    """Base of all parts with state (none by default): equal on all ranks, partitioned by rows, or trained."""
 
     _stores: Sequence[SampleStore] = ()  # of the state by sample
     needs_index = False  # whether training must know which sample each row is
@@ -71,13 +71,13 @@ class Stateful:
         return {}
 
     def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
-        """Fill what `replicated_state` returned."""
+        """Restore the result of `replicated_state`."""
 
     def row_tables(self) -> dict[str, RowTable]:
         return {}
 
     def restore_point(self) -> Callable[[], None]:
-        """Return what undoes the next call, from copies of the state; stores undo rows by sample by themselves."""
+        """Return a closure that restores the state as of now; per-sample stores restore their own rows."""
         replicated = {name: value.clone() for name, value in self.replicated_state().items()}
         tables = [table.tensors.values() for table in self.row_tables().values() if not table.grows]
         rows = [(tensor, tensor.clone()) for tensors in tables for tensor in tensors]
@@ -103,7 +103,7 @@ def adam_state(adam: torch.optim.Optimizer, parameter: Parameter, prefix: str = 
 def load_adam_state(
     adam: torch.optim.Optimizer, parameter: Parameter, state: Mapping[str, Tensor], prefix: str = "adam."
 ) -> None:
-    """Fill what `adam_state` returned."""
+    """Restore the result of `adam_state`."""
     values = {key.removeprefix(prefix): value.clone() for key, value in state.items() if key.startswith(prefix)}
     steps = values.pop("step", None)
     adam.state[parameter] = {key: value.to(parameter) for key, value in values.items()}
@@ -146,7 +146,7 @@ class Normalizer(Stateful):
             batch: the gathered features.
             log_g: (2, local), log of the batch's mean over negatives for this rank's anchors.
             tau: temperature, 0-dim if shared by all anchors, else (2, B).
-            step: where in the run.
+            step: position in the run.
         """
         raise NotImplementedError
 
@@ -172,19 +172,19 @@ class Objective(Stateful):
         """
         Args:
             context: width, size of the data set, ranks.
-            parts: what keeps the objective's state, by the prefix of its names.
+            parts: the parts with state, by the prefix of their names.
         """
         self._communicator, self._parts = context.communicator, parts
         self.needs_index = any(part.needs_index for part in parts.values())
         self.comm_dtype = context.comm_dtype
 
     def begin_gather(self, index: Tensor, valid: Tensor) -> FeatureGather | None:
-        """Return what gathers the features of these rows piece by piece, for `Features.gather`; None if the objective
-        gathers by itself. `index` is (b,) int64, `valid` (b,) bool, both in host memory."""
+        """Return a gatherer of these rows' features, piece by piece, for `Features.gather`; None if the objective
+        gathers on its own. `index` is (b,) int64, `valid` (b,) bool, both in host memory."""
         return FeatureGather(index, valid, self._communicator, self.comm_dtype, self.prefetch)
 
     def __call__(self, features: Features, step: Step) -> FeatureGradients:
-        """Return the gradient of the global loss for this rank's features; updates what the objective learns.
+        """Return the gradient of the global loss for this rank's features; updates the objective's state.
 
         Raises `UserError` if fewer than two rows of the batch count, so that no anchor has a negative.
         """
