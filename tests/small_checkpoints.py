@@ -9,7 +9,11 @@ from torch import nn
 
 from neuclip_ds.checkpoint.checkpoints import Checkpoints
 from neuclip_ds.checkpoint.engine_state import engine_facts, engine_shards
+from neuclip_ds.checkpoint.sharded_state import StateFiles
+from neuclip_ds.config import Config, OptimizerConfig
 from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.engine.config import load_engine_config
+from neuclip_ds.engine.start import start_engine
 from neuclip_ds.objectives.base import Objective
 from neuclip_ds.state.shards import shard_files, table_shards
 
@@ -57,10 +61,22 @@ def keeper(
     return Checkpoints(folder / "checkpoints", communicator or Communicator(), keep, trained_with, background)
 
 
-def save_engine(folder: Path, engine: Any, communicator: Communicator) -> None:
-    """Write weights and optimizer state, on all ranks together, into an existing folder."""
+def save_engine(folder: Path, engine: Any, communicator: Communicator) -> StateFiles:
+    """Write weights and optimizer state, on all ranks together, into a new folder, and return their reader."""
+    communicator.on_rank_zero(lambda: folder.mkdir(parents=True))
     for file in shard_files(engine_shards(engine, communicator), engine_facts(engine), communicator):
         file.write(folder)
+    communicator.barrier()
+    return StateFiles(folder)
+
+
+def small_engine(net: nn.Module, optimizer: OptimizerConfig, deepspeed: str, rows: int, ranks: Communicator) -> Any:
+    """An engine around a net, under a config of DeepSpeed by its name, for batches of so many rows."""
+    from neuclip_ds.distributed.launch import join
+
+    join()
+    config = Config.model_validate({"data": {"batch_size": rows}, "deepspeed": deepspeed})
+    return start_engine(net, optimizer, load_engine_config(config, ranks.world_size), ranks)
 
 
 def save_tables(folder: Path, objective: Objective, communicator: Communicator | None = None) -> None:

@@ -10,15 +10,13 @@ import pytest
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file
-from small_checkpoints import save_engine
+from small_checkpoints import save_engine, small_engine
 from torch import Tensor, nn
 
 from neuclip_ds.checkpoint.engine_state import load_engine
 from neuclip_ds.checkpoint.sharded_state import BUFFER, SCALAR, WEIGHT, StateFiles
-from neuclip_ds.config import Config, OptimizerConfig
+from neuclip_ds.config import OptimizerConfig
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.engine.config import load_engine_config
-from neuclip_ds.engine.start import start_engine
 from neuclip_ds.engine.zero import placements
 from neuclip_ds.errors import UserError
 
@@ -36,17 +34,12 @@ Case = tuple[str, str]  # optimizer, name in ds_configs/
 
 def build(case: Case, communicator: Communicator, seed: int, embedding: int = 5, freeze: bool = True) -> Any:
     """An engine around matrices and vectors whose sizes two and three ranks do not divide, one frozen, and buffers."""
-    from neuclip_ds.distributed.launch import join
-
-    join()
     torch.manual_seed(seed)
     net = nn.Sequential(
         nn.Embedding(embedding, 3), nn.Linear(3, 5), nn.BatchNorm1d(4), nn.LayerNorm(5), nn.Conv1d(4, 7, 1, bias=False)
     )
     net.get_parameter(FROZEN).requires_grad_(not freeze)
-    config = Config.model_validate({"data": {"batch_size": ROWS}, "deepspeed": case[1]})
-    engine_config = load_engine_config(config, communicator.world_size)
-    return start_engine(net, OptimizerConfig(name=case[0], lr=0.1), engine_config, communicator)  # type: ignore[arg-type]
+    return small_engine(net, OptimizerConfig(name=case[0], lr=0.1), case[1], ROWS, communicator)  # type: ignore[arg-type]
 
 
 def train(engine: Any, communicator: Communicator, steps: range) -> None:
@@ -60,12 +53,6 @@ def train(engine: Any, communicator: Communicator, steps: range) -> None:
         engine.step()
 
 
-def save(engine: Any, communicator: Communicator, folder: Path) -> None:
-    communicator.on_rank_zero(lambda: folder.mkdir(parents=True))
-    save_engine(folder, engine, communicator)
-    communicator.barrier()
-
-
 def place(folder: Path, case: Case) -> Path:
     return folder / "-".join(case)
 
@@ -75,9 +62,9 @@ def start(communicator: Communicator, folder: Path, cases: list[Case]) -> list[s
     for case in cases:
         engine = build(case, communicator, seed=0)
         train(engine, communicator, range(2))
-        save(engine, communicator, place(folder, case) / "first")
+        save_engine(place(folder, case) / "first", engine, communicator)
         train(engine, communicator, range(2, 3))
-        save(engine, communicator, place(folder, case) / "whole")
+        save_engine(place(folder, case) / "whole", engine, communicator)
     good = place(folder, cases[0]) / "first"
     larger = build(cases[0], communicator, seed=0, embedding=6)
     said = []
@@ -97,7 +84,7 @@ def hand_on(
         engine = build((case[0], reader), communicator, seed=1)
         load_engine(place(folder, case) / source, engine, communicator)
         weights_are_masters(engine, StateFiles(place(folder, case) / source))
-        save(engine, communicator, place(folder, case) / target)
+        save_engine(place(folder, case) / target, engine, communicator)
 
 
 def go_on(communicator: Communicator, folder: Path, cases: list[Case], others: list[str]) -> None:
@@ -106,7 +93,7 @@ def go_on(communicator: Communicator, folder: Path, cases: list[Case], others: l
         engine = build(case, communicator, seed=2)
         load_engine(place(folder, case) / "second", engine, communicator)
         train(engine, communicator, range(2, 3))
-        save(engine, communicator, place(folder, case) / "broken")
+        save_engine(place(folder, case) / "broken", engine, communicator)
     hand_on(communicator, folder, cases, others, "second", "third")
 
 
@@ -229,7 +216,7 @@ def save_each(communicator: Communicator, folder: Path, engines: list[str]) -> N
     for name in engines:
         engine = build(("adamw", name), communicator, seed=0, freeze=False)
         train(engine, communicator, range(1))
-        save(engine, communicator, folder / name)
+        save_engine(folder / name, engine, communicator)
 
 
 @pytest.mark.slow

@@ -6,16 +6,14 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from small_checkpoints import save_engine
+from small_checkpoints import save_engine, small_engine
 from torch import Tensor, nn
 
 from neuclip_ds.checkpoint.engine_state import load_engine
 from neuclip_ds.checkpoint.sharded_state import WEIGHT, StateFiles
-from neuclip_ds.config import Config, OptimizerConfig
+from neuclip_ds.config import OptimizerConfig
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.average import AVERAGE, WeightAverage, discard_average
-from neuclip_ds.engine.config import load_engine_config
-from neuclip_ds.engine.start import start_engine
 from neuclip_ds.errors import UserError
 
 STAGES = [f"zero{stage}_{precision}" for stage in range(4) for precision in ("fp32", "bf16")]
@@ -26,15 +24,10 @@ ROWS = 4
 
 
 def build(name: str, communicator: Communicator, seed: int = 0) -> Any:
-    from neuclip_ds.distributed.launch import join
-
-    join()
     torch.manual_seed(seed)
     net = nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.Linear(5, 7, bias=False))
     net.get_parameter("0.bias").requires_grad_(False)
-    config = Config.model_validate({"data": {"batch_size": ROWS}, "deepspeed": name})
-    engine_config = load_engine_config(config, communicator.world_size)
-    return start_engine(net, OptimizerConfig(lr=0.1), engine_config, communicator)
+    return small_engine(net, OptimizerConfig(lr=0.1), name, ROWS, communicator)
 
 
 def step(engine: Any, number: int) -> None:
@@ -43,13 +36,6 @@ def step(engine: Any, number: int) -> None:
     rows = torch.randn(2, 3, generator=torch.Generator().manual_seed(number))
     engine.backward((engine(rows.to(next(engine.module.parameters()).dtype)).float() + 0.5).square().mean())
     engine.step()
-
-
-def saved(engine: Any, communicator: Communicator, folder: Path) -> StateFiles:
-    communicator.on_rank_zero(lambda: folder.mkdir(parents=True))
-    save_engine(folder, engine, communicator)
-    communicator.barrier()
-    return StateFiles(folder)
 
 
 def kinds(files: StateFiles, kind: str) -> dict[str, Tensor]:
@@ -72,7 +58,7 @@ def average_of_four_steps(communicator: Communicator, folder: Path, names: list[
         for number in range(1, 5):
             step(engine, number)
             average.update(number)
-            files = saved(engine, communicator, folder / name / str(number))
+            files = save_engine(folder / name / str(number), engine, communicator)
             expected = moved_toward(expected, kinds(files, WEIGHT), number)
             if number == 2:
                 in_use_for_a_moment(engine, average, kinds(files, AVERAGE))
@@ -106,7 +92,7 @@ def read_elsewhere(communicator: Communicator, folder: Path, names: list[str]) -
         other = STAGES[(STAGES.index(name) + 2) % len(STAGES)]
         engine = build(other, communicator, seed=1)
         load_engine(folder / name / "4", engine, communicator)
-        again = saved(engine, communicator, folder / name / "again")
+        again = save_engine(folder / name / "again", engine, communicator)
         first = StateFiles(folder / name / "4")
         for kind in (AVERAGE, WEIGHT):
             found, wanted = kinds(again, kind), kinds(first, kind)
@@ -115,10 +101,10 @@ def read_elsewhere(communicator: Communicator, folder: Path, names: list[str]) -
             assert all(torch.equal(found[key], wanted[key]) for key in trained), (name, kind)
         step(engine, 5)
         WeightAverage(engine, DECAY).update(5)
-        moved = kinds(saved(engine, communicator, folder / name / "moved"), AVERAGE)
+        moved = kinds(save_engine(folder / name / "moved", engine, communicator), AVERAGE)
         assert not torch.equal(moved["2.weight"], kinds(first, AVERAGE)["2.weight"])
         discard_average(engine)
-        without = saved(engine, communicator, folder / name / "without")
+        without = save_engine(folder / name / "without", engine, communicator)
         assert kinds(without, AVERAGE) == {}
         with pytest.raises(UserError, match="holds no average of the weights"):
             without.weights(average=True)

@@ -8,16 +8,15 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from small_checkpoints import save_engine
+from small_checkpoints import save_engine, small_engine
 from small_runs import TINY, demo_shards, records, train_connected
 from torch import Tensor, nn
 
 from neuclip_ds.checkpoint.engine_state import load_engine
-from neuclip_ds.checkpoint.sharded_state import WEIGHT, StateFiles
-from neuclip_ds.config import Config, OptimizerConfig
+from neuclip_ds.checkpoint.sharded_state import WEIGHT
+from neuclip_ds.config import OptimizerConfig
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.engine.config import FOLDER, load_engine_config
-from neuclip_ds.engine.start import start_engine
+from neuclip_ds.engine.config import FOLDER
 from neuclip_ds.engine.update import loss_scale_of, update_weights
 from neuclip_ds.recipe import parse
 from neuclip_ds.training.hooks import Hook
@@ -44,14 +43,10 @@ def engine_file(name: str, folder: Path, **options: int) -> str:
 
 
 def build(deepspeed: str, communicator: Communicator, seed: int = 0) -> Any:
-    from neuclip_ds.distributed.launch import join
-
-    join()
     allow_fp16()
     torch.manual_seed(seed)
     net = nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.Linear(5, 7, bias=False))
-    config = Config.model_validate({"data": {"batch_size": ROWS}, "deepspeed": deepspeed})
-    return start_engine(net, OptimizerConfig(lr=0.1), load_engine_config(config, communicator.world_size), communicator)
+    return small_engine(net, OptimizerConfig(lr=0.1), deepspeed, ROWS, communicator)
 
 
 def step(engine: Any, number: int, factor: float = 1.0) -> bool:
@@ -63,10 +58,7 @@ def step(engine: Any, number: int, factor: float = 1.0) -> bool:
 
 
 def weights(engine: Any, communicator: Communicator, folder: Path) -> dict[str, Tensor]:
-    communicator.on_rank_zero(lambda: folder.mkdir(parents=True))
-    save_engine(folder, engine, communicator)
-    communicator.barrier()
-    files = StateFiles(folder)
+    files = save_engine(folder, engine, communicator)
     return {name: files.read(name, WEIGHT) for name in files.shapes}
 
 

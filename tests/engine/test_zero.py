@@ -4,17 +4,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from ranks import run_ranks
+from small_checkpoints import small_engine
 from step_costs import optimizer_steps
 from torch import nn
 from zero_rules import ZeroRules
 
-from neuclip_ds.config import Config, OptimizerConfig
+from neuclip_ds.config import OptimizerConfig
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.engine.config import load_engine_config, read_engine_file
-from neuclip_ds.engine.start import start_engine
+from neuclip_ds.engine.config import read_engine_file
 from neuclip_ds.engine.zero import Wrapper, parameter_shapes, placements
 
 
@@ -43,12 +42,6 @@ CASES: dict[str, tuple[dict[str, Any], Wrapper]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_which_class_a_config_gets(case: str) -> None:
-    engine, wrapper = CASES[case]
-    assert ZeroRules.of(engine).wrapper is wrapper
-
-
 def test_offload_and_dtypes() -> None:
     assert ZeroRules.of(changed("zero2_bf16_offload")).offloads
     assert not ZeroRules.of(changed("zero1_bf16", offload_optimizer=NONE)).offloads
@@ -65,25 +58,20 @@ def net() -> nn.Module:
 
 def start_all(communicator: Communicator, folder: Path) -> dict[str, dict[str, Any]]:
     """Start an engine for each case; what it is and how this rank's placements look."""
-    from neuclip_ds.distributed.launch import join
-
-    join()
     found = {}
     for number, (name, (engine_file, _)) in enumerate(CASES.items()):
         path = folder / f"{number}-{communicator.rank}.json"
         path.write_text(json.dumps(engine_file))
-        config = Config.model_validate({"data": {"batch_size": 8}, "deepspeed": str(path)})
-        engine_config = load_engine_config(config, communicator.world_size)
         module = net()
         exact = {name: weight.detach().clone() for name, weight in module.named_parameters()}
         sizes = [[p.numel() for p in module.parameters() if (p.ndim >= 2) == matrix] for matrix in (True, False)]
-        engine = start_engine(module, OptimizerConfig(), engine_config, communicator)
+        engine = small_engine(module, OptimizerConfig(), str(path), 8, communicator)
         held = [place._replace(master=None) for place in placements(engine, communicator.rank)]
         for place in placements(engine, communicator.rank):
             part = exact[place.name].flatten()[place.start : place.stop]
             assert torch.equal(place.within(place.master), part), f"{name}: {place.name} was rounded"
         masters = len({id(place.master) for place in placements(engine, communicator.rank)})
-        steps = optimizer_steps(ZeroRules.of(engine_config), sizes, communicator.world_size)
+        steps = optimizer_steps(ZeroRules.of(engine_file), sizes, communicator.world_size)
         found[name] = {
             "class": type(engine.optimizer).__name__,
             "held": held,
@@ -100,7 +88,8 @@ def test_the_rules_are_those_of_deepspeed(tmp_path: Path) -> None:
     ranks = run_ranks(2, start_all, tmp_path)
     numel = {name: p.numel() for name, p in net().named_parameters()}
     shapes = {name: list(p.shape) for name, p in net().named_parameters()}
-    for case, (_, wrapper) in CASES.items():
+    for case, (engine, wrapper) in CASES.items():
+        assert ZeroRules.of(engine).wrapper is wrapper
         of_ranks = [found[case] for found in ranks]
         for one in of_ranks:
             assert one["class"] == (wrapper.value or "AdamW"), case

@@ -1,19 +1,15 @@
 """Hand-written traces with gloo and with NCCL: steps, computation, and collectives with purpose and bytes."""
 
 import gzip
-import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from neuclip_ds.distributed.communicator import PHASE, STEP
 from neuclip_ds.distributed.exchange import PURPOSE
 from neuclip_ds.profiling.breakdown import COLUMNS, breakdown, rank_record, step_seconds
-from neuclip_ds.profiling.intervals import Interval, Timeline, intersection, length, union
 from neuclip_ds.profiling.trace import StepTrace, engine_purpose, parse_trace, read_trace
 
 MAIN, BACKWARD, GLOO, STREAM = 1, 2, 7, 20
@@ -278,26 +274,3 @@ def test_phases_of_a_gpu_that_lags_behind_the_host() -> None:
     first, second = ({name: 1e3 * seconds for name, seconds in step.phases.items()} for step in steps)
     assert first == pytest.approx({"forward": 38, "objective": 8, "backward": 42, "optimizer": 9})
     assert second == pytest.approx({**first, "forward": 39})
-
-
-INTERVALS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 8)).map(lambda pair: (pair[0], sum(pair))))
-
-
-def moments(intervals: list[Interval]) -> set[int]:
-    """Return the unit steps that intervals with integer ends cover."""
-    return {moment for start, end in intervals for moment in range(int(start), int(end))}
-
-
-@given(INTERVALS, INTERVALS)
-def test_intervals_are_sets_of_moments(a: list[Interval], b: list[Interval]) -> None:
-    first, second = union(a), union(b)
-    assert moments(first) == moments(a) and length(first) == len(moments(a))
-    assert all(early[1] < late[0] for early, late in itertools.pairwise(first)), "disjoint and ascending"
-    both = intersection(first, second)
-    assert moments(both) == moments(a) & moments(b) and length(both) == len(moments(a) & moments(b))
-
-
-def test_value_at_a_moment() -> None:
-    timeline = Timeline([((5.0, 7.0), "backward"), ((1.0, 4.0), "forward")])
-    found = {moment: timeline.at(moment) for moment in (0.0, 1.0, 4.0, 4.5, 6.0, 8.0)}
-    assert found == {0.0: None, 1.0: "forward", 4.0: "forward", 4.5: None, 6.0: "backward", 8.0: None}
