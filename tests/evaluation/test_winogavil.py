@@ -8,19 +8,12 @@ import torch
 from evaluation_sets import Model, features_of, tokenize, transform, winogavil_set, write_shards
 
 from neuclip_ds.errors import UserError
-from neuclip_ds.evaluation import winogavil as module
 from neuclip_ds.evaluation.encoding import BatchEncoder
 from neuclip_ds.evaluation.metrics import chance_jaccard
 from neuclip_ds.evaluation.sets import open_shards
 from neuclip_ds.evaluation.winogavil import prompt, winogavil
 
 SIZES = [5, 6, 5, 12, 10, 6, 12, 10, 5, 6, 10]
-
-
-@pytest.fixture(autouse=True)
-def bare_cues(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model here reads features, not words."""
-    monkeypatch.setattr(module, "prompt", lambda cue: cue)
 
 
 def measure(run_ranks: Any, path: Path, world_size: int = 1, size: int = 16) -> dict[str, float | None]:
