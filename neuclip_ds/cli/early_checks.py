@@ -11,7 +11,7 @@ import fsspec
 
 from neuclip_ds.config import Config
 from neuclip_ds.data.shards import is_local
-from neuclip_ds.errors import UserError, install_command, require_package
+from neuclip_ds.errors import UserError, explained, install_command, require_package
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://")
 _PATTERN = re.compile(r"[*?[{]")
@@ -62,9 +62,5 @@ def check_path(option: str, path: str) -> None:
 
 
 def _require_store(option: str, scheme: str) -> None:
-    try:
+    with explained(f"{option} cannot be opened", f"run {install_command('remote')}, or correct the URL"):
         fsspec.get_filesystem_class(scheme)
-    except (ImportError, ValueError) as error:
-        raise UserError(
-            f"{option} cannot be opened ({error}); run {install_command('remote')}, or correct the URL."
-        ) from error
