@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from neuclip_ds.cli.program import exit_on_mistake
+from neuclip_ds.distributed.environment import let_idle_threads_sleep
 from neuclip_ds.errors import UserError
 from neuclip_ds.recipe import nearest
 
@@ -41,6 +42,7 @@ def main(argv: Sequence[str] | None = None, command: str = "") -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch logs a stack trace where a store's server ends
     # DeepSpeed's advice where it finds no GPU; a machine that has some is refused (distributed/environment.py)
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.filename != "real_accelerator.py")
+    let_idle_threads_sleep()
     with exit_on_mistake():
         name = arguments[0]
         if name not in COMMANDS:

@@ -70,6 +70,16 @@ def find_gpus(devices: Path = Path("/dev")) -> list[str]:
     return sorted(str(path) for path in devices.glob("*") if re.fullmatch(r"nvidia\d+|kfd", path.name))
 
 
+def let_idle_threads_sleep(env: MutableMapping[str, str] = os.environ) -> None:
+    """Let idle OpenMP threads of a CPU run sleep unless the user has chosen; has no effect once torch is imported.
+
+    Threads that spin while they wait for the next parallel part take the cores from other ranks and from loaders.
+    """
+    chosen = env.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}
+    if not chosen and (env.get("DS_ACCELERATOR") == "cpu" or not find_gpus()):
+        env["OMP_WAIT_POLICY"] = "PASSIVE"
+
+
 def refuse_missing_gpus(torch_build: str) -> None:
     """Raise `UserError` if DeepSpeed finds no GPU and would train on the CPU by mistake.
 

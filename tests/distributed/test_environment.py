@@ -14,6 +14,7 @@ from neuclip_ds.distributed import environment
 from neuclip_ds.distributed.environment import (
     complete_environment,
     find_gpus,
+    let_idle_threads_sleep,
     read_environment,
     refuse_missing_gpus,
     use_interface_of,
@@ -92,6 +93,19 @@ def test_num_gpus_without_gpus_is_refused(
     done = subprocess.run([launcher, *options, CHECK], env=variables, capture_output=True, text=True, timeout=60)
     said = done.stdout + done.stderr
     assert ("--num_gpus 8 asks for GPUs" in said and "--num_accelerators 8" in said) if refused else said == "fine\n"
+
+
+def test_idle_threads_of_cpu_runs_sleep_unless_the_user_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = "from neuclip_ds.cli.main import main; main(['train', '--help']); import torch"
+    variables = {key: value for key, value in os.environ.items() if key not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    variables |= {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_DISPLAY_ENV": "verbose"}
+    done = subprocess.run([sys.executable, "-c", script], env=variables, capture_output=True, text=True, timeout=120)
+    assert "GOMP_SPINCOUNT = '0'" in done.stderr, "set before libgomp is loaded"
+    for gpus, chosen in ([], {"GOMP_SPINCOUNT": "9"}), ([], {"OMP_WAIT_POLICY": "ACTIVE"}), (["/dev/nvidia0"], {}):
+        monkeypatch.setattr(environment, "find_gpus", lambda gpus=gpus: gpus)
+        env = dict(chosen)
+        let_idle_threads_sleep(env)
+        assert env == chosen
 
 
 def test_gpus_that_torch_cannot_use_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
