@@ -55,9 +55,10 @@ function axis(values, log, start, end) {
 function draw(figure, plot) {
   const holder = figure.querySelector(".plot"), log = figure.querySelector("input").checked;
   holder.replaceChildren();
-  const width = holder.clientWidth, weight = plot.smooth ? +smoothing.value : 0;
+  const width = holder.clientWidth;
   const curves = plot.curves.map((curve, number) => {
-    const shown = smooth(curve.y, weight).map((y) => (y === null || (log && y <= 0) ? null : y));
+    const dense = plot.xlabel === "training step" && curve.y.length > 100;  // few points are shown as they are
+    const shown = smooth(curve.y, dense ? +smoothing.value : 0).map((y) => (y === null || (log && y <= 0) ? null : y));
     return { ...curve, shown, color: COLORS[number % COLORS.length] };
   });
   const finite = curves.flatMap((curve) => curve.shown.filter((y) => y !== null));
@@ -67,7 +68,7 @@ function draw(figure, plot) {
   const svg = element(holder, "svg", { width, height: HEIGHT, role: "img", "aria-label": plot.title });
   for (const value of yTicks) {
     element(svg, "line", { x1: LEFT, x2: width - RIGHT, y1: y(value), y2: y(value), class: "grid" });
-    element(svg, "text", { x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" }, format(value, plot.percent));
+    element(svg, "text", { x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" }, format(value, plot.unit === "%"));
   }
   const most = Math.max(2, Math.floor((width - LEFT) / 70)), every = Math.ceil(xTicks.length / most);
   xTicks.filter((_, number) => number % every === 0).forEach((value) => {
@@ -94,7 +95,7 @@ function draw(figure, plot) {
     }
     for (const curve of curves) {
       const number = at === null ? -1 : nearest(curve.x, at);
-      const value = number < 0 || curve.y[number] === null ? "" : `: ${format(curve.y[number], plot.percent)}`;
+      const value = number < 0 || curve.y[number] === null ? "" : `: ${format(curve.y[number], plot.unit === "%")}`;
       const name = element(values, "span", {}, `${curve.name}${value}`);
       name.style.color = curve.color;
     }
@@ -125,7 +126,7 @@ for (const plot of JSON.parse(document.getElementById("data").textContent)) {
   const label = element(head, "label");
   const log = element(label, "input", { type: "checkbox" });
   label.append(" log axis");
-  log.checked = plot.log;
+  log.checked = plot.log_scale;
   element(figure, "div", { class: "plot" });
   element(figure, "div", { class: "values" });
   element(figure, "figcaption", {}, plot.meaning);

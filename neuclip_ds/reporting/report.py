@@ -55,11 +55,8 @@ class Histogram(NamedTuple):
         """Return what page.js draws: the share of values in each of 60 bins, which all columns have in common."""
         edges = np.histogram_bin_edges(np.concatenate([*self.columns.values()]), bins=60)
         middles = ((edges[:-1] + edges[1:]) / 2).tolist()
-        shares = {
-            name: (np.histogram(values, edges)[0] / max(1, len(values))).tolist()
-            for name, values in self.columns.items()
-        }
-        curves = [{"name": name, "x": middles, "y": share} for name, share in shares.items()]
+        shares = [np.histogram(values, edges)[0] / max(1, len(values)) for values in self.columns.values()]
+        curves = [{"name": name, "x": middles, "y": y.tolist()} for name, y in zip(self.columns, shares, strict=True)]
         return _drawn(Plot(self.title, [], "share of samples", self.meaning), curves, self.unit)
 
 
@@ -145,18 +142,9 @@ def _curve(name: str, steps: Sequence[int], values: Sequence[float]) -> dict[str
     }
 
 
-def _drawn(plot: Plot, curves: Sequence[Mapping[str, Any]], xlabel: str = "") -> dict[str, Any]:
-    """Return what page.js draws, by default over the training step."""
-    return {
-        "title": plot.title,
-        "unit": plot.unit,
-        "meaning": plot.meaning,
-        "log": plot.log_scale,
-        "percent": plot.unit == "%",
-        "xlabel": xlabel or "training step",
-        "smooth": not xlabel,
-        "curves": curves,
-    }
+def _drawn(plot: Plot, curves: Sequence[Mapping[str, Any]], xlabel: str = "training step") -> dict[str, Any]:
+    """Return what page.js draws, which can smooth curves over the training step."""
+    return {**plot._asdict(), "curves": curves, "xlabel": xlabel}
 
 
 def _events(run: Path) -> Iterator[str]:

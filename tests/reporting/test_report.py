@@ -56,7 +56,7 @@ def test_everything_is_in_one_file(page: str) -> None:
     assert recall == {"name": "image_to_text_recall@1", "x": [10, 20], "y": [0.3, 0.25]}
     (loss,) = plots["Training loss"]["curves"]
     assert loss["x"][-1] == 20 and loss["y"][-1] is None, "what is no number is a gap"
-    assert plots["Gradient norm"]["log"] and not plots["Training loss"]["log"]
+    assert plots["Gradient norm"]["log_scale"] and not plots["Training loss"]["log_scale"]
     assert [sum(curve["y"]) for curve in plots["u of samples"]["curves"]] == [1, 1]
     assert "What u is." in page
     assert "&lt;2.15&gt;" in page, "values are escaped"
