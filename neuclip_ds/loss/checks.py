@@ -52,41 +52,26 @@ def problem_with(image: Any, text: Any, index: Any, valid: Any, dim: int, sample
 def agree_on_call(
     rows: int, problem: str | None, learns: bool, dtype: torch.dtype, repeats: bool, communicator: Communicator
 ) -> tuple[int, bool]:
-    """Compare a call with those of the other ranks.
-
-    Args:
-        rows: of this rank.
-        problem: of this rank's arguments.
-        learns: whether this rank trains.
-        dtype: of the features.
-        repeats: whether the call is the previous one's, once more.
-
-    Returns:
-        The largest number of rows of any rank, and whether all ranks repeat.
+    """Return the largest number of rows of any rank, and whether all ranks repeat their previous call.
 
     Raises:
-        ValueError: on all ranks; any rank has a problem, or they disagree.
+        ValueError: on all ranks, if any has a problem, or they differ in whether they learn or in the features' dtype.
     """
     if communicator.world_size > 1:
-        own = [
-            rows,
-            int(problem is not None),
-            int(learns),
-            _DTYPES.index(dtype) if dtype in _DTYPES else -1,
-            int(repeats),
-        ]
+        own = [rows, problem is not None, learns, [*_DTYPES, dtype].index(dtype), repeats]
         state = communicator.begin_host_gather(torch.tensor([[int(x) for x in own]]), "control").wait()
         rows_of, failed, learning, dtypes, repeating = state.T.tolist()
-        if problem is None and any(failed):
+        trains, evaluates = (learning.index(x) if x in learning else None for x in (1, 0))
+        if problem is not None:
+            pass
+        elif any(failed):
             problem = f"rank {failed.index(1)} was given arguments that cannot be used; see its error."
-        elif problem is None and len(set(learning)) > 1:
-            problem = (
-                f"rank {learning.index(1)} trains while rank {learning.index(0)} evaluates: call train(), eval() and "
-                "torch.no_grad() on all ranks alike."
-            )
-        elif problem is None and len(set(dtypes)) > 1:
-            names = [str(_DTYPES[number]) for number in dtypes]
-            problem = f"the features' dtypes differ between ranks: {', '.join(names)}. Use one dtype."
+        elif trains is not None and evaluates is not None:
+            modes = "call train(), eval() and torch.no_grad() on all ranks alike."
+            problem = f"rank {trains} trains while rank {evaluates} evaluates: {modes}"
+        elif len(set(dtypes)) > 1:
+            names = ", ".join(str(_DTYPES[number]) for number in dtypes)
+            problem = f"the features' dtypes differ between ranks: {names}. Use one dtype."
         rows, repeats = max(rows_of), all(repeating)
     if problem is not None:
         raise ValueError(problem)

@@ -111,11 +111,9 @@ class ContrastiveLoss(nn.Module):
             raise UserError(f"Options of method {method}: {problems}") from error
         if reduction not in ("ddp_mean", "sum"):
             raise UserError(f"reduction={reduction!r} is unknown: use 'ddp_mean' or 'sum'.")
-        least: dict[str, tuple[float, float]] = {"dim": (dim, 1), "samples": (samples, 0), "lr": (lr, 0)}
-        if steps_per_epoch is not None:
-            least["steps_per_epoch"] = steps_per_epoch, 1
+        least = {"dim": (dim, 1), "samples": (samples, 0), "lr": (lr, 0), "steps_per_epoch": (steps_per_epoch, 1)}
         for name, (value, lowest) in least.items():
-            if not value >= lowest:
+            if value is not None and not value >= lowest:
                 raise UserError(f"{name}={value} must be at least {lowest}.")
         if not epochs > 0:
             raise UserError(f"epochs={epochs} must be above 0.")
@@ -307,19 +305,17 @@ class ContrastiveLoss(nn.Module):
 
     def _facts(self) -> dict[str, Any]:
         """Return what saved state says of itself."""
-        options = self._config.model_dump(mode="json", exclude={"chunk_size", "comm_dtype"})
-        identity = {**options, "dim": self._dim, "samples": self._samples, "own_optimizer": self._own_optimizer}
-        return {"built_with": identity, "calls": self._calls, "dtype": str(self._dtype).removeprefix("torch.")}
+        built = {"dim": self._dim, "samples": self._samples, "own_optimizer": self._own_optimizer}
+        for key, value in self._config.model_dump(mode="json", exclude={"chunk_size", "comm_dtype"}).items():
+            built |= {f"{key}.{name}": x for name, x in value.items()} if isinstance(value, dict) else {key: value}
+        return {"built_with": built, "calls": self._calls, "dtype": str(self._dtype).removeprefix("torch.")}
 
     def _prepare_for(self, saved: dict[str, Any], where: str) -> None:
         """Take over the facts of saved state, whose tensors follow; raise `UserError` if it is of another loss."""
         own, given = self._facts()["built_with"], saved.get("built_with", {})
-        for key, value in own.items():
-            if given.get(key) != value:
-                was, now = ({"": x} if not isinstance(x, dict) else x for x in (given.get(key), value))
-                names = [name for name in now if was.get(name) != now[name]] or list(now)
-                there, here = (", ".join(f"{key}.{n}={x.get(n)}".replace(".=", "=") for n in names) for x in (was, now))
-                raise UserError(f"{where} was saved with {there}, this loss has {here}.")
+        for key in sorted(own, key="method".__ne__):  # the method first
+            if given.get(key) != own[key]:
+                raise UserError(f"{where} was saved with {key}={given.get(key)}, this loss has {key}={own[key]}.")
         self._move(self._communicator.device, getattr(torch, saved["dtype"]), keep=False)
         self._calls, self._undo, self._last = saved["calls"], None, None
 

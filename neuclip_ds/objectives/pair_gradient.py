@@ -62,17 +62,15 @@ class PairSimilarities:
 
     @cached_property
     def _scale(self) -> Tensor:
-        """(2, B) tau^(1/power), which similarities are divided by."""
-        return self._tau.pow(1 / self._pair_loss.power).expand(2, self._grid.size)
+        return self._tau.pow(1 / self._pair_loss.power).expand(2, self._grid.size)  # that similarities are divided by
 
     @cached_property
     def _origin(self) -> Tensor:
-        """(2, B) in the same unit."""
         return (self._grid.positive - self._pair_loss.margin) / self._scale
 
     @cached_property
     def _sample(self) -> Tensor:
-        """(2, B) row numbers, exact up to 2^24 in float32."""
+        # a number as the others are, exact up to 2^24 rows in float32
         return torch.arange(self._grid.size, device=self._tau.device).to(self._tau.dtype).expand(2, -1)
 
     def log_mean_exp(self) -> Tensor:
