@@ -20,7 +20,7 @@ ProcessGroup = dist.ProcessGroup
 
 _STAGED = 64 << 10  # bytes of pageable memory that CUDA copies asynchronously; the host waits for larger copies
 
-# ranges in a profiler's trace: a training step, and one of its phases, which do not nest
+# ranges in a profiler's trace: a training step, and one of its phases
 STEP, PHASE = "train step", "phase: "
 
 
@@ -30,10 +30,13 @@ def ring_bytes(op: str, size: int, world_size: int) -> int:
     Args:
         op: all_gather, all_reduce, reduce_scatter, all_to_all, or reduce and broadcast, whose ranks differ and for
             which it is the mean over ranks; others (barrier) count 0.
-        size: bytes of a rank's input: local rows for all_gather, the whole tensor for the others.
+        size: bytes of a rank's input: local rows for all_gather, the whole tensor for the others; all_to_all's has
+            nothing for the rank itself.
         world_size: number of ranks K.
     """
-    once = ("reduce_scatter", "reduce", "broadcast", "all_to_all")
+    if op == "all_to_all":
+        return size
+    once = ("reduce_scatter", "reduce", "broadcast")
     rounds = {"all_gather": world_size, "all_reduce": 2, **dict.fromkeys(once, 1)}
     return rounds.get(op, 0) * (world_size - 1) * size // world_size
 
@@ -161,6 +164,21 @@ class Communicator(Exchange):
             raise ValueError(f"reduce_scatter of {x.shape[0]} rows over {self.world_size} ranks: not divisible")
         result = x.new_empty((x.shape[0] // self.world_size, *x.shape[1:]))
         return self._begin("reduce_scatter", x, purpose, result, dist.reduce_scatter_tensor, x.contiguous())
+
+    def reduce_scatter_among(self, ranks: range, x: Tensor, purpose: str) -> Tensor:
+        """Sum (len(ranks) b, ...) over these consecutive ranks, with this one among them; return its rows (b, ...).
+
+        All ranks call it, each with its own group, since groups exchange their rows in one collective of all ranks.
+        """
+        parts = dict(zip(ranks, x.chunk(len(ranks)), strict=True))
+        own = parts.pop(self.rank)
+        if not parts:
+            return own
+        sent = torch.cat(list(parts.values()))
+        splits = [len(own) if rank in parts else 0 for rank in range(self.world_size)]
+        launch = functools.partial(dist.all_to_all_single, output_split_sizes=splits, input_split_sizes=splits)
+        received = self._begin("all_to_all", sent, purpose, torch.empty_like(sent), launch, sent).wait()
+        return own + received.view(len(parts), *own.shape).sum(dim=0)
 
     def barrier(self) -> None:
         """Wait for all ranks."""

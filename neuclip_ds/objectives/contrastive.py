@@ -5,7 +5,9 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
+from neuclip_ds.distributed.communicator import PHASE
 from neuclip_ds.objectives.base import Context, FeatureGradients, Normalizer, Objective, Step
 from neuclip_ds.objectives.gather import FeatureGather, Features, GatheredFeatures
 from neuclip_ds.objectives.options import ObjectiveConfig
@@ -49,7 +51,8 @@ class ContrastiveObjective(Objective):
         grid = PairGrid(batch, self._config.chunk_size, KEPT_BYTES)
         pairs = pair_similarities(grid, self.pair_loss, tau)
         log_g = pairs.log_mean_exp()
-        estimate = self._normalizer(batch, log_g, tau, step)
+        with record_function(f"{PHASE}normalizer"):
+            estimate = self._normalizer(batch, log_g, tau, step)
         gradient = pairs.gradient(estimate.log_weight + scale.log())
         image, text = gradient.image, gradient.text
         if estimate.feature_grad is not None:

@@ -120,16 +120,16 @@ class GatheredFeatures:
         self._count = len(features.index)
         start = communicator.rank * self._count  # of this rank's among the K b rows
         valid = self.padded_index >= 0
-        self._rows: Tensor | None = None  # places of the valid rows among the K b
-        self._own_rows: Tensor | None = None  # and of this rank's among its b
-        if bool(valid.all()):  # whole batches, by far the usual case, need no compaction
-            self.local, self.index = slice(start, start + self._count), self.padded_index
-        else:
-            rows = valid.nonzero().squeeze(1)
-            self.local = slice(*torch.searchsorted(rows, torch.tensor([start, start + self._count])).tolist())
+        self._host_rows: Tensor | None = None  # places of the valid rows among the K b, on the host
+        self._rows: Tensor | None = None  # and on the device
+        self._own_rows: Tensor | None = None  # of this rank's among its b
+        self.index = self.padded_index
+        if not bool(valid.all()):  # whole batches, by far the usual case, need no compaction
+            self._host_rows = rows = valid.nonzero().squeeze(1)
             self.index = self.padded_index[rows]
-            own = rows[self.local] - start
+            own = rows[self.rows_of(range(communicator.rank, communicator.rank + 1))] - start
             self._rows, self._own_rows = (to_device(x, features.image.device) for x in (rows, own))
+        self.local = self.rows_of(range(communicator.rank, communicator.rank + 1))
         self.image, self.text = gather.features(features.image.dtype, self._rows)
         self.total = self.size
 
@@ -160,10 +160,19 @@ class GatheredFeatures:
         padded = self.expand(values.T)
         return self.compact_all(self._communicator.all_gather(padded, purpose)).T.contiguous()
 
-    def sum_local(self, rows: Tensor, purpose: str) -> Tensor:
-        """(B, ...) partial rows of every rank -> (local, ...): this rank's rows of their sum over ranks."""
-        padded = self._spread(rows, self._rows, len(self.padded_index))
-        return self.compact(self._communicator.reduce_scatter(padded, purpose))
+    def rows_of(self, ranks: range) -> slice:
+        """Return which of the B rows consecutive ranks have."""
+        edges = torch.tensor([ranks.start, ranks.stop]) * self._count
+        return slice(*(edges if self._host_rows is None else torch.searchsorted(self._host_rows, edges)).tolist())
+
+    def sum_local(self, rows: Tensor, ranks: range, purpose: str) -> Tensor:
+        """Partial rows of these ranks' anchors, from each of them -> (local, ...): this rank's rows of their sum.
+
+        `ranks` are consecutive and have this one among them, and `rows` are those of `rows_of(ranks)`.
+        """
+        places = None if self._rows is None else self._rows[self.rows_of(ranks)] - ranks.start * self._count
+        padded = self._spread(rows, places, len(ranks) * self._count)
+        return self.compact(self._communicator.reduce_scatter_among(ranks, padded, purpose))
 
     def compact_all(self, rows: Tensor) -> Tensor:
         """(K b, ...) rows of all ranks' batches -> (B, ...) the valid ones."""

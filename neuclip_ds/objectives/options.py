@@ -149,6 +149,9 @@ class NpnConfig(Section):
     """Bound on (eps + g)/(eps + ghat), with which an anchor's negatives weigh. By default none (NeuCLIP)."""
     objective: Literal["unified", "separate"] = "unified"
     """Objective that the network is fitted to: the loss itself, or (alpha - log(eps + g))^2 (ablation)."""
+    replicas: int = Field(4, ge=1)
+    """Ranks that hold and fit the same prototypes, at most; the largest divisor of the number of ranks counts. With
+    more of them alpha_grad=full sends less, and each rank computes more."""
     order: Literal["alternating", "joint"] = "alternating"
     """Update the network first and the encoders with its new prediction (Algorithm 1), or both from the old one:
     `joint`, where the network takes one AdamW step at the encoders' learning rate, without re-draws (Algorithm 3)."""

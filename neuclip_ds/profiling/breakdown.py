@@ -10,7 +10,7 @@ not wait, so the shortest duration of a collective over ranks is its transfer ti
 
     steps, world_size     number of profiled steps, number of ranks
     seconds               each of COLUMNS -> mean and deviation over steps of the mean over ranks
-    phases                forward, objective, backward, optimizer -> the same
+    phases                forward, objective, normalizer, backward, optimizer -> the same
     purposes              purpose -> per step and rank: calls, bytes_sent, bytes_received, seconds (simultaneous
                           collectives add up), hidden_seconds (part of it during which the rank computes) and
                           transfer_seconds (without waiting)

@@ -6,6 +6,7 @@ follows from the phase of the step and the operation.
 """
 
 import gzip
+import itertools
 import json
 import logging
 from collections import defaultdict
@@ -66,7 +67,7 @@ def parse_trace(trace: Mapping[str, Any]) -> list[StepTrace]:
     events = read_events(trace)
     annotations = [event for event in events if event.category == "user_annotation"]
     world_size = int(trace.get("distributedInfo", {}).get("world_size", 1))
-    host = _annotated(events, "user_annotation")
+    host = _cut(_annotated(events, "user_annotation"))
     named: defaultdict[Thread, list[tuple[Interval, str]]] = defaultdict(list)  # by `Communicator`
     for event in annotations:
         if event.name.startswith(PURPOSE):
@@ -106,6 +107,16 @@ def _executed(host: list[Phase], events: Sequence[Event]) -> list[Phase]:
     number of the call that launched it.
     """
     return _annotated(events, "gpu_user_annotation") + _launched_in(host, events) or host
+
+
+def _cut(phases: Sequence[Phase]) -> list[Phase]:
+    """Return disjoint phases: those that have others inside are cut there."""
+    found = []
+    for (start, end), name in phases:
+        inside = sorted(span for span, _ in phases if start < span[0] and span[1] < end)
+        edges = [start, *itertools.chain.from_iterable(inside), end]
+        found += [(span, name) for span in zip(edges[::2], edges[1::2], strict=True)]
+    return found
 
 
 def _annotated(events: Sequence[Event], category: str) -> list[Phase]:

@@ -31,9 +31,10 @@ class RowTable(NamedTuple):
     """This rank's rows of a partitioned table: each tensor is (partition.size, ...).
 
     If `grows`, a checkpoint may hold fewer rows than the table, when the data set has grown since; the other rows keep
-    their values.
+    their values. Where several ranks hold the same rows, one of them has it `saved`.
     """
 
     partition: Partition
     tensors: Mapping[str, Tensor]
     grows: bool = False
+    saved: bool = True

@@ -55,7 +55,7 @@ def table_shards(tables: Mapping[str, RowTable]) -> Shards:
         shard_key(TABLE, f"{name}/{key}", table.partition.start, table.partition.stop): tensor
         for name, table in tables.items()
         for key, tensor in table.tensors.items()
-        if table.partition.size
+        if table.partition.size and table.saved
     }
 
 

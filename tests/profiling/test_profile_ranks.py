@@ -53,8 +53,7 @@ PREDICTED: dict[str, dict[str, float]] = {  # bytes received per step and rank
         "features": FEATURES,
         "normalizer": 2 * VALUE
         + (UPDATES + 1) * ALL_REDUCE * 2 * RANKS * ROWS * DOUBLE
-        + 2 * DIM * VALUE  # the gradient of alpha
-        + ALL_REDUCE * 4 * RANKS * ROWS * FLOAT,
+        + 2 * (DIM + 2) * VALUE,  # the gradient of alpha, without replicas
         "scalars": ALL_REDUCE * 6 * FLOAT,
     },
     "openclip_reference": {
@@ -75,7 +74,7 @@ TREE: dict[str, Any] = {
         "text": {"width": 32, "layers": 1, "heads": 2, "context_length": 8, "vocab_size": 300},
         "embed_dim": DIM,
     },
-    "objective": {"other_methods": {"npn": {"prototypes": 16, "inner_steps": UPDATES, "lr": 0.05}}},
+    "objective": {"other_methods": {"npn": {"prototypes": 16, "inner_steps": UPDATES, "replicas": 1}}},
 }
 
 
@@ -212,6 +211,7 @@ def test_times_add_up_and_the_report_has_them(folder: Path) -> None:
         seconds["computation"] + seconds["pure_communication"] + seconds["others"], rel=1e-6
     )
     assert 0 < sum(of["mean"] for of in found["phases"].values()) < seconds["total"]
+    assert set(found["phases"]) == {"forward", "objective", "normalizer", "backward", "optimizer"}
     assert len(found["ranks"]) == RANKS
     text = (folder / "neuclip1" / "report.md").read_text()
     assert "| neuclip | 1 | 2 | norm and overflow |" in text and "pure communication" in text

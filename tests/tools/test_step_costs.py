@@ -26,13 +26,13 @@ from neuclip_ds.distributed.communicator import ring_bytes
 from neuclip_ds.objectives import METHODS, build_objective
 from neuclip_ds.objectives.base import Context, Step
 from neuclip_ds.objectives.gather import Features
-from neuclip_ds.recipe import override, validate
+from neuclip_ds.recipe import override, parse, validate
 
 RANKS, ROWS, DIM, SEEN = 3, 12, 10, 4
 
 
 def config_of(method: str) -> Config:
-    npn, amortized = {"prototypes": 9, "inner_steps": 2, "lr": 1e-3}, {"online_every": 2, "width": 1.0}
+    npn, amortized = {"prototypes": 9, "inner_steps": 2, "replicas": 1}, {"online_every": 2, "width": 1.0}
     queue = {"size": 9}
     options = {"objective": {"other_methods": {"npn": npn, "amortized": amortized, "queue": queue}}}
     return validate(override(options, {} if method in REFERENCES else {"objective": {"method": method}}))
@@ -74,6 +74,19 @@ def test_collectives_at_another_size(method: str, pieces: int) -> None:
     build = REFERENCES.get(method, build_objective)
     predicted = objective_calls(ObjectiveQuery(config_of(method), RANKS, ROWS, DIM, torch.float32, pieces, build))
     assert {call[:3]: 2 * call.times for call in predicted} == {one: found.count(one) for one in found}
+
+
+@pytest.mark.parametrize(("ranks", "share"), [(2, 0.55), (8, 0.62), (64, 0.67)])
+def test_neuclip_as_published_sends_less_than_openclips_scheme(ranks: int, share: float) -> None:
+    """B = m = 4,096 and d = 512: each prototype is on four ranks, or on both of two."""
+    sent = []
+    for name in ("openclip_reference", "neuclip"):
+        config = parse(["dfn14m_neuclip"]).config
+        query = ObjectiveQuery(
+            config, ranks, 4096 // ranks, 512, torch.float32, 1, REFERENCES.get(name, build_objective)
+        )
+        sent.append(sum(call.times * ring_bytes(call.op, call.size, ranks) for call in objective_calls(query)))
+    assert sent[1] < share * sent[0]
 
 
 def test_operations_are_those_of_the_formulas() -> None:

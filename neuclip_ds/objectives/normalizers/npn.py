@@ -46,8 +46,11 @@ The scaled update (ours), which docs/reference/methods.md compares with AdaGrad:
 
 The quotient is shorter than 1, as |r_i| <= 1 + |1 - r_i|, so no logit cos(e_i, W_k)/tau moves by more than about lr.
 
-Each rank holds m/K prototypes of W1 and of W2, their AdaGrad state and their rows of the feature queue. An update needs
-the 2B sums over all prototypes and nothing of size d x m: one all-reduce. The sums travel as float64, relative to the
+K ranks form R groups of S = K/R consecutive ones (R is `replicas`). A group has all prototypes, and each of its ranks m/S
+of W1 and of W2, their AdaGrad state and their rows of the feature queue. An update needs the 2B sums over all
+prototypes and nothing of size d x m: one all-reduce, the same bits on all ranks. The gradient of an anchor needs
+sum_k p_ik W_k, which the ranks of its group add up: S - 1 blocks of b x d reach a rank instead of K - 1, and an update
+computes R times as much. The sums travel as float64, relative to the
 largest possible exponent (1 - s_ii)/tau. With tau >= 0.003 they neither overflow nor vanish there, which saves a second
 all-reduce for the maximum.
 """
@@ -112,7 +115,11 @@ class NpnNormalizer(NetworkNormalizer):
     def __init__(self, config: NpnConfig, eps: float, context: Context) -> None:
         super().__init__(config, eps, context, config.rate)
         ranks = context.communicator
-        self._partition = Partition.of(config.prototypes, ranks.rank, ranks.world_size)
+        most = config.replicas if config.alpha_grad == "full" else 1  # the others add up nothing over ranks
+        self._replicas = max(r for r in range(1, most + 1) if ranks.world_size % r == 0)
+        size = ranks.world_size // self._replicas
+        self._group = range(ranks.rank // size * size, (ranks.rank // size + 1) * size)
+        self._partition = Partition.of(config.prototypes, ranks.rank % size, size)
         empty = torch.zeros((self._partition.size, context.dim), dtype=context.dtype, device=ranks.device)
         self._prototypes = [Parameter(empty.clone()) for _ in (IMAGE, TEXT)]  # W1, W2, one row per prototype
         self._queue = [empty.clone() for _ in (IMAGE, TEXT)]
@@ -182,8 +189,9 @@ class NpnNormalizer(NetworkNormalizer):
         image, text = (self._side(e, w.detach(), tau) for e, w in zip(anchors, self._prototypes, strict=True))
         log_sum = torch.stack([image.log_sum, text.log_sum]) - positive / tau
         ceiling = ((1 - positive) / tau).double()
-        total = self._communicator.all_reduce((log_sum.double() - ceiling).exp(), "normalizer")
-        log_ghat = (total.log() + ceiling - math.log(self._config.prototypes)).to(positive.dtype)  # 1/m sum_k exp(z_ik)
+        total = self._communicator.all_reduce((log_sum.double() - ceiling).exp(), "normalizer")  # of all replicas
+        count = self._replicas * self._config.prototypes
+        log_ghat = (total.log() + ceiling - math.log(count)).to(positive.dtype)  # 1/m sum_k exp(z_ik)
         return _Prediction(log_eps_plus(log_ghat, self._eps), log_ghat, log_sum, (image, text))
 
     def _side(self, anchors: Tensor, prototypes: Tensor, tau: Tensor) -> _Side:
@@ -277,12 +285,16 @@ class NpnNormalizer(NetworkNormalizer):
         self, prediction: _Prediction, batch: GatheredFeatures, residual: Tensor, tau: Tensor
     ) -> tuple[tuple[Tensor, Tensor], Tensor]:
         """Return r_i/B grad alpha_i by the features (local rows), and r_i tau dalpha_i/dtau; r_i (2, local)."""
-        sides, mass = prediction.sides, self._log_mass(prediction).exp_()
-        drawn = torch.stack([side.share @ side.unit for side in sides]) * mass.unsqueeze(2)
-        drawn = batch.sum_local(drawn.transpose(0, 1), "normalizer").transpose(0, 1)  # sum_k p_ik W_k/|W_k|
-        log_share = torch.stack([torch.xlogy(side.share, side.share).sum(dim=1) for side in sides])  # their mean
-        moments = torch.stack([mass, mass * (log_share + prediction.log_sum)], dim=1)  # sums of p_ik, p_ik z_ik
-        mass, mean_logit = self._communicator.all_reduce(moments, "normalizer")[:, :, batch.local].unbind(dim=1)
+        rows = batch.rows_of(self._group)
+        mass, log_sum = self._log_mass(prediction)[:, rows].exp(), prediction.log_sum[:, rows]
+        parts = []
+        for side, of_mass, of_log_sum in zip(prediction.sides, mass, log_sum, strict=True):
+            share = side.share[rows]
+            mean_logit = torch.xlogy(share, share).sum(dim=1) + of_log_sum
+            means = torch.cat([share @ side.unit, torch.ones_like(mean_logit[:, None]), mean_logit[:, None]], dim=1)
+            parts.append(means * of_mass[:, None])  # sums of p_ik W_k/|W_k|, p_ik and p_ik z_ik
+        summed = batch.sum_local(torch.stack(parts, dim=1), self._group, "normalizer").transpose(0, 1)
+        drawn, mass, mean_logit = summed[..., :-2], summed[..., -2], summed[..., -1]
         return prediction_gradient(residual, drawn, mass, batch, tau), -residual * mean_logit
 
     def _enqueue(self, batch: GatheredFeatures) -> None:
@@ -309,7 +321,7 @@ class NpnNormalizer(NetworkNormalizer):
         tensors = {"queue_image": self._queue[IMAGE], "queue_text": self._queue[TEXT]}
         for name, prototype, moments in zip(("w1", "w2"), self._prototypes, self._moments, strict=True):
             tensors |= {name: prototype.detach(), **{f"{name}_{key}": value for key, value in moments.items()}}
-        return {"npn": RowTable(self._partition, tensors)}
+        return {"npn": RowTable(self._partition, tensors, saved=self._group.start == 0)}
 
     def parameters(self) -> dict[str, Parameter]:
         return dict(zip(("w1", "w2"), self._prototypes, strict=True))
