@@ -46,13 +46,12 @@ The scaled update (ours), which docs/reference/methods.md compares with AdaGrad:
 
 The quotient is shorter than 1, as |r_i| <= 1 + |1 - r_i|, so no logit cos(e_i, W_k)/tau moves by more than about lr.
 
-K ranks form R groups of S = K/R consecutive ones (R is `replicas`). A group has all prototypes, and each of its ranks m/S
+K ranks form R groups of S = K/R consecutive ones, R being `replicas`. A group has all prototypes, and each rank m/S
 of W1 and of W2, their AdaGrad state and their rows of the feature queue. An update needs the 2B sums over all
 prototypes and nothing of size d x m: one all-reduce, the same bits on all ranks. The gradient of an anchor needs
 sum_k p_ik W_k, which the ranks of its group add up: S - 1 blocks of b x d reach a rank instead of K - 1, and an update
-computes R times as much. The sums travel as float64, relative to the
-largest possible exponent (1 - s_ii)/tau. With tau >= 0.003 they neither overflow nor vanish there, which saves a second
-all-reduce for the maximum.
+computes R times as much. The sums travel as float64, relative to the largest possible exponent (1 - s_ii)/tau. With
+tau >= 0.003 they neither overflow nor vanish there, which saves a second all-reduce for the maximum.
 """
 
 import math
