@@ -6,11 +6,13 @@ digits.
 
 Examples:
   neuclip-ds filter features/pool --top=0.2 --out=kept.npy
+  neuclip-ds filter features/pool --near-duplicates=0.95 --out=kept.npy
   neuclip-ds filter metadata/ --column=clip_l14_similarity_score --min=0.28 --within=english.npy --out=kept.npy
   neuclip-ds build-manifest manifests/kept /data/pool --uids kept.npy
 """
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from neuclip_ds.cli.program import Parser
@@ -25,19 +27,30 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--min", type=float, help="smallest value to keep")
     parser.add_argument("--max", type=float, help="largest value to keep")
     parser.add_argument("--top", type=float, help="share of the samples with the largest values to keep, such as 0.3")
+    near = "of samples whose image features have at least this cosine, such as 0.95, keep that with the largest value"
+    parser.add_argument("--near-duplicates", type=float, metavar="COSINE", help=near)
     parser.add_argument("--uid-column", default="uid", help="column of the uids")
     parser.add_argument("--within", nargs="+", type=Path, default=[], help="keep only uids that all these files list")
     options = parser.parse(arguments)
-    if options.min is None and options.max is None and options.top is None:
-        raise UserError("Nothing says what to keep: set --min, --max or --top.")
+    if options.min is options.max is options.top is options.near_duplicates is None:
+        raise UserError("Nothing says what to keep: set --min, --max, --top or --near-duplicates.")
+    if options.near_duplicates is not None and not 0 < options.near_duplicates <= 1:
+        raise UserError(f"--near-duplicates={options.near_duplicates:g} must be a cosine above 0, at most 1.")
     if options.top is not None and not 0 < options.top <= 1:
         raise UserError(f"--top={options.top:g} must be above 0 and at most 1: the fraction of samples to keep.")
     from neuclip_ds.embedding.select import Rule, select  # pyarrow takes a moment to import
 
+    refine = []
+    if options.near_duplicates is not None:
+        from neuclip_ds.embedding.near_duplicates import drop_near_duplicates  # torch takes seconds to import
+
+        refine = [partial(drop_near_duplicates, options.files, options.column, options.near_duplicates)]
     bounds = {"minimum": options.min, "maximum": options.max, "top": options.top}
     rule = Rule(**{name: value for name, value in bounds.items() if value is not None})
-    found = select(options.files, options.column, rule, options.out, options.uid_column, options.within)
+    found = select(options.files, options.column, rule, options.out, options.uid_column, options.within, *refine)
     kept = f"{found.kept:,} uids of {found.samples:,} samples"
     print(f"{options.out}: {kept}, {options.column} from {found.minimum:.6g}.")
+    if options.near_duplicates is not None:
+        print(f"{found.refined:,} near-duplicates of these are left out.")
     if found.without_value or found.without_uid:
         print(f"Left out: {found.without_value:,} samples without a value, {found.without_uid:,} without a uid.")

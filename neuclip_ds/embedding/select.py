@@ -5,7 +5,7 @@ img2dataset's metadata. Only the two columns are read.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,16 +39,24 @@ class Selection(NamedTuple):
     without_value: int  # whose value is absent or NaN
     without_uid: int  # that the rule keeps, but that have no uid
     minimum: float  # smallest value that the rule keeps
+    refined: int = 0  # different uids that `refine` has dropped
 
 
 def select(
-    sources: Sequence[Path], column: str, rule: Rule, out: Path, uid_column: str = "uid", within: Sequence[Path] = ()
+    sources: Sequence[Path],
+    column: str,
+    rule: Rule,
+    out: Path,
+    uid_column: str = "uid",
+    within: Sequence[Path] = (),
+    refine: Callable[[UidArray], UidArray] = lambda uids: uids,
 ) -> Selection:
     """Write the sorted, different uids of the rows that a rule keeps, as `build-manifest --uids` reads them.
 
     With `top`, 8 bytes of memory per row are needed; the uids take 16 bytes for each that is kept. Sources are parquet
     files, or folders with parquet files in any depth. `out` is a .npy file of pairs of 64-bit words (dtype `u8,u8`),
-    and so are those of `within`: uids that one of them lacks are not kept. Raises UserError if files cannot be read,
+    and so are those of `within`: uids that one of them lacks are not kept. `refine`
+    selects from what is left. Raises UserError if files cannot be read,
     nothing is kept, or no row has a uid.
     """
     files = [file for source in sources for file in _files(source)]
@@ -76,10 +84,11 @@ def select(
         raise UserError(f"None of {without_uid} samples has a uid of 32 hex digits: name the column with --uid-column.")
     if not len(found):
         raise UserError(f"None of {samples} samples is kept ({without_value} have no value): choose wider bounds.")
+    selected, found = len(found), refine(found)
     out.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(out) as temporary, temporary.open("wb") as file:
         np.save(file, found.view(np.dtype("u8,u8")))  # the names of DataComp's files
-    return Selection(len(found), samples, without_value, without_uid, minimum)
+    return Selection(len(found), samples, without_value, without_uid, minimum, selected - len(found))
 
 
 def _rows(data: ds.Dataset, column: str, other: str) -> Iterator[tuple[NDArray[np.float64], pa.Array]]:

@@ -1,5 +1,6 @@
 """Which uids a rule keeps, and that the files are those that the data engine and DataComp read."""
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,8 @@ from embedded_shards import uid, write, write_samples
 
 from neuclip_ds.data.scan import ScanOptions, scan_shard
 from neuclip_ds.data.uids import UID, UidFiles, parse_uid
+from neuclip_ds.embedding import near_duplicates
+from neuclip_ds.embedding.near_duplicates import drop_near_duplicates
 from neuclip_ds.embedding.select import Rule, Selection, feature_tables, select
 from neuclip_ds.errors import UserError
 
@@ -79,6 +82,47 @@ def test_within_other_lists(tmp_path: Path, pool: Path) -> None:
 def test_mistakes(tmp_path: Path, pool: Path, column: str, rule: Rule, uid_column: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         select([pool], column, rule, tmp_path / "kept.npy", uid_column)
+
+
+@pytest.mark.parametrize("file_format", ["parquet", "npy"])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_of_near_duplicates_the_best_stays(tmp_path: Path, monkeypatch, file_format: str, dtype: str) -> None:
+    """As a loop over all pairs finds it, in blocks of 16 rows; clusters of up to 5 images with noise."""
+    monkeypatch.setattr(near_duplicates, "_ROWS", 16)
+    random, n = np.random.default_rng(0), 120
+    image = random.normal(size=(n // 3, 8))[random.integers(0, n // 3, n)] + 0.1 * random.normal(size=(n, 8))
+    image = (image / np.linalg.norm(image, axis=1, keepdims=True)).astype(dtype)
+    scores = random.uniform(0, 1, n)
+    names = [uid(number) for number in range(n)]
+    names[7], names[50] = "none", names[51]
+    out = tmp_path / "out"
+    for folder in ("metadata", "image"):
+        (out / folder).mkdir(parents=True)
+    (out / "embedding.json").write_text("{}")
+    for part, rows in enumerate(np.array_split(np.arange(n), 3)):
+        columns = {"uid": pa.array([names[row] for row in rows]), "similarity": pa.array(scores[rows])}
+        if file_format == "npy":
+            np.save(out / "image" / f"{part:08d}.npy", image[rows])
+            pq.write_table(pa.table(columns), out / "metadata" / f"{part:08d}.parquet")
+        else:
+            columns["image"] = pa.FixedSizeListArray.from_arrays(pa.array(image[rows].reshape(-1)), 8)
+            pq.write_table(pa.table(columns), out / f"part-{part:08d}.parquet")
+    best = 50 if scores[50] > scores[51] else 51
+    cosines, kept = image.astype(np.float32) @ image.astype(np.float32).T, list[int]()
+    for row in sorted(set(range(n)) - {7, 101 - best}, key=lambda row: -scores[row]):
+        if scores[row] >= 0.2 and not any(cosines[row, other] >= 0.95 for other in kept):
+            kept.append(row)
+    found = select(
+        [out],
+        "similarity",
+        Rule(minimum=0.2),
+        tmp_path / "kept.npy",
+        refine=partial(drop_near_duplicates, [out], "similarity", 0.95),
+    )
+    assert listed(tmp_path / "kept.npy") == sorted(parse_uid(names[row]) for row in kept)
+    assert found.kept == len(kept) < 60 and found.refined > 20
+    with pytest.raises(UserError, match="holds no features"):
+        drop_near_duplicates([out / "image"], "similarity", 0.95, np.load(tmp_path / "kept.npy"))
 
 
 @pytest.mark.parametrize("file_format", ["parquet", "npy"])

@@ -1,0 +1,88 @@
+"""Keep one of the samples whose images nearly equal each other, by the features that `neuclip-ds embed` has written.
+
+Samples are taken in the order of their value, the largest first, and one is dropped if the cosine of its image with one
+that has been kept reaches the threshold: what SemDeDup (Abbas et al., 2023) does within clusters, here exactly, between
+all samples. Blocks of samples are multiplied by each other, on a GPU if there is one: n^2 d multiplications at most.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from neuclip_ds.data.uids import UidArray, parse_uid
+from neuclip_ds.embedding.select import IDENTITY, METADATA, feature_tables
+from neuclip_ds.errors import UserError
+
+_ROWS = 4096  # of a block
+
+
+def drop_near_duplicates(folders: Sequence[Path], column: str, threshold: float, uids: UidArray) -> UidArray:
+    """Return those of the n different `uids` that are kept, in their order.
+
+    `column` has the values, and near-duplicates have at least the cosine `threshold`. The features take n d numbers of
+    memory, of the type that they are stored in. Raises UserError if a source holds no features, or cannot be read.
+    """
+    places = {(int(high), int(low)): place for place, (high, low) in enumerate(uids.tolist())}
+    values, features = np.full(len(uids), -np.inf), np.empty((0, 0))
+    for table, image in _parts(folders, column):
+        features = features if features.size else np.zeros((len(uids), image.shape[1]), image.dtype)
+        if image.shape[1] != features.shape[1]:
+            raise UserError(f"The folders have features of {image.shape[1]} and {features.shape[1]} numbers; name one.")
+        found = [places.get(uid, -1) if (uid := parse_uid(text)) else -1 for text in table.column("uid").to_pylist()]
+        rows, place = np.arange(table.num_rows), np.array(found, dtype=np.int64)
+        value = table.column(column).cast(pa.float64()).to_numpy()
+        rows = rows[place >= 0]
+        rows = rows[value[rows] > values[place[rows]]]
+        rows = rows[np.argsort(value[rows], kind="stable")]  # a uid may occur several times: its best row comes last
+        features[place[rows]], values[place[rows]] = image[rows], value[rows]
+    order = np.argsort(-values, kind="stable")
+    kept = np.zeros(len(uids), dtype=bool)
+    kept[order[_distinct(torch.from_numpy(features[order]), threshold).numpy()]] = True
+    return uids[kept]
+
+
+def _parts(folders: Sequence[Path], column: str) -> Iterator[tuple[pa.Table, NDArray[np.floating]]]:
+    """Yield the uids and values of each part, and its image features, (n, d)."""
+    for folder in folders:
+        if not (folder / IDENTITY).is_file():
+            raise UserError(f"{folder} holds no features: --near-duplicates reads those of neuclip-ds embed.")
+        for path in feature_tables(folder):
+            is_npy = path.parent.name == METADATA
+            try:
+                table = pq.read_table(path, columns=["uid", column] if is_npy else ["uid", column, "image"])
+                if is_npy:
+                    yield table, np.load(folder / "image" / f"{path.stem}.npy")
+                elif table.num_rows:
+                    image = table.column("image").combine_chunks()
+                    yield table, image.flatten().to_numpy().reshape(table.num_rows, -1)
+            except (pa.ArrowException, OSError, ValueError) as error:
+                raise UserError(f"The features in {path} cannot be read ({error}); run embed again.") from error
+
+
+def _distinct(features: Tensor, threshold: float) -> Tensor:
+    """Return the numbers of the rows of (n, d) L2-normalized features that are near no earlier row of these."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kept = features.new_empty(features.shape, device=device)
+    numbers, count = list[Tensor](), 0
+    for start in range(0, len(features), _ROWS):
+        block = features[start : start + _ROWS].to(device)
+        near = torch.zeros(len(block), dtype=torch.bool, device=device)
+        for begin in range(0, count, _ROWS):
+            earlier = kept[begin : min(begin + _ROWS, count)]
+            near |= (block.float() @ earlier.float().T >= threshold).any(dim=1)
+        block, places = block[~near], torch.arange(start, start + len(block))[~near.cpu()]
+        pairs = (block.float() @ block.float().T >= threshold).tril(-1).cpu()
+        stays = torch.ones(len(block), dtype=torch.bool)
+        for row in pairs.any(dim=1).nonzero().flatten().tolist():
+            stays[row] = not (pairs[row] & stays).any()
+        block, places = block[stays.to(device)], places[stays]
+        kept[count : count + len(block)] = block
+        numbers.append(places)
+        count += len(block)
+    return torch.cat(numbers)
