@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # torch and deepspeed take seconds to import
 
 log = logging.getLogger(__name__)
 
-_DEMO, _TAR = "demo:", ".tar"
+_TAR = ".tar"
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -69,7 +69,7 @@ def _pair_sources(places: Sequence[str]) -> dict[str, str]:
     tars = [place for place in places if place.endswith(_TAR)]
     found = {Path(tars[0]).absolute().parent.name: "::".join(tars)} if tars else {}
     for place in places:
-        if place.startswith(_DEMO) or is_manifest(place) or next(Path(place).glob(f"*{_TAR}"), None):
+        if place.startswith("demo:") or is_manifest(place) or next(Path(place).glob(f"*{_TAR}"), None):
             found[Path(place).name] = place
     return found
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from neuclip_ds.errors import UserError, explained
-from neuclip_ds.evaluation.suite import RECALLS, Metrics
+from neuclip_ds.evaluation.suite import Metrics
 from neuclip_ds.evaluation.tasks import Task, TaskList
 from neuclip_ds.files import json_lines
 
@@ -76,7 +76,7 @@ def summary_text(tasks: TaskList, metrics: Mapping[str, Metrics]) -> str:
         if task.key in metrics:
             score, chance = (_percent(metrics[task.key].get(name)) for name in ("main_metric", "chance"))
             lines.append(f"| {task.name} | {task.metric} | {score} | {chance} |")
-    columns = [f"{way}_{of}" for way in ("text_retrieval", "image_retrieval") for of in RECALLS]
+    columns = [f"{way}_recall@{k}" for way in ("text_retrieval", "image_retrieval") for k in (1, 5, 10)]
     rows = {task.name: metrics[task.key] for task in tasks.tasks if columns[0] in metrics.get(task.key, {})}
     if rows:
         lines += ["", "| retrieval | image to text R@1 | R@5 | R@10 | text to image R@1 | R@5 | R@10 |"]

@@ -22,7 +22,6 @@ from neuclip_ds.evaluation.winogavil import winogavil
 from neuclip_ds.evaluation.zero_shot import classify
 
 Metrics = dict[str, float | None]
-RECALLS = ("recall@1", "recall@5", "recall@10")
 
 
 def measure(task: Task, folder: Path, encoder: BatchEncoder) -> Metrics:
@@ -49,16 +48,11 @@ def measure_pairs(batches: Iterable[Batch], encoder: BatchEncoder) -> Metrics:
     Raises UserError if no pair can be read.
     """
     found = retrieval(encoder.encode, batches, encoder.communicator)
-    names = {"image_to_text": "text_retrieval", "text_to_image": "image_retrieval"}  # CLIP_benchmark names the answer
-    metrics: Metrics = {f"{names[way]}_{of}": found[f"{way}_{of}"] for way in names for of in RECALLS}
+    metrics: Metrics = {"chance": chance_recall(1, int(found.pop("retrieval_pairs")))}
+    for ours, theirs in (("image_to_text", "text_retrieval"), ("text_to_image", "image_retrieval")):
+        metrics |= {name.replace(ours, theirs): value for name, value in found.items() if name.startswith(ours)}
     mean = (found["image_to_text_recall@1"] + found["text_to_image_recall@1"]) / 2
-    return {
-        **metrics,
-        "mean_recall@1": mean,
-        "main_metric": mean,
-        "chance": chance_recall(1, int(found["retrieval_pairs"])),
-        "pairs": found["retrieval_pairs"],
-    }
+    return {**metrics, "mean_recall@1": mean, "main_metric": mean}
 
 
 def _classification(task: Task, counts: ClassAccumulator, by_group: Sequence[GroupAccumulator]) -> Metrics:

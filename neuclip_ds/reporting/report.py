@@ -97,11 +97,8 @@ def _scores(series: Mapping[str, Series], val: str | int) -> Iterator[str]:
     if rows:
         yield _table("Scores, %", ["score", "last", "at step", "best", "at step", "chance"], rows)
     if "retrieval_pairs" in series:
-        pairs, origin = (
-            series["retrieval_pairs"][1][-1],
-            "held out of data.train" if isinstance(val, int) else f"of {val}",
-        )
-        yield f"<p>Recall is that among {pairs:,} pairs {html.escape(origin)}.</p>"
+        origin = "held out of data.train" if isinstance(val, int) else f"of {html.escape(val)}"
+        yield f"<p>Recall is that among {series['retrieval_pairs'][1][-1]:,} pairs {origin}.</p>"
 
 
 def _plots(series: Mapping[str, Series]) -> Iterator[dict[str, Any]]:

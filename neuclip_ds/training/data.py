@@ -182,14 +182,11 @@ def iter_captions(
 
 def unused_sources(manifest: Manifest, captions: CaptionSources, cache: ShardCache | None = None) -> list[str]:
     """Return which of several caption sources none of some samples has; of remote shards only one is read."""
-    sources = {name: Captions([name]) for name in captions} if len(captions) > 1 else {}
-    texts = (
-        _iter_texts(manifest, _CHECKED, Captions(captions), cache, 1 if cache else _CHECKED) if sources else iter(())
-    )
-    for found in texts:
-        sources = {name: source for name, source in sources.items() if not source.of(found)}
-        if not sources:
-            break
+    if len(captions) < 2:
+        return []
+    sources = {name: Captions([name]) for name in captions}
+    for texts in _iter_texts(manifest, _CHECKED, Captions(captions), cache, 1 if cache else _CHECKED):
+        sources = {name: source for name, source in sources.items() if not source.of(texts)}
     return list(sources)
 
 

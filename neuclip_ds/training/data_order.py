@@ -38,14 +38,9 @@ class TrainingSet:
     def __init__(
         self, data: DataConfig, open_one: Callable[[str], Manifest], held_out: Mapping[int, int] | None = None
     ) -> None:
-        """
-        Args:
-            data: options of the data.
-            open_one: opens a source by its path.
-            held_out: samples that a resumed run holds out; None chooses them.
+        """`open_one` opens a source by its path, `held_out` is that of a resumed run; None chooses it.
 
-        Raises:
-            UserError: no source exists, or `data.val` holds out too many pairs or other ones than the checkpoint.
+        Raises `UserError` if no source exists, or `data.val` holds out too many pairs or others than the checkpoint.
         """
         if not data.train_paths:
             raise UserError("Name the training data: --data.train=FOLDER_OF_TARS (or demo:train).")
