@@ -137,6 +137,20 @@ def test_checkpointing_any_number_of_blocks_keeps_all_bits(name: str) -> None:
         assert not [parameter for parameter in original.parameters() if parameter.grad is not None]
 
 
+def test_channels_last_pixels_change_the_layout_alone() -> None:
+    """Gradients are contiguous, as ZeRO takes them."""
+    tower, image = vision_tower(RESNET).double(), torch.randn(4, 3, 64, 64, dtype=torch.float64)
+    found = []
+    for pixels in (image, image.contiguous(memory_format=torch.channels_last)):
+        tower.zero_grad()
+        feature = tower.projection(tower.trunk(pixels))
+        feature.square().sum().backward()
+        found.append([feature, *(parameter.grad for parameter in tower.parameters())])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+        assert b.is_contiguous()
+
+
 def test_a_model_without_blocks_cannot_checkpoint() -> None:
     tower = vision_tower(VIT)
     tower.trunk = nn.Flatten()
