@@ -113,14 +113,16 @@ class PooledQueueNormalizer(Normalizer):
             for x, w in zip((batch.image, batch.text), prototypes, strict=True)
         ]
         anchors, copies = self._copies(batch, count)
-        log_others = (1 - torch.bincount(anchors, minlength=len(logits[0])).double() / count).log()  # m_i/m
-        others = to_device(log_others.to(log_target.dtype), log_target.device)
-        copies = to_device(anchors * count + copies, log_target.device)
-        offset = batch.positive[batch.local] / tau + math.log(count) + others
+        offset = batch.positive[batch.local] / tau + math.log(count)
+        if len(anchors):
+            log_others = (1 - torch.bincount(anchors, minlength=len(offset)).double() / count).log()  # m_i/m
+            offset = offset + to_device(log_others.to(offset.dtype), offset.device)
+            copies = to_device(anchors * count + copies, offset.device)
         for logit in logits:  # to z_ik - log m_i
             for rows in _blocks(logit):
                 logit[rows].div_(tau).sub_(offset[rows].unsqueeze(1))
-            logit.view(-1).index_fill_(0, copies, -math.inf)
+            if len(anchors):
+                logit.view(-1).index_fill_(0, copies, -math.inf)
         log_weights = self._log_weights(logits, log_target, batch.size)
         log_ghat, drawn = [], []
         for logit, w, log_weight in zip(logits, prototypes, log_weights, strict=True):
@@ -129,7 +131,7 @@ class PooledQueueNormalizer(Normalizer):
                 drawn.append((logit @ w).div_(logit.sum(dim=1, keepdim=True)))
         estimate = torch.stack(log_ghat)
         pooled = torch.logaddexp(log_target, log_eps_plus(estimate, self._eps) + math.log(self._kappa))
-        alpha = torch.where(others.isneginf(), log_target, pooled - math.log1p(self._kappa))
+        alpha = torch.where(offset.isneginf(), log_target, pooled - math.log1p(self._kappa))
         return _Estimate(alpha, (log_target - alpha).exp(), estimate, torch.stack(drawn))
 
     def _log_weights(self, logits: list[Tensor], log_target: Tensor, size: int) -> Tensor:
