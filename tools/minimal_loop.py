@@ -88,7 +88,7 @@ def recall_at_1(towers: nn.Module, pairs: Pairs, device: torch.device) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=Path("data/minimal"), help="folder with shards in train/ and val/")
-    parser.add_argument("--method", default="fastclip_v1", help="a name in the table of docs/reference/methods.md")
+    parser.add_argument("--method", default="fastclip_v1", help="a name in the table of docs/reference/losses.md")
     parser.add_argument("--epochs", type=int, default=6, help="passes over the pairs (default 6)")
     parser.add_argument("--batch", type=int, default=128, help="pairs that contrast with each other, on all ranks")
     given = parser.parse_args()

@@ -188,7 +188,7 @@ class HingeConfig(Section):
 
 class ObjectiveConfig(Section):
     method: str = DEFAULT
-    """Method to train with: a name in the table of docs/reference/methods.md."""
+    """Method to train with: a name in the table of docs/reference/losses.md."""
     eps: float = Field(1e-14, gt=0)
     """Added to every normalizer (FastCLIP App. D: 1e-6 beyond about 100M samples)."""
     chunk_size: int | None = Field(None, ge=1)

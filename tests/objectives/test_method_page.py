@@ -13,7 +13,7 @@ from small_runs import ROOT, SMALL, demo_shards, environment
 from neuclip_ds.objectives import METHODS
 
 OBJECTIVES = Path("neuclip_ds/objectives")
-PAGE = (ROOT / "docs/reference/methods.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/reference/losses.md").read_text(encoding="utf-8")
 
 
 def test_the_pages_table_lists_the_methods() -> None:

@@ -1,4 +1,4 @@
-"""Real steps under DeepSpeed on two gloo ranks: they send the bytes of docs/reference/methods.md."""
+"""Real steps under DeepSpeed on two gloo ranks: they send the bytes of docs/reference/losses.md."""
 
 import gzip
 import json

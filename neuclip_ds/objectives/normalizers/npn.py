@@ -40,7 +40,7 @@ Algorithm 1, one step (`NpnNormalizer.__call__`), after the features and g_i of 
     alpha_i from the new W1, W2                                                             `_predict`
     gradient of J for encoders and tau                                                      `_estimate`
 
-The scaled update (ours), which docs/reference/methods.md compares with AdaGrad:
+The scaled update (ours), which docs/reference/losses.md compares with AdaGrad:
 
     W_k <- W_k/|W_k| - lr tau B |W_k| dJ/dW_k / (sum_i p_ik (1 + |1 - r_i|) + delta), then to unit length  `_scaled`
 

@@ -1,6 +1,6 @@
 """NeuCLIP's normalizer without an inner optimizer: weighted recent features, pooled with the batch.
 
-docs/reference/methods.md derives it. For an image anchor the prototypes W_k are the last m text features, for a text
+docs/reference/losses.md derives it. For an image anchor the prototypes W_k are the last m text features, for a text
 anchor the last m image features; a batch enters the queue after use. An anchor is not compared with entries of its own
 sample, which would count its positive as a negative; m_i is the number of the others. Weights c_k are this batch's and
 not kept.
