@@ -66,5 +66,5 @@ def bit_hash(x: Tensor) -> Tensor:
     for start in range(0, len(words), _CHUNK):
         part = words[start : start + _CHUNK].long()
         weights = torch.arange(start, start + len(part), device=x.device).mul_(2 * _ODD).add_(_ODD)
-        total += part.mul_(weights).sum()
+        total += weights.mul_(part).sum()  # `part` is the tensor itself where that is int64
     return total

@@ -89,6 +89,9 @@ def test_of_two_ranks_none_is_the_majority(shards: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
 def test_every_bit_and_every_exchange_changes_the_hash(dtype: torch.dtype) -> None:
     x = torch.randint(0, 2, (40,)).to(dtype)
+    before = x.clone()
+    bit_hash(x)
+    assert torch.equal(x, before)
     words = x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
     hashes = {int(bit_hash(x))}
     for place in (0, 1, 39):
