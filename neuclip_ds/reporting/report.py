@@ -98,7 +98,7 @@ def _scores(series: Mapping[str, Series], val: str | int) -> Iterator[str]:
         yield _table("Scores, %", ["score", "last", "at step", "best", "at step", "chance"], rows)
     if "retrieval_pairs" in series:
         origin = "held out of data.train" if isinstance(val, int) else f"of {html.escape(val)}"
-        yield f"<p>Recall is that among {series['retrieval_pairs'][1][-1]:,} pairs {origin}.</p>"
+        yield f"<p>Recall is that among {series['retrieval_pairs'][1][-1]:,.0f} pairs {origin}.</p>"
 
 
 def _plots(series: Mapping[str, Series]) -> Iterator[dict[str, Any]]:

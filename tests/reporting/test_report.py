@@ -19,7 +19,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
         for step in range(1, 20)
     ]
     lines.insert(10, {"step": 10, "image_to_text_recall@1": 0.3, "chance/image_to_text_recall@1": 0.001})
-    lines.append({"step": 20, "loss": "nan", "bad_samples/image": 3.0, "unknown_metric": 1.0, "retrieval_pairs": 40})
+    lines.append({"step": 20, "loss": "nan", "bad_samples/image": 3.0, "unknown_metric": 1.0, "retrieval_pairs": 40.0})
     lines.append({"step": 20, "image_to_text_recall@1": 0.25, "chance/image_to_text_recall@1": 0.001})
     lines.append({"step": 20, "ema/image_to_text_recall@1": 0.5})
     lines += [{"step": step, **{f"task/set {n}": 0.1 for n in range(9)}} for step in (10, 20)]
