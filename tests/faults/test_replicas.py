@@ -89,15 +89,12 @@ def test_of_two_ranks_none_is_the_majority(shards: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
 def test_every_bit_and_every_exchange_changes_the_hash(dtype: torch.dtype) -> None:
     x = torch.randint(0, 2, (40,)).to(dtype)
-    before = x.clone()
-    bit_hash(x)
-    assert torch.equal(x, before)
+    before, whole = x.clone(), int(bit_hash(x))
     words = x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
-    hashes = {int(bit_hash(x))}
     for place in (0, 1, 39):
         for bit in range(1 if dtype == torch.bool else 8 * x.element_size() - 1):
             words[place] ^= 1 << bit
-            hashes.add(int(bit_hash(x)))
+            assert int(bit_hash(x)) != whole, (place, bit)
             words[place] ^= 1 << bit
-    assert len(hashes) == 1 + 3 * (1 if dtype == torch.bool else 8 * x.element_size() - 1)
+    assert torch.equal(x, before), "the hash only reads"
     assert int(bit_hash(torch.tensor([1.0, 2.0]))) != int(bit_hash(torch.tensor([2.0, 1.0])))
