@@ -77,6 +77,7 @@ class TarReader:
             raise UserError(f"Shard {remote[0]} is remote, which needs a cache; set data.cache_dir.")
         self._manifest, self._texts, self._cache = manifest, tuple(texts), cache
         self._apart = dict[int, tuple[int, bytes]]()  # by index: an offset in the shard, and bytes from there
+        self._has_ranges = manifest.samples is not None
         self._node_tables = _node_tables(cache)
         self._table = lru_cache(_MAPPED_TABLES if self._node_tables is not None else _PRIVATE_TABLES)(self._load_table)
         # a shard evicted from the cache occupies the disk until it is closed, so only one is open at a time
@@ -121,7 +122,7 @@ class TarReader:
                 for offset, size in table.extents[row, self._places(table)].tolist():
                     if size > 0:
                         os.posix_fadvise(self._file(shard).fd, offset, size, os.POSIX_FADV_WILLNEED)
-        if copied and self._manifest.samples is not None:
+        if copied and self._has_ranges:
             with suppress(OSError, UserError):
                 self._fetch_apart(copied)
 
@@ -146,6 +147,7 @@ class TarReader:
                     by_storage["" if is_local(path) else path.partition(":")[0]][index] = path, start, end
         for wanted in by_storage.values():
             parts = _fetch_ranges(list(wanted.values()), self._cache.timeout)
+            self._has_ranges = any(part is not None for part in parts)  # else do not wait for the time-out again
             for (index, (_, start, _)), part in zip(wanted.items(), parts, strict=True):
                 if part is not None:
                     self._apart[index] = start, part

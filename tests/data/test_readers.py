@@ -168,3 +168,11 @@ def test_a_start_without_shards_fetches_samples_by_themselves(tmp_path: Path, mo
         reader.announce(indices)
         assert [reader.read(index) for index in indices] == [expected[index] for index in indices]
         assert http.gets.total() == 3
+        http.refuses = 503
+        (tmp_path / "other").mkdir()
+        reader = TarReader(stored, cache=ShardCache(tmp_path / "other", 10**8, timeout=5))
+        reader.announce(indices)
+        http.refuses, requests = None, http.refused
+        reader.announce(indices)
+        assert [reader.read(index) for index in indices] == [expected[index] for index in indices]
+        assert http.refused == requests >= 4 and http.gets.total() == 6, "ranges are not tried again"
