@@ -215,4 +215,4 @@ def test_a_training_step_is_read_in_few_files(tmp_path: Path) -> None:
     call = [sys.executable, str(script), str(demo_shards(tmp_path, 600))]
     printed = subprocess.run(call, env=environment(), capture_output=True, text=True, check=True).stdout
     found = json.loads(printed.splitlines()[-1])
-    assert found["files"] <= 32 and found["lines"] <= 5_700, printed
+    assert found["files"] <= 32 and found["lines"] <= 5_900, printed
