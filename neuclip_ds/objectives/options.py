@@ -165,6 +165,11 @@ class NpnConfig(Section):
             raise ValueError("weight_decay and initial_accumulator are not read by optimizer=scaled; set adagrad")
         return self
 
+    def replicas_on(self, world_size: int) -> int:
+        """Return the ranks that hold the same prototypes; without the full gradient nothing is added up over ranks."""
+        most = self.replicas if self.alpha_grad == "full" else 1
+        return max(count for count in range(1, most + 1) if world_size % count == 0)
+
     @property
     def rate(self) -> float:
         """Step size of an update."""

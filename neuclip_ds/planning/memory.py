@@ -35,6 +35,7 @@ _MOMENTS = {"adamw": 2, "lamb": 2, "lion": 1, "sgd": 1}
 _USABLE = 0.9  # of a GPU; the rest is for CUDA's context, NCCL's buffers and fragmentation
 _ALL_REDUCED = 500_000_000  # elements that DeepSpeed copies together and reduces at once where it has no buckets
 _BLOCK_COPIES = 4  # of a block of similarities, where pairs are visited twice
+_NPN_BLOCK = 2**26  # elements that NeuCLIP's network works on at once
 
 
 class MemoryAccount(NamedTuple):
@@ -203,6 +204,7 @@ def account(query: MemoryQuery, towers: Towers) -> MemoryAccount:
     config, rows, batch = query.config, query.rank_batch, query.config.data.batch_size
     loaded, state = load_engine_config(config, query.world_size), objective_state(query)
     parameters, averages = towers.parameters, config.ema.decay > 0
+    itemsize = resolve_comm_dtype(config, loaded).itemsize
     engine = engine_memory(loaded, config.optimizer.name, parameters, query.world_size, averages)
     standing = {
         "weights": engine.weights,
@@ -210,13 +212,13 @@ def account(query: MemoryQuery, towers: Towers) -> MemoryAccount:
         "optimizer": engine.optimizer,
         "pixels and tokens": _inputs(query),
         # local ones and gradients in float32, and gathered ones in float32 and as sent
-        "features": 2 * query.source.embed_dim * (8 * rows + (4 + resolve_comm_dtype(config, loaded).itemsize) * batch),
+        "features": 2 * query.source.embed_dim * (8 * rows + (4 + itemsize) * batch),
         "u, NPN, nets": state.device,
     }
     passing = {
         "buckets, gathered weights": engine.working,
         "activations": towers.activations.alone,
-        "similarities": _similarities(query),
+        "similarities": _similarities(query, itemsize),
         "optimizer's step": engine.step,
     }
     one_pass = rows == query.micro_batch
@@ -254,18 +256,27 @@ def _inputs(query: MemoryQuery) -> int:
     return rows * (3 * query.image_size**2 + 8 * query.tokenizer.context_length)
 
 
-def _similarities(query: MemoryQuery) -> int:
+def _similarities(query: MemoryQuery, itemsize: int) -> int:
     """Return bytes kept between the two passes over the pairs, where they fit the budget, or of the blocks in work.
 
-    NeuCLIP's network reads the features of the whole batch, and returns gradients for all of them.
+    NeuCLIP's network takes its share between the passes: that of each anchor against a rank's prototypes, in both
+    directions, with a block in work, or the rows of a group's anchors, of which there are nine copies. Local features,
+    their gradients and what the gathered ones have traveled as are free then.
     """
     objective, batch = query.config.objective, query.config.data.batch_size
     rows, method = batch // query.world_size, find_method(objective.method)
     kept = 4 * rows * (2 * batch - rows) if method.normalizer is not None else 0
     block = min(block_bytes(query.device), 4 * rows * min(batch, objective.chunk_size or batch))
     pairs = kept if 0 < kept <= KEPT_BYTES else (_BLOCK_COPIES if kept else 1) * block
-    reads_all = "npn" in method.sections and objective.npn.alpha_grad != "stop"
-    return pairs + 3 * 4 * batch * query.source.embed_dim * reads_all
+    if "npn" not in method.sections or objective.npn.network == "mlp":
+        return pairs
+    replicas, dim = objective.npn.replicas_on(query.world_size), query.source.embed_dim
+    share = batch * -(-objective.npn.prototypes * replicas // query.world_size)
+    in_work = 8 * min(share, _NPN_BLOCK if query.device == "cuda" else 0)
+    if objective.npn.alpha_grad == "full" and query.world_size > 1:
+        in_work = max(in_work, 9 * 4 * batch // replicas * dim)
+    network = 8 * share + in_work - 2 * dim * (8 * rows + itemsize * batch)
+    return pairs + max(0, network) if kept and pairs == kept else max(pairs, network)
 
 
 class ObjectiveState(NamedTuple):

@@ -114,8 +114,7 @@ class NpnNormalizer(NetworkNormalizer):
     def __init__(self, config: NpnConfig, eps: float, context: Context) -> None:
         super().__init__(config, eps, context, config.rate)
         ranks = context.communicator
-        most = config.replicas if config.alpha_grad == "full" else 1  # the others add up nothing over ranks
-        self._replicas = max(r for r in range(1, most + 1) if ranks.world_size % r == 0)
+        self._replicas = config.replicas_on(ranks.world_size)
         size = ranks.world_size // self._replicas
         self._group = range(ranks.rank // size * size, (ranks.rank // size + 1) * size)
         self._partition = Partition.of(config.prototypes, ranks.rank % size, size)
