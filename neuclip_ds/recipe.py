@@ -17,7 +17,7 @@ from pydantic_settings import BaseSettings, CliImplicitFlag, CliPositionalArg, C
 
 from neuclip_ds.config import Config
 from neuclip_ds.errors import UserError
-from neuclip_ds.objectives.methods import SECTIONS, find_method, method_of
+from neuclip_ds.objectives.methods import METHODS, SECTIONS, find_method, method_of
 from neuclip_ds.objectives.options import ObjectiveConfig
 from neuclip_ds.section import merge, read_options
 
@@ -150,8 +150,8 @@ def _with_other_methods(tree: dict[str, Any]) -> dict[str, Any]:
     for name, options in aside.items():
         if name not in SECTIONS:
             raise UserError(f"unknown key objective.{_OTHER_METHODS}.{name}{nearest(name, set(SECTIONS))}")
-        kind: Any = ObjectiveConfig.model_fields[name].annotation
-        _validate(kind, options)
+        reader = next(method for method in METHODS if name in METHODS[method].sections)
+        _validate(ObjectiveConfig, {"method": reader, name: options})
     used = {name: options for name, options in aside.items() if name in method_of(objective).sections}
     rest = {key: value for key, value in objective.items() if key != _OTHER_METHODS}
     return {**tree, "objective": merge(used, rest)}

@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 from pydantic import BaseModel, ConfigDict, field_validator, model_validator
@@ -16,7 +16,6 @@ class Section(BaseModel):
     """Base of all sections: unknown keys are errors, and the string under a field is its help text."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
-    follows_epochs: ClassVar[bool] = False  # whether it holds schedules by epochs of the data
 
     @model_validator(mode="before")
     @classmethod

@@ -14,8 +14,10 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from benchmarking.synthetic_profile import prototypes_of
@@ -38,7 +40,7 @@ from neuclip_ds.models.trained_parts import TOWERS, block_names
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context, Objective, Step
 from neuclip_ds.objectives.gather import Features
-from neuclip_ds.objectives.normalizers.amortized import fits_all_rows
+from neuclip_ds.objectives.normalizers import amortized
 from neuclip_ds.planning.memory import MemoryQuery
 
 Build = Callable[[Config, Context, torch.dtype], Objective]
@@ -198,12 +200,13 @@ class ObjectiveQuery(NamedTuple):
 
 def objective_calls(query: ObjectiveQuery) -> list[Call]:
     """Return the collectives of an average step."""
-    query = _at_this_size(query)
     rows, dims = (2 * query.micro_batches, 4 * query.micro_batches), (_DIM, 2 * _DIM, 3 * _DIM)
     columns, share = (1, 2), prototypes_of(query.config) / query.world_size
     by_size = _lagrange(rows, query.rows), _lagrange(dims, query.dim), _lagrange(columns, share)
     weights = [math.prod(factors) for factors in itertools.product(*by_size)]
-    runs = [run_objective(query._replace(rows=r, dim=d), c)[0] for r, d, c in itertools.product(rows, dims, columns)]
+    sizes = itertools.product(rows, dims, columns)
+    with _at_size_of(query):
+        runs = [run_objective(query._replace(rows=r, dim=d), c)[0] for r, d, c in sizes]
     found: Counter[tuple[str, str, int]] = Counter()
     for calls in zip(*runs, strict=True):
         size = sum(weight * call.size for weight, call in zip(weights, calls, strict=True))
@@ -212,13 +215,11 @@ def objective_calls(query: ObjectiveQuery) -> list[Call]:
     return [Call(*call, count / steps) for call, count in found.items()]
 
 
-def _at_this_size(query: ObjectiveQuery) -> ObjectiveQuery:
-    """Return the query with what the objective chooses by the size of the batch, which the small runs would not."""
-    config = query.config.model_copy(deep=True)
-    nets, rows = config.objective.amortized, query.rows * query.world_size
-    every = fits_all_rows(nets, query.dim, rows, query.comm_dtype, nets.inner_steps)
-    nets.fit_rows = "all" if every else "own"
-    return query._replace(config=config)
+def _at_size_of(query: ObjectiveQuery) -> AbstractContextManager[Any]:
+    """Let small runs of the objective choose by the size of the query's batch, not by their own."""
+    nets, rows = query.config.objective.amortized, query.rows * query.world_size
+    every = amortized.fits_all_rows(nets, query.dim, rows, query.comm_dtype, nets.inner_steps)
+    return patch.object(amortized, "fits_all_rows", lambda *_: every)
 
 
 def _lagrange(points: Sequence[int], x: float) -> list[float]:
@@ -231,9 +232,9 @@ def objective_work(query: ObjectiveQuery) -> ObjectiveWork:
 
     Both numbers are polynomials in rows b, width d and this rank's prototypes c, whose coefficients small runs give.
     """
-    query = _at_this_size(query)
     sizes = [(b, d, c) for b in (2, 3, 5) for d in (4, 6, 9) for c in (1, 3)]
-    seen = [run_objective(query._replace(rows=b, dim=d, micro_batches=1), c)[1] for b, d, c in sizes]
+    with _at_size_of(query):
+        seen = [run_objective(query._replace(rows=b, dim=d, micro_batches=1), c)[1] for b, d, c in sizes]
     terms = torch.tensor([_terms(*size) for size in sizes], dtype=torch.float64)
     coefficients = torch.linalg.lstsq(terms, torch.tensor(seen, dtype=torch.float64)).solution
     share = -(-prototypes_of(query.config) // query.world_size)

@@ -69,7 +69,7 @@ def compose_objective(config: ObjectiveConfig, context: Context) -> Objective:
     pair_loss = {
         "identity": PairLoss(),
         "over_batch": OverBatch(),
-        "hinge": Hinge(config.hinge.margin, config.hinge.power),
+        "hinge": Hinge(config.hinge.margin),
     }[method.pair_loss]
     module = import_module(f"neuclip_ds.objectives.normalizers.{method.normalizer}")
     normalizer: Normalizer = module.build(config, eps, context)

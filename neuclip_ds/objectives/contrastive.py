@@ -52,7 +52,7 @@ class ContrastiveObjective(Objective):
         pairs = pair_similarities(grid, self.pair_loss, tau)
         log_g = pairs.log_mean_exp()
         with record_function(f"{PHASE}normalizer"):
-            estimate = self._normalizer(batch, log_g, tau, step)
+            estimate = self._normalizer(batch, log_g, tau, self._in_epoch(step))
         gradient = pairs.gradient(estimate.log_weight + scale.log())
         image, text = gradient.image, gradient.text
         if estimate.feature_grad is not None:
@@ -97,12 +97,17 @@ class ContrastiveObjective(Objective):
     def begin_gather(self, index: Tensor, valid: Tensor) -> FeatureGather | None:
         return super().begin_gather(index, valid) if self._normalizer.always_gathers else None
 
+    def _in_epoch(self, step: Step) -> Step:
+        """Return the step with the epoch that the normalizer's schedules count."""
+        length = self._config.epoch_steps
+        return step if length is None else step._replace(epoch=step.number // length)
+
     def _batch(self, features: Features, step: Step) -> GatheredFeatures:
         """Gather the features of all ranks, or take this rank's where the step needs no others.
 
         Where some rank has fewer than two rows that count, and so no contrast, all ranks gather.
         """
-        if not self._normalizer.gathers(step):
+        if not self._normalizer.gathers(self._in_epoch(step)):
             count = features.valid.sum().view(1)
             counts = self._communicator.begin_host_gather(count, "features").wait()
             if int(counts.min()) > 1:

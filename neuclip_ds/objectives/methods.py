@@ -41,14 +41,24 @@ class Method:
 
     @property
     def sections(self) -> tuple[str, ...]:
-        """Sections of options below `objective.` that the method reads."""
-        own = {"batch": (), "pooled_queue": ("queue",), None: ("siglip",)}.get(self.normalizer, (str(self.normalizer),))
+        """Sections below `objective.` that the method reads, and options there that not every method reads."""
+        own = _SECTIONS[self.normalizer]
         return (*own, "hinge") if self.pair_loss == "hinge" else own
 
     def reads(self, option: str) -> bool:
         """Whether the method reads a dotted option; options outside methods' sections are read by all."""
         parts = option.split(".")
         return parts[0] != "objective" or parts[1] in self.sections or parts[1] not in SECTIONS
+
+
+_SECTIONS: dict[str | None, tuple[str, ...]] = {  # by normalizer
+    "batch": (),
+    None: ("siglip",),
+    "moving_average": ("moving_average", "epoch_steps"),
+    "amortized": ("amortized", "epoch_steps", "max_ratio"),
+    "npn": ("npn", "max_ratio"),
+    "pooled_queue": ("queue",),
+}
 
 
 def _tau(initial: float) -> Options:
@@ -158,7 +168,7 @@ METHODS: dict[str, Method] = {
     ),
     # TuneCLIP's hinged loss (eq. 8), for fine-tuning after recovery has filled u (training/recovery.py); tau stays at
     # the checkpoint's.
-    #   gcl's with g1_i = 1/B sum_{j != i} exp(l(s_ij - s_ii)/tau),   l(x) = max(x + margin, 0)^power
+    #   gcl's with g1_i = 1/B sum_{j != i} exp(l(s_ij - s_ii)/tau),   l(x) = max(x + margin, 0)^2
     "tuneclip": Method(
         normalizer="moving_average",
         temperature="constant",
@@ -167,7 +177,7 @@ METHODS: dict[str, Method] = {
     ),
 }
 SECTIONS = tuple(dict.fromkeys(name for method in METHODS.values() for name in method.sections))
-"""Every section that some method reads, by its name below `objective.`."""
+"""Every section or option below `objective.` that some methods read and others do not."""
 
 
 def find_method(name: str) -> Method:

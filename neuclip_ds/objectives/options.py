@@ -58,37 +58,26 @@ class SiglipConfig(Section):
 
 
 class MovingAverageConfig(Section):
-    follows_epochs = True
     gamma: Literal["cosine", "constant"] = "cosine"
     """Schedule of gamma: FastCLIP's cosine, or SogCLR's constant gamma_min. A sample's first visit always takes 1."""
     gamma_min: float = Field(0.2, gt=0, le=1)
     """Weight of the new estimate at the end of the schedule."""
     gamma_epochs: float = Field(18, ge=0)
     """Epochs E over which gamma falls from 1 to gamma_min on a cosine, in steps of one epoch."""
-    gamma_epoch_steps: int | None = Field(None, ge=1)
-    """Training steps that count as an epoch of this schedule, for runs that see each sample about once. By default
-    those of the data."""
     drift_rate: float = Field(0.0, ge=0, le=1)
     """Weight of a batch in the running mean of log g that log u is kept relative to, so that u follows what all
     samples' g do between two visits; 0 keeps u itself (FastCLIP)."""
 
 
 class AmortizedConfig(Section):
-    follows_epochs = True
     width: float = Field(1.0, gt=0)
     """Hidden units of the amortization MLP as a multiple f_d of the feature width."""
     loss: Literal["l2_log", "kl", "js"] = "l2_log"
     """Loss that lambda is fitted by: squared error of logarithms, or KL or Jensen-Shannon divergence, to which a tenth
     of the squared error is added."""
-    fit_scale: Literal["paper", "released_code"] = "paper"
-    """Scale of these losses: means over anchors and half of the squared error (AmorLIP eq. 8 to 10), or the released
-    code's, which divides the divergences by B^2 and omits the half."""
     amortizes: Literal["partition", "negatives"] = "partition"
     """What lambda is fitted to: the partition function, or its negatives alone, to which each batch's positives are
     added back (AmorLIP Table 3)."""
-    fit_rows: Literal["auto", "all", "own"] = "auto"
-    """Rows of the batch that a rank fits the nets to: all of them, the same on every rank, or its own, which sends the
-    gradient of each update. `auto` takes all where those gradients would be larger than the features."""
     gather: Literal["every_step", "fits"] = "every_step"
     """Which steps gather the features of all ranks: each, or those that fit the nets, while in the others a rank
     contrasts its own rows only (AmorLIP section 3.3)."""
@@ -102,8 +91,6 @@ class AmortizedConfig(Section):
     """Steps T_online between fits of the online nets."""
     target_every: int = Field(2, ge=1)
     """Steps T_target between updates of the EMA target nets."""
-    epoch_steps: int | None = Field(None, ge=1)
-    """Training steps that count as an epoch, after which the nets start anew. By default those of the data."""
     ema: float = Field(0.999, ge=0, le=1)
     """Decay alpha of the EMA."""
     previous_weight: float = Field(0.8, ge=0, lt=1)
@@ -114,10 +101,6 @@ class AmortizedConfig(Section):
     """Weight c of an anchor's own pair in the partition: 1 in the paper, 1e-3 in the released scripts."""
     encoder_normalizer: Literal["ema", "combined"] = "ema"
     """Normalizer of the encoders' loss: the EMA target net (paper), or the combined batch target (released code)."""
-    init: Literal["batch_mean", "released_code"] = "batch_mean"
-    """Level of an epoch's new nets: the mean log Z of its first batch, or near 0; the paper leaves it open."""
-    max_ratio: float | None = Field(None, gt=0)
-    """Bound on C/lambda, with which an anchor's negatives weigh. By default none (AmorLIP)."""
 
 
 class NpnConfig(Section):
@@ -125,8 +108,6 @@ class NpnConfig(Section):
     """Prototypes m of each side."""
     network: Literal["prototypes", "mlp"] = "prototypes"
     """Form of the network: prototypes (NeuCLIP eq. 10), or AmorLIP's MLP fitted to the same objective (ablation)."""
-    mlp_lr: float = Field(1e-3, gt=0)
-    """Adam's learning rate with network=mlp."""
     optimizer: Literal["scaled", "adagrad"] = "scaled"
     """Update of the prototypes: AdaGrad (NeuCLIP), or the gradient scaled so that no logit moves by more than lr, which
     neither depends on the batch's size nor amplifies rounding errors at low temperatures (this project)."""
@@ -135,18 +116,14 @@ class NpnConfig(Section):
     redraw_every: int = Field(500, ge=0)
     """Steps T_r between re-draws of the columns from recent features; 0 draws them once, as order=joint does."""
     lr: float | None = Field(None, gt=0)
-    """Step size of an update. By default 0.3 with `scaled`, and with AdaGrad the published 1.0, which holds for
-    B >= 1024 and m = 4096; use a smaller one below."""
+    """Step size of an update. By default 0.3 with `scaled`, with AdaGrad the published 1.0, which holds for
+    B >= 1024 and m = 4096 (use a smaller one below), and 1e-3 for the Adam of network=mlp."""
     weight_decay: float = Field(0.0, ge=0)
     """Weight decay of the network: coupled with the gradient in AdaGrad and in the MLP's Adam, decoupled with
     order=joint. NeuCLIP searched 0 to 1 and has 0; optimizer=scaled has none."""
-    initial_accumulator: float = Field(0.0, ge=0)
-    """AdaGrad's accumulator at the start."""
     alpha_grad: Literal["full", "positive", "stop"] = "full"
     """How much of alpha's gradient encoders and tau get: all of it (NeuCLIP eq. 12), its part along the positive, or
     none."""
-    max_ratio: float | None = Field(None, gt=0)
-    """Bound on (eps + g)/(eps + ghat), with which an anchor's negatives weigh. By default none (NeuCLIP)."""
     objective: Literal["unified", "separate"] = "unified"
     """Objective that the network is fitted to: the loss itself, or (alpha - log(eps + g))^2 (ablation)."""
     replicas: int = Field(4, ge=1)
@@ -161,8 +138,8 @@ class NpnConfig(Section):
         if self.order == "joint" and self.network == "mlp":
             raise ValueError("order=joint is for prototypes; remove it, or network=mlp")
         scaled = self.optimizer == "scaled" and self.network == "prototypes" and self.order != "joint"
-        if scaled and (self.weight_decay or self.initial_accumulator):
-            raise ValueError("weight_decay and initial_accumulator are not read by optimizer=scaled; set adagrad")
+        if scaled and self.weight_decay:
+            raise ValueError("weight_decay is not read by optimizer=scaled; set adagrad")
         return self
 
     def replicas_on(self, world_size: int) -> int:
@@ -173,7 +150,9 @@ class NpnConfig(Section):
     @property
     def rate(self) -> float:
         """Step size of an update."""
-        return self.lr if self.lr is not None else {"scaled": 0.3, "adagrad": 1.0}[self.optimizer]
+        if self.lr is not None:
+            return self.lr
+        return 1e-3 if self.network == "mlp" else {"scaled": 0.3, "adagrad": 1.0}[self.optimizer]
 
 
 class QueueConfig(Section):
@@ -186,9 +165,7 @@ class QueueConfig(Section):
 
 class HingeConfig(Section):
     margin: float = Field(0.1, ge=0)
-    """Margin m of TuneCLIP's pair loss max(s_ij - s_ii + m, 0)^power."""
-    power: float = Field(2.0, ge=1)
-    """Exponent of the pair loss; TuneCLIP eq. 8 squares, which its Table 7 calls "margin smoothing 2.0"."""
+    """Margin m of TuneCLIP's pair loss max(s_ij - s_ii + m, 0)^2."""
 
 
 class ObjectiveConfig(Section):
@@ -202,9 +179,16 @@ class ObjectiveConfig(Section):
     comm_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision in which features travel between ranks; `auto` is the towers' precision."""
     reference: Literal["paper", "released_code"] = "paper"
-    """Where FastCLIP's paper and its released code differ. The code has no leading tau in losses with constant or
+    """Where a paper and its released code differ. FastCLIP's code has no leading tau in losses with constant or
     individual tau, counts the data term in the gradient of a robust tau twice, and clamps the gradients of individual
-    temperatures and corrects their Adam's bias by epochs."""
+    temperatures and corrects their Adam's bias by epochs. AmorLIP's starts an epoch's nets near log lambda = 0 instead
+    of at the first batch's mean log Z, and divides the divergences by B^2 and the squared error by B, not 2 B."""
+    epoch_steps: int | None = Field(None, ge=1)
+    """Training steps that count as an epoch of gamma's schedule and of amorlip's nets, for runs that see each sample
+    about once. By default those of the data."""
+    max_ratio: float | None = Field(None, gt=0)
+    """Bound on the ratio with which an anchor's negatives weigh: (eps + g)/(eps + ghat) of neuclip, C/lambda of
+    amorlip. By default none, as published."""
     temperature: TemperatureConfig = Field(default_factory=TemperatureConfig)
     siglip: SiglipConfig = Field(default_factory=SiglipConfig)
     moving_average: MovingAverageConfig = Field(default_factory=MovingAverageConfig)
@@ -241,20 +225,21 @@ class ObjectiveConfig(Section):
 
     @property
     def needs_epochs(self) -> bool:
-        """Whether the method has a schedule by epochs of the data."""
-        sections: list[Section] = [getattr(self, name) for name in find_method(self.method).sections]
-        return any(section.follows_epochs for section in sections) or isinstance(self.temperature.rho, list)
+        """Whether the method has a schedule by epochs of the data, or by the length of the run."""
+        method = find_method(self.method)
+        released = method.temperature == "individual" and self.reference == "released_code"
+        by_epochs = "epoch_steps" in method.sections and self.epoch_steps is None
+        return by_epochs or released or isinstance(self.temperature.rho, list)
 
     def slips(self) -> list[str]:
         """Return a sentence for each setting that training survives but that hardly anybody means."""
-        nets = self.amortized
-        if nets.init != "released_code" or nets.encoder_normalizer != "ema" or nets.max_ratio is not None:
+        released = self.reference == "released_code" and "amortized" in find_method(self.method).sections
+        if not released or self.amortized.encoder_normalizer != "ema" or self.max_ratio is not None:
             return []
         return [
-            "objective.amortized.init=released_code with encoder_normalizer=ema: until the EMA has followed, C/lambda "
-            "is too large by up to exp(1/tau), and so are the gradients (1e15 at tau = 0.01). Set "
-            "objective.amortized.max_ratio, for example to 10, or init=batch_mean; the released code has "
-            "encoder_normalizer=combined."
+            "objective.reference=released_code with objective.amortized.encoder_normalizer=ema: until the EMA has "
+            "followed, C/lambda is too large by up to exp(1/tau), and so are the gradients (1e15 at tau = 0.01). Set "
+            "encoder_normalizer=combined as the released code has it, or objective.max_ratio, for example to 10."
         ]
 
 

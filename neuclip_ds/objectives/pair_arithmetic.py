@@ -169,24 +169,23 @@ class OverBatch(PairLoss):
 
 
 class Hinge(OverBatch):
-    """l(x) = max(x + margin, 0)^power (TuneCLIP eq. 8): pairs beyond the margin contribute no gradient."""
+    """l(x) = max(x + margin, 0)^2 (TuneCLIP eq. 8): pairs beyond the margin contribute no gradient."""
 
     is_identity = False
+    power = 2.0
 
-    def __init__(self, margin: float, power: float) -> None:
-        self.margin, self.power = margin, power
+    def __init__(self, margin: float) -> None:
+        self.margin = margin
 
     def value_(self, x: Tensor) -> Tensor:
-        return x.add_(self.margin).clamp_(min=0).pow_(self.power)
+        return x.add_(self.margin).clamp_(min=0).square_()
 
     def offset(self, origin: Tensor) -> Tensor:
         return torch.zeros_like(origin)
 
     def exponent(self, y: Tensor, origin: Tensor, out: Tensor) -> Tensor:
-        return torch.sub(y, origin, out=out).clamp_(min=0).pow_(self.power)
+        return torch.sub(y, origin, out=out).clamp_(min=0).square_()
 
     def weight(self, y: Tensor, origin: Tensor, log_factor: Tensor, out: Tensor, spare: Tensor) -> Tensor:
         above = torch.sub(y, origin, out=spare).clamp_(min=0)
-        exponential = bounded_exp_(torch.pow(above, self.power, out=out).add_(log_factor))
-        # 0^0 is 1, but beyond the margin the slope of power 1 is 0
-        return exponential.mul_(above.pow_(self.power - 1) if self.power > 1 else above.sign_())
+        return bounded_exp_(torch.square(above, out=out).add_(log_factor)).mul_(above)

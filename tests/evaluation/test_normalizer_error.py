@@ -30,7 +30,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "tuneclip": ("tuneclip", {}),
     "neuclip": ("neuclip", {"npn": {"prototypes": 8, "inner_steps": 3}}),
     "neuclip_not_drawn": ("neuclip", {"npn": {"prototypes": 500}}),
-    "neuclip_mlp": ("neuclip", {"npn": {"network": "mlp", "inner_steps": 3, "mlp_lr": 0.02}}),
+    "neuclip_mlp": ("neuclip", {"npn": {"network": "mlp", "inner_steps": 3, "lr": 0.02}}),
     "neuclip_queue": ("neuclip_queue", {"temperature": ROBUST, "queue": {"size": 16, "kappa": 2.0}}),
     "amorlip": ("amorlip", {"amortized": {"positive_weight": 1e-3, "inner_steps": 9, "lr": 0.02, "ema": 0.3}}),
     "amorlip_negatives": ("amorlip", {"amortized": {"amortizes": "negatives", "ema": 0.3}}),

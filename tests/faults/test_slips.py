@@ -58,11 +58,11 @@ def test_likely_slips_are_reported_by_run_and_dry_run(shards: Path, tmp_path: Pa
     assert slips_of("--optimizer.warmup_steps=2") == []
     (slip,) = slips_of("--optimizer.warmup_steps=2", "--optimizer.schedule=constant", "--optimizer.min_lr=1e-5")
     assert "min_lr has no effect with optimizer.schedule=constant" in slip
-    young = ["--optimizer.warmup_steps=2", "--objective.method=amorlip", "--objective.amortized.init=released_code"]
+    young = ["--optimizer.warmup_steps=2", "--objective.method=amorlip", "--objective.reference=released_code"]
     (said,) = slips_of(*young)
-    assert "Set objective.amortized.max_ratio" in said
-    for cure in ("max_ratio=10", "encoder_normalizer=combined", "init=batch_mean"):
-        assert slips_of(*young, f"--objective.amortized.{cure}") == []
+    assert "or objective.max_ratio" in said
+    for cure in ("max_ratio=10", "amortized.encoder_normalizer=combined", "reference=paper"):
+        assert slips_of(*young, f"--objective.{cure}") == []
 
 
 def test_a_run_larger_than_the_machine_is_reported(

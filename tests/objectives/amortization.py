@@ -1,5 +1,7 @@
 """AmorLIP for the tests: the specified net out of torch's layers, and the partition function written out."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,11 +21,12 @@ def amorlip(
     tau: float = TAU,
     rho: float | list[float] = 0.0,
     dtype: torch.dtype = torch.float64,
-    chunk_size: int | None = None,
+    common: Mapping[str, Any] = MappingProxyType({}),
     **options: Any,
 ) -> Any:
-    common = {"temperature": {"initial": tau, "rho": rho, "lr": 0.0}, "chunk_size": chunk_size}
-    return objective("amorlip", Communicator(), DIM, dtype, amortized=options, **common)
+    """The method with `common` below objective, and `options` below objective.amortized."""
+    temperature = {"initial": tau, "rho": rho, "lr": 0.0}
+    return objective("amorlip", Communicator(), DIM, dtype, amortized=options, temperature=temperature, **common)
 
 
 class Net(nn.Module):

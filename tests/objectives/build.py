@@ -16,7 +16,8 @@ from neuclip_ds.objectives.gather import Features
 SAMPLES = 1000
 _AVERAGE = {"gamma_min": 0.3, "gamma_epochs": 2}
 _NPN = {"prototypes": 7, "inner_steps": 3, "redraw_every": 3}  # no world size divides 7
-_ADAGRAD = {"optimizer": "adagrad", "lr": 0.1, "initial_accumulator": 0.1}  # from zero its first step is a sign
+_OWN_ROWS = {"width": 0.01, "inner_steps": 1}  # one hidden unit: its gradient is smaller than the features
+_ADAGRAD = {"optimizer": "adagrad", "lr": 0.1}
 _OPTIONS: dict[str, dict[str, dict[str, Any]]] = {  # method -> variant -> options; a method without has its defaults
     **{
         name: {"": {"eps": 1e-6, "moving_average": _AVERAGE}}
@@ -25,14 +26,14 @@ _OPTIONS: dict[str, dict[str, dict[str, Any]]] = {  # method -> variant -> optio
     },
     "amorlip": {
         "": {"amortized": {"width": 0.5}},
-        "combined_kl": {"amortized": {"encoder_normalizer": "combined", "loss": "kl", "fit_rows": "own"}},
-        "js": {"amortized": {"width": 0.5, "loss": "js", "max_ratio": 1.1, "amortizes": "negatives"}},
-        "seldom": {"amortized": {"width": 0.5, "online_every": 2, "target_every": 1, "fit_rows": "own"}},
+        "combined_kl": {"amortized": {"encoder_normalizer": "combined", "loss": "kl", **_OWN_ROWS}},
+        "js": {"max_ratio": 1.1, "amortized": {"width": 0.5, "loss": "js", "amortizes": "negatives"}},
+        "seldom": {"amortized": {"online_every": 2, "target_every": 1, **_OWN_ROWS}},
     },
     "neuclip": {
         "": {"eps": 1e-6, "npn": _NPN},
         "adagrad": {"npn": {**_NPN, **_ADAGRAD}},
-        "positive": {"npn": {**_NPN, "alpha_grad": "positive", "max_ratio": 0.9}},
+        "positive": {"max_ratio": 0.9, "npn": {**_NPN, "alpha_grad": "positive"}},
         "split": {"eps": 1e-6, "npn": {**_NPN, "replicas": 1}},
         "stop": {"npn": {**_NPN, "alpha_grad": "stop"}},
         "no_rho": {"npn": {**_NPN, "replicas": 2}, "temperature": {"rule": "learned"}},
@@ -57,7 +58,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 STILL: dict[str, dict[str, Any]] = {
     "amorlip": {"amortized": {"encoder_normalizer": "combined"}},  # the batch's own target instead of the fitted net
     # a network without a fit has ratios that float32 bounds and float64 does not
-    "neuclip": {"npn": {"inner_steps": 0, "prototypes": 32, "max_ratio": 1e6}},
+    "neuclip": {"npn": {"inner_steps": 0, "prototypes": 32}, "max_ratio": 1e6},
 }
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-def logits(image: Tensor, text: Tensor, tau: Tensor, hinge: tuple[float, float] | None = None) -> tuple[Tensor, Tensor]:
+def logits(image: Tensor, text: Tensor, tau: Tensor, hinge: float | None = None) -> tuple[Tensor, Tensor]:
     """(B, B) exponents of image anchors (rows, against texts) and of text anchors (rows, against images).
 
     tau is 0-dim, or (2, B) with one for each anchor of either direction.
@@ -18,8 +18,7 @@ def logits(image: Tensor, text: Tensor, tau: Tensor, hinge: tuple[float, float] 
     positive = (image * text).sum(1, keepdim=True)
     x1, x2 = s - positive, s.T - positive
     if hinge is not None:
-        margin, power = hinge
-        x1, x2 = ((x + margin).clamp(min=0) ** power for x in (x1, x2))
+        x1, x2 = ((x + hinge).clamp(min=0) ** 2 for x in (x1, x2))
     taus = tau.expand(2, len(image)).unsqueeze(2)
     return x1 / taus[0], x2 / taus[1]
 

@@ -23,7 +23,7 @@ def test_stage_two(c: float, encoder_normalizer: str, amortizes: str, tau: float
     image, text = (x.requires_grad_() for x in pairs(17, DIM))
     options = {"encoder_normalizer": encoder_normalizer, "amortizes": amortizes, "ema": 0.5, "target_every": 1}
     options |= {"lr": 0.05}
-    method = amorlip(tau, rho=3.0, chunk_size=chunk, positive_weight=c, **options)
+    method = amorlip(tau, rho=3.0, common={"chunk_size": chunk}, positive_weight=c, **options)
     found, seen = with_scalar_gradients(method, batch(image.detach(), text.detach()), step())
     target = predict(net_of(method, "target"), image, text)
     log_lambda = target if encoder_normalizer == "ema" else log_partition(image, text, tau, c)
@@ -84,15 +84,16 @@ def test_rho_counts_once_and_is_annealed() -> None:
 
 
 @pytest.mark.parametrize("tau", [0.003, 0.01])
-@pytest.mark.parametrize("init", ["batch_mean", "released_code"])
+@pytest.mark.parametrize("reference", ["paper", "released_code"])
 @pytest.mark.parametrize("encoder_normalizer", ["ema", "combined"])
 @pytest.mark.parametrize("loss", ["l2_log", "kl", "js"])
-def test_float32_at_low_temperatures(tau: float, init: str, encoder_normalizer: str, loss: str) -> None:
+def test_float32_at_low_temperatures(tau: float, reference: str, encoder_normalizer: str, loss: str) -> None:
     """New nets miss log C by up to 300, and C/lambda is beyond float32: all stays finite."""
     method = objective(
         "amorlip", Communicator(), DIM, torch.float32,
         temperature={"initial": tau, "minimum": 0.003, "rho": 2.0},
-        amortized={"init": init, "encoder_normalizer": encoder_normalizer, "loss": loss},
+        reference=reference,
+        amortized={"encoder_normalizer": encoder_normalizer, "loss": loss},
     )  # fmt: skip
     for number in range(5):
         image, text = (x.float() for x in pairs(32, DIM, seed=number, likeness=(-1) ** number))
@@ -103,7 +104,7 @@ def test_float32_at_low_temperatures(tau: float, init: str, encoder_normalizer: 
 
 def test_the_ratio_is_bounded() -> None:
     """C/lambda is at most max_ratio, as if lambda were C/max_ratio where it is less."""
-    method = amorlip(max_ratio=1.01, inner_steps=0)
+    method = amorlip(common={"max_ratio": 1.01}, inner_steps=0)
     image, text = (x.requires_grad_() for x in pairs(12, DIM))
     found = method(batch(image.detach(), text.detach()), step())
     log_total = log_partition(image, text, TAU, 1.0)

@@ -54,7 +54,7 @@ def test_feature_gradient_is_that_of_the_weighted_pairs(name: str, tau: float, s
         )
         found = method(features, step(number, epoch=number))
         is_hinge = isinstance(method.pair_loss, Hinge)
-        hinge = (method.pair_loss.margin, method.pair_loss.power) if is_hinge else None
+        hinge = method.pair_loss.margin if is_hinge else None
         log_g = [oracle.log_mean_exp(x) for x in oracle.logits(image, text, taus, hinge)]
         divisor = math.log((size - 1) / method.pair_loss.divisor(size))
         weight = method._scale(taus) * seen[-1].log_weight.exp()

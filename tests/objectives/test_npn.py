@@ -17,7 +17,7 @@ def test_updates_follow_adagrad_on_the_papers_objective(separate: bool) -> None:
     """Three updates equal torch.optim.Adagrad on autograd's gradient of tau/B sum [exp(-alpha)(eps + g) + alpha]."""
     dim, size, eps, tau = 6, 20, 1e-14, torch.tensor(0.07, dtype=torch.float64)
     npn: dict[str, Any] = {"prototypes": 2 * size, "inner_steps": 3}
-    npn |= {"optimizer": "adagrad", "lr": 0.3, "initial_accumulator": 0.01}
+    npn |= {"optimizer": "adagrad", "lr": 0.3}
     npn["objective"] = "separate" if separate else "unified"
     decayed = {**npn, "weight_decay": 0.2}
     method = objective("neuclip", Communicator(), dim, eps=eps, npn=decayed, temperature={"lr": 0.0})
@@ -26,7 +26,7 @@ def test_updates_follow_adagrad_on_the_papers_objective(separate: bool) -> None:
         method(batch(*rows), step(number))
     images, texts = (torch.cat(side) for side in zip(*earlier, strict=True))
     w1, w2 = (torch.nn.Parameter(start.clone()) for start in (texts, images))
-    adagrad = torch.optim.Adagrad([w1, w2], lr=0.3, initial_accumulator_value=0.01, weight_decay=0.2)
+    adagrad = torch.optim.Adagrad([w1, w2], lr=0.3, weight_decay=0.2)
     image, text = pairs(size, dim)
     g = torch.stack([oracle.log_mean_exp(x).exp() for x in oracle.logits(image, text, tau)])
     for _ in range(3):
@@ -160,7 +160,7 @@ def test_a_runaway_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize("reading", ["full", "positive", "stop"])
 def test_float32_at_a_temperature_of_three_thousandths(network: str, prototypes: int, reading: str) -> None:
     """Unlike, clustered batches, whose normalizers the network misses by up to exp(600): all stays finite."""
-    npn: dict[str, Any] = {"prototypes": prototypes, "inner_steps": 5, "redraw_every": 3, "mlp_lr": 0.1}
+    npn: dict[str, Any] = {"prototypes": prototypes, "inner_steps": 5, "redraw_every": 3, "lr": 0.1}
     npn |= {"network": network, "alpha_grad": reading}
     temperature = {"initial": 0.003, "minimum": 0.003, "rho": 2.0}
     method = objective("neuclip", Communicator(), 16, torch.float32, npn=npn, temperature=temperature)
@@ -211,14 +211,15 @@ def test_the_mlp_is_refused() -> None:
 EPS = 1e-6
 
 
-def mlp(**npn: Any) -> Any:
+def mlp(max_ratio: float | None = None, **npn: Any) -> Any:
     """The MLP form of the network."""
-    return objective("neuclip", Communicator(), DIM, eps=EPS, npn={"network": "mlp", **npn}, temperature={"lr": 0.0})
+    common = {"eps": EPS, "max_ratio": max_ratio, "temperature": {"lr": 0.0}}
+    return objective("neuclip", Communicator(), DIM, npn={"network": "mlp", **npn}, **common)
 
 
 @pytest.mark.parametrize("goal", ["unified", "separate"])
 def test_updates_of_the_mlp_follow_adam_on_the_objective(goal: str) -> None:
-    method = mlp(inner_steps=3, objective=goal, mlp_lr=0.01)
+    method = mlp(inner_steps=3, objective=goal, lr=0.01)
     image, text = pairs(15, DIM)
     tau = torch.tensor(0.07, dtype=torch.float64)
     start = method.replicated_state()["normalizer.weights"].clone()
@@ -246,7 +247,7 @@ def test_updates_of_the_mlp_follow_adam_on_the_objective(goal: str) -> None:
 @pytest.mark.parametrize("max_ratio", [None, 0.8])
 def test_gradients_through_the_mlp_are_autograds(reading: str, max_ratio: float | None) -> None:
     """Of the features, and of theta = log(1/tau), through f where alpha_grad=full."""
-    method = mlp(inner_steps=2, mlp_lr=0.1, alpha_grad=reading, max_ratio=max_ratio)
+    method = mlp(inner_steps=2, lr=0.1, alpha_grad=reading, max_ratio=max_ratio)
     method(batch(*pairs(15, DIM, seed=1)), step())
     image, text = (x.requires_grad_() for x in pairs(15, DIM))
     found, scalars = with_scalar_gradients(method, batch(image.detach(), text.detach()), step(1))

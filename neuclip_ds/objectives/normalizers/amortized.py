@@ -61,22 +61,23 @@ def previous_weight(epoch: int, config: AmortizedConfig) -> float:
 
 
 def fit_gradient(
-    log_lambda: Tensor, log_target: Tensor, log_total: Tensor, size: int, config: AmortizedConfig
+    log_lambda: Tensor, log_target: Tensor, log_total: Tensor, size: int, loss: str, released: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return the derivative of the amortization loss (AmorLIP eq. 8-10), summed over both directions, by log lambda.
 
     Args:
         log_lambda, log_target, log_total: (2, rows) log of lambda, Z and C; there may be no rows.
-        size: B, which the loss is divided by, in the released code's scale the divergences by its square.
-        config: which loss.
+        size: B.
+        loss: as `objective.amortized.loss`.
+        released: whether the losses have the released code's scale: divergences are divided by B^2 instead of B, and
+            the squared error has no factor 1/2.
 
     Returns:
         x (2, rows) and p (0-dim, at least 0): the derivative is exp(p) x, which need not be representable.
     """
-    released = config.fit_scale == "released_code"
     gap = log_lambda - log_target
     squared = gap * ((2 if released else 1) / size)
-    slope = _DIVERGENCE_SLOPES.get(config.loss)
+    slope = _DIVERGENCE_SLOPES.get(loss)
     if slope is None:
         return squared, gap.new_zeros(())
     log_ratio = log_total - log_lambda
@@ -93,10 +94,8 @@ def _bounded_exp(x: Tensor) -> Tensor:
 def fits_all_rows(config: AmortizedConfig, dim: int, rows: int, comm_dtype: torch.dtype, updates: int) -> bool:
     """Whether each rank fits the nets to all `rows` of the global batch instead of its own.
 
-    `auto` compares what the gradients of so many updates send, as float32, with the features in `comm_dtype`.
+    It does where the gradients of so many updates, as float32, are larger than the features in `comm_dtype`.
     """
-    if config.fit_rows != "auto":
-        return config.fit_rows == "all"
     gradients = updates * _mlp(config, dim).size * torch.float32.itemsize  # an all-reduce sends them twice
     return gradients > rows * dim * comm_dtype.itemsize  # of images, and as much of texts
 
@@ -126,6 +125,7 @@ class AmortizedNormalizer(Normalizer):
     def __init__(self, config: ObjectiveConfig, eps: float, context: Context) -> None:
         """AmorLIP's loss has no eps."""
         self._config = own = config.amortized
+        self._released, self._max_ratio = config.reference == "released_code", config.max_ratio
         self._communicator, self._dim, self._own_optimizer = context.communicator, context.dim, context.own_optimizers
         self._updates = own.inner_steps if context.own_optimizers else 1  # on a batch
         self.always_gathers = own.gather == "every_step"
@@ -154,8 +154,8 @@ class AmortizedNormalizer(Normalizer):
         if not self._amortizes_positives:
             log_lambda = torch.logaddexp(log_lambda, own_pair.expand_as(log_lambda))
         log_lambda = representable(log_lambda, log_total)
-        if self._config.max_ratio is not None:
-            log_lambda = bounded(log_lambda, log_total, math.log(self._config.max_ratio))
+        if self._max_ratio is not None:
+            log_lambda = bounded(log_lambda, log_total, math.log(self._max_ratio))
         ratio = (log_total - log_lambda).exp()  # C/lambda
         error = (predicted - log_target).square()
         metrics = {"amortization_ratio": ratio, "amortization_error": error, "log_lambda": log_lambda}
@@ -181,14 +181,11 @@ class AmortizedNormalizer(Normalizer):
     def gathers(self, step: Step) -> bool:
         if self.always_gathers or not step.learn:
             return True
-        return self._epoch_of(step) != self._epoch or self._steps % self._config.online_every == 0
+        return step.epoch != self._epoch or self._steps % self._config.online_every == 0
 
     @property
     def _amortizes_positives(self) -> bool:
         return self._config.amortizes == "partition"
-
-    def _epoch_of(self, step: Step) -> int:
-        return step.epoch if self._config.epoch_steps is None else step.number // self._config.epoch_steps
 
     def _inputs(self, batch: GatheredFeatures, tau: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(2, local, d) features, (local,) L s_ii and (local,) log of the anchor's own term in C."""
@@ -204,7 +201,7 @@ class AmortizedNormalizer(Normalizer):
 
     def _learn(self, step: Step, batch: GatheredFeatures, features: Tensor, log_total: Tensor) -> Tensor:
         """Draw the nets of a new epoch, fit them to the batch, and return (2, local) log Z."""
-        epoch = self._epoch_of(step)
+        epoch = step.epoch
         starts = epoch != self._epoch
         if starts and self._epoch >= 0:
             self._previous = self._target.clone()
@@ -230,7 +227,7 @@ class AmortizedNormalizer(Normalizer):
     def _draw(self, epoch: int, rows: _FitRows) -> None:
         """New nets, but for their level a function of the epoch alone, and a new Adam."""
         self._target.copy_(self._mlp.draw(epoch))
-        if self._config.init == "batch_mean":
+        if not self._released:
             gap = (rows.log_target - self._mlp(self._target, rows.features)).sum(dim=1)
             self._mlp.raise_level(self._target, rows.ranks.all_reduce(gap, "normalizer") / rows.size)
         self._online.data.copy_(self._target)
@@ -244,7 +241,7 @@ class AmortizedNormalizer(Normalizer):
         for _ in range(self._updates):
             with torch.enable_grad():
                 log_lambda = self._mlp(self._online, rows.features)
-            by_output, peak = fit_gradient(log_lambda.detach(), *rows[1:4], self._config)
+            by_output, peak = fit_gradient(log_lambda.detach(), *rows[1:4], self._config.loss, self._released)
             (gradient,) = torch.autograd.grad(log_lambda, self._online, by_output)
             gradient, peak = self._sum_over_ranks(gradient, peak, rows.ranks)
             self._online.grad = gradient * self._log_scale(gradient, peak).exp()

@@ -31,10 +31,9 @@ def gamma_of(step: Step, config: MovingAverageConfig) -> float:
 
     gamma = 1/2 (1 + cos(pi epoch/E)) (1 - gamma_min) + gamma_min,   gamma_min from epoch E on
     """
-    epoch = step.epoch if config.gamma_epoch_steps is None else step.number // config.gamma_epoch_steps
-    if config.gamma == "constant" or epoch >= config.gamma_epochs:
+    if config.gamma == "constant" or step.epoch >= config.gamma_epochs:
         return config.gamma_min
-    half_cosine = 0.5 * (1 + math.cos(math.pi * epoch / config.gamma_epochs))
+    half_cosine = 0.5 * (1 + math.cos(math.pi * step.epoch / config.gamma_epochs))
     return half_cosine * (1 - config.gamma_min) + config.gamma_min
 
 

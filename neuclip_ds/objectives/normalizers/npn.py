@@ -72,7 +72,7 @@ from neuclip_ds.objectives.normalizers.prediction import (
     prediction_gradient,
     representable,
 )
-from neuclip_ds.objectives.options import NpnConfig, ObjectiveConfig
+from neuclip_ds.objectives.options import ObjectiveConfig
 from neuclip_ds.objectives.pair_arithmetic import lowest_exponent
 from neuclip_ds.objectives.pair_grid import IMAGE, TEXT, slices
 from neuclip_ds.state.partition import Partition, RowTable
@@ -111,9 +111,9 @@ class NpnNormalizer(NetworkNormalizer):
     draw prototypes from; alpha_i is then log(eps + g_i), the optimum that the network would be fitted to.
     """
 
-    def __init__(self, config: NpnConfig, eps: float, context: Context) -> None:
-        super().__init__(config, eps, context, config.rate)
-        ranks = context.communicator
+    def __init__(self, options: ObjectiveConfig, eps: float, context: Context) -> None:
+        super().__init__(options, eps, context)
+        config, ranks = options.npn, context.communicator
         self._replicas = config.replicas_on(ranks.world_size)
         size = ranks.world_size // self._replicas
         self._group = range(ranks.rank // size * size, (ranks.rank // size + 1) * size)
@@ -125,7 +125,7 @@ class NpnNormalizer(NetworkNormalizer):
         self._drawn = False
         self._joint, self._adam = config.order == "joint", context.adam
         # of AdamW, or AdaGrad's sum of squared gradients; the former moves the prototypes whoever has the optimizers
-        moments = {"adagrad": {"accumulator": config.initial_accumulator}, "scaled": {}}[config.optimizer]
+        moments = {"adagrad": {"accumulator": 0.0}, "scaled": {}}[config.optimizer]
         if self._joint:
             moments = {"moment": 0.0, "square": 0.0}
         self._moments = [{key: torch.full_like(empty, x) for key, x in moments.items()} for _ in (IMAGE, TEXT)]
@@ -327,7 +327,7 @@ class NpnNormalizer(NetworkNormalizer):
 
 def build(config: ObjectiveConfig, eps: float, context: Context) -> Normalizer:
     """Build the network that `objective.npn` names."""
-    return (MlpNpnNormalizer if config.npn.network == "mlp" else NpnNormalizer)(config.npn, eps, context)
+    return (MlpNpnNormalizer if config.npn.network == "mlp" else NpnNormalizer)(config, eps, context)
 
 
 def _gradients(side: _Side, weighted: Tensor) -> Iterator[tuple[slice, Tensor]]:

@@ -22,7 +22,7 @@ from neuclip_ds.objectives.normalizers.prediction import (
     partner_gradient,
     representable,
 )
-from neuclip_ds.objectives.options import NpnConfig
+from neuclip_ds.objectives.options import ObjectiveConfig
 
 _SEED = 0
 
@@ -30,13 +30,13 @@ _SEED = 0
 class MlpNpnNormalizer(NetworkNormalizer):
     """w_i = exp(-alpha_i); only f and its gradient differ from the prototypes' (npn.py)."""
 
-    def __init__(self, config: NpnConfig, eps: float, context: Context) -> None:
-        super().__init__(config, eps, context, config.mlp_lr)
+    def __init__(self, config: ObjectiveConfig, eps: float, context: Context) -> None:
+        super().__init__(config, eps, context)
         self._own_optimizer = context.own_optimizers
         self._mlp = AmortizationMlp(context.dim, context.dim)
         flat = self._mlp.draw(_SEED).to(dtype=context.dtype, device=context.communicator.device)
         self._weights = Parameter(flat)
-        self._adam = torch.optim.Adam([self._weights], lr=config.mlp_lr, weight_decay=config.weight_decay, fused=True)
+        self._adam = torch.optim.Adam([self._weights], lr=config.npn.rate, weight_decay=config.npn.weight_decay, fused=True)
         self._started = False
 
     def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> NormalizerOutput:

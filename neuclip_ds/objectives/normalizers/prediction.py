@@ -17,7 +17,7 @@ from torch import Tensor
 
 from neuclip_ds.objectives.base import Context, Normalizer, NormalizerOutput, Step
 from neuclip_ds.objectives.gather import GatheredFeatures
-from neuclip_ds.objectives.options import NpnConfig
+from neuclip_ds.objectives.options import ObjectiveConfig
 from neuclip_ds.objectives.pair_grid import IMAGE, TEXT
 
 log = logging.getLogger(__name__)
@@ -95,10 +95,10 @@ class NetworkNormalizer(Normalizer):
     Logs once when the prediction loses the normalizer, and again when it has recovered, as steps with logs show.
     """
 
-    def __init__(self, config: NpnConfig, eps: float, context: Context, lr: float) -> None:
-        """`lr` is that of the network's optimizer."""
-        self._config, self._eps, self._communicator, self._lr = config, eps, context.communicator, lr
-        self._updates = config.inner_steps if context.own_optimizers else 1  # on a batch
+    def __init__(self, config: ObjectiveConfig, eps: float, context: Context) -> None:
+        self._config, self._eps, self._communicator = config.npn, eps, context.communicator
+        self._max_ratio = config.max_ratio
+        self._updates = config.npn.inner_steps if context.own_optimizers else 1  # on a batch
         self._healthy = True
 
     def _in_order(
@@ -122,8 +122,8 @@ class NetworkNormalizer(Normalizer):
         """
         alpha = representable(alpha, log_target)
         metrics = self._watch((log_target - alpha).exp(), step)
-        if self._config.max_ratio is not None:
-            alpha = bounded(alpha, log_target, math.log(self._config.max_ratio))
+        if self._max_ratio is not None:
+            alpha = bounded(alpha, log_target, math.log(self._max_ratio))
         metrics["alpha"] = alpha.mean()
         ratio = (log_target - alpha).exp()[:, batch.local]  # exp(-alpha_i) (eps + g_i) = 1 - r_i
         value = ratio + alpha[:, batch.local] - 1  # the bracket of J, which is also its part of dJ/dtau
@@ -147,7 +147,7 @@ class NetworkNormalizer(Normalizer):
             log.warning(
                 "step %d: the NPN has lost the normalizer: the mean of (eps + g)/(eps + ghat) is %.3g, outside "
                 "[0.5, 2]; if it stays there, lower objective.npn.lr (now %g) or objective.npn.redraw_every",
-                step.number, mean, self._lr,
+                step.number, mean, self._config.rate,
             )  # fmt: skip
             self._healthy = False
         elif not self._healthy and off <= _FOUND:
