@@ -160,7 +160,7 @@ def test_mistakes_name_the_thing_and_the_fix(options: list[str], words: str) -> 
         ("include: [nothing]", "No recipe or file nothing"),
         ("objective: {method: gcl, hinge: {margin: 1}}", "objective.hinge.margin is read by tuneclip only"),
         ("objective: {other_methods: {hnge: {}}}", "unknown key objective.other_methods.hnge; did you mean hinge?"),
-        ("objective: {other_methods: {hinge: {margn: 1}}}", "unknown key margn"),
+        ("objective: {other_methods: {hinge: {margn: 1}}}", "unknown key hinge.margn"),
     ],
 )
 def test_mistakes_in_a_file(text: str, words: str, tmp_path: Path) -> None:

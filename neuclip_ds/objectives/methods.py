@@ -42,7 +42,7 @@ class Method:
     @property
     def sections(self) -> tuple[str, ...]:
         """Sections below `objective.` that the method reads, and options there that not every method reads."""
-        own = _SECTIONS[self.normalizer]
+        own = _SECTIONS.get(self.normalizer, (str(self.normalizer),))
         return (*own, "hinge") if self.pair_loss == "hinge" else own
 
     def reads(self, option: str) -> bool:
@@ -51,7 +51,7 @@ class Method:
         return parts[0] != "objective" or parts[1] in self.sections or parts[1] not in SECTIONS
 
 
-_SECTIONS: dict[str | None, tuple[str, ...]] = {  # by normalizer
+_SECTIONS: dict[str | None, tuple[str, ...]] = {  # by normalizer, where that is not its own section alone
     "batch": (),
     None: ("siglip",),
     "moving_average": ("moving_average", "epoch_steps"),

@@ -13,27 +13,24 @@ from torch.nn.functional import normalize
 
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
-from neuclip_ds.objectives.normalizers.moving_average import gamma_of, moving_average
-from neuclip_ds.objectives.options import MovingAverageConfig
+from neuclip_ds.objectives.normalizers.moving_average import moving_average
 from neuclip_ds.state.shards import ShardFiles
 
 
 @pytest.mark.parametrize(
-    ("options", "steps", "wanted"),
+    ("gamma", "epoch_steps", "steps", "wanted"),
     [
-        ({"gamma_epochs": 4}, [(n, n) for n in range(6)], [1.0, 0.8828427, 0.6, 0.3171573, 0.2, 0.2]),
-        ({"gamma": "constant"}, [(0, 0), (90, 30)], [0.2, 0.2]),
+        ("cosine", None, [(n, n) for n in range(6)], [1.0, 0.8828427, 0.6, 0.3171573, 0.2, 0.2]),
+        ("constant", None, [(0, 0), (90, 30)], [0.2, 0.2]),
         # ten steps count as an epoch, though the data's epoch stays 0
-        (
-            {"gamma_epochs": 4, "gamma_epoch_steps": 10},
-            [(9, 0), (10, 0), (39, 0), (40, 0)],
-            [1, 0.8828427, 0.3171573, 0.2],
-        ),
+        ("cosine", 10, [(9, 0), (10, 0), (39, 0), (40, 0)], [1, 0.8828427, 0.3171573, 0.2]),
     ],
 )
-def test_gamma(options: dict[str, Any], steps: list[tuple[int, int]], wanted: list[float]) -> None:
-    config = MovingAverageConfig(gamma_min=0.2, **options)
-    assert [gamma_of(step(*at), config) for at in steps] == pytest.approx(wanted)
+def test_gamma(gamma: str, epoch_steps: int | None, steps: list[tuple[int, int]], wanted: list[float]) -> None:
+    average = {"gamma": gamma, "gamma_min": 0.2, "gamma_epochs": 4}
+    method = objective("fastclip_v3", Communicator(), 6, epoch_steps=epoch_steps, moving_average=average)
+    found = [float(method(batch(*pairs(9, 6)), step(*at)).metrics["gamma"]) for at in steps]
+    assert found == pytest.approx(wanted)
 
 
 def test_first_visit_takes_the_batch_value() -> None:

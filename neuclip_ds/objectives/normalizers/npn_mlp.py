@@ -36,7 +36,9 @@ class MlpNpnNormalizer(NetworkNormalizer):
         self._mlp = AmortizationMlp(context.dim, context.dim)
         flat = self._mlp.draw(_SEED).to(dtype=context.dtype, device=context.communicator.device)
         self._weights = Parameter(flat)
-        self._adam = torch.optim.Adam([self._weights], lr=config.npn.rate, weight_decay=config.npn.weight_decay, fused=True)
+        self._adam = torch.optim.Adam(
+            [self._weights], lr=config.npn.rate, weight_decay=config.npn.weight_decay, fused=True
+        )
         self._started = False
 
     def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> NormalizerOutput:
