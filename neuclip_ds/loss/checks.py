@@ -7,17 +7,17 @@ from torch import Tensor
 
 from neuclip_ds.distributed.communicator import Communicator
 
-_TOLERANCE = 2e-2  # of a norm: rows may have been rounded to bfloat16
+_TOLERANCE = 2e-2  # on a row's norm, since rows may have been rounded to bfloat16
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def problem_with(image: Any, text: Any, index: Any, valid: Any, dim: int, samples: int, not_finite: bool) -> str | None:
-    """Return what is wrong with this rank's arguments, or None.
+    """Return a message about the first invalid argument of this rank, or None.
 
     Args:
-        image, text: features, which must be floating (b, dim) with unit rows where `valid`.
+        image, text: features; must be floating-point (b, dim), with rows of norm 1 where `valid`.
         index: (b,) integers in [0, samples) in host memory, or None.
-        valid: (b,) bool in host memory, or None where all rows count.
+        valid: (b,) bool in host memory, or None if all rows count.
         dim: width d.
         samples: size n of the data set.
         not_finite: accept rows with NaN.
@@ -44,7 +44,7 @@ def problem_with(image: Any, text: Any, index: Any, valid: Any, dim: int, sample
         index = index if valid is None else index[valid]
         for extreme in map(int, index.aminmax() if len(index) else ()):
             if not 0 <= extreme < samples:
-                where = "the places in a training set of `samples` samples."
+                where = "the positions in a training set of `samples` samples."
                 return f"index {extreme} is outside [0, {samples}), {where}"
     return None
 
@@ -52,10 +52,10 @@ def problem_with(image: Any, text: Any, index: Any, valid: Any, dim: int, sample
 def agree_on_call(
     rows: int, problem: str | None, learns: bool, dtype: torch.dtype, repeats: bool, communicator: Communicator
 ) -> tuple[int, bool]:
-    """Return the largest number of rows of any rank, and whether all ranks repeat their previous call.
+    """Return the largest number of rows on any rank, and whether all ranks repeat their previous call.
 
     Raises:
-        ValueError: on all ranks, if any has a problem, or they differ in whether they learn or in the features' dtype.
+        ValueError: on all ranks, if any rank has a problem, or if ranks differ in training mode or feature dtype.
     """
     if communicator.world_size > 1:
         own = [rows, problem is not None, learns, [*_DTYPES, dtype].index(dtype), repeats]
@@ -65,7 +65,7 @@ def agree_on_call(
         if problem is not None:
             pass
         elif any(failed):
-            problem = f"rank {failed.index(1)} was given arguments that cannot be used; see its error."
+            problem = f"rank {failed.index(1)} got invalid arguments; see its error."
         elif trains is not None and evaluates is not None:
             modes = "call train(), eval() and torch.no_grad() on all ranks alike."
             problem = f"rank {trains} trains while rank {evaluates} evaluates: {modes}"

@@ -1,4 +1,4 @@
-"""`ContrastiveLoss`: every method of the table as an nn.Module for any training loop."""
+"""`ContrastiveLoss`: every method of the table as an nn.Module for other training loops."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ from neuclip_ds.state.shards import INDEX, ShardFiles, shard_files, table_shards
 
 log = logging.getLogger(__name__)
 
-_REPLICATED = "objective"  # kind of what is equal on all ranks
+_REPLICATED = "objective"  # kind of the shard that holds the state equal on all ranks
 
 
 class ContrastiveLoss(nn.Module):
@@ -35,11 +35,11 @@ class ContrastiveLoss(nn.Module):
     Each call also trains the temperature and the method's networks (NPN, amortization networks) with their own
     optimizers, as the papers' algorithms do. With `own_optimizer=False` they are `parameters()` of this module instead,
     and `loss.backward()` sets their gradients for the global batch: do not average these over ranks, and do not wrap
-    this module in DDP or FSDP. A network then takes one update per step, and a rank holds its own share of the NPN's
+    this module in DDP or FSDP. A network then takes one update per step, and each rank holds its share of the NPN's
     prototypes. Individual temperatures (isogclr, fastclip_v2) always keep their own Adam.
 
     A call in training is one step. Under `eval()` or `torch.no_grad()` the loss updates no state, and `index` may be
-    None. Where activation checkpointing computes the loss again during the backward pass, it learns nothing either.
+    None. If activation checkpointing recomputes the loss during the backward pass, that call updates no state either.
 
     Example:
         ```python
@@ -51,9 +51,9 @@ class ContrastiveLoss(nn.Module):
     Attributes:
         lr: current learning rate of the encoders; the temperature's follows it. Set it after each step of your
             scheduler: `loss_fn.lr = scheduler.get_last_lr()[0]`.
-        scaler: the loop's `torch.amp.GradScaler`, if it has one: the loss undoes what it learned in a call whose step
-            the scaler then skipped, and accepts features that are not finite. Each training call copies the state that
-            is not per sample.
+        scaler: the training loop's `torch.amp.GradScaler`, if it has one. The loss then reverts the state updates of a
+            call whose step the scaler skipped, accepts features that are not finite, and copies the state that is not
+            per sample in each training call.
         validates: whether calls check their arguments.
         metrics: values of the last call by name, such as `tau` and `batch_loss` (InfoNCE over the same batch).
     """
@@ -90,7 +90,7 @@ class ContrastiveLoss(nn.Module):
             adam_eps: epsilon of the temperature's Adam.
             reduction: `ddp_mean` if the encoders' gradients are averaged over ranks (DDP, FSDP, DeepSpeed), which
                 multiplies the gradients of the features by the world size; `sum` if they are summed.
-            group: process group of the global batch. By default the default group, or this process alone.
+            group: process group of the global batch. By default the default group, or this process if there is none.
             own_optimizer: whether a call trains the temperature and the networks; see above.
             scaler: see above.
             validate: check the arguments of each call on all ranks. This costs one small collective and, on a GPU, one
@@ -122,10 +122,10 @@ class ContrastiveLoss(nn.Module):
         self._adam = AdamSettings(betas, adam_eps)
         self._averages, self._group = reduction == "ddp_mean", group
         self._own_optimizer, self.validates, self.scaler = own_optimizer, validate, scaler
-        self._undo: tuple[Callable[[], None], float] | None = None  # the last call's learning; the scale at that time
-        self._last: tuple[tuple[Tensor, ...], Any] | None = None  # the last call's features in training, and its result
+        self._undo: tuple[Callable[[], None], float] | None = None  # reverts the last call; the scale at that time
+        self._last: tuple[tuple[Tensor, ...], Any] | None = None  # features and result of the last training call
         self._warned = False
-        self._calls = 0  # in training
+        self._calls = 0  # training calls so far
         self._metrics: dict[str, Tensor] = {}
         if self._config.needs_epochs and steps_per_epoch is None:
             raise UserError(f"Schedules of method {method} follow epochs: pass epochs and steps_per_epoch.")
@@ -146,8 +146,8 @@ class ContrastiveLoss(nn.Module):
             image_features: (b, d) normalized rows of any floating dtype; b may differ between ranks.
             text_features: (b, d) normalized rows.
             index: (b,) positions of the samples in the training set, in [0, samples). Methods that keep statistics per
-                sample need it; if an index occurs twice, its last row counts. Keep it in host memory: the host waits
-                for a copy from a GPU.
+                sample need it; if an index occurs twice, its last row counts. Keep it in host memory: the host would
+                wait for a copy from a GPU.
             valid: (b,) bool in host memory, False for rows to ignore.
 
         Raises:
@@ -175,7 +175,7 @@ class ContrastiveLoss(nn.Module):
                 features = self._padded(image_features, text_features, index, valid, rows)
                 if learns and self.scaler is not None:
                     self._undo = self._objective.restore_point(), self.scaler.get_scale()
-                # what networks save for their own backward passes is not for the hooks of activation checkpointing
+                # tensors that networks save for their own backward passes must bypass activation checkpointing's hooks
                 with self._handed_out() as computed, saved_tensors_hooks(_unchanged, _unchanged):
                     result = self._objective(features, self._step(learns))
                 factor = self._communicator.world_size if self._averages else 1
@@ -214,7 +214,7 @@ class ContrastiveLoss(nn.Module):
         Args:
             model: the encoders, plain or in DDP or FSDP2. Gradients are reduced over ranks in the last micro-batch
                 only, and running statistics of batch normalization change in the second pass only.
-            scale: factor of all gradients, such as the scale of a `GradScaler`.
+            scale: factor on all gradients, such as the scale of a `GradScaler`.
 
         Example:
             ```python
@@ -233,7 +233,7 @@ class ContrastiveLoss(nn.Module):
         passes.finish()
 
     def save(self, folder: Path | str) -> None:
-        """Write the state of all ranks to a folder. All ranks call it; `load` works with any number of ranks."""
+        """Write the state of all ranks to a folder. All ranks must call it; `load` works with any number of ranks."""
         self._settle()
         folder = Path(folder)
         self._communicator.on_rank_zero(lambda: folder.mkdir(parents=True, exist_ok=True))
@@ -248,11 +248,11 @@ class ContrastiveLoss(nn.Module):
         """Read the state that `save` wrote, with any number of ranks.
 
         Raises:
-            UserError: the folder is incomplete, or belongs to another method, width or data set, or other options.
+            UserError: the folder is incomplete, or was saved with another method, width, data set or option.
         """
         folder = Path(folder)
         if not (folder / INDEX).is_file():
-            raise UserError(f"{folder} holds no saved loss: {INDEX} is missing.")
+            raise UserError(f"{folder} does not contain a saved loss: {INDEX} is missing.")
         files = ShardFiles(folder)
         self._prepare_for(files.facts, str(folder))
         files.fill(self._objective.row_tables())
@@ -265,12 +265,12 @@ class ContrastiveLoss(nn.Module):
         return {**self._facts(), **place, **_state_of(self._objective)}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Fill this rank's state, of `state_dict()` at the same rank and world size."""
+        """Restore this rank's state from a `state_dict()` of the same rank and world size."""
         self._prepare_for(state, "The state_dict")
         ranks = self._communicator
         if (state["rank"], state["world_size"]) != (ranks.rank, ranks.world_size):
             raise UserError(
-                f"The state_dict is that of rank {state['rank']} of {state['world_size']}, this is rank {ranks.rank} "
+                f"The state_dict is from rank {state['rank']} of {state['world_size']}, but this is rank {ranks.rank} "
                 f"of {ranks.world_size}. Use save() and load() for another world size."
             )
         _fill(self._objective, state)
@@ -279,14 +279,14 @@ class ContrastiveLoss(nn.Module):
         self._communicator, self._dtype = communicator, dtype
         own, adam = self._own_optimizer, self._adam
         context = Context(self._dim, self._samples, communicator, dtype, adam=adam, own_optimizers=own)
-        context = context._replace(spare_rows=1)  # it stands for samples that are not in the training set
+        context = context._replace(spare_rows=1)  # for samples that are not in the training set
         self._objective: Objective = compose_objective(self._config, context)
         if not self._own_optimizer:
             for name, parameter in self._objective.parameters().items():
                 self.register_parameter(name, parameter)
 
     def _move(self, device: torch.device, dtype: torch.dtype, keep: bool) -> None:
-        """Build the objective again if device, dtype or ranks are others than before; `keep` its state."""
+        """Rebuild the objective if device, dtype or ranks have changed; `keep` its state."""
         before, was, ranks = self._objective, self._communicator, Communicator(device, self._group)
         same_ranks = (was.rank, was.world_size) == (ranks.rank, ranks.world_size)
         if same_ranks and (was.device, self._dtype) == (device, dtype):
@@ -304,14 +304,14 @@ class ContrastiveLoss(nn.Module):
                 _fill(self._objective, _state_of(before))
 
     def _facts(self) -> dict[str, Any]:
-        """Return what saved state says of itself."""
+        """Return the metadata of saved state."""
         built = {"dim": self._dim, "samples": self._samples, "own_optimizer": self._own_optimizer}
         for key, value in self._config.model_dump(mode="json", exclude={"chunk_size", "comm_dtype"}).items():
             built |= {f"{key}.{name}": x for name, x in value.items()} if isinstance(value, dict) else {key: value}
         return {"built_with": built, "calls": self._calls, "dtype": str(self._dtype).removeprefix("torch.")}
 
     def _prepare_for(self, saved: dict[str, Any], where: str) -> None:
-        """Take over the facts of saved state, whose tensors follow; raise `UserError` if it is of another loss."""
+        """Adopt dtype and call count of saved state, before its tensors; raise `UserError` if it is of another loss."""
         own, given = self._facts()["built_with"], saved.get("built_with", {})
         for key in sorted(own, key="method".__ne__):  # the method first
             if given.get(key) != own[key]:
@@ -320,19 +320,19 @@ class ContrastiveLoss(nn.Module):
         self._calls, self._undo, self._last = saved["calls"], None, None
 
     def _settle(self) -> None:
-        """Undo what the last call learned if the scaler has lowered its scale since, and so skipped the step."""
+        """Revert the last call's updates if the scaler has lowered its scale since, because it skipped the step."""
         undo, self._undo = self._undo, None
         if undo is not None and self.scaler is not None and self.scaler.get_scale() < undo[1]:
             undo[0]()
 
     def _is_recomputed(self, inputs: tuple[Tensor, ...]) -> bool:
-        """Whether a backward pass asks for the last call once more, as activation checkpointing does."""
+        """Whether a backward pass repeats the last call, as activation checkpointing does."""
         if self._last is None or torch._C._current_graph_task_id() < 0:  # outside of any backward pass
             return False
         return all(torch.equal(x, last) for x, last in zip(inputs, self._last[0], strict=True))
 
     def _padded(self, image: Tensor, text: Tensor, index: Tensor | None, valid: Tensor | None, rows: int) -> Features:
-        """Return `rows` rows, of which the further ones do not count."""
+        """Pad this rank's features to `rows` rows; the added rows are not valid."""
         count, more = len(image), rows - len(image)
         index = torch.full((count,), self._samples) if index is None else index.long()
         valid = torch.ones(count, dtype=torch.bool) if valid is None else valid
@@ -349,7 +349,7 @@ class ContrastiveLoss(nn.Module):
 
     @contextmanager
     def _handed_out(self) -> Iterator[dict[nn.Parameter, Tensor]]:
-        """Yield what becomes the gradients that a call computes for parameters of the caller's optimizer."""
+        """Collect the gradients that a call computes for the caller's optimizer, and leave `.grad` as it was."""
         computed: dict[nn.Parameter, Tensor] = {}
         if self._own_optimizer:
             yield computed

@@ -1,4 +1,4 @@
-"""Give samples the index by which a loss keeps their statistics."""
+"""Add to each sample the index under which a loss keeps its statistics."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any

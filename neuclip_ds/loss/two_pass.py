@@ -1,4 +1,4 @@
-"""Gradients in closed form: joined to autograd, and back-propagated through a batch's micro-batches one by one."""
+"""Pass closed-form gradients to autograd, and back-propagate them through a batch one micro-batch at a time."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def with_gradients(loss: Tensor, inputs: Sequence[Tensor], gradients: Sequence[T
     Args:
         loss: 0-dim.
         inputs: tensors of any floating dtype; those that require no gradient get none.
-        gradients: of the loss, shaped like the inputs; the product with the incoming gradient is formed in their own
-            dtype, and returned in that of the input.
+        gradients: gradients of the loss, shaped like the inputs. They are multiplied by the incoming gradient in their
+            own dtype, and the product is returned in that of the input.
     """
     result: Tensor = _WithGradients.apply(loss, len(inputs), *inputs, *gradients)
     return result
 
 
-_SAME = 0.05  # distance of features of both passes, which differ by rounding
+_SAME = 0.05  # largest distance between a row's features in the two passes, which differ by rounding
 _ONCE_EACH = (
     "run features() with one add() for each micro-batch, loss() once, then gradients() with one backward() for each"
 )
@@ -44,7 +44,7 @@ class _WithGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # the result would count as a constant
+        if torch.is_grad_enabled():  # autograd would treat the result as a constant
             raise RuntimeError("The loss's gradient is in closed form and has no derivative: omit create_graph=True.")
         gradients = ctx.saved_tensors
         scaled = [(g * incoming[0].to(g.dtype)).to(dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True)]
@@ -52,25 +52,25 @@ class _WithGradients(torch.autograd.Function):
 
 
 class MicroBatches:
-    """The two passes of a batch whose micro-batches go through a model one after the other.
+    """Two passes over a batch that goes through a model one micro-batch at a time, as in GradCache.
 
-    The first pass keeps features without a graph. Once the gradients of the whole batch's loss by them are known, the
-    second runs each micro-batch again and back-propagates its rows. Both passes draw the same random numbers, so
-    dropout agrees, and running statistics of batch normalization change in the second only: the result is that of one
-    large pass.
+    The first pass keeps features without a graph. Once the gradient of the whole batch's loss with respect to them is
+    known, the second pass runs each micro-batch again and back-propagates its rows. Both passes draw the same random
+    numbers, so dropout masks agree, and running statistics of batch normalization change in the second pass only: the
+    result is that of one large pass.
     """
 
     def __init__(self, layers: Sequence[_BatchNorm]) -> None:
         """`layers` are the model's `batch_norms`."""
         self._layers = layers
         self._features: list[tuple[Tensor, Tensor]] = []
-        self._random: list[tuple[Tensor, Tensor | None]] = []  # before each micro-batch of the first pass
+        self._random: list[tuple[Tensor, Tensor | None]] = []  # generator states before the micro-batches
         self._gradients: tuple[Tensor, Tensor] | None = None
-        self._micro, self._row = 0, 0  # of the second pass
+        self._micro, self._row = 0, 0  # position in the second pass
 
     @contextmanager
     def features(self) -> Iterator[None]:
-        """Run a micro-batch of the first pass within this context; hand its features to `add`."""
+        """Run a micro-batch of the first pass within this context; pass its features to `add`."""
         self._random.append(_random_state())
         with torch.no_grad(), kept_statistics(self._layers):
             yield
@@ -88,7 +88,7 @@ class MicroBatches:
         return torch.cat(images), torch.cat(texts)
 
     def differentiated(self, image: Tensor, text: Tensor) -> None:
-        """Take the (b, d) gradients of the whole batch's loss by its features, before the second pass."""
+        """Set the (b, d) gradients of the whole batch's loss with respect to its features, before the second pass."""
         self._gradients = image, text
 
     @contextmanager
@@ -100,13 +100,13 @@ class MicroBatches:
 
     @property
     def is_last(self) -> bool:
-        """Whether the present micro-batch of the second pass is the last."""
+        """Whether the current micro-batch of the second pass is the last."""
         return self._micro + 1 == len(self._random)
 
     def learning(self, image: Tensor | None, text: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
-        """Return those of a micro-batch's features that have a graph, and their rows of the gradients.
+        """Return the micro-batch's features that have a graph, and their rows of the gradients.
 
-        A frozen tower's features have none; they may be None if the tower has not run again.
+        A frozen tower's features have no graph; they may be None if the tower has not run again.
         """
         if self._gradients is None:
             raise RuntimeError("Compute the loss of the whole batch before the second pass.")
@@ -120,8 +120,8 @@ class MicroBatches:
 class TwoPass(MicroBatches):
     """Collect features without a graph, compute the loss of the whole batch, then back-propagate each micro-batch.
 
-    `ContrastiveLoss.accumulate` yields it. Both passes draw the same random numbers, so dropout agrees. A call that is
-    missing, one too many or out of order is a `RuntimeError`.
+    `ContrastiveLoss.accumulate` yields it. Both passes draw the same random numbers, so dropout masks agree. A
+    missing, extra or out-of-order call raises `RuntimeError`.
     """
 
     def __init__(self, loss_fn: ContrastiveLoss, model: nn.Module | None, scale: float) -> None:
@@ -129,12 +129,12 @@ class TwoPass(MicroBatches):
         self._loss_fn, self._model, self._scale = loss_fn, model, scale
         self._others: list[tuple[Tensor | None, Tensor | None]] = []  # index and valid
         self._ends: list[int] = []  # rows up to the end of each micro-batch
-        self._first: tuple[Tensor, Tensor] | None = None  # features of the first pass, once there is a loss
+        self._first: tuple[Tensor, Tensor] | None = None  # features of the first pass, once the loss is computed
 
     def add(
         self, image_features: Tensor, text_features: Tensor, index: Tensor | None = None, valid: Tensor | None = None
     ) -> None:
-        """Keep the features of a micro-batch; the arguments are those of the loss."""
+        """Keep the features of a micro-batch; takes the arguments of the loss."""
         super().add(image_features, text_features)
         self._others.append((index, valid))
         self._ends.append(sum(len(image) for image, _ in self._features))
@@ -192,7 +192,7 @@ def _random_state() -> tuple[Tensor, Tensor | None]:
 
 @contextmanager
 def _restored(state: tuple[Tensor, Tensor | None]) -> Iterator[None]:
-    """Run with an earlier random state, and continue with the present one afterward."""
+    """Run with an earlier random state, and restore the current one afterward."""
     of_host, of_device = state
     with torch.random.fork_rng([] if of_device is None else [torch.cuda.current_device()]):
         torch.set_rng_state(of_host)
