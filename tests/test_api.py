@@ -72,7 +72,7 @@ def test_mistakes_are_exceptions(tmp_path: Path) -> None:
         neuclip_ds.train("demo", data={"batchsize": 3})
     with pytest.raises(neuclip_ds.UserError, match="did you mean demo"):
         neuclip_ds.train("dem")
-    with pytest.raises(neuclip_ds.UserError, match="no local folder"):
+    with pytest.raises(neuclip_ds.UserError, match="not a local folder"):
         neuclip_ds.load(tmp_path / "absent")
 
 

@@ -115,7 +115,8 @@ class PooledQueueNormalizer(Normalizer):
         anchors, copies = self._copies(batch, count)
         offset = batch.positive[batch.local] / tau + math.log(count)
         if len(anchors):
-            log_others = (1 - torch.bincount(anchors, minlength=len(offset)).double() / count).log()  # m_i/m
+            copied = torch.searchsorted(anchors, torch.arange(len(offset) + 1)).diff()  # entries of each anchor's sample
+            log_others = (1 - copied.double() / count).log()  # m_i/m
             offset = offset + to_device(log_others.to(offset.dtype), offset.device)
             copies = to_device(anchors * count + copies, offset.device)
         for logit in logits:  # to z_ik - log m_i
@@ -155,7 +156,10 @@ class PooledQueueNormalizer(Normalizer):
         return torch.stack([log_moved.double().exp(), mass.double()])
 
     def _copies(self, batch: GatheredFeatures, count: int) -> tuple[Tensor, Tensor]:
-        """Return places of this rank's anchors and of entries of the same sample, one of each for every such pair."""
+        """Return places of this rank's anchors and of entries of the same sample, one of each for every such pair.
+
+        The former ascend.
+        """
         index = batch.index[batch.local]
         known = torch.isin(self._index[:count], index).nonzero().squeeze(1)
         anchors, places = (index.unsqueeze(1) == self._index[known]).nonzero().unbind(dim=1)
