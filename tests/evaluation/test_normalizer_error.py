@@ -116,7 +116,7 @@ def temperatures(method: Any) -> Tensor:
 def log_means(method: Any, samples: Tensor) -> Tensor:
     """(2, N) log g within the given samples, NaN for all others."""
     loss = method.pair_loss
-    hinge = None if loss.is_identity else (loss.margin, loss.power)
+    hinge = None if loss.is_identity else loss.margin
     image, text = (x[samples] for x in FEATURES)
     exponents = oracle.logits(image, text, temperatures(method)[:, samples], hinge)
     result = torch.full((2, N), math.nan, dtype=torch.float64)
@@ -240,7 +240,7 @@ def test_float32_at_the_coldest_temperature(run_ranks: Any, name: str) -> None:
     for dtype in (torch.float32, torch.float64):
         # inner updates, which amplify rounding at this temperature, stand still
         npn = {"prototypes": 8, "inner_steps": 0}
-        cold = {"temperature": {"initial": 0.01, "lr": 0.0}, "hinge": {"power": 1.0}, "npn": npn}
+        cold = {"temperature": {"initial": 0.01, "lr": 0.0}, "npn": npn}
 
         def work(rank: Any, dtype: torch.dtype = dtype, cold: dict[str, Any] = cold) -> dict[str, float]:
             method = trained(name, rank, dtype, **cold)
