@@ -252,11 +252,11 @@ def run_objective(query: ObjectiveQuery, columns: int = 1) -> tuple[list[Call], 
     config, rows = query.config.model_copy(deep=True), query.rows
     config.objective.npn.prototypes = config.objective.queue.size = columns * query.world_size
     rank = SimulatedRank(query.world_size)
-    objective = query.build(config, Context(query.dim, rows, rank), query.comm_dtype)
+    steps = config.objective.amortized.online_every
+    objective = query.build(config, Context(query.dim, rows * (_WARM_UP + steps), rank), query.comm_dtype)
     generator = torch.Generator().manual_seed(0)
     image, text = normalize(torch.randn(2, rows, query.dim, generator=generator), dim=-1)
-    index, valid = torch.arange(rows), torch.ones(rows, dtype=torch.bool)
-    steps = config.objective.amortized.online_every
+    valid = torch.ones(rows, dtype=torch.bool)
     elements = _Elements()
     logging.getLogger("neuclip_ds.objectives").setLevel(logging.ERROR)  # its warnings about random features mislead
     with FlopCounterMode(display=False, custom_mapping=_IN_PLACE) as counter, elements:
@@ -264,6 +264,7 @@ def run_objective(query: ObjectiveQuery, columns: int = 1) -> tuple[list[Call], 
             if number == _WARM_UP:
                 rank.calls.clear()
                 before, elements.written = counter.get_total_flops(), 0
+            index = torch.arange(rows) + number * rows  # a queue of samples grows with other samples only
             gather = objective.begin_gather(index, valid)
             if gather is not None:
                 for add, whole in ((gather.add_text, text), (gather.add_image, image)):
