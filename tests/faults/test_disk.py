@@ -89,10 +89,10 @@ def test_a_folder_that_is_gone(tmp_path: Path) -> None:
 
 
 def _save_with_a_limit(communicator: Communicator, folder: Path) -> list[str]:
-    """Save twice; rank 1 may not write files of more than 200 bytes in the first save, as of a full disk."""
+    """Save twice; rank 1 may not write files of more than 100 bytes in the first save, as of a full disk."""
     checkpoints, built = keeper(folder, communicator=communicator), fresh(communicator)
     if communicator.rank == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (200, resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
     said = []
     for step in (1, 2):
         try:

@@ -115,7 +115,7 @@ class PooledQueueNormalizer(Normalizer):
         anchors, copies = self._copies(batch, count)
         offset = batch.positive[batch.local] / tau + math.log(count)
         if len(anchors):
-            copied = torch.searchsorted(anchors, torch.arange(len(offset) + 1)).diff()  # entries of each anchor's sample
+            copied = torch.searchsorted(anchors, torch.arange(len(offset) + 1)).diff()  # of each anchor's own sample
             log_others = (1 - copied.double() / count).log()  # m_i/m
             offset = offset + to_device(log_others.to(offset.dtype), offset.device)
             copies = to_device(anchors * count + copies, offset.device)
