@@ -8,13 +8,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 def batch_norms(module: nn.Module) -> list[_BatchNorm]:
-    """Return the layers of batch normalization in a module."""
+    """Return a module's batch-norm layers."""
     return [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
 
 
 @contextmanager
 def kept_statistics(layers: Sequence[_BatchNorm]) -> Iterator[None]:
-    """Freeze the running statistics of batch-norm layers, which normalize by the batch as in training."""
+    """Freeze the running statistics of batch-norm layers, which still normalize by the batch, as in training."""
     momenta = [layer.momentum for layer in layers]
     for layer in layers:
         layer.momentum = 0.0

@@ -14,7 +14,7 @@ _SMALLEST_BPE = 258  # every byte and the two special tokens, so that no caption
 
 
 def train_bpe(captions: Iterable[str], vocab_size: int, context_length: int) -> CaptionTokenizer:
-    """Train a byte-level BPE on captions in NFC and lower case, deterministically.
+    """Train a byte-level BPE deterministically on captions normalized to NFC and lower case.
 
     Args:
         captions: read once as a stream.
@@ -33,7 +33,7 @@ def train_bpe(captions: Iterable[str], vocab_size: int, context_length: int) -> 
     backend.normalizer = normalizers.Sequence(
         [normalizers.NFC(), normalizers.Lowercase(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip()]
     )
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)  # a word has one token at any position
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)  # a word has the same tokens anywhere
     backend.decoder = decoders.ByteLevel()
     backend.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A {EOS}", special_tokens=[(BOS, 0), (EOS, 1)]

@@ -1,4 +1,4 @@
-"""Build the dual encoder of a config, and apply the options that hold for every model."""
+"""Build the dual encoder of a config, and apply the options that every model has."""
 
 from collections.abc import Callable, Mapping
 
@@ -25,13 +25,13 @@ def build_dual_encoder(
     open_clip's configs.
 
     Args:
-        config: of the towers.
-        tokenizer: of the text tower, where it is a new one.
-        image_weights: tensors that the image tower starts from; random ones by default.
-        text_tower: builds the text tower; by default a new one of the config.
+        config: config of the towers.
+        tokenizer: tokenizer of a new text tower.
+        image_weights: initial weights of the image tower; random by default.
+        text_tower: builds the text tower; by default a new one is built from the config.
 
     Raises:
-        UserError: the towers cannot be built, or cannot do what the config asks for.
+        UserError: the towers cannot be built, or do not support an option of the config.
     """
     vision = new_vision_tower(config.vision, config.embed_dim, image_weights)
     if text_tower is None:
@@ -47,7 +47,7 @@ def build_dual_encoder(
 
 
 def prepare(model: DualEncoder, config: ModelConfig) -> DualEncoder:
-    """Apply the options that hold for every model, in place: activation checkpointing, what trains, adapters."""
+    """Apply the options that every model has, in place: activation checkpointing, freezing, LoRA adapters."""
     for name in TOWERS:
         checkpoint_activations(model.get_submodule(name), name, config.activation_checkpointing)
     freeze(model, config)

@@ -1,7 +1,7 @@
 """Export trained models to the files of other libraries.
 
-A package of CLIP's weights and config is converted between transformers' CLIPModel, open_clip's ViT and timm's ViT.
-Tensors are renamed by tables; the other libraries have q, k and v as one tensor, and open_clip transposes projections.
+CLIP's config and weights are converted between transformers' CLIPModel, open_clip's ViT and timm's ViT. Tables map the
+names of tensors. open_clip and timm store q, k and v in one tensor, and open_clip transposes projections.
 `write_towers` takes any model that was built from the config.
 """
 
@@ -35,8 +35,8 @@ from neuclip_ds.models.towers import DualEncoder, VisionTower
 
 _ACTIVATIONS = {"quick_gelu": True, "gelu": False}  # transformers' name -> open_clip's `quick_gelu`
 _DEFAULT_EPS = 1e-5
-_LEGACY_EOS = 2  # for which CLIPModel reads the feature at the largest id, as old configs mean it
-# transformers' options of a tower -> open_clip's of the same values
+_LEGACY_EOS = 2  # EOS id of old configs, with which CLIPModel reads the feature at the largest token id
+# transformers' options of a tower -> open_clip's options with the same values
 _VISION_OPTIONS = {"hidden_size": "width", "num_hidden_layers": "layers", "patch_size": "patch_size"}
 _TEXT_OPTIONS = {
     "hidden_size": "width",
@@ -45,12 +45,12 @@ _TEXT_OPTIONS = {
     "max_position_embeddings": "context_length",
     "vocab_size": "vocab_size",
 }
-# open_clip's other options that CLIPModel can have, or that say nothing about the architecture
+# open_clip's other options that CLIPModel can express, or that do not affect the architecture
 _CONVERTED = {"mlp_ratio", "norm_kwargs", "image_size", "head_width", "timm_model_pretrained"}
 _CONVERTED |= {"eos_id", "pad_id", "hf_tokenizer_name"}
 _QKV = re.compile(r"\.self_attn\.([qkv])_proj\.")  # one tensor in the other libraries
-_TRANSPOSED = ("visual.proj", "text.text_projection")  # of open_clip
-# patterns in transformers' names, replaced one after the other by open_clip's, or by those of our tower of timm's ViT
+_TRANSPOSED = ("visual.proj", "text.text_projection")  # as open_clip stores them
+# pattern in transformers' names -> open_clip's name, and that of our tower with timm's ViT; replaced in this order
 _NAMES = (
     (_QKV.pattern, ".attn.in_proj_", ".attn.qkv."),
     ("self_attn", "attn", "attn"),
@@ -74,14 +74,14 @@ _NAMES = (
 
 
 def open_clip_name(clip: str) -> str:
-    """Return open_clip's name of a tensor of transformers."""
+    """Return open_clip's name for a tensor of transformers' CLIPModel."""
     for pattern, name, _ in _NAMES:
         clip = re.sub(pattern, name, clip)
     return clip
 
 
 def timm_name(clip: str) -> str:
-    """Return the name in our towers, with a ViT of timm, of a tensor of transformers, whose text tower is ours."""
+    """Return the name that a tensor of transformers' CLIPModel has in our towers, with timm's ViT for images."""
     if clip.startswith("text_"):
         return clip.replace("text_model", "text.trunk").replace("text_projection", "text.projection")
     for pattern, _, name in _NAMES:
@@ -101,12 +101,12 @@ def from_clip(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def to_clip(config: Any, weights: Mapping[str, Tensor], name_of: Callable[[str], str]) -> dict[str, Tensor]:
-    """Return another library's tensors, which `name_of` names, under the names of transformers' model of a config."""
+    """Return another library's tensors, named by `name_of`, under the names of transformers' model for a config."""
     found = {}
     for name, wanted in _meta_state(config).items():
         key, part = name_of(name), _QKV.search(name)
         if key == "logit_scale" and key not in weights:
-            continue  # reported by the check of what is written
+            continue  # `check_tensors` reports it when the model is written
         tensor = weights[key].T if key in _TRANSPOSED else weights[key]
         if part and part[0] not in key:
             tensor = tensor.chunk(3)["qkv".index(part[1])]
@@ -123,7 +123,7 @@ def clip_to_open_clip(package: Package) -> Package:
     """Convert transformers' CLIPModel or MetaClip2Model to open_clip.
 
     Raises:
-        UserError: it is a SiglipModel or Siglip2Model, or has an unknown activation.
+        UserError: the model is a SiglipModel or Siglip2Model, or has an unknown activation.
     """
     tree = package.config
     if tree["model_type"] not in ("clip", "metaclip_2"):
@@ -161,7 +161,7 @@ def clip_to_open_clip(package: Package) -> Package:
 
 
 def _open_clip_options(part: Mapping[str, Any], options: Mapping[str, str]) -> dict[str, Any]:
-    """Return a tower's config in transformers as open_clip's."""
+    """Convert a tower's config from transformers to open_clip."""
     found = {theirs: part[ours] for ours, theirs in options.items()}
     width, inner = part["hidden_size"], part["intermediate_size"]
     exact = int(width * (inner / width)) == inner  # as open_clip computes it
@@ -196,7 +196,7 @@ def open_clip_to_clip(package: Package) -> Package:
 
 
 def _options_of_clip(where: str, given: Mapping[str, Any], kind: Any, options: Mapping[str, str]) -> dict[str, Any]:
-    """Return a tower's config in open_clip, which `kind` has the defaults of, as that of transformers."""
+    """Convert a tower's config from open_clip to transformers; the dataclass `kind` has open_clip's defaults."""
     defaults = {field.name: None if field.default is MISSING else field.default for field in fields(kind)}
     part = {**defaults, **given}
     known = _CONVERTED | set(options.values()) | ({"pool_type"} if part["pool_type"] == "eos" else set())
@@ -214,7 +214,7 @@ def _options_of_clip(where: str, given: Mapping[str, Any], kind: Any, options: M
 
 
 def _read_at_eos(eos: int | None) -> Any:
-    """Return the configs' class of a CLIP model that reads its feature at the EOS: CLIPModel does not if that is 2."""
+    """Return the config class of a CLIP model that reads its feature at the EOS; CLIPModel does not if its id is 2."""
     return MODEL_TYPES["metaclip_2" if eos == _LEGACY_EOS else "clip"].config
 
 
@@ -227,7 +227,7 @@ def towers_to_clip(
 ) -> Package:
     """Convert a model that was built from the config to CLIPModel; `model` may be on the meta device.
 
-    A bias is kept for open_clip, as CLIPModel has none. Raises `UserError` unless the towers are CLIP's transformers.
+    A bias is kept for open_clip; CLIPModel has none. Raises `UserError` unless the towers are CLIP's transformers.
     """
     image_tower = model.vision
     vision, encoder = _clip_vision_config(image_tower, preprocessing.size), model.text.trunk
@@ -278,7 +278,7 @@ def export(package: Package, form: str, folder: Path) -> None:
     Args:
         package: the model in its family's form.
         form: a key of FORMATS.
-        folder: an empty one.
+        folder: an empty folder.
 
     Raises:
         UserError: the format cannot express the model.
@@ -291,7 +291,7 @@ def write_transformers(package: Package, folder: Path) -> None:
     """Write config, weights, preprocessor and tokenizer for transformers' `AutoModel` and `AutoProcessor`."""
     kind = MODEL_TYPES[package.config["model_type"]]
     config = kind.config.from_dict({**package.config, "architectures": [kind.model.__name__], "dtype": "float32"})
-    if hasattr(config, "projection_dim"):  # the classes of a single tower read it from its own config
+    if hasattr(config, "projection_dim"):  # single-tower classes read it from the tower's config
         config.vision_config.projection_dim = config.text_config.projection_dim = config.projection_dim
     wanted = _meta_state(config)
     weights = {name: value for name, value in package.weights.items() if name in wanted or name != "logit_bias"}
@@ -315,13 +315,13 @@ def write_open_clip(package: Package, folder: Path) -> None:
 def write_towers(
     model: DualEncoder, tokenizer: ModelTokenizer, preprocessing: Preprocessing, logits: LogitParameters, folder: Path
 ) -> None:
-    """Write `image/` for timm's `local-dir:`, `text/` for transformers, and what joins them.
+    """Write `image/` for timm's `local-dir:`, `text/` for transformers, and heads.safetensors, which joins them.
 
-    heads.safetensors holds `vision` and `text`, the projections (d, width) of the pooled features, where a tower has
-    one, and `logit_scale` and `logit_bias`.
+    heads.safetensors holds `logit_scale`, `logit_bias`, and the (d, width) projections `vision` and `text` of the
+    pooled features, for towers that have one.
 
     Raises:
-        UserError: the model is that of a dual encoder's checkpoint.
+        UserError: the model comes from a dual encoder's checkpoint.
     """
     vision, text = model.vision, model.text
     if text.pooling is None:
@@ -349,7 +349,7 @@ def _plain(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-# a family's form -> conversion from the other family, and writer of its files
+# format -> conversion from the other format, and writer of its files
 FORMATS: dict[str, tuple[Callable[[Package], Package], Callable[[Package, Path], None]]] = {
     "transformers": (open_clip_to_clip, write_transformers),
     "open_clip": (clip_to_open_clip, write_open_clip),

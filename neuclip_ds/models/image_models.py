@@ -16,15 +16,15 @@ from neuclip_ds.models.towers import VisionTower, new_projection
 
 
 def new_vision_tower(config: VisionConfig, embed_dim: int, weights: Mapping[str, Tensor] | None = None) -> VisionTower:
-    """Build the tower of a timm model, which ends in a linear projection without bias.
+    """Build an image tower from a timm model, followed by a linear projection without bias.
 
-    Models with attention pooling (CLIP's ResNets) end in their own projection, with bias, which replaces it (Radford et
-    al. 2021, sec. 2.4).
+    Models with attention pooling (CLIP's ResNets) use the projection in their pooling, which has a bias, instead
+    (Radford et al. 2021, sec. 2.4).
 
     Args:
-        config: names the model.
+        config: name and options of the model.
         embed_dim: width of the joint space.
-        weights: tensors that the model starts from, of any resolution; random ones by default.
+        weights: initial weights, for any image resolution; random by default.
 
     Raises:
         UserError: timm does not have the model or refuses the options, or the image size or the weights do not fit it.
@@ -40,14 +40,14 @@ def new_vision_tower(config: VisionConfig, embed_dim: int, weights: Mapping[str,
 
 
 def set_patch_drop(model: nn.Module, share: float) -> None:
-    """Set the share of patches that a tower with `patch_drop` leaves out in training."""
+    """Set the share of patches that a tower with `patch_drop` drops in training."""
     for module in model.modules():
         if isinstance(module, PatchDropout | PatchDropoutWithIndices):
             module.prob = share
 
 
 def taking_other_sizes(config: VisionConfig) -> VisionConfig:
-    """Return the config of the same tower that takes smaller images too, to which it resamples position embeddings."""
+    """Return a config whose tower also takes smaller images, to which it resamples its position embeddings."""
     if not _has_fixed_size(config):
         return config
     return config.model_copy(update={"options": {**config.options, "dynamic_img_size": True}})
@@ -70,24 +70,24 @@ def _create(config: VisionConfig, **options: Any) -> Any:
 
 
 def weights_name(config: VisionConfig) -> str:
-    """Return timm's name of the image model with the tag of its weights, if `pretrained` is one."""
+    """Return timm's name of the image model, with `pretrained` appended if that is a tag of timm's weights."""
     tagged = f"{config.name}.{config.pretrained}"
     return tagged if timm.models.is_model_pretrained(tagged) else config.name
 
 
 def _create_from(config: VisionConfig, weights: Mapping[str, Tensor]) -> Any:
-    """Create the image model with weights, without a classifier; timm resamples position embeddings.
+    """Create the image model without a classifier and load weights; timm resamples position embeddings.
 
-    timm loads matching tensors and keeps random values elsewhere; a comparison with the weights finds these.
+    timm loads matching tensors and keeps random values elsewhere; a comparison with a second random model finds those.
     """
-    with torch.random.fork_rng(devices=[]):  # the weights are made on the CPU
+    with torch.random.fork_rng(devices=[]):  # the models are created on the CPU
         torch.manual_seed(0)
         random = dict(_create(config).named_parameters())
         torch.manual_seed(0)
         try:
             overlay = {"state_dict": dict(weights), "custom_load": False, "source": ""}
             trunk = _create(config, pretrained=True, pretrained_cfg_overlay=overlay)
-        except (RuntimeError, KeyError, ValueError, TypeError, AttributeError) as error:  # of timm's converters
+        except (RuntimeError, KeyError, ValueError, TypeError, AttributeError) as error:  # raised by timm's converters
             raise UserError(
                 f"The weights model.vision.pretrained={config.pretrained} do not fit timm's {config.name!r} "
                 f"({str(error).strip().splitlines()[-1].strip()}); name weights of this model."
@@ -120,7 +120,7 @@ def _checked_width(config: VisionConfig) -> int:
         )
     if not isinstance(feature, Tensor) or feature.ndim != 2:
         raise UserError(
-            f"{attempt} gives no pooled feature (batch, width); omit the options that change pooling or output."
+            f"{attempt} returns no pooled feature (batch, width); omit the options that change pooling or output."
         )
     return feature.shape[1]
 
@@ -140,7 +140,7 @@ def _check_names(config: VisionConfig) -> None:
     if taken:
         raise UserError(
             f"model.vision.options must not set {', '.join(sorted(taken))}: set the size with "
-            "model.vision.image_size and the weights with model.vision.pretrained; the tower has no classes."
+            "model.vision.image_size and the weights with model.vision.pretrained; the tower has no classifier."
         )
 
 

@@ -11,13 +11,13 @@ from torch.nn import functional
 
 from neuclip_ds.errors import UserError
 
-_KEPT = 20  # positions that Long-CLIP leaves as they are, the ones that short captions have trained
+_KEPT = 20  # leading positions that Long-CLIP keeps, because short captions have trained them well
 _TABLE = re.compile(r"(pos_embed|position_embeddings?\.weight|positional_embedding|wpe\.weight)$")
 _IMAGE = re.compile(r"(visual|vision_model|vision)\.")
 
 
 def check_patches(size: int, patch: int, option: str = "model.force_image_size") -> None:
-    """Raise UserError if an option's image size is not a multiple of the patch size, which would crop the image."""
+    """Raise UserError if an option's image size is not a multiple of the patch size, which would crop it."""
     if size % patch:
         below = size // patch * patch
         raise UserError(
@@ -56,9 +56,9 @@ STRETCHES: dict[str, Callable[[Tensor, int], Tensor]] = {"interpolate": interpol
 
 
 def fit_context(table: Tensor, length: int, stretch: str, special: int = 0) -> Tensor:
-    """Return (n, d) position embeddings of a text tower as (length, d): stretched, or the first ones.
+    """Stretch or truncate a text tower's (n, d) position embeddings to (length, d).
 
-    The first `special` rows do not stand for positions and stay unchanged (RoBERTa's).
+    The first `special` rows do not stand for positions (RoBERTa has such rows) and stay unchanged.
     """
     if length <= len(table):
         return table[:length]
@@ -83,12 +83,12 @@ def fit_grid(table: Tensor, count: int) -> Tensor:
 def fit_positions(
     tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor], stretch: str, special: int = 0
 ) -> dict[str, Tensor]:
-    """Return a checkpoint's tensors with position embeddings of the shapes that a model wants.
+    """Return a checkpoint's tensors with the position embeddings resized to the shapes of a model.
 
     Args:
-        tensors: of the checkpoint.
-        wanted: of the model, by the same names.
-        stretch, special: for text towers, as for `fit_context`.
+        tensors: tensors of the checkpoint.
+        wanted: tensors of the model, by the same names.
+        stretch, special: arguments of `fit_context`, for text towers.
     """
     fitted = dict(tensors)
     for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""Activation checkpointing: blocks whose activations are computed again in the backward pass instead of kept."""
+"""Activation checkpointing: recompute the activations of blocks in the backward pass instead of keeping them."""
 
 from contextlib import nullcontext
 from types import MethodType
@@ -19,9 +19,9 @@ def checkpointed_blocks(tower: nn.Module, name: str, wanted: bool | int) -> list
     The last blocks keep their activations, because the backward pass frees these before it recomputes others.
 
     Args:
-        tower: of any library.
-        name: what messages call it.
-        wanted: the option's value: all blocks, none, or how many.
+        tower: a tower of any library.
+        name: name of the tower in messages.
+        wanted: value of the option: all blocks, none, or their number.
 
     Raises:
         UserError: the tower has no blocks.
@@ -47,6 +47,6 @@ def _checkpointed_forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     norms = batch_norms(block)
-    if norms and not torch.compiler.is_compiling():  # which counts a batch in running statistics once by itself
+    if norms and not torch.compiler.is_compiling():  # torch.compile updates running statistics only once
         kwargs["context_fn"] = lambda: (nullcontext(), kept_statistics(norms))
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)

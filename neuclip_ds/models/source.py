@@ -1,6 +1,6 @@
 """The source of a run's dual encoder: the config, with random or pretrained weights in each tower, or a checkpoint.
 
-Readers and writers of other libraries' models are imported on use, because most runs need neither.
+Readers and writers of other libraries' models are imported when used, because most runs need neither.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ INITIAL_LOGITS = LogitParameters(temperature=0.07, bias=-10.0)  # CLIP's and Sig
 
 
 class TowerRefs(NamedTuple):
-    """Starting weights of single towers, as `locate_model` found them."""
+    """Locations of the towers' initial weights, as found by `locate_model`."""
 
     image: ImageWeights | None = None
     text: str = ""  # folder of the text encoder
@@ -50,7 +50,7 @@ _NEW_TOWERS = TowerRefs()
 
 
 class FromConfig(ModelSource):
-    """A model built from the config; towers start from pretrained weights, or random ones of torch's seed."""
+    """A model built from the config; towers start from pretrained weights, or random ones drawn with torch's seed."""
 
     def __init__(self, config: ModelConfig, towers: TowerRefs = _NEW_TOWERS) -> None:
         self._towers = towers
@@ -77,7 +77,7 @@ class FromConfig(ModelSource):
     def build(self, tokenizer: ModelTokenizer, weights: bool = False) -> DualEncoder:
         image, encoder = self._towers.image, self._text
         tensors = read_tensors(Path(image.path)) if weights and image is not None else None
-        captions = cast(CaptionTokenizer, tokenizer)  # which `tokenizer` returned
+        captions = cast(CaptionTokenizer, tokenizer)  # returned by `tokenizer` above
         tower = None if encoder is None else partial(encoder.tower, captions, self.embed_dim, weights)
         return build_dual_encoder(self.config, captions, tensors, tower)
 
@@ -119,7 +119,7 @@ def locate_model(config: ModelConfig, weights: bool = True) -> ModelRef:
 
 
 def locate_on_rank_zero(config: ModelConfig, communicator: Communicator) -> ModelRef:
-    """Return rank 0's result of `locate_model`, which downloads, on all ranks."""
+    """Call `locate_model`, which may download, on rank 0 and return its result on all ranks."""
     found: list[Any] = json.loads(communicator.on_rank_zero(lambda: json.dumps(locate_model(config))))
     if config.pretrained:
         return CheckpointRef(*found)
@@ -128,7 +128,7 @@ def locate_on_rank_zero(config: ModelConfig, communicator: Communicator) -> Mode
 
 
 def model_source(config: ModelConfig, ref: ModelRef) -> ModelSource:
-    """Open the source that `locate_model` found; raise UserError if the checkpoint's config lacks something."""
+    """Open the source that `locate_model` found; raise UserError if the checkpoint's config is incomplete."""
     if isinstance(ref, TowerRefs):
         return FromConfig(config, ref)
     from neuclip_ds.models.pretrained.locate import open_checkpoint
@@ -139,7 +139,7 @@ def model_source(config: ModelConfig, ref: ModelRef) -> ModelSource:
 def merged(
     source: ModelSource, tokenizer: ModelTokenizer, weights: dict[str, Tensor]
 ) -> tuple[ModelSource, dict[str, Tensor]]:
-    """Return the source of the same model without LoRA adapters, and its weights, into which they are merged."""
+    """Merge LoRA adapters into the weights; return the source of the model without adapters, and its weights."""
     if not source.config.lora.rank:
         return source, weights
     model = source.build(tokenizer)
@@ -153,7 +153,7 @@ def merged(
 def open_saved(config: ModelConfig, folder: Path) -> tuple[ModelSource, LogitParameters]:
     """Open the model of a run and its initial logit parameters, without a pretrained checkpoint's weights.
 
-    The folder is the one that `save` wrote; raise UserError if files are missing.
+    `ModelSource.save` wrote the folder. Raises UserError if files are missing.
     """
     start = read_json(folder / START_FILE)
     logits = LogitParameters(**start["logits"])

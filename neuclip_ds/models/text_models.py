@@ -14,11 +14,11 @@ from neuclip_ds.models.towers import TextTower, new_projection
 def new_text_tower(
     config: TextConfig, tokenizer: CaptionTokenizer, embed_dim: int, activation: str = "gelu"
 ) -> TextTower:
-    """Build CLIP's causal text transformer, which is read at the first EOS.
+    """Build CLIP's causal text transformer, whose feature is read at the first EOS.
 
     Args:
-        config: of the tower.
-        tokenizer: of captions, with rows of at most `config.context_length` tokens.
+        config: config of the tower.
+        tokenizer: tokenizer of the captions, with rows of at most `config.context_length` tokens.
         embed_dim: width of the joint space.
         activation: activation of the MLPs; `quick_gelu` is OpenAI's x sigmoid(1.702 x).
     """
@@ -38,8 +38,8 @@ def new_text_tower(
         )
     )
     _init_attention(trunk)
-    assert tokenizer.eos_id is not None  # as `CaptionTokenizer.closed` makes sure
-    # pooled here: the trunk's own pooled feature is read at the largest id if EOS is 2, to support old files
+    assert tokenizer.eos_id is not None  # ensured by `CaptionTokenizer.closed`
+    # pooled here, because the trunk itself pools at the largest id if EOS is 2, to support old files
     return TextTower(trunk, new_projection(config.width, embed_dim), "eos", tokenizer.eos_id)
 
 
@@ -47,7 +47,7 @@ def new_text_tower(
 def _init_attention(model: Any) -> None:
     """Initialize attention as CLIP does: std width^-1/2 for q, k, v and (2 layers width)^-1/2 for the output.
 
-    Transformers exchanges the two, unlike OpenAI's code and open_clip.
+    Transformers swaps the two, unlike OpenAI's code and open_clip.
     """
     inwards = model.config.hidden_size**-0.5
     outwards = inwards * (2 * model.config.num_hidden_layers) ** -0.5

@@ -39,10 +39,10 @@ class ModelTokenizer(Protocol):
 
 
 class CaptionTokenizer:
-    """A transformers tokenizer, with the special tokens that it adds, padded to one length; can be pickled.
+    """A transformers tokenizer, with its special tokens, that pads captions to one length; can be pickled.
 
     Args:
-        tokenizer: its `pad_token` becomes EOS where it has none.
+        tokenizer: if it has no `pad_token`, EOS becomes it.
         context_length: number T of tokens per row.
 
     Example:
@@ -59,7 +59,7 @@ class CaptionTokenizer:
     def __call__(self, captions: list[str]) -> Tensor:
         """Return (b, context_length) int64 ids; long captions are truncated, the special tokens are not."""
         ids: list[list[int]] = []
-        if captions:  # without any, transformers raises IndexError
+        if captions:  # transformers raises IndexError for an empty list
             options = {"truncation": True, "split_special_tokens": True, "return_attention_mask": False}
             ids = self.inner(captions, max_length=self.context_length, padding="max_length", **options)["input_ids"]
         return torch.tensor(ids, dtype=torch.int64).reshape(len(captions), self.context_length)
@@ -84,7 +84,7 @@ class CaptionTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of rows that an embedding of these ids needs; ids may have holes."""
+        """Number of rows that an embedding of these ids needs; ids may have gaps."""
         return max(self.inner.get_vocab().values()) + 1
 
     def save(self, folder: Path | str) -> None:
@@ -109,7 +109,7 @@ class CaptionTokenizer:
 
     @classmethod
     def closed(cls, tokenizer: PreTrainedTokenizerBase, context_length: int) -> CaptionTokenizer:
-        """Return a tokenizer as `load` does, also where the library's adds other special tokens, or none."""
+        """Return a tokenizer like that of `load`, even if the given one adds other special tokens or none."""
         found = cls(tokenizer, context_length)
         if found.eos_id is None:
             raise UserError(
@@ -139,7 +139,7 @@ def load_tokenizer(name_or_folder: Path | str, vocab_size: int | None = None) ->
         f"merges.txt, or spiece.model, which needs {install_command('siglip')}), or omit model.text.tokenizer to train "
         "a BPE on the captions",
     ):
-        if folder.is_dir() and not any((folder / file).is_file() for file in _FILES):  # it would create an empty one
+        if folder.is_dir() and not any((folder / file).is_file() for file in _FILES):  # else it creates an empty one
             raise FileNotFoundError("it has no tokenizer files")
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, local_files_only=folder.is_dir())
         largest = max(tokenizer.get_vocab().values())

@@ -35,9 +35,9 @@ class Encoder(nn.Module, ABC):
         return self.projection(self.feature(x))
 
     def train(self, mode: bool = True) -> "Encoder":
-        """Set training mode, in which modules of frozen weights stay in evaluation mode.
+        """Set training mode, except for modules whose weights are all frozen: these stay in evaluation mode.
 
-        They have no dropout and keep the statistics of batch norm.
+        They apply no dropout and keep their batch-norm statistics.
         """
         super().train(mode)
         for module in self.modules() if mode else ():
@@ -48,7 +48,7 @@ class Encoder(nn.Module, ABC):
 
     @property
     def frozen(self) -> bool:
-        """Whether nothing of the tower trains."""
+        """Whether the tower has no trainable parameters."""
         return not any(weight.requires_grad for weight in self.parameters())
 
 
@@ -58,8 +58,8 @@ class VisionTower(Encoder):
     Args:
         trunk: returns the pooled feature, or an output with it as `pooler_output`.
         projection: as for `Encoder`.
-        mean, std: by channel, of the pixels in [0, 1] that the trunk was trained on.
-        arguments: what else the trunk's forward takes.
+        mean, std: statistics per channel of the pixels in [0, 1] that the trunk was trained on.
+        arguments: further keyword arguments of the trunk's forward.
     """
 
     def __init__(
@@ -76,9 +76,9 @@ class VisionTower(Encoder):
         self._is_convolutional = sum(isinstance(layer, nn.Conv2d) for layer in trunk.modules()) > 1
 
     def normalize(self, x: Tensor) -> Tensor:
-        """Return float32 pixels of uint8 ones: divided by 255, then by channel minus the mean, divided by std."""
+        """Convert uint8 pixels to float32: divide by 255, then normalize each channel by its mean and std."""
         if x.dtype != torch.uint8:
-            raise TypeError(f"images are uint8 pixels, not {x.dtype}: the tower normalizes them itself")
+            raise TypeError(f"images must be uint8 pixels, not {x.dtype}: the tower normalizes them itself")
         pixels = x.float()
         for channel, (mean, std) in enumerate(zip(self._mean, self._std, strict=True)):
             pixels[:, channel].sub_(255 * mean).div_(255 * std)
@@ -96,10 +96,10 @@ class TextTower(Encoder):
     """A text encoder of transformers or open_clip.
 
     Args:
-        trunk: returns hidden states (b, T, width), or the pooled feature as that of `VisionTower`.
+        trunk: returns hidden states (b, T, width), or the pooled feature like the trunk of `VisionTower`.
         projection: as for `Encoder`.
-        pooling: of hidden states. `cls` reads the first token, `last` the caption's last one, `eos` the first EOS, and
-            `mean` takes the caption's mean. None where the trunk returns the feature.
+        pooling: how hidden states are pooled. `cls` reads the first token, `last` the caption's last one, `eos` the
+            first EOS, and `mean` averages the caption's tokens. None if the trunk returns the feature.
         eos_id: token that ends a caption.
         pad_id: token that fills a row, which may be EOS. None for a causal trunk that is read at the EOS, before all
             padding: it needs no mask.
@@ -137,7 +137,7 @@ class TextTower(Encoder):
 
 
 def _in_caption(tokens: Tensor, pad_id: int, eos_id: int) -> Tensor:
-    """Return which tokens are the caption's; with EOS, where padding is EOS, and with one token at least."""
+    """Return a (b, T) mask of the caption's tokens: at least the first, and one EOS if EOS is also the padding."""
     padding = tokens.eq(pad_id).int().cumsum(dim=1)
     first = torch.arange(tokens.shape[1], device=tokens.device) == 0
     return padding.le(int(pad_id == eos_id)) | first

@@ -1,10 +1,10 @@
-"""Which parameters of a dual encoder train, at which share of the learning rate, and LoRA adapters of the others.
+"""Freeze parameters of a dual encoder, scale their learning rates by layer, and add LoRA adapters.
 
-All count the layers of a tower, which are found in the structure of any library's model. Blocks are the elements of
-its outermost lists of equal modules: transformer blocks, residual blocks of a ResNet, stages of ConvNeXt or Swin. What
-is registered before them is the first layer (embeddings, stem), what follows them the last (norm, pooling, projection).
+A tower's layers are derived from the module structure of any library's model. Blocks are the elements of its outermost
+lists of modules of one class: transformer blocks, residual blocks of a ResNet, stages of ConvNeXt or Swin. Parameters
+registered before them form the first layer (embeddings, stem), later ones the last (norm, pooling, projection).
 
-LoRA (Hu et al. 2022) is peft's, which replaces a linear layer by one that adds `alpha / rank * B A x`. Adapters are
+LoRA (Hu et al. 2022) uses peft, which replaces a linear layer by one that adds `alpha / rank * B A x`. Adapters are
 ordinary parameters: they are trained, saved and resumed like others, and merged into the weights for an export.
 """
 
@@ -18,12 +18,12 @@ from neuclip_ds.config import LoraConfig, ModelConfig, OptimizerConfig
 from neuclip_ds.errors import UserError, require_package
 
 TOWERS: tuple[Literal["vision", "text"], ...] = ("vision", "text")
-# projections that open_clip keeps as parameters of its towers, which come first in the order of registration
+# projections that open_clip's towers register as parameters of their own, before the blocks
 _AFTER_BLOCKS = {"proj", "text_projection"}
 
 
 class Trainable(NamedTuple):
-    """Numbers of parameters of a module."""
+    """Parameter counts of a module."""
 
     trained: int
     frozen: int
@@ -40,13 +40,13 @@ class Trainable(NamedTuple):
 
 
 def freeze(model: nn.Module, config: ModelConfig) -> None:
-    """Turn off the gradients of what `model.vision.trainable` and `model.text.trainable` leave out.
+    """Freeze the parameters that `model.vision.trainable` and `model.text.trainable` exclude.
 
     Args:
-        model: has the towers `vision` and `text`.
+        model: model with the towers `vision` and `text`.
 
     Raises:
-        UserError: a tower has fewer blocks than are to train.
+        UserError: a tower has fewer blocks than the option asks for.
     """
     for name in TOWERS:
         tower, trained = model.get_submodule(name), config.trained(name)
@@ -65,10 +65,10 @@ def freeze(model: nn.Module, config: ModelConfig) -> None:
 
 
 def lock_projection(tower: nn.Module, name: str) -> None:
-    """Make the new projection of a frozen, pretrained tower the identity, which gives the tower's own feature (LiT).
+    """Set the new projection of a frozen, pretrained tower to the identity, to use the tower's own feature (LiT).
 
     Raises:
-        UserError: the projection is not square, so that random weights would be frozen.
+        UserError: the projection is not square, so its random weights would be frozen.
     """
     projection = tower.get_submodule("projection")
     if not isinstance(projection, nn.Linear) or projection.in_features != projection.out_features:
@@ -81,10 +81,10 @@ def lock_projection(tower: nn.Module, name: str) -> None:
 
 
 def learning_rate_scales(model: nn.Module, config: OptimizerConfig) -> dict[str, float]:
-    """Return factors on the schedule's learning rate by parameter; those that are absent have 1.
+    """Return factors on the scheduled learning rate by parameter name; parameters that are absent have 1.
 
     Args:
-        model: has the towers `vision` and `text` where the config has rates of theirs, or decays by layers.
+        model: must have the towers `vision` and `text` if the config sets their learning rates or a layer decay.
     """
     scales: dict[str, float] = {}
     for name, own in zip(TOWERS, (config.vision_lr, config.text_lr), strict=True):
@@ -101,7 +101,7 @@ def learning_rate_scales(model: nn.Module, config: OptimizerConfig) -> dict[str,
 
 
 def parameter_layers(tower: nn.Module, name: str) -> list[list[str]]:
-    """Return the names of a tower's parameters by layer: before the blocks, of each block, after the blocks.
+    """Return the names of a tower's parameters by layer: those before the blocks, of each block, and after the blocks.
 
     Raises:
         UserError: the tower, called `name` in the message, has no blocks.
@@ -139,10 +139,10 @@ def _is_list_of_blocks(module: nn.Module) -> bool:
 
 
 def add_adapters(towers: Mapping[str, nn.Module], config: LoraConfig) -> None:
-    """Insert adapters into frozen linear layers of towers, in place; what trains of them still does.
+    """Insert adapters into frozen linear layers of towers, in place; trainable parameters stay trainable.
 
     Args:
-        towers: by their names in messages; their weights have their values, and are frozen where adapters go.
+        towers: towers by their names in messages, with weights loaded, and frozen where adapters go.
 
     Raises:
         UserError: peft is not installed, or no tower has such layers.
@@ -171,7 +171,7 @@ def merge_adapters(module: nn.Module) -> None:
 
 
 def _targets(towers: Mapping[str, nn.Module], wanted: list[str]) -> dict[str, list[str]]:
-    """Return the names of the layers that get adapters, by tower: all in frozen blocks, or those with wanted names."""
+    """Return the names of the layers that get adapters, by tower: all in frozen blocks, or those in `wanted`."""
     linear = {name: list(_frozen_linear_layers(tower)) for name, tower in towers.items()}
     every = [f".{layer}" for layers in linear.values() for layer in layers]
     if wanted:
@@ -192,9 +192,10 @@ def _targets(towers: Mapping[str, nn.Module], wanted: list[str]) -> dict[str, li
 
 
 def _frozen_linear_layers(tower: nn.Module) -> Iterator[str]:
-    """Yield the names of layers that an adapter can replace: not those whose weights other modules compute with.
+    """Yield the names of frozen linear layers that an adapter can replace.
 
-    torch's attention does, which open_clip's transformers have, and that of timm's BEiT and EVA with separate biases.
+    An adapter cannot replace layers whose weights another module reads, as torch's attention (in open_clip's transformers) and
+    the attention with separate biases of timm's BEiT and EVA do.
     """
     for name, layer in tower.named_modules():
         if isinstance(layer, nn.Linear) and not layer.weight.requires_grad:

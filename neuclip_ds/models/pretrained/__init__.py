@@ -1,1 +1,1 @@
-"""Dual encoders and towers with the weights of other libraries."""
+"""Pretrained dual encoders and towers of other libraries."""

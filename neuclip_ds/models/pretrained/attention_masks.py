@@ -1,8 +1,8 @@
-"""Attention masks of transformers' text encoders that are made without a wait for the device.
+"""Attention masks for transformers' text encoders, built without waiting for the device.
 
-transformers reads a mask of padding from the device to find out whether anything is padded. The masks here depend on
-shapes alone. Causal encoders take none, which allows flash attention: captions are padded at the end, where none of
-their tokens looks. Others take one mask of (b, 1, T, T) for all their layers.
+transformers reads the padding mask back from the device to find out whether anything is padded. The masks here depend
+on shapes alone. Causal encoders take no mask, which allows flash attention: captions are padded at the end, and none of
+their tokens attends there. Others take one mask of (b, 1, T, T) for all their layers.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ _NAME = "neuclip_ds_sdpa"
 
 
 def use_static_masks(encoder: PreTrainedModel) -> None:
-    """Make an encoder with torch's attention build its masks without reading padding, which is at the end."""
+    """Make an encoder with SDPA attention build its masks without reading the padding, which must be at the end."""
     if encoder.config._attn_implementation == "sdpa":
         encoder.set_attn_implementation(_NAME)
 
@@ -28,7 +28,7 @@ def _static_mask(
     allow_is_bidirectional_skip: bool = False,
     **options: Any,
 ) -> Tensor | None:
-    """Return what `sdpa_mask` does; `allow_is_causal_skip` is False for attention that is not causal."""
+    """Call `sdpa_mask` without the padding of causal attention, for which `allow_is_causal_skip` is True."""
     if allow_is_causal_skip:
         attention_mask = None
     skip = allow_is_bidirectional_skip and attention_mask is None

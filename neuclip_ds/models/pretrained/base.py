@@ -1,7 +1,7 @@
 """The interface of model sources, and code that pretrained checkpoints share.
 
-The trunks of their towers are the library's modules, so features equal the library's. Logit scale and bias are kept
-outside: they belong to the objective, and DeepSpeed's ZeRO does not support 0-dimensional parameters.
+The trunks of the towers are the library's modules, so features equal the library's. Logit scale and bias stay outside
+the model: they belong to the objective, and DeepSpeed's ZeRO does not support 0-dimensional parameters.
 """
 
 import json
@@ -19,15 +19,15 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer
 from neuclip_ds.models.towers import DualEncoder
 
-START_FILE = "start.json"  # origin of a run's model, next to the files of a library
+START_FILE = "start.json"  # a run's initial logit parameters and preprocessing, next to the library's files
 
 
 class CheckpointRef(NamedTuple):
-    """A checkpoint that `locate` has found; can be sent to other ranks."""
+    """Location of a checkpoint, as found by `locate`; can be sent to other ranks."""
 
     family: str  # a key of LIBRARIES
-    path: str  # its folder, or its weights file if `name` has the architecture; empty without weights
-    name: str = ""  # ARCHITECTURE/TAG, for checkpoints that the library has by name
+    path: str  # its folder, or its weights file if `name` gives the architecture; empty without weights
+    name: str = ""  # ARCHITECTURE/TAG, for checkpoints that the library lists by name
 
 
 class LogitParameters(NamedTuple):
@@ -41,7 +41,7 @@ class Preprocessing(NamedTuple):
     """The image size and normalization that a model expects."""
 
     size: int  # side of the square, pixels
-    mean: tuple[float, float, float]  # of pixels in [0, 1], by channel
+    mean: tuple[float, float, float]  # per channel, of pixels in [0, 1]
     std: tuple[float, float, float]
     squash: bool = False  # whether to resize the whole image to the square, instead of a center crop
 
@@ -54,11 +54,11 @@ class LoadedModel(NamedTuple):
 
 
 class Package(NamedTuple):
-    """The contents of a family's files for a model."""
+    """A model in the form of a library's files."""
 
     family: str
     config: dict[str, Any]  # config of the architecture
-    weights: dict[str, Tensor]  # by the family's names, including logit scale and bias
+    weights: dict[str, Tensor]  # under the library's names, including logit scale and bias
     preprocessing: Preprocessing
     tokenizer: ModelTokenizer
 
@@ -80,7 +80,7 @@ class ModelSource(ABC):
 
     @abstractmethod
     def tokenizer(self, of_run: Callable[[], CaptionTokenizer]) -> ModelTokenizer:
-        """Return the model's tokenizer, from `of_run` if the run keeps its own; raise UserError if there is none."""
+        """Return the model's tokenizer, from `of_run` if the run has its own; raise UserError if there is none."""
 
     @abstractmethod
     def build(self, tokenizer: ModelTokenizer) -> DualEncoder:
@@ -100,10 +100,10 @@ class ModelSource(ABC):
 
     @abstractmethod
     def package(self, tokenizer: ModelTokenizer, weights: Mapping[str, Tensor], logits: LogitParameters) -> Package:
-        """Return weights, named as those of `build` without adapters, in the form of a library's files.
+        """Convert weights, named as in `build` without adapters, to the form of a library's files.
 
         Raises:
-            UserError: no library has such a model.
+            UserError: no library can express the model.
         """
 
     def save(self, folder: Path, logits: LogitParameters) -> None:
@@ -137,7 +137,7 @@ def logit_tensors(logits: LogitParameters, shape: Sequence[int]) -> dict[str, Te
 
 
 def rename_prefixes(tensors: Mapping[str, Tensor], prefixes: Mapping[str, str]) -> dict[str, Tensor]:
-    """Return tensors with renamed prefixes; those with none of the given prefixes are omitted."""
+    """Return tensors with renamed prefixes; tensors without any of the given prefixes are omitted."""
     return {
         new + name.removeprefix(old): tensor
         for name, tensor in tensors.items()
@@ -157,7 +157,7 @@ def check_tensors(where: str, wanted: Mapping[str, Tensor], found: Mapping[str, 
 
 
 def raise_on_mismatch(where: str, missing: Sequence[str], unexpected: Sequence[str], shapes: Sequence[str]) -> None:
-    """Raise UserError, which counts the mismatched tensors and names the first, if any of the lists has an entry."""
+    """Raise UserError with the count and the first name of mismatched tensors, unless all lists are empty."""
     problems = [
         f"{len(names)} tensors {kind} (first {names[0]})"
         for kind, names in (("are missing", missing), ("are unexpected", unexpected), ("have another shape", shapes))

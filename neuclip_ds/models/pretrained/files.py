@@ -17,10 +17,10 @@ SMALL_FILES = ("*.json", "*.txt", "*.model")  # configs and tokenizers; no weigh
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file; raise UserError if the file is missing or no JSON object."""
+    """Read a JSON object from a file; raise UserError if the file is missing or is not a JSON object."""
     if not path.is_file():
         raise UserError(f"{path.parent} has no {path.name}; put the checkpoint's file there.")
-    with explained(f"{path} is not valid JSON of an object", "put the checkpoint's file there"):
+    with explained(f"{path} is not valid JSON or not an object", "put the checkpoint's file there"):
         return dict(json.loads(path.read_text(encoding="utf-8")))
 
 
@@ -48,12 +48,12 @@ def save_small_files(source: Path, folder: Path) -> None:
 
 
 def fetch(name: str, option: str, weights: Sequence[str] = ()) -> Path:
-    """Return a checkpoint's folder, local or of the hub, with its small files; call on one rank only.
+    """Return the folder of a local or hub checkpoint with its small files; call on one rank only.
 
     Args:
         name: the value of the option.
         option: for messages.
-        weights: patterns of the weights' forms, gigabytes each, of which the first that a repository has is downloaded.
+        weights: file patterns, one for each format of weights (gigabytes); only the first with files is downloaded.
 
     Raises:
         UserError: there is no such folder, and it cannot be downloaded.

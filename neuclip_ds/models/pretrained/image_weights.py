@@ -15,9 +15,9 @@ _FILES = ("model.safetensors", "pytorch_model.bin")
 
 
 class ImageWeights(NamedTuple):
-    """Weights of an image tower that `locate_image_weights` has found; can be sent to other ranks."""
+    """Location of an image tower's weights, as found by `locate_image_weights`; can be sent to other ranks."""
 
-    path: str  # the file
+    path: str  # the weights file
     mean: Channels  # of the pixels that they were trained on
     std: Channels
 
@@ -50,7 +50,7 @@ def locate_image_weights(vision: VisionConfig) -> ImageWeights:
 
 
 def _download(vision: VisionConfig, config: Mapping[str, Any], files: list[str]) -> Path:
-    """Return the folder of a tag's or hub name's files."""
+    """Download the files of a timm tag or hub repository and return their folder."""
     tagged, hub = weights_name(vision), vision.pretrained
     if tagged != vision.name:
         hub = str(config.get("hf_hub_id", ""))

@@ -20,7 +20,7 @@ def locate(name: str, weights: bool = True) -> CheckpointRef:
 
     Args:
         name: the value of `model.pretrained`.
-        weights: False needs the architecture only, as a plan does.
+        weights: False locates the architecture only, which planning needs.
 
     Raises:
         UserError: the checkpoint does not exist, or cannot be downloaded.
@@ -43,7 +43,7 @@ def open_checkpoint(ref: CheckpointRef, config: ModelConfig = _AS_PUBLISHED) -> 
     """Open the checkpoint that `locate` found, on any rank.
 
     Raises:
-        UserError: a required file is missing, or the model cannot have a forced size.
+        UserError: a required file is missing, or the model does not support a forced size.
     """
     if not Path(ref.path).exists():
         raise UserError(
@@ -65,6 +65,6 @@ def _family(folder: Path) -> str:
     if (folder / open_clip_models.CONFIG_FILE).is_file():
         return "open_clip"
     raise UserError(
-        f"{folder} holds no model that can be loaded: it needs the config.json of a transformers model of type "
+        f"{folder} has no model that can be loaded: it needs the config.json of a transformers model of type "
         f"{', '.join(transformers_models.MODEL_TYPES)}, or open_clip's {open_clip_models.CONFIG_FILE}."
     )

@@ -1,7 +1,7 @@
 """Checkpoints of open_clip: ARCHITECTURE/TAG, ARCHITECTURE/FILE, or a folder with open_clip_config.json and weights.
 
 Every model is built with its text tower as a separate module (open_clip's CustomTextCLIP), because ZeRO-3 gathers a
-parameter when its module runs. Files keep the names of the config: `config_names` converts back.
+parameter when its module runs. Exported files have the names that open_clip expects: `config_names` converts back.
 """
 
 import json
@@ -36,7 +36,7 @@ from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer
 from neuclip_ds.models.towers import DualEncoder, TextTower, VisionTower
 
 CONFIG_FILE = "open_clip_config.json"
-WEIGHT_PATTERNS = ("open_clip*.safetensors", "open_clip*.bin")  # the first with files in a repository is downloaded
+WEIGHT_PATTERNS = ("open_clip*.safetensors", "open_clip*.bin")  # only the first with files is downloaded
 _WEIGHTS = (
     "open_clip_model.safetensors",
     "open_clip_pytorch_model.safetensors",
@@ -60,8 +60,8 @@ def locate_by_name(name: str, weights: bool) -> CheckpointRef:
     """Locate ARCHITECTURE/FILE, or download ARCHITECTURE/TAG if the cache lacks it.
 
     Raises:
-        UserError: there is neither, the download fails, or the architecture does not have the activation that the
-            weights were trained with, for which open_clip only warns.
+        UserError: neither exists, the download fails, or the architecture does not have the activation that the
+            weights were trained with (open_clip only warns about that).
     """
     architecture, _, rest = name.partition("/")
     known = library().get_pretrained_cfg(architecture, rest) if rest else None
@@ -138,7 +138,7 @@ class OpenClipCheckpoint(ModelSource):
         self.preprocessing = _preprocessing(self._tree["vision_cfg"], preprocess, self._where)
 
     def tokenizer(self, of_run: Any = None) -> ModelTokenizer:
-        # open_clip passes the config's options for transformers' tokenizer on
+        # open_clip passes these options on to transformers' tokenizer
         options = {"trust_remote_code": False} if self._tree.get("text_cfg", {}).get("hf_tokenizer_name") else {}
         length = self.config.force_context_length
         with explained(
@@ -220,7 +220,7 @@ def architecture(config: Mapping[str, Any], where: str) -> Any:
 
 
 def _refuse_foreign_code(name: str, where: str) -> None:
-    """Raise UserError unless transformers itself has the text encoder: open_clip would ask whether to run its code."""
+    """Raise UserError unless transformers itself has the text encoder: open_clip would ask whether to run others."""
     from transformers import MODEL_MAPPING, AutoConfig
 
     with explained(
@@ -233,7 +233,7 @@ def _refuse_foreign_code(name: str, where: str) -> None:
 
 
 def custom_text_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors of either of open_clip's forms under the names of its CustomTextCLIP."""
+    """Return tensors of open_clip's CLIP or CustomTextCLIP under the names of the latter."""
     if "positional_embedding" not in tensors:
         return dict(tensors)
     return {f"text.{name}" if name.startswith(_TEXT_NAMES) else name: value for name, value in tensors.items()}
@@ -259,12 +259,12 @@ def write_config(folder: Path, config: Mapping[str, Any], preprocessing: Preproc
 
 
 def clip_bpe(context_length: int) -> CaptionTokenizer:
-    """Return CLIP's tokenizer, whose vocabulary the open_clip package holds."""
+    """Return CLIP's tokenizer, with the vocabulary in the open_clip package."""
     return CaptionTokenizer.closed(transformers_form(library().SimpleTokenizer()), context_length)
 
 
 def transformers_form(tokenizer: Any) -> Any:
-    """Convert an open_clip tokenizer to transformers, with the same ids up to padding."""
+    """Convert an open_clip tokenizer to transformers, with the same ids except for padding."""
     inner = getattr(tokenizer, "tokenizer", None)
     if inner is not None:
         return inner

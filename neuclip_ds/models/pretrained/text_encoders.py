@@ -21,19 +21,19 @@ from neuclip_ds.models.pretrained.transformers_models import read_model, resized
 from neuclip_ds.models.tokenizer import CaptionTokenizer, load_tokenizer
 from neuclip_ds.models.towers import TextTower, new_projection
 
-_POSITIONS = {"position_embeddings", "position_embedding", "wpe"}  # names of learned absolute ones
+_POSITIONS = {"position_embeddings", "position_embedding", "wpe"}  # names of learned absolute position embeddings
 
 
 class TextEncoder:
     """A text encoder of transformers in a local folder.
 
     Args:
-        folder: with config.json and tokenizer files, and weights if `tower` is to load them.
+        folder: folder with config.json, tokenizer files, and weights if `tower` is to load them.
         text: pooling and context length.
         stretch: how learned positions are stretched to more tokens; a key of STRETCHES.
 
     Raises:
-        UserError: transformers has no text encoder of its type, or the tokenizer does not fit.
+        UserError: transformers has no text encoder of this type, or the tokenizer does not fit.
     """
 
     def __init__(self, folder: str, text: TextConfig, stretch: str) -> None:
@@ -54,7 +54,7 @@ class TextEncoder:
         self.pooling = text.pooling or _usual_pooling(self._published.model_type)
 
     def tokenizer(self) -> CaptionTokenizer:
-        """Return its tokenizer, which pads at the end."""
+        """Return the encoder's tokenizer, which pads at the end."""
         inner = load_tokenizer(self.folder, self._config.vocab_size)
         inner.padding_side = "right"
         tokenizer = CaptionTokenizer(inner, self._text.context_length)
@@ -68,7 +68,7 @@ class TextEncoder:
         return tokenizer
 
     def tower(self, tokenizer: CaptionTokenizer, embed_dim: int, weights: bool) -> TextTower:
-        """Build the tower; its encoder has the weights of the folder, or random ones.
+        """Build the tower, whose encoder has the folder's weights or random ones.
 
         Raises:
             UserError: the weights are missing or do not fit.
@@ -79,20 +79,20 @@ class TextEncoder:
         else:
             trunk = self._kind(self._config)
         if getattr(trunk, "pooler", None) is not None:
-            trunk.pooler = None  # of next-sentence prediction; ZeRO would wait for its gradients
+            trunk.pooler = None  # unused (BERT's next-sentence prediction); ZeRO would wait for its gradients
         use_static_masks(trunk)
-        assert tokenizer.eos_id is not None  # as `tokenizer` makes sure
+        assert tokenizer.eos_id is not None  # ensured by `tokenizer`
         projection = new_projection(trunk.config.hidden_size, embed_dim)
         pad_id = None if self.pooling == "eos" and _is_clip(trunk.config.model_type) else tokenizer.pad_id
         return TextTower(trunk, projection, self.pooling, tokenizer.eos_id, pad_id)
 
     def _stretched(self) -> tuple[Any, int]:
-        """Return the config with as many learned positions as the context needs, and its rows without a position."""
+        """Return the config with enough learned positions for the context, and the number of rows before the first."""
         with torch.device("meta"):
             trunk = self._kind(self._published)
         for name, module in trunk.named_modules():
             if isinstance(module, nn.Embedding) and name.rpartition(".")[2] in _POSITIONS:
-                special = 0 if module.padding_idx is None else module.padding_idx + 1  # as RoBERTa counts
+                special = 0 if module.padding_idx is None else module.padding_idx + 1  # RoBERTa's positions start there
                 missing = self._text.context_length + special - module.num_embeddings
                 config = deepcopy(self._published)
                 config.max_position_embeddings += max(0, missing)
@@ -101,7 +101,7 @@ class TextEncoder:
 
 
 def _is_clip(model_type: str) -> bool:
-    """Whether an encoder is causal and was trained to be read at the EOS."""
+    """Whether an encoder is CLIP's: causal, and trained to be read at the EOS."""
     return model_type in ("clip_text_model", "metaclip_2_text_model")
 
 

@@ -38,23 +38,23 @@ from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer, load_t
 from neuclip_ds.models.towers import DualEncoder, TextTower, VisionTower
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-WEIGHT_PATTERNS = ("model*.safetensors", "pytorch_model*.bin")  # of a repository; the first with files is downloaded
+WEIGHT_PATTERNS = ("model*.safetensors", "pytorch_model*.bin")  # only the first with files is downloaded
 _PROCESSOR = "preprocessor_config.json"
-_LEGACY_EOS = 2  # of old CLIP configs, for which transformers reads the feature at the largest id
+_LEGACY_EOS = 2  # EOS id of old CLIP configs, with which transformers reads the feature at the largest token id
 
 
 class ModelType(NamedTuple):
-    """The classes of a `model_type` in config.json, and what differs between them."""
+    """transformers' classes for a `model_type` in config.json, and the differences between the types."""
 
     config: Any
     model: Any
     image_processor: Any
-    siglip: bool = False  # no projections, logits with a bias, both of shape (1,), and texts read at the last position
+    siglip: bool = False  # no projections; logit scale and bias of shape (1,); texts read at the last position
     patches: bool = False  # whether its image tower takes patches instead of images
     legacy_eos: bool = False  # whether an EOS of 2 means that texts are read at the largest id
 
     def processor(self, preprocessing: Preprocessing, config: Any) -> Any:
-        """Return the image processor of a model's config, for square images."""
+        """Return the image processor for a model's config and square images."""
         size, mean, std, squash = preprocessing
         statistics = {"image_mean": list(mean), "image_std": list(std)}
         if self.patches:
@@ -67,7 +67,7 @@ class ModelType(NamedTuple):
         )
 
 
-_PREFIXES = {  # of our parameters' names -> the library's
+_PREFIXES = {  # prefixes of our parameters -> the library's
     "vision.trunk.": "vision_model.",
     "text.trunk.": "text_model.",
     "vision.projection.": "visual_projection.",
@@ -84,11 +84,11 @@ MODEL_TYPES = {
 
 
 class TransformersCheckpoint(ModelSource):
-    """A folder that `save_pretrained` wrote.
+    """A checkpoint folder, as written by `save_pretrained`.
 
     Raises:
-        UserError: config.json or preprocessor_config.json is missing or lacks what the run needs, or the model cannot
-            have a forced size.
+        UserError: config.json or preprocessor_config.json is missing or lacks what the run needs, or the model does
+            not support a forced size.
     """
 
     def __init__(self, config: ModelConfig, ref: CheckpointRef) -> None:
@@ -152,13 +152,13 @@ class TransformersCheckpoint(ModelSource):
 def read_model(
     kind: Any, folder: Path, config: Any, optional: tuple[str, ...], whole: bool = False
 ) -> tuple[Any, set[str]]:
-    """Return a transformers model of a class with a folder's weights, and the names of those that are missing.
+    """Load a transformers model from a folder; return it with the names of the weights that are missing.
 
     Args:
         kind, config: the model's class and config.
         folder: holds the weights.
-        optional: what names of weights begin with that may be missing.
-        whole: whether the folder must hold no other weights.
+        optional: name prefixes of weights that may be missing.
+        whole: whether other weights in the folder are an error.
 
     Raises:
         UserError: there are no weights, or they are not the model's.
@@ -184,7 +184,7 @@ def read_model(
 
 
 def resized_model(model: Any, published: Any, config: Any, stretch: str, special: int = 0) -> Any:
-    """Return a transformers model of a published config with position embeddings of another's; see `fit_positions`."""
+    """Return a transformers model with its position embeddings resized for `config`; see `fit_positions`."""
     if config.to_dict() == published.to_dict():
         return model
     resized = type(model)(config)
@@ -193,10 +193,10 @@ def resized_model(model: Any, published: Any, config: Any, stretch: str, special
 
 
 class SquarePatches(nn.Module):
-    """Patch and position embeddings that take images: (b, 3, H, H) pixels to (b, n, d).
+    """Patch and position embeddings of square images: (b, 3, H, H) pixels to (b, n, d).
 
-    The library's own take patches of images of any shape and resize the positions for each image, with a wait for the
-    device. Here they are resized once a batch, to the same values. Parameters keep their names.
+    The library's own embeddings take patches of images of any shape and resize the positions for each image, which
+    waits for the device. Here they are resized once per batch, to the same values. Parameters keep their names.
 
     Args:
         library: transformers' Siglip2VisionEmbeddings, whose parameters are used.
@@ -215,7 +215,7 @@ class SquarePatches(nn.Module):
         return self.patch_embedding(patches.reshape(rows, side * side, -1)) + self._positions(side, pixels.device)
 
     def _positions(self, side: int, device: torch.device) -> Tensor:
-        # through the module's forward, for which ZeRO-3 gathers its weights
+        # calls the module, because ZeRO-3 gathers its weights for a forward only
         table = self.position_embedding(torch.arange(self._trained**2, device=device))
         if side == self._trained:
             return table
@@ -225,7 +225,7 @@ class SquarePatches(nn.Module):
 
 
 def _resized(published: Any, model: ModelConfig) -> tuple[Any, Any]:
-    """Return a config with the forced sizes, and the side of its images."""
+    """Return a config with the forced sizes, and the side of its images in pixels."""
     config = deepcopy(published)
     vision = config.vision_config
     if model.force_context_length is not None:
@@ -233,7 +233,7 @@ def _resized(published: Any, model: ModelConfig) -> tuple[Any, Any]:
     size = model.force_image_size
     if size is not None:
         check_patches(size, vision.patch_size)
-    if not hasattr(vision, "image_size"):  # its positions are for a square of patches, and resized by the tower
+    if not hasattr(vision, "image_size"):  # SigLIP 2 NaFlex, whose tower resizes positions of a square of patches
         return config, size or vision.patch_size * math.isqrt(vision.num_patches)
     if size is not None:
         vision.image_size = size
@@ -241,7 +241,7 @@ def _resized(published: Any, model: ModelConfig) -> tuple[Any, Any]:
 
 
 def _embed_dim(tree: dict[str, Any], config: Any, siglip: bool, folder: Path) -> int:
-    """Return the width of the joint space; for a missing one transformers would silently use 512."""
+    """Return the width of the joint space; refuse a missing one, for which transformers would silently use 512."""
     if siglip:
         text, vision = config.text_config, config.vision_config
         if text.projection_size != vision.hidden_size:
