@@ -194,8 +194,8 @@ def _targets(towers: Mapping[str, nn.Module], wanted: list[str]) -> dict[str, li
 def _frozen_linear_layers(tower: nn.Module) -> Iterator[str]:
     """Yield the names of frozen linear layers that an adapter can replace.
 
-    An adapter cannot replace layers whose weights another module reads, as torch's attention (in open_clip's transformers) and
-    the attention with separate biases of timm's BEiT and EVA do.
+    An adapter cannot replace layers whose weights another module reads, as torch's attention does (in open_clip's
+    transformers) and the attention with separate biases of timm's BEiT and EVA.
     """
     for name, layer in tower.named_modules():
         if isinstance(layer, nn.Linear) and not layer.weight.requires_grad:

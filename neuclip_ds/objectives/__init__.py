@@ -1,4 +1,4 @@
-"""The objectives: every method of the table, composed of parts. Importing this package does not import torch."""
+"""Training objectives: every method of the table, built from its parts. Importing this does not import torch."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def build_objective(config: Any, context: Context, comm_dtype: torch.dtype) -> O
     """Build the objective of a run.
 
     Args:
-        config: a `Config`, of a layer above; its optimizer section has betas and epsilon of the temperature's Adam.
+        config: the run's `Config`; its optimizer section has the betas and epsilon of the temperature's Adam.
         context: width, size of the data set, ranks.
-        comm_dtype: precision in which features travel.
+        comm_dtype: dtype in which features are sent between ranks.
     """
     from neuclip_ds.objectives.compose import compose_objective  # imports torch
 

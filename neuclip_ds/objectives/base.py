@@ -24,9 +24,9 @@ class Step(NamedTuple):
     number: int  # 0-based
     epoch: int
     lr: float  # the encoders' learning rate of this step
-    peak_lr: float  # and its largest value
-    progress: float = 0.0  # share of the run that is done, in [0, 1)
-    learn: bool = True  # False reports the loss, and leaves normalizer and temperature as they are
+    peak_lr: float  # peak of its schedule
+    progress: float = 0.0  # completed fraction of the run, in [0, 1)
+    learn: bool = True  # False computes the loss without updating normalizer or temperature
     logs: bool = True  # whether its metrics are read, for which the host waits for the device
 
 
@@ -40,28 +40,28 @@ class FeatureGradients(NamedTuple):
 
 
 class Context(NamedTuple):
-    """Sizes, ranks and settings that the parts of an objective are built with, besides their own options."""
+    """Sizes, ranks and settings that the parts of an objective are built with, in addition to their own options."""
 
     dim: int  # d
-    samples: int  # n of the data set
+    samples: int  # n, the size of the data set
     communicator: Communicator
     dtype: torch.dtype = torch.float32
-    temperature: float | None = 0.07  # of the encoders; None if their checkpoint has none
-    bias: float | None = -10.0  # of SigLIP's logits, likewise
-    comm_dtype: torch.dtype = torch.float32  # precision in which features travel
-    adam: AdamSettings = AdamSettings()  # of the temperature
-    spare_rows: int = 0  # of the tables by sample, after those of the data set
+    temperature: float | None = 0.07  # initial tau of the encoders; None if their checkpoint has none
+    bias: float | None = -10.0  # initial bias of SigLIP's logits; None likewise
+    comm_dtype: torch.dtype = torch.float32  # dtype in which features are sent
+    adam: AdamSettings = AdamSettings()  # for the temperature
+    spare_rows: int = 0  # extra rows of per-sample tables, after those of the data set
     own_optimizers: bool = True  # False leaves gradients in `.grad` of `parameters()` for the caller's optimizer
 
 
 class Stateful:
-    """Base of all parts with state (none by default): equal on all ranks, partitioned by rows, or trained."""
+    """Base class of parts with state (by default none): replicated on all ranks, partitioned by rows, or trained."""
 
-    _stores: Sequence[SampleStore] = ()  # of the state by sample
-    needs_index = False  # whether training must know which sample each row is
+    _stores: Sequence[SampleStore] = ()  # of per-sample state
+    needs_index = False  # whether training needs each row's sample index
 
     def prefetch(self, padded_index: Tensor) -> None:
-        """Start to read the state by sample that the next call needs, while the encoders still run.
+        """Start reading the per-sample state for the next call, while the encoders still run.
 
         Args:
             padded_index: (K b,) indices of the batch in host memory, -1 for rows that do not count.
@@ -96,7 +96,7 @@ class Stateful:
 
 
 def adam_state(adam: torch.optim.Optimizer, parameter: Parameter, prefix: str = "adam.") -> dict[str, Tensor]:
-    """Return the step and moments of a parameter for `replicated_state`, as far as the optimizer has them."""
+    """Return a parameter's step count and moments for `replicated_state`; empty before the optimizer's first step."""
     return {f"{prefix}{key}": value for key, value in adam.state[parameter].items()}
 
 
@@ -107,15 +107,15 @@ def load_adam_state(
     values = {key.removeprefix(prefix): value.clone() for key, value in state.items() if key.startswith(prefix)}
     steps = values.pop("step", None)
     adam.state[parameter] = {key: value.to(parameter) for key, value in values.items()}
-    if steps is not None:  # a fused Adam counts them where it steps, another on the CPU
+    if steps is not None:  # a fused Adam counts steps on the parameter's device, others on the CPU
         adam.state[parameter]["step"] = steps.to(parameter.device if adam.defaults["fused"] else "cpu")
 
 
 class NormalizerOutput(NamedTuple):
-    """Estimates of a normalizer for one batch.
+    """Estimated normalizers of one batch.
 
     The feature gradient is that of `1/B sum_i exp(log_weight_i) g_i` over both directions with the weights held
-    constant, plus `feature_grad` where the estimate itself moves with the features.
+    constant, plus `feature_grad` if the estimate itself depends on the features.
     """
 
     log_weight: Tensor  # (2, B): log w of every anchor of the global batch
@@ -127,7 +127,7 @@ class NormalizerOutput(NamedTuple):
 
 
 class Normalizer(Stateful):
-    """Estimator of the anchors' normalizers; each has a file in `objectives/normalizers/`.
+    """Estimator of the anchors' normalizers; `objectives/normalizers/` has one module for each.
 
     Attributes:
         always_gathers: whether every step needs the features of all ranks.
@@ -136,7 +136,7 @@ class Normalizer(Stateful):
     always_gathers = True
 
     def gathers(self, step: Step) -> bool:
-        """Whether this step needs the features of all ranks, or a rank's own alone; the same on all ranks."""
+        """Whether this step needs the features of all ranks, not only this rank's; the same on all ranks."""
         return True
 
     def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> NormalizerOutput:
@@ -153,8 +153,8 @@ class Normalizer(Stateful):
     def log_estimate(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor) -> Tensor:
         """Return (2, local) log of the current estimate of g for this rank's anchors, -inf where there is none yet.
 
-        It is the mean over negatives alone. What a method adds to it (eps, a share of the positive) is taken out, so
-        that methods compare. Changes no state; arguments as in the call.
+        g is the mean over negatives alone: terms that a method adds (eps, a share of the positive) are removed, so that
+        methods are comparable. This changes no state; the arguments are those of `__call__`.
         """
         raise NotImplementedError
 
@@ -162,36 +162,38 @@ class Normalizer(Stateful):
 class Objective(Stateful):
     """Function from this rank's features to the gradient of the global loss with respect to them.
 
-    Its own parameters (temperature, NPN) live outside the DeepSpeed engine and are updated in the call.
+    Its own parameters (temperature, NPN) live outside the DeepSpeed engine; each call updates them.
 
     Attributes:
-        comm_dtype: precision in which features travel between ranks.
+        comm_dtype: dtype in which features are sent between ranks.
     """
 
     def __init__(self, context: Context, parts: dict[str, Stateful]) -> None:
         """
         Args:
             context: width, size of the data set, ranks.
-            parts: the parts with state, by the prefix of their names.
+            parts: the parts with state, by the prefix of their state's names.
         """
         self._communicator, self._parts = context.communicator, parts
         self.needs_index = any(part.needs_index for part in parts.values())
         self.comm_dtype = context.comm_dtype
 
     def begin_gather(self, index: Tensor, valid: Tensor) -> FeatureGather | None:
-        """Return a gatherer of these rows' features, piece by piece, for `Features.gather`; None if the objective
-        gathers on its own. `index` is (b,) int64, `valid` (b,) bool, both in host memory."""
+        """Return a `FeatureGather` for these rows, or None if the objective gathers on its own.
+
+        `index` is (b,) int64, `valid` (b,) bool, both in host memory.
+        """
         return FeatureGather(index, valid, self._communicator, self.comm_dtype, self.prefetch)
 
     def __call__(self, features: Features, step: Step) -> FeatureGradients:
-        """Return the gradient of the global loss for this rank's features; updates the objective's state.
+        """Return the gradient of the global loss for this rank's features, and update the objective's state.
 
         Raises `UserError` if fewer than two rows of the batch count, so that no anchor has a negative.
         """
         raise NotImplementedError
 
     def prefetch(self, padded_index: Tensor) -> None:
-        for part in reversed(self._parts.values()):  # the temperature is needed before the normalizer
+        for part in reversed(self._parts.values()):  # the temperature is read before the normalizer
             part.prefetch(padded_index)
 
     def replicated_state(self) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """Build the objective of a method from its row in the table.
 
-`objective.temperature.rule` offers two ways to learn the one temperature of the global contrastive loss, each with the
-loss's eps and scale.
+`objective.temperature.rule` offers two ways to learn the single temperature of the global contrastive loss, each with
+its own eps and scale of the loss.
 
 `robust` is RGCL-g (FastCLIP eq. 10, NeuCLIP eq. 12): tau is learned from tau times the loss + 2 rho tau.
 
@@ -10,8 +10,8 @@ loss's eps and scale.
     (n-1) (eps + g_i) = 1 + sum_{j != i} exp((s_ij - s_ii)/tau),
     L = 1/2 1/n sum_i [ log(eps + g1_i) + log(eps + g2_i) ] + log(n-1)
 
-is OpenCLIP's cross-entropy with the data set as the batch. The positive's own term keeps the loss from falling without
-end as tau does, so that, as in OpenCLIP, log(1/tau) is learned by L's own gradient. With NeuCLIP's alpha_i,
+is OpenCLIP's cross-entropy with the data set as the batch. The positive's own term keeps the loss from decreasing
+without bound as tau does, so log(1/tau) can follow L's own gradient, as in OpenCLIP. With NeuCLIP's alpha_i,
 
     dL/dlog(1/tau) = 1/2 1/B sum_i [ mean logit_i - r_i tau dalpha_i/dtau ]         (both directions)
 
@@ -40,7 +40,7 @@ from neuclip_ds.objectives.temperature import (
 )
 
 _SCALES: dict[str, Scale] = {
-    "half": lambda tau: torch.full_like(tau, 0.5),  # of OpenCLIP: the mean of two directions
+    "half": lambda tau: torch.full_like(tau, 0.5),  # OpenCLIP's mean over the two directions
     "one": torch.ones_like,
     "tau": lambda tau: tau,
 }
@@ -54,7 +54,7 @@ _TEMPERATURES: dict[str, type[Temperature]] = {
 
 
 def compose_objective(config: ObjectiveConfig, context: Context) -> Objective:
-    """Build the objective that `config.method` names; raise `UserError` where it needs n and n is unknown."""
+    """Build the objective that `config.method` names; raise `UserError` if it needs n and n is unknown."""
     method = find_method(config.method)
     if method.normalizer is None:
         return SigmoidObjective(config, context)

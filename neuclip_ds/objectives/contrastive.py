@@ -21,7 +21,7 @@ Scale = Callable[[Tensor], Tensor]
 
 
 class ContrastiveObjective(Objective):
-    """Feature gradient, normalizer update and temperature step of one batch."""
+    """Contrastive objective: feature gradient, normalizer update and temperature step of each batch."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class ContrastiveObjective(Objective):
     ) -> None:
         """
         Args:
-            constant: part of the loss that depends on nothing that is learned.
+            constant: term of the loss that depends on no learned value.
         """
         super().__init__(context, {"normalizer.": normalizer, "temperature.": temperature})
         self.pair_loss, self._normalizer, self._temperature = pair_loss, normalizer, temperature
@@ -58,13 +58,13 @@ class ContrastiveObjective(Objective):
         if estimate.feature_grad is not None:
             image = image.add(estimate.feature_grad[0] * scale)
             text = text.add(estimate.feature_grad[1] * scale)
-        if batch.total != batch.size:  # from a mean over this rank's anchors to its part of the mean over all
+        if batch.total != batch.size:  # turns the mean over this rank's anchors into its part of the global mean
             image, text = (grad * (batch.size / batch.total) for grad in (image, text))
         log_divisor = math.log(self.pair_loss.divisor(batch.total))
         local_tau, local_scale = (x if x.ndim == 0 else x[:, batch.local] for x in (tau, scale))
         local_mean_logit = gradient.mean_logit / local_scale
         grad_log_scale = gradient.mean_logit.sum()
-        if estimate.tau_term is not estimate.value:  # the normalizer's estimate moves with tau
+        if estimate.tau_term is not estimate.value:  # the normalizer's estimate depends on tau
             grad_log_scale = grad_log_scale - (local_scale * (estimate.tau_term - estimate.value)).sum()
         sums = torch.stack(
             [
@@ -103,9 +103,9 @@ class ContrastiveObjective(Objective):
         return step if length is None else step._replace(epoch=step.number // length)
 
     def _batch(self, features: Features, step: Step) -> GatheredFeatures:
-        """Gather the features of all ranks, or take this rank's where the step needs no others.
+        """Gather the features of all ranks, or take only this rank's if the step needs no others.
 
-        Where some rank has fewer than two rows that count, and so no contrast, all ranks gather.
+        All ranks gather if any rank has fewer than two rows that count, and therefore no negatives.
         """
         if not self._normalizer.gathers(self._in_epoch(step)):
             count = features.valid.sum().view(1)
@@ -121,7 +121,7 @@ class ContrastiveObjective(Objective):
     def log_normalizers(self, features: Features) -> tuple[Tensor, Tensor]:
         """Return the method's current estimates of the normalizers of a batch's anchors; changes no state.
 
-        Features travel in their own precision, so that the error is that of the estimate alone.
+        Features are sent in their own dtype, so that the error is that of the estimate alone.
 
         Returns:
             For this rank's valid rows (2, local) log of the estimated g, -inf where there is none, and (2, local) tau.

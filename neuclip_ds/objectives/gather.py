@@ -1,7 +1,7 @@
-"""The features of all ranks, with empty and undecodable rows taken out before any arithmetic.
+"""Gather the features of all ranks, and remove padding and undecodable rows before any arithmetic.
 
-The loader knows on the host which rows count. The ranks tell each other while the towers run, from host to host, so
-that shapes are known without a wait for the device.
+The loader knows on the host which rows count. Hosts exchange this while the towers run, so that shapes are known
+without waiting for the device.
 """
 
 from collections.abc import Callable
@@ -18,8 +18,8 @@ from neuclip_ds.errors import UserError
 class FeatureGather:
     """Gathers the features of all ranks while the towers still run.
 
-    Rows come in pieces (micro-batches), images and texts separately, in ascending order and equally on all ranks. A
-    piece travels while the towers compute the next.
+    Rows are added in pieces (micro-batches), images and texts separately, in ascending order and with equal sizes on
+    all ranks. Each piece is gathered while the towers compute the next one.
     """
 
     def __init__(
@@ -35,9 +35,9 @@ class FeatureGather:
             index: (b,) int64 global sample indices in host memory; b must be equal on all ranks.
             valid: (b,) bool in host memory, which rows count.
             communicator: the ranks.
-            comm_dtype: precision that features travel in. Local rows are rounded to it as well, so that all ranks
-                see the same numbers and K ranks compute what one would.
-            prefetch: called with the (K b,) indices, -1 for rows that do not count, once the first features are there.
+            comm_dtype: dtype in which features are sent. Local rows are rounded to it as well, so that all ranks see
+                the same numbers and K ranks give the result of one.
+            prefetch: called with the (K b,) indices, -1 for rows that do not count, when the first features are added.
         """
         self._communicator, self._comm_dtype, self._prefetch = communicator, comm_dtype, prefetch
         self._index = communicator.begin_host_gather(torch.where(valid, index, -1), "features")
@@ -58,7 +58,7 @@ class FeatureGather:
         self._images.append(self._begin(rows))
 
     def features(self, dtype: torch.dtype, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Wait for and return (K b, d) image and text features in rank order, or (B, d): those of these B rows."""
+        """Wait for and return (K b, d) image and text features in rank order, or the (B, d) given `rows` of them."""
         whole = (self._joined(pieces) for pieces in (self._images, self._texts))
         image, text = ((x if rows is None else x.index_select(0, rows)).to(dtype) for x in whole)
         return image, text
@@ -87,7 +87,7 @@ class Features:
     text: Tensor  # (b, d)
     index: Tensor  # (b,) int64, in host memory
     valid: Tensor  # (b,) bool, in host memory
-    gather: FeatureGather | None = None  # of these rows, where it was begun before all of them were there
+    gather: FeatureGather | None = None  # of these rows, if gathering began before all of them were computed
 
 
 class GatheredFeatures:
@@ -98,8 +98,8 @@ class GatheredFeatures:
         index: (B,) int64 global sample indices, in host memory.
         local: which of the B rows are this rank's.
         padded_index: (K b,) indices with -1 for rows that do not count, in host memory.
-        total: number of rows that count on all ranks: B, or more where these are one rank's rows only.
-        comm_dtype: precision that the rows have traveled in; they are numbers of it.
+        total: number of rows that count on all ranks: B, or more if these are one rank's rows only.
+        comm_dtype: dtype in which the rows were sent, which represents them exactly.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class GatheredFeatures:
         comm_dtype: torch.dtype,
         prefetch: Callable[[Tensor], None] | None = None,
     ) -> None:
-        """Take a rank's rows; b must be equal on all ranks. The rest is for a `FeatureGather`, where none has begun."""
+        """Gather the ranks' rows, b on each. The other arguments are for a `FeatureGather`, if `features` has none."""
         self._communicator, self.comm_dtype = communicator, comm_dtype
         gather = features.gather
         if gather is None:
@@ -118,13 +118,13 @@ class GatheredFeatures:
             gather.add_image(features.image)
         self.padded_index = gather.padded_index
         self._count = len(features.index)
-        start = communicator.rank * self._count  # of this rank's among the K b rows
+        start = communicator.rank * self._count  # first of this rank's rows among the K b
         valid = self.padded_index >= 0
-        self._host_rows: Tensor | None = None  # places of the valid rows among the K b, on the host
-        self._rows: Tensor | None = None  # and on the device
-        self._own_rows: Tensor | None = None  # of this rank's among its b
+        self._host_rows: Tensor | None = None  # positions of the valid rows among the K b, on the host
+        self._rows: Tensor | None = None  # the same on the device
+        self._own_rows: Tensor | None = None  # positions of this rank's valid rows among its b, on the device
         self.index = self.padded_index
-        if not bool(valid.all()):  # whole batches, by far the usual case, need no compaction
+        if not bool(valid.all()):  # complete batches, by far the usual case, need no compaction
             self._host_rows = rows = valid.nonzero().squeeze(1)
             self.index = self.padded_index[rows]
             own = rows[self.rows_of(range(communicator.rank, communicator.rank + 1))] - start
@@ -140,7 +140,7 @@ class GatheredFeatures:
 
     @cached_property
     def positive(self) -> Tensor:
-        """(B,) s_ii, the similarities of partners."""
+        """(B,) s_ii, the similarities of the positive pairs."""
         return torch.bmm(self.image.unsqueeze(1), self.text.unsqueeze(2)).flatten()
 
     def anchors(self) -> Tensor:
@@ -152,23 +152,23 @@ class GatheredFeatures:
         if self.size < 2:
             raise UserError(
                 f"Step {step}: only {self.size} of the batch's {len(self.padded_index)} samples can be used, but a "
-                "contrast needs two. Read bad_samples.jsonl and fix the shards, or use a larger batch."
+                "contrastive loss needs two. Read bad_samples.jsonl and fix the shards, or use a larger batch."
             )
 
     def gather(self, values: Tensor, purpose: str) -> Tensor:
-        """(c, local) values of this rank's valid rows -> (c, B) of all ranks'."""
+        """(c, local) values of this rank's valid rows -> (c, B) values of all ranks."""
         padded = self.expand(values.T)
         return self.compact_all(self._communicator.all_gather(padded, purpose)).T.contiguous()
 
     def rows_of(self, ranks: range) -> slice:
-        """Return which of the B rows consecutive ranks have."""
+        """Return the slice of the B rows that consecutive ranks have."""
         edges = torch.tensor([ranks.start, ranks.stop]) * self._count
         return slice(*(edges if self._host_rows is None else torch.searchsorted(self._host_rows, edges)).tolist())
 
     def sum_local(self, rows: Tensor, ranks: range, purpose: str) -> Tensor:
-        """Partial rows of these ranks' anchors, from each of them -> (local, ...): this rank's rows of their sum.
+        """Sum the partial rows that each of these ranks has for all their anchors; return this rank's (local, ...).
 
-        `ranks` are consecutive and have this one among them, and `rows` are those of `rows_of(ranks)`.
+        `ranks` are consecutive and include this one, and `rows` are those of `rows_of(ranks)`.
         """
         places = None if self._rows is None else self._rows[self.rows_of(ranks)] - ranks.start * self._count
         padded = self._spread(rows, places, len(ranks) * self._count)
@@ -187,7 +187,7 @@ class GatheredFeatures:
         return self._spread(rows, self._own_rows, self._count)
 
     def _spread(self, rows: Tensor, places: Tensor | None, count: int) -> Tensor:
-        """Return `count` rows: these at their places, zeros elsewhere."""
+        """Return `count` rows: the given ones at `places`, zeros elsewhere."""
         if places is None:
             return rows
         return rows.new_zeros((count, *rows.shape[1:])).index_copy_(0, places, rows)

@@ -1,11 +1,11 @@
 """A temperature for each sample and direction, learned by its own Adam: iSogCLR, FastCLIP-v2 (FastCLIP eq. 6-7, 9).
 
-tau_{1,i}, tau_{2,i} and their moments live in a per-sample store, partitioned over ranks. A visit moves a sample's
-temperatures by the gradient
+tau_{1,i}, tau_{2,i} and their moments live in a per-sample store, partitioned over ranks. Each time a
+sample is seen, Adam moves its temperatures with the gradient
 
     G_i = log(eps + u_i) + rho - mean logit of anchor i            (the factor 1/n is dropped: Adam is scale-free)
 
-The released code differs from the textbook's Adam: it clamps G to [-5, 5], corrects the bias by the epoch instead of
+The released code differs from textbook Adam: it clamps G to [-5, 5], corrects the bias by the epoch instead of
 the number of visits, and takes beta_1 = beta_2 = 0 in epoch 0, so that the first step is the sign of G.
 """
 
@@ -25,7 +25,7 @@ _RELEASED_CLAMP = 5.0
 
 
 class IndividualTemperature(Temperature):
-    """Temperatures by global sample index, within [minimum, maximum]."""
+    """One temperature per sample and direction, by global sample index, within [minimum, maximum]."""
 
     needs_index = True
     _rho_share = 1.0
@@ -48,7 +48,7 @@ class IndividualTemperature(Temperature):
         fields["visits"] = 0.0
         self._store = SampleStore(context.samples + context.spare_rows, fields, context.communicator, context.dtype)
         self._stores = (self._store,)
-        self._reading: Pending  # after prefetch
+        self._reading: Pending  # set by prefetch
 
     def prefetch(self, padded_index: Tensor) -> None:
         self._reading = self._store.begin_read_all(padded_index, count=2)
@@ -57,7 +57,7 @@ class IndividualTemperature(Temperature):
         return batch.compact_all(self._reading.wait()).T.contiguous()
 
     def update(self, batch: GatheredFeatures, signal: TemperatureSignal, step: Step) -> None:
-        """Take an Adam step on the ranks that own the samples, which hold moments and visits: only gradients travel."""
+        """Take an Adam step on the ranks that own the samples and their moments, so that only gradients are sent."""
         own_gradient = signal.local_tau_term + self.rho(step) - signal.local_mean_logit
         gradient = batch.gather(own_gradient, "temperature")
         tau, moment, square, visits = self._store.local_rows(batch.index).T.split((2, 2, 2, 1))

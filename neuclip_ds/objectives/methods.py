@@ -5,8 +5,8 @@ All contrastive methods have the feature gradient of
     L = scale/B sum_i [ w1_i g1_i + w2_i g2_i ],   g1_i = 1/(B-1) sum_{j != i} exp(l(s_ij - s_ii)/tau),   g2_i likewise
 
 with w and the scale held constant. The equation above a row is its loss, w_i its estimate of the weights. A new method
-is a row here, its section in options.py, and a module in normalizers/ if its estimator is new. Free of torch, so that
-`--help` can read every method.
+needs a row here, a section in options.py, and a module in normalizers/ if its estimator is new. This module does not
+import torch, so that `--help` can read every method.
 """
 
 import difflib
@@ -37,7 +37,7 @@ class Method:
     defaults: Options = field(default_factory=dict)
     """Published settings where they differ from the sections' defaults."""
     starts: Options = field(default_factory=dict)
-    """Published initial values of scalars that a pretrained checkpoint may bring along, whose values then count."""
+    """Published initial values of scalars; a pretrained checkpoint's own values take precedence."""
 
     @property
     def sections(self) -> tuple[str, ...]:
@@ -65,7 +65,7 @@ def _tau(initial: float) -> Options:
     return {"temperature": {"initial": initial}}
 
 
-_TUNED_GAMMA = {"gamma": "constant", "gamma_min": 0.6}  # of SogCLR and iSogCLR in FastCLIP's study of gamma
+_TUNED_GAMMA = {"gamma": "constant", "gamma_min": 0.6}  # for SogCLR and iSogCLR in FastCLIP's study of gamma
 # TuneCLIP Table 7: "decay every 4 epochs" is read as the length of gamma's cosine
 _TUNECLIP_GAMMA = {"gamma_min": 0.9, "gamma_epochs": 4}
 
@@ -121,7 +121,7 @@ METHODS: dict[str, Method] = {
     ),
     # FastCLIP-v3 (RGCL-g, eq. 10): the robust global contrastive loss with one learned temperature.
     #   tau/n sum_i [ log(eps + g1_i) + log(eps + g2_i) ] + 2 rho tau
-    # FastCLIP Table 7; its rho were tuned with the released code (objective.reference=released_code).
+    # FastCLIP Table 7; its values of rho were tuned with the released code (objective.reference=released_code).
     "fastclip_v3": Method(
         normalizer="moving_average",
         temperature="robust",
@@ -143,8 +143,8 @@ METHODS: dict[str, Method] = {
     # NeuCLIP (ICLR 2026, eq. 10-12 and Algorithm 1), w_i = exp(-alpha_i): a network predicts the normalizers.
     #   tau/n sum_i sum_{1, 2} [ exp(-alpha_i) (eps + g_i) + alpha_i - 1 ] + 2 rho tau
     #   alpha1_i = log(eps + 1/m sum_k exp((cos(e1_i, W1_k) - s_ii)/tau)),   alpha2_i likewise with e2_i and W2
-    # NeuCLIP Table 3. tau's start and schedule are not published: 0.07, and the encoders' schedule because its learning
-    # rate is an eighth of theirs on every data set.
+    # NeuCLIP Table 3. tau's initial value and schedule are not published: 0.07, and the encoders' schedule because
+    # its learning rate is an eighth of theirs on every data set.
     "neuclip": Method(normalizer="npn", temperature="rule", starts=_tau(0.07)),
     # NeuCLIP's loss with a normalizer from a queue and no inner optimizer (this project), w_i = exp(-alpha_i).
     #   1/2n sum_i sum_{1, 2} [ exp(-alpha_i) (eps + g_i) + alpha_i - 1 ] + log(n-1),   eps = 1/(n-1)
@@ -181,7 +181,7 @@ SECTIONS = tuple(dict.fromkeys(name for method in METHODS.values() for name in m
 
 
 def find_method(name: str) -> Method:
-    """Return the method of that name; raise `UserError` that names the nearest if there is none."""
+    """Return the method with this name; raise `UserError` that suggests the nearest if there is none."""
     if not isinstance(name, str) or name not in METHODS:
         name = " ".join(str(name).split())[:80]
         nearest = difflib.get_close_matches(name, METHODS, n=1)

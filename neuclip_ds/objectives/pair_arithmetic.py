@@ -1,12 +1,12 @@
-"""Arithmetic of pairs: the pair loss, exponentials that are never subnormal, precision of products, fused operations.
+"""Arithmetic of pairs: the pair loss, exponentials that are never subnormal, matmul precision, fused operations.
 
 Most pairs weigh too little to change a sum. Their exponentials would be subnormal numbers (below 1.2e-38 in float32),
-with which CPUs compute many times slower. Bounded exponents need no flushing of such numbers, which is a mode of each
-thread of the caller's process.
+with which CPUs compute many times slower. Bounding the exponents avoids them without flush-to-zero, which is a mode of
+each thread of the caller's process.
 
-A GPU multiplies float32 matrices several times faster where it may round them to TF32, which has 11 significant bits,
-and bf16 or float16 matrices faster again; both times it adds the products in float32. What has traveled as bf16 or
-float16 loses nothing by that. torch's switch for TF32 holds for the whole process.
+A GPU multiplies float32 matrices several times faster if it may round them to TF32, which has 11 significant bits, and
+bf16 or float16 matrices faster still; in both cases it accumulates in float32. Features that were sent as bf16 or
+float16 lose nothing by this. torch's switch for TF32 is process-wide.
 """
 
 import logging
@@ -28,9 +28,9 @@ _MM_WIDENS = torch.version.cuda is not None and torch.__version__ >= (2, 8)  # t
 
 
 def lowest_exponent(dtype: torch.dtype) -> float:
-    """Return the exponent that all lower ones are raised to: exp of it is 3e-27 in float32.
+    """Return the lower bound of exponents, whose exp is 3e-27 in float32.
 
-    It can still be divided by 1e11 without becoming subnormal.
+    That number can still be divided by 1e11 without becoming subnormal.
     """
     return 0.7 * math.log(torch.finfo(dtype).tiny)
 
@@ -49,7 +49,7 @@ def bounded_exp_(x: Tensor) -> Tensor:
 def log_sum_exp(x: Tensor, dim: int, out: Tensor) -> Tensor:
     """Return log of the sum of exp along a dimension, finfo.min where all x are -inf.
 
-    `out`, which may be x, is overwritten by the terms relative to the largest.
+    `out`, which may be x, is overwritten with the terms relative to the largest.
     """
     largest = x.amax(dim, keepdim=True).clamp_(min=torch.finfo(x.dtype).min)
     return bounded_exp_(torch.sub(x, largest, out=out)).sum(dim).log_().add_(largest.squeeze(dim))
@@ -59,7 +59,7 @@ def log_sum_exp(x: Tensor, dim: int, out: Tensor) -> Tensor:
 def products_exact_for(dtype: torch.dtype) -> Iterator[None]:
     """Multiply float32 matrices on GPUs in the fastest precision that holds numbers of `dtype` without rounding.
 
-    Outside the block the switch is as it was.
+    torch's switch is restored afterward.
     """
     before, wanted = _allows_tf32(), dtype in _TF32_HOLDS
     if before == wanted:  # as always on a CPU; torch's switch is slow
@@ -73,10 +73,10 @@ def products_exact_for(dtype: torch.dtype) -> Iterator[None]:
 
 
 def pair_products(rows: Tensor, columns: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return rows @ columns.T of float32 features that are numbers of `dtype`, rounded in the sums alone.
+    """Return rows @ columns.T of float32 features that `dtype` represents exactly; only the sums are rounded.
 
-    A GPU multiplies 16-bit numbers as such and returns float32. Before torch 2.8, which cannot, and with ROCm it
-    multiplies them in TF32.
+    A GPU multiplies 16-bit numbers directly and returns float32. torch before 2.8 and ROCm cannot do this, so TF32 is
+    used there.
     """
     if _MM_WIDENS and rows.is_cuda and dtype in _TF32_HOLDS and rows.dtype == torch.float32:
         return torch.mm(rows.to(dtype), columns.to(dtype).T, out_dtype=torch.float32)
@@ -86,7 +86,7 @@ def pair_products(rows: Tensor, columns: Tensor, dtype: torch.dtype) -> Tensor:
 
 @cache
 def fused(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function compiled by torch.compile, for tensors of any size; without a working compiler, as it is.
+    """Compile a function with torch.compile for tensors of any size; without a working compiler, call it directly.
 
     The function must leave its arguments unchanged.
     """
@@ -96,7 +96,7 @@ def fused(function: Callable[..., Any]) -> Callable[..., Any]:
         nonlocal present
         try:
             return present(*arguments)
-        except Exception as error:  # of the compiler, of which each version has others
+        except Exception as error:  # the compiler's exceptions differ between versions
             if present is function:
                 raise
             log.warning("The objective runs slower, since torch.compile fails: %s", str(error).partition("\n")[0])
@@ -107,18 +107,18 @@ def fused(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _allows_tf32() -> bool:
-    # `allow_tf32` raises where the program has set `fp32_precision`, which came with torch 2.9
+    # `allow_tf32` raises if the program has set `fp32_precision`, which came with torch 2.9
     precision = getattr(_MATMUL, "fp32_precision", None)
     return _MATMUL.allow_tf32 if precision is None else precision == "tf32"
 
 
 def _allow_tf32(allow: bool) -> None:
-    # sets `fp32_precision` too; torch's profiler raises where only one of the two is set
+    # this sets `fp32_precision` too; torch's profiler raises if only one of the two is set
     _MATMUL.allow_tf32 = allow
 
 
 class PairLoss:
-    """l(x) of x = s_ij - s_ii; the identity, as every method but TuneCLIP has it.
+    """Pair loss l(x) of x = s_ij - s_ii: the identity, as in every method but TuneCLIP.
 
     (x + margin) l'(x) = power l(x), so that l(x)/tau is l of a difference whose distance from -margin is divided by
     tau^(1/power).
@@ -136,23 +136,23 @@ class PairLoss:
         return x
 
     def offset(self, origin: Tensor) -> Tensor:
-        """Return what l/tau of an anchor's pairs has besides `exponent`; `origin` as there, (2, rows)."""
+        """Return the constant that `exponent` leaves out of an anchor's l/tau; `origin` is (2, rows)."""
         return -origin
 
     def exponent(self, y: Tensor, origin: Tensor, out: Tensor) -> Tensor:
-        """Return l/tau, but for a number of each anchor, in `out` or as y itself.
+        """Return l/tau without the anchor's constant (see `offset`), in `out` or as y itself.
 
         Args:
             y: (rows, columns) similarities of a block, divided by tau^(1/power).
             origin: the anchors' s_ii - margin, divided likewise, (rows, 1) or (1, columns).
-            out: (rows, columns) that may be overwritten, also y.
+            out: (rows, columns) buffer to overwrite, which may be y.
         """
         return y
 
     def weight(self, y: Tensor, origin: Tensor, log_factor: Tensor, out: Tensor, spare: Tensor) -> Tensor:
         """Return the (rows, columns) exp(l/tau + log_factor) times l'/power at y - origin.
 
-        Arguments are those of `exponent`, a number of each anchor, and `spare`, overwritten too but not y.
+        Arguments are those of `exponent`, the anchors' log_factor, and `spare`, a second buffer, which must not be y.
         """
         return bounded_exp_(torch.add(y, log_factor - origin, out=out))
 
@@ -162,7 +162,7 @@ class PairLoss:
 
 
 class OverBatch(PairLoss):
-    """l(x) = x as TuneCLIP's global contrastive loss has it, which divides an anchor's sum by the whole batch."""
+    """l(x) = x as in TuneCLIP's global contrastive loss, which divides an anchor's sum by the batch size."""
 
     def divisor(self, size: int) -> int:
         return size

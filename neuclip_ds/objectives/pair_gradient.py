@@ -5,14 +5,14 @@ Every contrastive method has the feature gradient of
     L = 1/B sum_i [ W1_i g1_i + W2_i g2_i ],   g1_i = 1/(B-1) sum_{j != i} exp(l(s_ij - s_ii) / tau),
                                                g2_i = 1/(B-1) sum_{j != i} exp(l(s_ji - s_ii) / tau)
 
-with the weights W = scale w held constant. For l(x) = x its gradient by an image feature is
+with the weights W = scale w held constant. For l(x) = x its gradient with respect to an image feature is
 
     dL/de1_i = 1/(B (B-1) tau) [ sum_{j != i} (W1_i a_ij + W2_j b_ij) e2_j - p_i e2_i ],
     a_ij = exp((s_ij - s_ii)/tau),   b_ij = exp((s_ij - s_jj)/tau),   a'_ij = exp((s_ji - s_ii)/tau),
     p_i = sum_{j != i} (W1_i a_ij + W2_i a'_ij)
 
-and by a text feature the same with the roles exchanged. Another l brings its slope l'(x) into a, a' and b. A rank needs
-the gathered features and weights only: no gradient travels between ranks.
+and that with respect to a text feature is the same with the roles exchanged. Another l multiplies a, a' and b by its
+slope l'(x). A rank needs only the gathered features and weights: ranks exchange no gradients.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from neuclip_ds.objectives.pair_grid import Block, PairGrid
 class PairGradient(NamedTuple):
     """Gradient of L and what the temperature needs.
 
-    `mean_logit` is W_i/(B-1) sum_j exp(y_ij) y_ij with y_ij = l(x_ij)/tau, (2, local); where all anchors share one tau,
-    this rank's 0-dim share of its sum over all anchors. -tau dL/dtau is its mean over anchors.
+    `mean_logit` is W_i/(B-1) sum_j exp(y_ij) y_ij with y_ij = l(x_ij)/tau, (2, local); if all anchors share one tau,
+    this rank's 0-dim share of the sum over all anchors. -tau dL/dtau is its mean over anchors.
     """
 
     image: Tensor  # (local, d)
@@ -42,14 +42,14 @@ class PairGradient(NamedTuple):
 
 
 class PairSimilarities:
-    """The similarities of one batch, visited twice: for the log-mean-exps, then for the gradient.
+    """The similarities of one batch, used in two passes: for the log-mean-exps, then for the gradient.
 
-    Between the visits they are kept if they fit into the grid's budget, and computed again if not, so that memory is
-    O(block) + budget. On a GPU the host reads no number of the device.
+    Between the passes they are kept if they fit into the grid's budget, and recomputed if not, so that memory is
+    O(block) + budget. On a GPU, the host never waits for the device.
 
-    Any pair loss and temperatures: each pair has an exponential for either of its anchors. Each anchor's sum is taken
-    relative to its largest term, and a pair's weight is one exponential of a sum of logarithms, so that nothing that
-    counts vanishes or overflows.
+    This form takes any pair loss and temperatures: each pair has one exponential for each of its anchors. Each anchor's
+    sum is taken relative to its largest term, and a pair's weight is one exponential of a sum of logarithms, so that no
+    significant term underflows or overflows.
     """
 
     def __init__(self, grid: PairGrid, pair_loss: PairLoss, tau: Tensor) -> None:
@@ -62,7 +62,7 @@ class PairSimilarities:
 
     @cached_property
     def _scale(self) -> Tensor:
-        return self._tau.pow(1 / self._pair_loss.power).expand(2, self._grid.size)  # that similarities are divided by
+        return self._tau.pow(1 / self._pair_loss.power).expand(2, self._grid.size)  # divides similarities
 
     @cached_property
     def _origin(self) -> Tensor:
@@ -70,7 +70,7 @@ class PairSimilarities:
 
     @cached_property
     def _sample(self) -> Tensor:
-        # a number as the others are, exact up to 2^24 rows in float32
+        # in the dtype of the other numbers; exact up to 2^24 rows in float32
         return torch.arange(self._grid.size, device=self._tau.device).to(self._tau.dtype).expand(2, -1)
 
     def log_mean_exp(self) -> Tensor:
@@ -78,7 +78,7 @@ class PairSimilarities:
         return self._log_sum_exp() - math.log(self.divisor)
 
     def gradient(self, log_weight: Tensor) -> PairGradient:
-        """Gradient of L for weights W = exp(log_weight), (2, B); after `log_mean_exp`, and once."""
+        """Return the gradient of L for weights W = exp(log_weight), (2, B). Call this once, after `log_mean_exp`."""
         gradient = self._gradient(log_weight - math.log(self.divisor * self._grid.size))
         return gradient._replace(mean_logit=gradient.mean_logit * self._grid.size)
 
@@ -99,7 +99,7 @@ class PairSimilarities:
 
     def _gradient(self, log_share: Tensor) -> PairGradient:
         grid, pair_loss = self._grid, self._pair_loss
-        # of exp(l/tau) times the derivative of l/tau by the similarity
+        # log of the factor on exp(l/tau) l'/power in the derivative by a similarity
         log_factor = log_share + (pair_loss.power / self._scale).log()
         pull, products = grid.per_anchor(0.0), grid.per_anchor(0.0)  # sums of weights, of weights x similarities
         weights = fused(_weights) if grid.fuses else _weights
@@ -124,7 +124,7 @@ class PairSimilarities:
 
     @property
     def _divides(self) -> bool:
-        """Whether similarities are divided by the scale where they are computed: if all anchors share it."""
+        """Whether similarities are divided by the scale as they are computed, as all anchors share it."""
         return self._shared and not self._grid.fuses
 
     def _similarity(self, block: Block) -> Tensor:
@@ -132,35 +132,35 @@ class PairSimilarities:
         return similarity.div_(self._scale[0, 0]) if self._divides else similarity
 
     def _of_block(self, numbers: Tensor, block: Block) -> BlockAnchors:
-        """Return the anchors of a block with their numbers out of (numbers, 2, B)."""
+        """Return the anchors of a block, with their entries of the (numbers, 2, B) tensor."""
         diagonal = None if self._grid.fuses or block.local is None else block.rows.start - block.local.start
         return BlockAnchors(*self._grid.of_anchors(numbers, block), block.local is not None, diagonal, self._divides)
 
     def _views(self, block: Block, count: int) -> list[Tensor]:
-        """Return tensors in the shape of a block, the same memory for every block of a visit; none to fuse."""
+        """Return buffers in the shape of a block, which all blocks of a pass share; none if operations are fused."""
         if not self._buffers and not self._grid.fuses:
             self._buffers.extend(self._grid.buffers(count))
         return [block.view(buffer) for buffer in self._buffers]
 
 
 class BlockAnchors(NamedTuple):
-    """The anchors of a block, as the functions need them that a GPU fuses.
+    """The anchors of a block, in the form that the fused functions take.
 
-    Numbers of an anchor are its sample, tau^(1/power), the origin as in `PairLoss.exponent`, and its log weight.
+    The numbers of an anchor are its sample, tau^(1/power), the origin as in `PairLoss.exponent`, and its log weight.
     """
 
     rows: Tensor  # (numbers, rows, 1)
     columns: Tensor  # (numbers, 1, columns)
-    all_local: bool  # whether the columns' are this rank's too, as the rows' are
-    diagonal: int | None  # of pairs of one sample; None if none are, or samples are to be compared
+    all_local: bool  # whether the columns are this rank's anchors too, as the rows always are
+    diagonal: int | None  # offset of the positives; None if there are none or sample numbers are compared
     divided: bool  # whether similarities are divided already
 
     def exponents(self, similarity: Tensor, scale: Tensor, out: Tensor) -> Tensor:
-        """Return similarities divided by tau^(1/power), in `out` or as they are."""
+        """Return similarities divided by tau^(1/power), in `out`, or unchanged if they are divided already."""
         return similarity if self.divided else torch.div(similarity, scale, out=out)
 
     def negatives(self, x: Tensor, value: float) -> Tensor:
-        """Return x with `value` for pairs of one sample; x itself is overwritten where their diagonal is known."""
+        """Return x with `value` for positives; x itself is overwritten if their diagonal is known."""
         if self.diagonal is not None:
             x.diagonal(self.diagonal).fill_(value)
         elif self.all_local:
@@ -169,7 +169,7 @@ class BlockAnchors(NamedTuple):
 
 
 def _log_sums(pair_loss: PairLoss, similarity: Tensor, block: BlockAnchors, buffers: list[Tensor]) -> list[Tensor]:
-    """Return logsumexp of the exponents over the negatives of a block's local anchors: its rows, its columns.
+    """Return logsumexp of the exponents over the negatives of a block's local anchors: its rows, then its columns.
 
     `buffers` are overwritten: one tensor in the shape of the block, or none.
     """
@@ -185,10 +185,10 @@ def _log_sums(pair_loss: PairLoss, similarity: Tensor, block: BlockAnchors, buff
 def _weights(
     pair_loss: PairLoss, similarity: Tensor, block: BlockAnchors, buffers: list[Tensor], with_products: bool
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Return the derivative by a block's similarities, and for its local anchors sums over their negatives.
+    """Return the derivative with respect to a block's similarities, and sums over its local anchors' negatives.
 
-    Sums are of weights and, `with_products`, of weights x similarities. `buffers` are overwritten: three tensors, or
-    none.
+    These are sums of weights and, if `with_products`, of weights x similarities. `buffers` are overwritten:
+    three tensors, or none.
     """
     *parts, other = buffers or [torch.empty_like(similarity) for _ in range(3)]
     pulls, products = [], []
@@ -204,16 +204,16 @@ def _weights(
 
 
 class FactoredSimilarities(PairSimilarities):
-    """l(x) = x and one temperature: exp((s_ij - s_ii)/tau) = exp(s_ij/tau - c) exp(c - s_ii/tau).
+    """Similarities for l(x) = x and one temperature: exp((s_ij - s_ii)/tau) = exp(s_ij/tau - c) exp(c - s_ii/tau).
 
-    The first factor is the same for both anchors of a pair and for both visits, so a pair costs one exponential.
-    It must be representable: c moves the largest possible exponent 1/tau down to `_limit`. Where what counts would
-    vanish below all the same, the general form takes over, which the host learns by reading the sums.
+    The first factor is the same for both anchors of a pair and in both passes, so a pair costs one exponential.
+    It must be representable: c lowers the largest possible exponent 1/tau to `_limit`. If significant terms would
+    still underflow, the general form takes over; to find out, the host reads the sums.
     """
 
     def __init__(self, grid: PairGrid, pair_loss: PairLoss, tau: Tensor) -> None:
         super().__init__(grid, pair_loss, tau)
-        # a sum of B terms, and a product with the anchor's factor, have room beyond it
+        # leaves room for a sum of B terms and for the product with the anchor's factor
         self._limit = 0.8 * math.log(torch.finfo(tau.dtype).max)
         self._tiny = torch.finfo(tau.dtype).tiny
         self._shift = max(1 / float(tau) - self._limit, 0.0)
@@ -262,7 +262,7 @@ class FactoredSimilarities(PairSimilarities):
         exponent = self._grid.similarity(block).div_(self._tau)
         if self._shift:
             exponent.sub_(self._shift)
-            # what would be subnormal becomes zero, which unlike `lowest_exponent` adds nothing to a sum that vanishes
+            # subnormal results become zero, which, unlike exp of `lowest_exponent`, adds nothing to a vanishing sum
             torch.threshold_(exponent, math.log(self._tiny), 2 * math.log(self._tiny))
         exponential = exp_(exponent)
         self._grid.positives(exponential, block).fill_(0.0)
@@ -270,6 +270,6 @@ class FactoredSimilarities(PairSimilarities):
 
 
 def pair_similarities(grid: PairGrid, pair_loss: PairLoss, tau: Tensor) -> PairSimilarities:
-    """Return the cheapest form of a batch's similarities; a GPU's host would have to wait for the factored one."""
+    """Return the cheapest form of a batch's similarities; on a GPU, the host would wait for the factored one."""
     factors = tau.ndim == 0 and pair_loss.is_identity and tau.device.type == "cpu"
     return (FactoredSimilarities if factors else PairSimilarities)(grid, pair_loss, tau)

@@ -15,14 +15,14 @@ from neuclip_ds.objectives.pair_arithmetic import pair_products, products_exact_
 
 IMAGE, TEXT = 0, 1
 
-_CPU_BLOCK = 1 << 20  # for each thread: what follows the product finds it in the core's cache
-# 4096 x 4096 float32 keep a GPU busy for longer than the host takes to launch what is fused into a few kernels
+_CPU_BLOCK = 1 << 20  # bytes per thread, so that the block stays in the core's cache after the matmul
+# bytes; 4096 x 4096 float32 keep a GPU busy for longer than the host takes to launch a few fused kernels
 _FUSED_BLOCK = 1 << 26
 _LEAST_GPU_BLOCK = 1 << 24  # likewise, for one kernel
-# B^2/K from which compiling saves more than 1 ms a step, as estimated for an H100 (docs/reference/performance.md)
+# B^2/K from which compiling saves more than 1 ms per step, as estimated for an H100 (docs/reference/performance.md)
 _FUSED_PAIRS = 1 << 25
 KEPT_BYTES = 1_024_000_000
-"""Memory per rank for keeping similarities between the two visits to the pairs; larger ones are computed again."""
+"""Bytes per rank for keeping similarities between the two passes; if they need more, they are recomputed."""
 
 
 def block_bytes(device_type: str) -> int:
@@ -31,7 +31,7 @@ def block_bytes(device_type: str) -> int:
 
 
 def _cached_block_bytes(device: torch.device) -> int:
-    """Return the size of blocks of which a GPU's L2 cache holds three: 16 MiB on an H100."""
+    """Return a size such that a GPU's L2 cache holds three blocks: 16 MiB on an H100."""
     third = torch.cuda.get_device_properties(device).L2_cache_size // 3
     return min(max(1 << third.bit_length() - 1, _LEAST_GPU_BLOCK), _FUSED_BLOCK)
 
@@ -44,15 +44,15 @@ def slices(start: int, stop: int, size: int) -> list[slice]:
 class Block(NamedTuple):
     """Some of this rank's rows on one side against some columns of the other side."""
 
-    side: int  # IMAGE: rows are images and columns texts; TEXT: the other way round
+    side: int  # IMAGE: rows are images and columns texts; TEXT: vice versa
     rows: slice  # among this rank's rows
     columns: slice  # among the B rows of the batch
-    local: slice | None  # the columns among this rank's rows, None where they are another rank's
+    local: slice | None  # the columns among this rank's rows, None if they are another rank's
 
     @property
     def local_anchors(self) -> list[tuple[int, slice]]:
-        """Side and place of this rank's anchors: of the rows, whose partners lie along dimension 1, and of the columns,
-        whose partners lie along dimension 0, where they are local."""
+        """Side and slice of this rank's anchors: the rows, whose partners lie along dimension 1, and the columns if
+        they are local, whose partners lie along dimension 0."""
         return [(self.side, self.rows), *([(1 - self.side, self.local)] if self.local is not None else [])]
 
     def view(self, buffer: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class PairGrid:
         size: B.
         positive: (B,) s_ii.
         keeps: whether the similarities of all blocks fit into the budget.
-        fuses: whether a block's elementwise operations should be compiled into one: on a GPU, where there are many.
+        fuses: whether a block's elementwise operations should be compiled into one kernel: on a GPU, for many pairs.
     """
 
     def __init__(self, batch: GatheredFeatures, columns: int | None, budget: float) -> None:
@@ -86,9 +86,9 @@ class PairGrid:
         self.fuses = device.type == "cuda" and self._count * self.size >= _FUSED_PAIRS
         at_once = block_bytes(device.type) if self.fuses or device.type == "cpu" else _cached_block_bytes(device)
         elements = at_once // itemsize
-        square = 1 << (elements.bit_length() - 1) // 2  # columns of a block of at least as many rows
+        square = 1 << (elements.bit_length() - 1) // 2  # columns of a block with at least as many rows
         if self.fuses:
-            square *= 2  # what is compiled for as many columns as rows is for such blocks alone
+            square *= 2  # code compiled for a square block would work for square blocks only
         self._columns = min(columns or max(square, elements // max(1, self._count)), self.size)
         self._rows = max(1, elements // self._columns)
 
@@ -112,7 +112,7 @@ class PairGrid:
         """Return values of a block's anchors, (..., rows, 1) and (..., 1, columns), out of (..., 2, B)."""
         rows = values[..., block.side, self.local][..., block.rows].unsqueeze(-1)
         columns = values[..., 1 - block.side, block.columns].unsqueeze(-2)
-        # a view elsewhere in the same memory would be compiled again
+        # a view at another offset of the same memory would be recompiled
         return (rows.clone(), columns.clone()) if self.fuses else (rows, columns)
 
     def per_anchor(self, value: float) -> Tensor:
@@ -120,12 +120,12 @@ class PairGrid:
         return self.positive.new_full((2, self._count), value)
 
     def buffers(self, count: int) -> list[Tensor]:
-        """Return flat tensors of a block's size: written again and again, they stay in a CPU's cache."""
+        """Return flat buffers of a block's size; reused for every block, they stay in a CPU's cache."""
         size = min(self._rows, self._count) * self._columns
         return [self.positive.new_empty(size) for _ in range(count)]
 
     def positives(self, x: Tensor, block: Block) -> Tensor:
-        """Return a view of those elements of a block where anchor and partner are one sample."""
+        """Return a view of the elements of a block where anchor and partner are the same sample."""
         if block.local is None:
             return x.new_empty(0)
         return x.diagonal(offset=block.rows.start - block.local.start)
@@ -133,7 +133,7 @@ class PairGrid:
     def gradient(self, weight: Callable[[Block], Tensor]) -> tuple[Tensor, Tensor]:
         """Return the feature gradient of a function of the similarities: (local, d) rows for images and texts.
 
-        `weight` is the (rows, columns) derivative by each similarity of a block.
+        `weight` returns the (rows, columns) derivative with respect to a block's similarities.
         """
         grads = tuple(features.new_zeros((self._count, features.shape[1])) for features in self._features)
         for block in self.blocks():
@@ -146,13 +146,13 @@ class PairGrid:
         return grads[IMAGE], grads[TEXT]
 
     def weighted_sum(self, grads: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the sum over this rank's images and all texts of derivative x similarity, from what `gradient` gave.
+        """Return the sum over this rank's images and all texts of derivative x similarity, given `gradient`'s result.
 
         Over all ranks each pair counts once.
         """
         return (self._own[IMAGE] * grads[IMAGE]).sum()
 
     def add_positives(self, grads: tuple[Tensor, Tensor], by_positive: Tensor) -> None:
-        """Add to the (local, d) gradients those of a function of the positives s_ii with the (local,) derivative."""
+        """Add the gradients of a function of the positives s_ii, which has the (local,) derivative `by_positive`."""
         for side, grad in enumerate(grads):
             grad.addcmul_(by_positive.unsqueeze(1), self._own[1 - side])

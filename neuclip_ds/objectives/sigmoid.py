@@ -1,10 +1,10 @@
-"""SigLIP's pairwise sigmoid loss (Zhai et al. 2023, eq. 1) in the closed form.
+"""SigLIP's pairwise sigmoid loss (Zhai et al. 2023, eq. 1) in closed form.
 
     L = -1/B sum_{i, j} log sigmoid(z_ij (s_ij / tau + bias)),   z_ij = 1 where i = j, else -1
 
 A pair's derivative needs only its own similarity, so each block is visited once. Pairs of local images with other
-ranks' texts count for the loss; pairs of local texts with other ranks' images only for the gradient, since those ranks
-count their loss.
+ranks' texts count toward the loss; pairs of local texts with other ranks' images count only toward the
+gradient, since those ranks add their loss.
 """
 
 import torch
@@ -21,14 +21,14 @@ from neuclip_ds.objectives.temperature import LearnableTemperature
 
 
 class SigmoidObjective(Objective):
-    """Feature gradient of one batch, and one Adam step of temperature and bias; without a bias, the encoders'."""
+    """SigLIP's objective: feature gradient of each batch, and an Adam step on temperature and bias."""
 
     def __init__(self, config: ObjectiveConfig, context: Context) -> None:
         bias = context.bias if config.siglip.bias is None else config.siglip.bias
         if bias is None:
             raise UserError(
-                "The pretrained checkpoint has no logit_bias, which SigLIP's loss starts with; give "
-                "--objective.siglip.bias (SigLIP begins with -10)."
+                "The pretrained checkpoint has no logit_bias, which SigLIP's loss starts from; set "
+                "--objective.siglip.bias (SigLIP starts from -10)."
             )
         self._config, self._logit = config, LearnableTemperature(config, context, bias=bias)
         super().__init__(context, {"": self._logit})
@@ -40,7 +40,7 @@ class SigmoidObjective(Objective):
         batch.require_pairs(step.number)
         tau, bias = self._logit.of(batch), self._logit.scalar("bias")
         grid = PairGrid(batch, self._config.chunk_size, budget=0)
-        sums = grid.positive.new_zeros(2)  # of the loss and of the derivatives by the logits
+        sums = grid.positive.new_zeros(2)  # of the loss and of its derivatives with respect to the logits
 
         def grad_logit(block: Block) -> Tensor:
             against = torch.add(bias, grid.similarity(block).mul_(1 / tau))  # -z times the logit

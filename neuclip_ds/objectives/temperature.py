@@ -1,8 +1,8 @@
-"""Rules for the temperature, one per class.
+"""Update rules for the temperature, one per class.
 
-The trained number is theta = log(1/tau), as in every published code base, whose gradient is -tau d/dtau, or tau itself
-(FastCLIP Procedure 5). It is float32, lives outside the DeepSpeed engine, and is the same on all ranks because its
-gradient is.
+The trained variable is theta = log(1/tau), whose gradient is -tau d/dtau, as in every published code base, or tau
+itself (FastCLIP Procedure 5). It is float32, lives outside the DeepSpeed engine, and is the same on all ranks because
+its gradient is.
 """
 
 import math
@@ -29,18 +29,18 @@ class TemperatureSignal(NamedTuple):
 
     mean_logit: Tensor  # 0-dim, global mean over anchors of the sum of both directions, equal on all ranks
     tau_term: Tensor  # 0-dim, likewise
-    grad_log_scale: Tensor  # 0-dim, gradient of the loss by log(1/tau) where its scale does not depend on tau
+    grad_log_scale: Tensor  # 0-dim, d loss / d log(1/tau), if the loss's scale does not depend on tau
     local_mean_logit: Tensor  # (2, local) of this rank's anchors
     local_tau_term: Tensor  # (2, local)
 
 
 class Temperature(Stateful):
-    """A rule for tau."""
+    """Base class of the rules for tau."""
 
-    _rho_share = 0.0  # of the config's rho, for each anchor and direction
+    _rho_share = 0.0  # share of the config's rho for each anchor and direction
 
     def __init__(self, config: ObjectiveConfig, context: Context) -> None:
-        """Start from the config's tau, or that of the encoders."""
+        """Start from the config's tau, or from the encoders'."""
         self._config, self._released = config.temperature, config.reference == "released_code"
 
     def of(self, batch: GatheredFeatures) -> Tensor:
@@ -48,9 +48,9 @@ class Temperature(Stateful):
         raise NotImplementedError
 
     def rho(self, step: Step) -> float:
-        """Return rho of a step; the loss holds rho tau for each anchor and direction.
+        """Return rho at a step; the loss has a term rho tau for each anchor and direction.
 
-        The entries of a list hold for equal parts of the run (AmorLIP's annealing).
+        Each entry of a list applies to an equal part of the run (AmorLIP's annealing).
         """
         rho = self._config.rho
         present = rho if isinstance(rho, float) else rho[min(int(step.progress * len(rho)), len(rho) - 1)]
@@ -60,7 +60,7 @@ class Temperature(Stateful):
         """Take one optimizer step, after the gradient of the batch."""
 
     def _lr(self, step: Step) -> float:
-        """Return the temperature's learning rate of a step, before `third_below_0.03`."""
+        """Return the temperature's learning rate at a step, before `third_below_0.03` reduces it."""
         peak = step.peak_lr if self._config.lr is None else self._config.lr
         if self._config.schedule != "encoder":
             return peak
@@ -68,15 +68,15 @@ class Temperature(Stateful):
 
 
 def initial_temperature(config: TemperatureConfig, context: Context, learned: bool = True) -> float:
-    """Return tau at step 0, the config's or that of the encoders.
+    """Return tau at step 0, from the config or the encoders.
 
     Raises:
-        UserError: neither has one, or a learned temperature's is beyond the bounds.
+        UserError: neither has one, or that of a learned temperature is outside the bounds.
     """
     tau = context.temperature if config.initial is None else config.initial
     if tau is None:
         raise UserError(
-            "The pretrained checkpoint has no logit_scale, so its temperature is unknown; give "
+            "The pretrained checkpoint has no logit_scale, so its temperature is unknown; set "
             "--objective.temperature.initial (OpenAI's models have 0.01)."
         )
     bounded = min(max(tau, config.minimum), config.maximum)
@@ -107,7 +107,7 @@ class ConstantTemperature(Temperature):
 
 
 class LearnableTemperature(Temperature):
-    """theta = log(1/tau), or tau, with its optimizer, schedule and bounds; further scalars may be learned with it."""
+    """Learned theta = log(1/tau), or tau, with its optimizer, schedule and bounds, and optionally further scalars."""
 
     def __init__(self, config: ObjectiveConfig, context: Context, **further: float) -> None:
         super().__init__(config, context)
@@ -147,9 +147,10 @@ class LearnableTemperature(Temperature):
         return self._scalars[name].detach().squeeze(0).clone()
 
     def descend(self, step: Step, **gradients: Tensor) -> None:
-        """Take a step with d loss / d scalar (0-dim) by name and clamp tau; or leave the step to the caller.
+        """Take an optimizer step with each scalar's 0-dim d loss / d scalar, by name, and clamp tau.
 
-        The temperature's is that by theta, whichever variable is learned.
+        The temperature's derivative is with respect to theta, whichever variable is learned. If the caller owns the
+        optimizer, this only sets gradients.
         """
         if self._by_tau:
             gradients["tau"] = gradients.pop("theta") / -self.tau
@@ -164,9 +165,9 @@ class LearnableTemperature(Temperature):
 
     @contextmanager
     def _third_below(self) -> Iterator[None]:
-        """Take a third of the enclosed step where tau is below 0.03 (FastCLIP section 5).
+        """Take a third of the enclosed step if tau is below 0.03 (FastCLIP section 5).
 
-        A step is proportional to the learning rate, so that tau need not be read from the device before.
+        A step is proportional to the learning rate, so it can be shortened afterward without reading tau on the host.
         """
         share = 1 - 2 / 3 * (self.tau < 0.03).to(self.tau.dtype)
         before = {name: scalar.detach().clone() for name, scalar in self._scalars.items()}
@@ -181,7 +182,7 @@ class LearnableTemperature(Temperature):
         return state
 
     def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
-        """Fill what `replicated_state` returned; raise `UserError` if it is of the other variable."""
+        """Restore the result of `replicated_state`; raise `UserError` if it has the other variable."""
         if not self._scalars.keys() <= state.keys():
             other = "log" if self._by_tau else "tau"
             raise UserError(
@@ -195,7 +196,7 @@ class LearnableTemperature(Temperature):
 
 
 class LogTemperature(LearnableTemperature):
-    """The gradient of the method's own loss: OpenCLIP, with 1/tau clamped (at 100 by default); FastCLIP-v0 (eq. 8)."""
+    """Follow the gradient of the method's own loss: OpenCLIP, with 1/tau clamped (at 100); FastCLIP-v0 (eq. 8)."""
 
     def update(self, batch: GatheredFeatures, signal: TemperatureSignal, step: Step) -> None:
         self.descend(step, theta=signal.grad_log_scale)
@@ -218,13 +219,13 @@ class RobustTemperature(LearnableTemperature):
 
 
 class RescaledTemperature(RobustTemperature):
-    """AmorLIP's rescaled loss tau l + rho tau: as RGCL-g, but rho counts once and not for each direction."""
+    """AmorLIP's rescaled loss tau l + rho tau: like RGCL-g, but with rho counted once instead of per direction."""
 
     _rho_share = 0.5
 
 
 def _optimizer(scalars: list[Parameter], name: str, context: Context) -> torch.optim.Optimizer:
-    """Return the optimizer of that name; its learning rate comes with each step."""
+    """Return the optimizer with this name; its learning rate is set at each step."""
     betas, eps = context.adam
     if name == "lion":
         from timm.optim import Lion
@@ -236,6 +237,6 @@ def _optimizer(scalars: list[Parameter], name: str, context: Context) -> torch.o
 
 
 def trained_temperature(state: Mapping[str, Tensor]) -> Tensor | None:
-    """Return tau from an objective's replicated state; None where samples have their own."""
+    """Return tau from an objective's replicated state; None if samples have their own."""
     theta = state.get("temperature.theta", state.get("theta"))
     return state.get("temperature.tau", state.get("tau")) if theta is None else theta.neg().exp()
