@@ -122,6 +122,7 @@ def test_missing_packages_and_paths_are_reported_before_torch_is_imported(tmp_pa
     assert done.stdout.split() == []
 
 
+@pytest.mark.slow
 def test_deepspeed_gives_no_advice_where_there_is_no_gpu(tmp_path: Path) -> None:
     variables = {name: value for name, value in environment().items() if name != "DS_ACCELERATOR"}
     command = [sys.executable, "-m", "neuclip_ds", "export", ".", "--out=out"]

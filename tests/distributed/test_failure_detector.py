@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
 from forks import fork
 
 from neuclip_ds.distributed import failure_detector
@@ -131,6 +132,7 @@ def test_the_death_of_rank_zero_ends_all(tmp_path: Path) -> None:
     assert all("rank 0 on node0 failed: it was killed" in log for log in found.logs[1:])
 
 
+@pytest.mark.slow
 def test_a_pause_is_no_failure_but_a_rank_zero_that_does_not_answer_is(tmp_path: Path) -> None:
     """A stopped process cannot be told from one whose node hangs."""
     assert ends(tmp_path, "paused") == ([0, 0, 0], ["", "", ""])

@@ -106,6 +106,7 @@ def test_an_outage_is_waited_for(
     assert waits.startswith("waiting for shards: ") and str(status) in waits
 
 
+@pytest.mark.slow
 def test_transfers_that_fail_now_and_then(http: Files, remote: Manifest, local: Manifest, tmp_path: Path) -> None:
     http.faults = {"00000.tar": ["stall"], "00001.tar": ["cut"], "00002.tar": ["short"], "00003.tar": [500]}
     # below this timeout a loaded machine could pass for a store that stalls
