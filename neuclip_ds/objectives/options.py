@@ -1,4 +1,4 @@
-"""Options of the objectives: those that all methods share, and one section for each estimator; free of torch."""
+"""Options of the objectives: those that all methods share, and one section per estimator; does not import torch."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ class TemperatureConfig(Section):
     maximum: float = Field(1.0, gt=0)
     """Upper bound of tau."""
     optimizer: Literal["adam", "lion", "sgd"] = "adam"
-    """Optimizer of a global temperature, and of SigLIP's bias: Adam, or Lion or SGD as FastCLIP's study of optimizers
-    has them. Moment decays are the encoders', of which the first is SGD's momentum."""
+    """Optimizer of a global temperature, and of SigLIP's bias: Adam, or Lion or SGD as in FastCLIP's study of
+    optimizers. The decay rates are the encoders' betas; SGD takes the first as its momentum."""
     variable: Literal["log", "tau"] = "log"
-    """What the optimizer of a global temperature moves: log(1/tau), as all released code does, or tau itself (FastCLIP
-    Procedure 5). Individual temperatures are always moved as tau."""
+    """Variable that the optimizer of a global temperature updates: log(1/tau), as in all released code, or tau itself
+    (FastCLIP Procedure 5). With individual temperatures it is always tau."""
     lr: float | None = Field(None, ge=0)
-    """Learning rate of `variable`. By default that of the encoders."""
+    """Learning rate of `variable`. By default the encoders'."""
     rule: Literal["robust", "learned"] | None = None
-    """How neuclip and neuclip_queue learn tau: `robust` with rho (NeuCLIP eq. 12), the default of the first; `learned`
-    as OpenCLIP with eps = 1/(n-1) and no rho, that of the second."""
+    """How neuclip and neuclip_queue learn tau: `robust` with rho (NeuCLIP eq. 12), the default for neuclip; `learned`
+    like OpenCLIP, with eps = 1/(n-1) and no rho, the default for neuclip_queue."""
     schedule: Literal["encoder", "constant", "third_below_0.03"] = "encoder"
-    """`encoder` follows the encoders' schedule; `third_below_0.03` takes lr, and lr/3 while tau < 0.03 (FastCLIP)."""
+    """`encoder` follows the encoders' schedule; `third_below_0.03` uses lr, and lr/3 while tau < 0.03 (FastCLIP)."""
     rho: float | Annotated[list[float], Field(min_length=1)] = 0.0
-    """Margin rho of the robust contrastive loss (FastCLIP eq. 10). Entries of a list each hold for an equal part of
+    """Margin rho of the robust contrastive loss (FastCLIP eq. 10). Each entry of a list applies to an equal part of
     the run."""
 
     @model_validator(mode="after")
@@ -59,34 +59,34 @@ class SiglipConfig(Section):
 
 class MovingAverageConfig(Section):
     gamma: Literal["cosine", "constant"] = "cosine"
-    """Schedule of gamma: FastCLIP's cosine, or SogCLR's constant gamma_min. A sample's first visit always takes 1."""
+    """Schedule of gamma: FastCLIP's cosine, or SogCLR's constant gamma_min. Gamma is 1 when a sample is first seen."""
     gamma_min: float = Field(0.2, gt=0, le=1)
     """Weight of the new estimate at the end of the schedule."""
     gamma_epochs: float = Field(18, ge=0)
     """Epochs E over which gamma falls from 1 to gamma_min on a cosine, in steps of one epoch."""
     drift_rate: float = Field(0.0, ge=0, le=1)
-    """Weight of a batch in the running mean of log g that log u is kept relative to, so that u follows what all
-    samples' g do between two visits; 0 keeps u itself (FastCLIP)."""
+    """Weight of a batch in the running mean of log g that log u is stored relative to, so that u follows the common
+    change of all samples' g while a sample is not seen; 0 stores u itself (FastCLIP)."""
 
 
 class AmortizedConfig(Section):
     width: float = Field(1.0, gt=0)
     """Hidden units of the amortization MLP as a multiple f_d of the feature width."""
     loss: Literal["l2_log", "kl", "js"] = "l2_log"
-    """Loss that lambda is fitted by: squared error of logarithms, or KL or Jensen-Shannon divergence, to which a tenth
-    of the squared error is added."""
+    """Loss that fits lambda: squared error of logarithms, or KL or Jensen-Shannon divergence plus a tenth of the
+    squared error."""
     amortizes: Literal["partition", "negatives"] = "partition"
-    """What lambda is fitted to: the partition function, or its negatives alone, to which each batch's positives are
-    added back (AmorLIP Table 3)."""
+    """Target of lambda: the partition function, or its negatives alone, to which each batch's positives are added back
+    (AmorLIP Table 3)."""
     gather: Literal["every_step", "fits"] = "every_step"
-    """Which steps gather the features of all ranks: each, or those that fit the nets, while in the others a rank
-    contrasts its own rows only (AmorLIP section 3.3)."""
+    """Which steps gather the features of all ranks: each, or only those that fit the nets; in the others, each
+    rank contrasts its own rows (AmorLIP section 3.3)."""
     lr: float = Field(1e-3, gt=0)
     """Adam's learning rate (the released code multiplies it by the number of ranks)."""
     max_grad_norm: float = Field(1.0, ge=0)
-    """Largest gradient norm of the MLPs; 0 does not clip."""
+    """Maximum gradient norm of the MLPs; 0 disables clipping."""
     inner_steps: int = Field(3, ge=0)
-    """Adam steps T_lambda on a batch."""
+    """Adam steps T_lambda per batch."""
     online_every: int = Field(1, ge=1)
     """Steps T_online between fits of the online nets."""
     target_every: int = Field(2, ge=1)
@@ -96,7 +96,7 @@ class AmortizedConfig(Section):
     previous_weight: float = Field(0.8, ge=0, lt=1)
     """Largest weight beta_T of the previous epoch's net in the target."""
     previous_epochs: float = Field(16, ge=0)
-    """Epochs over which that weight rises from 0 on a cosine: all of the run in the paper, 16 of 33 in the README."""
+    """Epochs over which that weight rises from 0 on a cosine: the whole run in the paper, 16 of 33 in the README."""
     positive_weight: float = Field(1.0, ge=0)
     """Weight c of an anchor's own pair in the partition: 1 in the paper, 1e-3 in the released scripts."""
     encoder_normalizer: Literal["ema", "combined"] = "ema"
@@ -109,29 +109,29 @@ class NpnConfig(Section):
     network: Literal["prototypes", "mlp"] = "prototypes"
     """Form of the network: prototypes (NeuCLIP eq. 10), or AmorLIP's MLP fitted to the same objective (ablation)."""
     optimizer: Literal["scaled", "adagrad"] = "scaled"
-    """Update of the prototypes: AdaGrad (NeuCLIP), or the gradient scaled so that no logit moves by more than lr, which
-    neither depends on the batch's size nor amplifies rounding errors at low temperatures (this project)."""
+    """Update of the prototypes: AdaGrad (NeuCLIP), or the gradient scaled so that no logit changes by more than lr,
+    which neither depends on the batch size nor amplifies rounding errors at low temperatures (this project)."""
     inner_steps: int = Field(10, ge=0)
     """Updates T_u per step."""
     redraw_every: int = Field(500, ge=0)
-    """Steps T_r between re-draws of the columns from recent features; 0 draws them once, as order=joint does."""
+    """Steps T_r between re-draws of the prototypes from recent features; 0 draws them once, as order=joint does."""
     lr: float | None = Field(None, gt=0)
     """Step size of an update. By default 0.3 with `scaled`, with AdaGrad the published 1.0, which holds for
     B >= 1024 and m = 4096 (use a smaller one below), and 1e-3 for the Adam of network=mlp."""
     weight_decay: float = Field(0.0, ge=0)
     """Weight decay of the network: coupled with the gradient in AdaGrad and in the MLP's Adam, decoupled with
-    order=joint. NeuCLIP searched 0 to 1 and has 0; optimizer=scaled has none."""
+    order=joint. NeuCLIP searched 0 to 1 and uses 0; optimizer=scaled has none."""
     alpha_grad: Literal["full", "positive", "stop"] = "full"
-    """How much of alpha's gradient encoders and tau get: all of it (NeuCLIP eq. 12), its part along the positive, or
-    none."""
+    """Part of alpha's gradient that encoders and tau receive: all of it (NeuCLIP eq. 12), the part along the positive,
+    or none."""
     objective: Literal["unified", "separate"] = "unified"
     """Objective that the network is fitted to: the loss itself, or (alpha - log(eps + g))^2 (ablation)."""
     replicas: int = Field(4, ge=1)
-    """Ranks that hold and fit the same prototypes, at most; the largest divisor of the number of ranks counts. With
-    more of them alpha_grad=full sends less, and each rank computes more."""
+    """Maximum number of ranks that hold and fit the same prototypes; the largest divisor of the world size up to it is
+    used. With more replicas, alpha_grad=full sends less and each rank computes more."""
     order: Literal["alternating", "joint"] = "alternating"
-    """Update the network first and the encoders with its new prediction (Algorithm 1), or both from the old one:
-    `joint`, where the network takes one AdamW step at the encoders' learning rate, without re-draws (Algorithm 3)."""
+    """Update the network first and the encoders with its new prediction (Algorithm 1), or both from the old one
+    (`joint`): the network then takes one AdamW step at the encoders' learning rate, without re-draws (Algorithm 3)."""
 
     @model_validator(mode="after")
     def _order_fits_the_network(self) -> NpnConfig:
@@ -143,7 +143,7 @@ class NpnConfig(Section):
         return self
 
     def replicas_on(self, world_size: int) -> int:
-        """Return the ranks that hold the same prototypes; without the full gradient nothing is added up over ranks."""
+        """Return the number of ranks with the same prototypes; only the full gradient has a use for more than one."""
         most = self.replicas if self.alpha_grad == "full" else 1
         return max(count for count in range(1, most + 1) if world_size % count == 0)
 
@@ -159,7 +159,7 @@ class QueueConfig(Section):
     size: int = Field(4096, ge=1, le=1 << 24)
     """Samples m that the queue holds."""
     kappa: float = Field(1.0, gt=0, le=1e6)
-    """Weight of the queue's estimate where it is pooled with the batch's, which weighs 1. Bounds (eps + g)/exp(alpha)
+    """Weight of the queue's estimate when pooled with the batch's, whose weight is 1. Bounds (eps + g)/exp(alpha)
     by 1 + kappa."""
 
 
@@ -174,21 +174,22 @@ class ObjectiveConfig(Section):
     eps: float = Field(1e-14, gt=0)
     """Added to every normalizer (FastCLIP App. D: 1e-6 beyond about 100M samples)."""
     chunk_size: int | None = Field(None, ge=1)
-    """Columns of the similarity matrix that are computed at once. By default as suits the device; rows are limited so
+    """Columns of the similarity matrix that are computed at once. The default suits the device; rows are limited so
     that a block has at most 64 MiB on a GPU (16 MiB for small batches), 1 MiB per thread on a CPU."""
     comm_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision in which features travel between ranks; `auto` is the towers' precision."""
+    """Precision in which features are sent between ranks; `auto` is the towers' precision."""
     reference: Literal["paper", "released_code"] = "paper"
-    """Where a paper and its released code differ. FastCLIP's code has no leading tau in losses with constant or
-    individual tau, counts the data term in the gradient of a robust tau twice, and clamps the gradients of individual
-    temperatures and corrects their Adam's bias by epochs. AmorLIP's starts an epoch's nets near log lambda = 0 instead
-    of at the first batch's mean log Z, and divides the divergences by B^2 and the squared error by B, not 2 B."""
+    """Version to follow where a paper and its released code differ. FastCLIP's code has no leading tau in losses with
+    constant or individual tau, counts the data term in the gradient of a robust tau twice, and clamps the gradients of
+    individual temperatures and corrects their Adam's bias by epochs. AmorLIP's code starts an epoch's nets near
+    log lambda = 0 instead of at the first batch's mean log Z, and divides the divergences by B^2 and the squared error
+    by B, not 2 B."""
     epoch_steps: int | None = Field(None, ge=1)
     """Training steps that count as an epoch of gamma's schedule and of amorlip's nets, for runs that see each sample
     about once. By default those of the data."""
     max_ratio: float | None = Field(None, gt=0)
-    """Bound on the ratio with which an anchor's negatives weigh: (eps + g)/(eps + ghat) of neuclip, C/lambda of
-    amorlip. By default none, as published."""
+    """Bound on the weight of an anchor's negatives: (eps + g)/(eps + ghat) in neuclip, C/lambda in amorlip. By default
+    none, as published."""
     temperature: TemperatureConfig = Field(default_factory=TemperatureConfig)
     siglip: SiglipConfig = Field(default_factory=SiglipConfig)
     moving_average: MovingAverageConfig = Field(default_factory=MovingAverageConfig)
@@ -232,7 +233,7 @@ class ObjectiveConfig(Section):
         return by_epochs or released or isinstance(self.temperature.rho, list)
 
     def slips(self) -> list[str]:
-        """Return a sentence for each setting that training survives but that hardly anybody means."""
+        """Return a sentence for each setting that is valid but probably a mistake."""
         released = self.reference == "released_code" and "amortized" in find_method(self.method).sections
         if not released or self.amortized.encoder_normalizer != "ema" or self.max_ratio is not None:
             return []

@@ -1,1 +1,1 @@
-"""Estimators of the anchors' normalizers, one a file."""
+"""Estimators of the anchors' normalizers, one per module."""

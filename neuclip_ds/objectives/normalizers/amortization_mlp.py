@@ -19,7 +19,7 @@ class Weights(NamedTuple):
 
     up: Tensor  # (2, d, h)
     up_bias: Tensor  # (2, 1, h)
-    up_gain: Tensor  # (2, 1, h), of the LayerNorm behind it
+    up_gain: Tensor  # (2, 1, h), of the LayerNorm after it
     up_shift: Tensor  # (2, 1, h)
     down: Tensor  # (2, h, d)
     down_bias: Tensor  # (2, 1, d)
@@ -30,7 +30,7 @@ class Weights(NamedTuple):
 
 
 class AmortizationMlp:
-    """The architecture; its weights come with each call.
+    """The architecture; each call passes its weights.
 
     Attributes:
         size: length of the flat vector of weights.
@@ -44,12 +44,12 @@ class AmortizationMlp:
         self.size = sum(self._sizes)
 
     def weights(self, flat: Tensor) -> Weights:
-        """(size,) -> its parts, sharing memory."""
+        """(size,) vector -> its weights, sharing memory."""
         parts = flat.split(self._sizes)
         return Weights(*(part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)))
 
     def draw(self, seed: int) -> Tensor:
-        """(size,) float32 weights on the CPU as torch's layers start, from a separate generator."""
+        """Draw (size,) float32 weights on the CPU as torch's layers are initialized, from a separate generator."""
         generator = torch.Generator().manual_seed(seed)
         flat = torch.empty(self.size)
         w = self.weights(flat)
@@ -63,7 +63,7 @@ class AmortizationMlp:
         return flat
 
     def raise_level(self, flat: Tensor, by: Tensor) -> None:
-        """Add a number of each direction, (2,), to what the nets return."""
+        """Add a constant for each direction, (2,), to the nets' output."""
         self.weights(flat).out_bias.add_(by.view(2, 1, 1))
 
     def __call__(self, flat: Tensor, features: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ class AmortizationMlp:
         w = self.weights(flat)
         x = torch.baddbmm(w.up_bias, features, w.up).relu_()
         x = layer_norm(x, x.shape[2:])
-        # gain and shift become part of the layer behind them: a pass over its weights, not over the rows
+        # gain and shift are folded into the next layer: a pass over its weights, not over the rows
         x = torch.baddbmm(torch.baddbmm(w.down_bias, w.up_shift, w.down), x, w.up_gain.mT * w.down).relu_()
         x = layer_norm(x, x.shape[2:])
         x = torch.addcmul(features + w.down_shift, x, w.down_gain).relu_()

@@ -5,23 +5,23 @@ With L = 1/tau and c the weight of the positive, an anchor's partition function 
     C_i = 1/(B-1) [sum_{j != i} exp(L s_ij) + c exp(L s_ii)]          (the released code omits the 1/(B-1))
 
 Stage I fits the online net's log lambda_i to log Z_i, Z_i = (1 - beta_t) C_i + beta_t lambda'_i, where lambda' is the
-target net as the epoch before left it. The target net is a moving average of the online net; both restart each
+target net at the end of the previous epoch. The target net is a moving average of the online net; both restart each
 epoch. Stage II gives encoders and temperature the gradient, with lambda and the leading tau constant, of
 
     tau (-2 L mean s_ii + mean C1_i/lambda1_i + mean C2_i/lambda2_i) + rho tau                  (eq. 6, rescaled)
 
 with lambda the target net's or, as in the released code, Z itself. With `amortizes=negatives` (Table 3) the nets are
-fitted to the sum over j != i alone, and lambda is their answer plus the anchor's own term c exp(L s_ii)/(B-1).
+fitted to the sum over j != i alone, and lambda is their output plus the anchor's own term c exp(L s_ii)/(B-1).
 
 An anchor's negatives weigh exp(L s_ij)/lambda_i, so log w_i = L s_ii - log lambda_i in the common gradient. That weight
-moves with s_ii, where the common gradient holds it constant; the rest is C_i/lambda_i - 1 for each direction, along the
-partner. The order in a step is online net, target net, stage II.
+depends on s_ii, but the common gradient holds it constant; the rest is C_i/lambda_i - 1 for each direction, along the
+partner. A step updates the online net, then the target net, and then runs stage II.
 
-Ranks. Every rank holds both nets, the same bits. It fits them to all rows of the batch, for which log Z and log C of
-the anchors travel, or to its own rows, and the gradient of each update is summed over ranks (4 MB at d = 512).
-`fits_all_rows` decides: the former computes on every rank what ranks could share, the latter sends more than OpenCLIP
-does unless the batch is large. With `gather=fits` (section 3.3) the steps without a fit contrast each rank's own rows;
-their C has the mean over b - 1 negatives, and the share of the positive that the global batch has.
+Ranks. Every rank holds bit-identical copies of both nets. It fits them either to all rows of the batch, after an
+all-gather of log Z and log C, or to its own rows, and sums the gradient of each update over ranks (4 MB at d = 512).
+`fits_all_rows` decides: the former repeats the same work on every rank, the latter sends more than OpenCLIP does unless
+the batch is large. With `gather=fits` (section 3.3) the steps without a fit contrast each rank's own rows; their C has
+the mean over b - 1 negatives, and the share of the positive that the global batch has.
 """
 
 import math
@@ -42,8 +42,8 @@ from neuclip_ds.objectives.options import AmortizedConfig, ObjectiveConfig
 from neuclip_ds.objectives.pair_arithmetic import lowest_exponent
 
 # The derivative of a divergence by log lambda_i is C_i/lambda_i times this function of log lambda_i - log Z_i. With
-# P = exp(L s)/lambda and Q = exp(L s)/Z, not normalized, P/Q is the same for all pairs of an anchor, so that no pair is
-# visited:
+# P = exp(L s)/lambda and Q = exp(L s)/Z, not normalized, P/Q is the same for all pairs of an anchor, so that no pair
+# is needed:
 #   kl  C/lambda (log Z - log lambda)
 #   js  1/2 [C/lambda log(P/M) + C/Z log(Q/M)],  M = (P + Q)/2,  P/M = 2/(1 + lambda/Z),  Q/M = 2/(1 + Z/lambda)
 _DIVERGENCE_L2 = 0.1  # weight of the squared error in addition to a divergence
@@ -68,7 +68,7 @@ def fit_gradient(
     Args:
         log_lambda, log_target, log_total: (2, rows) log of lambda, Z and C; there may be no rows.
         size: B.
-        loss: as `objective.amortized.loss`.
+        loss: value of `objective.amortized.loss`.
         released: whether the losses have the released code's scale: divergences are divided by B^2 instead of B, and
             the squared error has no factor 1/2.
 
@@ -87,17 +87,17 @@ def fit_gradient(
 
 
 def _bounded_exp(x: Tensor) -> Tensor:
-    """exp(x) of x <= 0; never subnormal."""
+    """Return exp(x) for x <= 0; never subnormal."""
     return x.clamp(min=lowest_exponent(x.dtype)).exp()
 
 
 def fits_all_rows(config: AmortizedConfig, dim: int, rows: int, comm_dtype: torch.dtype, updates: int) -> bool:
     """Whether each rank fits the nets to all `rows` of the global batch instead of its own.
 
-    It does where the gradients of so many updates, as float32, are larger than the features in `comm_dtype`.
+    It does if the float32 gradients of this many updates are larger than the features in `comm_dtype`.
     """
     gradients = updates * _mlp(config, dim).size * torch.float32.itemsize  # an all-reduce sends them twice
-    return gradients > rows * dim * comm_dtype.itemsize  # of images, and as much of texts
+    return gradients > rows * dim * comm_dtype.itemsize  # images' features; the texts' are as large
 
 
 def _mlp(config: AmortizedConfig, dim: int) -> AmortizationMlp:
@@ -109,13 +109,13 @@ class _FitRows(NamedTuple):
 
     features: Tensor  # (2, rows, d)
     log_target: Tensor  # (2, rows): log Z
-    log_total: Tensor  # (2, rows): log C, of what the nets amortize
+    log_total: Tensor  # (2, rows): log C, or its negatives if the nets amortize only these
     size: int  # B
-    ranks: Communicator  # over which sums go: all, or this one where the rows are all
+    ranks: Communicator  # ranks to sum over: all, or this one if it has all rows
 
 
 def _log_minus(log_x: Tensor, log_y: Tensor) -> Tensor:
-    """Return log(x - y), -inf where x is not larger."""
+    """Return log(x - y), or -inf where x is not larger."""
     return log_x + torch.log1p(-(log_y - log_x).clamp(max=0).exp())
 
 
@@ -127,20 +127,20 @@ class AmortizedNormalizer(Normalizer):
         self._config = own = config.amortized
         self._released, self._max_ratio = config.reference == "released_code", config.max_ratio
         self._communicator, self._dim, self._own_optimizer = context.communicator, context.dim, context.own_optimizers
-        self._updates = own.inner_steps if context.own_optimizers else 1  # on a batch
+        self._updates = own.inner_steps if context.own_optimizers else 1  # per batch
         self.always_gathers = own.gather == "every_step"
         self._log_positive_weight = math.log(own.positive_weight) if own.positive_weight else -math.inf
         self._mlp = _mlp(own, context.dim)
         blank = torch.zeros(self._mlp.size, dtype=context.dtype, device=context.communicator.device)
         self._online = Parameter(blank)
         self._target = blank.clone()
-        self._previous: Tensor | None = None  # the target net at the end of the epoch before
+        self._previous: Tensor | None = None  # the target net at the end of the previous epoch
         self._adam = self._new_adam()
-        self._epoch = -1  # of the nets; none are drawn yet
-        self._steps = 0  # since they were drawn
+        self._epoch = -1  # in which the nets were drawn; -1 before the first
+        self._steps = 0  # since the nets were drawn
 
     def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> NormalizerOutput:
-        """Estimate after a fit; without learning from the nets as they are, or from the batch while none are drawn."""
+        """Fit the nets if the step learns, then estimate from them, or from the batch if none are drawn yet."""
         features, positive, own_pair = self._inputs(batch, tau)
         log_total = torch.logaddexp(log_g + positive, own_pair.expand_as(log_g))
         log_fitted = log_total if self._amortizes_positives else log_g + positive
@@ -166,7 +166,7 @@ class AmortizedNormalizer(Normalizer):
         return NormalizerOutput(log_weight, ratio - positive, tau_term, {}, feature_grad, metrics)
 
     def log_estimate(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor) -> Tensor:
-        """log (lambda_i - c exp(L s_ii)/(B-1)) - L s_ii; without the share of the positive where lambda holds it."""
+        """log (lambda_i - c exp(L s_ii)/(B-1)) - L s_ii; only if lambda includes the positive is it subtracted."""
         if self._epoch < 0:
             return torch.full_like(log_g, -math.inf)
         features, positive, own_pair = self._inputs(batch, tau)
@@ -225,7 +225,7 @@ class AmortizedNormalizer(Normalizer):
         return _FitRows(torch.stack([batch.image, batch.text]), values[:2], values[2:], batch.size, ranks.alone())
 
     def _draw(self, epoch: int, rows: _FitRows) -> None:
-        """New nets, but for their level a function of the epoch alone, and a new Adam."""
+        """Draw new nets, which except for their level depend on the epoch alone, and create a new Adam."""
         self._target.copy_(self._mlp.draw(epoch))
         if not self._released:
             gap = (rows.log_target - self._mlp(self._target, rows.features)).sum(dim=1)
@@ -256,9 +256,9 @@ class AmortizedNormalizer(Normalizer):
         return ranks.all_reduce(gradient, "network gradients"), peak
 
     def _log_scale(self, gradient: Tensor, peak: Tensor) -> Tensor:
-        """log of the factor for a gradient that was divided by exp(peak): exp(peak), or less where it is clipped.
+        """Return the log of the factor on a gradient that was divided by exp(peak): peak, or less if it is clipped.
 
-        A divergence of a young net may be too steep for float32; its clipped gradient is not.
+        The gradient of a new net's divergence may overflow float32; its clipped gradient does not.
         """
         if not self._config.max_grad_norm:
             return peak

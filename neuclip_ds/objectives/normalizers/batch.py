@@ -1,6 +1,6 @@
 """The batch as its own normalizer: OpenCLIP's mini-batch contrastive loss (MBCL).
 
-The softmax includes the positive, so an anchor's normalizer is 1/(B-1) + g_i, and its loss
+The softmax includes the positive, so an anchor's normalizer is 1/(B-1) + g_i, and its loss is
 log(1 + sum_{j != i} exp(x_ij / tau)) = log(1/(B-1) + g_i) + log(B-1).
 """
 

@@ -1,10 +1,10 @@
-"""A moving average of each sample's normalizer over its visits: SogCLR, FastCLIP (FastCLIP eq. 1).
+"""A moving average of each sample's normalizer over the times it is seen: SogCLR, FastCLIP (FastCLIP eq. 1).
 
-u_i <- (1 - gamma) u_i + gamma g_i, kept as log u in the per-sample store; the first visit takes g_i itself.
+u_i <- (1 - gamma) u_i + gamma g_i, kept as log u in the per-sample store; u_i starts as g_i.
 
-Between two visits g_i moves with the features, mostly by what all samples' have in common, and u_i stays behind by an
-epoch. The drift correction (ours, `drift_rate`) keeps log u_i relative to the level c of log g, a running mean for each
-direction over the batches t (i in the batch):
+Between two visits of a sample, g_i changes with the features, mostly by a factor common to all samples, and u_i lags
+behind by an epoch. The drift correction (ours, `drift_rate`) keeps log u_i relative to the level c of log g, a running
+mean for each direction over the batches t (i in the batch):
 
     c_t = c_(t-1) + max(drift_rate, 1/t) (mean_i log g_i - c_(t-1))
     u_i = (1 - gamma) exp(v_i + c_t) + gamma g_i,   v_i <- log u_i - c_t
@@ -27,7 +27,7 @@ from neuclip_ds.state.sample_store import SampleStore
 
 
 def gamma_of(step: Step, config: MovingAverageConfig) -> float:
-    """Return gamma of a step: gamma_min, or on a half cosine from 1 to it over E = gamma_epochs (FastCLIP eq. 2).
+    """Return gamma at a step: gamma_min, or on a half cosine from 1 to it over E = gamma_epochs (FastCLIP eq. 2).
 
     gamma = 1/2 (1 + cos(pi epoch/E)) (1 - gamma_min) + gamma_min,   gamma_min from epoch E on
     """
@@ -52,15 +52,15 @@ class MovingAverageNormalizer(Normalizer):
     def __init__(self, config: ObjectiveConfig, eps: float, context: Context) -> None:
         self._config, self._communicator = config.moving_average, context.communicator
         self._log_eps = math.log(eps)
-        # c, the running mean of log g in either direction; stays 0 with a rate of 0
+        # c, the running mean of log g for each direction; stays 0 with a rate of 0
         self._level = torch.zeros((2, 1), dtype=context.dtype, device=context.communicator.device)
         self._batches = 0
-        # named apart, so that one is not loaded for the other
+        # different names, so that one cannot be loaded as the other
         name = "log_u_above_level" if self._config.drift_rate else "log_u"
         fields = {f"{name}_image": -math.inf, f"{name}_text": -math.inf}
         self._store = SampleStore(context.samples + context.spare_rows, fields, context.communicator, context.dtype)
         self._stores = (self._store,)
-        self._reading: Pending  # after prefetch
+        self._reading: Pending  # set by prefetch
 
     def prefetch(self, padded_index: Tensor) -> None:
         self._reading = self._store.begin_read(padded_index)
@@ -82,7 +82,7 @@ class MovingAverageNormalizer(Normalizer):
         return self._read(batch) + self._level
 
     def _read(self, batch: GatheredFeatures) -> Tensor:
-        """(2, local) log u of this rank's anchors, above the level."""
+        """(2, local) log u of this rank's anchors, relative to the level."""
         return batch.compact(self._reading.wait()).T
 
     def _next_level(self, log_g: Tensor, size: int) -> Tensor:

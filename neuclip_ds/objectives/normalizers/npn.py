@@ -24,15 +24,15 @@ its derivatives are, e_i being the anchor and t_i its partner:
     dalpha_i/de_i = 1/tau (sum_k p_ik W_k/|W_k| - t_i sum_k p_ik),   dalpha_i/dt_i = -1/tau e_i sum_k p_ik,
     dalpha_i/dtau = -1/tau sum_k p_ik z_ik                                                  `_full_gradient`
 
-`alpha_grad` chooses the term r_i grad alpha_i of the encoders' and tau's gradient: `full` has all of it, `stop` none.
+`alpha_grad` selects the term r_i grad alpha_i of the encoders' and tau's gradient: `full` keeps all of it, `stop` none.
 `positive` holds beta_i = alpha_i + s_ii/tau constant, the network's prediction of log Z_i = log(eps + g_i) + s_ii/tau,
-which depends on the anchor alone. What is left of alpha_i = beta_i - s_ii/tau pulls along the positive,
+which depends on the anchor alone. The remaining part of alpha_i = beta_i - s_ii/tau acts along the positive,
 
     dalpha_i/de_i = -t_i/tau,   dalpha_i/dt_i = -e_i/tau,   tau dalpha_i/dtau = s_ii/tau            prediction.py
 
-so that its pull, r_i/tau and the (1 - r_i)/tau of the first term, is 1/tau whatever r_i is (up to eps).
+so that the positive's weight, r_i/tau plus the (1 - r_i)/tau of the first term, is 1/tau for any r_i (up to eps).
 
-Algorithm 1, one step (`NpnNormalizer.__call__`), after the features and g_i of the batch are there:
+Algorithm 1, one step (`NpnNormalizer.__call__`), once the features and g_i of the batch are computed:
 
     every T_r steps: W1 <- text features, W2 <- image features of the same samples          `_redraw_if_due`
     (of this batch where B >= m, else of the last m samples before it)
@@ -46,12 +46,12 @@ The scaled update (ours), which docs/reference/losses.md compares with AdaGrad:
 
 The quotient is shorter than 1, as |r_i| <= 1 + |1 - r_i|, so no logit cos(e_i, W_k)/tau moves by more than about lr.
 
-K ranks form R groups of S = K/R consecutive ones, R being `replicas`. A group has all prototypes, and each rank m/S
-of W1 and of W2, their AdaGrad state and their rows of the feature queue. An update needs the 2B sums over all
-prototypes and nothing of size d x m: one all-reduce, the same bits on all ranks. The gradient of an anchor needs
-sum_k p_ik W_k, which the ranks of its group add up: S - 1 blocks of b x d reach a rank instead of K - 1, and an update
-computes R times as much. The sums travel as float64, relative to the largest possible exponent (1 - s_ii)/tau. With
-tau >= 0.003 they neither overflow nor vanish there, which saves a second all-reduce for the maximum.
+K ranks form R groups of S = K/R consecutive ones, R being `replicas`. A group has all prototypes; each rank has m/S of
+W1 and of W2, with their AdaGrad state and their rows of the feature queue. An update needs the 2B sums over all
+prototypes and nothing of size d x m: one all-reduce with bit-identical results. The gradient of an anchor needs sum_k
+p_ik W_k, which the ranks of its group add up: S - 1 blocks of b x d reach a rank instead of K - 1, and an update
+computes R times as much. The sums are sent as float64, relative to the largest possible exponent (1 - s_ii)/tau. With
+tau >= 0.003 they neither overflow nor underflow, which saves a second all-reduce for the maximum.
 """
 
 import math
@@ -77,12 +77,12 @@ from neuclip_ds.objectives.pair_arithmetic import lowest_exponent
 from neuclip_ds.objectives.pair_grid import IMAGE, TEXT, slices
 from neuclip_ds.state.partition import Partition, RowTable
 
-# Elements worked on at once: on a CPU what follows a product finds them in the core's cache, on a GPU what is computed
-# in between stays small.
+# Elements per block: on a CPU they stay in the core's cache after a matmul, on a GPU they limit the memory of
+# intermediate results.
 _CPU_BLOCK, _GPU_BLOCK = 2**20, 2**26
 _ADAGRAD_EPS = 1e-10  # torch's
-_DELTA = 1e-3  # of the prototypes' mean mass: those with far less hardly move
-_SHORTEST = 1e-12  # |W_k|, which is divided by
+_DELTA = 1e-3  # share of the prototypes' mean mass; those with far less mass hardly move
+_SHORTEST = 1e-12  # lower bound of |W_k| as a divisor
 _LOG_NOTHING = -1e4  # log of a sum without terms; finite, so that its product with zero is zero
 
 
@@ -107,8 +107,8 @@ class _Prediction(NamedTuple):
 class NpnNormalizer(NetworkNormalizer):
     """w_i = exp(-alpha_i), with alpha predicted from the anchor's feature.
 
-    The queue holds the last m samples, since a batch may have fewer. Until m samples have been seen there is nothing to
-    draw prototypes from; alpha_i is then log(eps + g_i), the optimum that the network would be fitted to.
+    The queue holds the last m samples, since a batch may have fewer. Until m samples have been seen, prototypes cannot
+    be drawn, and alpha_i is log(eps + g_i), the optimum that the network would be fitted to.
     """
 
     def __init__(self, options: ObjectiveConfig, eps: float, context: Context) -> None:
@@ -124,14 +124,14 @@ class NpnNormalizer(NetworkNormalizer):
         self._seen = 0  # samples that have gone into the queue
         self._drawn = False
         self._joint, self._adam = config.order == "joint", context.adam
-        # of AdamW, or AdaGrad's sum of squared gradients; the former moves the prototypes whoever has the optimizers
+        # AdamW's moments, or AdaGrad's sum of squared gradients; AdamW runs here even if the caller has the optimizers
         moments = {"adagrad": {"accumulator": 0.0}, "scaled": {}}[config.optimizer]
         if self._joint:
             moments = {"moment": 0.0, "square": 0.0}
         self._moments = [{key: torch.full_like(empty, x) for key, x in moments.items()} for _ in (IMAGE, TEXT)]
         self._moves = self._joint or context.own_optimizers
         self._updates = 1 if self._joint else self._updates
-        self._steps = 0  # of AdamW
+        self._steps = 0  # taken by AdamW
 
     def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> NormalizerOutput:
         """Take one step of Algorithm 1; with `order=joint`, of Algorithm 3, whose update of W comes last."""
@@ -162,10 +162,10 @@ class NpnNormalizer(NetworkNormalizer):
         return self._predict(batch, tau).log_ghat[:, batch.local]
 
     def _redraw_if_due(self, step: Step) -> None:
-        """Every T_r steps, in Algorithm 3 once, set W1 to the queue's m texts and W2 to the images of the same samples.
+        """Every T_r steps, or once in Algorithm 3, set W1 to the queue's m texts and W2 to the same samples' images.
 
-        They are this batch's where it has m pairs (Algorithm 1, line 4), so that an anchor's own partner is among them.
-        A queue of fewer would hold some anchors' partners and not others', so then they are those before this batch.
+        They come from this batch if it has m pairs (Algorithm 1, line 4), so that each anchor's partner is among them.
+        A smaller batch would give some anchors their partner and others not, so the samples before it are used then.
         """
         if self._seen < self._config.prototypes:
             return
@@ -187,7 +187,7 @@ class NpnNormalizer(NetworkNormalizer):
         image, text = (self._side(e, w.detach(), tau) for e, w in zip(anchors, self._prototypes, strict=True))
         log_sum = torch.stack([image.log_sum, text.log_sum]) - positive / tau
         ceiling = ((1 - positive) / tau).double()
-        total = self._communicator.all_reduce((log_sum.double() - ceiling).exp(), "normalizer")  # of all replicas
+        total = self._communicator.all_reduce((log_sum.double() - ceiling).exp(), "normalizer")  # over all replicas
         count = self._replicas * self._config.prototypes
         log_ghat = (total.log() + ceiling - math.log(count)).to(positive.dtype)  # 1/m sum_k exp(z_ik)
         return _Prediction(log_eps_plus(log_ghat, self._eps), log_ghat, log_sum, (image, text))
@@ -196,7 +196,7 @@ class NpnNormalizer(NetworkNormalizer):
         """exp(cos(e_i, W_k)/tau) of one direction, relative to each row's sum."""
         norm = torch.linalg.vector_norm(prototypes, dim=1, keepdim=True).clamp_(min=_SHORTEST)
         unit = prototypes / norm
-        cold = unit / tau  # a pass over the prototypes instead of one over the logits
+        cold = unit / tau  # dividing here is a pass over the prototypes instead of the logits
         share = anchors.new_empty((len(anchors), len(unit)))
         log_sum = anchors.new_full((len(anchors),), _LOG_NOTHING)
         lowest = lowest_exponent(anchors.dtype)
@@ -219,7 +219,7 @@ class NpnNormalizer(NetworkNormalizer):
             residual = 2 / tau * (prediction.alpha - log_target)  # (2, B) r_i
         else:
             residual = 1 - (log_target - representable(prediction.alpha, log_target)).exp()
-        mass = self._log_mass(prediction).exp_().div_(batch.size)  # (2, B), sum_k p_ik / B over this rank's
+        mass = self._log_mass(prediction).exp_().div_(batch.size)  # (2, B), sum_k p_ik / B over this rank's prototypes
         weights, bounds = mass * residual, mass * (1 + (1 - residual).abs())
         self._steps += 1
         for number, anchors in enumerate((batch.image, batch.text)):
@@ -243,7 +243,7 @@ class NpnNormalizer(NetworkNormalizer):
         Args:
             prototype: (columns, d).
             gradient: (columns, d) dJ/dW_k, overwritten.
-            bound: (columns,) 1/B sum_i p_ik (1 + |1 - r_i|), which |W_k| times the gradient's length is below.
+            bound: (columns,) 1/B sum_i p_ik (1 + |1 - r_i|), an upper bound of |W_k| times the gradient's norm.
             tau: 0-dim.
         """
         norm = torch.linalg.vector_norm(prototype, dim=1, keepdim=True).clamp_(min=_SHORTEST)
@@ -252,20 +252,20 @@ class NpnNormalizer(NetworkNormalizer):
         prototype.div_(torch.linalg.vector_norm(prototype, dim=1, keepdim=True))
 
     def _adagrad(self, prototype: Tensor, gradient: Tensor, accumulator: Tensor) -> None:
-        """Take torch's AdaGrad's step in place; the accumulator sums squared gradients."""
+        """Take a step of torch's AdaGrad in place; the accumulator sums squared gradients."""
         if self._config.weight_decay:
             gradient.add_(prototype, alpha=self._config.weight_decay)
         accumulator.addcmul_(gradient, gradient)
         prototype.addcdiv_(gradient, accumulator.sqrt().add_(_ADAGRAD_EPS), value=-self._config.rate)
 
     def _adamw(self, prototype: Tensor, gradient: Tensor, lr: float, moment: Tensor, square: Tensor) -> None:
-        """Take AdamW's step in place, the ablation of the order: prototypes and encoders move at once (Algorithm 3).
+        """Take an AdamW step in place, for the ablation that updates prototypes and encoders together (Algorithm 3).
 
             M <- beta_1 M + (1 - beta_1) dJ/dW,   V <- beta_2 V + (1 - beta_2) (dJ/dW)^2
             W <- (1 - lr lambda) W - lr M/(1 - beta_1^t) / (sqrt(V/(1 - beta_2^t)) + epsilon)
 
-        lr, betas and epsilon are the encoders', as both have one optimizer in Algorithm 3; the paper has no value for
-        lambda.
+        lr, betas and epsilon are the encoders', since Algorithm 3 has one optimizer for both; the paper gives no value
+        for lambda.
         """
         (beta1, beta2), eps = self._adam
         correction1, correction2 = 1 - beta1**self._steps, 1 - beta2**self._steps
@@ -282,7 +282,7 @@ class NpnNormalizer(NetworkNormalizer):
     def _full_gradient(
         self, prediction: _Prediction, batch: GatheredFeatures, residual: Tensor, tau: Tensor
     ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        """Return r_i/B grad alpha_i by the features (local rows), and r_i tau dalpha_i/dtau; r_i (2, local)."""
+        """Return r_i/B grad alpha_i for the local features, and r_i tau dalpha_i/dtau; `residual` (2, local) is r_i."""
         rows = batch.rows_of(self._group)
         mass, log_sum = self._log_mass(prediction)[:, rows].exp(), prediction.log_sum[:, rows]
         parts = []
@@ -298,7 +298,7 @@ class NpnNormalizer(NetworkNormalizer):
     def _enqueue(self, batch: GatheredFeatures) -> None:
         """Write the batch over the oldest rows of the queue; each rank keeps the rows of its own prototypes."""
         m, end = self._config.prototypes, self._seen + batch.size
-        begin = max(self._seen, end - m)  # of the samples that stay; sample number i of the run has place i mod m
+        begin = max(self._seen, end - m)  # first sample to keep; sample number i of the run has place i mod m
         for lap in (begin // m * m, begin // m * m + m):
             low, high = max(begin, lap + self._partition.start), min(end, lap + self._partition.stop)
             if low < high:

@@ -52,7 +52,7 @@ class MlpNpnNormalizer(NetworkNormalizer):
             return batch_output(batch.gather(log_target, "normalizer"), log_target)
 
         def estimate() -> NormalizerOutput:
-            """As for prototypes; a rank has its anchors' whole gradient, so that none travels."""
+            """Estimate as with prototypes; each rank has its anchors' whole gradient, so none is sent."""
             log_ghat = self._log_ghat(features, positive)
             predicted = log_eps_plus(log_ghat, self._eps)
 
@@ -79,14 +79,14 @@ class MlpNpnNormalizer(NetworkNormalizer):
         return self._mlp(self._weights.detach(), features) - positive
 
     def _gradient_of_f(self, features: Tensor, weight: Tensor) -> Tensor:
-        """(2, local, d) gradient of the sum of weight_i f(e_i) by the features; `weight` (2, local)."""
+        """(2, local, d) gradient of sum_i weight_i f(e_i) with respect to the features; `weight` is (2, local)."""
         with torch.enable_grad():
             leaf = features.detach().requires_grad_()
             total = self._mlp(self._weights.detach(), leaf)
         return torch.autograd.grad(total, leaf, weight)[0]
 
     def _fit(self, features: Tensor, positive: Tensor, log_target: Tensor, tau: Tensor, size: int) -> None:
-        """T_u Adam steps on tau/B sum_i [exp(-alpha_i)(eps + g_i) + alpha_i], or on the separate objective."""
+        """Take T_u Adam steps on tau/B sum_i [exp(-alpha_i)(eps + g_i) + alpha_i], or on the separate objective."""
         for _ in range(self._updates):
             with torch.enable_grad():
                 log_normalizer = self._mlp(self._weights, features)

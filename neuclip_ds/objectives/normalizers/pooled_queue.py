@@ -2,8 +2,8 @@
 
 docs/reference/losses.md derives it. For an image anchor the prototypes W_k are the last m text features, for a text
 anchor the last m image features; a batch enters the queue after use. An anchor is not compared with entries of its own
-sample, which would count its positive as a negative; m_i is the number of the others. Weights c_k are this batch's and
-not kept.
+sample, which would count its positive as a negative; m_i is the number of the others. Weights c_k are computed for each
+batch and not kept.
 
     z_ik = (e_i . W_k - s_ii)/tau,   ghat_i = 1/m_i sum_k c_k exp(z_ik)            (k over other samples' entries)
     r_i = (eps + g_i)/(eps + ghat_i),   p_ik = exp(z_ik)/(m_i (eps + ghat_i)),   both at c = 1
@@ -15,16 +15,16 @@ The gradient for encoders and temperature is that of a surrogate, not of the rep
     1/B sum_i [ R_i log(eps + g_i) + (1 - R_i) log(eps + ghat_i) ]   over both directions, c and R held constant
 
 An anchor's negatives in the batch then weigh R_i and those in the queue 1 - R_i (at eps = 0). Where R_i > 1 the queue's
-weight is negative: the anchor is drawn to them, by less than kappa, so that the pull of its positive stays 1/tau.
+weight is negative: the anchor is attracted to them, with weight below kappa, so that its positive's weight stays 1/tau.
 
 The first term's gradient is exp(-alpha_i) grad g_i, which all methods share (pair_gradient.py). In the second, with
 q_ik the softmax of z_ik + log c_k over k, t_i the anchor's partner and M_i = ghat_i/(eps + ghat_i),
 
     tau grad_{e_i} = M_i (sum_k q_ik W_k - t_i),   tau grad_{t_i} = -M_i e_i,   tau d/dtau = -M_i sum_k q_ik z_ik
 
-Ranks. Each holds the whole queue, the same bits on all, and computes the rows of its own anchors. Besides w_i, only the
-two sums over anchors of each prototype travel. They travel as float64: their logarithms lie within 2/tau, which it
-holds with tau >= 0.003. Everything else is a logarithm relative to the largest term.
+Ranks. Each rank holds a bit-identical copy of the whole queue and computes the rows of its own anchors. Besides w_i,
+only two sums over anchors per prototype are exchanged, as float64: their logarithms lie within 2/tau, which float64
+represents if tau >= 0.003. Everything else is a logarithm relative to the largest term.
 """
 
 import math
@@ -48,7 +48,7 @@ _RATIO = "normalizer_ratio"  # mean of R_i
 
 
 class _Estimate(NamedTuple):
-    """What the queue and the batch say about this rank's anchors; direction 0 is that of the images."""
+    """Estimates for this rank's anchors from the queue and the batch; direction 0 has image anchors."""
 
     alpha: Tensor  # (2, local)
     ratio: Tensor  # (2, local): R_i
@@ -59,8 +59,8 @@ class _Estimate(NamedTuple):
 class PooledQueueNormalizer(Normalizer):
     """w_i = exp(-alpha_i), with alpha from a queue of features and the batch.
 
-    Until m samples have been seen, the queue holds fewer, and that number takes the place of m. An anchor without
-    entries of other samples, as all are in the first step, has alpha_i = log(eps + g_i).
+    Until m samples have been seen, the queue holds fewer, and that number replaces m. An anchor for which the queue has
+    no entries of other samples, as in the first step, has alpha_i = log(eps + g_i).
     """
 
     needs_index = True
@@ -70,7 +70,7 @@ class PooledQueueNormalizer(Normalizer):
         self._eps, self._communicator = eps, context.communicator
         empty = torch.zeros((self._size, context.dim), dtype=context.dtype, device=context.communicator.device)
         self._images, self._texts = empty, empty.clone()
-        self._index = torch.full((self._size,), -1)  # the entries' samples, in host memory as the batch's
+        self._index = torch.full((self._size,), -1)  # the entries' sample indices, in host memory like the batch's
         self._seen = 0  # samples that have gone into the queue
 
     def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> NormalizerOutput:
@@ -89,10 +89,10 @@ class PooledQueueNormalizer(Normalizer):
             return log_g
         log_ghat = self._estimate(batch, log_eps_plus(log_g, self._eps), tau).log_ghat
         pooled = torch.logaddexp(log_g, log_ghat + math.log(self._kappa)) - math.log1p(self._kappa)
-        return torch.where(log_ghat.isfinite(), pooled, log_g)  # an anchor without entries of others has the batch's
+        return torch.where(log_ghat.isfinite(), pooled, log_g)  # without entries of other samples
 
     def _from_both(self, batch: GatheredFeatures, log_target: Tensor, tau: Tensor) -> NormalizerOutput:
-        """Loss, weights and the gradient of (1 - R_i) log(eps + ghat_i)."""
+        """Return loss, weights and the gradient of (1 - R_i) log(eps + ghat_i)."""
         estimate = self._estimate(batch, log_target, tau)
         residual = 1 - estimate.ratio
         mass = (estimate.log_ghat - log_eps_plus(estimate.log_ghat, self._eps)).exp()  # M_i
@@ -156,9 +156,9 @@ class PooledQueueNormalizer(Normalizer):
         return torch.stack([log_moved.double().exp(), mass.double()])
 
     def _copies(self, batch: GatheredFeatures, count: int) -> tuple[Tensor, Tensor]:
-        """Return places of this rank's anchors and of entries of the same sample, one of each for every such pair.
+        """Return positions of this rank's anchors and of queue entries of the same sample, one of each per pair.
 
-        The former ascend.
+        The anchors' positions ascend.
         """
         index = batch.index[batch.local]
         known = torch.isin(self._index[:count], index).nonzero().squeeze(1)
@@ -168,7 +168,7 @@ class PooledQueueNormalizer(Normalizer):
     def _enqueue(self, batch: GatheredFeatures) -> None:
         """Write the batch's last m samples over the oldest rows; sample number i of the run has place i mod m.
 
-        A batch of the same samples as the last one replaces it, as a second forward pass on one batch is.
+        A batch with the same samples as the last one replaces it, as in a second forward pass on one batch.
         """
         kept = min(batch.size, self._size)
         places, index = torch.arange(self._seen - kept, self._seen) % self._size, batch.index[-kept:]
@@ -199,9 +199,9 @@ build = PooledQueueNormalizer
 
 
 def _log_sum_exp_(logit: Tensor, log_weight: Tensor) -> Tensor:
-    """Return (local,) log sum_k exp(logit_ik + log_weight_k); of `logit`, (local, prototypes), remain shares.
+    """Return (local,) log sum_k exp(logit_ik + log_weight_k), and overwrite `logit`, (local, prototypes).
 
-    They are the terms relative to the largest of the row.
+    It then holds the terms relative to the largest of each row.
     """
     result = logit.new_empty(len(logit))
     for rows in _blocks(logit):

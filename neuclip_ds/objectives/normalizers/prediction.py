@@ -1,4 +1,4 @@
-"""What predictions of an anchor's normalizer share: their ratio to the batch's, bounded and watched, and gradients.
+"""Code shared by predictions of the normalizer: their ratio to the batch's, its bound and monitoring, and gradients.
 
 The encoders' gradient weighs an anchor's negatives by the ratio q_i = (eps + g_i)/(eps + ghat_i), C_i/lambda_i in
 AmorLIP. A moving average bounds it by 1/gamma; a network does not. Raising the estimate by a constant of the anchor,
@@ -23,7 +23,7 @@ from neuclip_ds.objectives.pair_grid import IMAGE, TEXT
 log = logging.getLogger(__name__)
 
 _LOST = 2.0  # mean of (eps + g)/(eps + ghat), or its inverse; 1 at the optimum
-_FOUND = 1.5  # well inside, so that a mean at the limit does not log again and again
+_FOUND = 1.5  # well inside, so that a mean near the limit does not log repeatedly
 
 
 def log_eps_plus(log_x: Tensor, eps: float) -> Tensor:
@@ -34,8 +34,8 @@ def log_eps_plus(log_x: Tensor, eps: float) -> Tensor:
 def representable(log_estimate: Tensor, log_target: Tensor) -> Tensor:
     """Return the estimates, raised where sums of squares of the ratio target/estimate would overflow their dtype.
 
-    Norms and optimizers square gradients. In float32 the ratio stays below 3e15, which a network without a fit exceeds
-    from tau = 0.03 down.
+    Norms and optimizers square gradients. In float32 this keeps the ratio below 3e15, which an unfitted network
+    exceeds at tau <= 0.03.
     """
     return bounded(log_estimate, log_target, 0.4 * math.log(torch.finfo(log_estimate.dtype).max))
 
@@ -46,7 +46,7 @@ def bounded(log_estimate: Tensor, log_target: Tensor, log_bound: float) -> Tenso
 
 
 def partner_gradient(batch: GatheredFeatures, weight: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradient of -1/B sum_i (weight1_i + weight2_i) s_ii/tau by this rank's rows.
+    """Return the gradient of -1/B sum_i (weight1_i + weight2_i) s_ii/tau for this rank's rows.
 
     Args:
         batch: the gathered features.
@@ -54,7 +54,7 @@ def partner_gradient(batch: GatheredFeatures, weight: Tensor, tau: Tensor) -> tu
         tau: 0-dim.
 
     Returns:
-        (local, d) by images, along their texts, and (local, d) by texts.
+        (local, d) for images, along their texts, and (local, d) for texts.
     """
     pull = weight.sum(dim=0).div(-batch.size * tau).unsqueeze(1)
     return pull * batch.text[batch.local], pull * batch.image[batch.local]
@@ -86,25 +86,25 @@ def prediction_gradient(
 
 
 FullGradient = Callable[[Tensor], tuple[tuple[Tensor, Tensor], Tensor]]
-"""(2, local) r_i -> r_i/B grad alpha_i by images and texts (local, d), and r_i tau dalpha_i/dtau (2, local)."""
+"""(2, local) r_i -> r_i/B grad alpha_i for images and texts (local, d), and r_i tau dalpha_i/dtau (2, local)."""
 
 
 class NetworkNormalizer(Normalizer):
     """w_i = exp(-alpha_i) for a network that predicts alpha_i, of any form; npn.py has the equations.
 
-    Logs once when the prediction loses the normalizer, and again when it has recovered, as steps with logs show.
+    It logs once when the prediction loses the normalizer, and again when it has recovered, in steps that log.
     """
 
     def __init__(self, config: ObjectiveConfig, eps: float, context: Context) -> None:
         self._config, self._eps, self._communicator = config.npn, eps, context.communicator
         self._max_ratio = config.max_ratio
-        self._updates = config.npn.inner_steps if context.own_optimizers else 1  # on a batch
+        self._updates = config.npn.inner_steps if context.own_optimizers else 1  # per batch
         self._healthy = True
 
     def _in_order(
         self, fit: Callable[[], None], estimate: Callable[[], NormalizerOutput], step: Step
     ) -> NormalizerOutput:
-        """Fit the network to the batch and estimate with the new one, or the other way round."""
+        """Fit the network to the batch and then estimate, or vice versa, as `order` says."""
         first = self._config.order == "alternating"
         if step.learn and first:
             fit()
@@ -116,7 +116,7 @@ class NetworkNormalizer(Normalizer):
     def _output(
         self, alpha: Tensor, log_target: Tensor, batch: GatheredFeatures, tau: Tensor, step: Step, full: FullGradient
     ) -> NormalizerOutput:
-        """Eq. 12 for encoders and temperature: w_i = exp(-alpha_i), and r_i grad alpha_i as `alpha_grad` has it.
+        """Eq. 12 for encoders and temperature: w_i = exp(-alpha_i), and the part of r_i grad alpha_i in `alpha_grad`.
 
         `alpha` and `log_target`, log(eps + g_i), are (2, B).
         """
@@ -142,7 +142,7 @@ class NetworkNormalizer(Normalizer):
         mean = float(metrics["npn_ratio_mean"]) if step.logs else math.nan
         off = max(mean, 1 / mean) if mean > 0 else math.inf
         if math.isnan(mean):
-            pass  # nothing logs, or the step is skipped for another reason
+            pass  # the step does not log, or is skipped for another reason
         elif self._healthy and not off <= _LOST:
             log.warning(
                 "step %d: the NPN has lost the normalizer: the mean of (eps + g)/(eps + ghat) is %.3g, outside "
@@ -157,5 +157,5 @@ class NetworkNormalizer(Normalizer):
 
 
 def batch_output(log_target: Tensor, local: Tensor) -> NormalizerOutput:
-    """Return the output for alpha_i = log(eps + g_i), the optimum, while nothing predicts it: (2, B) and (2, local)."""
+    """Return the output for alpha_i = log(eps + g_i), the optimum, before the first fit: (2, B) and (2, local)."""
     return NormalizerOutput(-log_target, local, local, {"alpha": log_target.mean()})
