@@ -67,7 +67,7 @@ def agree_on_call(
         elif any(failed):
             problem = f"rank {failed.index(1)} got invalid arguments; see its error."
         elif trains is not None and evaluates is not None:
-            modes = "call train(), eval() and torch.no_grad() on all ranks alike."
+            modes = "use the same train(), eval() and torch.no_grad() on all ranks."
             problem = f"rank {trains} trains while rank {evaluates} evaluates: {modes}"
         elif len(set(dtypes)) > 1:
             names = ", ".join(str(_DTYPES[number]) for number in dtypes)

@@ -47,7 +47,7 @@ class Context(NamedTuple):
     communicator: Communicator
     dtype: torch.dtype = torch.float32
     temperature: float | None = 0.07  # initial tau of the encoders; None if their checkpoint has none
-    bias: float | None = -10.0  # initial bias of SigLIP's logits; None likewise
+    bias: float | None = -10.0  # initial bias of SigLIP's logits; None if the checkpoint has none
     comm_dtype: torch.dtype = torch.float32  # dtype in which features are sent
     adam: AdamSettings = AdamSettings()  # for the temperature
     spare_rows: int = 0  # extra rows of per-sample tables, after those of the data set
@@ -57,7 +57,7 @@ class Context(NamedTuple):
 class Stateful:
     """Base class of parts with state (by default none): replicated on all ranks, partitioned by rows, or trained."""
 
-    _stores: Sequence[SampleStore] = ()  # of per-sample state
+    _stores: Sequence[SampleStore] = ()  # hold the per-sample state
     needs_index = False  # whether training needs each row's sample index
 
     def prefetch(self, padded_index: Tensor) -> None:

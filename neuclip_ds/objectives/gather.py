@@ -87,7 +87,7 @@ class Features:
     text: Tensor  # (b, d)
     index: Tensor  # (b,) int64, in host memory
     valid: Tensor  # (b,) bool, in host memory
-    gather: FeatureGather | None = None  # of these rows, if gathering began before all of them were computed
+    gather: FeatureGather | None = None  # gathers these rows, if that began before all of them were computed
 
 
 class GatheredFeatures:

@@ -144,7 +144,7 @@ class PairLoss:
 
         Args:
             y: (rows, columns) similarities of a block, divided by tau^(1/power).
-            origin: the anchors' s_ii - margin, divided likewise, (rows, 1) or (1, columns).
+            origin: the anchors' s_ii - margin, divided in the same way, (rows, 1) or (1, columns).
             out: (rows, columns) buffer to overwrite, which may be y.
         """
         return y

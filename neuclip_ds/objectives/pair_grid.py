@@ -18,7 +18,7 @@ IMAGE, TEXT = 0, 1
 _CPU_BLOCK = 1 << 20  # bytes per thread, so that the block stays in the core's cache after the matmul
 # bytes; 4096 x 4096 float32 keep a GPU busy for longer than the host takes to launch a few fused kernels
 _FUSED_BLOCK = 1 << 26
-_LEAST_GPU_BLOCK = 1 << 24  # likewise, for one kernel
+_LEAST_GPU_BLOCK = 1 << 24  # bytes that keep a GPU busy for longer than the launch of one kernel
 # B^2/K from which compiling saves more than 1 ms per step, as estimated for an H100 (docs/reference/performance.md)
 _FUSED_PAIRS = 1 << 25
 KEPT_BYTES = 1_024_000_000

@@ -40,7 +40,7 @@ class SigmoidObjective(Objective):
         batch.require_pairs(step.number)
         tau, bias = self._logit.of(batch), self._logit.scalar("bias")
         grid = PairGrid(batch, self._config.chunk_size, budget=0)
-        sums = grid.positive.new_zeros(2)  # of the loss and of its derivatives with respect to the logits
+        sums = grid.positive.new_zeros(2)  # sums of the loss and of its derivatives with respect to the logits
 
         def grad_logit(block: Block) -> Tensor:
             against = torch.add(bias, grid.similarity(block).mul_(1 / tau))  # -z times the logit

@@ -28,7 +28,7 @@ class TemperatureSignal(NamedTuple):
     """
 
     mean_logit: Tensor  # 0-dim, global mean over anchors of the sum of both directions, equal on all ranks
-    tau_term: Tensor  # 0-dim, likewise
+    tau_term: Tensor  # 0-dim, same mean
     grad_log_scale: Tensor  # 0-dim, d loss / d log(1/tau), if the loss's scale does not depend on tau
     local_mean_logit: Tensor  # (2, local) of this rank's anchors
     local_tau_term: Tensor  # (2, local)

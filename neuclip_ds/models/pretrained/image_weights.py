@@ -18,7 +18,7 @@ class ImageWeights(NamedTuple):
     """Location of an image tower's weights, as found by `locate_image_weights`; can be sent to other ranks."""
 
     path: str  # the weights file
-    mean: Channels  # of the pixels that they were trained on
+    mean: Channels  # per channel, of the pixels that they were trained on
     std: Channels
 
 

@@ -86,7 +86,7 @@ class MovingAverageNormalizer(Normalizer):
         return batch.compact(self._reading.wait()).T
 
     def _next_level(self, log_g: Tensor, size: int) -> Tensor:
-        """Return c after a batch of `size` anchors, of which this rank has (2, local)."""
+        """Return c after a batch of `size` anchors; `log_g` is that of this rank's, (2, local)."""
         rate = self._config.drift_rate
         if not rate:
             return self._level

@@ -43,7 +43,7 @@ from neuclip_ds.objectives.options import ObjectiveConfig
 from neuclip_ds.objectives.pair_arithmetic import bounded_exp_, log_sum_exp, pair_products, products_exact_for
 from neuclip_ds.objectives.pair_grid import block_bytes, slices
 
-_DELTA = 1e-3  # of the anchors' mean mass on a prototype
+_DELTA = 1e-3  # share of the anchors' mean mass on a prototype
 _RATIO = "normalizer_ratio"  # mean of R_i
 
 
@@ -115,7 +115,7 @@ class PooledQueueNormalizer(Normalizer):
         anchors, copies = self._copies(batch, count)
         offset = batch.positive[batch.local] / tau + math.log(count)
         if len(anchors):
-            copied = torch.searchsorted(anchors, torch.arange(len(offset) + 1)).diff()  # of each anchor's own sample
+            copied = torch.searchsorted(anchors, torch.arange(len(offset) + 1)).diff()  # entries of the same sample
             log_others = (1 - copied.double() / count).log()  # m_i/m
             offset = offset + to_device(log_others.to(offset.dtype), offset.device)
             copies = to_device(anchors * count + copies, offset.device)
