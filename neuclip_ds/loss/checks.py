@@ -65,7 +65,7 @@ def agree_on_call(
         if problem is not None:
             pass
         elif any(failed):
-            problem = f"rank {failed.index(1)} got invalid arguments; see its error."
+            problem = f"rank {failed.index(1)} was given arguments that cannot be used; see its error."
         elif trains is not None and evaluates is not None:
             modes = "use the same train(), eval() and torch.no_grad() on all ranks."
             problem = f"rank {trains} trains while rank {evaluates} evaluates: {modes}"
