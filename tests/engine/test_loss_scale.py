@@ -54,7 +54,7 @@ def step(engine: Any, number: int, factor: float = 1.0) -> bool:
         group["lr"] = 0.1
     rows = torch.randn(2, 3, generator=torch.Generator().manual_seed(number)).half()
     engine.backward((engine(rows).float() + 0.5).square().mean() * factor)
-    return update_weights(engine).applied
+    return update_weights(engine)[1]
 
 
 def weights(engine: Any, communicator: Communicator, folder: Path) -> dict[str, Tensor]:
