@@ -1,0 +1,93 @@
+"""The study trains heads on cached features, scores them, and can be interrupted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import run_study
+import torch
+from safetensors.torch import save_file
+from study.features import load_splits
+from study.loop import Heads, Run, normalizers, scores, train
+from study.tables import difference, tables
+
+from neuclip_ds.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def features(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Features of pictures with two captions each, which share a latent vector."""
+    folder, generator = tmp_path_factory.mktemp("features"), torch.Generator().manual_seed(0)
+    for split, images, crops in [("train", 500, 4), ("test", 50, 1)]:
+        latent = torch.randn(images, 16, generator=generator)
+        seen = torch.stack([latent + 0.3 * torch.randn(latent.shape, generator=generator) for _ in range(crops)])
+        image_of = torch.arange(images).repeat_interleave(2)
+        text = latent[image_of].flip(1) + torch.randn(2 * images, 16, generator=generator)
+        save_file({"image": seen.half(), "text": text.half(), "image_of": image_of}, folder / f"{split}.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("loss", "options"),
+    [
+        ("openclip", {}),
+        ("fastclip_v3", {"moving_average": {"gamma_min": 0.6}}),
+        ("siglip", {"temperature": {"initial": 0.1}}),
+        ("oracle", {"kappa": None}),
+        ("oracle", {"kappa": 1.0, "tau": 0.05, "learned": False, "bound": 5.0}),
+    ],
+)
+def test_losses_learn(features: Path, loss: str, options: dict[str, object]) -> None:
+    splits = load_splits(features, validation=250)
+    run = Run(loss, batch=10, seed=1, epochs=4, lr=3e-3, width=16, options=options, effective=40)
+    found = train(splits.train, splits.test, run)
+    assert len(found["curve"]) == 10
+    assert found["recall"] > found["curve"][0]["recall"]
+    assert found["recall"] > 2 * scores(Heads(splits.train, run), splits.test)["recall"]
+
+
+def test_an_exact_normalizer_has_ratios_of_mean_one(features: Path) -> None:
+    pairs = load_splits(features, validation=250).train
+    run = Run("openclip", batch=10, seed=1, width=16)
+    found = normalizers(Heads(pairs, run), pairs, run, tau=1.0)
+    assert found["ratio_mean"] == pytest.approx(1.0, abs=0.05)
+    assert found["kl"] > 0
+
+
+def test_a_study_goes_on_where_it_ended(features: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arm = {"loss": "openclip", "width": 8, "grid": {"lr": [1e-3, 3e-3], "options.temperature.initial": [0.07]}}
+    search = {
+        "arms": ["openclip"],
+        "batch": [10],
+        "seeds": 2,
+        "split": "validation",
+        "set": {"epochs": 1},
+        "grid": True,
+    }
+    final = {"arms": ["openclip"], "batch": [10], "seeds": 1, "set": {"epochs": 1}, "best_of": "search"}
+    monkeypatch.setattr(run_study, "PLAN", {"arms": {"openclip": arm}, "stages": {"search": search, "final": final}})
+    with pytest.raises(UserError, match="search has not ended"):
+        list(run_study.jobs("final", {}, features))
+    records = {job.name: run_study.do(job) for job in run_study.jobs("search", {}, features)}
+    assert len(records) == 4
+    recalls = {1e-3: 0.0, 3e-3: 0.0}
+    for record in records.values():
+        recalls[record["run"]["lr"]] += record["results"]["recall"]
+    (job,) = run_study.jobs("final", records, features)
+    assert job.run.lr == max(recalls, key=recalls.__getitem__)
+    path = tmp_path / "results.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records.values()))
+    known = run_study.read_results(path)
+    assert all(run_study.is_known(job, known) for job in run_study.jobs("search", known, features))
+    search["set"] = {"epochs": 2}
+    with pytest.raises(UserError, match="other settings"):
+        [run_study.is_known(job, known) for job in run_study.jobs("search", known, features)]
+    assert "## search, B = 10" in tables(known)
+
+
+def test_intervals_are_those_of_paired_seeds() -> None:
+    mean, half_width = difference([2.0, 3.0, 4.0], [1.0, 1.0, 3.0])
+    assert mean == pytest.approx(4 / 3)
+    assert half_width == pytest.approx(4.303 * (1 / 3) ** 0.5 / 3**0.5, rel=1e-3)

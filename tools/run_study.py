@@ -1,0 +1,175 @@
+"""Compare the losses in the papers' regime on two CPU cores: small heads on frozen features, many thousands of steps.
+
+The first call computes the features. OUT/results.jsonl receives a line for each run that ended, so the same command
+resumes a study that was interrupted. tools/study/plan.yaml has the arms and the stages.
+
+Examples:
+  python tools/run_study.py ../shared/data/flickr8k --stages gate oracles
+  python tools/run_study.py demo:42000 --out runs/scenes --grid 2 --stages gate
+  python tools/run_study.py --tables tools/study/flickr8k.jsonl
+"""
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import yaml
+from study.features import Splits, cache_features, load_splits
+from study.loop import Run, train
+from study.tables import tables
+
+from neuclip_ds.cli.program import Parser, exit_on_mistake
+from neuclip_ds.errors import UserError
+
+PLAN = yaml.safe_load(Path(__file__).with_name("study").joinpath("plan.yaml").read_text(encoding="utf-8"))
+
+
+class Job(NamedTuple):
+    """A run to do: its name, what to train, on which held-out pairs it is scored, and where the features lie."""
+
+    name: str
+    run: Run
+    split: str
+    features: Path
+
+
+def main() -> None:
+    parser = Parser(prog="run_study.py", description=__doc__)
+    parser.add_argument("source", nargs="?", help="folder with shards in train/ and val/, or demo:N for N scenes")
+    parser.add_argument("--out", type=Path, default=Path("runs/study"), help="folder for features and results")
+    parser.add_argument("--grid", type=int, default=1, help="image features are means over GRID x GRID parts")
+    parser.add_argument("--stages", nargs="+", default=list(PLAN["stages"]), help="stages of plan.yaml, in order")
+    parser.add_argument("--processes", type=int, default=2, help="runs at a time, each on one core")
+    parser.add_argument("--tables", type=Path, help="print the tables of a results.jsonl instead of running")
+    with exit_on_mistake():
+        asked = parser.parse(sys.argv[1:])
+        if asked.tables is None:
+            if asked.source is None:
+                raise UserError("Name the data: a folder with shards in train/ and val/, or demo:N.")
+            study(asked)
+        print(tables(read_results(asked.tables or asked.out / "results.jsonl")))
+
+
+def study(asked: argparse.Namespace) -> None:
+    """Do the runs of the stages that have not ended yet."""
+    features, path = asked.out / "features", asked.out / "results.jsonl"
+    cache_features(asked.source, features, asked.grid)
+    asked.out.mkdir(parents=True, exist_ok=True)
+    with multiprocessing.get_context("spawn").Pool(asked.processes, _one_core) as pool, path.open("a") as file:
+        for stage in asked.stages:
+            known = read_results(path)
+            todo = [job for job in jobs(stage, known, features) if not is_known(job, known)]
+            for number, record in enumerate(pool.imap_unordered(do, todo), 1):
+                file.write(json.dumps(record) + "\n")
+                file.flush()
+                found = record["results"]
+                print(
+                    f"{number}/{len(todo)} {record['name']}: {found['recall']:.2f}, {found['seconds']:.0f} s",
+                    flush=True,
+                )
+
+
+def jobs(stage: str, known: Mapping[str, Any], features: Path) -> Iterator[Job]:
+    """Yield the runs of a stage; one that follows a search needs its results."""
+    plan = PLAN["stages"][stage]
+    vary = plan.get("vary", {})
+    for batch, seed, arm in itertools.product(plan["batch"], range(1, plan["seeds"] + 1), plan["arms"]):
+        settings = {key: value for key, value in PLAN["arms"][arm].items() if key != "grid"} | plan.get("set", {})
+        if "best_of" in plan:
+            settings = with_settings(settings, best_of(plan["best_of"], arm, known))
+        grid = {**vary, **(PLAN["arms"][arm]["grid"] if plan.get("grid") else {})}
+        for values in itertools.product(*grid.values()):
+            point = dict(zip(grid, values, strict=True))
+            label = "".join(f"/{key.split('.')[-1]}={value:g}" for key, value in point.items())
+            run = Run(batch=batch, seed=seed, **with_settings(settings, point))
+            yield Job(f"{stage}/{arm}/B{batch}{label}/seed{seed}", run, plan.get("split", "test"), features)
+
+
+def with_settings(settings: Mapping[str, Any], point: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with dotted names set."""
+    found: dict[str, Any] = json.loads(json.dumps(settings))
+    for name, value in point.items():
+        *path, last = name.split(".")
+        section = found
+        for key in path:
+            section = section.setdefault(key, {})
+        section[last] = value
+    return found
+
+
+def best_of(stage: str, arm: str, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the point of a search with the best mean score over its seeds.
+
+    Raises:
+        UserError: the search has not ended.
+    """
+    scores: dict[str, list[float]] = {}
+    points: dict[str, dict[str, Any]] = {}
+    for name, record in known.items():
+        if name.startswith(f"{stage}/{arm}/"):
+            label = name.rsplit("/", 1)[0]
+            scores.setdefault(label, []).append(record["results"]["recall"])
+            points[label] = {key: _get(record["run"], key) for key in PLAN["arms"][arm]["grid"]}
+    wanted = len(list(itertools.product(*PLAN["arms"][arm]["grid"].values()))) * PLAN["stages"][stage]["seeds"]
+    if sum(map(len, scores.values())) < wanted:
+        raise UserError(f"The stage {stage} has not ended for {arm}; run it first.")
+    return points[max(scores, key=lambda label: statistics.mean(scores[label]))]
+
+
+def _get(tree: Any, name: str) -> Any:
+    for key in name.split("."):
+        tree = tree[key]
+    return tree
+
+
+def is_known(job: Job, known: Mapping[str, Any]) -> bool:
+    if job.name not in known:
+        return False
+    if known[job.name]["run"] != json.loads(json.dumps(job.run.plain())):
+        raise UserError(f"results.jsonl has {job.name} with other settings; remove its line to repeat it.")
+    return True
+
+
+def _one_core() -> None:
+    torch.set_num_threads(1)
+
+
+@cache
+def _splits(features: Path) -> Splits:
+    return load_splits(features)
+
+
+def do(job: Job) -> dict[str, Any]:
+    """Train a run in this process, and return its record."""
+    splits = _splits(job.features)
+    began = time.process_time()
+    results = train(splits.train, getattr(splits, job.split), job.run)
+    results["seconds"] = time.process_time() - began
+    return {"name": job.name, "run": job.run.plain(), "results": _rounded(results)}
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, dict):
+        return {key: _rounded(one) for key, one in value.items()}
+    return [_rounded(one) for one in value] if isinstance(value, list) else value
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """Return the records of a results.jsonl by name, none if there is no such file."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    return {record["name"]: record for record in map(json.loads, lines)}
+
+
+if __name__ == "__main__":
+    main()

