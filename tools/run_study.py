@@ -4,7 +4,7 @@ The first call computes the features. OUT/results.jsonl receives a line for each
 resumes a study that was interrupted. tools/study/plan.yaml has the arms and the stages.
 
 Examples:
-  python tools/run_study.py ../shared/data/flickr8k --stages gate oracles
+  python tools/run_study.py /data/flickr8k --stages gate oracles
   python tools/run_study.py demo:42000 --out runs/scenes --grid 2 --stages gate
   python tools/run_study.py --tables tools/study/flickr8k.jsonl
 """
