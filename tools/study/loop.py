@@ -6,7 +6,7 @@
 import math
 import statistics
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,8 +16,8 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from neuclip_ds.loss import ContrastiveLoss
-from study.features import Pairs, rho_for
-from study.oracle import OracleLoss
+from study.features import Pairs
+from study.oracle import OracleLoss, log_mean_exp, negative_logits
 
 ANCHORS, RECORDS, WARMUP = 512, 10, 0.02
 
@@ -39,9 +39,6 @@ class Run:
     effective: float | None = None  # rho leaves an anchor the weight of so many negatives
     noise: float = 0.0  # share of captions that stand with another image
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)  # of the loss
-
-    def plain(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class Heads(nn.Module):
@@ -80,7 +77,7 @@ def build_loss(run: Run, pairs: Pairs, heads: Heads, steps_per_epoch: int) -> Co
     temperature = options.setdefault("temperature", {})
     temperature.setdefault("lr", run.lr * run.temperature_rate)
     if run.effective is not None:
-        temperature["rho"] = rho_for(samples, run.effective)
+        temperature["rho"] = math.log(samples / run.effective)
     if run.loss == "siglip":  # the bias of the batch's prior, given the first similarities
         image, text = heads.encode(pairs.first(run.batch))
         mean = float((image[pairs.image_of[: len(text)]] * text).sum(dim=1).mean())
@@ -151,19 +148,14 @@ def normalizers(heads: Heads, pairs: Pairs, run: Run, tau: float) -> dict[str, f
     rows = torch.randperm(len(texts), generator=torch.Generator().manual_seed(0))[: max(ANCHORS, run.batch)]
     rows = rows[: len(rows) // run.batch * run.batch]
     image, text = images[pairs.image_of[rows]], texts[rows]
-    logits = (image @ texts.T - (image * text).sum(dim=1, keepdim=True)) / tau
-    logits[torch.arange(len(rows)), rows] = -math.inf
-    log_g = logits.logsumexp(dim=1) - math.log(len(texts) - 1)
+    logits = negative_logits(image, text, texts, rows, tau)
+    log_g = log_mean_exp(logits)
     weights = logits.softmax(dim=1)
     divergence = (weights * logits.masked_fill(weights == 0, 0)).sum(dim=1) - log_g
     found = {"log_g": float(log_g.mean()), "kl": float(divergence.mean())}
-    blocks = list(zip(*(x.split(run.batch) for x in (image, text, rows, log_g)), strict=True))
-    batch = torch.cat([_batch_log_g(a, b, tau) for a, b, _, _ in blocks])
+    own = torch.arange(run.batch)
+    blocks = zip(image.split(run.batch), text.split(run.batch), strict=True)
+    batch = torch.cat([log_mean_exp(negative_logits(a, b, b, own, tau)) for a, b in blocks])
     ratio = (batch - log_g).exp()
     found |= {"ratio_mean": float(ratio.mean()), "ratio_std": float(ratio.std()), "ratio_max": float(ratio.max())}
     return found
-
-
-def _batch_log_g(image: Tensor, text: Tensor, tau: float) -> Tensor:
-    logits = (image @ text.T - (image * text).sum(dim=1, keepdim=True)) / tau
-    return logits.fill_diagonal_(-math.inf).logsumexp(dim=1) - math.log(len(image) - 1)

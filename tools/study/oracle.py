@@ -55,20 +55,30 @@ class OracleLoss(nn.Module):
         return loss
 
     def _direction(self, anchors: Tensor, partners: Tensor, everyone: Tensor, index: Tensor, tau: Tensor) -> Tensor:
-        logits = (anchors @ partners.T - (anchors * partners).sum(dim=1, keepdim=True)) / tau.detach()
-        # autograd: the same logits once more, with tau's gradient
-        logits = logits * (tau.detach() / tau)
-        own = torch.eye(len(anchors), dtype=torch.bool)
-        log_g = logits.masked_fill(own, -math.inf).logsumexp(dim=1) - math.log(len(anchors) - 1)
+        log_g = log_mean_exp(negative_logits(anchors, partners, partners, torch.arange(len(anchors)), tau))
         with torch.no_grad():
-            others = (anchors @ everyone.T - (anchors * partners).sum(dim=1, keepdim=True)) / tau
-            others[torch.arange(len(anchors)), index] = -math.inf
-            negatives = others.shape[1] - 1
-            exact = others.logsumexp(dim=1) - math.log(negatives)
+            exact = log_mean_exp(negative_logits(anchors, partners, everyone, index, tau))
             alpha = exact
             if self.kappa is not None:
                 alpha = torch.logaddexp(log_g, exact + math.log(self.kappa)) - math.log1p(self.kappa)
-            alpha = torch.logaddexp(alpha, torch.full_like(alpha, -math.log(negatives)))
+            alpha = torch.logaddexp(alpha, torch.full_like(alpha, -math.log(len(everyone) - 1)))
             if self.bound is not None:
                 alpha = alpha.clamp(min=log_g - math.log(self.bound))
         return (log_g - alpha).exp().mean()
+
+
+def negative_logits(anchors: Tensor, partners: Tensor, candidates: Tensor, own: Tensor, tau: Tensor | float) -> Tensor:
+    """Return (b, m) logits (s_ij - s_ii)/tau of anchors with candidates, -inf for the candidate `own` of each anchor.
+
+    Args:
+        anchors, partners: (b, d) features of the pairs.
+        candidates: (m, d) features of the side that the partners are on.
+        own: (b,) place of each anchor's partner among the candidates.
+    """
+    logits = (anchors @ candidates.T - (anchors * partners).sum(dim=1, keepdim=True)) / tau
+    return logits.scatter(1, own[:, None], -math.inf)
+
+
+def log_mean_exp(logits: Tensor) -> Tensor:
+    """Return (b,) log g, the log of the mean over the m - 1 negatives."""
+    return logits.logsumexp(dim=1) - math.log(logits.shape[1] - 1)
