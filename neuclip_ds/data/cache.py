@@ -43,7 +43,7 @@ class ShardCache:
 
     Args:
         folder: folder of this node alone, on a disk that supports flock. Anyone who can write to it can change the
-        data.
+            data.
         capacity_bytes: limit of the total size, shards being fetched included, the sample `tables` excluded.
         timeout: seconds without a byte after which an attempt to fetch a shard fails.
         max_outage: seconds for which a reader waits for storage that fails.

@@ -147,9 +147,8 @@ def _transfer(url: str, part: Path, timeout: float, alive: int, errors: list[Bas
 
 def open_remote(url: str, timeout: float) -> tuple[Any, str]:
     """Return the file system of a URL, and its path there."""
-    options: dict[str, Any] = {
-        "skip_instance_cache": True
-    }  # reads credentials again and does not reuse a broken connection
+    # a new instance reads credentials again and does not reuse a broken connection
+    options: dict[str, Any] = {"skip_instance_cache": True}
     if url.startswith("s3://"):
         options["max_concurrency"] = 1  # by default it holds ten parts of 50 MB in memory
     elif url.startswith(("http://", "https://")):

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 _MAX_READ = 512 << 20  # bytes read at once; more than the largest image that is decoded
 _MAX_HOLE = 16 << 10  # bytes between members that are read rather than skipped
-MANY_BYTES = 2 << 30  # of a batch's absent shards, beyond which its samples are fetched by themselves
+MANY_BYTES = 2 << 30  # if a batch lacks shards of this size in total, its samples are fetched by themselves
 OPEN_SHARDS = 256  # open file descriptors of a worker
 _MAPPED_TABLES = 1 << 14  # mappings of a worker, of the 65,530 that Linux allows a process
 _PRIVATE_TABLES = 1 << 10  # tables in a worker's own memory, of 80 bytes a sample
@@ -246,7 +246,7 @@ def _fetch_ranges(ranges: Sequence[tuple[str, int, int]], timeout: float) -> lis
     found: list[bytes | None] = [None] * len(ranges)
 
     def run() -> None:
-        with suppress(Exception):  # of many types, raised by backends
+        with suppress(Exception):  # backends raise many types
             fs, _ = open_remote(ranges[0][0], timeout)
             paths, starts, ends = map(list, zip(*ranges, strict=True))
             parts = fs.cat_ranges([fsspec.core.strip_protocol(path) for path in paths], starts, ends, on_error="return")

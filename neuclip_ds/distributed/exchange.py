@@ -14,7 +14,7 @@ from neuclip_ds.errors import UserError
 
 T = TypeVar("T")
 
-PURPOSE = "purpose: "  # of a collective, as a range in a profiler's trace
+PURPOSE = "purpose: "  # prefix of the range that names a collective's purpose in a profiler's trace
 
 
 class Exchange:

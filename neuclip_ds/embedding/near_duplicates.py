@@ -19,7 +19,7 @@ from neuclip_ds.data.uids import UidArray, parse_uid
 from neuclip_ds.embedding.select import IDENTITY, METADATA, feature_tables
 from neuclip_ds.errors import UserError
 
-_ROWS = 4096  # of a block
+_ROWS = 4096  # samples in a block
 
 
 def drop_near_duplicates(folders: Sequence[Path], column: str, threshold: float, uids: UidArray) -> UidArray:

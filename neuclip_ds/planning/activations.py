@@ -23,7 +23,7 @@ class Activations(NamedTuple):
     """Bytes at the peak of one micro-batch's forward and backward pass, beyond weights and inputs."""
 
     alone: int
-    with_gradients: int  # of weights, each from the moment when the backward pass makes it
+    with_gradients: int  # activations and weight gradients, each from the moment when the backward pass makes it
 
 
 def count_activations(

@@ -32,9 +32,9 @@ from neuclip_ds.state.sample_store import MAX_DEVICE_BYTES
 from neuclip_ds.training.plan import largest_model
 
 _MOMENTS = {"adamw": 2, "lamb": 2, "lion": 1, "sgd": 1}
-_USABLE = 0.9  # of a GPU; the rest is for CUDA's context, NCCL's buffers and fragmentation
+_USABLE = 0.9  # fraction of a GPU's memory; the rest is for CUDA's context, NCCL's buffers and fragmentation
 _ALL_REDUCED = 500_000_000  # elements that DeepSpeed copies together and reduces at once where it has no buckets
-_BLOCK_COPIES = 4  # of a block of similarities, where pairs are visited twice
+_BLOCK_COPIES = 4  # copies of a block of similarities that exist at once, where pairs are visited twice
 _NPN_BLOCK = 2**26  # elements that NeuCLIP's network works on at once
 
 
@@ -120,8 +120,8 @@ class MemoryQuery:
 class Parameters(NamedTuple):
     """Sizes of a module's parameters, in elements."""
 
-    sizes: tuple[int, ...]  # of trained parameters
-    frozen: int  # of the other parameters
+    sizes: tuple[int, ...]  # sizes of the trained parameters
+    frozen: int  # total size of the other parameters
 
     @staticmethod
     def of(module: nn.Module) -> "Parameters":
