@@ -19,6 +19,7 @@ from neuclip_ds.loss.checks import agree_on_call, problem_with
 from neuclip_ds.loss.two_pass import TwoPass, with_gradients
 from neuclip_ds.objectives.base import Context, Objective, Step
 from neuclip_ds.objectives.compose import compose_objective
+from neuclip_ds.objectives.contrastive import ContrastiveObjective
 from neuclip_ds.objectives.gather import Features
 from neuclip_ds.objectives.options import AdamSettings, ObjectiveConfig
 from neuclip_ds.objectives.temperature import trained_temperature
@@ -206,6 +207,23 @@ class ContrastiveLoss(nn.Module):
         """Current temperature tau; with individual temperatures, their mean over the last batch."""
         tau = trained_temperature(self._objective.replicated_state())
         return float(self._metrics.get("tau", self._config.temperature.initial or 0.07) if tau is None else tau)
+
+    def log_normalizers(self, image_features: Tensor, text_features: Tensor, index: Tensor | None = None) -> Tensor:
+        """Return the method's current estimates of log g for the anchors of a batch, without changing any state.
+
+        g_i is the mean of exp((s_ij - s_ii)/tau) over the training set's other samples j; OpenCLIP estimates it from
+        the batch alone. All ranks must call this method, with equal numbers of rows and arguments as `forward` takes.
+
+        Returns:
+            (2, b) estimates for images and texts, -inf where the method has none yet.
+
+        Raises:
+            UserError: the method is SigLIP, whose loss has no normalizer.
+        """
+        if not isinstance(self._objective, ContrastiveObjective):
+            raise UserError(f"{self._config.method} has no normalizer.")
+        features = self._padded(image_features, text_features, index, None, len(image_features))
+        return self._objective.log_normalizers(features)[0]
 
     @contextmanager
     def accumulate(self, model: nn.Module | None = None, scale: float = 1.0) -> Iterator[TwoPass]:

@@ -19,7 +19,7 @@ from neuclip_ds.loss import ContrastiveLoss
 from study.features import Pairs
 from study.oracle import OracleLoss, log_mean_exp, negative_logits
 
-ANCHORS, RECORDS, WARMUP = 512, 10, 0.02
+ANCHORS, WARMUP, RECORDS = 512, 0.02, (0.1, 0.3, 0.6, 1.0)  # records of the learning curve, in parts of the run
 
 
 @dataclass(frozen=True)
@@ -87,13 +87,14 @@ def build_loss(run: Run, pairs: Pairs, heads: Heads, steps_per_epoch: int) -> Co
 
 
 def train(pairs: Pairs, held_out: Pairs, run: Run) -> dict[str, Any]:
-    """Train, and return a record of the learning curve at every tenth of the run; the last one is the result."""
+    """Train, and return the records of the learning curve; the last one is the result."""
     torch.manual_seed(run.seed)
     order = torch.Generator().manual_seed(run.seed)
     pairs = with_noise(pairs, run.noise, order)
     heads = Heads(pairs, run)
     per_epoch = len(pairs.text) // run.batch
-    total = max(RECORDS, round(run.epochs * per_epoch))
+    total = round(run.epochs * per_epoch)
+    recorded = {max(1, round(part * total)) for part in RECORDS}
     loss_fn = build_loss(run, pairs, heads, per_epoch)
     optimizer = AdamW(heads.parameters(), run.lr, weight_decay=run.weight_decay, eps=1e-12, fused=True)
     warmup = max(1, round(WARMUP * total))
@@ -111,10 +112,10 @@ def train(pairs: Pairs, held_out: Pairs, run: Run) -> dict[str, Any]:
         loss.backward()
         optimizer.step()
         scheduler.step()
-        if (step + 1) * RECORDS % total < RECORDS:
+        if step + 1 in recorded:
             tau = float(loss_fn.metrics["tau"])
             records.append({"step": step + 1, "tau": tau, **scores(heads, held_out)})
-            records[-1] |= normalizers(heads, pairs, run, tau)
+            records[-1] |= normalizers(heads, pairs, run, tau, loss_fn)
     return {**records[-1], "curve": records}
 
 
@@ -139,10 +140,13 @@ def scores(heads: Heads, pairs: Pairs) -> dict[str, float]:
 
 
 @torch.no_grad()
-def normalizers(heads: Heads, pairs: Pairs, run: Run, tau: float) -> dict[str, float]:
+def normalizers(
+    heads: Heads, pairs: Pairs, run: Run, tau: float, loss_fn: ContrastiveLoss | OracleLoss | None = None
+) -> dict[str, float]:
     """Return statistics of anchors against all n pairs: their KL divergence, and the ratio of a batch to them.
 
     `ratio` is the batch's mean over the exact mean, which weighs an anchor's negatives where the normalizer is exact.
+    `error` is log u - log g of the images: the method's estimate against the exact value.
     """
     images, texts = heads.encode(pairs)
     rows = torch.randperm(len(texts), generator=torch.Generator().manual_seed(0))[: max(ANCHORS, run.batch)]
@@ -158,4 +162,8 @@ def normalizers(heads: Heads, pairs: Pairs, run: Run, tau: float) -> dict[str, f
     batch = torch.cat([log_mean_exp(negative_logits(a, b, b, own, tau)) for a, b in blocks])
     ratio = (batch - log_g).exp()
     found |= {"ratio_mean": float(ratio.mean()), "ratio_std": float(ratio.std()), "ratio_max": float(ratio.max())}
+    if isinstance(loss_fn, ContrastiveLoss) and run.loss != "siglip":  # SigLIP has no normalizer
+        batches = zip(image.split(run.batch), text.split(run.batch), rows.split(run.batch), strict=True)
+        error = torch.cat([loss_fn.log_normalizers(*one)[0] for one in batches]) - log_g
+        found |= {"error_mean": float(error.mean()), "error_std": float(error.std())}
     return found
