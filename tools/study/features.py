@@ -71,25 +71,25 @@ def load_splits(folder: Path, validation: int = 400) -> Splits:
 
 
 def cache_features(source: str, folder: Path, grid: int = 1) -> None:
-    """Write FOLDER/{train,test}.safetensors.
+    """Write those of FOLDER/{train,test}.safetensors that do not exist yet.
 
     Args:
         source: a folder with shards in train/ and val/, or demo:N for N rendered scenes.
         grid: image features are means over grid x grid parts of the picture.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    wanted = {folder / "train.safetensors": ("train", CROPS), folder / "test.safetensors": ("val", 1)}
+    missing = {path: each for path, each in wanted.items() if not path.is_file()}
+    if not missing:
+        return
     if source.startswith("demo:"):
         scenes = folder / "scenes"
         if not scenes.exists():
             make_demo_data(scenes, pairs=int(source.removeprefix("demo:")), held_out=1000, zero_shot=80)
         source = str(scenes)
     towers = _Towers(grid)
-    for split, shards in {"train": "train", "test": "val"}.items():
-        path = folder / f"{split}.safetensors"
-        if path.is_file():
-            continue
-        found = towers.encode(_samples(Path(source) / shards), CROPS if split == "train" else 1)
-        save_file(found._asdict(), path)
+    for path, (shards, crops) in missing.items():
+        save_file(towers.encode(_samples(Path(source) / shards), crops)._asdict(), path)
 
 
 def _samples(folder: Path) -> Iterator[tuple[Image.Image, list[str]]]:
