@@ -24,7 +24,6 @@ from neuclip_ds.data.demo import make_demo_data
 from neuclip_ds.errors import UserError
 
 CROPS, SIDE, BATCH = 4, 160, 64
-MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 
 
 class Pairs(NamedTuple):
@@ -112,7 +111,8 @@ class _Towers:
         self.text: nn.Module = AutoModel.from_pretrained(folder, trust_remote_code=False).eval()
         self.tokenize = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         self.grid = grid
-        normalized = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
+        stated = self.image.pretrained_cfg
+        normalized = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(stated["mean"], stated["std"])]
         self.whole = v2.Compose([v2.Resize((SIDE, SIDE)), *normalized])
         crop = v2.RandomResizedCrop((SIDE, SIDE), scale=(0.5, 1.0))
         self.crop = v2.Compose([crop, v2.RandomHorizontalFlip(), *normalized])
