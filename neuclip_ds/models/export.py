@@ -123,12 +123,12 @@ def clip_to_open_clip(package: Package) -> Package:
     """Convert transformers' CLIPModel or MetaClip2Model to open_clip.
 
     Raises:
-        UserError: the model is a SiglipModel or Siglip2Model, or has an unknown activation.
+        UserError: the model is a SiglipModel, or has an unknown activation.
     """
     tree = package.config
     if tree["model_type"] not in ("clip", "metaclip_2"):
         raise UserError(
-            f"A {tree['model_type']} model of transformers has tanh GELUs, which open_clip's config cannot set for its "
+            "A SiglipModel of transformers has tanh GELUs, which open_clip's config cannot set for its "
             "timm tower; export it with --format=transformers."
         )
     vision, text = tree["vision_config"], tree["text_config"]
@@ -298,7 +298,7 @@ def write_transformers(package: Package, folder: Path) -> None:
     check_tensors(str(folder), wanted, weights)
     config.save_pretrained(folder)
     save_file(_plain(weights), folder / "model.safetensors", metadata={"format": "pt"})
-    kind.processor(package.preprocessing, config).save_pretrained(folder)
+    kind.processor(package.preprocessing).save_pretrained(folder)
     package.tokenizer.save(folder)
 
 

@@ -5,8 +5,7 @@ a parameter is used only in the forward of its module, and that none is 0-dimens
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -59,20 +58,11 @@ class VisionTower(Encoder):
         trunk: returns the pooled feature, or an output with it as `pooler_output`.
         projection: as for `Encoder`.
         mean, std: statistics per channel of the pixels in [0, 1] that the trunk was trained on.
-        arguments: further keyword arguments of the trunk's forward.
     """
 
-    def __init__(
-        self,
-        trunk: Any,
-        projection: nn.Module | None,
-        mean: Sequence[float],
-        std: Sequence[float],
-        arguments: Mapping[str, Any] = MappingProxyType({}),
-    ) -> None:
+    def __init__(self, trunk: Any, projection: nn.Module | None, mean: Sequence[float], std: Sequence[float]) -> None:
         super().__init__(trunk, projection)
         self._mean, self._std = mean, std  # not buffers, which DeepSpeed may cast to bf16
-        self._arguments = dict(arguments)
         self._is_convolutional = sum(isinstance(layer, nn.Conv2d) for layer in trunk.modules()) > 1
 
     def normalize(self, x: Tensor) -> Tensor:
@@ -89,7 +79,7 @@ class VisionTower(Encoder):
         # contiguous, as ZeRO flattens them, and are transposed in each convolution.
         layout = torch.channels_last if x.is_cuda and self._is_convolutional else torch.preserve_format
         pixels = self.normalize(x).to(next(self.parameters()).dtype, memory_format=layout)
-        return _pooled(self.trunk(pixels, **self._arguments))
+        return _pooled(self.trunk(pixels))
 
 
 class TextTower(Encoder):

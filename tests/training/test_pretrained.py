@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from miniatures import CAPTIONS, images, no_training, save_clip, save_open_clip, save_siglip, save_siglip2
+from miniatures import CAPTIONS, images, no_training, save_clip, save_open_clip, save_siglip
 from ranks import run_ranks
 from test_image_weights import saved_timm
 from test_text_encoders import xlm_roberta
@@ -37,7 +37,6 @@ def save_towers(folder: Path) -> None:
 FAMILIES = {
     "clip": save_clip,
     "siglip": save_siglip,
-    "siglip2": save_siglip2,
     "open_clip": save_open_clip,
     TOWERS: save_towers,
 }

@@ -1,10 +1,9 @@
-"""Checkpoints of transformers' dual encoders: CLIP, MetaCLIP 2, SigLIP and SigLIP 2 in both of its forms.
+"""Checkpoints of transformers' dual encoders: CLIP, MetaCLIP 2, SigLIP and SigLIP 2 of fixed resolution.
 
 A checkpoint is a folder with config.json, weights, preprocessor and tokenizer files. SigLIP 2 of fixed resolution has
-the model type `siglip`; its NaFlex form, `siglip2`, is used on square images of one size.
+the model type `siglip`.
 """
 
-import math
 from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -12,8 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers as library
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
 from transformers.image_utils import PILImageResampling
 from transformers.utils import logging
 
@@ -50,20 +48,20 @@ class ModelType(NamedTuple):
     model: Any
     image_processor: Any
     siglip: bool = False  # no projections; logit scale and bias of shape (1,); texts read at the last position
-    patches: bool = False  # whether its image tower takes patches instead of images
     legacy_eos: bool = False  # whether an EOS of 2 means that texts are read at the largest id
 
-    def processor(self, preprocessing: Preprocessing, config: Any) -> Any:
-        """Return the image processor for a model's config and square images."""
+    def processor(self, preprocessing: Preprocessing) -> Any:
+        """Return the image processor for square images."""
         size, mean, std, squash = preprocessing
-        statistics = {"image_mean": list(mean), "image_std": list(std)}
-        if self.patches:
-            patch = config.vision_config.patch_size
-            return self.image_processor(patch_size=patch, max_num_patches=(size // patch) ** 2, **statistics)
         square = {"height": size, "width": size}
         resized = square if squash else {"shortest_edge": size}
         return self.image_processor(
-            size=resized, crop_size=square, do_center_crop=not squash, resample=PILImageResampling.BICUBIC, **statistics
+            size=resized,
+            crop_size=square,
+            do_center_crop=not squash,
+            resample=PILImageResampling.BICUBIC,
+            image_mean=list(mean),
+            image_std=list(std),
         )
 
 
@@ -77,9 +75,6 @@ MODEL_TYPES = {
     "clip": ModelType(library.CLIPConfig, library.CLIPModel, library.CLIPImageProcessor, legacy_eos=True),
     "metaclip_2": ModelType(library.MetaClip2Config, library.MetaClip2Model, library.CLIPImageProcessor),
     "siglip": ModelType(library.SiglipConfig, library.SiglipModel, library.SiglipImageProcessor, siglip=True),
-    "siglip2": ModelType(
-        library.Siglip2Config, library.Siglip2Model, library.Siglip2ImageProcessor, siglip=True, patches=True
-    ),
 }
 
 
@@ -97,9 +92,9 @@ class TransformersCheckpoint(ModelSource):
         self._kind = MODEL_TYPES[tree["model_type"]]
         self._published = self._kind.config.from_dict(tree)
         self._published._attn_implementation = "sdpa"
-        self._resized, image_size = _resized(self._published, config)
+        self._resized = _resized(self._published, config)
         self.embed_dim = _embed_dim(tree, self._resized, self._kind.siglip, self._folder)
-        self.preprocessing = _preprocessing(self._folder, image_size, self._kind.patches)
+        self.preprocessing = _preprocessing(self._folder, self._resized.vision_config.image_size)
 
     def tokenizer(self, of_run: Any = None) -> CaptionTokenizer:
         text = self._resized.text_config
@@ -140,13 +135,9 @@ class TransformersCheckpoint(ModelSource):
 
     def _wrapped(self, model: Any) -> DualEncoder:
         vision, text = (getattr(model, name, None) for name in ("visual_projection", "text_projection"))
-        arguments = {}
-        if self._kind.patches:
-            model.vision_model.embeddings = SquarePatches(model.vision_model.embeddings)
-            arguments = {"pixel_attention_mask": None, "spatial_shapes": None}
         _, mean, std, _ = self.preprocessing
-        image_tower = VisionTower(model.vision_model, vision, mean, std, arguments)
-        return prepare(DualEncoder(image_tower, TextTower(model.text_model, text)), self.config)
+        towers = VisionTower(model.vision_model, vision, mean, std), TextTower(model.text_model, text)
+        return prepare(DualEncoder(*towers), self.config)
 
 
 def read_model(
@@ -192,52 +183,15 @@ def resized_model(model: Any, published: Any, config: Any, stretch: str, special
     return resized
 
 
-class SquarePatches(nn.Module):
-    """Patch and position embeddings of square images: (b, 3, H, H) pixels to (b, n, d).
-
-    The library's own embeddings take patches of images of any shape and resize the positions for each image, which
-    waits for the device. Here they are resized once per batch, to the same values. Parameters keep their names.
-
-    Args:
-        library: transformers' Siglip2VisionEmbeddings, whose parameters are used.
-    """
-
-    def __init__(self, library: Any) -> None:
-        super().__init__()
-        self.patch_embedding: nn.Linear = library.patch_embedding
-        self.position_embedding: nn.Embedding = library.position_embedding
-        self._patch, self._trained = int(library.patch_size), int(library.position_embedding_size)
-
-    def forward(self, pixels: Tensor, spatial_shapes: None = None) -> Tensor:
-        patches = functional.pixel_unshuffle(pixels, self._patch)  # (b, 3 p p, side, side), each patch as (3, p, p)
-        rows, side = pixels.shape[0], patches.shape[-1]
-        patches = patches.reshape(rows, 3, -1, side * side).permute(0, 3, 2, 1)  # the library's order is (p, p, 3)
-        return self.patch_embedding(patches.reshape(rows, side * side, -1)) + self._positions(side, pixels.device)
-
-    def _positions(self, side: int, device: torch.device) -> Tensor:
-        # calls the module, because ZeRO-3 gathers its weights for a forward only
-        table = self.position_embedding(torch.arange(self._trained**2, device=device))
-        if side == self._trained:
-            return table
-        grid = table.float().T.reshape(1, -1, self._trained, self._trained)
-        fitted = functional.interpolate(grid, size=(side, side), mode="bilinear", antialias=True, align_corners=False)
-        return fitted.flatten(2)[0].T.to(table.dtype)
-
-
-def _resized(published: Any, model: ModelConfig) -> tuple[Any, Any]:
-    """Return a config with the forced sizes, and the side of its images in pixels."""
+def _resized(published: Any, model: ModelConfig) -> Any:
+    """Return a config with the forced sizes."""
     config = deepcopy(published)
-    vision = config.vision_config
     if model.force_context_length is not None:
         config.text_config.max_position_embeddings = model.force_context_length
-    size = model.force_image_size
-    if size is not None:
-        check_patches(size, vision.patch_size)
-    if not hasattr(vision, "image_size"):  # SigLIP 2 NaFlex, whose tower resizes positions of a square of patches
-        return config, size or vision.patch_size * math.isqrt(vision.num_patches)
-    if size is not None:
-        vision.image_size = size
-    return config, vision.image_size
+    if model.force_image_size is not None:
+        check_patches(model.force_image_size, config.vision_config.patch_size)
+        config.vision_config.image_size = model.force_image_size
+    return config
 
 
 def _embed_dim(tree: dict[str, Any], config: Any, siglip: bool, folder: Path) -> int:
@@ -258,7 +212,7 @@ def _embed_dim(tree: dict[str, Any], config: Any, siglip: bool, folder: Path) ->
     return int(tree["projection_dim"])
 
 
-def _preprocessing(folder: Path, image_size: Any, patches: bool) -> Preprocessing:
+def _preprocessing(folder: Path, image_size: Any) -> Preprocessing:
     nested = folder / "processor_config.json"  # where transformers 5 keeps the image processor
     if nested.is_file() and not (folder / _PROCESSOR).is_file():
         tree = read_json(nested).get("image_processor", {})
@@ -270,5 +224,5 @@ def _preprocessing(folder: Path, image_size: Any, patches: bool) -> Preprocessin
     if not isinstance(image_size, int):
         raise UserError(f"config.json in {folder} has images of {image_size} pixels; only square ones are supported.")
     size = tree.get("size")
-    squash = patches or (isinstance(size, dict) and "height" in size and not tree.get("do_center_crop", False))
+    squash = isinstance(size, dict) and "height" in size and not tree.get("do_center_crop", False)
     return Preprocessing(image_size, tuple(mean), tuple(std), squash)

@@ -19,10 +19,6 @@ from transformers import (
     MetaClip2Config,
     MetaClip2Model,
     PreTrainedTokenizerFast,
-    Siglip2Config,
-    Siglip2ImageProcessor,
-    Siglip2Model,
-    Siglip2Tokenizer,
     SiglipConfig,
     SiglipImageProcessor,
     SiglipModel,
@@ -69,13 +65,6 @@ def xlm_roberta_tokenizer() -> XLMRobertaTokenizer:
     specials = ("<s>", "<pad>", "</s>", "<unk>")
     pieces = [*((name, 0.0) for name in specials), ("▁", -2.0), *((letter, -3.0) for letter in LETTERS)]
     return XLMRobertaTokenizer(vocab=[*pieces, ("▁dog", -1.0), ("<mask>", 0.0)], model_max_length=16)
-
-
-def gemma_tokenizer() -> Siglip2Tokenizer:
-    specials = ("<pad>", "<eos>", "<bos>", "<unk>", "<mask>")
-    vocabulary = {piece: number for number, piece in enumerate([*specials, "▁", *LETTERS, "do", "dog"])}
-    merges = [("d", "o"), ("do", "g")]
-    return Siglip2Tokenizer(vocab=vocabulary, merges=merges, padding_side="right", model_max_length=16)
 
 
 def small(hidden: int, **over: Any) -> dict[str, Any]:
@@ -125,21 +114,6 @@ def save_metaclip_2(folder: Path) -> MetaClip2Model:
     model = MetaClip2Model(config).eval()
     _save(model, folder, logit_scale=4.0)
     _save_clip_processor(tokenizer, folder)
-    return model
-
-
-def save_siglip2(folder: Path) -> Siglip2Model:
-    """Save a SigLIP 2 in its NaFlex form, with 4 x 4 positions."""
-    torch.manual_seed(0)
-    tokenizer = gemma_tokenizer()
-    text = small(
-        32, vocab_size=len(tokenizer), max_position_embeddings=16, projection_size=32, bos_token_id=2, eos_token_id=1
-    )
-    vision = small(32, num_patches=16, patch_size=8)
-    model = Siglip2Model(Siglip2Config(text_config=text, vision_config=vision)).eval()
-    _save(model, folder, logit_scale=4.75, logit_bias=-12.5)
-    tokenizer.save_pretrained(folder)
-    Siglip2ImageProcessor(patch_size=8, max_num_patches=16).save_pretrained(folder)
     return model
 
 
@@ -220,6 +194,5 @@ SAVERS: dict[str, Callable[[Path], Any]] = {
     "clip": save_clip,
     "metaclip_2": save_metaclip_2,
     "siglip": save_siglip,
-    "siglip2": save_siglip2,
     "open_clip": save_open_clip,
 }

@@ -78,7 +78,7 @@ def test_places_that_are_no_checkpoint(tmp_path: Path) -> None:
         open_checkpoint(locate(str(tmp_path))._replace(path="/nowhere"))
     (tmp_path / OPEN_CLIP_CONFIG).unlink()
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    assert "type clip, metaclip_2, siglip, siglip2, or open_clip's" in refusal(tmp_path)
+    assert "type clip, metaclip_2, siglip, or open_clip's" in refusal(tmp_path)
 
 
 def config(change: Callable[[dict[str, Any]], object], name: str = "config.json") -> Callable[[Path], object]:

@@ -18,7 +18,6 @@ from miniatures import (
     OPEN_CLIP_CONFIG,
     SAVERS,
     clip_tokenizer,
-    gemma_tokenizer,
     images,
     save_open_clip,
     siglip_tokenizer,
@@ -28,7 +27,6 @@ from safetensors.torch import load_file
 from test_text_encoders import xlm_roberta
 from torch import Tensor
 from torch.nn.functional import normalize
-from transformers.models.siglip2.image_processing_siglip2 import convert_image_to_patches
 
 from neuclip_ds.models.pretrained.base import LogitParameters
 from neuclip_ds.models.pretrained.locate import locate, open_checkpoint
@@ -47,13 +45,12 @@ class Saved(NamedTuple):
 
 
 HALF = [0.5] * 3
-STATISTICS = {"open_clip": ([0.4, 0.5, 0.6], [0.2, 0.25, 0.3]), "siglip": (HALF, HALF), "siglip2": (HALF, HALF)}
+STATISTICS = {"open_clip": ([0.4, 0.5, 0.6], [0.2, 0.25, 0.3]), "siglip": (HALF, HALF)}
 CLIP_STATISTICS = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 TOKENIZERS = {
     "clip": clip_tokenizer,
     "metaclip_2": xlm_roberta_tokenizer,
     "siglip": siglip_tokenizer,
-    "siglip2": gemma_tokenizer,
 }
 
 
@@ -66,13 +63,7 @@ def save(family: str, folder: Path) -> Saved:
 def library_encode(family: str, model: Any, pixels: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     if family == "open_clip":
         return model.encode_image(pixels, normalize=True), model.encode_text(ids, normalize=True)
-    parts = {"pixel_values": pixels}
-    if family == "siglip2":  # patches and their numbers, as transformers' processor makes them
-        patches = torch.stack([convert_image_to_patches(image, 8) for image in pixels])
-        shapes = torch.full((len(pixels), 2), pixels.shape[-1] // 8)
-        mask = torch.ones(patches.shape[:2], dtype=torch.int64)
-        parts = {"pixel_values": patches, "pixel_attention_mask": mask, "spatial_shapes": shapes}
-    image = model.get_image_features(**parts).pooler_output
+    image = model.get_image_features(pixel_values=pixels).pooler_output
     return normalize(image, dim=1), normalize(model.get_text_features(input_ids=ids).pooler_output, dim=1)
 
 
