@@ -152,12 +152,13 @@ def test_a_missing_package_is_no_bad_sample(local: Manifest, tmp_path: Path) -> 
         next(batches(manifest, cache_in(tmp_path)))
 
 
+@pytest.mark.slow
 def test_workers_that_wait_for_the_storage_are_not_replaced(
     http: Files, remote: Manifest, local: Manifest, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The loader's time-out is shorter than the outage."""
+    """The loader's time-out is shorter than the outage, and longer than workers take to start on a busy machine."""
     with refusing(http, 500, answers=4):
-        found = list(batches(remote, cache_in(tmp_path, backoff=0.5), timeout=2))
+        found = list(batches(remote, cache_in(tmp_path, backoff=2), timeout=10))
     assert_undisturbed(found, local)
     assert "replacing" not in caplog.text
 
