@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import nullcontext
 from functools import partial
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from neuclip_ds.data.children import process_pool
 from neuclip_ds.data.decoders import Captions
@@ -169,18 +170,38 @@ def write_manifest(
 
 
 def _warn_of_repeats(manifest: Manifest) -> None:
-    """Log a warning if samples have the same image, as far as checksums tell; 8 bytes of memory per sample."""
+    """Log a warning if samples have the same uid, or the same image by their checksums; 8 bytes of memory each."""
     if manifest.samples is None or manifest.n > _MOST_COMPARED:
         return
-    used = [number for number, shard in enumerate(manifest.shards) if not shard.removed]
-    found = np.concatenate([*manifest.samples.image_checksums(used), np.empty(0, np.uint64)])
-    if repeated := len(found) - len(np.unique(found)):
+    tables, used = manifest.samples, [number for number, shard in enumerate(manifest.shards) if not shard.removed]
+    again, count = _repeats(map(_hash, tables.uids(used)))
+    if len(again):
+        high, low = next(uid for uids in tables.uids(used) for uid in uids[_hash(uids) == again[0]].tolist())
+        log.warning(
+            "%d of %d samples have the uid of another one, such as %016x%016x: --uids keeps all of them or none. "
+            "Give each sample its own uid, or omit the copies.",
+            len(again), count, high, low,
+        )  # fmt: skip
+    again, count = _repeats(tables.image_checksums(used))
+    if len(again):
         log.warning(
             "%d of %d samples have the image of another one: in a batch these are negatives of each other. "
             "Put their captions into one sample, as neuclip-ds pack does, or select by uid.",
-            repeated,
-            len(found),
+            len(again),
+            count,
         )
+
+
+def _repeats(parts: Iterable[NDArray[np.uint64]]) -> tuple[NDArray[np.uint64], int]:
+    """Return the numbers that repeat an earlier one, and how many numbers there are in all."""
+    found = np.concatenate([*parts, np.empty(0, np.uint64)])
+    found.sort()
+    return found[1:][found[1:] == found[:-1]], len(found)
+
+
+def _hash(uids: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return a number for each of (q, 2) uids that hardly any two share: words may be constant, as in UUIDs."""
+    return uids[:, 0] * np.uint64(0x9E3779B97F4A7C15) + uids[:, 1]
 
 
 def _existing(folder: Path, update: bool, options: ScanOptions) -> Manifest | None:

@@ -29,6 +29,7 @@ MEMBERS = ("image", "txt", "json")  # members with stored extents, before others
 _NO_OFFSET = -1
 
 _OFFSET, _CRC32 = "_offset", "_crc32"  # end the names of a member's columns
+_UID = ("uid_high", "uid_low")
 
 
 class SampleTable(NamedTuple):
@@ -39,6 +40,7 @@ class SampleTable(NamedTuple):
     keys: bytes | memoryview  # joined by NUL, which no name contains; a view of a file that is memory-mapped
     crc32: NDArray[np.uint32] | None = None  # (n, m): checksums of the members; 0 if absent
     members: tuple[str, ...] = MEMBERS
+    uids: NDArray[np.uint64] | None = None  # (n, 2) words of the JSON's uid, 0 if absent; written, not read again
 
     @property
     def n(self) -> int:
@@ -75,8 +77,8 @@ class SampleTable(NamedTuple):
         """Return the table of some of the samples."""
         keys = self.split_keys()
         chosen = b"\0".join(keys[row] for row in rows.tolist())
-        crc32 = None if self.crc32 is None else self.crc32[rows]
-        return SampleTable(self.ordinals[rows], self.extents[rows], chosen, crc32, self.members)
+        crc32, uids = (None if values is None else values[rows] for values in (self.crc32, self.uids))
+        return SampleTable(self.ordinals[rows], self.extents[rows], chosen, crc32, self.members, uids)
 
 
 def tabulate(samples: Sequence[SampleEntry], texts: Sequence[str] = ()) -> SampleTable:
@@ -98,8 +100,10 @@ def write_part(path: Path, tables: Iterable[SampleTable]) -> None:
     """Write sample tables of the same members to a file, one row group each."""
     remaining = iter(tables)
     first = next(remaining)
-    schema = _schema(first.members)
-    encoding = {name: "PLAIN" if name.endswith(_CRC32) else "DELTA_BINARY_PACKED" for name in schema.names}
+    schema = pa.schema([*_schema(first.members), *((name, pa.uint64()) for name in _UID)])
+    encoding = {
+        name: "PLAIN" if name.endswith(_CRC32) or name in _UID else "DELTA_BINARY_PACKED" for name in schema.names
+    }
     with pq.ParquetWriter(
         path,
         schema,
@@ -112,7 +116,8 @@ def write_part(path: Path, tables: Iterable[SampleTable]) -> None:
             unknown = [pa.nulls(table.n, pa.uint32())] * len(table.members)
             crc32 = unknown if table.crc32 is None else list(table.crc32.T)
             extents = table.extents.reshape(table.n, 2 * len(table.members)).T
-            columns = [table.split_keys(), table.ordinals, *extents, *crc32]
+            uids = [pa.nulls(table.n, pa.uint64())] * len(_UID) if table.uids is None else list(table.uids.T)
+            columns = [table.split_keys(), table.ordinals, *extents, *crc32, *uids]
             writer.write_table(pa.table(columns, schema=schema), row_group_size=max(1, table.n))
 
 
@@ -166,13 +171,22 @@ class SampleParts:
 
     def image_checksums(self, shards: Sequence[int]) -> Iterator[NDArray[np.uint64]]:
         """Yield numbers, by file, that equal images of these shards share: CRC-32 and size, where they are known."""
-        names = [f"image{_CRC32}", "image_size"]
+        for crc32, sizes in self._columns(shards, f"image{_CRC32}", "image_size"):
+            yield ((sizes << np.uint64(32)) + crc32)[sizes > 0]
+
+    def uids(self, shards: Sequence[int]) -> Iterator[NDArray[np.uint64]]:
+        """Yield the (q, 2) words of the uids in the samples' JSON of these shards, by file, where they are known."""
+        for words in self._columns(shards, *_UID):
+            uids = np.stack(words, axis=1)
+            yield uids[uids.any(axis=1)]
+
+    def _columns(self, shards: Sequence[int], *names: str) -> Iterator[list[NDArray[np.uint64]]]:
+        """Yield columns of these shards' tables as numbers, by file, without files that lack a value."""
         for part, places in groupby(sorted(self.places[shard] for shard in shards), key=attrgetter("part")):
             with _opened(part) as file:
-                rows = file.read_row_groups([place.group for place in places], names)
-            crc32, sizes = (rows.column(name).drop_null().to_numpy().astype(np.uint64) for name in names)
-            if len(crc32) == len(sizes):
-                yield ((sizes << np.uint64(32)) + crc32)[sizes > 0]
+                columns = file.read_row_groups([place.group for place in places], names).columns
+            if not any(column.null_count for column in columns):
+                yield [column.to_numpy().astype(np.uint64) for column in columns]
 
     def source(self, shard: int) -> tuple[object, ...]:
         """Return what identifies a shard's table: its part's path, size and time, and the row group."""

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from neuclip_ds.data.decoders import Captions, DecodeError, decode_pil
 from neuclip_ds.data.fetch import AttemptFailed, Retries, attempt
@@ -103,8 +102,14 @@ def _scan(path: str, file: Path, options: ScanOptions) -> tuple[Scan, SampleTabl
         index = read_index(fd)
         table = tabulate(index.samples, texts)
         layout = table.layout
+        if options.has_tables:
+            uids = [uid_of(_read(fd, table, row, "json"), options.uid_key) for row in range(table.n)]
+            words = np.array([uid or (0, 0) for uid in uids], dtype=np.uint64).reshape(table.n, 2)
+            table = table._replace(uids=words)
         if options.uids:
-            table = table.take(_selected(path, fd, table, options))
+            found = [uid or uid_of_place(path, table.place(row)) for row, uid in enumerate(uids)]
+            counts = UidFiles(options.uids).count(np.array(found, dtype=UID))
+            table = table.take(np.repeat(np.arange(table.n), counts))  # repeated as often as a uid is listed
             selection = zlib.crc32(table.ordinals.tobytes())
         if options.checksum:
             rows = [[zlib.crc32(_read(fd, table, row, member)) for member in table.members] for row in range(table.n)]
@@ -117,15 +122,6 @@ def _scan(path: str, file: Path, options: ScanOptions) -> tuple[Scan, SampleTabl
     lost = sum(gap.size for gap in index.gaps)
     extensions = sorted({extension for entry in index.samples[:100] for extension in entry.members})
     return Scan(shard, int(images.sum()), int(captions.sum()), extensions, lost, bad), table
-
-
-def _selected(path: str, fd: int, table: SampleTable, options: ScanOptions) -> NDArray[np.int64]:
-    """Return the rows whose uid is listed, in their order, repeated as often as it is listed."""
-    uids = [
-        uid_of(_read(fd, table, row, "json"), options.uid_key) or uid_of_place(path, table.place(row))
-        for row in range(table.n)
-    ]
-    return np.repeat(np.arange(table.n), UidFiles(options.uids).count(np.array(uids, dtype=UID)))
 
 
 def _verify(fd: int, table: SampleTable, captions: Captions) -> Iterator[dict[str, Any]]:

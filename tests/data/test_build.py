@@ -285,6 +285,22 @@ def test_images_that_occur_twice_are_counted(tmp_path, caplog):
     assert "have the image" not in caplog.text
 
 
+@pytest.mark.parametrize("selects", [False, True])
+def test_uids_that_occur_twice_are_counted_with_an_example(tmp_path, caplog, selects):
+    pool, uids = uid_shards(tmp_path / "pool", [3, 2])
+    members = [{"json": json.dumps({"uid": uids[1]}).encode()}, {"json": b"{}"}, {"json": b"{}"}]
+    paths = [
+        *paths_of(pool),
+        *paths_of(write_pairs(tmp_path / "more", [3], dict(enumerate(members)))),
+    ]  # uids[0] is 0, which counts as none
+    options = ScanOptions(uids=(write_uids(tmp_path / "a.npy", uids),) if selects else (), checksum=not selects)
+    write_manifest(tmp_path / "m", paths[:2], Worker(), options)
+    assert "have the uid" not in caplog.text
+    write_manifest(tmp_path / "m", paths, Worker(), options, update=True)
+    assert "1 of 5 samples have the uid of another one" in caplog.text
+    assert uids[1] in caplog.text
+
+
 def test_uids_that_fit_nothing(tmp_path):
     uids = (write_uids(tmp_path / "a.npy", ["0" * 31 + "1"]),)
     pool, _ = uid_shards(tmp_path / "pool", [3])
