@@ -77,7 +77,8 @@ class SampleTable(NamedTuple):
         """Return the table of some of the samples."""
         keys = self.split_keys()
         chosen = b"\0".join(keys[row] for row in rows.tolist())
-        crc32, uids = (None if values is None else values[rows] for values in (self.crc32, self.uids))
+        crc32 = None if self.crc32 is None else self.crc32[rows]
+        uids = None if self.uids is None else self.uids[rows]
         return SampleTable(self.ordinals[rows], self.extents[rows], chosen, crc32, self.members, uids)
 
 

@@ -289,14 +289,12 @@ def test_images_that_occur_twice_are_counted(tmp_path, caplog):
 def test_uids_that_occur_twice_are_counted_with_an_example(tmp_path, caplog, selects):
     pool, uids = uid_shards(tmp_path / "pool", [3, 2])
     members = [{"json": json.dumps({"uid": uids[1]}).encode()}, {"json": b"{}"}, {"json": b"{}"}]
-    paths = [
-        *paths_of(pool),
-        *paths_of(write_pairs(tmp_path / "more", [3], dict(enumerate(members)))),
-    ]  # uids[0] is 0, which counts as none
+    paths = [*paths_of(pool), *paths_of(write_pairs(tmp_path / "more", [3], dict(enumerate(members))))]
     options = ScanOptions(uids=(write_uids(tmp_path / "a.npy", uids),) if selects else (), checksum=not selects)
     write_manifest(tmp_path / "m", paths[:2], Worker(), options)
     assert "have the uid" not in caplog.text
     write_manifest(tmp_path / "m", paths, Worker(), options, update=True)
+    # of 6 samples with a uid, as that of the first is 0, which counts as none
     assert "1 of 5 samples have the uid of another one" in caplog.text
     assert uids[1] in caplog.text
 
