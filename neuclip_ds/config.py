@@ -298,10 +298,8 @@ class ModelConfig(Section):
     force_image_size: int | None = Field(None, ge=8, le=1 << 14)
     """Image size to resize `pretrained` to, in pixels; its position embeddings are resampled. By default its own."""
     force_context_length: int | None = Field(None, ge=4, le=1 << 16)
-    """Context length to resize `pretrained` to; its position embeddings are stretched. By default its own."""
-    context_stretch: Literal["interpolate", "long_clip"] = "interpolate"
-    """How position embeddings of a pretrained text tower are stretched to more tokens: all interpolated linearly, or
-    the first 20 kept and the others interpolated, as Long-CLIP does. Shorter contexts take the first ones."""
+    """Context length to resize `pretrained` to; its position embeddings are interpolated, or cut off. By default its
+    own."""
     vision: VisionConfig = Field(default_factory=VisionConfig)
     text: TextConfig = Field(default_factory=TextConfig)
     lora: LoraConfig = Field(default_factory=LoraConfig)

@@ -61,7 +61,7 @@ class FromConfig(ModelSource):
         if towers.text:
             from neuclip_ds.models.pretrained.text_encoders import TextEncoder
 
-            self._text = TextEncoder(towers.text, config.text, config.context_stretch)
+            self._text = TextEncoder(towers.text, config.text)
         self.name = config.vision.name
         self.preprocessing = Preprocessing(config.vision.image_size, mean, std)
         self.embed_dim = config.embed_dim

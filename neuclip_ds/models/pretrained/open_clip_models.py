@@ -161,7 +161,7 @@ class OpenClipCheckpoint(ModelSource):
         model = self._resized()
         wanted = {name: value for name, value in model.state_dict().items() if not name.startswith("logit_")}
         found = {name: value for name, value in tensors.items() if not name.startswith("logit_")}
-        found = fit_positions(found, wanted, self.config.context_stretch)
+        found = fit_positions(found, wanted)
         check_tensors(self._where, wanted, found)
         model.load_state_dict(found, strict=False)
         return LoadedModel(self._wrapped(model), logits)

@@ -1,6 +1,5 @@
 """Text towers from any transformers text encoder: its weights, its tokenizer, a pooling and a new projection."""
 
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from transformers.models.auto.modeling_auto import (
 from neuclip_ds.config import TextConfig
 from neuclip_ds.errors import UserError, explained
 from neuclip_ds.models.pretrained.attention_masks import use_static_masks
-from neuclip_ds.models.pretrained.transformers_models import read_model, resized_model
+from neuclip_ds.models.pretrained.transformers_models import read_model
 from neuclip_ds.models.tokenizer import CaptionTokenizer, load_tokenizer
 from neuclip_ds.models.towers import TextTower, new_projection
 
@@ -30,14 +29,14 @@ class TextEncoder:
     Args:
         folder: folder with config.json, tokenizer files, and weights if `tower` is to load them.
         text: pooling and context length.
-        stretch: how learned positions are stretched to more tokens; a key of STRETCHES.
 
     Raises:
-        UserError: transformers has no text encoder of this type, or the tokenizer does not fit.
+        UserError: transformers has no text encoder of this type, it has fewer positions than the context, or the
+            tokenizer does not fit.
     """
 
-    def __init__(self, folder: str, text: TextConfig, stretch: str) -> None:
-        self.folder, self._text, self._stretch = Path(folder), text, stretch
+    def __init__(self, folder: str, text: TextConfig) -> None:
+        self.folder, self._text = Path(folder), text
         fix = "name the folder of a text encoder with model.text.pretrained"
         with explained(f"{folder} holds no config.json that transformers can read", fix):
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -50,12 +49,17 @@ class TextEncoder:
                 f"transformers has no text encoder of type {self._published.model_type!r} ({folder}); name another one "
                 "with model.text.pretrained."
             )
-        self._config, self._special = self._stretched()
+        longest = self._positions()
+        if longest is not None and longest < text.context_length:
+            raise UserError(
+                f"The text encoder in {folder} has {longest} positions; lower model.text.context_length="
+                f"{text.context_length} to at most as many."
+            )
         self.pooling = text.pooling or _usual_pooling(self._published.model_type)
 
     def tokenizer(self) -> CaptionTokenizer:
         """Return the encoder's tokenizer, which pads at the end."""
-        inner = load_tokenizer(self.folder, self._config.vocab_size)
+        inner = load_tokenizer(self.folder, self._published.vocab_size)
         inner.padding_side = "right"
         tokenizer = CaptionTokenizer(inner, self._text.context_length)
         if inner.pad_token_id is None or tokenizer.eos_id is None:
@@ -75,9 +79,8 @@ class TextEncoder:
         """
         if weights:
             trunk, _ = read_model(self._kind, self.folder, self._published, optional=("pooler.",))
-            trunk = resized_model(trunk, self._published, self._config, self._stretch, self._special)
         else:
-            trunk = self._kind(self._config)
+            trunk = self._kind(self._published)
         if getattr(trunk, "pooler", None) is not None:
             trunk.pooler = None  # unused (BERT's next-sentence prediction); ZeRO would wait for its gradients
         use_static_masks(trunk)
@@ -86,18 +89,15 @@ class TextEncoder:
         pad_id = None if self.pooling == "eos" and _is_clip(trunk.config.model_type) else tokenizer.pad_id
         return TextTower(trunk, projection, self.pooling, tokenizer.eos_id, pad_id)
 
-    def _stretched(self) -> tuple[Any, int]:
-        """Return the config with enough learned positions for the context, and the number of rows before the first."""
+    def _positions(self) -> int | None:
+        """Return how many tokens the learned positions suffice for; None for relative or rotary ones."""
         with torch.device("meta"):
             trunk = self._kind(self._published)
         for name, module in trunk.named_modules():
             if isinstance(module, nn.Embedding) and name.rpartition(".")[2] in _POSITIONS:
                 special = 0 if module.padding_idx is None else module.padding_idx + 1  # RoBERTa's positions start there
-                missing = self._text.context_length + special - module.num_embeddings
-                config = deepcopy(self._published)
-                config.max_position_embeddings += max(0, missing)
-                return config, special
-        return self._published, 0  # relative or rotary positions have no table
+                return module.num_embeddings - special
+        return None
 
 
 def _is_clip(model_type: str) -> bool:

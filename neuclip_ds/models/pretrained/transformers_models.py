@@ -120,7 +120,10 @@ class TransformersCheckpoint(ModelSource):
     def load(self, tokenizer: Any = None) -> LoadedModel:
         model, missing = read_model(self._kind.model, self._folder, self._published, optional=("logit_",), whole=True)
         state = {name: value for name, value in model.named_parameters() if name not in missing}
-        model = resized_model(model, self._published, self._resized, self.config.context_stretch)
+        if self._resized.to_dict() != self._published.to_dict():
+            resized = self._kind.model(self._resized)
+            resized.load_state_dict(fit_positions(model.state_dict(), resized.state_dict()))
+            model = resized
         return LoadedModel(self._wrapped(model), read_logit_parameters(state))
 
     def package(self, tokenizer: ModelTokenizer, weights: Mapping[str, Tensor], logits: LogitParameters) -> Package:
@@ -172,15 +175,6 @@ def read_model(
     shapes = [f"{name} is {tuple(found)} instead of {tuple(want)}" for name, found, want in info["mismatched_keys"]]
     raise_on_mismatch(str(folder), needed, sorted(info["unexpected_keys"]) if whole else (), shapes)
     return model, missing
-
-
-def resized_model(model: Any, published: Any, config: Any, stretch: str, special: int = 0) -> Any:
-    """Return a transformers model with its position embeddings resized for `config`; see `fit_positions`."""
-    if config.to_dict() == published.to_dict():
-        return model
-    resized = type(model)(config)
-    resized.load_state_dict(fit_positions(model.state_dict(), resized.state_dict(), stretch, special))
-    return resized
 
 
 def _resized(published: Any, model: ModelConfig) -> Any:

@@ -11,7 +11,7 @@ from timm.layers import resample_abs_pos_embed
 
 from neuclip_ds.config import ModelConfig
 from neuclip_ds.errors import UserError
-from neuclip_ds.models.positions import STRETCHES, fit_context, fit_grid
+from neuclip_ds.models.positions import fit_grid
 from neuclip_ds.models.pretrained.locate import locate, open_checkpoint
 from neuclip_ds.models.source import locate_model, model_source, open_saved
 
@@ -72,24 +72,12 @@ def test_a_perception_encoder_at_another_resolution(tmp_path: Path) -> None:
     [
         ("clip", {"force_image_size": 36}, "model.force_image_size=36 is not divisible .* of 8 pixels; use 32 or 40"),
         ("open_clip", {"force_image_size": 36}, "not divisible into patches of 8"),
-        ("clip", {"force_context_length": 24, "context_stretch": "long_clip"}, "keeps the first 20 positions"),
     ],
 )
 def test_sizes_that_cannot_be(family: str, sizes: dict[str, Any], words: str, tmp_path: Path) -> None:
     SAVERS[family](tmp_path)
     with pytest.raises(UserError, match=words):
         forced(tmp_path, **sizes).load()
-
-
-def test_long_clip_keeps_twenty_positions_and_quarters_the_others() -> None:
-    """The positions of Long-CLIP for 77 to 248 tokens, one by one; fewer tokens take the first ones."""
-    old = torch.randn(77, 6, generator=torch.Generator().manual_seed(0))
-    wanted = [old[i] for i in range(20)]
-    for i in range(20, 76):
-        wanted += [old[i] + (old[i + 1] - old[i]) * part / 4 for part in range(4)]
-    wanted += [old[76] + (old[76] - old[75]) * part / 4 for part in range(4)]
-    torch.testing.assert_close(fit_context(old, 248, "long_clip"), torch.stack(wanted))
-    assert all(torch.equal(fit_context(old, 32, stretch), old[:32]) for stretch in STRETCHES)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 5])
