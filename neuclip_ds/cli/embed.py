@@ -5,7 +5,7 @@ any number of ranks. docs/how-to/embed_and_filter.md shows how to use them.
 
 Examples:
   neuclip-ds embed runs/cc3m_neuclip manifests/cc12m --out features/cc12m
-  deepspeed --module neuclip_ds embed openai/clip-vit-large-patch14 manifests/pool --out features/pool --format=npy
+  deepspeed --module neuclip_ds embed openai/clip-vit-large-patch14 manifests/pool --out features/pool
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("shards", help="data set in the forms of data.train: folder, glob, braces, manifest")
     parser.add_argument("--out", type=Path, required=True, help="folder for the features, which all nodes share")
     parser.add_argument("--ema", action="store_true", help="use the moving average of a run's weights (ema.decay)")
-    parser.add_argument("--format", choices=("parquet", "npy"), default="parquet", help="of the files")
     parser.add_argument("--dtype", choices=("float16", "float32"), default="float16", help="of the features on disk")
     parser.add_argument("--batch-size", type=int, default=256, help="rows that each rank encodes at once")
     parser.add_argument("--workers", type=int, default=4, help="loader processes per rank; 0 loads in this one")
@@ -80,7 +79,7 @@ def write_features(options: argparse.Namespace) -> Summary:
         check_shared(options.out, communicator)
         saved, device = open_model(options.model, communicator, options.ema), communicator.device
         manifest = open_data(options.shards, data, communicator, options.out)
-        named = ("ema", "format", "dtype", "precision", "uid_key", "captions")
+        named = ("ema", "dtype", "precision", "uid_key", "captions")
         identity = {name: getattr(options, name) for name in named}
         identity |= {"model": str(saved.checkpoint or saved.name), "batch_size": batch_size}
         loading = loader_options(data, manifest, communicator)

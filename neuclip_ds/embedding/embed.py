@@ -1,9 +1,7 @@
 """Write the features of a data set, shard by shard, on many ranks.
 
     OUT/embedding.json                  what made them: model, data, options
-    OUT/part-00000012.parquet           format parquet: index, key, uid, image, text, similarity of shard 12
-    OUT/metadata/00000012.parquet       format npy: index, key, uid, similarity
-    OUT/image/00000012.npy, text/...    (n, d), in the rows of the metadata
+    OUT/part-00000012.parquet           index, key, uid, image, text, similarity of the samples of shard 12
 
 Each free rank takes the next shard, and no rank waits for another before the end. A shard's features
 depend on the model, the shard and the batch size alone, so a job that is started again, on any number of ranks, writes
@@ -21,7 +19,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
@@ -35,15 +32,14 @@ from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.readers import ChecksumError, TarReader
 from neuclip_ds.data.worker_pool import WorkerPool
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.embedding.select import IDENTITY, METADATA, feature_tables
+from neuclip_ds.embedding.select import IDENTITY, feature_tables
 from neuclip_ds.errors import UserError, explained
 from neuclip_ds.evaluation.encoding import Encode, encode_batch
 from neuclip_ds.files import atomic_write, explain_disk
 
 log = logging.getLogger(__name__)
 
-_KINDS = ("image", "text")
-_NUMBER = re.compile(r"(?:part-)?(\d{8})\.parquet")
+_NUMBER = re.compile(r"part-(\d{8})\.parquet")
 _EVERY = 10.0  # seconds between lines of progress
 
 
@@ -110,7 +106,6 @@ class Parts:
 
     def __init__(self, folder: Path, identity: Mapping[str, Any]) -> None:
         self.folder, self._identity = folder, identity
-        self._is_npy = identity["format"] == "npy"
 
     def create(self, manifest: Manifest) -> list[int]:
         """Make or open the folder; return the numbers of its parts, or raise UserError if they are not of this job."""
@@ -124,8 +119,7 @@ class Parts:
                 raise UserError(
                     f"{self.folder} has features with {name}={found.get(name)}, not {known[name]}: choose another --out"
                 )
-        for place in (METADATA, *_KINDS) if self._is_npy else ("",):
-            (self.folder / place).mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as temporary:
             temporary.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
         tables = (_NUMBER.fullmatch(table.name) for table in feature_tables(self.folder))
@@ -140,17 +134,11 @@ class Parts:
             "key": pa.array([key for one in rows for key in one.key], pa.string()).filter(valid),
             "uid": pa.array([uid for one in rows for uid in one.uid], pa.string()).filter(valid),
         }
-        for kind, values in zip(_KINDS, (image, text), strict=True):
+        for kind, values in (("image", image), ("text", text)):
             array = values.numpy().astype(self._identity["dtype"])
-            if self._is_npy:
-                path = self.folder / kind / f"{number:08d}.npy"
-                with atomic_write(path) as temporary, temporary.open("wb") as file:
-                    np.save(file, array)
-            else:
-                columns[kind] = pa.FixedSizeListArray.from_arrays(pa.array(array.reshape(-1)), array.shape[1])
+            columns[kind] = pa.FixedSizeListArray.from_arrays(pa.array(array.reshape(-1)), array.shape[1])
         columns["similarity"] = pa.array((image * text).sum(dim=1).numpy())
-        name = f"{METADATA}/{number:08d}.parquet" if self._is_npy else f"part-{number:08d}.parquet"
-        with atomic_write(self.folder / name) as temporary:  # last: it says that the part is complete
+        with atomic_write(self.folder / f"part-{number:08d}.parquet") as temporary:
             pq.write_table(pa.table(columns), temporary, compression="zstd", use_dictionary=False)
         return int(valid.sum())
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from neuclip_ds.data.uids import UidArray, parse_uid
-from neuclip_ds.embedding.select import IDENTITY, METADATA, feature_tables
+from neuclip_ds.embedding.select import IDENTITY, feature_tables
 from neuclip_ds.errors import UserError
 
 _ROWS = 4096  # samples in a block
@@ -53,16 +53,13 @@ def _parts(folders: Sequence[Path], column: str) -> Iterator[tuple[pa.Table, NDA
         if not (folder / IDENTITY).is_file():
             raise UserError(f"{folder} holds no features: --near-duplicates reads those of neuclip-ds embed.")
         for path in feature_tables(folder):
-            is_npy = path.parent.name == METADATA
             try:
-                table = pq.read_table(path, columns=["uid", column] if is_npy else ["uid", column, "image"])
-                if is_npy:
-                    yield table, np.load(folder / "image" / f"{path.stem}.npy")
-                elif table.num_rows:
-                    image = table.column("image").combine_chunks()
-                    yield table, image.flatten().to_numpy().reshape(table.num_rows, -1)
-            except (pa.ArrowException, OSError, ValueError) as error:
+                table = pq.read_table(path, columns=["uid", column, "image"])
+            except (pa.ArrowException, OSError) as error:
                 raise UserError(f"The features in {path} cannot be read ({error}); run embed again.") from error
+            if table.num_rows:
+                image = table.column("image").combine_chunks()
+                yield table, image.flatten().to_numpy().reshape(table.num_rows, -1)
 
 
 def _distinct(features: Tensor, threshold: float) -> Tensor:

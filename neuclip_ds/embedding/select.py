@@ -19,7 +19,7 @@ from neuclip_ds.data.uids import UID, UidArray, UidFiles, parse_uids
 from neuclip_ds.errors import UserError
 from neuclip_ds.files import atomic_write
 
-IDENTITY, METADATA = "embedding.json", "metadata"  # file and folder in a folder of features
+IDENTITY = "embedding.json"  # file in a folder of features
 _BATCH = 1 << 17  # rows at once
 
 
@@ -116,8 +116,8 @@ def _threshold(data: ds.Dataset, column: str, share: float) -> float:
 
 
 def feature_tables(folder: Path) -> list[Path]:
-    """Return the parquet files with index, key, uid and similarity in a folder of features."""
-    return sorted([*folder.glob("part-*.parquet"), *folder.glob(f"{METADATA}/*.parquet")])
+    """Return the parquet files in a folder of features."""
+    return sorted(folder.glob("part-*.parquet"))
 
 
 def _files(source: Path) -> list[Path]:

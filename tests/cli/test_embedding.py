@@ -65,7 +65,7 @@ def test_from_features_to_a_data_set(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.chdir(place)
-    done = embed(place, tmp_path / "out", "--format=npy")
+    done = embed(place, tmp_path / "out")
     assert done.returncode == 0, done.stderr
     main(["filter", f"{tmp_path}/out", "--top=0.1", f"--out={tmp_path}/kept.npy"])
     assert "60 uids of 600 samples" in capsys.readouterr().out

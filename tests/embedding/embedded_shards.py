@@ -58,11 +58,10 @@ def write(
     out: Path,
     manifest: Manifest,
     communicator: Communicator | None = None,
-    file_format: str = "parquet",
     workers: int = 0,
     dtype: str = "float32",
 ) -> Summary:
     options = LoaderOptions(workers)
     reader = RowReader(manifest, EvalTransform(SIDE), tokenize, "uid", options)
-    parts = Parts(out, {"model": "m", "format": file_format, "dtype": dtype})
+    parts = Parts(out, {"model": "m", "dtype": dtype})
     return embed(encode, reader, manifest, parts, 4, options, communicator or Communicator())

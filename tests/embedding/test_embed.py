@@ -31,15 +31,8 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def features(folder: Path, table: pa.Table, kind: str) -> np.ndarray:
-    if (folder / kind).is_dir():
-        return np.concatenate([np.load(path) for path in sorted((folder / kind).iterdir())])
-    return np.array(table.column(kind).to_pylist())
-
-
-@pytest.mark.parametrize("file_format", ["parquet", "npy"])
-def test_features_of_every_usable_sample(tmp_path: Path, manifest: Manifest, file_format: str) -> None:
-    assert write(tmp_path / "out", manifest, file_format=file_format)[:4] == (4, 19, 2, [])
+def test_features_of_every_usable_sample(tmp_path: Path, manifest: Manifest) -> None:
+    assert write(tmp_path / "out", manifest)[:4] == (4, 19, 2, [])
     files = feature_tables(tmp_path / "out")
     assert [path.stem[-8:] for path in files] == [f"{number:08d}" for number in range(4)]
     table = pa.concat_tables(pq.read_table(path) for path in files)
@@ -48,7 +41,7 @@ def test_features_of_every_usable_sample(tmp_path: Path, manifest: Manifest, fil
     uids = dict(zip(USABLE, table.column("uid").to_pylist(), strict=True))
     assert all(found == uid(n) for n, found in uids.items() if n % 2 == 0)
     assert len({parse_uid(found) for found in uids.values()} - {None}) == len(USABLE), "others have that of their place"
-    image, text = (features(tmp_path / "out", table, kind) for kind in ("image", "text"))
+    image, text = (np.array(table.column(kind).to_pylist()) for kind in ("image", "text"))
     pixels = torch.stack([EvalTransform(SIDE)(jpeg(n)) for n in USABLE])
     captions = tokenize([f"caption {n} {'x' * (n % 5)}".strip() for n in USABLE])
     expected = encode(pixels, captions)
@@ -67,24 +60,21 @@ def test_two_ranks_write_the_same_files(tmp_path: Path, manifest: Manifest) -> N
     assert contents(tmp_path / "two") == contents(tmp_path / "one")
 
 
-@pytest.mark.parametrize("file_format", ["parquet", "npy"])
-def test_it_resumes_with_the_same_files(
-    tmp_path: Path, manifest: Manifest, file_format: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write(tmp_path / "whole", manifest, file_format=file_format)
+def test_it_resumes_with_the_same_files(tmp_path: Path, manifest: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "whole", manifest)
     written, replace = [], Path.replace
 
     def killed(self: Path, target: Path) -> Path:
         written.append(target)
-        if len(written) == {"parquet": 4, "npy": 6}[file_format]:  # amid a part of npy
+        if len(written) == 4:
             raise KeyboardInterrupt
         return replace(self, target)
 
     monkeypatch.setattr(Path, "replace", killed)
     with pytest.raises(KeyboardInterrupt):
-        write(tmp_path / "out", manifest, file_format=file_format)
-    assert 0 < write(tmp_path / "out", manifest, file_format=file_format).shards < 4
-    assert write(tmp_path / "out", manifest, file_format=file_format).shards == 0
+        write(tmp_path / "out", manifest)
+    assert 0 < write(tmp_path / "out", manifest).shards < 4
+    assert write(tmp_path / "out", manifest).shards == 0
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 

@@ -84,9 +84,8 @@ def test_mistakes(tmp_path: Path, pool: Path, column: str, rule: Rule, uid_colum
         select([pool], column, rule, tmp_path / "kept.npy", uid_column)
 
 
-@pytest.mark.parametrize("file_format", ["parquet", "npy"])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_of_near_duplicates_the_best_stays(tmp_path: Path, monkeypatch, file_format: str, dtype: str) -> None:
+def test_of_near_duplicates_the_best_stays(tmp_path: Path, monkeypatch, dtype: str) -> None:
     """As a loop over all pairs finds it, in blocks of 16 rows; clusters of up to 5 images with noise."""
     monkeypatch.setattr(near_duplicates, "_ROWS", 16)
     random, n = np.random.default_rng(0), 120
@@ -96,17 +95,12 @@ def test_of_near_duplicates_the_best_stays(tmp_path: Path, monkeypatch, file_for
     names = [uid(number) for number in range(n)]
     names[7], names[50] = "none", names[51]
     out = tmp_path / "out"
-    for folder in ("metadata", "image"):
-        (out / folder).mkdir(parents=True)
+    out.mkdir()
     (out / "embedding.json").write_text("{}")
     for part, rows in enumerate(np.array_split(np.arange(n), 3)):
         columns = {"uid": pa.array([names[row] for row in rows]), "similarity": pa.array(scores[rows])}
-        if file_format == "npy":
-            np.save(out / "image" / f"{part:08d}.npy", image[rows])
-            pq.write_table(pa.table(columns), out / "metadata" / f"{part:08d}.parquet")
-        else:
-            columns["image"] = pa.FixedSizeListArray.from_arrays(pa.array(image[rows].reshape(-1)), 8)
-            pq.write_table(pa.table(columns), out / f"part-{part:08d}.parquet")
+        columns["image"] = pa.FixedSizeListArray.from_arrays(pa.array(image[rows].reshape(-1)), 8)
+        pq.write_table(pa.table(columns), out / f"part-{part:08d}.parquet")
     best = 50 if scores[50] > scores[51] else 51
     cosines, kept = image.astype(np.float32) @ image.astype(np.float32).T, list[int]()
     for row in sorted(set(range(n)) - {7, 101 - best}, key=lambda row: -scores[row]):
@@ -122,13 +116,12 @@ def test_of_near_duplicates_the_best_stays(tmp_path: Path, monkeypatch, file_for
     assert listed(tmp_path / "kept.npy") == sorted(parse_uid(names[row]) for row in kept)
     assert found.kept == len(kept) < 60 and found.refined > 20
     with pytest.raises(UserError, match="holds no features"):
-        drop_near_duplicates([out / "image"], "similarity", 0.95, np.load(tmp_path / "kept.npy"))
+        drop_near_duplicates([tmp_path], "similarity", 0.95, np.load(tmp_path / "kept.npy"))
 
 
-@pytest.mark.parametrize("file_format", ["parquet", "npy"])
-def test_a_data_set_of_the_best_by_similarity(tmp_path: Path, file_format: str) -> None:
+def test_a_data_set_of_the_best_by_similarity(tmp_path: Path) -> None:
     out, manifest = tmp_path / "out", write_samples(tmp_path / "shards")
-    write(out, manifest, file_format=file_format)
+    write(out, manifest)
     (out / "manifests").mkdir()
     pq.write_table(pa.table({"path": ["a.tar"]}), out / "manifests" / "shards.parquet")
     columns = ["key", "uid", "similarity"]
