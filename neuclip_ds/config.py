@@ -240,8 +240,8 @@ class VisionConfig(TowerConfig):
     image_size: int = Field(224, ge=8, le=1 << 14)
     """Side of the square input, in pixels."""
     patch_drop: float = Field(0.0, ge=0, lt=1)
-    """Fraction of an image's patches that training drops at random in each step (FLIP), in timm models that support it;
-    a phase may set another. Evaluation uses all patches."""
+    """Fraction of an image's patches that training drops at random in each step (FLIP), in timm models that support it.
+    Evaluation uses all patches."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Further keyword arguments of `timm.create_model`, such as patch_size, embed_dim, depth, num_heads."""
     mean: tuple[float, float, float] | None = None
@@ -419,32 +419,6 @@ class RecoveryConfig(Section):
         return self
 
 
-class PhaseConfig(Section):
-    """A part of a run."""
-
-    epochs: float | None = Field(None, gt=0, le=1e6)
-    """Passes over the training data in this phase. The last phase takes the rest of the run."""
-    steps: int | None = Field(None, ge=1)
-    """Steps instead of epochs, in all phases except the last."""
-    image_size: int | None = Field(None, ge=8)
-    """Side of its images, in pixels. By default, and at most, `model.vision.image_size`."""
-    context_length: int | None = Field(None, ge=4)
-    """Tokens that its captions are cut or padded to. By default, and at most, `model.text.context_length`."""
-    patch_drop: float | None = Field(None, ge=0, lt=1)
-    """Fraction of dropped patches. By default `model.vision.patch_drop`."""
-    lr: float | None = Field(None, ge=0)
-    """Peak learning rate at which the schedule restarts, for this phase and later ones without a rate. By default the
-    schedule continues."""
-    warmup_steps: int | None = Field(None, ge=0)
-    """Steps of warm-up to `lr`. By default `optimizer.warmup_steps`."""
-
-    @model_validator(mode="after")
-    def _warmup_has_a_rate(self) -> PhaseConfig:
-        if self.warmup_steps is not None and self.lr is None:
-            raise ValueError("warmup_steps belongs to a phase with lr, where the schedule starts again; set lr too")
-        return self
-
-
 class Config(Section):
     """All options of a run, as a recipe nests them."""
 
@@ -459,9 +433,6 @@ class Config(Section):
     """Passes over the training data."""
     max_steps: int | None = Field(None, ge=1)
     """Steps to train, instead of `epochs`."""
-    phases: list[PhaseConfig] = Field([])
-    """Parts of the run with other sizes of images and captions, patch dropout or rates, in their order:
-    [{epochs: 6, image_size: 112, patch_drop: 0.5}, {lr: 1e-4}] (docs/how-to/runs.md)."""
     deepspeed: str = "zero1_bf16"
     """DeepSpeed config: a name in ds_configs/ or the path of a JSON file."""
 
@@ -474,27 +445,6 @@ class Config(Section):
             return tree
         blank = {section: dict.fromkeys(options) for section, options in method_of(objective).starts.items()}
         return {**tree, "objective": merge(blank, objective)}
-
-    @model_validator(mode="after")
-    def _phases_fit(self) -> Config:
-        first = self.phases[:-1]
-        if any((phase.epochs is None) == (phase.steps is None) for phase in first):
-            raise ValueError("each phase but the last has either epochs or steps")
-        if len({phase.epochs is None for phase in first}) > 1:
-            raise ValueError("some phases have epochs and others steps; give all of them the same")
-        if self.phases and (self.phases[-1].epochs or self.phases[-1].steps):
-            raise ValueError("the last phase takes the rest of the run; remove its epochs and steps")
-        largest = {"image_size": self.model.vision.image_size, "context_length": self.model.text.context_length}
-        for phase in self.phases:
-            for name, most in largest.items():
-                value = getattr(phase, name)
-                if value is not None and self.model.pretrained:
-                    raise ValueError(f"a phase sets {name}, but the model of model.pretrained has one; remove it")
-                if value is not None and value > most:
-                    raise ValueError(f"a phase has {name}={value}, above the model's {most}; raise the model's")
-            if phase.patch_drop and self.model.pretrained:
-                raise ValueError("a phase sets patch_drop, which a model of model.pretrained has not; remove it")
-        return self
 
     def rank_batch(self, world_size: int) -> int:
         """Return the number of pairs of the global batch that each rank holds."""

@@ -81,10 +81,6 @@ class MixtureOrder:
         """Number of samples in every batch."""
         return self.batch_size
 
-    def of_shards(self, sizes: NDArray[np.int64], gone: Sequence[int]) -> "MixtureOrder":
-        """Raise UserError: sources must stay as they are."""
-        raise UserError("The sources of a mixture have changed since the run began; restore them, or start a new run.")
-
     def batch(self, epoch: int, step: int, rows: slice = slice(None)) -> NDArray[np.int64]:
         """Return the global indices of a step's rows, by default all B."""
         return self.visits(epoch, step, rows)[1]

@@ -9,7 +9,6 @@ The streams begin their blocks in different steps: their first blocks have diffe
 shards for one stream at a time, not for all at once.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -79,19 +78,7 @@ class GlobalOrder:
         if block < self.n // streams:
             parts = (np.arange(streams, dtype=np.uint64) * _SPREAD) % np.uint64(1 << 32)  # of 2^32
             self._phases = (parts * np.uint64(block) >> np.uint64(32)).astype(np.int64)
-        self._gone = np.zeros(len(self._sizes), dtype=bool)
         self._layouts: dict[int, _Layout] = {}  # by epoch
-
-    def of_shards(self, sizes: NDArray[np.int64], gone: Sequence[int]) -> "GlobalOrder":
-        """Return the order of the first shards only, with other sizes (0 for shards not in use).
-
-        Rows with samples of the shards `gone` are empty: these have been removed since their epoch began.
-        """
-        found = GlobalOrder(
-            self._starts[: len(sizes)], sizes, self.batch_size, self.seed, self.interleave, drop_last=self.drop_last
-        )
-        found._gone[[number for number in gone if number < len(sizes)]] = True
-        return found
 
     @property
     def steps_per_epoch(self) -> int:
@@ -136,7 +123,7 @@ class GlobalOrder:
         layout, position = self._layout_of(epoch), np.minimum(position, self.n - 1)
         slot = self._slot_of(layout, position)
         index = layout.indices[slot] + position - layout.positions[slot]
-        return np.where(present & ~self._gone[layout.shards[slot]], index, -1)
+        return np.where(present, index, -1)
 
     def block_bounds(self, stream: int, within: int) -> tuple[int, int]:
         """Return the bounds of the block that contains a position within a stream."""
@@ -149,7 +136,7 @@ class GlobalOrder:
         layout = self._layout_of(epoch)
         low, high = self._slot_of(layout, self._bounds[stream] + np.array([start, end - 1]))
         shards = layout.shards[low : high + 1]
-        return [int(shard) for shard in shards[(self._sizes[shards] > 0) & ~self._gone[shards]]]
+        return [int(shard) for shard in shards[self._sizes[shards] > 0]]
 
     def resident_bytes(self, shard_bytes: ArrayLike, nodes: int = 1) -> int:
         """Return the bytes of the shards that a node needs at a time: the most of any node in the first epochs.

@@ -6,7 +6,7 @@ from typing import Any
 
 import timm
 import torch
-from timm.layers import AttentionPool2d, PatchDropout, PatchDropoutWithIndices, PatchEmbed, RotAttentionPool2d
+from timm.layers import AttentionPool2d, PatchEmbed, RotAttentionPool2d
 from torch import Tensor, nn
 
 from neuclip_ds.config import VisionConfig
@@ -37,25 +37,6 @@ def new_vision_tower(config: VisionConfig, embed_dim: int, weights: Mapping[str,
     nn.init.zeros_(trunk.head.proj.bias)
     nn.init.normal_(trunk.head.proj.weight, std=width**-0.5)
     return VisionTower(trunk, None, *config.statistics())
-
-
-def set_patch_drop(model: nn.Module, share: float) -> None:
-    """Set the share of patches that a tower with `patch_drop` drops in training."""
-    for module in model.modules():
-        if isinstance(module, PatchDropout | PatchDropoutWithIndices):
-            module.prob = share
-
-
-def taking_other_sizes(config: VisionConfig) -> VisionConfig:
-    """Return a config whose tower also takes smaller images, to which it resamples its position embeddings."""
-    if not _has_fixed_size(config):
-        return config
-    return config.model_copy(update={"options": {**config.options, "dynamic_img_size": True}})
-
-
-def check_image_size(config: VisionConfig, size: int) -> None:
-    """Raise `UserError` unless the tower can take images of another size."""
-    _checked_width(taking_other_sizes(config).model_copy(update={"image_size": size}))
 
 
 def _has_fixed_size(config: VisionConfig) -> bool:

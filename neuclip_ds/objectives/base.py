@@ -79,7 +79,7 @@ class Stateful:
     def restore_point(self) -> Callable[[], None]:
         """Return a closure that restores the state as of now; per-sample stores restore their own rows."""
         replicated = {name: value.clone() for name, value in self.replicated_state().items()}
-        tables = [table.tensors.values() for table in self.row_tables().values() if not table.grows]
+        tables = [table.tensors.values() for table in self.row_tables().values() if not table.per_sample]
         rows = [(tensor, tensor.clone()) for tensors in tables for tensor in tensors]
 
         def restore() -> None:

@@ -26,8 +26,7 @@ from neuclip_ds.training.checks import check_config, likely_slips
 from neuclip_ds.training.data import CACHE, resolve
 from neuclip_ds.training.data_order import TrainingSet, open_order
 from neuclip_ds.training.evaluator import open_held_out
-from neuclip_ds.training.plan import model_for_phases, plan_phases
-from neuclip_ds.training.schedule import DataPosition
+from neuclip_ds.training.schedule import run_length
 
 T = TypeVar("T")
 
@@ -110,9 +109,7 @@ def read_hostfile(path: Path) -> dict[str, int]:
 
 
 def _model_lines(query: MemoryQuery, engine: dict[str, Any]) -> Iterator[str]:
-    config = query.config
-    model_for_phases(config)  # raises for sizes that the image tower does not support
-    model = query.build()
+    config, model = query.config, query.build()
     image, text = Trainable.of(model.vision), Trainable.of(model.text)
     wanted = config.model.activation_checkpointing
     blocks = [len(checkpointed_blocks(model.get_submodule(name), name, wanted)) for name in TOWERS]
@@ -132,21 +129,18 @@ def _open(config: Config, source: str) -> Manifest:
 
 
 def _data_lines(config: Config, manifest: Manifest, order: BatchOrder) -> list[str]:
-    start = DataPosition.start(order, manifest)
-    steps = start.end(config.epochs, config.max_steps)
-    phases = plan_phases(config, start, steps)
+    steps = run_length(order, config.epochs, config.max_steps)
     lines = [
         f"data       {manifest.n:,} samples in {manifest.n_shards:,} shards, {manifest.n_bad} incomplete",
         f"checksums  {'of every sample' if manifest.has_checksums else 'none; build-manifest computes them'}",
         f"steps      {steps:,} ({order.steps_per_epoch:,} an epoch, {order.interleave.streams} shard streams)",
-        *(f"warning    {slip}" for slip in likely_slips(config, phases)),
-        *(f"phase      {phase.describe()}" for phase in phases if len(phases) > 1),
+        *(f"warning    {slip}" for slip in likely_slips(config, steps)),
     ]
     recovery = config.recovery
     if recovery.reuse is not None:
         lines.append(f"recovery   taken from {recovery.reuse}")
     elif recovery.epochs:
-        lines.append(f"recovery   {start.end(recovery.epochs):,} steps with frozen weights")
+        lines.append(f"recovery   {run_length(order, recovery.epochs):,} steps with frozen weights")
     return lines
 
 

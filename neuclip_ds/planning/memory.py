@@ -29,7 +29,6 @@ from neuclip_ds.objectives.base import Context
 from neuclip_ds.objectives.pair_grid import KEPT_BYTES, block_bytes
 from neuclip_ds.planning.activations import Activations, count_activations
 from neuclip_ds.state.sample_store import MAX_DEVICE_BYTES
-from neuclip_ds.training.plan import largest_model
 
 _MOMENTS = {"adamw": 2, "lamb": 2, "lion": 1, "sgd": 1}
 _USABLE = 0.9  # fraction of a GPU's memory; the rest is for CUDA's context, NCCL's buffers and fragmentation
@@ -89,7 +88,7 @@ class MemoryQuery:
 
     @cached_property
     def source(self) -> ModelSource:
-        return model_source(largest_model(self.config), locate_model(self.config.model, weights=False))
+        return model_source(self.config.model, locate_model(self.config.model, weights=False))
 
     @property
     def rank_batch(self) -> int:
@@ -295,9 +294,9 @@ def objective_state(query: MemoryQuery) -> ObjectiveState:
         objective = build_objective(query.config, context, torch.float32)
         replicated = sum(tensor.nbytes for tensor in objective.replicated_state().values())
         tables = [
-            (sum(tensor.nbytes for tensor in table.tensors.values()), table.grows)
+            (sum(tensor.nbytes for tensor in table.tensors.values()), table.per_sample)
             for table in objective.row_tables().values()
         ]
     on_host = 0 if query.device == "cpu" else sum(size for size, _ in tables if size > MAX_DEVICE_BYTES)
-    copies = replicated + sum(size for size, grows in tables if not grows)
+    copies = replicated + sum(size for size, per_sample in tables if not per_sample)
     return ObjectiveState(sum(size for size, _ in tables) - on_host + replicated + copies, on_host)

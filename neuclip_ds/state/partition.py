@@ -30,11 +30,11 @@ class Partition(NamedTuple):
 class RowTable(NamedTuple):
     """This rank's rows of a partitioned table: each tensor is (partition.size, ...).
 
-    If `grows`, a checkpoint may hold fewer rows than the table, when the data set has grown since; the other rows keep
-    their values. Where several ranks hold the same rows, one of them has it `saved`.
+    Rows `per_sample` are those of a store that restores them by itself after a skipped step. Where several ranks hold
+    the same rows, one of them has it `saved`.
     """
 
     partition: Partition
     tensors: Mapping[str, Tensor]
-    grows: bool = False
+    per_sample: bool = False
     saved: bool = True

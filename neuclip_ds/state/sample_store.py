@@ -117,7 +117,7 @@ class SampleStore:
 
     def rows(self) -> RowTable:
         """Return the rank's rows for the checkpoint: one (n/K, f) tensor, named by its comma-joined fields."""
-        return RowTable(self.partition, {",".join(self.fields): self._rows[:-1]}, grows=True)
+        return RowTable(self.partition, {",".join(self.fields): self._rows[:-1]}, per_sample=True)
 
     def _locate(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """Return the (B,) local row numbers and which rows are local; the others map to the extra last row.

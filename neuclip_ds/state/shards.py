@@ -151,8 +151,6 @@ class ShardFiles:
     @torch.no_grad()
     def _fill(self, name: str, target: Tensor, table: RowTable) -> None:
         at, stop = table.partition.start, table.partition.stop
-        if table.grows:
-            stop = min(stop, max(last for _, last, _ in self._places[name][TABLE]))
         if at >= stop:
             return
         like = self.read(name, TABLE, at, at + 1)

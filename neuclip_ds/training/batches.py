@@ -9,10 +9,9 @@ On a CPU nothing is copied, and a batch is fetched when its step begins.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import replace
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from neuclip_ds.data.loader import Loader, LoaderOptions, RankBatch, join_parts,
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.mixture import BatchOrder
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer
+from neuclip_ds.models.tokenizer import ModelTokenizer
 
 
 class TrainingData(NamedTuple):
@@ -35,19 +34,14 @@ class TrainingData(NamedTuple):
     transform: RandomCrop | EvalTransform
     tokenizer: ModelTokenizer
 
-    def of_sizes(self, image_size: int | None, context_length: int | None) -> TrainingData:
-        """Return the same samples with another image size or context length; None keeps a size."""
-        transform = self.transform if image_size is None else replace(self.transform, image_size=image_size)
-        tokenizer = self.tokenizer
-        if context_length is not None:
-            captions = cast(CaptionTokenizer, tokenizer)  # only these have phases
-            tokenizer = CaptionTokenizer(captions.inner, context_length)
-        return self._replace(transform=transform, tokenizer=tokenizer)
+    def record(self) -> dict[str, Any]:
+        """Return the record of the data for a checkpoint."""
+        return {"hash": self.manifest.content_hash, "held_out": sorted(self.manifest.held_out.items())}
 
-    def batches(
-        self, communicator: Communicator, order: BatchOrder, epoch: int, step: int, steps: int
-    ) -> Iterator[RankBatch]:
-        """Yield a rank's next `steps` batches from a position of an order."""
+    def batches(self, communicator: Communicator, begin: int, steps: int) -> Generator[RankBatch, None, None]:
+        """Yield a rank's batches of `steps` training steps from step `begin` on, counted from 0."""
+        order = self.order
+        epoch, step = divmod(begin, order.steps_per_epoch)
         parts = part_count(order.batch_size // communicator.world_size, self.transform.image_size)
         jobs = train_jobs(order, communicator.rank, communicator.world_size, epoch, step, steps, parts)
         options = self.loading

@@ -1,15 +1,17 @@
 """Checks of a run before it starts: errors, likely mistakes, and settings that a resumed run must keep."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from neuclip_ds.checkpoint.checkpoints import Fingerprint
 from neuclip_ds.config import Config, ModelConfig
+from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.start import check_engine_config
+from neuclip_ds.errors import UserError
 from neuclip_ds.models.trained_parts import TOWERS
 from neuclip_ds.training.data_order import source_facts
-from neuclip_ds.training.schedule import Phase, fitted_warmup
+from neuclip_ds.training.schedule import fitted_warmup
 
 # options that may change between starts, and what the fingerprint lists by itself
 _NOT_ARCHITECTURE: Any = {
@@ -24,19 +26,25 @@ def check_config(config: Config, world_size: int) -> None:
     check_engine_config(load_engine_config(config, world_size), config.deepspeed)
 
 
-def likely_slips(config: Config, phases: Sequence[Phase]) -> list[str]:
-    """Return a warning for each setting that is legal but probably a mistake."""
+def check_data(saved: Mapping[str, Any], manifest: Manifest) -> None:
+    """Raise `UserError` unless the data are those of a checkpoint's record."""
+    if manifest.content_hash != saved["hash"]:
+        raise UserError(
+            f"The checkpoint was written with other data (hash {saved['hash']}, now {manifest.content_hash}): name the "
+            "data it was trained on, or give the run another name (--run.name)."
+        )
+
+
+def likely_slips(config: Config, steps: int) -> list[str]:
+    """Return a warning for each setting that is legal but probably a mistake in a run of `steps` steps."""
     optimizer, found = config.optimizer, []
-    warmups = {(phase.rates_stop - phase.rates_start, phase.rates.warmup_steps): None for phase in phases}
     if optimizer.lr == 0:
         found.append("optimizer.lr=0: the encoders will not learn.")
-    else:
-        found += [
-            f"optimizer.warmup_steps={warmup} is not shorter than the run of {steps} steps: it is fitted to "
-            f"{fitted_warmup(warmup, steps)}, a tenth of the run."
-            for steps, warmup in warmups
-            if warmup >= steps
-        ]
+    elif optimizer.warmup_steps >= steps:
+        found.append(
+            f"optimizer.warmup_steps={optimizer.warmup_steps} is not shorter than the run of {steps} steps: it is "
+            f"fitted to {fitted_warmup(optimizer.warmup_steps, steps)}, a tenth of the run."
+        )
     for name in TOWERS:
         weights = config.model.pretrained or getattr(config.model, name).pretrained
         if config.model.trained(name) == "frozen" and not weights:

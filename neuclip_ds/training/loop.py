@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,16 +24,15 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.average import WeightAverage, discard_average
 from neuclip_ds.engine.update import loss_scale_of
 from neuclip_ds.errors import Interrupted, RollBack, TrainingDiverged
-from neuclip_ds.models.image_models import set_patch_drop
 from neuclip_ds.objectives.base import Context, Objective, Step
 from neuclip_ds.reporting.events import EventLog
 from neuclip_ds.reporting.metrics import MetricsLog
 from neuclip_ds.training.batches import DeviceBatch, TrainingData
+from neuclip_ds.training.checks import check_data
 from neuclip_ds.training.hooks import Hook
 from neuclip_ds.training.hooks.standard import Evaluate, standard_hooks
-from neuclip_ds.training.plan import plan_phases, resume
 from neuclip_ds.training.replicas import compare_replicas
-from neuclip_ds.training.schedule import DataPosition, Phase, phase_at
+from neuclip_ds.training.schedule import is_rest, learning_rate, run_length
 from neuclip_ds.training.step import StepOutcome, TrainStep
 
 log = logging.getLogger(__name__)
@@ -92,10 +91,9 @@ class Loop:
         folder: folder of this loop's records; exists on rank 0.
         fingerprint: settings that a resumed loop must share with its checkpoint.
         checkpoints: checkpoints of this loop.
-        position: the place of each step in the data.
+        order: the order of the samples.
         done: number of steps done.
         total: number of steps after which the loop ends.
-        phases: parts of the loop with the same inputs, in their order.
         saved: last step with a checkpoint, which may still be in progress.
         stop_requested: set it on all ranks to end the loop after this step, with a checkpoint.
         stop_signal: the signal that requested it, if one did; the loop then ends with `Interrupted`.
@@ -118,7 +116,7 @@ class Loop:
         """
         Args:
             context, objective, folder, fingerprint: see the attributes.
-            config: the run's config, with the length, phases and learning rates of this loop.
+            config: the run's config, with the length and learning rates of this loop.
             epochs_before: epoch offset of the objective's schedules.
         """
         self.context, self.folder, self.fingerprint = context, folder, dict(fingerprint)
@@ -130,10 +128,10 @@ class Loop:
             folder / "checkpoints", communicator, run.keep_checkpoints, context.trained_with, run.background_saves
         )
         self.events = EventLog(folder, communicator.rank)
-        self._set_position(DataPosition.start(context.data.order, context.data.manifest))
+        self.order = context.data.order
+        self.total = run_length(self.order, config.epochs, config.max_steps)
         self.done = self.saved = 0
         self.stop_requested = False
-        self._phase: Phase | None = None  # of the last step
         self._tried = 0  # steps done at the last attempt to save
         self._failed_at = -1  # steps done at the last rollback
         self.stop_signal: int | None = None
@@ -147,19 +145,12 @@ class Loop:
         Writes nothing; raises `UserError` if the checkpoint belongs to another run, model or data set.
         """
         self.done, saved = self.checkpoints.read(checkpoint, self.fingerprint)
-        self._set_position(resume(saved, self.done, self.context.data.manifest, self.context.data.order))
-        if len(self.position.spans) > 1 and self.position.spans[-1].step >= self.total:
-            log.warning("the run ends before it trains on the new shards; raise epochs")
+        check_data(saved, self.context.data.manifest)
         self.checkpoints.load(checkpoint, self.context.engine, self.objective)
         if not self.context.config.ema.decay:
             discard_average(self.context.engine)
         self.saved = self._tried = self.done
         self._hook_states = saved.get("hooks", {})
-
-    def _set_position(self, position: DataPosition) -> None:
-        self.position = position
-        self.total = position.end(self._config.epochs, self._config.max_steps)
-        self.phases = plan_phases(self._config, position, self.total)
 
     def run(
         self, evaluate: Evaluate | None = None, hooks: Sequence[Hook] = (), average: WeightAverage | None = None
@@ -185,7 +176,8 @@ class Loop:
             *(facts["method"], manifest.n_used, manifest.n_shards, facts["parameters"]),
             *(self.context.communicator.world_size, facts["batch_size"], self.total, self.done),
         )
-        with self.resources, closing(self._batches()) as source:
+        batches_of_rank = self.context.data.batches(self.context.communicator, self.done, self.total - self.done)
+        with self.resources, closing(batches_of_rank) as source:
             self._hooks = every_hook = [*hooks, *standard_hooks(evaluate)]
             for hook in every_hook:
                 if (state := self._hook_states.get(type(hook).__name__)) is not None:
@@ -217,12 +209,6 @@ class Loop:
             log.warning("stopped after step %d; the same command resumes there", self.done)
         return not self.stop_requested
 
-    def _batches(self) -> Generator[RankBatch, None, None]:
-        for phase in self.phases:
-            data = self.context.data.of_sizes(phase.image_size, phase.context_length)
-            for place, steps in self.position.parts(max(self.done, phase.start), phase.stop):
-                yield from data.batches(self.context.communicator, *place, steps)
-
     def save(self) -> bool:
         """Save a checkpoint of the steps done, on all ranks together; return whether it is complete already.
 
@@ -233,7 +219,7 @@ class Loop:
         self._tried = self.done
         states = {type(hook).__name__: hook.state(self) for hook in self._hooks}
         data = {
-            **self.position.record(self.context.data.manifest),
+            **self.context.data.record(),
             "hooks": {name: state for name, state in states.items() if state},
         }
         self.checkpoints.save(self.done, self.context.engine, self.objective, self.fingerprint, data)
@@ -258,12 +244,10 @@ class Loop:
 
     def _train_on(self, batch: DeviceBatch, began: float, ends: deque[float]) -> StepResult:
         config, number = self.context.config, self.done
-        if (phase := phase_at(self.phases, number)) is not self._phase:
-            self._begin(phase)
-        lr = phase.learning_rate(number)
+        lr = learning_rate(number, self.total, self._config.optimizer)
         last, every = number + 1 == self.total, config.run.checkpoint_every
         logs = last or (number + 1) % config.run.log_every == 0
-        epoch = self._epochs_before + self.position.at(number).epoch
+        epoch = self._epochs_before + number // self.order.steps_per_epoch
         outcome = self._step(batch, Step(number, epoch, lr, config.optimizer.lr, number / self.total, logs=logs))
         scale = loss_scale_of(self.context.engine)
         ends.append(time.monotonic())
@@ -274,7 +258,7 @@ class Loop:
             logs=logs,
             # earlier updates may have caused a skipped step, so a checkpoint waits for the next applied step
             saves=last or (outcome.applied and (number + 1) // every > self._tried // every),
-            rest=self.position.is_rest(number),
+            rest=is_rest(self.order, number),
             batch=batch.host,
             lr=lr,
             **vars(outcome),
@@ -285,9 +269,3 @@ class Loop:
             seconds=time.perf_counter() - began,
             samples_per_second=(len(ends) - 1) * config.data.batch_size / passed if passed else math.nan,
         )
-
-    def _begin(self, phase: Phase) -> None:
-        self._phase = phase
-        set_patch_drop(self.context.engine.module, phase.patch_drop)
-        if len(self.phases) > 1:
-            log.info("phase %d of %d, %s", self.phases.index(phase) + 1, len(self.phases), phase.describe())

@@ -24,9 +24,9 @@ from neuclip_ds.models.batch_norm import batch_norms, kept_statistics
 from neuclip_ds.objectives import build_objective, find_method
 from neuclip_ds.objectives.base import Objective
 from neuclip_ds.objectives.options import ObjectiveConfig
+from neuclip_ds.training.checks import check_data
 from neuclip_ds.training.hooks import Hook
 from neuclip_ds.training.loop import Loop, RunContext
-from neuclip_ds.training.plan import check_data
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ def recovered_objective(config: Config) -> ObjectiveConfig:
 def recovery_loop(context: RunContext, checkpoint: Path | None) -> Loop:
     """Return the loop of the recovery, from the weights in the engine or from its checkpoint."""
     at_rest = context.config.optimizer.model_copy(update={"lr": 0.0, "min_lr": 0.0})
-    length: dict[str, Any] = {"epochs": context.config.recovery.epochs, "max_steps": None, "phases": []}
+    length: dict[str, Any] = {"epochs": context.config.recovery.epochs, "max_steps": None}
     chosen = {"objective": recovered_objective(context.config), "optimizer": at_rest, **length}
     config = context.config.model_copy(update=chosen)
     objective = build_objective(config, context.objective_context, context.comm_dtype)

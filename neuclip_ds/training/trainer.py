@@ -44,7 +44,6 @@ from neuclip_ds.training.data import open_training_data
 from neuclip_ds.training.data_order import find_validation, order_facts
 from neuclip_ds.training.hooks import Hook
 from neuclip_ds.training.loop import Loop, RunContext
-from neuclip_ds.training.plan import model_for_phases, plan_phases
 from neuclip_ds.training.recovery import (
     RECOVERY,
     epochs_behind,
@@ -64,7 +63,7 @@ from neuclip_ds.training.run_folder import (
     write_complete,
 )
 from neuclip_ds.training.run_lock import locked
-from neuclip_ds.training.schedule import DataPosition
+from neuclip_ds.training.schedule import run_length
 
 log = logging.getLogger(__name__)
 
@@ -187,20 +186,19 @@ def build(
     staged: Path,
     open_evaluation: OpenEvaluation | None = None,
 ) -> Trainer:
-    """Build a run, phase by phase, and resume it; all ranks build it together.
+    """Build a run, and resume it; all ranks build it together.
 
     Writes nothing into the run's folder: new files go to `staged`. Raises `UserError` for invalid config, data or
     checkpoints.
     """
     engine_config = load_engine_config(config, communicator.world_size)
     resumed = newest_checkpoint(config, communicator, folder)
-    source = model_source(model_for_phases(config), locate_on_rank_zero(config.model, communicator))
+    source = model_source(config.model, locate_on_rank_zero(config.model, communicator))
     data = open_training_data(config, source, communicator, staged, resumed)
     chosen = {**order_facts(data.order.interleave), "val": find_validation(config.data, data.manifest)}
     config = config.model_copy(update={"data": config.data.model_copy(update=chosen)})
-    start = DataPosition.start(data.order, data.manifest)
-    phases = plan_phases(config, start, start.end(config.epochs, config.max_steps))
-    for slip in likely_slips(config, phases) if communicator.rank == 0 else ():
+    steps = run_length(data.order, config.epochs, config.max_steps)
+    for slip in likely_slips(config, steps) if communicator.rank == 0 else ():
         log.warning("%s", slip)
     evaluation = open_evaluation(config, data, source.preprocessing, communicator, staged) if open_evaluation else None
     require_precision(engine_config, config.deepspeed)

@@ -12,7 +12,6 @@ from neuclip_ds.planning.dry_run import print_dry_run
 from neuclip_ds.planning.host_memory import memory_warnings
 from neuclip_ds.recipe import parse
 from neuclip_ds.training.checks import likely_slips
-from neuclip_ds.training.plan import plan_phases
 
 ONE = RankEnvironment(0, 0, 1)
 
@@ -49,8 +48,7 @@ def test_likely_slips_are_reported_by_run_and_dry_run(shards: Path, tmp_path: Pa
     assert [(tmp_path / "run" / "log.txt").read_text().count(slip) for slip in slips] == [1, 1]
 
     def slips_of(*options: str) -> list[str]:
-        config = parse(["demo", *options]).config
-        return likely_slips(config, plan_phases(config, None, 3))  # type: ignore[arg-type]
+        return likely_slips(parse(["demo", *options]).config, 3)
 
     assert slips_of("--optimizer.lr=0", "--optimizer.warmup_steps=50") == [
         "optimizer.lr=0: the encoders will not learn."

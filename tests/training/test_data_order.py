@@ -104,6 +104,13 @@ def test_held_out_pairs_leave_all_other_indices_as_they_are(sizes, val, wanted):
     assert np.array_equal(np.sort(np.concatenate([training, validation])), np.arange(found.n))
 
 
+def test_a_resumed_run_keeps_its_held_out_pairs():
+    whole = extend(None, [Shard("a.tar", 0, 1000, 1)])
+    assert TrainingSet(DataConfig(train="x", val=4), lambda source: whole, {0: 4}).manifest.n_used == 996
+    with pytest.raises(UserError, match="held out 4 training pairs from its start"):
+        TrainingSet(DataConfig(train="x", val=3), lambda source: whole, {0: 4})
+
+
 @pytest.mark.parametrize(
     ("sources", "words"),
     [

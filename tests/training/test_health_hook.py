@@ -34,10 +34,8 @@ def started(folder: Path, rank: int = 0) -> tuple[WatchHealth, Any]:
     config = SimpleNamespace(data=SimpleNamespace(workers=2), run=SimpleNamespace(max_skipped_steps=10))
     context = SimpleNamespace(config=config, communicator=SimpleNamespace(rank=rank), data=SimpleNamespace())
     context.data.manifest = manifest
-    position = SimpleNamespace(batch=lambda number: np.array(samples(number + 1)))
-    loop = SimpleNamespace(
-        context=context, position=position, events=EventLog(folder, rank), done=0, roll_back=roll_back
-    )
+    order = SimpleNamespace(steps_per_epoch=1, batch=lambda epoch, step: np.array(samples(epoch + 1)))
+    loop = SimpleNamespace(context=context, order=order, events=EventLog(folder, rank), done=0, roll_back=roll_back)
     hook = WatchHealth()
     hook.start(loop)  # type: ignore[arg-type]
     return hook, loop

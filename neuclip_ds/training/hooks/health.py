@@ -203,7 +203,8 @@ class WatchHealth(Hook):
 
     def _batch(self, loop: Loop) -> list[int]:
         """Return the indices of the step's global batch; the order is a pure function, so every rank knows them."""
-        return list(loop.position.batch(self._step - 1).tolist())
+        epoch, step = divmod(self._step - 1, loop.order.steps_per_epoch)
+        return list(loop.order.batch(epoch, step).tolist())
 
 
 def _values(metrics: Mapping[str, float]) -> str:

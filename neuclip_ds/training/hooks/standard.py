@@ -14,7 +14,7 @@ from neuclip_ds.checkpoint.checkpoints import Best
 from neuclip_ds.checkpoint.integrity import SaveFailed
 from neuclip_ds.data.bad_samples import BadSampleLog
 from neuclip_ds.data.loader import RankBatch
-from neuclip_ds.data.prefetch import Prefetcher
+from neuclip_ds.data.prefetch import Prefetcher, shards_ahead
 from neuclip_ds.distributed.stop_signals import deferring, take_signal
 from neuclip_ds.errors import UserError
 from neuclip_ds.files import explain_disk
@@ -55,7 +55,7 @@ class PrefetchShards(Hook):
         rows = [slice(rank * rank_batch, (rank + 1) * rank_batch) for rank in node]
         prefetcher = Prefetcher(
             data.loading.cache,
-            partial(loop.position.shards_ahead, loop.done, rows),
+            partial(shards_ahead, data.order, *divmod(loop.done, data.order.steps_per_epoch), rows),
             data.manifest.shards,
             begin=loop.done,
             end=loop.total,
