@@ -235,8 +235,8 @@ class VisionConfig(TowerConfig):
     name: str = "vit_base_patch32_clip_224"
     """Name of a timm model."""
     pretrained: str = ""
-    """Pretrained weights of this tower: a timm tag such as openai or augreg_in21k, a hub name, a folder or a file.
-    Position embeddings are resampled to `image_size`. By default random."""
+    """Pretrained weights of this tower: a timm tag such as openai or augreg_in21k, or a file. Position embeddings are
+    resampled to `image_size`. By default random."""
     image_size: int = Field(224, ge=8, le=1 << 14)
     """Side of the square input, in pixels."""
     patch_drop: float = Field(0.0, ge=0, lt=1)
