@@ -201,7 +201,7 @@ Trained = Literal["all", "frozen"] | Annotated[int, Field(ge=0)]
 
 
 class LoraConfig(Section):
-    """LoRA adapters for the frozen weights of both towers."""
+    """LoRA adapters for the linear layers of both towers' frozen blocks."""
 
     rank: int = Field(0, ge=0, le=1 << 12)
     """Rank of the adapters; 0 adds none. A tower with `trainable=all` gets none."""
@@ -209,9 +209,6 @@ class LoraConfig(Section):
     """Adapters are scaled by alpha / rank."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout of the adapters' inputs."""
-    targets: list[str] = Field(default_factory=list)
-    """Linear layers that get adapters, by the end of their names, such as [q_proj, v_proj]. By default all of the
-    frozen blocks."""
 
 
 class TowerConfig(Section):

@@ -139,7 +139,7 @@ def _is_list_of_blocks(module: nn.Module) -> bool:
 
 
 def add_adapters(towers: Mapping[str, nn.Module], config: LoraConfig) -> None:
-    """Insert adapters into frozen linear layers of towers, in place; trainable parameters stay trainable.
+    """Insert adapters into the frozen linear layers of towers' blocks, in place; trainable parameters stay trainable.
 
     Args:
         towers: towers by their names in messages, with weights loaded, and frozen where adapters go.
@@ -150,7 +150,10 @@ def add_adapters(towers: Mapping[str, nn.Module], config: LoraConfig) -> None:
     require_package("peft", "model.lora.rank", "lora")
     import peft
 
-    for name, layers in _targets(towers, config.targets).items():
+    found = {name: layers for name, tower in towers.items() if (layers := list(_frozen_linear_layers(tower)))}
+    if not found:
+        raise UserError("No tower has blocks with frozen linear layers that adapters could be added to (model.lora).")
+    for name, layers in found.items():
         trained = [parameter for parameter in towers[name].parameters() if parameter.requires_grad]
         adapters = peft.LoraConfig(
             r=config.rank, lora_alpha=config.alpha, lora_dropout=config.dropout, target_modules=layers
@@ -170,35 +173,15 @@ def merge_adapters(module: nn.Module) -> None:
             module.set_submodule(name, layer.get_base_layer())
 
 
-def _targets(towers: Mapping[str, nn.Module], wanted: list[str]) -> dict[str, list[str]]:
-    """Return the names of the layers that get adapters, by tower: all in frozen blocks, or those in `wanted`."""
-    linear = {name: list(_frozen_linear_layers(tower)) for name, tower in towers.items()}
-    every = [f".{layer}" for layers in linear.values() for layer in layers]
-    if wanted:
-        ends = tuple(f".{one}" for one in wanted)
-        found = {name: [x for x in layers if f".{x}".endswith(ends)] for name, layers in linear.items()}
-        missing = [end[1:] for end in ends if not any(layer.endswith(end) for layer in every)]
-    else:
-        blocks = {name: tuple(f"{block}." for block in block_names(tower)) for name, tower in towers.items()}
-        found = {name: [x for x in layers if x.startswith(blocks[name])] for name, layers in linear.items()}
-        missing = [] if any(found.values()) else ["blocks with frozen linear layers"]
-    if missing:
-        endings = {layer.rpartition(".")[2] for layer in every}
-        raise UserError(
-            f"No tower has {', '.join(missing)} for adapters (model.lora.targets); frozen linear layers end in: "
-            f"{', '.join(sorted(endings)) or 'none'}."
-        )
-    return {name: layers for name, layers in found.items() if layers}
-
-
 def _frozen_linear_layers(tower: nn.Module) -> Iterator[str]:
-    """Yield the names of frozen linear layers that an adapter can replace.
+    """Yield the names of the frozen linear layers in a tower's blocks that an adapter can replace.
 
     An adapter cannot replace layers whose weights another module reads, as torch's attention does (in open_clip's
     transformers) and the attention with separate biases of timm's BEiT and EVA.
     """
+    blocks = tuple(f"{block}." for block in block_names(tower))
     for name, layer in tower.named_modules():
-        if isinstance(layer, nn.Linear) and not layer.weight.requires_grad:
+        if name.startswith(blocks) and isinstance(layer, nn.Linear) and not layer.weight.requires_grad:
             parent = tower.get_submodule(name.rpartition(".")[0])
             if not isinstance(parent, nn.MultiheadAttention) and getattr(parent, "q_bias", None) is None:
                 yield name
