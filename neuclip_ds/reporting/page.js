@@ -57,7 +57,7 @@ function draw(figure, plot) {
   holder.replaceChildren();
   const width = holder.clientWidth;
   const curves = plot.curves.map((curve, number) => {
-    const dense = plot.xlabel === "training step" && curve.y.length > 100;  // few points are shown as they are
+    const dense = curve.y.length > 100;  // few points are shown as they are
     const shown = smooth(curve.y, dense ? +smoothing.value : 0).map((y) => (y === null || (log && y <= 0) ? null : y));
     return { ...curve, shown, color: COLORS[number % COLORS.length] };
   });
@@ -74,7 +74,7 @@ function draw(figure, plot) {
   xTicks.filter((_, number) => number % every === 0).forEach((value) => {
     element(svg, "text", { x: x(value), y: HEIGHT - BOTTOM + 15, "text-anchor": "middle" }, format(value));
   });
-  element(svg, "text", { x: (LEFT + width) / 2, y: HEIGHT - 4, "text-anchor": "middle" }, plot.xlabel);
+  element(svg, "text", { x: (LEFT + width) / 2, y: HEIGHT - 4, "text-anchor": "middle" }, "training step");
   for (const curve of curves) {
     let path = "", pen = "M";
     curve.shown.forEach((value, number) => {
@@ -91,7 +91,7 @@ function draw(figure, plot) {
     if (at !== null) {
       cursor.setAttribute("x1", x(at));
       cursor.setAttribute("x2", x(at));
-      element(values, "span", {}, `${plot.xlabel} ${format(at)}`);
+      element(values, "span", {}, `training step ${format(at)}`);
     }
     for (const curve of curves) {
       const number = at === null ? -1 : nearest(curve.x, at);

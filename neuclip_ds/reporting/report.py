@@ -43,28 +43,10 @@ PLOTS = [Plot(**plot) for plot in yaml.safe_load((_FILES / "plots.yaml").read_te
 _COUNTS = ("retrieval_pairs", "zero_shot_images", "normalizer_anchors", "normalizer_unseen")
 
 
-class Histogram(NamedTuple):
-    """Distributions of values, normalized per column."""
-
-    title: str
-    unit: str
-    meaning: str
-    columns: Mapping[str, Sequence[float]]
-
-    def drawn(self) -> dict[str, Any]:
-        """Return what page.js draws: the share of values in each of 60 bins, which all columns have in common."""
-        edges = np.histogram_bin_edges(np.concatenate([*self.columns.values()]), bins=60)
-        middles = ((edges[:-1] + edges[1:]) / 2).tolist()
-        shares = [np.histogram(values, edges)[0] / max(1, len(values)) for values in self.columns.values()]
-        curves = [{"name": name, "x": middles, "y": y.tolist()} for name, y in zip(self.columns, shares, strict=True)]
-        return _drawn(Plot(self.title, [], "share of samples", self.meaning), curves, self.unit)
-
-
-def write_report(run: Path, histograms: Sequence[Histogram] = ()) -> Path:
+def write_report(run: Path) -> Path:
     """Write RUN/report.html from the files of a run's folder and return its path; raise UserError without metrics."""
     series = read_series(run)
     config = (run / "config.yaml").read_text(encoding="utf-8")
-    plots = [*_plots(series), *(one.drawn() for one in histograms)]
     environment = run / "environment.json"
     found = json.loads(environment.read_text(encoding="utf-8")) if environment.is_file() else {}
     scores = _scores(series, yaml.safe_load(config)["data"]["val"])
@@ -76,7 +58,7 @@ def write_report(run: Path, histograms: Sequence[Histogram] = ()) -> Path:
     ]
     path = run / "report.html"
     heading = f"{run.name}: {yaml.safe_load(config)['objective']['method']}"
-    data = json.dumps(plots, allow_nan=False).replace("<", "\\u003c")  # which would end the script
+    data = json.dumps(list(_plots(series)), allow_nan=False).replace("<", "\\u003c")  # which would end the script
     content = {"title": html.escape(heading), "scores": "\n".join(scores), "tables": "\n".join(tables)}
     path.write_text(_PAGE.substitute(content, data=data, script=_SCRIPT), encoding="utf-8")
     return path
@@ -139,9 +121,9 @@ def _curve(name: str, steps: Sequence[int], values: Sequence[float]) -> dict[str
     }
 
 
-def _drawn(plot: Plot, curves: Sequence[Mapping[str, Any]], xlabel: str = "training step") -> dict[str, Any]:
-    """Return what page.js draws, which can smooth curves over the training step."""
-    return {**plot._asdict(), "curves": curves, "xlabel": xlabel}
+def _drawn(plot: Plot, curves: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what page.js draws."""
+    return {**plot._asdict(), "curves": curves}
 
 
 def _events(run: Path) -> Iterator[str]:

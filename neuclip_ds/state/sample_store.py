@@ -170,8 +170,3 @@ def _last_of_each(rows: Tensor) -> Tensor:
         return places
     last = torch.where(ends, places, len(rows)).flip(0).cummin(0).values.flip(0)  # of each run in sorted order
     return torch.empty_like(order).scatter_(0, order, order.index_select(0, last))
-
-
-def columns(table: RowTable) -> dict[str, Tensor]:
-    """Return this rank's rows of a store's table by field, each (n/K,)."""
-    return {name: rows[:, column] for key, rows in table.tensors.items() for column, name in enumerate(key.split(","))}

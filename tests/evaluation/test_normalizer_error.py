@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import oracle
 import pytest
 import torch
-from build import objective, pairs, step
+from build import columns, objective, pairs, step
 from torch import Tensor
 
 from neuclip_ds.errors import UserError
@@ -15,7 +15,6 @@ from neuclip_ds.objectives import find_method
 from neuclip_ds.objectives.gather import Features
 from neuclip_ds.objectives.normalizers.amortization_mlp import AmortizationMlp
 from neuclip_ds.objectives.pair_arithmetic import Hinge, OverBatch
-from neuclip_ds.state.sample_store import columns
 
 N, DIM, BATCH = 29, 6, 12  # the last of three batches has five rows
 BAD = [3, 11, 20]

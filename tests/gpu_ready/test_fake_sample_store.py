@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from build import columns
 from fake_cuda import DEVICE, RANKS, GpuRank, fake_cuda
 
 from neuclip_ds.state import sample_store
-from neuclip_ds.state.sample_store import MAX_DEVICE_BYTES, SampleStore, columns
+from neuclip_ds.state.sample_store import MAX_DEVICE_BYTES, SampleStore
 
 SAMPLES, ROWS = 20_000, 16_384  # int64 indices of 128 KB, which a copy waits for unless they are pinned
 FIELDS = {"tau_image": 0.07, "tau_text": 0.07, "visits": 0.0}

@@ -12,6 +12,7 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.objectives import METHODS, build_objective
 from neuclip_ds.objectives.base import Context, FeatureGradients, Objective, Step
 from neuclip_ds.objectives.gather import Features
+from neuclip_ds.state.partition import RowTable
 
 SAMPLES = 1000
 _AVERAGE = {"gamma_min": 0.3, "gamma_epochs": 2}
@@ -100,3 +101,8 @@ def with_scalar_gradients(method: Any, features: Features, at: Step) -> tuple[Fe
 
 def relative_error(found: Tensor, wanted: Tensor) -> float:
     return float((found - wanted).norm() / wanted.norm())
+
+
+def columns(table: RowTable) -> dict[str, Tensor]:
+    """Return this rank's rows of a store's table by field, each (n/K,)."""
+    return {name: rows[:, column] for key, rows in table.tensors.items() for column, name in enumerate(key.split(","))}

@@ -6,12 +6,11 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from build import batch, objective, pairs, step
+from build import batch, columns, objective, pairs, step
 from torch import Tensor
 
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
-from neuclip_ds.state.sample_store import columns
 
 BETA1, BETA2, EPS, LR, RHO, FLOOR = 0.9, 0.98, 1e-8, 1e-2, 1.5, 1e-6
 

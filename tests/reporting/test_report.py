@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from neuclip_ds.errors import UserError
-from neuclip_ds.reporting.report import PLOTS, Histogram, write_report
+from neuclip_ds.reporting.report import PLOTS, write_report
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +31,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (folder / "config.yaml").write_text("data:\n  val: 40\nobjective:\n  method: neuclip\n")
     (folder / "environment.json").write_text(json.dumps({"ranks": 2, "torch": "<2.15>"}))
-    histogram = Histogram("u of samples", "log u", "What u is.", {"image": [1.0, 2.0], "text": [0.5]})
-    return write_report(folder, [histogram]).read_text()
+    return write_report(folder).read_text()
 
 
 def plots_of(page: str) -> list[dict[str, Any]]:
@@ -50,15 +49,12 @@ def test_everything_is_in_one_file(page: str) -> None:
         "Temperature",
         "Learning rate",
         "Gradient norm",
-        "u of samples",
     ], "counts, curves of nothing but zeros, and single points have no plot"
     (recall,) = plots["Image to text recall"]["curves"]
     assert recall == {"name": "image_to_text_recall@1", "x": [10, 20], "y": [0.3, 0.25]}
     (loss,) = plots["Training loss"]["curves"]
     assert loss["x"][-1] == 20 and loss["y"][-1] is None, "what is no number is a gap"
     assert plots["Gradient norm"]["log_scale"] and not plots["Training loss"]["log_scale"]
-    assert [sum(curve["y"]) for curve in plots["u of samples"]["curves"]] == [1, 1]
-    assert "What u is." in page
     assert "&lt;2.15&gt;" in page, "values are escaped"
     assert "<td>unknown_metric</td><td>1</td>" in page
     assert "method: neuclip" in page

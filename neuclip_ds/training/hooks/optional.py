@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
 from neuclip_ds.config import Config
 from neuclip_ds.errors import require_package
-from neuclip_ds.objectives.base import Objective
 from neuclip_ds.profiling.recorder import Recorder
-from neuclip_ds.reporting.report import Histogram, write_report
-from neuclip_ds.state.sample_store import columns
+from neuclip_ds.reporting.report import write_report
 from neuclip_ds.training.hooks import Hook
 from neuclip_ds.training.hooks.remote import CopyRun
 
@@ -25,12 +19,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_DISTRIBUTIONS = {  # table -> title, unit and meaning of a histogram
-    "samples": ("Log of u of samples", "log u, nats", "u is the moving average of each sample's normalizer."),
-    "temperatures": ("Individual temperatures", "temperature τ", "Each sample's own τ, as an image and as a text."),
-}
 _BEFORE_PROFILE = 10  # steps, in which caches fill and a GPU warms up
-_DRAWN = 200_000  # samples, evenly spaced
 
 
 def optional_hooks(config: Config) -> list[Hook]:
@@ -122,22 +111,8 @@ class WriteReport(Hook):
         try:
             report, metrics = loop.folder / "report.html", loop.folder / "metrics.jsonl"
             if not report.exists() or report.stat().st_mtime_ns < metrics.stat().st_mtime_ns:
-                log.info("report: %s", write_report(loop.folder, list(_histograms(loop.objective))))
+                log.info("report: %s", write_report(loop.folder))
         except Exception as error:
             log.warning(
                 "report.html could not be written (%s: %s); the same command tries again", type(error).__name__, error
             )
-
-
-def _histograms(objective: Objective) -> Iterator[Histogram]:
-    """Yield the distributions of u and of individual temperatures over this rank's samples."""
-    tables = objective.row_tables()
-    for name, described in _DISTRIBUTIONS.items():
-        if name in tables:
-            yield Histogram(*described, {field: _drawn(column) for field, column in columns(tables[name]).items()})
-
-
-def _drawn(column: Tensor) -> list[float]:
-    """Return up to `_DRAWN` values of seen samples."""
-    some = column[:: max(1, len(column) // _DRAWN)].float().cpu()
-    return list(some[torch.isfinite(some)].tolist())
