@@ -93,7 +93,7 @@ class TransformersCheckpoint(ModelSource):
         self._published = self._kind.config.from_dict(tree)
         self._published._attn_implementation = "sdpa"
         self._resized = _resized(self._published, config)
-        self.embed_dim = _embed_dim(tree, self._resized, self._kind.siglip, self._folder)
+        self.embed_dim = self._resized.vision_config.hidden_size if self._kind.siglip else self._resized.projection_dim
         self.preprocessing = _preprocessing(self._folder, self._resized.vision_config.image_size)
 
     def tokenizer(self, of_run: Any = None) -> CaptionTokenizer:
@@ -186,24 +186,6 @@ def _resized(published: Any, model: ModelConfig) -> Any:
         check_patches(model.force_image_size, config.vision_config.patch_size)
         config.vision_config.image_size = model.force_image_size
     return config
-
-
-def _embed_dim(tree: dict[str, Any], config: Any, siglip: bool, folder: Path) -> int:
-    """Return the width of the joint space; refuse a missing one, for which transformers would silently use 512."""
-    if siglip:
-        text, vision = config.text_config, config.vision_config
-        if text.projection_size != vision.hidden_size:
-            raise UserError(
-                f"config.json in {folder} projects texts to {text.projection_size} numbers and images to "
-                f"{vision.hidden_size}; correct text_config.projection_size."
-            )
-        return int(vision.hidden_size)
-    if "projection_dim" not in tree:
-        raise UserError(
-            f"config.json in {folder} has no projection_dim, the width of the joint space; add it (the number of rows "
-            "of visual_projection.weight)."
-        )
-    return int(tree["projection_dim"])
 
 
 def _preprocessing(folder: Path, image_size: Any) -> Preprocessing:

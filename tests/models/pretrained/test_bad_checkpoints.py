@@ -95,11 +95,11 @@ PROCESSOR, OPEN_CLIP_CONFIG = "preprocessor_config.json", "open_clip_config.json
 SIZE = len(clip_tokenizer())
 # name -> family, what is done to its files, what the message says
 DAMAGED: dict[str, tuple[str, Callable[[Path], object], str]] = {
-    "no width": ("clip", config(lambda tree: tree.pop("projection_dim")), "no projection_dim, the width of the joint"),
+    "no width": ("clip", config(lambda tree: tree.pop("projection_dim")), "2 tensors have another shape"),
     "different widths": (
         "siglip",
         config(lambda tree: tree["text_config"].update(projection_size=24)),
-        "projects texts to 24 numbers and images to 32",
+        "2 tensors have another shape",
     ),
     "config is no JSON": ("clip", lambda folder: (folder / "config.json").write_text("{"), "is not valid JSON"),
     "no processor": ("clip", without(PROCESSOR), f"has no {PROCESSOR}; put the checkpoint's file there"),
