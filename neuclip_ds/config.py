@@ -28,7 +28,6 @@ OPENAI_STD: Channels = (0.26862954, 0.26130258, 0.27577711)
 CLIP_BPE = "clip_bpe"  # as model.text.tokenizer
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
-Weight = Annotated[float, Field(ge=0)]
 
 
 class RunConfig(Section):
@@ -94,17 +93,8 @@ class SourceConfig(Section):
 
     path: str = Field(min_length=1)
     """Its pairs, in the forms of `data.train`."""
-    weight: Weight | list[tuple[Annotated[int, Field(ge=0)], Weight]] | None = None
-    """Share of each batch's rows, relative to the other weights; or [step, share] pairs that hold from a step on, such
-    as [[0, 1], [10000, 3]]. By default the number of its samples."""
-
-    @model_validator(mode="after")
-    def _weight_is_known_from_the_start(self) -> SourceConfig:
-        if isinstance(self.weight, list):
-            steps = [step for step, _ in self.weight]
-            if steps[:1] != [0] or steps != sorted(set(steps)):
-                raise ValueError("weights by step begin with step 0 and ascend, as in [[0, 1], [10000, 3]]")
-        return self
+    weight: float | None = Field(None, ge=0)
+    """Share of each batch's rows, relative to the other weights. By default the number of its samples."""
 
 
 class DataConfig(Section):

@@ -7,7 +7,7 @@ thus has the same numbers of rows of each source, and all streams of a source ad
 """
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,59 +17,30 @@ from neuclip_ds.data.order import GlobalOrder
 from neuclip_ds.errors import UserError
 
 
-class _Stage:
-    """Steps with the same weights, counted from the stage's own first one."""
-
-    def __init__(self, weights: NDArray[np.float64], streams: int, lane: int) -> None:
-        """`weights`, (m,), sum to 1."""
-        self.pattern = _spread(weights, streams * lane).reshape(streams, lane)  # (S, B/S), the source of each row
-        is_source = self.pattern[None] == np.arange(len(weights))[:, None, None]  # (m, S, B/S)
-        self.rank = np.take_along_axis(is_source.cumsum(axis=2) - 1, self.pattern[None], axis=0)[0]
-        per_block = is_source.sum(axis=2)  # (m, S)
-        twice = np.concatenate([per_block, per_block], axis=1)
-        self._before = np.concatenate([np.zeros((len(weights), 1), np.int64), twice.cumsum(axis=1)], axis=1)
-        self.per_cycle = per_block.sum(axis=1)  # (m,), of a stream in as many steps as there are blocks
-
-    def taken(self, source: int, stream: NDArray[np.int64], steps: int) -> NDArray[np.int64]:
-        """Return how many rows of a source the first `steps` steps take from each stream."""
-        cycles, rest = divmod(steps, len(self.pattern))
-        first = stream % len(self.pattern)
-        return cycles * self.per_cycle[source] + self._before[source, first + rest] - self._before[source, first]
-
-
 class MixtureOrder:
     """The global sample indices of every batch, with the interface of `GlobalOrder`.
 
     An epoch has as many samples as all sources hold together; there are no empty rows. The orders of all sources have
     the batch size and the number of streams of the mixture; each source has a share of the mixture's blocks. `weights`
-    are the relative shares of the sources' rows by the step from which they hold, 0 among them. Raises UserError if no
-    source has a positive weight in some stage.
+    are the relative shares of the m sources' rows. Raises UserError if no source has a positive weight.
     """
 
-    def __init__(
-        self, sources: Sequence[GlobalOrder], weights: Mapping[int, Sequence[float]], interleave: Interleave
-    ) -> None:
+    def __init__(self, sources: Sequence[GlobalOrder], weights: Sequence[float], interleave: Interleave) -> None:
         self.batch_size, self.seed, self.interleave = sources[0].batch_size, sources[0].seed, interleave
         self.n = sum(source.n for source in sources)
-        self.last_change = max(weights, default=0)  # the step from which the weights stay
         self.sources, self._streams = sources, interleave.streams
         self._lane = self.batch_size // self._streams
-        self._begins = sorted(weights)
-        if self._begins[:1] != [0]:
-            raise UserError("The sources of a mixture need weights from step 0 on.")
-        self._stages = []
-        for begin in self._begins:
-            found = np.array(weights[begin], dtype=np.float64)
-            if not (np.isfinite(found).all() and found.min() >= 0 and found.sum() > 0):
-                raise UserError(f"The weights {list(weights[begin])} of a mixture are not positive numbers.")
-            self._stages.append(_Stage(found / found.sum(), self._streams, self._lane))
-        every_stream = np.arange(self._streams)
-        taken = np.zeros((len(sources), self._streams), dtype=np.int64)
-        self._taken_before = [taken]  # by stage: (m, S) rows taken of each stream before it
-        for stage, begin, end in zip(self._stages[:-1], self._begins[:-1], self._begins[1:], strict=True):
-            more = [stage.taken(source, every_stream, end - begin) for source in range(len(sources))]
-            taken = taken + np.stack(more)
-            self._taken_before.append(taken)
+        shares = np.array(weights, dtype=np.float64)
+        if not (np.isfinite(shares).all() and shares.min() >= 0 and shares.sum() > 0):
+            raise UserError(f"The weights {list(weights)} of a mixture are not positive numbers.")
+        # (S, B/S), the source of each row
+        self._pattern = _spread(shares / shares.sum(), self.batch_size).reshape(self._streams, self._lane)
+        is_source = self._pattern[None] == np.arange(len(shares))[:, None, None]  # (m, S, B/S)
+        self._rank = np.take_along_axis(is_source.cumsum(axis=2) - 1, self._pattern[None], axis=0)[0]
+        per_block = is_source.sum(axis=2)  # (m, S)
+        twice = np.concatenate([per_block, per_block], axis=1)
+        self._before = np.concatenate([np.zeros((len(shares), 1), np.int64), twice.cumsum(axis=1)], axis=1)
+        self._per_cycle = per_block.sum(axis=1)  # (m,), of a stream in as many steps as there are blocks
 
     @property
     def steps_per_epoch(self) -> int:
@@ -90,17 +61,15 @@ class MixtureOrder:
         if not 0 <= step < self.steps_per_epoch:
             raise IndexError(f"step {step} is out of range for an epoch of {self.steps_per_epoch} steps")
         number = epoch * self.steps_per_epoch + step
-        at = bisect_right(self._begins, number) - 1
-        stage, inside = self._stages[at], number - self._begins[at]
         stream, place = np.divmod(np.arange(*rows.indices(self.batch_size)), self._lane)  # all arrays (b,) from here on
-        block = (stream + inside) % len(stage.pattern)
-        source, rank = stage.pattern[block, place], stage.rank[block, place]
+        block = (stream + number) % self._streams
+        source, rank = self._pattern[block, place], self._rank[block, place]
         visits, index = np.zeros(len(stream), dtype=np.int64), np.zeros(len(stream), dtype=np.int64)
         for which, order in enumerate(self.sources):
             own = np.flatnonzero(source == which)
             if not len(own):
                 continue
-            taken = self._taken_before[at][which, stream[own]] + stage.taken(which, stream[own], inside)
+            taken = self._taken(which, stream[own], number)
             visits[own], within = np.divmod(taken + rank[own], order.stream_lengths[stream[own]])
             for visit in np.unique(visits[own]):
                 now = visits[own] == visit
@@ -109,21 +78,20 @@ class MixtureOrder:
 
     def taken(self, which: int, stream: int, number: int) -> int:
         """Return how many samples the steps before `number` take from a stream of a source."""
-        at = bisect_right(self._begins, number) - 1
-        before = self._taken_before[at][which, stream]
-        return int(before + self._stages[at].taken(which, np.array(stream), number - self._begins[at]))
+        return int(self._taken(which, np.array(stream), number))
 
-    def step_of(self, which: int, stream: int, taken: int) -> int | None:
-        """Return the step that takes a stream's sample after `taken` others, or None."""
-        at = next(at for at in reversed(range(len(self._stages))) if self._taken_before[at][which, stream] <= taken)
-        rate = int(self._stages[at].per_cycle[which])
-        if rate == 0:
-            return None
-        cycle = len(self._stages[at].pattern)
-        begin = self._begins[at]
-        low = begin + max(0, (taken - int(self._taken_before[at][which, stream])) // rate - 1) * cycle
+    def _taken(self, which: int, stream: NDArray[np.int64], number: int) -> NDArray[np.int64]:
+        cycles, rest = divmod(number, self._streams)
+        before = self._before[which]
+        return cycles * self._per_cycle[which] + before[stream + rest] - before[stream]
+
+    def step_of(self, which: int, stream: int, taken: int) -> int:
+        """Return the step that takes the sample after `taken` others from a stream of a source with a weight."""
+        low = max(0, taken // int(self._per_cycle[which]) - 1) * self._streams
         # the first of these steps after which more are taken
-        return low + bisect_right(range(3 * cycle), 0, key=lambda n: self.taken(which, stream, low + n + 1) > taken)
+        return low + bisect_right(
+            range(3 * self._streams), 0, key=lambda n: self.taken(which, stream, low + n + 1) > taken
+        )
 
 
 BatchOrder = GlobalOrder | MixtureOrder

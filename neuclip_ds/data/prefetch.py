@@ -77,13 +77,14 @@ def _of_source(mixture: MixtureOrder, which: int, stream: int, number: int) -> I
     """Iterate over the requests of a stream of a mixture's source from batch `number` on."""
     order = mixture.sources[which]
     length, position = int(order.stream_lengths[stream]), mixture.taken(which, stream, number)
-    while length and (first := mixture.step_of(which, stream, position)) is not None:
+    if not length or not mixture.taken(which, stream, mixture.interleave.streams):  # a cycle; its weight is 0
+        return
+    while True:
+        first = mixture.step_of(which, stream, position)
         epoch, within = divmod(position, length)
         start, end = order.block_bounds(stream, within)
         position = epoch * length + end
         last = mixture.step_of(which, stream, position - 1)
-        if last is None:  # the weight is 0 from then on
-            last = mixture.last_change - 1
         for shard in order.shards_between(epoch, stream, start, end):
             yield ShardRequest(max(first, number), last, shard)
 

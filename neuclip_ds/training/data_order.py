@@ -58,21 +58,19 @@ class TrainingSet:
         source_of = np.repeat(np.arange(len(manifests)), [manifest.n_shards for manifest in manifests])
         self.parts = [np.where(source_of == number, self.manifest.sizes, 0) for number in range(len(manifests))]
 
-    def weights(self) -> dict[int, list[float]]:
-        """Return the weight of each source, by the first step at which they hold."""
-        found = [
-            {0: float(part.sum())} if source.weight is None else _by_step(source.weight)
+    def weights(self) -> list[float]:
+        """Return the weight of each source, by default its number of samples."""
+        return [
+            float(part.sum()) if source.weight is None else source.weight
             for source, part in zip(self.sources, self.parts, strict=True)
         ]
-        steps = sorted({step for weights in found for step in weights})
-        return {step: [_at(weights, step) for weights in found] for step in steps}
 
     def interleaves(self, interleave: Interleave) -> list[Interleave]:
-        """Return how each source is interleaved: blocks as long as its largest share of the window."""
+        """Return how each source is interleaved: blocks as long as its share of the window."""
         if not self.sources:
             return [interleave]
-        shares = np.array([np.array(weights) / max(sum(weights), 1e-300) for weights in self.weights().values()])
-        blocks = np.maximum(1, np.round(interleave.block * shares.max(axis=0))).astype(int)
+        weights = self.weights()
+        blocks = np.maximum(1, np.round(interleave.block * (np.array(weights) / max(sum(weights), 1e-300)))).astype(int)
         return [interleave._replace(block=int(block)) for block in blocks]
 
     def orders(self, batch_size: int, seed: int, interleave: Interleave) -> list[GlobalOrder]:
@@ -87,15 +85,12 @@ class TrainingSet:
         return MixtureOrder(self.orders(batch_size, seed, interleave), self.weights(), interleave)
 
     def describe(self) -> list[str]:
-        """Return a line for each source: its samples, and its share of the batches by step."""
-        lines = []
-        for number, (source, part) in enumerate(zip(self.sources, self.parts, strict=True)):
-            shares = [
-                f"{weights[number] / sum(weights):.1%}" + (f" from step {step:,}" if step else "")
-                for step, weights in self.weights().items()
-            ]
-            lines.append(f"  {source.path:<12} {int(part.sum()):,} samples, {', '.join(shares)} of each batch")
-        return lines
+        """Return a line for each source: its samples, and its share of the batches."""
+        weights = self.weights()
+        return [
+            f"  {source.path:<12} {int(part.sum()):,} samples, {weight / sum(weights):.1%} of each batch"
+            for source, part, weight in zip(self.sources, self.parts, weights, strict=True)
+        ]
 
 
 def find_split(source: str | int, name: str, train_paths: Sequence[str]) -> str:
@@ -201,11 +196,3 @@ def source_facts(data: DataConfig) -> dict[str, object]:
     """Return the facts of a mixture that a checkpoint keeps; none for a single data set."""
     described = [source.model_dump(mode="json", exclude={"path"}) for source in data.sources]
     return {"sources": described} if described else {}
-
-
-def _by_step(weight: float | list[tuple[int, float]]) -> dict[int, float]:
-    return dict(weight) if isinstance(weight, list) else {0: weight}
-
-
-def _at(weights: dict[int, float], step: int) -> float:
-    return weights[max(begin for begin in weights if begin <= step)]

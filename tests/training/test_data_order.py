@@ -70,13 +70,13 @@ def test_sources_and_their_weights():
     found = mixture_of({"path": "a"}, {"path": "b"})
     assert [shard.start for shard in found.manifest.shards] == [0, 60, 100]
     assert [part.tolist() for part in found.parts] == [[60, 40, 0], [0, 0, 300]]
-    assert found.weights() == {0: [100.0, 300.0]}
-    stages = mixture_of({"path": "a", "weight": [[0, 1], [50, 3]]}, {"path": "b", "weight": [[0, 1], [20, 0]]})
-    assert stages.weights() == {0: [1, 1], 20: [1, 0], 50: [3, 0]}
-    assert stages.interleaves(Interleave(4, 1000)) == [Interleave(4, 1000), Interleave(4, 500)]
-    assert stages.describe() == [
-        "  a            100 samples, 50.0%, 100.0% from step 20, 100.0% from step 50 of each batch",
-        "  b            300 samples, 50.0%, 0.0% from step 20, 0.0% from step 50 of each batch",
+    assert found.weights() == [100.0, 300.0]
+    weighted = mixture_of({"path": "a", "weight": 3}, {"path": "b", "weight": 1})
+    assert weighted.weights() == [3, 1]
+    assert weighted.interleaves(Interleave(4, 1000)) == [Interleave(4, 750), Interleave(4, 250)]
+    assert weighted.describe() == [
+        "  a            100 samples, 75.0% of each batch",
+        "  b            300 samples, 25.0% of each batch",
     ]
     assert source_facts(DataConfig()) == {}
 
@@ -114,7 +114,6 @@ def test_a_resumed_run_keeps_its_held_out_pairs():
 @pytest.mark.parametrize(
     ("sources", "words"),
     [
-        ([{"path": "a", "weight": [[5, 1]]}], "begin with step 0"),
         ([{"path": "a", "weight": 1}, {"path": "b"}], "give each one, or none"),
         ([{"path": "a", "weight": -1}], "greater than or equal to 0"),
         ([{"path": ""}], "at least 1 character"),
@@ -132,7 +131,7 @@ def test_a_path_as_an_option_stays_as_it_is(path):
 
 
 def test_a_source_with_braces_and_commas_as_an_option():
-    sources = [{"path": "/a,{b,c}/*.tar", "weight": 3}, {"path": "d", "weight": [[0, 1], [9, 2]]}]
+    sources = [{"path": "/a,{b,c}/*.tar", "weight": 3}, {"path": "d", "weight": 2.5}]
     found = parse(["demo", f"--data.train={json.dumps(sources)}"]).config.data
     assert [source.model_dump(mode="json") for source in found.sources] == sources
     assert found.train_paths == ["/a,{b,c}/*.tar", "d"]
@@ -141,10 +140,7 @@ def test_a_source_with_braces_and_commas_as_an_option():
 def test_training_on_a_mixture_and_resuming_it(tmp_path: Path) -> None:
     for name, sizes in (("large", [30, 31]), ("small", [12])):
         write_pairs(tmp_path / name, sizes)
-    sources = [
-        {"path": str(tmp_path / "large"), "weight": 3},
-        {"path": str(tmp_path / "small"), "weight": [[0, 1], [10, 3]]},
-    ]
+    sources = [{"path": str(tmp_path / "large"), "weight": 3}, {"path": str(tmp_path / "small"), "weight": 1}]
     captions = '--data.captions={"txt": 0.7, "syn.txt": 0.3}'
     runs = tmp_path / "runs"
     for steps, ranks in ((7, 1), (14, 2)):
@@ -158,10 +154,10 @@ def test_training_on_a_mixture_and_resuming_it(tmp_path: Path) -> None:
     order = TrainingSet(config, paths.__getitem__).mixture(8, 0, interleave)
     assert seen == {step: order.batch(*divmod(step - 1, order.steps_per_epoch)).tolist() for step in range(1, 15)}
     shares = [Counter("small" if index >= 61 else "large" for index in seen[step]) for step in range(1, 15)]
-    assert shares == [{"large": 6, "small": 2}] * 10 + [{"large": 4, "small": 4}] * 4
+    assert shares == [{"large": 6, "small": 2}] * 14
     visits = Counter(index for step in seen for index in seen[step] if index >= 61)
-    assert set(visits) == set(range(61, 73)), "36 rows of 12 samples"
-    assert set(visits.values()) == {3}
+    assert set(visits) == set(range(61, 73)), "28 rows of 12 samples"
+    assert set(visits.values()) == {2, 3}
     assert facts["sources"] == source_facts(config)["sources"], "other weights are refused"
 
 
