@@ -4,10 +4,9 @@ Examples:
   neuclip-ds build-manifest /data/cc12m/manifest '/data/cc12m/{00000..01242}.tar'
   neuclip-ds build-manifest manifests/laion 's3://bucket/laion/{000000..129999}.tar' --from-side-files
   mpirun -n 64 neuclip-ds build-manifest manifests/pool /pool/*.tar --uids dfn_uids.npy
-  neuclip-ds build-manifest manifests/dfn shards.txt --update
+  neuclip-ds build-manifest manifests/dfn shards.txt
 
-The same command resumes a build that was interrupted or had shards that cannot be used. New shards always get new
-indices, so that the per-sample statistics of a run stay valid when its data grows.
+The same command resumes a build that was interrupted or had shards that cannot be used.
 """
 
 import argparse
@@ -33,12 +32,10 @@ _MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")  # set by Open MPI, MPI
 
 def main(arguments: Sequence[str]) -> None:
     parser = Parser(prog="neuclip-ds build-manifest", description=__doc__)
-    parser.add_argument("folder", type=Path, help="folder for the manifest, or the one to --update")
+    parser.add_argument("folder", type=Path, help="folder for the manifest")
     parser.add_argument(
         "sources", nargs="+", help="tars, folders, globs, brace patterns, URLs, pipe:COMMANDs or .txt lists of them"
     )
-    parser.add_argument("--update", action="store_true", help="append new shards and mark removed ones")
-    parser.add_argument("--verify", action="store_true", help="decode all images; failures go to bad_samples.jsonl")
     parser.add_argument("--no-checksum", action="store_true", help="read only the headers of local shards: no CRC-32")
     parser.add_argument("--from-side-files", action="store_true", help="read no shard, only img2dataset's counts")
     parser.add_argument("--skip-unreadable", action="store_true", help="omit unusable shards, and list them in a file")
@@ -72,7 +69,6 @@ def _build(options: argparse.Namespace, executor: Executor) -> None:
     scan = ScanOptions(
         captions=tuple(options.captions),
         checksum=not (options.no_checksum or options.from_side_files),
-        verify=options.verify,
         uids=tuple(options.uids),
         uid_key=options.uid_key,
         side_files=options.from_side_files,
@@ -80,14 +76,10 @@ def _build(options: argparse.Namespace, executor: Executor) -> None:
     remote = sum(not is_local(path) for path in paths)
     if remote >= _MANY_SHARDS and not options.from_side_files:
         log.warning("%d remote shards are downloaded to be scanned; --from-side-files reads only their counts", remote)
-    how = {"update": options.update, "skip_unreadable": options.skip_unreadable}
     with progress_bar("shards") as on_progress:
-        manifest = write_manifest(options.folder, paths, executor, scan, on_progress=on_progress, **how)
-    used = [shard for shard in manifest.shards if not shard.removed]
-    parts = [
-        f"{options.folder}: {manifest.n_used:,} samples ({manifest.n_bad:,} known to be bad)",
-        f"{len(used):,} shards of {sum(shard.bytes for shard in used) / 1e9:,.2f} GB in all",
-    ]
-    if removed := len(manifest.removed):
-        parts.append(f"{removed:,} removed shards with {manifest.n - manifest.n_used:,} indices")
-    print(f"{', '.join(parts)}; {time.monotonic() - began:.1f} s.")
+        manifest = write_manifest(
+            options.folder, paths, executor, scan, skip_unreadable=options.skip_unreadable, on_progress=on_progress
+        )
+    counts = f"{options.folder}: {manifest.n:,} samples ({manifest.n_bad:,} known to be bad)"
+    size = sum(shard.bytes for shard in manifest.shards) / 1e9
+    print(f"{counts}, {manifest.n_shards:,} shards of {size:,.2f} GB in all; {time.monotonic() - began:.1f} s.")

@@ -9,12 +9,11 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +26,7 @@ from neuclip_ds.data.resumable_scan import OnProgress, scan_shards
 from neuclip_ds.data.sample_table import Place, SampleParts
 from neuclip_ds.data.scan import Scan, ScanOptions, check_usable, log_loss, scan_shard
 from neuclip_ds.data.shards import is_local, resolve_shards
-from neuclip_ds.data.side_files import check_names, find_sizes
+from neuclip_ds.data.side_files import check_names
 from neuclip_ds.data.uids import UidFiles
 from neuclip_ds.errors import UserError, redact
 from neuclip_ds.files import atomic_write, explain_disk
@@ -35,7 +34,6 @@ from neuclip_ds.files import atomic_write, explain_disk
 log = logging.getLogger(__name__)
 
 _BUILDING = ".building"  # folder of an unfinished build's results
-_BAD = "bad_samples.jsonl"
 _UNREADABLE = "unreadable_shards.jsonl"
 _MOST_COMPARED = 500_000_000  # samples whose images are compared with each other
 _SHARDS_EACH = 16  # that take longer to scan than a process takes to start
@@ -112,55 +110,55 @@ def write_manifest(
     executor: Executor,
     options: ScanOptions = ScanOptions(),
     *,
-    update: bool = False,
     skip_unreadable: bool = False,
     on_progress: OnProgress = lambda done, total: None,
 ) -> Manifest:
     """Build a manifest in `folder`, or resume an interrupted build; raise UserError if an input cannot be used.
 
     Args:
-        folder: folder of the manifest; must hold one exactly when `update` is set.
+        folder: folder of the manifest, which must not hold one.
         paths: shards, in the order in which they get indices.
         executor: its workers scan the shards: processes on this machine, or MPI ranks.
-        options: what to scan for; with uids or checksums the manifest has sample tables, which updates keep.
-        update: append new shards and mark missing ones as removed.
+        options: what to scan for; with uids or checksums the manifest has sample tables.
         skip_unreadable: omit shards that cannot be used, and list them in FOLDER/unreadable_shards.jsonl.
         on_progress: called with the shards done, those of an interrupted build included.
     """
-    existing = _existing(folder, update, options)
+    if is_manifest(folder):
+        raise UserError(f"{folder} holds a manifest; delete it, or name another folder.")
     if options.side_files:
-        if options.has_tables or options.verify or (existing and existing.samples):
-            raise UserError("Tables, uids and images are read from the shards; omit --from-side-files or that option.")
+        if options.has_tables:
+            raise UserError("Tables and uids are read from the shards; omit --from-side-files or that option.")
         check_names(paths)
     UidFiles(options.uids).check_order()
-    with_tables = options.has_tables if existing is None else existing.samples is not None
-    kept, new = _compare(existing, paths, find_sizes(paths) if options.side_files and update else {})
+    sizes = {path: Path(path).stat().st_size if is_local(path) else None for path in paths}
+    if len(sizes) < len(paths):
+        twice = next(path for path in paths if paths.count(path) > 1)
+        raise UserError(f"{twice} is listed more than once; name every shard once.")
     tables, results = folder / SAMPLES, folder / _BUILDING
-    found, failures = scan_shards(results, tables if with_tables else None, new, options, executor, on_progress)
-    if failures and not (skip_unreadable and (found or existing)):
+    where = tables if options.has_tables else None
+    found, failures = scan_shards(results, where, sizes, options, executor, on_progress)
+    if failures and not (skip_unreadable and found):
         raise UserError(
-            f"{len(failures)} of {len(new)} shards cannot be used. The first: {next(iter(failures.values()))} Fix them "
-            "or omit them from the sources and run the same command again, which scans only what is missing; or set "
-            "--skip-unreadable."
+            f"{len(failures)} of {len(paths)} shards cannot be used. The first: {next(iter(failures.values()))} "
+            "Fix them or omit them from the sources and run the same command again, which scans only what is missing; "
+            "or set --skip-unreadable."
         )
     for scan in found:
         log_loss(scan)
-    if existing is None:
-        check_usable(found, paths)
-    manifest = extend(kept, [scan.shard for scan in found])
+    check_usable(found, paths)
+    manifest = extend(None, [scan.shard for scan in found])
     check_distinct(manifest)
-    places = list(existing.samples.places) if existing and existing.samples else []
-    places += [Place(tables / scan.place[0], scan.place[1]) for scan in found if scan.place]
+    places = [Place(tables / scan.place[0], scan.place[1]) for scan in found if scan.place]
     if places:
         SampleParts.open(places, [shard.n for shard in manifest.shards])
-    bad = _listed_before(folder / _BAD, kept.n)  # later ones are those of an interrupted build
-    for shard, scan in zip(manifest.shards[kept.n_shards :], found, strict=True):
-        bad += [{"index": shard.start + one["row"], "shard": shard.path, **one} for one in scan.bad]
-    _write_lines(folder / _BAD, bad)
-    _write_lines(folder / _UNREADABLE, [{"shard": path, "reason": reason} for path, reason in failures.items()])
+    unreadable = folder / _UNREADABLE
+    unreadable.unlink(missing_ok=True)
     if failures:
-        log.warning("%d shards cannot be used and are omitted; %s lists them", len(failures), folder / _UNREADABLE)
-    write_shards(manifest, folder, places)  # last: now the folder is a manifest, or the updated one
+        lines = (json.dumps({"shard": path, "reason": reason}) for path, reason in failures.items())
+        with atomic_write(unreadable) as temporary:
+            temporary.write_text("".join(f"{redact(line)}\n" for line in lines), encoding="utf-8")
+        log.warning("%d shards cannot be used and are omitted; %s lists them", len(failures), unreadable)
+    write_shards(manifest, folder, places)  # last: now the folder is a manifest
     shutil.rmtree(results)
     for part in {*tables.glob("*")} - {place.part for place in places}:
         part.unlink()
@@ -173,16 +171,16 @@ def _warn_of_repeats(manifest: Manifest) -> None:
     """Log a warning if samples have the same uid, or the same image by their checksums; 8 bytes of memory each."""
     if manifest.samples is None or manifest.n > _MOST_COMPARED:
         return
-    tables, used = manifest.samples, [number for number, shard in enumerate(manifest.shards) if not shard.removed]
-    again, count = _repeats(map(_hash, tables.uids(used)))
+    tables = manifest.samples
+    again, count = _repeats(map(_hash, tables.uids()))
     if len(again):
-        high, low = next(uid for uids in tables.uids(used) for uid in uids[_hash(uids) == again[0]].tolist())
+        high, low = next(uid for uids in tables.uids() for uid in uids[_hash(uids) == again[0]].tolist())
         log.warning(
             "%d of %d samples have the uid of another one, such as %016x%016x: --uids keeps all of them or none. "
             "Give each sample its own uid, or omit the copies.",
             len(again), count, high, low,
         )  # fmt: skip
-    again, count = _repeats(tables.image_checksums(used))
+    again, count = _repeats(tables.image_checksums())
     if len(again):
         log.warning(
             "%d of %d samples have the image of another one: in a batch these are negatives of each other. "
@@ -202,55 +200,3 @@ def _repeats(parts: Iterable[NDArray[np.uint64]]) -> tuple[NDArray[np.uint64], i
 def _hash(uids: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Return a number for each of (q, 2) uids that hardly any two share: words may be constant, as in UUIDs."""
     return uids[:, 0] * np.uint64(0x9E3779B97F4A7C15) + uids[:, 1]
-
-
-def _existing(folder: Path, update: bool, options: ScanOptions) -> Manifest | None:
-    """Return the manifest to update, or None to build a new one."""
-    if not is_manifest(folder):
-        if update:
-            raise UserError(f"{folder} holds no manifest to update; omit --update to build one.")
-        return None
-    if not update:
-        raise UserError(f"{folder} holds a manifest; update it with --update, or name another folder.")
-    existing = load_manifest(folder, check_shards=False, allow_commands=True)  # only what is named now is read
-    if options.uids and existing.samples is None:
-        raise UserError(f"The manifest in {folder} has no sample tables; update it with the options it was built with.")
-    return existing
-
-
-def _compare(
-    existing: Manifest | None, paths: Sequence[str], sizes: Mapping[str, int | None]
-) -> tuple[Manifest, dict[str, int | None]]:
-    """Return the manifest whose shards in use are those named, and the paths to append, with their sizes where known.
-
-    Local shards are compared by size, remote ones by `sizes`, or by name only where unknown.
-    """
-    wanted = {path: Path(path).stat().st_size if is_local(path) else sizes.get(path) for path in paths}
-    if len(wanted) < len(paths):
-        twice = next(path for path in paths if paths.count(path) > 1)
-        raise UserError(f"{twice} is listed more than once; name every shard once.")
-    shards = existing.shards if existing else ()
-    current = {  # the newest number of each path that is wanted and unchanged
-        shard.path: number
-        for number, shard in enumerate(shards)
-        if shard.path in wanted and wanted[shard.path] in (None, shard.bytes)
-    }
-    kept = [shard._replace(removed=current.get(shard.path) != number) for number, shard in enumerate(shards)]
-    return Manifest(kept), {path: size for path, size in wanted.items() if path not in current}
-
-
-def _listed_before(path: Path, first: int) -> list[dict[str, Any]]:
-    """Return the bad samples that are listed below index `first`."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-        return [bad for bad in map(json.loads, lines) if bad["index"] < first]
-    except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{path}, the list of bad samples, is damaged; remove it and run the command again.") from error
-
-
-def _write_lines(path: Path, entries: Sequence[Mapping[str, object]]) -> None:
-    """Write a line of JSON for each entry, or remove the file if there are none."""
-    path.unlink(missing_ok=True)
-    if entries:
-        with atomic_write(path) as temporary:
-            temporary.write_text("".join(f"{redact(json.dumps(entry))}\n" for entry in entries), encoding="utf-8")

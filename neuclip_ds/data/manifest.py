@@ -1,9 +1,8 @@
 """The manifest of a data set: its shards, and the global index at which each one starts.
 
-A sample's index is its shard's start plus its row among the shard's samples, incomplete ones included, so it never
-changes. Manifests only grow: new shards get indices after the last one, and a removed shard leaves its indices unused
-(`removed`). A manifest with sample tables (neuclip_ds/data/sample_table.py) may list only some samples of each shard (a
-subset of a larger pool, indexed separately).
+A sample's index is its shard's start plus its row among the shard's samples, incomplete ones included. A manifest with
+sample tables (neuclip_ds/data/sample_table.py) may list only some samples of each shard (a subset of a larger pool,
+indexed separately).
 """
 
 import hashlib
@@ -31,15 +30,14 @@ class Shard(NamedTuple):
     n_bad: int = 0  # samples known to have no image or caption
     crc32: int | None = None  # checksum of the file, where one was computed
     selection: int | None = None  # checksum of the listed samples' ordinals, where not all are listed
-    removed: bool = False
     layout: int | None = None  # checksum of all samples' names, offsets and sizes; None where it was not read
 
 
 class Manifest:
     """The shards of a data set in the order of their indices, with sample tables where the manifest has them.
 
-    `n` is the number of indices, those of removed shards included: the size of per-sample tables. `held_out` maps
-    shard numbers to the number of their last samples that are held out for `validation`.
+    `n` is the number of indices: the size of per-sample tables. `held_out` maps shard numbers to the number of their
+    last samples that are held out for `validation`.
     """
 
     def __init__(
@@ -51,7 +49,7 @@ class Manifest:
         self.n_shards = len(self.shards)
         self._starts = [shard.start for shard in self.shards]
         self.n = sum(shard.n for shard in self.shards)
-        self.n_bad = sum(shard.n_bad for shard in self.shards if not shard.removed)
+        self.n_bad = sum(shard.n_bad for shard in self.shards)
 
     @cached_property
     def starts(self) -> NDArray[np.int64]:
@@ -60,20 +58,10 @@ class Manifest:
 
     @cached_property
     def sizes(self) -> NDArray[np.int64]:
-        """Number of samples in use in each shard, (n_shards,): 0 for removed shards."""
-        return self.sizes_without(self.removed)
-
-    @cached_property
-    def removed(self) -> tuple[int, ...]:
-        """Numbers of the shards that are not in use."""
-        return tuple(number for number, shard in enumerate(self.shards) if shard.removed)
-
-    def sizes_without(self, removed: Sequence[int]) -> NDArray[np.int64]:
-        """Return the number of samples in each shard, (n_shards,), 0 for those removed."""
+        """Number of samples in use in each shard, (n_shards,)."""
         sizes = np.array([shard.n for shard in self.shards], dtype=np.int64)
         for number, count in self.held_out.items():
             sizes[number] -= count
-        sizes[list(removed)] = 0
         return sizes
 
     def validation(self) -> "Manifest":
@@ -90,7 +78,7 @@ class Manifest:
     @property
     def has_checksums(self) -> bool:
         """Whether every read is compared with a checksum."""
-        return self.samples is not None and all(s.crc32 is not None for s in self.shards if not s.removed)
+        return self.samples is not None and all(s.crc32 is not None for s in self.shards)
 
     @cached_property
     def content_hash(self) -> str:
@@ -100,8 +88,7 @@ class Manifest:
     def hash_of_first(self, count: int) -> str:
         """Return a hash (32 hex digits) of the file names, counts and sizes of the first shards.
 
-        Neither folders (data may move) nor removals change it. A manifest that has grown still gives its old hash for
-        its old number of shards.
+        Folders do not change it: data may move.
         """
         digest = hashlib.sha256()
         for shard in self.shards[:count]:

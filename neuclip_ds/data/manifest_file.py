@@ -21,14 +21,14 @@ from neuclip_ds.data.shards import is_local, refuse_commands
 from neuclip_ds.errors import UserError, redact
 from neuclip_ds.files import atomic_write
 
-_VERSION = 3
+_VERSION = 4
 _TABLE = "shards.parquet"
 _META = "neuclip_ds."  # begins the keys of the table's metadata
 SAMPLES = "samples"  # folder of the sample tables
 _SCHEMA = pa.schema(
     [("path", pa.string())]
     + [(name, pa.int64()) for name in ("start", "n", "bytes", "n_bad", "crc32", "selection")]
-    + [("removed", pa.bool_()), ("layout", pa.int64()), ("part", pa.string()), ("group", pa.int64())]
+    + [("layout", pa.int64()), ("part", pa.string()), ("group", pa.int64())]
 )
 _OPTIONAL = ("crc32", "selection", "layout", "part", "group")
 _PART = re.compile(r"part-[\w-]+\.parquet")
@@ -58,7 +58,7 @@ def _repeats(shards: Sequence[Shard]) -> Iterator[tuple[Shard, Shard]]:
     """Yield each shard that holds the samples of an earlier one, preceded by that one."""
     seen: dict[object, Shard] = {}
     for shard in shards:
-        if shard.removed or not shard.n:
+        if not shard.n:
             continue
         keys: list[object] = [shard.path] + [(shard.bytes, shard.layout)] * (shard.layout is not None)
         earlier = [seen[key] for key in keys if key in seen]
@@ -135,11 +135,13 @@ def load_manifest(
             raise _unreadable(folder, "a part is not a file of sample tables")
         places = [Place(folder / SAMPLES / part, group) for part, group in zip(parts, groups, strict=True)]
         manifest.samples = SampleParts.open(places, [shard.n for shard in manifest.shards])
-    used = [shard for shard in manifest.shards if not shard.removed]
     if not allow_commands:
-        refuse_commands([shard.path for shard in used], f"the manifest in {folder}", "--data.allow_commands=true")
-    if check_shards and used:
-        for shard in (used[0], max(used, key=lambda shard: shard.n)):
+        refuse_commands(
+            [shard.path for shard in manifest.shards], f"the manifest in {folder}", "--data.allow_commands=true"
+        )
+    if check_shards and manifest.shards:
+        largest = max(manifest.shards, key=lambda shard: shard.n)
+        for shard in (manifest.shards[0], largest):
             try:
                 check_size(shard, Path(shard.path).stat().st_size if is_local(shard.path) else shard.bytes)
             except (OSError, ValueError) as error:

@@ -182,7 +182,7 @@ class TarReader:
             return _File(self._cache.open(described.path, described.bytes, described.crc32))
         except FetchError as error:
             if error.damaged and described.layout is None:
-                raise UserError(f"{error} It has changed; run build-manifest --update.") from error
+                raise UserError(f"{error} It has changed; build the manifest again.") from error
             raise
 
     def _load_table(self, shard: int) -> SampleTable:
@@ -201,7 +201,7 @@ class TarReader:
             counted = "" if described.layout is not None else ", or img2dataset's side file has a wrong count"
             raise UserError(
                 f"Shard {described.path} yields {table.n} samples where the manifest has {described.n}: it has "
-                f"changed{counted}; rebuild the manifest, or omit the shard and run build-manifest --update."
+                f"changed{counted}; build the manifest again, or without the shard."
             )
         return table
 

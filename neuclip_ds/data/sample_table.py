@@ -170,20 +170,20 @@ class SampleParts:
         with _opened(part) as file:
             return _table(file.read_row_group(group))
 
-    def image_checksums(self, shards: Sequence[int]) -> Iterator[NDArray[np.uint64]]:
-        """Yield numbers, by file, that equal images of these shards share: CRC-32 and size, where they are known."""
-        for crc32, sizes in self._columns(shards, f"image{_CRC32}", "image_size"):
+    def image_checksums(self) -> Iterator[NDArray[np.uint64]]:
+        """Yield numbers, by file, that equal images share: CRC-32 and size, where they are known."""
+        for crc32, sizes in self._columns(f"image{_CRC32}", "image_size"):
             yield ((sizes << np.uint64(32)) + crc32)[sizes > 0]
 
-    def uids(self, shards: Sequence[int]) -> Iterator[NDArray[np.uint64]]:
-        """Yield the (q, 2) words of the uids in the samples' JSON of these shards, by file, where they are known."""
-        for words in self._columns(shards, *_UID):
+    def uids(self) -> Iterator[NDArray[np.uint64]]:
+        """Yield the (q, 2) words of the uids in the samples' JSON, by file, where they are known."""
+        for words in self._columns(*_UID):
             uids = np.stack(words, axis=1)
             yield uids[uids.any(axis=1)]
 
-    def _columns(self, shards: Sequence[int], *names: str) -> Iterator[list[NDArray[np.uint64]]]:
-        """Yield columns of these shards' tables as numbers, by file, without files that lack a value."""
-        for part, places in groupby(sorted(self.places[shard] for shard in shards), key=attrgetter("part")):
+    def _columns(self, *names: str) -> Iterator[list[NDArray[np.uint64]]]:
+        """Yield columns of the tables as numbers, by file, without files that lack a value."""
+        for part, places in groupby(sorted(self.places), key=attrgetter("part")):
             with _opened(part) as file:
                 columns = file.read_row_groups([place.group for place in places], names).columns
             if not any(column.null_count for column in columns):

@@ -1,4 +1,4 @@
-"""Scan one shard: its samples and their missing members, optionally its checksum, and optionally decode each image.
+"""Scan one shard: its samples and their missing members, and optionally its checksum.
 
 For checksums the file is first read from end to end; the header walk and the members' own then find it in the page
 cache.
@@ -8,14 +8,14 @@ import logging
 import tempfile
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from neuclip_ds.data.decoders import Captions, DecodeError, decode_pil
+from neuclip_ds.data.decoders import Captions
 from neuclip_ds.data.fetch import AttemptFailed, Retries, attempt
 from neuclip_ds.data.manifest import Shard
 from neuclip_ds.data.readers import TooLarge, read_at
@@ -37,7 +37,6 @@ class ScanOptions(NamedTuple):
 
     captions: tuple[str, ...] = ("txt",)  # as `data.captions`; a sample without any of them is bad
     checksum: bool = False  # whether to compute the CRC-32 of the file and of each sample's members
-    verify: bool = False  # whether to decode every image and read every caption
     uids: tuple[str, ...] = ()  # files of the uids to keep; empty keeps all samples
     uid_key: str = "uid"  # key of the uid in a sample's JSON
     side_files: bool = False  # whether to take counts from img2dataset's side files, and read no tar
@@ -56,7 +55,6 @@ class Scan(NamedTuple):
     n_captions: int
     extensions: Sequence[str] = ()  # extensions of the first samples, for messages
     lost_bytes: int = 0  # bytes in damaged regions
-    bad: Sequence[Mapping[str, Any]] = ()  # row, key and reason of each unusable sample, with `verify` only
     place: tuple[str, int] | None = None  # name of the file of its sample table, and the row group there
 
 
@@ -95,8 +93,7 @@ def local_copy(path: str) -> Iterator[Path]:
 
 def _scan(path: str, file: Path, options: ScanOptions) -> tuple[Scan, SampleTable]:
     crc32 = checksum_of(file).crc32 if options.checksum else None
-    sources, selection = Captions(options.captions), None
-    texts = sources.extensions
+    texts, selection = Captions(options.captions).extensions, None
     with file.open("rb") as opened:
         fd = opened.fileno()
         index = read_index(fd)
@@ -116,30 +113,11 @@ def _scan(path: str, file: Path, options: ScanOptions) -> tuple[Scan, SampleTabl
             table = table._replace(crc32=np.array(rows, dtype=np.uint32).reshape(table.n, len(table.members)))
         images = table.has("image")
         captions = np.logical_or.reduce([table.has(member) for member in texts])
-        bad = tuple(_verify(fd, table, sources)) if options.verify else ()
-    n_bad = len(bad) if options.verify else int((~(images & captions)).sum())
+    n_bad = int((~(images & captions)).sum())
     shard = Shard(path, 0, table.n, file.stat().st_size, n_bad, crc32, selection, layout=layout)
     lost = sum(gap.size for gap in index.gaps)
     extensions = sorted({extension for entry in index.samples[:100] for extension in entry.members})
-    return Scan(shard, int(images.sum()), int(captions.sum()), extensions, lost, bad), table
-
-
-def _verify(fd: int, table: SampleTable, captions: Captions) -> Iterator[dict[str, Any]]:
-    for row, key in enumerate(table.split_keys()):
-        if reason := _reason(fd, table, row, captions):
-            yield {"row": row, "key": key.decode("utf-8", "surrogateescape"), "reason": reason}
-
-
-def _reason(fd: int, table: SampleTable, row: int, captions: Captions) -> str | None:
-    """Return the reason why a sample cannot be used, or None."""
-    if table.extent(row, "image") is None:
-        return "no image"
-    try:
-        decode_pil(_read(fd, table, row, "image"))
-    except DecodeError as error:
-        return f"image cannot be decoded: {error}"
-    members = {extension: _read(fd, table, row, extension) for extension in captions.extensions}
-    return None if captions.of(members) else "no caption"
+    return Scan(shard, int(images.sum()), int(captions.sum()), extensions, lost), table
 
 
 def _read(fd: int, table: SampleTable, row: int, member: str) -> bytes:

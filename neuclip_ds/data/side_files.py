@@ -9,7 +9,6 @@ import random
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -36,17 +35,6 @@ def check_names(paths: Sequence[str]) -> None:
     """Raise UserError unless all paths are those of tars, next to which side files may be."""
     if other := next((path for path in paths if path.startswith("pipe:") or not path.endswith(_TAR)), None):
         raise UserError(f"{other} is not the address of a .tar, so it has no side files; omit --from-side-files.")
-
-
-def find_sizes(paths: Sequence[str]) -> dict[str, int | None]:
-    """Return the bytes of shards, None where they are unknown: `count_shards` gives the reason."""
-
-    def size(path: str, store: Any) -> int | None:
-        with suppress(AttemptFailed):
-            return _size(path, store)
-        return None
-
-    return _on_threads(size, paths)
 
 
 def count_shards(sizes: Mapping[str, int | None]) -> Scans:

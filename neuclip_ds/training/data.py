@@ -132,7 +132,7 @@ def open_data(source: str, data: DataConfig, communicator: Communicator, folder:
 
 def _missing_here(manifest: Manifest) -> str | None:
     """Return the local shards that this node lacks."""
-    paths = [Path(shard.path) for shard in manifest.shards if is_local(shard.path) and not shard.removed]
+    paths = [Path(shard.path) for shard in manifest.shards if is_local(shard.path)]
     folders = {path.parent for path in paths}  # listed, which is faster than a stat call per shard
     present = {path for folder in folders if folder.is_dir() for path in folder.iterdir()}
     missing = [path for path in paths if path not in present]

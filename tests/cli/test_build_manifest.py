@@ -45,7 +45,7 @@ def test_mpi_ranks(folder, tmp_path, ranks):
         again = run(str(tmp_path / "m"), str(folder), launcher=launcher)
         assert again.returncode != 0
         assert again.stderr.count("error: ") == 1
-        assert "--update" in again.stderr
+        assert "holds a manifest" in again.stderr
 
 
 def test_from_side_files(folder, tmp_path, capsys, caplog):
@@ -94,7 +94,6 @@ def test_killed_in_the_middle(folder, tmp_path):
         (["absent"], "absent does not exist"),
         (["{folder}", "--captions", "jpg"], "a source is txt, txt:lines or json:KEY"),
         (["{folder}", "--uids", "absent.npy"], "The uid file absent.npy cannot be read"),
-        (["{folder}", "--update"], "holds no manifest to update"),
     ],
 )
 def test_mistakes(folder, tmp_path, options, message, capsys):

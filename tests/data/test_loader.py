@@ -233,23 +233,6 @@ def test_workers_outlive_the_launchers_signals_and_end_with_the_loader(manifest,
     assert not any(map(alive, started))
 
 
-def test_removed_shards_are_neither_trained_on_nor_evaluated(manifest):
-    shards = [shard._replace(removed=number == 1) for number, shard in enumerate(manifest.shards)]
-    smaller = Manifest(shards)
-    kept = [i for i in range(37) if not 9 <= i < 21]
-    assert (smaller.n, smaller.n_used) == (37, 25)
-    order = order_of(smaller)
-    batches = load(smaller, order, 2 * order.steps_per_epoch)
-    for epoch in (0, 1):
-        part = batches[epoch * order.steps_per_epoch : (epoch + 1) * order.steps_per_epoch]
-        assert sorted(torch.cat([batch.index[batch.valid] for batch in part]).tolist()) == kept
-    seen = []
-    for rank in range(3):
-        for batch in load_evaluation(smaller, EvalTransform(16), HERE, 4, rank, 3):
-            seen += batch.index[batch.valid].tolist()
-    assert seen == kept
-
-
 def test_one_of_several_captions_is_drawn_by_seed_epoch_and_index(tmp_path):
     texts = {i: {"jpg": jpeg(i), "txt": f"a{i}\nb{i}\n\nc{i}".encode()} for i in range(40)}
     texts[7] = {"jpg": jpeg(7), "json": b'{"other": ["d7", " "], "one": "e7"}'}

@@ -9,7 +9,7 @@ import pytest
 from tars import manifest_of, write_pairs
 
 from neuclip_ds.data.build import build_manifest
-from neuclip_ds.data.manifest import Manifest, Shard, extend, indices_at
+from neuclip_ds.data.manifest import Manifest, Shard
 from neuclip_ds.data.manifest_file import load_manifest, write_shards
 from neuclip_ds.data.shards import resolve_shards
 from neuclip_ds.errors import UserError
@@ -34,19 +34,9 @@ def test_locate_skips_empty_shards():
             manifest.locate(outside)
 
 
-def test_removed_shards_keep_their_indices():
-    shards = [Shard("a", 0, 2, 1, 1), Shard("b", 2, 3, 1, 2, removed=True), Shard("c", 5, 4, 1, 0)]
-    manifest = Manifest(shards)
-    assert (manifest.n, manifest.n_used, manifest.n_bad) == (9, 6, 1)
-    assert manifest.sizes.tolist() == [2, 0, 4]
-    assert manifest.locate(5) == (2, 0)
-    assert indices_at(manifest.starts, manifest.sizes, np.arange(6)).tolist() == [0, 1, 5, 6, 7, 8]
-    assert extend(manifest, [Shard("d", 0, 2, 1)]).shards[-1].start == 9
-
-
 def test_saved_and_loaded_is_equal(folder, tmp_path):
     shards = list(manifest_of(folder).shards)
-    shards[1] = shards[1]._replace(removed=True, crc32=2**32 - 1, selection=0)
+    shards[1] = shards[1]._replace(crc32=2**32 - 1, selection=0)
     manifest = Manifest(shards)
     loaded = load_manifest(save(manifest, tmp_path / "deep" / "manifest"))
     assert loaded.shards == manifest.shards
@@ -59,8 +49,6 @@ def test_content_hash_follows_content_not_place(folder, tmp_path):
     original = manifest_of(folder)
     moved = manifest_of(shutil.copytree(folder, tmp_path / "moved"))
     assert moved.content_hash == original.content_hash
-    removed = Manifest([shard._replace(removed=True) for shard in original.shards])
-    assert removed.content_hash == original.content_hash
     backwards = build_manifest(resolve_shards(str(folder))[::-1], processes=1)
     renamed = [shard._replace(path=shard.path + "x") for shard in original.shards]
     grown = [shard._replace(bytes=shard.bytes + 512) for shard in original.shards]

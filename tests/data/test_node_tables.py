@@ -188,8 +188,8 @@ def test_headers_are_walked_once_a_node(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"n": 6}, r"00000.tar yields 5 samples where the manifest has 6: .*side file.*--update"),
-        ({"bytes": 999_936}, r"00000.tar cannot be fetched: .* bytes arrived, expected .*--update"),
+        ({"n": 6}, r"00000.tar yields 5 samples where the manifest has 6: .*side file.*build the manifest again"),
+        ({"bytes": 999_936}, r"00000.tar cannot be fetched: .* bytes arrived, expected .*build the manifest again"),
     ],
 )
 def test_a_wrong_count_or_size_of_a_manifest_from_side_files(tmp_path: Path, changes: dict, message: str) -> None:

@@ -87,7 +87,7 @@ def test_a_batch_mixes_all_slots():
 
 
 def test_sparse_index_space_is_respected():
-    """Shards need not be dense: a removed shard leaves its indices unused for ever."""
+    """Shards need not be dense: those of a mixture's other sources leave their indices unused."""
     order = GlobalOrder([0, 20, 500], [10, 5, 8], 4)
     indices = epoch_of(order, 0)
     assert sorted(indices[indices >= 0]) == [*range(10), *range(20, 25), *range(500, 508)]

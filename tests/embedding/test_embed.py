@@ -105,9 +105,7 @@ def test_a_shard_that_cannot_be_read_has_no_part(tmp_path: Path, manifest: Manif
     assert write(tmp_path / "out", manifest).shards == 1
 
 
-def test_removed_shards_and_those_without_a_usable_sample(tmp_path: Path, manifest: Manifest) -> None:
-    removed = Manifest([shard._replace(removed=number == 0) for number, shard in enumerate(manifest.shards)])
-    assert write(tmp_path / "removed", removed).shards == 3
+def test_shards_without_a_usable_sample(tmp_path: Path) -> None:
     broken = {n: {"jpg": b"no image", "txt": b"caption"} for n in range(2)}
     folder = write_pairs(tmp_path / "broken", [2, 0], broken)
     shards = build_manifest([str(folder / f"{n:05d}.tar") for n in range(2)], processes=1).shards

@@ -48,10 +48,6 @@ def test_a_list_is_from_others_and_a_command_line_is_yours(tmp_path: Path, comma
     typed = call("tools/build_manifest.py", str(tmp_path / "b"), command, "--processes=1")
     assert typed.returncode == 0, typed.stderr
     assert (tmp_path / "ran").exists()
-    updated = call(
-        "tools/build_manifest.py", str(tmp_path / "b"), str(tmp_path / "shards"), "--update", "--processes=1"
-    )
-    assert updated.returncode == 0, updated.stderr
 
 
 def test_a_list_in_a_list_is_no_way_around(tmp_path: Path, command: str) -> None:

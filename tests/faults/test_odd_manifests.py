@@ -60,8 +60,8 @@ CUTS = {
     "a folder": lambda path: (path.unlink(), path.mkdir()),
 }
 TABLES = {
-    **{f"without {name}": without(name) for name in ("path", "n", "removed")},
-    **{f"text as {name}": replaced(name, "x") for name in ("n", "crc32", "removed")},
+    **{f"without {name}": without(name) for name in ("path", "n", "n_bad")},
+    **{f"text as {name}": replaced(name, "x") for name in ("n", "crc32", "n_bad")},
     **{f"no {name}": replaced(name, None, kind) for name, kind in (("path", pa.string()), ("n", pa.int64()))},
     "no rows": lambda table: table.slice(0, 0),
 }

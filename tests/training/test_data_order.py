@@ -24,7 +24,7 @@ from neuclip_ds.training.data_order import TrainingSet, open_order, order_facts,
 LOCAL = extend(None, [Shard(f"/data/{number}.tar", 0, 100, 4_500_000) for number in range(60)])
 REMOTE = Manifest([shard._replace(path=f"s3://bucket{shard.path}") for shard in LOCAL.shards])
 SETS = {
-    "a": extend(None, [Shard("a0.tar", 0, 60, 1), Shard("a1.tar", 0, 40, 1, removed=False)]),
+    "a": extend(None, [Shard("a0.tar", 0, 60, 1), Shard("a1.tar", 0, 40, 1)]),
     "b": extend(None, [Shard("b.tar", 0, 300, 1)]),
 }
 
