@@ -11,16 +11,13 @@ The same command resumes a run that was stopped. In a checkout, `train.py` stand
 """
 
 import logging
-import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 from neuclip_ds.cli.early_checks import check_run
 from neuclip_ds.cli.train_help import requested_help
 from neuclip_ds.config import dump
 from neuclip_ds.distributed.environment import read_environment
-from neuclip_ds.errors import UserError
 from neuclip_ds.recipe import parse
 
 log = logging.getLogger(__name__)
@@ -47,9 +44,5 @@ def main(arguments: Sequence[str], hooks: Sequence[Any] = ()) -> None:
     check_run(config)
     # torch and deepspeed take seconds to import, so the config is checked first
     from neuclip_ds.api import train
-    from neuclip_ds.planning.host_memory import memory_warnings
 
-    with suppress(UserError):  # all ranks report it after the rendezvous
-        warnings = memory_warnings(config, environment.world_size) if environment.rank == 0 else ()
-        print(*(f"warning: {warning}\n" for warning in warnings), sep="", end="", file=sys.stderr, flush=True)
     train(config, hooks=hooks)

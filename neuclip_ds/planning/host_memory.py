@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from neuclip_ds.config import Config
 from neuclip_ds.data.loader import part_count
-from neuclip_ds.planning.memory import MemoryAccount, MemoryQuery, account, count_towers
+from neuclip_ds.planning.memory import MemoryAccount, MemoryQuery
 
 SHARED_MEMORY = Path("/dev/shm")  # torch shares tensors between processes here
 _PROCESS = 300_000_000  # measured: 0.05 GB at first, 0.2 once garbage collection has copied pages; 0.5 are inherited
@@ -54,15 +53,6 @@ def loader_memory(query: MemoryQuery, ranks: int) -> LoaderMemory:
 def local_ranks() -> int:
     """Return how many ranks of this launch run on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)  # torchrun's, DeepSpeed's
-
-
-def memory_warnings(config: Config, world_size: int) -> list[str]:
-    """Return a warning for each kind of memory that is too small on this machine for the planned run.
-
-    Raises `UserError` if the model cannot be built.
-    """
-    query = MemoryQuery(config, world_size, device="cuda" if torch.cuda.is_available() else "cpu")
-    return shortages(account(query, count_towers(query)), loader_memory(query, local_ranks()), query.device)
 
 
 def shortages(found: MemoryAccount, loaders: LoaderMemory, device: str) -> list[str]:
