@@ -82,7 +82,7 @@ def write_features(options: argparse.Namespace) -> Summary:
         named = ("ema", "dtype", "precision", "uid_key", "captions")
         identity = {name: getattr(options, name) for name in named}
         identity |= {"model": str(saved.checkpoint or saved.name), "batch_size": batch_size}
-        loading = loader_options(data, manifest, communicator)
+        loading = loader_options(data, communicator, manifest)
         transform = EvalTransform(saved.preprocessing.size, saved.preprocessing.squash)
         reader = RowReader(manifest, transform, saved.tokenizer, options.uid_key, loading)
         encode = encoder_of(saved.model.to(device, getattr(torch, options.precision)), device)

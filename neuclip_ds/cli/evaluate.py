@@ -18,6 +18,7 @@ import argparse
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -34,7 +35,7 @@ if TYPE_CHECKING:  # torch and deepspeed take seconds to import
 
 log = logging.getLogger(__name__)
 
-_TAR = ".tar"
+_TAR, _BETWEEN = ".tar", "::"
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -62,16 +63,22 @@ def main(arguments: Sequence[str]) -> None:
         print(text)
 
 
-def _pair_sources(places: Sequence[str]) -> dict[str, str]:
-    """Return which of the places are shards of pairs, by name, in the forms of `data.val`; all tars are one of them."""
+def _partition(places: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
+    """Return names and sources of shards of pairs, in the forms of `data.val`, and the other places.
+
+    All tars that are named one by one are one source.
+    """
     from neuclip_ds.data.manifest_file import is_manifest  # pyarrow takes a moment to import
 
-    tars = [place for place in places if place.endswith(_TAR)]
-    found = {Path(tars[0]).absolute().parent.name: "::".join(tars)} if tars else {}
-    for place in places:
-        if place.startswith("demo:") or is_manifest(place) or next(Path(place).glob(f"*{_TAR}"), None):
-            found[Path(place).name] = place
-    return found
+    tars = [place for place in places if place.endswith(_TAR) and _BETWEEN not in place]
+    sources, sets = [_BETWEEN.join(tars)] if tars else [], list[str]()
+    for place in (place for place in places if place not in tars):
+        is_joined = _BETWEEN in place or place.startswith("demo:")
+        has_pairs = is_joined or is_manifest(place) or next(Path(place).glob(f"*{_TAR}"), None)
+        (sources if has_pairs else sets).append(place)
+    firsts = [Path(source.partition(_BETWEEN)[0]).absolute() for source in sources]
+    names = [first.parent.name if first.suffix == _TAR else first.name for first in firsts]
+    return list(zip(names, sources, strict=True)), sets
 
 
 def score(options: argparse.Namespace, communicator: Communicator) -> str:
@@ -81,7 +88,7 @@ def score(options: argparse.Namespace, communicator: Communicator) -> str:
     from neuclip_ds.checkpoint.saved_model import open_model
     from neuclip_ds.data.dataset import PairDataset
     from neuclip_ds.data.images import EvalTransform
-    from neuclip_ds.data.loader import Loader, LoaderOptions, eval_jobs
+    from neuclip_ds.data.loader import Loader, eval_jobs
     from neuclip_ds.evaluation.encoding import BatchEncoder, encoder_of
     from neuclip_ds.evaluation.results import Results, averages, summary_text
     from neuclip_ds.evaluation.sets import open_set, open_shards
@@ -92,9 +99,12 @@ def score(options: argparse.Namespace, communicator: Communicator) -> str:
 
     saved = open_model(options.model, communicator, options.ema)
     tasks, device = load_tasks(), communicator.device
-    sources = communicator.on_rank_zero(lambda: _pair_sources(options.data))
-    sets = [Path(place) for place in options.data if place not in "::".join(sources.values()).split("::")]
-    found = tasks.on_disk_of_all(sets, options.tasks, communicator) if sets else []
+    sources, sets = communicator.on_rank_zero(lambda: _partition(options.data))
+    found = tasks.on_disk_of_all([*map(Path, sets)], options.tasks, communicator) if sets else []
+    found += [(Task.own(name, "retrieval"), Path(source)) for name, source in sources]
+    name, count = Counter(task.name for task, _ in found).most_common(1)[0]
+    if count > 1:
+        raise UserError(f"{count} of the sets and sources of pairs in --data are called {name}; rename all but one.")
     folder = options.out
     if folder is None:
         if saved.checkpoint is None:
@@ -103,8 +113,9 @@ def score(options: argparse.Namespace, communicator: Communicator) -> str:
     identity = {"model": saved.name, "precision": options.precision}
     captions = saved.config.data.captions if saved.config else ["txt"]
     data = validate({"data": {"workers": options.workers, "captions": captions}}).data
-    shards = {f"own/{name}": open_data(source, data, communicator, folder) for name, source in sources.items()}
-    found += [(Task.own(name, "retrieval"), Path(source)) for name, source in sources.items()]
+    shards = {
+        Task.own(name, "retrieval").key: open_data(source, data, communicator, folder) for name, source in sources
+    }
 
     def contents(task: Task, place: Path) -> str | None:
         """Return the identity of pairs or of one of the user's own sets, or None for a task of DataComp."""
@@ -129,11 +140,11 @@ def score(options: argparse.Namespace, communicator: Communicator) -> str:
     results = Results(folder, identity) if communicator.rank == 0 else None
     encode = encoder_of(saved.model.to(device, getattr(torch, options.precision)), device)
     transform = EvalTransform(saved.preprocessing.size, saved.preprocessing.squash)
-    loading, size = LoaderOptions(options.workers, pin_memory=device.type == "cuda"), max(1, options.batch_size)
-    pairs: dict[str, PairDataset] = {}
-    for key, manifest in shards.items():
-        loading = loader_options(data, manifest, communicator)
-        pairs[key] = PairDataset(manifest, transform, saved.tokenizer, 0, captions, loading.cache)
+    loading, size = loader_options(data, communicator, *shards.values()), max(1, options.batch_size)
+    pairs = {
+        key: PairDataset(manifest, transform, saved.tokenizer, 0, captions, loading.cache)
+        for key, manifest in shards.items()
+    }
     with closing(Loader(loading, pairs)) as loader:
         encoder = BatchEncoder(encode, saved.tokenizer, communicator, size, transform, loader)
         for task, place in found:

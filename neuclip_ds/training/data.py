@@ -62,7 +62,7 @@ def open_training_data(
         )
     if training_set.sources:
         communicator.on_rank_zero(lambda: check_distinct(manifest))
-    loading = loader_options(data, manifest, communicator)
+    loading = loader_options(data, communicator, manifest)
     if communicator.rank == 0 and (unused := unused_sources(manifest, data.captions, loading.cache)):
         log.warning(
             "data.captions names %s, which none of %d samples has: correct the name, or omit it", unused, _CHECKED
@@ -144,10 +144,10 @@ def _missing_here(manifest: Manifest) -> str | None:
     )
 
 
-def loader_options(data: DataConfig, manifest: Manifest, communicator: Communicator) -> LoaderOptions:
-    """Return the loader's options for `manifest`; with a cache if any of its shards needs one."""
+def loader_options(data: DataConfig, communicator: Communicator, *manifests: Manifest) -> LoaderOptions:
+    """Return the options of a loader of these manifests; with a cache if any of their shards needs one."""
     cache = None
-    if needs_cache(data, manifest):
+    if any(needs_cache(data, manifest) for manifest in manifests):
         folder = data.cache_dir or private_folder()
         # an attempt that stalls fails long before the loader's own time-out
         cache = ShardCache(

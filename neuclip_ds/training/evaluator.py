@@ -136,12 +136,11 @@ class Evaluator:
             sources[_VAL] = self._val, 0
         if self._config.run.normalizer_anchors:
             sources |= {_TRAIN: (self._manifest, 0), _ANCHORS: (self._manifest, _ANCHOR_SEED)}
-        options = loader_options(self._config.data, self._manifest, self._communicator)
-        pairs = {}
-        for name, (manifest, seed) in sources.items():
-            own = loader_options(self._config.data, manifest, self._communicator)
-            pairs[name] = PairDataset(manifest, self._transform, self._tokenizer, seed, own.captions, own.cache)
-            options = own if own.cache is not None else options  # needed while waiting for remote shards
+        options = loader_options(self._config.data, self._communicator, *(manifest for manifest, _ in sources.values()))
+        pairs = {
+            name: PairDataset(manifest, self._transform, self._tokenizer, seed, options.captions, options.cache)
+            for name, (manifest, seed) in sources.items()
+        }
         return Loader(options, pairs)
 
 

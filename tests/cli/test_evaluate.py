@@ -10,7 +10,7 @@ import pytest
 from evaluation_sets import write_shards
 from miniatures import save_open_clip
 from small_runs import ROOT, call, demo_shards, environment, records, train
-from tars import jpeg
+from tars import jpeg, write_pairs
 
 CLASSES = ["red dog", "blue cat", "green tree", "old car", "night sky", "bread"]
 
@@ -51,13 +51,19 @@ def test_a_pretrained_model_goes_on_where_it_stopped(tmp_path: Path) -> None:
     done = {"key": "cifar10", "dataset": "CIFAR-10", "metrics": {"acc1": 0.125, "main_metric": 0.125}}
     other = {"key": "own/pets", "dataset": "pets", "metrics": {"acc1": 9.0}, "data": "/elsewhere/pets: 1"}
     (out / "eval_results.jsonl").write_text(f"{json.dumps(done)}\n{json.dumps(other)}\n")
-    options = ["--data", "data", "pets", "pairs.tsv", "--out=scores", "--batch-size=8", "--workers=2"]
+    joined = "held/00000.tar::held/00001.tar"
+    options = ["--data", "data", "pets", joined, "more", "pairs.tsv", "--out=scores", "--batch-size=8", "--workers=2"]
     write_sets(tmp_path / "data")
     write_own(tmp_path)
+    for name in ("held", "more", "elsewhere/more"):
+        write_pairs(tmp_path / name, [3, 2])
+    refused = call("tools/evaluate.py", "model", *options, "--data", "more", "elsewhere/more", folder=tmp_path)
+    assert refused.returncode == 2 and "are called more" in refused.stderr
     run = call("tools/evaluate.py", "model", *options, folder=tmp_path)
     assert run.returncode == 0, run.stderr
     scores = lines_of(out)
-    assert sorted(scores) == ["CIFAR-10", "Flickr", "pairs", "pets"]
+    assert sorted(scores) == ["CIFAR-10", "Flickr", "held", "more", "pairs", "pets"]
+    assert scores["held"] == scores["more"], "of the same pairs"
     assert scores["pets"]["acc1"] <= 1, "that of another set of this name does not count"
     assert scores["pets"]["main_metric"] == scores["pets"]["acc1"] and scores["pets"]["acc5"] is None
     assert scores["pairs"]["main_metric"] == scores["pairs"]["mean_recall@1"]

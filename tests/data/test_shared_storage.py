@@ -39,7 +39,7 @@ def test_files_are_read_from_copies_on_request(tmp_path: Path) -> None:
     assert [in_place.read(index) for index in range(manifest.n)] == expected
     assert copies(tmp_path / "cache") == 0
     config = DataConfig(cache_local=True, cache_dir=tmp_path / "cache", cache_gb=0.001)
-    cache = loader_options(config, manifest, Communicator()).cache
+    cache = loader_options(config, Communicator(), manifest).cache
     order = GlobalOrder(manifest.starts, manifest.sizes, 3, 0)
     requests = partial(shards_ahead, order, 0, 0, [slice(0, 3)])
     with Prefetcher(cache, requests, manifest.shards, begin=0, end=9, ahead=9) as ahead:
@@ -63,7 +63,7 @@ def test_file_urls_are_remote_shards(tmp_path: Path) -> None:
     assert [shard.path for shard in found.shards] == [f"file://{shard.path}" for shard in manifest.shards]
     assert found.content_hash == manifest.content_hash
     assert resolve_shards(f"file://{tmp_path}/shards/*.tar") == resolve_shards(url)
-    cache = loader_options(DataConfig(cache_dir=tmp_path / "cache", cache_gb=0.001), found, Communicator()).cache
+    cache = loader_options(DataConfig(cache_dir=tmp_path / "cache", cache_gb=0.001), Communicator(), found).cache
     reader, expected = TarReader(found, cache=cache), TarReader(manifest)
     assert [reader.read(index) for index in range(found.n)] == [expected.read(index) for index in range(found.n)]
     assert copies(tmp_path / "cache") == len(SIZES)
