@@ -220,17 +220,17 @@ def pack(
         # of a fixed time, so that equal tables give equal files
         with webdataset.ShardWriter(pattern, shard_size, math.inf, verbose=0, encoder=False, mtime=0) as shards:
             while batch := list(itertools.islice(groups, _BATCH)):
-                for group, found in zip(
-                    batch, threads.map(partial(_encode, columns, table.folder), batch), strict=True
-                ):
+                captions = [_captions(columns, group.values()) for group in batch]
+                encoded = threads.map(partial(_encode, columns, table.folder), batch, captions)
+                for group, texts, found in zip(batch, captions, encoded, strict=True):
                     if isinstance(found, str):
                         lost = dict.fromkeys(group, found)
                     else:
                         shards.write({"__key__": f"{min(group):09d}", **found})
                         pairs += 1
-                        captions = {number: _captions(columns, [row]) for number, row in group.items()}
-                        lost = {number: "no caption" for number, texts in captions.items() if not any(texts.values())}
-                        several += any(len(lines) > 1 for lines in _captions(columns, group.values()).values())
+                        blank = (n for n, row in group.items() if not any(_captions(columns, [row]).values()))
+                        lost = dict.fromkeys(blank, "no caption")
+                        several += any(len(one) > 1 for one in texts.values())
                     source = image_of(group[min(group)][columns.image])
                     broken += [(row, source if isinstance(source, str) else "", lost[row]) for row in lost]
                     rows += len(group)
@@ -276,11 +276,13 @@ def _captions(columns: Columns, rows: Collection[Mapping[str, Any]]) -> dict[str
     return found
 
 
-def _encode(columns: Columns, folder: Path, group: Mapping[int, Mapping[str, Any]]) -> dict[str, bytes] | str:
+def _encode(
+    columns: Columns, folder: Path, group: Mapping[int, Mapping[str, Any]], captions: Mapping[str, list[str]]
+) -> dict[str, bytes] | str:
     """Return a sample's members, or why it cannot be used: no image or caption, or an image that does not decode."""
     row = group[min(group)]
     source = image_of(row[columns.image])
-    texts = {member: "\n".join(lines) for member, lines in _captions(columns, group.values()).items()}
+    texts = {member: "\n".join(lines) for member, lines in captions.items()}
     if source is None or not any(texts.values()):
         return "no caption" if source else "no image"
     try:

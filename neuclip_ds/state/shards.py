@@ -17,23 +17,23 @@ hold what it reads, and no others.
 import bisect
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.errors import UserError
+from neuclip_ds.errors import UserError, explained
 from neuclip_ds.state.partition import RowTable
 from neuclip_ds.state.tensor_file import BytesFile, StateFile, TensorFile, row_chunks
 
 INDEX = "index.json"
 TABLE = "table"  # kind of the tensors of row tables, named TABLE/TENSOR
 _WHOLE = "whole"
+_FIX = "restore it, or delete its checkpoint to resume from an older one"
 
 Shards = dict[str, Tensor]
 """A rank's shards by key."""
@@ -80,7 +80,7 @@ class ShardFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        with _readable(folder / INDEX):
+        with explained(f"{folder / INDEX} cannot be read", _FIX):
             self.facts: dict[str, Any] = json.loads((folder / INDEX).read_text(encoding="utf-8"))
             keys = self.facts.pop("keys")
         self._count = len(keys)
@@ -166,20 +166,9 @@ class ShardFiles:
     def _file(self, number: int) -> Any:
         if number not in self._files:
             path = self.folder / _file_name(number, self._count)
-            with _readable(path):
+            with explained(f"{path} cannot be read", _FIX):
                 self._files[number] = safe_open(path, framework="pt")
         return self._files[number]
-
-
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    """Turn errors of a file, which may be missing or of another format, into `UserError`."""
-    try:
-        yield
-    except (OSError, ValueError, LookupError, SafetensorError) as error:
-        raise UserError(
-            f"{path} cannot be read ({error}): restore it, or delete its checkpoint to resume from an older one."
-        ) from error
 
 
 def _file_name(rank: int, files: int) -> str:

@@ -141,6 +141,17 @@ def test_prototypes_of_large_batches_come_from_the_batch_itself() -> None:
     torch.testing.assert_close(found, text[-6:][order])
 
 
+def test_a_runaway_that_comes_and_goes_is_logged_ever_less_often(caplog: pytest.LogCaptureFixture) -> None:
+    method = objective("neuclip", Communicator(), 4, npn={"prototypes": 8, "inner_steps": 0, "redraw_every": 1000})
+    image, text = pairs(8, 4, likeness=3.0)
+    with caplog.at_level(logging.INFO):
+        for number in range(20):  # the prototypes are those of the first batch
+            method(batch(image, text if number % 2 else -image), step(number))
+    losses = [2 * number - 1 for number in (1, 2, 3, 4, 8)]
+    assert [record.args[0] for record in caplog.records if record.levelno == logging.WARNING] == losses
+    assert len([record for record in caplog.records if record.levelno == logging.INFO]) == len(losses)
+
+
 def test_a_runaway_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     method = objective("neuclip", Communicator(), 4, npn={"prototypes": 8, "inner_steps": 0})
     image, text = pairs(8, 4, likeness=3.0)

@@ -141,9 +141,7 @@ class AmortizedNormalizer(Normalizer):
 
     def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> NormalizerOutput:
         """Fit the nets if the step learns, then estimate from them, or from the batch if none are drawn yet."""
-        features, positive, own_pair = self._inputs(batch, tau)
-        log_total = torch.logaddexp(log_g + positive, own_pair.expand_as(log_g))
-        log_fitted = log_total if self._amortizes_positives else log_g + positive
+        features, positive, own_pair, log_total, log_fitted = self._inputs(batch, log_g, tau)
         if step.learn:
             log_target = self._learn(step, batch, features, log_fitted)
         else:
@@ -169,12 +167,10 @@ class AmortizedNormalizer(Normalizer):
         """log (lambda_i - c exp(L s_ii)/(B-1)) - L s_ii; only if lambda includes the positive is it subtracted."""
         if self._epoch < 0:
             return torch.full_like(log_g, -math.inf)
-        features, positive, own_pair = self._inputs(batch, tau)
+        features, positive, own_pair, _, log_fitted = self._inputs(batch, log_g, tau)
         if self._config.encoder_normalizer == "ema":
             log_lambda = self._mlp(self._target, features)
         else:
-            negatives = log_g + positive
-            log_fitted = torch.logaddexp(negatives, own_pair) if self._amortizes_positives else negatives
             log_lambda = self._log_target(log_fitted, features, self._epoch)
         return (_log_minus(log_lambda, own_pair) if self._amortizes_positives else log_lambda) - positive
 
@@ -187,10 +183,18 @@ class AmortizedNormalizer(Normalizer):
     def _amortizes_positives(self) -> bool:
         return self._config.amortizes == "partition"
 
-    def _inputs(self, batch: GatheredFeatures, tau: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(2, local, d) features, (local,) L s_ii and (local,) log of the anchor's own term in C."""
+    def _inputs(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor) -> tuple[Tensor, ...]:
+        """Return features and logarithms of this rank's anchors.
+
+        Returns:
+            (2, local, d) features; (local,) L s_ii and log of the anchor's own term in C; (2, local) log C, and the
+            part of it that the nets amortize.
+        """
         positive = batch.positive[batch.local] / tau
-        return batch.anchors(), positive, positive + self._log_positive_weight - math.log(batch.total - 1)
+        own_pair = positive + self._log_positive_weight - math.log(batch.total - 1)
+        log_total = torch.logaddexp(log_g + positive, own_pair.expand_as(log_g))
+        log_fitted = log_total if self._amortizes_positives else log_g + positive
+        return batch.anchors(), positive, own_pair, log_total, log_fitted
 
     def _log_target(self, log_total: Tensor, features: Tensor, epoch: int) -> Tensor:
         """(2, local) log Z."""

@@ -92,14 +92,15 @@ FullGradient = Callable[[Tensor], tuple[tuple[Tensor, Tensor], Tensor]]
 class NetworkNormalizer(Normalizer):
     """w_i = exp(-alpha_i) for a network that predicts alpha_i, of any form; npn.py has the equations.
 
-    It logs once when the prediction loses the normalizer, and again when it has recovered, in steps that log.
+    It logs when the prediction loses the normalizer, and when it has recovered, in steps that log: the first three
+    times, and then at powers of two.
     """
 
     def __init__(self, config: ObjectiveConfig, eps: float, context: Context) -> None:
         self._config, self._eps, self._communicator = config.npn, eps, context.communicator
         self._max_ratio = config.max_ratio
         self._updates = config.npn.inner_steps if context.own_optimizers else 1  # per batch
-        self._healthy = True
+        self._healthy, self._losses = True, 0
 
     def _in_order(
         self, fit: Callable[[], None], estimate: Callable[[], NormalizerOutput], step: Step
@@ -144,16 +145,24 @@ class NetworkNormalizer(Normalizer):
         if math.isnan(mean):
             pass  # the step does not log, or is skipped for another reason
         elif self._healthy and not off <= _LOST:
-            log.warning(
-                "step %d: the NPN has lost the normalizer: the mean of (eps + g)/(eps + ghat) is %.3g, outside "
-                "[0.5, 2]; if it stays there, lower objective.npn.lr (now %g) or objective.npn.redraw_every",
-                step.number, mean, self._config.rate,
-            )  # fmt: skip
-            self._healthy = False
+            self._healthy, self._losses = False, self._losses + 1
+            if self._reports:
+                log.warning(
+                    "step %d: the NPN has lost the normalizer (%d times so far): the mean of (eps + g)/(eps + ghat) is "
+                    "%.3g, outside [0.5, 2]; if it stays there, lower objective.npn.lr (now %g) or "
+                    "objective.npn.redraw_every",
+                    step.number, self._losses, mean, self._config.rate,
+                )  # fmt: skip
         elif not self._healthy and off <= _FOUND:
-            log.info("step %d: the NPN follows the batch normalizer again (mean ratio %.3g)", step.number, mean)
             self._healthy = True
+            if self._reports:
+                log.info("step %d: the NPN follows the batch normalizer again (mean ratio %.3g)", step.number, mean)
         return metrics
+
+    @property
+    def _reports(self) -> bool:
+        """Whether to log the current loss of the normalizer, which may come and go hundreds of times in a run."""
+        return self._losses <= 3 or self._losses.bit_count() == 1
 
 
 def batch_output(log_target: Tensor, local: Tensor) -> NormalizerOutput:
