@@ -137,8 +137,6 @@ class DataConfig(Section):
     files, which only you can write to."""
     cache_gb: float = Field(100, gt=0)
     """Size limit of that folder, in GB. Each node keeps the shards there that it currently reads."""
-    cache_local: bool = False
-    """Also copy shards from shared file systems (Lustre, GPFS, NFS) to that folder, each in one sequential read."""
     downloads: int = Field(8, ge=1, le=1024)
     """Maximum concurrent prefetches of remote shards per node. Loader processes fetch the shards they wait for in
     addition."""

@@ -27,7 +27,6 @@ from filelock import FileLock, Timeout
 
 from neuclip_ds.data.fetch import AttemptFailed, FetchError, Retries, attempt
 from neuclip_ds.data.node_tables import NodeTables, files_in, name_of
-from neuclip_ds.data.shards import is_local
 from neuclip_ds.distributed.stop_signals import deferring
 from neuclip_ds.errors import UserError
 from neuclip_ds.files import explain_disk
@@ -48,7 +47,6 @@ class ShardCache:
         timeout: seconds without a byte after which an attempt to fetch a shard fails.
         max_outage: seconds for which a reader waits for storage that fails.
         downloads: maximum concurrent prefetches of the node.
-        copies_files: whether it also copies shards from a shared file system.
         backoff: seconds between the first two attempts to fetch a shard.
     """
 
@@ -60,10 +58,9 @@ class ShardCache:
         timeout: float = 60,
         max_outage: float = 3600,
         downloads: int = 8,
-        copies_files: bool = False,
         backoff: float = 1.0,
     ) -> None:
-        self.capacity_bytes, self.downloads, self._copies_files = capacity_bytes, downloads, copies_files
+        self.capacity_bytes, self.downloads = capacity_bytes, downloads
         self._folder, self.timeout, self._max_outage, self._backoff = folder, timeout, max_outage, backoff
         self.tables = NodeTables(folder / "tables")
         with explain_disk(folder, "set another data.cache_dir"):
@@ -74,10 +71,6 @@ class ShardCache:
             raise UserError(
                 f"data.cache_gb={capacity_bytes / 1e9:g} is more than the disk of {folder} holds: {disk / 1e9:.1f} GB."
             )
-
-    def serves(self, url: str) -> bool:
-        """Return whether a shard is read from the cache rather than in place."""
-        return self._copies_files or not is_local(url)
 
     def path(self, url: str, expected_bytes: int, expected_crc32: int | None = None) -> Path:
         """Return the path of the shard's local copy, fetched now if absent, until it is evicted; counts as a use.

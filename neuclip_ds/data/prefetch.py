@@ -26,6 +26,7 @@ from neuclip_ds.data.interleave import FULL
 from neuclip_ds.data.manifest import Shard
 from neuclip_ds.data.mixture import BatchOrder, MixtureOrder
 from neuclip_ds.data.order import GlobalOrder
+from neuclip_ds.data.shards import is_local
 from neuclip_ds.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -127,8 +128,8 @@ class Prefetcher(SpawnProcess):
     A failed fetch is logged and left to the readers, which use the cache too. The process ends with the block, and with
     its parent even if that is killed. It is spawned: this process has threads, which break under fork.
 
-    `requests` returns the requests of the node's ranks from batch `begin` on, and can be pickled. Shards that the cache
-    does not serve are skipped. They are fetched at most `ahead` batches ahead, up to batch `end`.
+    `requests` returns the requests of the node's ranks from batch `begin` on, and can be pickled. Local shards
+    are skipped. They are fetched at most `ahead` batches ahead, up to batch `end`.
     """
 
     def __init__(
@@ -164,7 +165,7 @@ class Prefetcher(SpawnProcess):
     def run(self) -> None:
         """Fetch shards until the process is killed."""
         end_with_parent(self._starter)
-        sizes = [shard.bytes if self._cache.serves(shard.path) else 0 for shard in self._shards]
+        sizes = [shard.bytes if not is_local(shard.path) else 0 for shard in self._shards]
         window = RequestWindow(self._requests(), sizes, self._cache.capacity_bytes)
         pool = ThreadPoolExecutor(self._cache.downloads)
         while True:
@@ -182,7 +183,7 @@ class Prefetcher(SpawnProcess):
 
     def _fetch(self, request: ShardRequest) -> None:
         shard = self._shards[request.shard]
-        if request.last >= self._reached.value and self._cache.serves(shard.path):
+        if request.last >= self._reached.value and not is_local(shard.path):
             try:
                 self._cache.path(shard.path, shard.bytes, shard.crc32)
             except (OSError, UserError) as error:

@@ -144,7 +144,7 @@ class TarReader:
                 places = places[places[:, 0] >= 0]
                 start, end = (int(places[:, 0].min()), int(places.sum(axis=1).max())) if len(places) else (0, 0)
                 if 0 < end - start <= _MAX_READ:
-                    by_storage["" if is_local(path) else path.partition(":")[0]][index] = path, start, end
+                    by_storage[path.partition(":")[0]][index] = path, start, end
         for wanted in by_storage.values():
             parts = _fetch_ranges(list(wanted.values()), self._cache.timeout)
             self._has_ranges = any(part is not None for part in parts)  # else do not wait for the time-out again
@@ -170,7 +170,7 @@ class TarReader:
 
     def _is_copied(self, path: str) -> bool:
         """Return whether a shard is read from the cache rather than in place."""
-        return self._cache is not None and self._cache.serves(path)
+        return self._cache is not None and not is_local(path)
 
     def _open(self, shard: int) -> _File:
         described = self._manifest.shards[shard]

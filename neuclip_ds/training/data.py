@@ -147,7 +147,7 @@ def _missing_here(manifest: Manifest) -> str | None:
 def loader_options(data: DataConfig, communicator: Communicator, *manifests: Manifest) -> LoaderOptions:
     """Return the options of a loader of these manifests; with a cache if any of their shards needs one."""
     cache = None
-    if any(needs_cache(data, manifest) for manifest in manifests):
+    if any(map(needs_cache, manifests)):
         folder = data.cache_dir or private_folder()
         # an attempt that stalls fails long before the loader's own time-out
         cache = ShardCache(
@@ -156,7 +156,6 @@ def loader_options(data: DataConfig, communicator: Communicator, *manifests: Man
             timeout=data.timeout / 10,
             downloads=data.downloads,
             max_outage=data.max_outage,
-            copies_files=data.cache_local,
         )
     return LoaderOptions(
         data.workers,

@@ -141,7 +141,7 @@ def open_order(
             holds.
     """
     data, manifest, seed = config.data, training_set.manifest, config.run.seed
-    cache = data.cache_gb * 1e9 if needs_cache(data, manifest) else None
+    cache = data.cache_gb * 1e9 if needs_cache(manifest) else None
     shard_bytes = [shard.bytes for shard in manifest.shards]
 
     def resident_bytes(interleave: Interleave, nodes: int) -> int:
@@ -182,9 +182,9 @@ def open_order(
     return order
 
 
-def needs_cache(data: DataConfig, manifest: Manifest) -> bool:
+def needs_cache(manifest: Manifest) -> bool:
     """Return whether a node keeps copies of shards."""
-    return data.cache_local or not all(is_local(shard.path) for shard in manifest.shards)
+    return not all(is_local(shard.path) for shard in manifest.shards)
 
 
 def order_facts(interleave: Interleave) -> dict[str, int]:

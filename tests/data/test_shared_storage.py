@@ -1,4 +1,4 @@
-"""Shards on file systems that nodes share: copied to the node's disk on request, by path or as file:/// URLs."""
+"""Shards on file systems that nodes share: copied to the node's disk as file:/// URLs."""
 
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -38,18 +38,19 @@ def test_files_are_read_from_copies_on_request(tmp_path: Path) -> None:
     in_place = TarReader(manifest, cache=ShardCache(tmp_path / "cache", 10**6))
     assert [in_place.read(index) for index in range(manifest.n)] == expected
     assert copies(tmp_path / "cache") == 0
-    config = DataConfig(cache_local=True, cache_dir=tmp_path / "cache", cache_gb=0.001)
-    cache = loader_options(config, Communicator(), manifest).cache
+    by_url = Manifest([shard._replace(path=f"file://{shard.path}") for shard in manifest.shards])
+    config = DataConfig(cache_dir=tmp_path / "cache", cache_gb=0.001)
+    cache = loader_options(config, Communicator(), by_url).cache
     order = GlobalOrder(manifest.starts, manifest.sizes, 3, 0)
     requests = partial(shards_ahead, order, 0, 0, [slice(0, 3)])
-    with Prefetcher(cache, requests, manifest.shards, begin=0, end=9, ahead=9) as ahead:
+    with Prefetcher(cache, requests, by_url.shards, begin=0, end=9, ahead=9) as ahead:
         for _ in range(1200):
             if copies(tmp_path / "cache") < len(SIZES):
                 ahead.join(0.05)
     assert copies(tmp_path / "cache") == len(SIZES)
     for shard in manifest.shards:
         Path(shard.path).unlink()
-    later = TarReader(manifest, cache=cache)
+    later = TarReader(by_url, cache=cache)
     assert [later.read(index) for index in range(manifest.n)] == expected
 
 

@@ -34,7 +34,6 @@ _CALM = 20  # steps in a row below the end, after which a spike is over
 _MIN_DEVIATION = 1e-3  # as a share of the level, for losses that hardly vary
 _USUAL, _MIN_STEPS = 50, 5  # window of the median time in steps, and the fewest steps that define it
 _STALL_SECONDS, _STALL_TIMES = 2.0, 5.0  # a wait is long above both this many seconds and this many usual steps
-_INTERVAL, _SLOW = 60.0, 0.2  # seconds of steps over which the share of waiting is measured; above it is slow
 
 
 class Spike(NamedTuple):
@@ -78,7 +77,7 @@ class LossSpikeDetector:
 
 
 class StallDetector:
-    """Detect that this rank's loader is slow, in one step or over a minute, from the times of every step.
+    """Detect steps that wait far longer than usual for this rank's loader.
 
     The first step after a start is ignored: worker processes start and fill their queues in it.
     """
@@ -86,27 +85,18 @@ class StallDetector:
     def __init__(self) -> None:
         self._recent: deque[float] = deque(maxlen=_USUAL)
         self._started = False
-        self._waited = self._seconds = 0.0  # of the interval
 
-    def update(self, waited: float, seconds: float) -> tuple[float | None, float | None]:
+    def update(self, waited: float, seconds: float) -> float | None:
         """Add a step's seconds of waiting for its batch, and its total seconds.
 
-        Returns:
-            The median seconds of a step if this one waited far longer, otherwise None; and the share of waiting in the
-            interval that ends with this step if it is large, otherwise None.
+        Returns the median seconds of a step if this one waited far longer, otherwise None.
         """
         if not self._started:
             self._started = True
-            return None, None
+            return None
         usual = median(self._recent) if len(self._recent) >= _MIN_STEPS else math.inf
         self._recent.append(seconds)
-        self._waited, self._seconds = self._waited + waited, self._seconds + seconds
-        slow = None
-        if self._seconds >= _INTERVAL and usual < math.inf:
-            share = self._waited / self._seconds
-            self._waited = self._seconds = 0.0
-            slow = share if share > _SLOW else None
-        return usual if waited > max(_STALL_SECONDS, _STALL_TIMES * usual) else None, slow
+        return usual if waited > max(_STALL_SECONDS, _STALL_TIMES * usual) else None
 
 
 class WatchHealth(Hook):
@@ -115,7 +105,7 @@ class WatchHealth(Hook):
     def start(self, loop: Loop) -> None:
         self._reports = loop.context.communicator.rank == 0
         self._spikes, self._stalls = LossSpikeDetector(), StallDetector()
-        self._stalled = self._slow = 0  # steps and intervals
+        self._stalled = 0  # steps
         self._skipped: list[Sequence[int]] = []  # samples of each of the skipped steps in a row
         self._step = loop.done
 
@@ -123,16 +113,9 @@ class WatchHealth(Hook):
         self._step = loop.done + 1
 
     def after_step(self, loop: Loop, result: StepResult) -> None:
-        usual, share = self._stalls.update(result.waited, result.seconds)
+        usual = self._stalls.update(result.waited, result.seconds)
         if usual is not None:
             self._report_stall(loop, usual, result)
-        if share is not None:
-            self._slow += 1
-            message = (
-                f"step {result.step}: waiting for data took {share:.0%} of the last {_INTERVAL:.0f} s. Set more "
-                f"data.workers (now {loop.context.config.data.workers}), or move the data to a faster disk."
-            )
-            loop.events.add(result.step, "data_slow", message, level=_flood_level(self._slow))
         if result.overflowed:  # a smaller loss scale is the remedy
             message = f"its gradient overflows float16; the loss scale is now {result.metrics['loss_scale']:g}"
             self._add(loop, "loss_scale", f"step {result.step} is skipped: {message}", level=logging.INFO)
