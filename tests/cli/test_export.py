@@ -59,9 +59,9 @@ def test_fine_tuning_and_export(shards: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_pretrained_towers_train_resume_and_are_exported(shards: Path, tmp_path: Path) -> None:
-    """A timm tower at another resolution and XLM-R beyond its positions, on two ranks under ZeRO-3, as towers."""
+    """A timm tower at another resolution and XLM-R, on two ranks under ZeRO-3, as towers."""
     saved_timm(tmp_path / "image.safetensors")
-    xlm_roberta(tmp_path / "text", max_position_embeddings=34)
+    xlm_roberta(tmp_path / "text")
     options = [*OPTIONS[:2], "--data.micro_batch=4", "--model.activation_checkpointing=true", f"--data.train={shards}"]
     (tmp_path / "recipe.yaml").write_text(
         "model: {vision: {name: test_vit, image_size: 64}, text: {context_length: 40}, embed_dim: 16}"
