@@ -333,7 +333,10 @@ class ContrastiveLoss(nn.Module):
         own, given = self._facts()["built_with"], saved.get("built_with", {})
         for key in sorted(own, key="method".__ne__):  # the method first
             if given.get(key) != own[key]:
-                raise UserError(f"{where} was saved with {key}={given.get(key)}, this loss has {key}={own[key]}.")
+                raise UserError(
+                    f"{where} was saved with {key}={given.get(key)}, but this loss was built with {key}={own[key]}; "
+                    "build it as the saved one, or train a new one."
+                )
         self._move(self._communicator.device, getattr(torch, saved["dtype"]), keep=False)
         self._calls, self._undo, self._last = saved["calls"], None, None
 

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from neuclip_ds.models.batch_norm import batch_norms, kept_statistics
+from neuclip_ds.models.batch_norm import BatchNorm, batch_norms, kept_statistics
 
 if TYPE_CHECKING:
     from neuclip_ds.loss.contrastive_loss import ContrastiveLoss
@@ -60,7 +59,7 @@ class MicroBatches:
     result is that of one large pass.
     """
 
-    def __init__(self, layers: Sequence[_BatchNorm]) -> None:
+    def __init__(self, layers: Sequence[BatchNorm]) -> None:
         """`layers` are the model's `batch_norms`."""
         self._layers = layers
         self._features: list[tuple[Tensor, Tensor]] = []

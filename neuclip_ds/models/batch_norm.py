@@ -4,16 +4,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+
+BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
 
 
-def batch_norms(module: nn.Module) -> list[_BatchNorm]:
+def batch_norms(module: nn.Module) -> list[BatchNorm]:
     """Return a module's batch-norm layers."""
-    return [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
+    return [layer for layer in module.modules() if isinstance(layer, BatchNorm)]
 
 
 @contextmanager
-def kept_statistics(layers: Sequence[_BatchNorm]) -> Iterator[None]:
+def kept_statistics(layers: Sequence[BatchNorm]) -> Iterator[None]:
     """Freeze the running statistics of batch-norm layers, which still normalize by the batch, as in training."""
     momenta = [layer.momentum for layer in layers]
     for layer in layers:

@@ -90,6 +90,9 @@ class CaptionTokenizer:
     def save(self, folder: Path | str) -> None:
         self.inner.model_max_length = self.context_length
         # text towers take no padding mask, and SigLIP's features would change with one
+        if self.inner.is_fast:  # calls leave their options there; equal tokenizers must give equal files
+            self.inner.backend_tokenizer.no_truncation()
+            self.inner.backend_tokenizer.no_padding()
         self.inner.model_input_names = self.inner.init_kwargs["model_input_names"] = ["input_ids"]
         try:
             self.inner.save_pretrained(folder)

@@ -250,13 +250,13 @@ def test_saved_state_is_loaded(name: str, dtype: torch.dtype, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("saved", "message"),
     [
-        (loss_of("openclip"), "saved with method=openclip, this loss has method=neuclip"),
-        (loss_of("neuclip", eps=0.5), "saved with eps=0.5, this loss has eps=1e-06"),
+        (loss_of("openclip"), "method=openclip.*method=neuclip"),
+        (loss_of("neuclip", eps=0.5), "eps=0.5.*eps=1e-06"),
         (
             loss_of("neuclip", temperature={"initial": 0.07, "lr": 1e-2, "rho": 6.5}),
-            "temperature.rho=6.5, this loss has",
+            "temperature.rho=6.5.*temperature.rho=",
         ),
-        (loss_of("neuclip", samples=SAMPLES + 1), "saved with samples=1001, this loss has samples=1000"),
+        (loss_of("neuclip", samples=SAMPLES + 1), "samples=1001.*samples=1000"),
     ],
 )
 def test_the_state_of_another_loss_is_refused(saved: ContrastiveLoss, message: str) -> None:

@@ -28,7 +28,9 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     """Read the tensors of a safetensors or torch file; raise UserError if it is missing, broken, or would run code."""
     if not path.is_file():
         raise UserError(f"The weights file {path} does not exist; put it there or name another one.")
-    with explained(f"{path} is not a file of tensors only", "use a safetensors file or a plain state dict"):
+    with explained(
+        f"The weights file {path} cannot be read as plain tensors", "use a safetensors file or a plain state dict"
+    ):
         if path.suffix == ".safetensors":
             return load_file(path)
         tree = torch.load(path, map_location="cpu", weights_only=True)

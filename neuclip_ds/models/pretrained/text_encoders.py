@@ -38,7 +38,7 @@ class TextEncoder:
     def __init__(self, folder: str, text: TextConfig) -> None:
         self.folder, self._text = Path(folder), text
         fix = "name the folder of a text encoder with model.text.pretrained"
-        with explained(f"{folder} holds no config.json that transformers can read", fix):
+        with explained(f"transformers cannot read a config.json in {folder}", fix):
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         self._published = config.get_text_config()
         self._published.use_cache = False
@@ -67,7 +67,8 @@ class TextEncoder:
         longest = tokenizer(["a " * self._text.context_length])
         if self.pooling == "eos" and not (longest == tokenizer.eos_id).any():
             raise UserError(
-                f"The tokenizer in {self.folder} ends no caption with EOS; set model.text.pooling=last or mean."
+                f"The tokenizer in {self.folder} does not add EOS, where model.text.pooling=eos reads the feature; set "
+                "model.text.pooling=last or mean."
             )
         return tokenizer
 

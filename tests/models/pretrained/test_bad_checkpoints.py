@@ -169,7 +169,7 @@ DAMAGED: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "broken weights": (
         "open_clip",
         lambda folder: (folder / OPEN_CLIP_FILE).write_bytes(b"nothing of use"),
-        "is not a file of tensors only",
+        "use a safetensors file",
     ),
 }
 

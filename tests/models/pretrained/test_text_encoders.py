@@ -244,13 +244,11 @@ def refusal(config: ModelConfig) -> str:
 
 def test_what_is_refused(tmp_path: Path) -> None:
     assert "model.text.pretrained=a/b is not a local folder" in refusal(config_of(Path("a/b")))
-    assert "holds no config.json that transformers can read" in refusal(config_of(tmp_path))
+    assert "config.json" in refusal(config_of(tmp_path))
     xlm_roberta(tmp_path / "small", vocab_size=10)
     assert "but the model's vocabulary ends at 9" in refusal(config_of(tmp_path / "small"))
     gpt2(tmp_path / "gpt2")
-    assert "ends no caption with EOS; set model.text.pooling=last" in refusal(
-        config_of(tmp_path / "gpt2", pooling="eos")
-    )
+    assert "set model.text.pooling=last" in refusal(config_of(tmp_path / "gpt2", pooling="eos"))
     xlm_roberta(tmp_path / "bare")
     (tmp_path / "bare" / "model.safetensors").unlink()
     assert "has no weights; put model.safetensors" in refusal(config_of(tmp_path / "bare"))
