@@ -18,8 +18,9 @@ PARTS: dict[str, list[Any]] = {
     "Training": [neuclip_ds.train, neuclip_ds.load, neuclip_ds.Run, neuclip_ds.Model, neuclip_ds.Hook],
     "Exceptions": [neuclip_ds.UserError, neuclip_ds.TrainingDiverged, errors.Interrupted],
 }
+NOT_CONSTRUCTED = (TwoPass, neuclip_ds.Run, neuclip_ds.Model, neuclip_ds.Hook)  # by users
 SECTION = re.compile(r"^(Args|Returns|Raises|Attributes|Example):$", re.MULTILINE)
-NOT_RUN = "<!-- not run: an excerpt -->\n```python\n{}\n```"
+EXCERPT = "```py\n{}\n```"  # tests run blocks of `python`
 
 
 def written() -> str:
@@ -31,23 +32,24 @@ def written() -> str:
 
 
 def described(one: Any) -> Iterator[str]:
-    """Yield the blocks that describe a function, or a class with its public methods."""
+    """Yield the blocks that describe a function, or a class with its public methods that have a docstring."""
     yield f"### {one.__name__}"
     if isinstance(one, type) and issubclass(one, BaseException):
         yield inspect.cleandoc(one.__doc__ or "")
         return
-    yield NOT_RUN.format(signature(one, one.__name__))
+    if one not in NOT_CONSTRUCTED:
+        yield EXCERPT.format(signature(one, one.__name__))
     yield from sections(one.__doc__)
     if isinstance(one, type):
         yield from sections(vars(one)["__init__"].__doc__ if "__init__" in vars(one) else None)
         for name, member in vars(one).items():
-            is_public = not name.startswith("_") and "extra_state" not in name
+            is_public = not name.startswith("_") and "extra_state" not in name and member.__doc__
             if is_public and (isinstance(member, property) or inspect.isfunction(member)):
                 yield f"#### `{name}`"
                 if isinstance(member, property):
                     yield inspect.cleandoc(member.__doc__ or "")
                 else:
-                    yield NOT_RUN.format(signature(member, name))
+                    yield EXCERPT.format(signature(member, name))
                     yield from sections(member.__doc__)
 
 
@@ -76,7 +78,7 @@ def sections(docstring: str | None) -> Iterator[str]:
     for title, body in zip(rest[::2], rest[1::2], strict=True):
         text = inspect.cleandoc(body)
         if title == "Example":
-            yield NOT_RUN.format(text.replace("```python\n", "").replace("\n```", ""))
+            yield EXCERPT.format(text.replace("```python\n", "").replace("\n```", ""))
         elif title == "Returns":
             yield f"Returns: {text}"
         else:

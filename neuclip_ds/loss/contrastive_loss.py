@@ -33,14 +33,13 @@ _REPLICATED = "objective"  # kind of the shard that holds the state equal on all
 class ContrastiveLoss(nn.Module):
     """Contrastive loss over the global batch of all ranks, with the exact gradient of its method.
 
-    Each call also trains the temperature and the method's networks (NPN, amortization networks) with their own
-    optimizers, as the papers' algorithms do. With `own_optimizer=False` they are `parameters()` of this module instead,
-    and `loss.backward()` sets their gradients for the global batch: do not average these over ranks, and do not wrap
-    this module in DDP or FSDP. A network then takes one update per step, and each rank holds its share of the NPN's
-    prototypes. Individual temperatures (isogclr, fastclip_v2) always keep their own Adam.
+    Each call also trains the temperature and the method's networks with their own optimizers, as the papers' algorithms
+    do. With `own_optimizer=False` they are `parameters()` of this module instead, and `loss.backward()` sets their
+    gradients for the global batch: do not average these over ranks, and do not wrap this module in DDP or FSDP. A
+    network then takes one update per step. Individual temperatures always keep their own Adam.
 
     A call in training is one step. Under `eval()` or `torch.no_grad()` the loss updates no state, and `index` may be
-    None. If activation checkpointing recomputes the loss during the backward pass, that call updates no state either.
+    None.
 
     Example:
         ```python
@@ -53,8 +52,7 @@ class ContrastiveLoss(nn.Module):
         lr: current learning rate of the encoders; the temperature's follows it. Set it after each step of your
             scheduler: `loss_fn.lr = scheduler.get_last_lr()[0]`.
         scaler: the training loop's `torch.amp.GradScaler`, if it has one. The loss then reverts the state updates of a
-            call whose step the scaler skipped, accepts features that are not finite, and copies the state that is not
-            per sample in each training call.
+            call whose step the scaler skipped, and accepts features that are not finite.
         validates: whether calls check their arguments.
         metrics: values of the last call by name, such as `tau` and `batch_loss` (InfoNCE over the same batch).
     """

@@ -177,7 +177,7 @@ class TwoPass(MicroBatches):
         torch.autograd.backward(*learning)
 
     def finish(self) -> None:
-        """Raise `RuntimeError` if a call is missing."""
+        # raises RuntimeError if a call is missing; `accumulate` calls it
         self._require(self._first is not None and self._micro == len(self._ends), _ONCE_EACH)
 
     def _require(self, holds: bool, order: str) -> None:

@@ -21,12 +21,6 @@ class Hook:
 
     Attributes:
         in_recovery: whether the hook also runs during the recovery of statistics (`recovery.*`).
-
-    Example:
-        class StopBelow(Hook):
-            def after_step(self, loop: Loop, result: StepResult) -> None:
-                if result.loss < 0.1:
-                    loop.stop_requested = True
     """
 
     in_recovery = False
