@@ -51,7 +51,7 @@ def _parts(folders: Sequence[Path], column: str) -> Iterator[tuple[pa.Table, NDA
     """Yield the uids and values of each part, and its image features, (n, d)."""
     for folder in folders:
         if not (folder / IDENTITY).is_file():
-            raise UserError(f"{folder} holds no features: --near-duplicates reads those of neuclip-ds embed.")
+            raise UserError(f"{folder} lacks features: name the --out folder of neuclip-ds embed.")
         for path in feature_tables(folder):
             try:
                 table = pq.read_table(path, columns=["uid", column, "image"])

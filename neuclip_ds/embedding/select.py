@@ -98,7 +98,7 @@ def _rows(data: ds.Dataset, column: str, other: str) -> Iterator[tuple[NDArray[n
             try:
                 values = pc.cast(batch.column(column), pa.float64())
             except pa.ArrowException as error:
-                raise UserError(f"The column {column} holds no numbers ({error}); choose another --column.") from error
+                raise UserError(f"Column {column} lacks numbers ({error}); choose another --column.") from error
             yield pc.fill_null(values, math.nan).to_numpy(zero_copy_only=False), batch.column(other)
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"A parquet file cannot be read ({error}); write or download it again.") from error

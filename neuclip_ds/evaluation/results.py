@@ -42,7 +42,7 @@ class Results:
             found = json.loads(self._model_path.read_text(encoding="utf-8")) if self._model_path.is_file() else None
             if found != json.loads(json.dumps(model)):
                 raise UserError(f"{folder} has scores of another model or precision ({found}); choose another --out.")
-            with explained(f"{self._path} is not a file of scores", "choose another --out"):
+            with explained(f"{self._path} cannot be read as scores", "choose another --out"):
                 lines = json_lines(self._path)  # a task whose line was cut off is measured again
                 self.metrics = {line["key"]: line["metrics"] for line in lines}
                 self.data = {line["key"]: line.get("data") for line in lines}

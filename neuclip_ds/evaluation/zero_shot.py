@@ -92,7 +92,7 @@ def _prepare(
         raise UserError(f"{sample.name} has label '{label}', but the classes are 0 to {classes - 1}; fix one of them.")
     if not columns:
         return pixels, [int(label)]
-    with explained(f"{sample.name}: its npy member holds no metadata", "fix the set"):
+    with explained(f"{sample.name} lacks metadata in its npy member", "fix the set"):
         row = np.load(io.BytesIO(sample.read("npy")), allow_pickle=False).ravel()
         groups = [int(row[column]) for column in columns]
     if min(groups) < 0:

@@ -74,7 +74,7 @@ def test_within_other_lists(tmp_path: Path, pool: Path) -> None:
     ("column", "rule", "uid_column", "message"),
     [
         ("similarity", Rule(), "uid", "has no column similarity: choose --column from uid, score, words"),
-        ("words", Rule(minimum=0.0), "uid", "holds no numbers"),
+        ("words", Rule(minimum=0.0), "uid", "choose another --column"),
         ("score", Rule(minimum=2.0), "uid", "None of 8 samples is kept"),
         ("score", Rule(minimum=0.0), "words", "has a uid of 32 hex digits: name the column"),
     ],
@@ -115,7 +115,7 @@ def test_of_near_duplicates_the_best_stays(tmp_path: Path, monkeypatch, dtype: s
     )
     assert listed(tmp_path / "kept.npy") == sorted(parse_uid(names[row]) for row in kept)
     assert found.kept == len(kept) < 60 and found.refined > 20
-    with pytest.raises(UserError, match="holds no features"):
+    with pytest.raises(UserError, match="lacks features"):
         drop_near_duplicates([tmp_path], "similarity", 0.95, np.load(tmp_path / "kept.npy"))
 
 

@@ -49,7 +49,7 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="scores of another model or precision"):
         Results(tmp_path, {**MODEL, "precision": "bfloat16"})
     (tmp_path / FILE).write_text("what\n")
-    with pytest.raises(UserError, match=r"eval_results\.jsonl is not a file of scores"):
+    with pytest.raises(UserError, match=r"eval_results\.jsonl .*--out"):
         Results(tmp_path, MODEL)
 
 
