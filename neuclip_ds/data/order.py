@@ -107,7 +107,7 @@ class GlobalOrder:
         return self.samples(epoch, stream, step * self._lane + place)
 
     def visits(self, epoch: int, step: int, rows: slice = slice(None)) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the number of earlier visits of each sample of `batch`, for its augmentation, and `batch`."""
+        """Return how often each sample of `batch` was seen before, which selects its augmentation, and `batch`."""
         indices = self.batch(epoch, step, rows)
         return np.full(len(indices), epoch), indices
 

@@ -32,13 +32,16 @@ _BLOCK = 1 << 16  # bytes of a parquet file that are read at once
 
 
 def check_names(paths: Sequence[str]) -> None:
-    """Raise UserError unless all paths are those of tars, next to which side files may be."""
+    """Raise UserError unless every path is a .tar file, which may have side files next to it."""
     if other := next((path for path in paths if path.startswith("pipe:") or not path.endswith(_TAR)), None):
         raise UserError(f"{other} is not the address of a .tar, so it has no side files; omit --from-side-files.")
 
 
 def count_shards(sizes: Mapping[str, int | None]) -> Scans:
-    """Count the samples of shards, with their bytes where known."""
+    """Count the samples of shards by their side files; return the scans, and the reason for each shard that fails.
+
+    `sizes` maps a shard's path to its bytes; a size of None is requested from the store.
+    """
     failures: dict[str, str] = {}
 
     def count(path: str, store: Any) -> Scan | None:

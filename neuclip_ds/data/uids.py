@@ -71,7 +71,7 @@ def uid_of(data: bytes, key: str) -> tuple[int, int] | None:
 
 
 def uid_of_place(shard: str, extents: NDArray[np.int64]) -> tuple[int, int]:
-    """Return the uid of a sample without one, from its shard's file name and the (m, 2) extents of its members."""
+    """Return a uid for a sample that has none: a hash of its shard's file name and its members' (m, 2) extents."""
     place = Path(shard).name.encode("utf-8", "surrogateescape") + extents.astype("<i8").tobytes()
     digest = hashlib.md5(place, usedforsecurity=False).digest()
     return int.from_bytes(digest[:8], "big"), int.from_bytes(digest[8:], "big")

@@ -99,21 +99,21 @@ class Communicator(Exchange):
         self._unread_events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     def alone(self) -> "Communicator":
-        """Return a communicator of this rank alone, with which no call communicates."""
+        """Return a communicator of this rank alone, whose calls send nothing."""
         lone = copy.copy(self)
         lone.rank, lone.world_size, lone.traffic = 0, 1, defaultdict(Traffic)
         return lone
 
     @property
     def group(self) -> ProcessGroup | None:
-        """The process group of the ranks; None without one."""
+        """Process group of the ranks, or None if none is initialized."""
         return dist.group.WORLD if self._group is None else self._group
 
     @functools.cached_property
     def own_group(self) -> ProcessGroup | None:
-        """A process group of this rank alone, made without the other ranks.
+        """A process group of this rank alone, created without the other ranks.
 
-        It uses gloo on GPUs too: NCCL would split it from the group of all ranks, and all would have to take part.
+        It uses gloo on GPUs too: NCCL would split it from the group of all ranks, so all ranks would have to take part.
         """
         if self.world_size == 1:
             return self.group
@@ -166,9 +166,9 @@ class Communicator(Exchange):
         return self._begin("reduce_scatter", x, purpose, result, dist.reduce_scatter_tensor, x.contiguous())
 
     def reduce_scatter_among(self, ranks: range, x: Tensor, purpose: str) -> Tensor:
-        """Sum (len(ranks) b, ...) over these consecutive ranks, with this one among them; return its rows (b, ...).
+        """Sum x, (len(ranks) b, ...), over consecutive ranks that include this one; return this rank's rows (b, ...).
 
-        All ranks call it, each with its own group, since groups exchange their rows in one collective of all ranks.
+        All ranks must call it, each with its own group, because one all-to-all of all ranks serves every group.
         """
         parts = dict(zip(ranks, x.chunk(len(ranks)), strict=True))
         own = parts.pop(self.rank)

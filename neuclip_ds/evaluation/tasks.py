@@ -54,12 +54,12 @@ class Task(BaseModel):
 
     @classmethod
     def own(cls, name: str, kind: Literal["classification", "retrieval"]) -> Task:
-        """Return the task of a set that is not DataComp's, which no average contains."""
+        """Return the task of a set that is not one of DataComp's; no average includes it."""
         metric = _RECALL if kind == "retrieval" else "acc1"
         return cls(key=f"{_OWN}{name}", name=name, folder=name, kind=kind, metric=metric)
 
     def find(self, places: Sequence[Path]) -> Path | None:
-        """Return the first folder with the name of its set, or None."""
+        """Return the first folder that is named after the task's set, or None."""
         names = (self.folder, self.folder.removesuffix("_test"))
         return next((place for name in names for place in places if place.name == name and place.is_dir()), None)
 

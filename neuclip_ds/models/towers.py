@@ -1,7 +1,7 @@
-"""The dual encoder of CLIP: two towers, each an encoder of any library and a projection to the joint space.
+"""CLIP's dual encoder: two towers, each an encoder from any library with a projection to the joint space.
 
-It has no loss; the temperature is a float32 parameter of the objective, outside DeepSpeed's engine. ZeRO requires that
-a parameter is used only in the forward of its module, and that none is 0-dimensional.
+It computes no loss. The temperature is a float32 parameter of the objective, outside DeepSpeed's engine, because ZeRO
+supports no 0-dimensional parameters and none that are used outside the forward pass of their own module.
 """
 
 from abc import ABC, abstractmethod

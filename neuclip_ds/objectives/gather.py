@@ -148,7 +148,7 @@ class GatheredFeatures:
         return torch.stack([self.image[self.local], self.text[self.local]])
 
     def require_pairs(self, step: int) -> None:
-        """Raise `UserError` if fewer than two rows count, so that no anchor has a negative."""
+        """Raise `UserError` if fewer than two rows are valid, because no anchor would have a negative."""
         if self.size < 2:
             raise UserError(
                 f"Step {step}: only {self.size} of the batch's {len(self.padded_index)} samples can be used, but a "
@@ -161,7 +161,7 @@ class GatheredFeatures:
         return self.compact_all(self._communicator.all_gather(padded, purpose)).T.contiguous()
 
     def rows_of(self, ranks: range) -> slice:
-        """Return the slice of the B rows that consecutive ranks have."""
+        """Return the slice of the B rows that belongs to consecutive ranks."""
         edges = torch.tensor([ranks.start, ranks.stop]) * self._count
         return slice(*(edges if self._host_rows is None else torch.searchsorted(self._host_rows, edges)).tolist())
 

@@ -136,7 +136,7 @@ class PairLoss:
         return x
 
     def offset(self, origin: Tensor) -> Tensor:
-        """Return the constant that `exponent` leaves out of an anchor's l/tau; `origin` is (2, rows)."""
+        """Return the constant that `exponent` omits from an anchor's l/tau; `origin` is (2, rows)."""
         return -origin
 
     def exponent(self, y: Tensor, origin: Tensor, out: Tensor) -> Tensor:
@@ -162,7 +162,7 @@ class PairLoss:
 
 
 class OverBatch(PairLoss):
-    """l(x) = x as in TuneCLIP's global contrastive loss, which divides an anchor's sum by the batch size."""
+    """The identity, as in TuneCLIP's global contrastive loss, which divides an anchor's sum by the batch size."""
 
     def divisor(self, size: int) -> int:
         return size

@@ -93,7 +93,7 @@ class PairGrid:
         self._rows = max(1, elements // self._columns)
 
     def blocks(self) -> Iterator[Block]:
-        """Yield local columns once, as image rows x text columns, and columns of other ranks once for each side."""
+        """Yield all blocks: local columns once (image rows x text columns), other ranks' columns once per side."""
         start, stop = self.local.start, self.local.stop
         for columns in slices(start, stop, self._columns):
             for rows in slices(0, self._count, self._rows):
@@ -109,7 +109,7 @@ class PairGrid:
         return pair_products(rows, self._features[1 - block.side][block.columns], self._dtype)
 
     def of_anchors(self, values: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-        """Return values of a block's anchors, (..., rows, 1) and (..., 1, columns), out of (..., 2, B)."""
+        """Return values of a block's anchors, (..., rows, 1) and (..., 1, columns), taken from (..., 2, B)."""
         rows = values[..., block.side, self.local][..., block.rows].unsqueeze(-1)
         columns = values[..., 1 - block.side, block.columns].unsqueeze(-2)
         # a view at another offset of the same memory would be recompiled

@@ -99,20 +99,20 @@ class ShardFiles:
                     bisect.insort(self._places[name].setdefault(kind, []), (start, stop, number))
 
     def kinds(self, name: str) -> list[str]:
-        """Return the kinds of sharded tensors of a name."""
+        """Return the kinds of sharded tensors stored under a name."""
         return sorted(self._places.get(name, ()))
 
     def names(self, kind: str) -> list[str]:
-        """Return the names of the sharded tensors of a kind."""
+        """Return the names under which sharded tensors of a kind are stored."""
         return sorted(name for name, kinds in self._places.items() if kind in kinds)
 
     def whole(self, kind: str, prefix: str = "") -> Shards:
-        """Return the whole tensors of a kind whose names begin with a prefix, by the rest of the name."""
+        """Return the unsharded tensors of a kind whose names begin with a prefix, keyed by the rest of the name."""
         names = [name for name in self._wholes.get(kind, ()) if name.startswith(prefix)]
         return {name.removeprefix(prefix): self._file(0).get_tensor(f"{kind}/{name}/{_WHOLE}") for name in names}
 
     def read(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Read rows [start, stop) of a tensor, by default all, and nothing else from disk."""
+        """Read only rows [start, stop) of a tensor from disk, by default all."""
         places = self._places.get(name, {}).get(kind, [])
         stop = max((last for _, last, _ in places), default=0) if stop is None else stop
         parts, filled = [], start

@@ -107,7 +107,7 @@ class ModelSource(ABC):
         """
 
     def save(self, folder: Path, logits: LogitParameters) -> None:
-        """Save what `open_saved` needs to open the source without weights, in addition to config and tokenizer."""
+        """Save the files from which `open_saved` reopens the source without weights, next to config and tokenizer."""
         folder.mkdir(parents=True, exist_ok=True)
         self.save_files(folder)
         start = {"logits": logits._asdict(), "preprocessing": self.preprocessing._asdict()}
@@ -127,7 +127,7 @@ def read_logit_parameters(weights: Mapping[str, Tensor]) -> LogitParameters:
 
 
 def logit_tensors(logits: LogitParameters, shape: Sequence[int]) -> dict[str, Tensor]:
-    """Return logit_scale and logit_bias as tensors, each if known: the inverse of `read_logit_parameters`."""
+    """Return logit_scale and logit_bias as tensors, without unknown ones; the inverse of `read_logit_parameters`."""
     tensors = {}
     if logits.temperature is not None:
         tensors["logit_scale"] = torch.full(shape, -math.log(logits.temperature))

@@ -120,10 +120,10 @@ def _log_minus(log_x: Tensor, log_y: Tensor) -> Tensor:
 
 
 class AmortizedNormalizer(Normalizer):
-    """w_i = exp(L s_ii) / lambda_i."""
+    """AmorLIP's normalizer: w_i = exp(L s_ii) / lambda_i, where a net predicts lambda_i."""
 
     def __init__(self, config: ObjectiveConfig, eps: float, context: Context) -> None:
-        """AmorLIP's loss has no eps."""
+        """Create the nets; `eps` is ignored, because AmorLIP's loss has none."""
         self._config = own = config.amortized
         self._released, self._max_ratio = config.reference == "released_code", config.max_ratio
         self._communicator, self._dim, self._own_optimizer = context.communicator, context.dim, context.own_optimizers
