@@ -149,7 +149,8 @@ def pooled(method: Any) -> Tensor:
         rows = batch[torch.isin(batch, VALID)]
         image, text = (x[rows] for x in FEATURES)
         tau, others = temperatures(method)[0, 0], rows.unsqueeze(1) != state["normalizer.queue_index"]
-        result[:, rows] = oracle.pooled_normalizers(image, text, tau, queues, others, kappa=2.0).log()
+        alpha = oracle.queue_estimates(image, text, tau, queues, others, 2.0, 1e-6)[2]
+        result[:, rows] = (alpha.exp() - 1e-6).log()
     return result
 
 

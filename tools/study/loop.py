@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from neuclip_ds.loss import ContrastiveLoss
 from study.features import Pairs
-from study.oracle import OracleLoss, log_mean_exp, negative_logits
+from study.oracle import OracleLoss, QueueLoss, log_mean_exp, negative_logits
 
 ANCHORS, WARMUP, RECORDS = 512, 0.02, (0.1, 0.3, 0.6, 1.0)  # records of the learning curve, in parts of the run
 
@@ -26,7 +26,7 @@ ANCHORS, WARMUP, RECORDS = 512, 0.02, (0.1, 0.3, 0.6, 1.0)  # records of the lea
 class Run:
     """One training run."""
 
-    loss: str  # a method of ContrastiveLoss, or `oracle`
+    loss: str  # a method of ContrastiveLoss, `oracle` or `queue`
     batch: int
     seed: int
     epochs: float = 12.0
@@ -67,13 +67,15 @@ class Heads(nn.Module):
         return found
 
 
-def build_loss(run: Run, pairs: Pairs, heads: Heads, steps_per_epoch: int) -> ContrastiveLoss | OracleLoss:
+def build_loss(run: Run, pairs: Pairs, heads: Heads, steps_per_epoch: int) -> ContrastiveLoss | OracleLoss | QueueLoss:
     """Build the loss of a run; options that depend on the data are filled in here."""
     samples = len(pairs.text)
     options: dict[str, Any] = {key: dict(value) if isinstance(value, Mapping) else value
                                          for key, value in run.options.items()}  # fmt: skip
     if run.loss == "oracle":
         return OracleLoss(pairs, heads, lr=run.lr * run.temperature_rate, **options)
+    if run.loss == "queue":
+        return QueueLoss(samples, rate=run.temperature_rate, **options)
     temperature = options.setdefault("temperature", {})
     temperature.setdefault("lr", run.lr * run.temperature_rate)
     if run.effective is not None:
@@ -140,9 +142,7 @@ def scores(heads: Heads, pairs: Pairs) -> dict[str, float]:
 
 
 @torch.no_grad()
-def normalizers(
-    heads: Heads, pairs: Pairs, run: Run, tau: float, loss_fn: ContrastiveLoss | OracleLoss | None = None
-) -> dict[str, float]:
+def normalizers(heads: Heads, pairs: Pairs, run: Run, tau: float, loss_fn: nn.Module | None = None) -> dict[str, float]:
     """Return statistics of anchors against all n pairs: their KL divergence, and the ratio of a batch to them.
 
     `ratio` is the batch's mean over the exact mean, which weighs an anchor's negatives where the normalizer is exact.
