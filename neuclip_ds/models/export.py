@@ -1,13 +1,12 @@
 """Export trained models to the files of other libraries.
 
-CLIP's config and weights are converted between transformers' CLIPModel, open_clip's ViT and timm's ViT. Tables map the
-names of tensors. open_clip and timm store q, k and v in one tensor, and open_clip transposes projections.
-`write_towers` takes any model that was built from the config.
+CLIP's config and weights are converted from timm's ViT to transformers' CLIPModel, and from that to open_clip's ViT.
+Tables map the names of tensors. open_clip and timm store q, k and v in one tensor, and open_clip transposes
+projections. `write_towers` takes any model that was built from the config.
 """
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, fields
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,12 +20,9 @@ from transformers import CLIPTextModel
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.pretrained.base import LogitParameters, Package, Preprocessing, check_tensors, logit_tensors
 from neuclip_ds.models.pretrained.open_clip_models import (
-    OpenClipTokenizer,
     architecture,
     config_names,
     custom_text_names,
-    library,
-    transformers_form,
     write_config,
 )
 from neuclip_ds.models.pretrained.transformers_models import MODEL_TYPES
@@ -45,9 +41,6 @@ _TEXT_OPTIONS = {
     "max_position_embeddings": "context_length",
     "vocab_size": "vocab_size",
 }
-# open_clip's other options that CLIPModel can express, or that do not affect the architecture
-_CONVERTED = {"mlp_ratio", "norm_kwargs", "image_size", "head_width", "timm_model_pretrained"}
-_CONVERTED |= {"eos_id", "pad_id", "hf_tokenizer_name"}
 _QKV = re.compile(r"\.self_attn\.([qkv])_proj\.")  # one tensor in the other libraries
 _TRANSPOSED = ("visual.proj", "text.text_projection")  # as open_clip stores them
 # pattern in transformers' names -> open_clip's name, and that of our tower with timm's ViT; replaced in this order
@@ -100,14 +93,14 @@ def from_clip(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def to_clip(config: Any, weights: Mapping[str, Tensor], name_of: Callable[[str], str]) -> dict[str, Tensor]:
-    """Return another library's tensors, named by `name_of`, under the names of transformers' model for a config."""
+def to_clip(config: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return our towers' tensors under the names of transformers' model for a config."""
     found = {}
     for name, wanted in _meta_state(config).items():
-        key, part = name_of(name), _QKV.search(name)
-        if key == "logit_scale" and key not in weights:
-            continue  # `check_tensors` reports it when the model is written
-        tensor = weights[key].T if key in _TRANSPOSED else weights[key]
+        key, part = timm_name(name), _QKV.search(name)
+        if key == "logit_scale":
+            continue
+        tensor = weights[key]
         if part and part[0] not in key:
             tensor = tensor.chunk(3)["qkv".index(part[1])]
         found[name] = tensor.reshape(wanted.shape).contiguous()  # timm's embeddings have leading dimensions of 1
@@ -171,48 +164,6 @@ def _open_clip_options(part: Mapping[str, Any], options: Mapping[str, str]) -> d
     return found
 
 
-def open_clip_to_clip(package: Package) -> Package:
-    """Convert open_clip's ViT and text transformer to CLIPModel; raise UserError for options that CLIPModel lacks."""
-    tree = package.config
-    vision = _options_of_clip("vision_cfg", tree["vision_cfg"], library().CLIPVisionCfg, _VISION_OPTIONS)
-    text = _options_of_clip("text_cfg", tree["text_cfg"], library().CLIPTextCfg, _TEXT_OPTIONS)
-    act = "quick_gelu" if tree.get("quick_gelu", False) else "gelu"
-    tokens = transformers_form(cast(OpenClipTokenizer, package.tokenizer).inner)
-    specials = {f"{name}_token_id": getattr(tokens, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-    eos = tree["text_cfg"]["eos_id"] if tree["text_cfg"].get("pool_type") == "eos" else None
-    if eos not in (None, specials["eos_token_id"]):
-        raise UserError(
-            f"The text tower is read at token {eos}, which is not the tokenizer's EOS; correct text_cfg.eos_id."
-        )
-    heads = vision["hidden_size"] // tree["vision_cfg"].get("head_width", 64)
-    image = {"image_size": package.preprocessing.size, "num_attention_heads": heads}
-    config = _read_at_eos(eos)(
-        projection_dim=tree["embed_dim"],
-        vision_config={**vision, **image, "hidden_act": act},
-        text_config={**text, **specials, "hidden_act": act},
-    )
-    weights = to_clip(config, custom_text_names(package.weights), open_clip_name)
-    return Package("transformers", config.to_dict(), weights, package.preprocessing, package.tokenizer)
-
-
-def _options_of_clip(where: str, given: Mapping[str, Any], kind: Any, options: Mapping[str, str]) -> dict[str, Any]:
-    """Convert a tower's config from open_clip to transformers; the dataclass `kind` has open_clip's defaults."""
-    defaults = {field.name: None if field.default is MISSING else field.default for field in fields(kind)}
-    part = {**defaults, **given}
-    known = _CONVERTED | set(options.values()) | ({"pool_type"} if part["pool_type"] == "eos" else set())
-    extras = [name for name, value in part.items() if name not in known and value != defaults.get(name)]
-    extras += [] if isinstance(part["layers"], int) else ["layers"]
-    if extras:
-        raise UserError(
-            f"transformers' CLIPModel cannot express {', '.join(f'{where}.{name}={part[name]}' for name in extras)} "
-            "of open_clip; export with --format=open_clip."
-        )
-    found = {ours: part[theirs] for ours, theirs in options.items()}
-    found["intermediate_size"] = int(part["width"] * part["mlp_ratio"])
-    found["layer_norm_eps"] = (part["norm_kwargs"] or {}).get("eps", _DEFAULT_EPS)
-    return found
-
-
 def _read_at_eos(eos: int | None) -> Any:
     """Return the config class of a CLIP model that reads its feature at the EOS; CLIPModel does not if its id is 2."""
     return MODEL_TYPES["metaclip_2" if eos == _LEGACY_EOS else "clip"].config
@@ -243,8 +194,7 @@ def towers_to_clip(
     config = _read_at_eos(model.text.eos_id)(
         projection_dim=cast(nn.Linear, image_tower.projection).out_features, vision_config=vision, text_config=text
     )
-    scalars = logit_tensors(logits, ())
-    found = to_clip(config, {**weights, **scalars}, timm_name) | scalars
+    found = to_clip(config, weights) | logit_tensors(logits, ())
     return Package("transformers", config.to_dict(), found, preprocessing, tokenizer)
 
 
@@ -277,14 +227,18 @@ def export(package: Package, form: str, folder: Path) -> None:
 
     Args:
         package: the model in its family's form.
-        form: a key of FORMATS.
+        form: `transformers` or `open_clip`.
         folder: an empty folder.
 
     Raises:
         UserError: the format cannot express the model.
     """
-    convert, write = FORMATS[form]
-    write(package if package.family == form else convert(package), folder)
+    if form == "open_clip":
+        write_open_clip(package if package.family == form else clip_to_open_clip(package), folder)
+    elif package.family == form:
+        write_transformers(package, folder)
+    else:
+        raise UserError("A model of open_clip is not converted to transformers; export it with --format=open_clip.")
 
 
 def write_transformers(package: Package, folder: Path) -> None:
@@ -347,10 +301,3 @@ def _plain(weights: dict[str, Tensor]) -> dict[str, Tensor]:
         name: (tensor.float() if tensor.is_floating_point() else tensor).contiguous().clone()
         for name, tensor in weights.items()
     }
-
-
-# format -> conversion from the other format, and writer of its files
-FORMATS: dict[str, tuple[Callable[[Package], Package], Callable[[Package, Path], None]]] = {
-    "transformers": (open_clip_to_clip, write_transformers),
-    "open_clip": (clip_to_open_clip, write_open_clip),
-}
