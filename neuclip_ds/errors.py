@@ -68,8 +68,8 @@ def require_package(module: str, option: str, extra: str) -> None:
 
 
 def first_sentence(error: Exception) -> str:
-    """Return the first sentence of another library's error message, or the error's type where it has none."""
-    return str(error).strip().partition("\n")[0].partition(". ")[0].rstrip(".") or type(error).__name__
+    """Return the first 500 characters of the first sentence of an error message, or the type of an empty one."""
+    return str(error).strip().partition("\n")[0].partition(". ")[0].rstrip(".")[:500] or type(error).__name__
 
 
 @contextmanager

@@ -52,7 +52,7 @@ from neuclip_ds.data.build import open_manifest
 from neuclip_ds.data.demo import demo_split
 from neuclip_ds.data.shards import resolve_shards
 from neuclip_ds.models.bpe import train_bpe
-from neuclip_ds.models.trained_parts import Trainable
+from neuclip_ds.models.trained_parts import Parameters
 from neuclip_ds.objectives import find_method
 from neuclip_ds.planning.memory import MemoryQuery
 from neuclip_ds.profiling.recorder import BREAKDOWN
@@ -280,7 +280,7 @@ def print_sizes(out: Path, setting: Setting) -> None:
     """How many parameters the two kinds of towers have."""
     config = setting.config()
     config.model.text.tokenizer = None  # the embedding's rows are then those of vocab_size
-    count = Trainable.of(MemoryQuery(config, 1).build()).total
+    count = Parameters.of(MemoryQuery(config, 1).build()).total
     notes = sorted(out.glob("open_clip_*/facts.json"))
     theirs = f"; open_clip's model {json.loads(notes[-1].read_text())['parameters']:,}" if notes else ""
     print(f"\nParameters: {count:,}, and one of the temperature{theirs}.")

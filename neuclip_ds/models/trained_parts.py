@@ -22,20 +22,26 @@ TOWERS: tuple[Literal["vision", "text"], ...] = ("vision", "text")
 _AFTER_BLOCKS = {"proj", "text_projection"}
 
 
-class Trainable(NamedTuple):
-    """Parameter counts of a module."""
+class Parameters(NamedTuple):
+    """Sizes of a module's parameters, in elements."""
 
-    trained: int
-    frozen: int
+    sizes: tuple[int, ...]  # sizes of the trained parameters
+    frozen: int  # total size of the other parameters
 
     @staticmethod
-    def of(module: nn.Module) -> "Trainable":
-        """Count a module's parameters."""
-        sizes = [(p.numel(), p.requires_grad) for p in module.parameters()]
-        return Trainable(*(sum(size for size, trains in sizes if trains is wanted) for wanted in (True, False)))
+    def of(module: nn.Module) -> "Parameters":
+        """Measure a module's parameters."""
+        frozen = sum(p.numel() for p in module.parameters() if not p.requires_grad)
+        return Parameters(tuple(p.numel() for p in module.parameters() if p.requires_grad), frozen)
+
+    @property
+    def trained(self) -> int:
+        """Total size of the trained parameters."""
+        return sum(self.sizes)
 
     @property
     def total(self) -> int:
+        """Total size of all parameters."""
         return self.trained + self.frozen
 
 

@@ -1,12 +1,12 @@
 """The dry run (`--dry-run`): check what can be checked without training, and print what the run would cost."""
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from deepspeed.launcher.runner import fetch_hostfile
 
 from neuclip_ds.config import Config
 from neuclip_ds.data.build import open_manifest
@@ -17,9 +17,9 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.environment import RankEnvironment
 from neuclip_ds.engine.config import load_engine_config, precision, zero_stage
 from neuclip_ds.engine.precision import resolve_comm_dtype
-from neuclip_ds.errors import UserError
+from neuclip_ds.errors import UserError, explained
 from neuclip_ds.models.recompute import checkpointed_blocks
-from neuclip_ds.models.trained_parts import TOWERS, Trainable
+from neuclip_ds.models.trained_parts import TOWERS, Parameters
 from neuclip_ds.planning.host_memory import FIX, loader_memory, local_ranks, shortages
 from neuclip_ds.planning.memory import MemoryQuery, account, count_towers, smallest_that_fits
 from neuclip_ds.training.checks import check_config, likely_slips
@@ -87,30 +87,16 @@ def print_dry_run(
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
-    """Return slots by node name, as DeepSpeed reads the file.
-
-    Raises:
-        UserError: the file is missing, or a line is not `NAME slots=N`.
-    """
+    """Return slots by node name, read by DeepSpeed; raise UserError if the file is missing or not a hostfile."""
     if not path.is_file():
         raise UserError(f"The hostfile {path} does not exist; hostfiles/ has examples.")
-    nodes: dict[str, int] = {}
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        entry = line.split("#")[0].strip()
-        if not entry:
-            continue
-        match = re.fullmatch(r"(\S+)\s+slots=([1-9][0-9]{0,5})", entry)
-        if match is None or match[1] in nodes:
-            raise UserError(f"{path}: the line {line[:100]!r} is not `NAME slots=N`, or names a node twice.")
-        nodes[match[1]] = int(match[2])
-    if not nodes:
-        raise UserError(f"The hostfile {path} names no node; write lines of the form `NAME slots=N`.")
-    return nodes
+    with explained(f"DeepSpeed cannot read the hostfile {path}", "write one line `NAME slots=N` for each node"):
+        return dict(fetch_hostfile(path))
 
 
 def _model_lines(query: MemoryQuery, engine: dict[str, Any]) -> Iterator[str]:
     config, model = query.config, query.build()
-    image, text = Trainable.of(model.vision), Trainable.of(model.text)
+    image, text = Parameters.of(model.vision), Parameters.of(model.text)
     wanted = config.model.activation_checkpointing
     blocks = [len(checkpointed_blocks(model.get_submodule(name), name, wanted)) for name in TOWERS]
     checkpointing = f", {blocks[0]} + text {blocks[1]} blocks checkpointed" if any(blocks) else ""

@@ -13,7 +13,6 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from neuclip_ds.config import Config, TextConfig
@@ -24,6 +23,7 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.models.source import ModelSource, locate_model, model_source
 from neuclip_ds.models.tokenizer import ModelTokenizer
 from neuclip_ds.models.towers import DualEncoder
+from neuclip_ds.models.trained_parts import Parameters
 from neuclip_ds.objectives import build_objective, find_method
 from neuclip_ds.objectives.base import Context
 from neuclip_ds.objectives.pair_grid import KEPT_BYTES, block_bytes
@@ -116,19 +116,6 @@ class MemoryQuery:
             return self.source.build(self.tokenizer)
 
 
-class Parameters(NamedTuple):
-    """Sizes of a module's parameters, in elements."""
-
-    sizes: tuple[int, ...]  # sizes of the trained parameters
-    frozen: int  # total size of the other parameters
-
-    @staticmethod
-    def of(module: nn.Module) -> "Parameters":
-        parameters = list(module.parameters())
-        frozen = sum(p.numel() for p in parameters if not p.requires_grad)
-        return Parameters(tuple(p.numel() for p in parameters if p.requires_grad), frozen)
-
-
 class Towers(NamedTuple):
     """The part that depends on the model and the micro-batch, and takes seconds to count."""
 
@@ -169,7 +156,7 @@ def engine_memory(
     zero = engine.get("zero_optimization", {})
     offloads = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
     accumulated = 4 if accumulates_in_float32(engine) else width
-    trained = sum(parameters.sizes)
+    trained = parameters.trained
     share = trained // ranks if stage else trained
     whole, gathered = trained, 0  # weights that stay whole, and those that are gathered when modules run
     if stage == 3 and ranks > 1:

@@ -33,7 +33,7 @@ from neuclip_ds.files import explain_disk
 from neuclip_ds.models.pretrained.base import LogitParameters, Preprocessing
 from neuclip_ds.models.source import ModelSource, locate_on_rank_zero, model_source
 from neuclip_ds.models.tokenizer import ModelTokenizer
-from neuclip_ds.models.trained_parts import Trainable
+from neuclip_ds.models.trained_parts import Parameters
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context, Objective
 from neuclip_ds.reporting.log import configure_logging
@@ -264,7 +264,7 @@ def start_encoders(
             source.save(folder / MODEL, logits)
 
     communicator.on_rank_zero(save)
-    parameters = Trainable.of(model)  # before ZeRO 3 partitions them
+    parameters = Parameters.of(model)  # before ZeRO 3 partitions them
     if parameters.frozen:
         log.info("%d of %d parameters train", parameters.trained, parameters.total)
     if config.model.compile:

@@ -19,6 +19,7 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.start import start_engine
 from neuclip_ds.models.source import TowerRefs, model_source
+from neuclip_ds.models.trained_parts import Parameters
 from neuclip_ds.objectives import build_objective, contrastive
 from neuclip_ds.objectives.base import Context, Step
 from neuclip_ds.objectives.gather import Features
@@ -26,7 +27,6 @@ from neuclip_ds.planning.activations import count_activations
 from neuclip_ds.planning.memory import (
     EngineMemory,
     MemoryQuery,
-    Parameters,
     StandInTokenizer,
     account,
     count_towers,

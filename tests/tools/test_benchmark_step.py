@@ -13,7 +13,7 @@ from torch.utils.tensorboard import SummaryWriter
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.bpe import train_bpe
 from neuclip_ds.models.build import build_dual_encoder
-from neuclip_ds.models.trained_parts import Trainable
+from neuclip_ds.models.trained_parts import Parameters
 from neuclip_ds.recipe import parse
 
 
@@ -43,7 +43,7 @@ def test_open_clip_is_told_of_a_model_of_the_same_size(tmp_path: Path, monkeypat
     open_clip_program.add_model(config, tmp_path)
     theirs = open_clip.create_model("benchmark_dual_encoder")
     ours = build_dual_encoder(config.model, tokenizer)
-    assert Trainable.of(theirs).total == Trainable.of(ours).total + 1, "the temperature"
+    assert Parameters.of(theirs).total == Parameters.of(ours).total + 1, "the temperature"
     captions = ["a dog and a cat", "dog"]
     assert open_clip.get_tokenizer("benchmark_dual_encoder")(captions).tolist() == tokenizer(captions).tolist()
     arguments = argparse.Namespace(out=tmp_path / "run", random=True, bf16=False)

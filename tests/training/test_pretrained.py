@@ -18,7 +18,7 @@ from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.start import build_optimizer, start_engine
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.source import ModelSource, locate_model, locate_on_rank_zero, model_source
-from neuclip_ds.models.trained_parts import Trainable
+from neuclip_ds.models.trained_parts import Parameters
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context, Step
 from neuclip_ds.objectives.gather import Features
@@ -137,6 +137,6 @@ def test_the_plan_knows_the_checkpoint(family: str, tmp_path: Path, capsys: pyte
         print_dry_run(config, RankEnvironment(0, 0, 2), None)
     said = capsys.readouterr().out
     source = model_source(config.model, locate_model(config.model))
-    total = Trainable.of(source.build(source.tokenizer(no_training))).total
+    total = Parameters.of(source.build(source.tokenizer(no_training))).total
     assert f"= {total:,} parameters" in said
     assert f"{4 * (2 * source.embed_dim * 4 + 8) / 1e6:,.2f} MB of features received" in said

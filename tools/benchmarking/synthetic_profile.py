@@ -15,7 +15,7 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.config import load_engine_config, precision, zero_stage
 from neuclip_ds.engine.precision import resolve_comm_dtype
 from neuclip_ds.engine.start import start_engine
-from neuclip_ds.models.trained_parts import Trainable
+from neuclip_ds.models.trained_parts import Parameters
 from neuclip_ds.objectives import build_objective, find_method
 from neuclip_ds.objectives.base import Context, FeatureGradients, Objective, Step
 from neuclip_ds.planning.memory import MemoryQuery
@@ -57,7 +57,7 @@ class SyntheticSteps:
         query = self._query
         torch.manual_seed(config.run.seed)
         model = query.source.build(query.tokenizer)
-        self.parameters = Trainable.of(model).total
+        self.parameters = Parameters.of(model).total
         if config.model.compile:
             model.compile_towers()
         self.engine = start_engine(model, config.optimizer, engine_config, communicator)

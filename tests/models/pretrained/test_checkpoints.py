@@ -31,7 +31,7 @@ from torch.nn.functional import normalize
 from neuclip_ds.models.pretrained.base import LogitParameters
 from neuclip_ds.models.pretrained.locate import locate, open_checkpoint
 from neuclip_ds.models.recompute import checkpoint_activations
-from neuclip_ds.models.trained_parts import TOWERS, Trainable
+from neuclip_ds.models.trained_parts import TOWERS, Parameters
 
 Encode = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -210,8 +210,8 @@ def test_published_sizes_of_open_clip_models(name: str, vision: int, total: int)
     checkpoint = open_checkpoint(locate(f"open_clip:{name}", weights=False))
     with torch.device("meta"):
         model = checkpoint.build()
-    assert Trainable.of(model.vision).total == vision
-    assert Trainable.of(model).total == total
+    assert Parameters.of(model.vision).total == vision
+    assert Parameters.of(model).total == total
     widths = {87_849_216: 512, 86_192_640: 512, 92_884_224: 768, 632_076_800: 1024, 93_673_984: 1024}
     assert checkpoint.embed_dim == widths[vision]
     assert checkpoint.preprocessing.squash == any(part in name for part in ("SigLIP", "dfn5b", "PE-Core"))
