@@ -15,13 +15,14 @@ from braceexpand import braceexpand
 from neuclip_ds.config import CLIP_BPE, Config
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.environment import RankEnvironment
+from neuclip_ds.distributed.launch import read_hostfile
 from neuclip_ds.errors import UserError
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context
 from neuclip_ds.objectives.methods import find_method, method_of
 from neuclip_ds.planning import memory
 from neuclip_ds.planning.activations import Activations
-from neuclip_ds.planning.dry_run import print_dry_run, read_hostfile
+from neuclip_ds.planning.dry_run import print_dry_run
 from neuclip_ds.recipe import RECIPES, load_recipe, override, parse, recipe_names
 from neuclip_ds.section import merge
 

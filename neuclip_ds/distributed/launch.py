@@ -22,6 +22,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.launcher.runner import fetch_hostfile
 
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.environment import (
@@ -32,7 +33,7 @@ from neuclip_ds.distributed.environment import (
     use_interface_of,
 )
 from neuclip_ds.distributed.failure_detector import FailureDetector
-from neuclip_ds.errors import UserError
+from neuclip_ds.errors import UserError, explained
 
 TIMEOUT = timedelta(minutes=5)  # between the first rank's arrival and the last one's
 _COLLECTIVE_LIMIT = timedelta(minutes=30)
@@ -266,3 +267,11 @@ def check_shared(folder: Path, communicator: Communicator) -> None:
         )
     communicator.agree(problem)
     communicator.on_rank_zero(mark.unlink)
+
+
+def read_hostfile(path: Path) -> dict[str, int]:
+    """Return slots by node name, read by DeepSpeed; raise UserError if the file is missing or not a hostfile."""
+    if not path.is_file():
+        raise UserError(f"The hostfile {path} does not exist; hostfiles/ has examples.")
+    with explained(f"DeepSpeed cannot read the hostfile {path}", "write one line `NAME slots=N` for each node"):
+        return dict(fetch_hostfile(path))

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from deepspeed.launcher.runner import fetch_hostfile
 
 from neuclip_ds.config import Config
 from neuclip_ds.data.build import open_manifest
@@ -15,9 +14,10 @@ from neuclip_ds.data.mixture import BatchOrder
 from neuclip_ds.data.scan import ScanOptions
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.environment import RankEnvironment
+from neuclip_ds.distributed.launch import read_hostfile
 from neuclip_ds.engine.config import load_engine_config, precision, zero_stage
 from neuclip_ds.engine.precision import resolve_comm_dtype
-from neuclip_ds.errors import UserError, explained
+from neuclip_ds.errors import UserError
 from neuclip_ds.models.recompute import checkpointed_blocks
 from neuclip_ds.models.trained_parts import TOWERS, Parameters
 from neuclip_ds.planning.host_memory import FIX, loader_memory, local_ranks, shortages
@@ -84,14 +84,6 @@ def print_dry_run(
         print("\n".join(lines))
     if problems:
         raise problems[0]
-
-
-def read_hostfile(path: Path) -> dict[str, int]:
-    """Return slots by node name, read by DeepSpeed; raise UserError if the file is missing or not a hostfile."""
-    if not path.is_file():
-        raise UserError(f"The hostfile {path} does not exist; hostfiles/ has examples.")
-    with explained(f"DeepSpeed cannot read the hostfile {path}", "write one line `NAME slots=N` for each node"):
-        return dict(fetch_hostfile(path))
 
 
 def _model_lines(query: MemoryQuery, engine: dict[str, Any]) -> Iterator[str]:

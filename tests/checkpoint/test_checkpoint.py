@@ -65,14 +65,6 @@ def test_a_step_saved_again_replaces_the_old(tmp_path: Path) -> None:
     assert engine.value == 2.0
 
 
-def test_weights_that_are_missing(tmp_path: Path) -> None:
-    built = trained()
-    path = keeper(tmp_path).save(1, PlainEngine(), built, FACTS, DATA)
-    (path / "state" / "00000-of-00001.safetensors").unlink()
-    with pytest.raises(UserError, match=r"00000-of-00001\.safetensors cannot be read .*restore it"):
-        keeper(tmp_path).load(path, PlainEngine(), built)
-
-
 def test_buffers_are_part_of_it(tmp_path: Path) -> None:
     built, engine = trained(), PlainEngine()
     engine.module.register_buffer("mean", torch.tensor(4.0))

@@ -1,8 +1,6 @@
 """Engines that other numbers of ranks, ZeRO stages and precisions have saved go on as if nothing had happened."""
 
-import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ from neuclip_ds.checkpoint.engine_state import load_engine
 from neuclip_ds.checkpoint.sharded_state import BUFFER, SCALAR, WEIGHT, StateFiles
 from neuclip_ds.config import OptimizerConfig
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.engine.zero import placements
 from neuclip_ds.errors import UserError
 
 OPTIMIZERS = {
@@ -188,41 +185,3 @@ def test_the_next_step_is_that_of_an_unbroken_run(middle: int, tmp_path: Path) -
     cases += [("adamw", "zero2_bf16_offload"), ("lamb", "zero3_bf16_offload")]
     hand_over(cases, middle, tmp_path)
     hand_back(cases, tmp_path)
-
-
-def load_from_few_files(communicator: Communicator, folder: Path, engines: list[str]) -> list[set[int]]:
-    """Loads from a copy with those files only that hold this rank's elements, and the first, which holds scalars."""
-    kept = []
-    for name in engines:
-        source, copy = folder / name, folder / f"{name}-{communicator.world_size}-{communicator.rank}"
-        engine = build(("adamw", name), communicator, seed=1, freeze=False)
-        parts, needed = {part.name: part for part in placements(engine, communicator.rank)}, {0}
-        for file, keys in enumerate(json.loads((source / "index.json").read_text())["keys"]):
-            for name, place in (key.split("/")[1:] for key in keys if not key.endswith("/whole")):
-                part, (start, stop) = parts.get(name), map(int, place.split("-"))
-                if part is not None and max(start, part.start) < min(stop, part.stop):
-                    needed.add(file)
-        shutil.copytree(source, copy)
-        for path in copy.glob("*.safetensors"):
-            if int(path.name.split("-")[0]) not in needed:
-                path.unlink()
-        load_engine(copy, engine, communicator)
-        weights_are_masters(engine, StateFiles(source))
-        kept.append(needed)
-    return kept
-
-
-def save_each(communicator: Communicator, folder: Path, engines: list[str]) -> None:
-    for name in engines:
-        engine = build(("adamw", name), communicator, seed=0, freeze=False)
-        train(engine, communicator, range(1))
-        save_engine(folder / name, engine, communicator)
-
-
-@pytest.mark.slow
-def test_a_rank_opens_only_the_files_that_hold_its_elements(tmp_path: Path) -> None:
-    engines = ["zero1_fp32", "zero3_fp32"]
-    run_ranks(4, save_each, tmp_path, engines)
-    for rank, kept in enumerate(run_ranks(4, load_from_few_files, tmp_path, engines)):
-        assert kept == [{0, rank}] * 2
-    assert run_ranks(2, load_from_few_files, tmp_path, engines[:1])[0] == [{0, 1}], "of four ranks' files"

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from small_runs import call
 
 from neuclip_ds.config import Config, dump
+from neuclip_ds.distributed.launch import read_hostfile
 from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.start import check_engine_config
 from neuclip_ds.errors import UserError
-from neuclip_ds.planning.dry_run import read_hostfile
 from neuclip_ds.recipe import load_saved, option_names, parse, validate
 
 NAMES = option_names(Config)

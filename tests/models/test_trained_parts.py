@@ -85,11 +85,17 @@ def test_batch_norm_of_frozen_parts_keeps_its_statistics() -> None:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_gradients_reach_what_trains_and_nothing_else(checkpointing: bool) -> None:
-    model = build(vision={"trainable": 2}, text={"trainable": 1}, activation_checkpointing=checkpointing).train()
-    image, text = model(torch.zeros(2, 3, 16, 16, dtype=torch.uint8), torch.zeros(2, 8, dtype=torch.int64))
+@pytest.mark.parametrize("adapters", [{}, {"rank": 2}], ids=["", "lora"])
+def test_gradients_reach_what_trains_and_nothing_else(adapters: dict[str, int], checkpointing: bool) -> None:
+    parts = {"vision": {"trainable": 1}, "text": {"trainable": 1}, "lora": adapters}
+    model = build(**parts, activation_checkpointing=checkpointing).train()
+    draw(model)
+    image, text = model(*inputs())
     (image.sum() + text.sum()).backward()
-    assert {name for name, parameter in model.named_parameters() if parameter.grad is not None} == trained(model)
+    touched = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert touched == trained(model) and "vision.trunk.blocks.2.mlp.fc1.weight" in touched
+    adapted = {name.partition(".lora_")[0] for name in touched if ".lora_" in name}
+    assert bool(adapted) == bool(adapters) and not any(".blocks.2." in name for name in adapted)
 
 
 @pytest.mark.parametrize(
@@ -237,17 +243,6 @@ def test_adapters_change_nothing_at_first_and_alone_train() -> None:
     assert ends == {"attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"}
     model = build(text={"trainable": "all"}, lora={"rank": 2})
     assert all(parameter.requires_grad and "lora" not in name for name, parameter in model.text.named_parameters())
-
-
-def test_adapters_under_blocks_that_train_in_full() -> None:
-    model = build(vision={"trainable": 1}, lora={"rank": 2}, activation_checkpointing=True).train()
-    draw(model)
-    model(*inputs())[0].sum().backward()
-    touched = {name for name, parameter in model.vision.named_parameters() if parameter.grad is not None}
-    assert touched == {name for name, parameter in model.vision.named_parameters() if parameter.requires_grad}
-    assert "trunk.blocks.2.attn.qkv.weight" in touched and "projection.weight" in touched
-    assert "trunk.blocks.0.attn.qkv.lora_A.default.weight" in touched
-    assert not any("lora" in name for name in touched if ".blocks.2." in name)
 
 
 def test_attention_of_torch_gets_no_adapters() -> None:

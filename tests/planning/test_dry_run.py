@@ -9,11 +9,12 @@ from tars import write_pairs
 from neuclip_ds.data.manifest import Shard, extend
 from neuclip_ds.data.manifest_file import write_shards
 from neuclip_ds.distributed.environment import RankEnvironment
+from neuclip_ds.distributed.launch import read_hostfile
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.towers import DualEncoder
 from neuclip_ds.planning import memory
 from neuclip_ds.planning.activations import Activations
-from neuclip_ds.planning.dry_run import print_dry_run, read_hostfile
+from neuclip_ds.planning.dry_run import print_dry_run
 from neuclip_ds.recipe import parse, recipe_names
 
 pytestmark = pytest.mark.usefixtures("quick_meta_models")

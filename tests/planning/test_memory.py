@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from step_costs import SimulatedRank
 from torch import nn
-from torch.nn.functional import normalize
 from torch.profiler import ProfilerActivity, profile
 
 from neuclip_ds.config import Config, OptimizerConfig
@@ -20,9 +18,6 @@ from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.start import start_engine
 from neuclip_ds.models.source import TowerRefs, model_source
 from neuclip_ds.models.trained_parts import Parameters
-from neuclip_ds.objectives import build_objective, contrastive
-from neuclip_ds.objectives.base import Context, Step
-from neuclip_ds.objectives.gather import Features
 from neuclip_ds.planning.activations import count_activations
 from neuclip_ds.planning.memory import (
     EngineMemory,
@@ -187,37 +182,6 @@ def test_a_part_follows_what_it_belongs_to() -> None:
     assert many.device["u, NPN, nets"] < 1000
     individual = account(query("--objective.method=fastclip_v2"), towers)
     assert individual.device["u, NPN, nets"] == pytest.approx((8 + 28) * 1000 / 2, abs=100)
-
-
-@pytest.mark.parametrize("bad", [False, True])
-def test_features_of_a_large_batch_are_those_of_a_real_gather(bad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 of eight gathers four micro-batches in bf16, and copies the features of each side without a bad row."""
-    monkeypatch.setattr(contrastive, "KEPT_BYTES", 0)
-    rows, ranks = 1024, 8
-    options = [f"--data.batch_size={ranks * rows}", f"--data.micro_batch={rows // 4}", "--model.embed_dim=256"]
-    options += ["--objective.method=openclip", "--objective.comm_dtype=bfloat16"]
-    asked = query(*options, world_size=ranks, device="cpu")
-    expected = account(asked, count_towers(asked)).device["features"]
-    communicator = SimulatedRank(ranks)
-    objective = build_objective(asked.config, Context(256, 10**6, communicator), torch.bfloat16)
-    index, valid = torch.arange(rows), torch.ones(rows, dtype=torch.bool)
-    valid[7] = not bad
-
-    def work() -> None:
-        gather = objective.begin_gather(index, valid)
-        pieces = []
-        for _ in range(4):
-            image, text = (normalize(torch.ones(rows // 4, 256), dim=1) for _ in range(2))
-            gather.add_text(text)
-            gather.add_image(image)
-            pieces.append((image, text))
-        image, text = (torch.cat(side) for side in zip(*pieces, strict=True))
-        pieces.clear()
-        objective(Features(image, text, index, valid, gather), Step(0, 0, 0.1, 0.1))
-
-    work()
-    share = allocated_peak(work) / expected
-    assert 0.75 < share < 1, share
 
 
 def test_the_smallest_stage_and_what_would_fit() -> None:

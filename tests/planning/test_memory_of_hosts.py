@@ -103,17 +103,6 @@ def test_640_images_of_150_kb_on_eight_gpus() -> None:
     assert on_cpu.shared == 34 * found.shared // 32
 
 
-def test_a_large_batch_is_loaded_in_parts_and_held_once() -> None:
-    """524,288 images of a rank: 79 GB pinned, and what is ready is bounded by parts of 134 MB."""
-    options = [*LARGE, "--data.batch_size=4194304", "--data.micro_batch=2048"]
-    found = loader_memory(query(*options, world_size=8, device="cuda"), ranks=8)
-    batch = 8 * 524_288 * PIXELS
-    assert found.shared < 8 * 2 * 32 * 140e6
-    assert batch < found.total < 850e9
-    one_pass = loader_memory(query(*LARGE, "--data.batch_size=4194304", world_size=8, device="cuda"), ranks=8)
-    assert one_pass.total > 2 * batch
-
-
 def test_without_loader_processes_nothing_is_shared() -> None:
     assert loader_memory(query("--data.workers=0"), ranks=8).total == 0
     pinned = loader_memory(query("--data.workers=0", device="cuda"), ranks=8)

@@ -1,8 +1,6 @@
 """Hand-written traces with gloo and with NCCL: steps, computation, and collectives with purpose and bytes."""
 
-import gzip
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +8,7 @@ import pytest
 from neuclip_ds.distributed.communicator import PHASE, STEP
 from neuclip_ds.distributed.exchange import PURPOSE
 from neuclip_ds.profiling.breakdown import COLUMNS, breakdown, rank_record, step_seconds
-from neuclip_ds.profiling.trace import StepTrace, engine_purpose, parse_trace, read_trace
+from neuclip_ds.profiling.trace import StepTrace, parse_trace
 
 MAIN, BACKWARD, GLOO, STREAM = 1, 2, 7, 20
 
@@ -196,29 +194,6 @@ def test_nccl_step(caplog: pytest.LogCaptureFixture) -> None:
             "others": 80,
         }
     )
-
-
-def test_without_a_step_there_is_none(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json.gz"
-    path.write_bytes(gzip.compress(json.dumps(trace(GLOO_STEP[1:])).encode()))
-    assert read_trace(path) == []
-
-
-@pytest.mark.parametrize(
-    ("phase", "op", "elements", "purpose"),
-    [
-        ("forward", "all_gather", 10**6, "parameter gather"),
-        ("backward", "all_gather", 10**6, "parameter gather"),
-        ("backward", "reduce_scatter", 10, "gradient reduce"),
-        ("optimizer", "reduce", 10**6, "gradient reduce"),
-        ("optimizer", "all_reduce", 2, "norm and overflow"),
-        ("optimizer", "broadcast", 10**6, "parameter gather"),
-        ("forward", "all_reduce", 10, "all_reduce in forward"),
-        (None, "barrier", 0, "barrier outside the phases"),
-    ],
-)
-def test_deepspeeds_collectives_are_named(phase: str | None, op: str, elements: int, purpose: str) -> None:
-    assert engine_purpose(phase, op, elements) == purpose
 
 
 MS = 1000.0  # of a trace's unit, the microsecond

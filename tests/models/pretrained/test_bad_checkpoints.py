@@ -52,7 +52,6 @@ def refusal(folder: Path) -> str:
     ("name", "words"),
     [
         ("openai/clip-vit-base-patch32", "not a local folder and cannot be downloaded from the hub"),
-        ("/nowhere/at/all", "not a local folder and cannot be downloaded from the hub"),
         (
             "open_clip:ViT-B-32/laion2b_s34b_b79k",
             "download laion/CLIP-ViT-B-32-laion2B-s34B-b79K on a machine with network",
@@ -60,7 +59,6 @@ def refusal(folder: Path) -> str:
         ("open_clip:ViT-H-14-quickgelu/dfn5b", "open_clip:ViT-H-14-quickgelu/FILE"),
         ("open_clip:ViT-B-32/openai", "name open_clip:ViT-B-32-quickgelu/openai"),
         ("open_clip:ViT-B-32/imagenet", "names neither a file nor one of open_clip's weights for ViT-B-32: openai"),
-        ("open_clip:ViT-B-33/openai", "not a local folder and cannot be downloaded from the hub"),
     ],
 )
 def test_names_without_network(name: str, words: str) -> None:
@@ -95,29 +93,9 @@ PROCESSOR, OPEN_CLIP_CONFIG = "preprocessor_config.json", "open_clip_config.json
 SIZE = len(clip_tokenizer())
 # name -> family, what is done to its files, what the message says
 DAMAGED: dict[str, tuple[str, Callable[[Path], object], str]] = {
-    "no width": ("clip", config(lambda tree: tree.pop("projection_dim")), "2 tensors have another shape"),
-    "different widths": (
-        "siglip",
-        config(lambda tree: tree["text_config"].update(projection_size=24)),
-        "2 tensors have another shape",
-    ),
     "config is no JSON": ("clip", lambda folder: (folder / "config.json").write_text("{"), "is not valid JSON"),
     "no processor": ("clip", without(PROCESSOR), f"has no {PROCESSOR}; put the checkpoint's file there"),
     "no mean": ("clip", config(lambda tree: tree.pop("image_mean"), PROCESSOR), "has no image_mean and image_std"),
-    "damaged tokenizer": (
-        "clip",
-        lambda folder: (folder / "tokenizer.json").write_text("{}"),
-        "cannot read a tokenizer",
-    ),
-    "damaged tokenizer of open_clip": (
-        "open_clip",
-        lambda folder: (
-            config(lambda tree: tree["model_cfg"]["text_cfg"].update(hf_tokenizer_name="x"), OPEN_CLIP_CONFIG)(folder),
-            clip_tokenizer().save_pretrained(folder),
-            (folder / "tokenizer.json").write_text("{}"),
-        ),
-        "open_clip cannot read the tokenizer",
-    ),
     "foreign tokenizer": (
         "siglip",
         lambda folder: (

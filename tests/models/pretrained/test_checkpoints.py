@@ -23,7 +23,6 @@ from miniatures import (
     siglip_tokenizer,
     xlm_roberta_tokenizer,
 )
-from safetensors.torch import load_file
 from test_text_encoders import xlm_roberta
 from torch import Tensor
 from torch.nn.functional import normalize
@@ -126,16 +125,6 @@ def test_facts_come_from_the_checkpoint(saved: Saved) -> None:
         assert torch.equal(torch.get_rng_state(), before), "what is random in a run would change"
     assert found.temperature == pytest.approx(wanted.temperature, rel=1e-6)
     assert found.bias == wanted.bias
-
-
-def test_a_package_holds_the_files_own_tensors(saved: Saved) -> None:
-    checkpoint = opened(saved.folder)
-    loaded = checkpoint.load()
-    package = checkpoint.package(checkpoint.tokenizer(), loaded.model.state_dict(), loaded.logits)
-    wanted = load_file(next(saved.folder.glob("*.safetensors")))
-    assert package.weights.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        torch.testing.assert_close(package.weights[name], tensor)
 
 
 def test_a_run_keeps_all_but_the_weights(saved: Saved, tmp_path: Path) -> None:

@@ -7,11 +7,9 @@ import open_clip
 import pytest
 import torch
 from miniatures import CAPTIONS, OPEN_CLIP_CONFIG, PE_CONFIG, SAVERS, images, no_training, save_open_clip
-from timm.layers import resample_abs_pos_embed
 
 from neuclip_ds.config import ModelConfig
 from neuclip_ds.errors import UserError
-from neuclip_ds.models.positions import fit_grid
 from neuclip_ds.models.pretrained.locate import locate, open_checkpoint
 from neuclip_ds.models.source import locate_model, model_source, open_saved
 
@@ -78,15 +76,6 @@ def test_sizes_that_cannot_be(family: str, sizes: dict[str, Any], words: str, tm
     SAVERS[family](tmp_path)
     with pytest.raises(UserError, match=words):
         forced(tmp_path, **sizes).load()
-
-
-@pytest.mark.parametrize("tokens", [0, 1, 5])
-def test_a_grid_is_resampled_behind_its_tokens(tokens: int) -> None:
-    old = torch.randn(49 + tokens, 6, generator=torch.Generator().manual_seed(0))
-    fitted = fit_grid(old, 100 + tokens)
-    assert torch.equal(fitted[:tokens], old[:tokens])
-    torch.testing.assert_close(fitted, resample_abs_pos_embed(old[None], [10, 10], [7, 7], num_prefix_tokens=tokens)[0])
-    assert torch.equal(fit_grid(old[:8], 12), old[:8]), "no square"
 
 
 def forced(folder: Path, **sizes: Any) -> Any:
