@@ -148,29 +148,29 @@ def test_pretrained_models_go_out_and_come_back(family: str, form: str, tmp_path
         assert all(torch.equal(state[name], tensor) for name, tensor in model.model.state_dict().items())
 
 
+def options_of(case: str, folder: Path) -> dict[str, Any]:
+    """Return options of a model that is built from the config."""
+    quick_vit = {**TINY_VIT, "name": "vit_base_patch32_clip_quickgelu_224"}
+    if case == "eos of 2":  # XLM-R's ids, for which CLIPModel would read the feature elsewhere
+        xlm_roberta_tokenizer().save_pretrained(folder)
+        return {"text": {**TINY_TEXT, "tokenizer": str(folder)}}
+    if case == "pretrained text tower":
+        clip_text(folder)
+        return {"vision": quick_vit, "text": {"pretrained": str(folder), "context_length": 16}}
+    return {"new": {}, "quick gelu": {"vision": quick_vit}, "adapters": {"lora": {"rank": 2, "alpha": 3}}}[case]
+
+
 @pytest.mark.parametrize("form", READERS)
-@pytest.mark.parametrize("family", ["", "clip"])
-def test_adapters_are_merged(family: str, form: str, tmp_path: Path) -> None:
-    lora: dict[str, Any] = {"lora": {"rank": 2, "alpha": 3}}
-    if family:
-        SAVERS[family](tmp_path / "from")
-        model = trained(pretrained=str(tmp_path / "from"), text={"trainable": 1}, **lora)
-    else:
-        model = trained(vision=TINY_VIT, text=TINY_TEXT, embed_dim=16, **lora)
+@pytest.mark.parametrize("case", ["new", "quick gelu", "adapters", "eos of 2", "pretrained text tower"])
+def test_clip_vits_from_the_config(case: str, form: str, tmp_path: Path) -> None:
+    """With options and a tokenizer trained on captions, whose EOS is 1; CLIPModel has no place for SigLIP's bias."""
+    tiny = {"vision": TINY_VIT, "text": TINY_TEXT, "embed_dim": 16}
+    model = trained(**{**tiny, **options_of(case, tmp_path / "from")})
     source, weights = merged(model.source, model.tokenizer, model.model.state_dict())
     (tmp_path / "out").mkdir()
-    export(source.package(model.tokenizer, weights, LOGITS), form, tmp_path / "out")
+    export(source.package(model.tokenizer, weights, LogitParameters(0.1, -9.5)), form, tmp_path / "out")
     assert_equal(READERS[form](tmp_path / "out", 32), features(model))
-
-
-@pytest.mark.parametrize("form", READERS)
-@pytest.mark.parametrize("name", ["vit_base_patch32_clip_224", "vit_base_patch32_clip_quickgelu_224"])
-def test_clip_vits_from_scratch(name: str, form: str, tmp_path: Path) -> None:
-    """With options and a tokenizer trained on captions, whose EOS is 1; CLIPModel has no place for SigLIP's bias."""
-    model = trained(vision={**TINY_VIT, "name": name}, text=TINY_TEXT, embed_dim=16)
-    folder = exported(model, form, tmp_path / "out", LogitParameters(0.1, -9.5))
-    assert_equal(READERS[form](folder, 32), features(model))
-    assert reopened(folder)[1] == pytest.approx((0.1, -9.5) if form == "open_clip" else (0.1, None))
+    assert reopened(tmp_path / "out")[1] == pytest.approx((0.1, -9.5) if form == "open_clip" else (0.1, None))
 
 
 @pytest.mark.parametrize("family", ["clip", "scratch", "metaclip_2", "siglip"])
@@ -204,21 +204,6 @@ def test_single_towers_and_the_pipeline_of_transformers(family: str, tmp_path: P
     wanted = torch.sigmoid(logits) if family == "siglip" else logits.softmax(0)
     found = torch.tensor([next(row["score"] for row in scores if row["label"] == label) for label in labels])
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize("text", ["eos of 2", "pretrained"])
-def test_other_text_towers_go_to_both(text: str, tmp_path: Path) -> None:
-    """With XLM-R's ids, for which CLIPModel would read the feature elsewhere, and of a pretrained CLIP."""
-    if text == "pretrained":
-        clip_text(tmp_path / "text")
-        vision = {**TINY_VIT, "name": "vit_base_patch32_clip_quickgelu_224"}  # as the text tower's
-        config = {"vision": vision, "text": {"pretrained": str(tmp_path / "text"), "context_length": 16}}
-    else:
-        xlm_roberta_tokenizer().save_pretrained(tmp_path / "tokenizer")
-        config = {"vision": TINY_VIT, "text": {**TINY_TEXT, "tokenizer": str(tmp_path / "tokenizer")}}
-    model = trained(**config, embed_dim=16)
-    for form, read in READERS.items():
-        assert_equal(read(exported(model, form, tmp_path / form), 32), features(model))
 
 
 @pytest.mark.parametrize(

@@ -186,25 +186,13 @@ def test_masks_are_made_without_reading_the_device(name: str, tmp_path: Path, mo
     assert None not in masks, "these captions are padded"
 
 
-def test_every_parameter_is_trained_and_recomputation_keeps_the_gradients(tmp_path: Path) -> None:
-    for name in ("xlm_roberta", "mt5", "gpt2"):
-        ENCODERS[name][0](tmp_path / name)
-        gradients = []
-        for recompute in (False, True):
-            torch.manual_seed(0)
-            tower, tokenizer = tower_of(source_of(config_of(tmp_path / name)))
-            if recompute:
-                tower.train()
-                for module in tower.modules():
-                    if isinstance(module, torch.nn.Dropout):
-                        module.p = 0.0
-                checkpoint_activations(tower, "text", True)
-            tower(tokenizer(CAPTIONS)).square().sum().backward()
-            assert [name for name, value in tower.named_parameters() if value.grad is None] == []
-            gradients.append([value.grad for value in tower.parameters()])
-        if name != "mt5":  # its dropout is not a separate module everywhere
-            for plain, again in zip(*gradients, strict=True):
-                torch.testing.assert_close(plain, again)
+@pytest.mark.parametrize("name", ["xlm_roberta", "mt5", "gpt2"])
+def test_every_parameter_is_trained_under_checkpointing(name: str, tmp_path: Path) -> None:
+    ENCODERS[name][0](tmp_path)
+    tower, tokenizer = tower_of(source_of(config_of(tmp_path)))
+    checkpoint_activations(tower.train(), "text", True)
+    tower(tokenizer(CAPTIONS)).square().sum().backward()
+    assert [name for name, value in tower.named_parameters() if value.grad is None] == []
 
 
 @pytest.mark.parametrize("name", ["xlm_roberta", "distilbert", "gpt2", "clip_text"])
