@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from build import SAMPLES, VARIANTS
 from fake_cuda import DEVICE, RANKS, GpuRank, fake_cuda
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from neuclip_ds.config import Config
 from neuclip_ds.loss import ContrastiveLoss
-from neuclip_ds.objectives import build_objective, contrastive
+from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context, Objective, Step
 from neuclip_ds.objectives.gather import Features
-from neuclip_ds.objectives.pair_grid import block_bytes
 
 ROWS, DIM = 12, 6
 WARM_UP = 2  # steps: NeuCLIP has drawn its prototypes, AmorLIP its nets; the next step restarts neither, and fits
-BLOCKED = ("openclip", "isogclr", "tuneclip", "siglip")
 WHOLE = torch.ones(ROWS, dtype=torch.bool)
 
 
@@ -73,40 +67,3 @@ def test_the_loss_of_other_training_loops(name: str, validate: bool) -> None:
             loss_fn(image, text, torch.arange(ROWS)).backward()
         assert image.grad is not None and image.grad.device == DEVICE
     assert gpu.syncs == ({"loss/checks.py": 1} if validate else {})
-
-
-class LargestResult(TorchDispatchMode):
-    """The bytes of the largest tensor that an operation returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if not func.is_view:
-            tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-            self.bytes = max([self.bytes, *(tensor.nbytes for tensor in tensors)])
-        return result
-
-
-@pytest.mark.parametrize(
-    ("batch", "world_size", "chunk", "limit"),
-    [(20_000, 1, None, block_bytes("cuda")), (20_000, 2, 100_000, block_bytes("cuda")), (5_000, 1, None, 16 << 20)],
-    ids=["fused", "fused wide blocks", "in the cache"],
-)
-@pytest.mark.parametrize("method", BLOCKED)
-def test_no_tensor_exceeds_a_block(
-    method: str, batch: int, world_size: int, chunk: int | None, limit: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(contrastive, "KEPT_BYTES", 0)
-    options = {**VARIANTS[method][1], "method": method, "chunk_size": chunk}
-    rows = batch // world_size
-    with fake_cuda():
-        context = Context(DIM, batch, GpuRank(world_size))
-        objective = build_objective(Config.model_validate({"objective": options}), context, torch.float32)
-        image, text = torch.empty(2, rows, DIM, device=DEVICE)
-        features = Features(image, text, torch.arange(rows), torch.ones(rows, dtype=torch.bool))
-        with LargestResult() as largest:
-            objective(features, Step(0, 0, 1e-3, 1e-3))
-    assert 0.4 * limit < largest.bytes <= limit

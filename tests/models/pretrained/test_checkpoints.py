@@ -138,20 +138,14 @@ def test_a_run_keeps_all_but_the_weights(saved: Saved, tmp_path: Path) -> None:
     assert {name: value.shape for name, value in built.items()} == {n: value.shape for n, value in whole.items()}
 
 
-def test_each_parameter_is_trained_and_checkpointing_keeps_the_gradients(saved: Saved) -> None:
-    gradients = []
-    for checkpointing in (False, True):
-        model = opened(saved.folder).load().model.train()
-        assert all(parameter.ndim > 0 for parameter in model.parameters())
-        if checkpointing:
-            for name in TOWERS:
-                checkpoint_activations(model.get_submodule(name), name, True)
-        image, text = model(images(32), saved.ids(CAPTIONS))
-        (image * text).sum().backward()
-        assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
-        gradients.append([parameter.grad for parameter in model.parameters()])
-    for plain, recomputed in zip(*gradients, strict=True):
-        torch.testing.assert_close(plain, recomputed)
+def test_each_parameter_is_trained_under_checkpointing(saved: Saved) -> None:
+    model = opened(saved.folder).load().model.train()
+    assert all(parameter.ndim > 0 for parameter in model.parameters())
+    for name in TOWERS:
+        checkpoint_activations(model.get_submodule(name), name, True)
+    image, text = model(images(32), saved.ids(CAPTIONS))
+    (image * text).sum().backward()
+    assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
 
 
 def test_an_open_clip_file_takes_its_architecture_by_name(tmp_path: Path) -> None:
