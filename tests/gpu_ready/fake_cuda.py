@@ -4,14 +4,14 @@ Tensors of both devices in one operation raise, as on a GPU. What waits for a GP
 or of DeepSpeed that asks for it:
 
 - a number read from the device (`item`, `bool`, `float`, `tolist`), and a copy to the host;
-- an operation whose result has a shape that the device must tell (`nonzero`, boolean masks, `bincount`);
 - a copy from the host that is not `non_blocking`, such as those of `new_tensor` and `torch.tensor(..., device="cuda")`,
   or one of more than 64 KB from memory that is not pinned, which CUDA copies piece by piece through memory that is;
 - a synchronization with the device or a stream, and with an event unless the device has been given work after it: then
   the host waits while the device has something to do.
 
-Where the result depends on data, the wait is counted and a given value returned: masks are true everywhere, and no
-gradient overflows in DeepSpeed. Within `fake_ranks`, DeepSpeed's engine runs on the device too.
+A given value is returned where the result depends on data: no gradient overflows in DeepSpeed. An operation whose
+result has a shape that the device must tell (`nonzero`, boolean masks, `bincount`) raises. Within `fake_ranks`,
+DeepSpeed's engine runs on the device too.
 """
 
 from __future__ import annotations
@@ -114,10 +114,6 @@ class FakeGpu(TorchDispatchMode):
             return self._value(args[0])
         if op is _ATEN._to_copy and on_gpu and target == DEVICE and kwargs.get("dtype") in (None, args[0].dtype):
             return args[0]  # is there already
-        if op in _DATA_DEPENDENT:
-            self._wait(on_gpu)
-            self.launches += bool(on_gpu)
-            return _DATA_DEPENDENT[op](*args, **kwargs)
         if op in _INDEXED:
             args = [args[0], self._plain_indices(args), *args[2:]]
         self._refuse_host_numbers(func, tensors, on_gpu)
@@ -142,22 +138,11 @@ class FakeGpu(TorchDispatchMode):
             self.wait()
 
     def _plain_indices(self, args: Sequence[Any]) -> list[Tensor | None]:
-        """Return indices of an indexed tensor with masks written out, all true."""
-        values = args[2] if len(args) > 2 else None
-        is_fill = values is not None and values.numel() == 1 and not _is_cuda(values)
-        plain: list[Tensor | None] = []
+        """Return indices of an indexed tensor on its device."""
         for index in args[1]:
-            is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
-            places = [index]
-            if is_mask and isinstance(index, FakeTensor):
-                places = [index.new_empty(index.numel(), dtype=torch.int64) for _ in range(index.ndim)]
-            elif is_mask:
-                with unset_fake_temporarily():
-                    places = list(index.nonzero().unbind(1))
-            if index is not None and _is_cuda(args[0]) and (not _is_cuda(index) or (is_mask and not is_fill)):
-                self._wait(args[:1])  # for the places, or to move them to the device
-            plain.extend(place if place is None else place.to(args[0].fake_device) for place in places)
-        return plain
+            if index is not None and _is_cuda(args[0]) and not _is_cuda(index):
+                self._wait(args[:1])  # to move it to the device
+        return [index if index is None else index.to(args[0].fake_device) for index in args[1]]
 
     def _refuse_host_numbers(self, func: Any, tensors: Sequence[Tensor], on_gpu: Sequence[Tensor]) -> None:
         """Raise where a 0-dim tensor of the host meets one of the device: not every kernel takes it."""
@@ -255,30 +240,6 @@ class _Accelerator(CUDA_Accelerator):
 def _is_cuda(tensor: Tensor) -> bool:
     """Tell it without a dispatch, which `Tensor.is_cuda` of a fake tensor is."""
     return isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda"
-
-
-def _nonzero(x: Tensor) -> Tensor:
-    return x.new_empty((x.numel(), x.ndim), dtype=torch.int64)
-
-
-def _masked_select(x: Tensor, mask: Tensor) -> Tensor:
-    return x.new_empty(torch.broadcast_shapes(x.shape, mask.shape).numel())
-
-
-def _bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-    return x.new_empty(minlength, dtype=torch.int64 if weights is None else weights.dtype)
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape
-
-
-_DATA_DEPENDENT = {
-    _ATEN.nonzero: _nonzero,
-    _ATEN.masked_select: _masked_select,
-    _ATEN.bincount: _bincount,
-    _ATEN.equal: _equal,
-}
 
 
 def asking_file() -> str:

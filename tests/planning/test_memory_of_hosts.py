@@ -103,12 +103,6 @@ def test_640_images_of_150_kb_on_eight_gpus() -> None:
     assert on_cpu.shared == 34 * found.shared // 32
 
 
-def test_without_loader_processes_nothing_is_shared() -> None:
-    assert loader_memory(query("--data.workers=0"), ranks=8).total == 0
-    pinned = loader_memory(query("--data.workers=0", device="cuda"), ranks=8)
-    assert pinned.shared == 0 < pinned.total
-
-
 def test_a_machine_with_less_memory_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     free = disk_usage("/dev/shm").free
     nothing = MemoryAccount({}, {}, {"in the towers": 0})

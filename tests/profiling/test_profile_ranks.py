@@ -12,7 +12,6 @@ import pytest
 from benchmarking.openclip_reference import REFERENCES
 from benchmarking.synthetic_profile import CONFIG, run_synthetic_profile
 from ranks import run_ranks
-from small_runs import call
 from step_costs import count_model, step_work
 
 from neuclip_ds.distributed.communicator import STEP, Communicator
@@ -193,15 +192,6 @@ def test_frozen_parts_send_nothing_and_groups_are_counted(
         if options is PARTS:  # the final norm and the projection of the image tower, in each of two micro-batches
             reduced = breakdown_of(tmp_path, name, stage)["purposes"]["gradient reduce"]
             assert reduced["bytes_received"] <= 2 * ALL_REDUCE * FLOAT * (2 * 32 + 32 * DIM)
-
-
-@pytest.mark.slow
-def test_the_cost_model_is_fitted_to_profiles(folder: Path, tmp_path: Path) -> None:
-    done = call("tools/cost_model.py", "fit", str(folder), "--cores", "2", "--out", str(tmp_path / "machine.json"))
-    assert done.returncode == 0, done.stderr
-    rows = [line.split("|") for line in done.stdout.splitlines() if "batch" in line]
-    assert len(rows) == len(QUICK) and all(row[-2].strip() == "yes" for row in rows)
-    assert json.loads((tmp_path / "machine.json").read_text())["compute"]["cores"] == 2
 
 
 def test_times_add_up_and_the_report_has_them(folder: Path) -> None:

@@ -72,19 +72,24 @@ def small(hidden: int, **over: Any) -> dict[str, Any]:
     return {**sizes, **over}
 
 
-def clip_config(**over: Any) -> CLIPConfig:
-    tokenizer = clip_tokenizer()
-    specials = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": 0}
+def save_clip(folder: Path) -> CLIPModel:
+    return _save_clip(folder, CLIPConfig, CLIPModel, clip_tokenizer())
+
+
+def save_metaclip_2(folder: Path) -> MetaClip2Model:
+    """Save a MetaCLIP 2, whose text tower is read at XLM-R's EOS, 2."""
+    return _save_clip(folder, MetaClip2Config, MetaClip2Model, xlm_roberta_tokenizer())
+
+
+def _save_clip(folder: Path, config: Any, kind: Any, tokenizer: Any) -> Any:
+    torch.manual_seed(0)
+    specials = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     text = small(24, vocab_size=len(tokenizer), max_position_embeddings=16, **specials)
     vision = small(32, image_size=32, patch_size=8)
-    return CLIPConfig(text_config={**text, **over}, vision_config={**vision, **over}, projection_dim=20)
-
-
-def save_clip(folder: Path, **over: Any) -> CLIPModel:
-    torch.manual_seed(0)
-    model = CLIPModel(clip_config(**over)).eval()
+    model = kind(config(text_config=text, vision_config=vision, projection_dim=20)).eval()
     _save(model, folder, logit_scale=4.0)
-    _save_clip_processor(clip_tokenizer(), folder)
+    CLIPProcessor(CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=32), tokenizer).save_pretrained(folder)
+    flat_processor(folder)
     return model
 
 
@@ -101,19 +106,6 @@ def save_siglip(folder: Path) -> SiglipModel:
     SiglipImageProcessor(size={"height": 32, "width": 32}, image_mean=[0.5] * 3, image_std=[0.5] * 3).save_pretrained(
         folder
     )
-    return model
-
-
-def save_metaclip_2(folder: Path) -> MetaClip2Model:
-    """Save a MetaCLIP 2, whose text tower is read at XLM-R's EOS, 2."""
-    torch.manual_seed(0)
-    tokenizer = xlm_roberta_tokenizer()
-    specials = {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1}
-    text = small(24, vocab_size=len(tokenizer), max_position_embeddings=16, **specials)
-    config = MetaClip2Config(text_config=text, vision_config=small(32, image_size=32, patch_size=8), projection_dim=20)
-    model = MetaClip2Model(config).eval()
-    _save(model, folder, logit_scale=4.0)
-    _save_clip_processor(tokenizer, folder)
     return model
 
 
@@ -166,11 +158,6 @@ def flat_processor(folder: Path) -> None:
         tree = json.loads(nested.read_text())
         (folder / "preprocessor_config.json").write_text(json.dumps(tree["image_processor"]))
         nested.unlink()
-
-
-def _save_clip_processor(tokenizer: Any, folder: Path) -> None:
-    CLIPProcessor(CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=32), tokenizer).save_pretrained(folder)
-    flat_processor(folder)
 
 
 def _save(model: Any, folder: Path, **logits: float) -> None:

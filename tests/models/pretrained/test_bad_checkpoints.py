@@ -1,7 +1,7 @@
 """Checkpoints that cannot be loaded: the message names what is missing and where to put it."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -183,9 +183,21 @@ def test_no_temperature_is_told_as_none(family: str, tmp_path: Path) -> None:
     assert open_checkpoint(locate(str(tmp_path))).load().logits == (None, None)
 
 
+@pytest.fixture
+def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Put code next to a model, and fail if it is run or the user is asked whether it may."""
+    code = f"import pathlib; pathlib.Path({str(tmp_path / 'ran')!r}).touch()"
+    for folder in (tmp_path, tmp_path / "encoder"):
+        folder.mkdir(exist_ok=True)
+        (folder / "code.py").write_text(code)
+    monkeypatch.setattr("builtins.input", lambda *words: pytest.fail("the user was asked"))
+    yield
+
+
+@pytest.mark.usefixtures("code")
 @pytest.mark.parametrize("family", ["clip", "open_clip"])
-def test_code_of_a_model_is_never_run(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is the user asked whether it may; the library's own classes are used."""
+def test_code_of_a_model_is_never_run(family: str, tmp_path: Path) -> None:
+    """The library's own classes are used."""
     save_clip(tmp_path)
     if family == "open_clip":
         text = {**OPEN_CLIP_TREE["text_cfg"], "hf_tokenizer_name": "tokenizer", "vocab_size": SIZE}
@@ -197,8 +209,6 @@ def test_code_of_a_model_is_never_run(family: str, tmp_path: Path, monkeypatch: 
     else:
         edit(tmp_path / "config.json", lambda tree: tree.update(auto_map=dict.fromkeys(AUTO, "code.Made")))
     edit(tmp_path / "tokenizer_config.json", lambda tree: tree.update(auto_map={"AutoTokenizer": ["code.Made", None]}))
-    (tmp_path / "code.py").write_text(f"import pathlib; pathlib.Path({str(tmp_path / 'ran')!r}).touch()")
-    monkeypatch.setattr("builtins.input", lambda *words: pytest.fail("the user was asked"))
     checkpoint = open_checkpoint(locate(str(tmp_path)))
     checkpoint.tokenizer()
     checkpoint.load()
@@ -206,25 +216,19 @@ def test_code_of_a_model_is_never_run(family: str, tmp_path: Path, monkeypatch: 
         text_tower = ModelConfig.model_validate({"text": {"pretrained": str(tmp_path), "context_length": 16}})
         source = model_source(text_tower, locate_model(text_tower))
         source.tokenizer(no_training)
-    assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.usefixtures("code")
 @pytest.mark.parametrize("known", [True, False])
-def test_code_of_open_clips_text_encoders_is_never_run(
-    known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_of_open_clips_text_encoders_is_never_run(known: bool, tmp_path: Path) -> None:
     """An encoder that transformers has is built from its own class; any other is refused."""
     encoder = tmp_path / "encoder"
-    encoder.mkdir()
     tree = {"model_type": "roberta" if known else "made", **small(24), "vocab_size": 60, "pad_token_id": 1}
     tree["auto_map"] = {"AutoConfig": "code.Made", "AutoModel": "code.Made"}
     (encoder / "config.json").write_text(json.dumps(tree))
-    (encoder / "code.py").write_text(f"import pathlib; pathlib.Path({str(tmp_path / 'ran')!r}).touch()")
-    monkeypatch.setattr("builtins.input", lambda *words: pytest.fail("the user was asked"))
     config = {**OPEN_CLIP_TREE, "text_cfg": {"hf_model_name": str(encoder)}}
     if known:
         assert type(architecture(config, "it").text.transformer).__name__ == "RobertaModel"
     else:
         with pytest.raises(UserError, match=r"cannot read the text encoder .* of it"):
             architecture(config, "it")
-    assert not (tmp_path / "ran").exists()

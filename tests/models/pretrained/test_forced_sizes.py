@@ -65,17 +65,11 @@ def test_a_perception_encoder_at_another_resolution(tmp_path: Path) -> None:
         checkpoint.package(checkpoint.tokenizer(), model.state_dict(), checkpoint.load().logits)
 
 
-@pytest.mark.parametrize(
-    ("family", "sizes", "words"),
-    [
-        ("clip", {"force_image_size": 36}, "model.force_image_size=36 is not divisible .* of 8 pixels; use 32 or 40"),
-        ("open_clip", {"force_image_size": 36}, "not divisible into patches of 8"),
-    ],
-)
-def test_sizes_that_cannot_be(family: str, sizes: dict[str, Any], words: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["clip", "open_clip"])
+def test_sizes_that_cannot_be(family: str, tmp_path: Path) -> None:
     SAVERS[family](tmp_path)
-    with pytest.raises(UserError, match=words):
-        forced(tmp_path, **sizes).load()
+    with pytest.raises(UserError, match=r"model\.force_image_size=36 is not divisible .* of 8 pixels; use 32 or 40"):
+        forced(tmp_path, force_image_size=36)
 
 
 def forced(folder: Path, **sizes: Any) -> Any:
