@@ -146,11 +146,11 @@ METHODS: dict[str, Method] = {
     # NeuCLIP Table 3. tau's initial value and schedule are not published: 0.07, and the encoders' schedule because
     # its learning rate is an eighth of theirs on every data set.
     "neuclip": Method(normalizer="npn", temperature="rule", starts=_tau(0.07)),
-    # NeuCLIP's loss with a normalizer from a queue and no inner optimizer (this project), w_i = exp(-alpha_i).
-    #   1/2n sum_i sum_{1, 2} [ exp(-alpha_i) (eps + g_i) + alpha_i - 1 ] + log(n-1),   eps = 1/(n-1)
-    #   alpha_i = log(eps + (g_i + kappa ghat_i)/(1 + kappa)),   ghat1_i = 1/m sum_k c_k exp((e1_i . W_k - s_ii)/tau)
-    # W holds the other side's last m features, and c_k weighs them so that ghat follows the batch's g. With
-    # `temperature.rule=robust` the scale is tau, `objective.eps` holds, and 2 rho tau is added.
+    # InfoNCE over the data set, with normalizers pooled from the batch and a queue (this project; the queue is MoCo's).
+    #   1/2n sum_i sum_{1, 2} alpha_i + log(n-1),   eps = 1/(n-1)
+    #   alpha_i = log(eps + (g_i + kappa ghat_i)/(1 + kappa)),   ghat1_i = 1/m sum_k exp((e1_i . W_k - s_ii)/tau)
+    # W holds the other side's last m features. With `temperature.rule=robust` the scale is tau, `objective.eps` holds,
+    # and 2 rho tau is added.
     "neuclip_queue": Method(
         normalizer="pooled_queue",
         temperature="rule",

@@ -159,8 +159,7 @@ class QueueConfig(Section):
     size: int = Field(4096, ge=1, le=1 << 24)
     """Samples m that the queue holds."""
     kappa: float = Field(1.0, gt=0, le=1e6)
-    """Weight of the queue's estimate when pooled with the batch's, whose weight is 1. Bounds (eps + g)/exp(alpha)
-    by 1 + kappa."""
+    """Weight of the queue's estimate when pooled with the batch's, whose weight is 1."""
 
 
 class HingeConfig(Section):

@@ -144,13 +144,15 @@ def predictions(method: Any) -> Tensor:
 def pooled(method: Any) -> Tensor:
     """(2, N) estimates from the queue and the rows of the same batch that count."""
     state, result = method.replicated_state(), torch.zeros(2, N, dtype=torch.float64)
-    queues = state["normalizer.queue_text"], state["normalizer.queue_image"]
+    entries = torch.stack([state["normalizer.queue_text"], state["normalizer.queue_image"]])
     for batch in ORDER.split(BATCH):
         rows = batch[torch.isin(batch, VALID)]
         image, text = (x[rows] for x in FEATURES)
         tau, others = temperatures(method)[0, 0], rows.unsqueeze(1) != state["normalizer.queue_index"]
-        alpha = oracle.queue_estimates(image, text, tau, queues, others, 2.0, 1e-6)[2]
-        result[:, rows] = (alpha.exp() - 1e-6).log()
+        means = torch.stack([text.mean(0), image.mean(0)])  # which the entries move with
+        means = state["normalizer.queue_means"].flip(0).lerp(means, len(rows) / 256)
+        queues = (entries + means.unsqueeze(1)).unbind()
+        result[:, rows] = oracle.pooled_normalizers(image, text, tau, queues, others, kappa=2.0).log()
     return result
 
 

@@ -3,8 +3,6 @@
 Features are (B, d) leaves, all rows valid. Sums over j != i use the full similarity matrix and a boolean mask.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -112,46 +110,20 @@ def amorlip(image: Tensor, text: Tensor, tau: Tensor, log_lambda: Tensor, c: flo
     return tau.detach() * (-2 * scores.diagonal().mean() + mass[0].mean() + mass[1].mean()) + rho * tau
 
 
-def queue_estimates(
-    image: Tensor,
-    text: Tensor,
-    tau: Tensor,
-    queues: tuple[Tensor, Tensor],
-    others: Tensor,
-    kappa: float,
-    eps: float,
-    held: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(2, B) log(eps + g), log(eps + ghat) and their pooled alpha for queues of texts and of images.
+def pooled_normalizers(
+    image: Tensor, text: Tensor, tau: Tensor, queues: tuple[Tensor, Tensor], others: Tensor, kappa: float
+) -> Tensor:
+    """(2, B) (g + kappa ghat)/(1 + kappa) for queues of texts and of images.
 
-    `others` (B, m) says which entries are of other samples than the anchor; without any, ghat is g. A prototype's
-    weight is (sum_i p_ik r_i + delta)/(sum_i p_ik + delta). Where `held`, weights and alpha are constants.
+    `others` (B, m) says which entries are of other samples than the anchor; without any, g stands alone. Queues are
+    constant, and so is the anchor's partner where ghat compares it with them.
     """
-    count = others.sum(1, keepdim=True)
-    positive, found = (image * text).sum(1, keepdim=True), []
-    for exponent, anchors, queue in zip(logits(image, text, tau), (image, text), queues, strict=True):
-        target = torch.log(eps + log_mean_exp(exponent).exp())
-        terms = torch.exp((anchors @ queue.T - positive) / tau) * others / count.clamp(min=1)
-        share = terms / (eps + terms.sum(1, keepdim=True))
-        ratio = target.exp() / (eps + terms.sum(1))
-        delta = 1e-3 * len(image) / len(queue)
-        weight = (ratio @ share + delta) / (share.sum(0) + delta)
-        prediction = torch.where(
-            count[:, 0] > 0, torch.log(eps + terms @ (weight.detach() if held else weight)), target
-        )
-        alpha = torch.log((target.exp() + kappa * prediction.exp()) / (1 + kappa))
-        found.append(torch.stack([target, prediction, alpha.detach() if held else alpha]))
-    target, prediction, alpha = torch.stack(found, dim=1)
-    return target, prediction, alpha
-
-
-def pooled_queue(*estimates: Any) -> tuple[Tensor, Tensor]:
-    """NeuCLIP's loss of both directions at the pooled alpha, and the surrogate whose gradient the method has.
-
-    `estimates` are the arguments of `queue_estimates`.
-    """
-    target, _, alpha = queue_estimates(*estimates, held=False)
-    loss = ((target - alpha).exp() + alpha - 1).mean(1).sum()
-    target, prediction, alpha = queue_estimates(*estimates)
-    ratio = (target - alpha).exp().detach()
-    return loss, (ratio * target + (1 - ratio) * prediction).mean(1).sum()
+    count, pooled = others.sum(1), []
+    sides = zip(logits(image, text, tau), (image, text), (text, image), queues, strict=True)
+    for exponent, anchors, partners, queue in sides:
+        batch = log_mean_exp(exponent).exp()
+        positive = (anchors * partners.detach()).sum(1, keepdim=True)
+        terms = torch.exp((anchors @ queue.T - positive) / tau) * others
+        queued = terms.sum(1) / count.clamp(min=1)
+        pooled.append(torch.where(count > 0, (batch + kappa * queued) / (1 + kappa), batch))
+    return torch.stack(pooled)

@@ -1,35 +1,29 @@
-"""NeuCLIP's normalizer without an inner optimizer: weighted recent features, pooled with the batch.
+"""Normalizers pooled from the batch and a queue of recent features, without parameters and per-sample state.
 
-docs/reference/losses.md derives it. For an image anchor the prototypes W_k are the last m text features, for a text
-anchor the last m image features; a batch enters the queue after use. An anchor is not compared with entries of its own
-sample, which would count its positive as a negative; m_i is the number of the others. Weights c_k are computed for each
-batch and not kept.
+The queue holds the last m texts, which an image anchor is compared with, and the last m images; a batch enters it after
+use. An anchor skips entries of its own sample, which would count its positive as a negative; m_i is the number of the
+others. With W_k the queue's features, moved as below, and t_i the anchor's partner,
 
-    z_ik = (e_i . W_k - s_ii)/tau,   ghat_i = 1/m_i sum_k c_k exp(z_ik)            (k over other samples' entries)
-    r_i = (eps + g_i)/(eps + ghat_i),   p_ik = exp(z_ik)/(m_i (eps + ghat_i)),   both at c = 1
-    c_k = (sum_i p_ik r_i + delta)/(sum_i p_ik + delta),   delta = 1e-3 B/m                     `_log_weights`
-    alpha_i = log(((eps + g_i) + kappa (eps + ghat_i))/(1 + kappa)),   R_i = (eps + g_i) exp(-alpha_i) in (0, 1 + kappa)
+    z_ik = e_i . (W_k - t_i)/tau,   ghat_i = 1/m_i sum_k exp(z_ik)                 (k over other samples' entries)
+    alpha_i = log(eps + (g_i + kappa ghat_i)/(1 + kappa)),   loss = mean_i alpha_i over both directions
 
-The gradient for encoders and temperature is that of a surrogate, not of the reported loss R_i + alpha_i - 1:
+W is constant, and so is t_i in z_ik: ghat_i trains the anchor alone. In the batch, a feature is repelled as an anchor
+and as a negative of others, and attracted as an anchor and as a partner. The queue's entries are nobody's anchors, so
+that a partner attracted by ghat_i would be attracted without being repelled. With q_ik the softmax of z_ik over k,
 
-    1/B sum_i [ R_i log(eps + g_i) + (1 - R_i) log(eps + ghat_i) ]   over both directions, c and R held constant
+    v_i = kappa ghat_i/((1 + kappa) exp(alpha_i)),   grad_{e_i} += v_i (sum_k q_ik W_k - t_i)/tau
 
-An anchor's negatives in the batch then weigh R_i and those in the queue 1 - R_i (at eps = 0). Where R_i > 1 the queue's
-weight is negative: the anchor is attracted to them, with weight below kappa, so that its positive's weight stays 1/tau.
+and the batch's negatives together weigh g_i/((1 + kappa) exp(alpha_i)), at most 1. Each rank holds a bit-identical copy
+of the queue and computes the rows of its own anchors.
 
-The first term's gradient is exp(-alpha_i) grad g_i, which all methods share (pair_gradient.py). In the second, with
-q_ik the softmax of z_ik + log c_k over k, t_i the anchor's partner and M_i = ghat_i/(eps + ghat_i),
-
-    tau grad_{e_i} = M_i (sum_k q_ik W_k - t_i),   tau grad_{t_i} = -M_i e_i,   tau d/dtau = -M_i sum_k q_ik z_ik
-
-Ranks. Each rank holds a bit-identical copy of the whole queue and computes the rows of its own anchors. Besides w_i,
-only two sums over anchors per prototype are exchanged, as float64: their logarithms lie within 2/tau, which float64
-represents if tau >= 0.003. Everything else is a logarithm relative to the largest term.
+Entries move with the mean of the features: W_k is the feature at its time, minus the mean then, plus the mean now.
+Without this, features that all move in one direction are repelled from where they were a few steps ago, and so gain
+speed: towers that train from scratch collapse. The mean is a running one over about 256 samples, because the mean of a
+small batch is noisy and would shift all entries at once.
 """
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,122 +32,89 @@ from neuclip_ds.distributed.communicator import to_device
 from neuclip_ds.errors import UserError
 from neuclip_ds.objectives.base import Context, Normalizer, NormalizerOutput, Step
 from neuclip_ds.objectives.gather import GatheredFeatures
-from neuclip_ds.objectives.normalizers.prediction import batch_output, log_eps_plus, prediction_gradient
+from neuclip_ds.objectives.normalizers.prediction import log_eps_plus
 from neuclip_ds.objectives.options import ObjectiveConfig
-from neuclip_ds.objectives.pair_arithmetic import bounded_exp_, log_sum_exp, pair_products, products_exact_for
+from neuclip_ds.objectives.pair_arithmetic import log_sum_exp, pair_products, products_exact_for
 from neuclip_ds.objectives.pair_grid import block_bytes, slices
 
-_DELTA = 1e-3  # share of the anchors' mean mass on a prototype
-_RATIO = "normalizer_ratio"  # mean of R_i
-
-
-class _Estimate(NamedTuple):
-    """Estimates for this rank's anchors from the queue and the batch; direction 0 has image anchors."""
-
-    alpha: Tensor  # (2, local)
-    ratio: Tensor  # (2, local): R_i
-    log_ghat: Tensor  # (2, local)
-    drawn: Tensor  # (2, local, d): sum_k q_ik W_k
+_SHARE = "batch_share"  # mean of g_i/(g_i + kappa ghat_i)
+_WINDOW = 256  # samples in the running mean of the features; that of a larger batch is its own mean
 
 
 class PooledQueueNormalizer(Normalizer):
-    """w_i = exp(-alpha_i), with alpha from a queue of features and the batch.
+    """w_i = exp(-alpha_i)/(1 + kappa), with alpha from a queue of features and the batch.
 
     Until m samples have been seen, the queue holds fewer, and that number replaces m. An anchor for which the queue has
-    no entries of other samples, as in the first step, has alpha_i = log(eps + g_i).
+    no entries of other samples, as in the first step, has alpha_i = log(eps + g_i) and w_i = exp(-alpha_i).
     """
 
     needs_index = True
 
     def __init__(self, config: ObjectiveConfig, eps: float, context: Context) -> None:
         self._size, self._kappa = config.queue.size, config.queue.kappa
-        self._eps, self._communicator = eps, context.communicator
+        self._eps = eps
         empty = torch.zeros((self._size, context.dim), dtype=context.dtype, device=context.communicator.device)
-        self._images, self._texts = empty, empty.clone()
+        self._images, self._texts = empty, empty.clone()  # minus the mean when they entered
+        self._means = empty.new_zeros((2, context.dim))  # of images and of texts
         self._index = torch.full((self._size,), -1)  # the entries' sample indices, in host memory like the batch's
         self._seen = 0  # samples that have gone into the queue
 
     def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> NormalizerOutput:
-        log_target = log_eps_plus(log_g, self._eps)
-        if self._seen:
-            output = self._from_both(batch, log_target, tau)
-        else:
-            output = batch_output(batch.gather(log_target, "normalizer"), log_target)
-            output = output._replace(local_metrics={_RATIO: torch.ones_like(log_target)})
+        anchors, means = batch.anchors(), self._means_with(batch)
+        log_ghat, drawn = self._estimate(batch, anchors, means, tau)
+        pooled, log_scale = self._pooled(log_g, log_ghat)
+        alpha = log_eps_plus(pooled, self._eps)
+        pull = (log_ghat + math.log(self._kappa) + log_scale - alpha).exp()  # v_i, 0 without entries
+        away = drawn - anchors.flip(0)  # the partner of an anchor is the anchor of the other direction
+        gradient = (pull / (batch.size * tau)).unsqueeze(2) * away
+        mean_logit = torch.einsum("sid,sid->si", anchors, away) / tau  # sum_k q_ik z_ik
+        log_weight = batch.gather(log_scale - alpha, "normalizer")
+        metrics = {"alpha": alpha, _SHARE: (log_g + log_scale - pooled).exp()}
         if step.learn:
-            self._enqueue(batch)
-        return output
+            self._enqueue(batch, means)
+        feature_grad = gradient[0], gradient[1]
+        return NormalizerOutput(log_weight, alpha, alpha - pull * mean_logit, {}, feature_grad, metrics)
 
     def log_estimate(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor) -> Tensor:
-        if not self._seen:
-            return log_g
-        log_ghat = self._estimate(batch, log_eps_plus(log_g, self._eps), tau).log_ghat
-        pooled = torch.logaddexp(log_g, log_ghat + math.log(self._kappa)) - math.log1p(self._kappa)
-        return torch.where(log_ghat.isfinite(), pooled, log_g)  # without entries of other samples
+        return self._pooled(log_g, self._estimate(batch, batch.anchors(), self._means_with(batch), tau)[0])[0]
 
-    def _from_both(self, batch: GatheredFeatures, log_target: Tensor, tau: Tensor) -> NormalizerOutput:
-        """Return loss, weights and the gradient of (1 - R_i) log(eps + ghat_i)."""
-        estimate = self._estimate(batch, log_target, tau)
-        residual = 1 - estimate.ratio
-        mass = (estimate.log_ghat - log_eps_plus(estimate.log_ghat, self._eps)).exp()  # M_i
-        feature_grad = prediction_gradient(residual, estimate.drawn * mass.unsqueeze(2), mass, batch, tau)
-        similar = torch.einsum("sid,sid->si", batch.anchors(), estimate.drawn)
-        mean_logit = (similar - batch.positive[batch.local]) / tau  # sum_k q_ik z_ik
-        value = estimate.ratio + estimate.alpha - 1  # NeuCLIP's loss of an anchor, which is also its part of dL/dtau
-        alpha = batch.gather(estimate.alpha, "normalizer")
-        tau_term, metrics = value - residual * mass * mean_logit, {"alpha": alpha.mean()}
-        return NormalizerOutput(-alpha, value, tau_term, metrics, feature_grad, {_RATIO: estimate.ratio})
+    def _pooled(self, log_g: Tensor, log_ghat: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (2, local) log of (g + kappa ghat)/(1 + kappa), and the log of its factor of g."""
+        log_scale = torch.full_like(log_ghat, -math.log1p(self._kappa)).masked_fill_(log_ghat.isneginf(), 0.0)
+        return torch.logaddexp(log_g, log_ghat + math.log(self._kappa)) + log_scale, log_scale
 
-    def _estimate(self, batch: GatheredFeatures, log_target: Tensor, tau: Tensor) -> _Estimate:
-        """Compare this rank's anchors with the queue, weigh the prototypes, and pool with log(eps + g)."""
+    def _means_with(self, batch: GatheredFeatures) -> Tensor:
+        """Return (2, d) running means of the images and the texts that include this batch."""
+        means = torch.stack([batch.image.mean(dim=0), batch.text.mean(dim=0)])
+        return self._means.lerp(means, min(1.0, batch.size / _WINDOW)) if self._seen else means
+
+    def _estimate(self, batch: GatheredFeatures, anchors: Tensor, means: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (2, local) log ghat_i of (2, local, d) anchors, and (2, local, d) sum_k q_ik W_k.
+
+        Without entries of other samples these are -inf and 0.
+        """
+        log_ghat, drawn = anchors.new_full(anchors.shape[:2], -math.inf), torch.zeros_like(anchors)
         count = min(self._seen, self._size)
-        prototypes = (self._texts[:count], self._images[:count])
-        logits = [
-            pair_products(x[batch.local], w, batch.comm_dtype)
-            for x, w in zip((batch.image, batch.text), prototypes, strict=True)
-        ]
-        anchors, copies = self._copies(batch, count)
-        offset = batch.positive[batch.local] / tau + math.log(count)
-        if len(anchors):
-            copied = torch.searchsorted(anchors, torch.arange(len(offset) + 1)).diff()  # entries of the same sample
-            log_others = (1 - copied.double() / count).log()  # m_i/m
-            offset = offset + to_device(log_others.to(offset.dtype), offset.device)
-            copies = to_device(anchors * count + copies, offset.device)
-        for logit in logits:  # to z_ik - log m_i
-            for rows in _blocks(logit):
-                logit[rows].div_(tau).sub_(offset[rows].unsqueeze(1))
-            if len(anchors):
-                logit.view(-1).index_fill_(0, copies, -math.inf)
-        log_weights = self._log_weights(logits, log_target, batch.size)
-        log_ghat, drawn = [], []
-        for logit, w, log_weight in zip(logits, prototypes, log_weights, strict=True):
-            log_ghat.append(_log_sum_exp_(logit, log_weight))
-            with products_exact_for(batch.comm_dtype):
-                drawn.append((logit @ w).div_(logit.sum(dim=1, keepdim=True)))
-        estimate = torch.stack(log_ghat)
-        pooled = torch.logaddexp(log_target, log_eps_plus(estimate, self._eps) + math.log(self._kappa))
-        alpha = torch.where(offset.isneginf(), log_target, pooled - math.log1p(self._kappa))
-        return _Estimate(alpha, (log_target - alpha).exp(), estimate, torch.stack(drawn))
-
-    def _log_weights(self, logits: list[Tensor], log_target: Tensor, size: int) -> Tensor:
-        """Return (2, prototypes) log c_k from (local, prototypes) z_ik - log m_i of both directions; B is `size`."""
-        sums = torch.stack([self._sums(*side) for side in zip(logits, log_target, strict=True)])
-        moved, mass = self._communicator.all_reduce(sums, "normalizer").unbind(dim=1)
-        delta = _DELTA * size / logits[0].shape[1]
-        return ((moved + delta) / (mass + delta)).log().to(log_target)
-
-    def _sums(self, logit: Tensor, log_target: Tensor) -> Tensor:
-        """Return (2, prototypes) sums of p_ik r_i and of p_ik over this rank's anchors, as float64."""
-        log_moved = logit.new_full(logit.shape[1:], -math.inf)
-        mass = torch.zeros_like(log_moved)
-        for rows in _blocks(logit):
-            block, spare = logit[rows], torch.empty_like(logit[rows])
-            log_prediction = log_eps_plus(log_sum_exp(block, 1, spare), self._eps)
-            log_ratio = log_target[rows] - log_prediction
-            torch.sub(block, (log_prediction - log_ratio).unsqueeze(1), out=spare)
-            torch.logaddexp(log_moved, log_sum_exp(spare, 0, spare), out=log_moved)
-            mass += bounded_exp_(torch.sub(block, log_prediction.unsqueeze(1), out=spare)).sum(dim=0)
-        return torch.stack([log_moved.double().exp(), mass.double()])
+        if not count:
+            return log_ghat, drawn
+        owners, copies = self._copies(batch, count)
+        copied = torch.bincount(owners, minlength=anchors.shape[1])  # entries of an anchor's own sample
+        first = [0, *copied.cumsum(0).tolist()]
+        others = to_device(count - copied, anchors.device)
+        owners, copies = (to_device(x, anchors.device) for x in (owners, copies))
+        offset = batch.positive[batch.local] / tau + others.clamp(min=1).to(anchors.dtype).log()
+        for side, prototypes in enumerate((self._texts[:count] + means[1], self._images[:count] + means[0])):
+            for rows in _blocks(anchors.shape[1], prototypes):
+                logit = pair_products(anchors[side, rows], prototypes, batch.comm_dtype)
+                logit.div_(tau).sub_(offset[rows].unsqueeze(1))  # z_ik - log m_i
+                masked = slice(first[rows.start], first[rows.stop])
+                if masked.start < masked.stop:
+                    logit[owners[masked] - rows.start, copies[masked]] = -math.inf
+                log_ghat[side, rows] = log_sum_exp(logit, 1, logit)  # leaves the terms relative to the largest
+                with products_exact_for(batch.comm_dtype):
+                    drawn[side, rows] = (logit @ prototypes).div_(logit.sum(dim=1, keepdim=True))
+        empty = others == 0
+        return log_ghat.masked_fill_(empty, -math.inf), drawn.masked_fill_(empty.unsqueeze(1), 0.0)
 
     def _copies(self, batch: GatheredFeatures, count: int) -> tuple[Tensor, Tensor]:
         """Return positions of this rank's anchors and of queue entries of the same sample, one of each per pair.
@@ -165,7 +126,7 @@ class PooledQueueNormalizer(Normalizer):
         anchors, places = (index.unsqueeze(1) == self._index[known]).nonzero().unbind(dim=1)
         return anchors, known[places]
 
-    def _enqueue(self, batch: GatheredFeatures) -> None:
+    def _enqueue(self, batch: GatheredFeatures, means: Tensor) -> None:
         """Write the batch's last m samples over the oldest rows; sample number i of the run has place i mod m.
 
         A batch with the same samples as the last one replaces it, as in a second forward pass on one batch.
@@ -177,11 +138,13 @@ class PooledQueueNormalizer(Normalizer):
             places = (places + batch.size) % self._size
             self._index[places] = index
         places = to_device(places, batch.image.device)
-        for queue, features in ((self._images, batch.image), (self._texts, batch.text)):
-            queue.index_copy_(0, places, features[-kept:])
+        for queue, features, mean in zip((self._images, self._texts), (batch.image, batch.text), means, strict=True):
+            queue.index_copy_(0, places, features[-kept:] - mean)
+        self._means.copy_(means)
 
     def replicated_state(self) -> dict[str, Tensor]:
         queue = {"queue_image": self._images, "queue_text": self._texts, "queue_index": self._index}
+        queue["queue_means"] = self._means
         return {"seen": torch.tensor(self._seen), **queue}
 
     def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
@@ -198,18 +161,6 @@ class PooledQueueNormalizer(Normalizer):
 build = PooledQueueNormalizer
 
 
-def _log_sum_exp_(logit: Tensor, log_weight: Tensor) -> Tensor:
-    """Return (local,) log sum_k exp(logit_ik + log_weight_k), and overwrite `logit`, (local, prototypes).
-
-    It then holds the terms relative to the largest of each row.
-    """
-    result = logit.new_empty(len(logit))
-    for rows in _blocks(logit):
-        block = logit[rows].add_(log_weight)
-        result[rows] = log_sum_exp(block, 1, block)
-    return result
-
-
-def _blocks(x: Tensor) -> list[slice]:
-    """Cut the rows of a matrix into blocks that stay in a CPU's cache, or are small next to a GPU's memory."""
-    return slices(0, len(x), max(1, block_bytes(x.device.type) // (x.element_size() * x.shape[1])))
+def _blocks(rows: int, prototypes: Tensor) -> list[slice]:
+    """Cut rows of logits into blocks that stay in a CPU's cache, or are small next to a GPU's memory."""
+    return slices(0, rows, max(1, block_bytes(prototypes.device.type) // (prototypes.element_size() * len(prototypes))))
