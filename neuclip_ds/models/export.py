@@ -66,19 +66,16 @@ _NAMES = (
 )
 
 
-def open_clip_name(clip: str) -> str:
-    """Return open_clip's name for a tensor of transformers' CLIPModel."""
-    for pattern, name, _ in _NAMES:
-        clip = re.sub(pattern, name, clip)
-    return clip
-
-
 def timm_name(clip: str) -> str:
     """Return the name that a tensor of transformers' CLIPModel has in our towers, with timm's ViT for images."""
     if clip.startswith("text_"):
         return clip.replace("text_model", "text.trunk").replace("text_projection", "text.projection")
-    for pattern, _, name in _NAMES:
-        clip = re.sub(pattern, name, clip)
+    return _renamed(clip, 2)
+
+
+def _renamed(clip: str, column: int) -> str:
+    for names in _NAMES:
+        clip = re.sub(names[0], names[column], clip)
     return clip
 
 
@@ -86,7 +83,7 @@ def from_clip(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return transformers' tensors under open_clip's names."""
     found: dict[str, Tensor] = {}
     for name, tensor in weights.items():
-        key, part = open_clip_name(name), _QKV.search(name)
+        key, part = _renamed(name, 1), _QKV.search(name)
         if part and key not in found:
             tensor = torch.cat([weights[name.replace(part[0], f".self_attn.{one}_proj.")] for one in "qkv"])
         found.setdefault(key, tensor.T.contiguous() if key in _TRANSPOSED else tensor)

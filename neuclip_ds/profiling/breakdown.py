@@ -22,10 +22,11 @@ not wait, so the shortest duration of a collective over ranks is its transfer ti
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 from neuclip_ds.profiling.intervals import intersection, length, union
-from neuclip_ds.profiling.trace import StepTrace
+from neuclip_ds.profiling.trace import Collective, StepTrace
 
 COLUMNS = ("total", "computation", "communication", "pure_communication", "overlap", "others")
 Record = dict[str, Any]
@@ -49,20 +50,21 @@ def rank_record(steps: Sequence[StepTrace]) -> Record:
     return {
         "steps": [step_seconds(step) for step in steps],
         "phases": [step.phases for step in steps],
-        "purposes": _by_purpose(steps),
-        "collectives": [
-            [[one.purpose, one.op, one.size, length(union(one.intervals))] for one in step.collectives]
-            for step in steps
-        ],
+        "collectives": [[_collective(one, step) for one in step.collectives] for step in steps],
     }
+
+
+def _collective(one: Collective, step: StepTrace) -> list[Any]:
+    executed = union(one.intervals)
+    hidden = length(intersection(executed, step.computation))
+    return [one.purpose, one.op, one.size, one.sent, length(executed), hidden]
 
 
 def breakdown(ranks: Sequence[Record]) -> Record:
     """Combine the ranks' records."""
     steps, phases = ([rank[part] for rank in ranks] for part in ("steps", "phases"))
     phase_names = {name: None for rank in phases for step in rank for name in step}
-    names = {name: None for rank in ranks for name in rank["purposes"]}
-    purposes = {name: _mean_of([rank["purposes"].get(name, {}) for rank in ranks]) for name in names}
+    purposes = _by_purpose([rank["collectives"] for rank in ranks])
     collectives = _by_size([rank["collectives"] for rank in ranks])
     for purpose, values in purposes.items():
         values["transfer_seconds"] = sum(one["transfer_seconds"] for one in collectives if one["purpose"] == purpose)
@@ -82,18 +84,13 @@ def _over_steps(ranks: Sequence[Sequence[dict[str, float]]], name: str) -> dict[
     return {"mean": statistics.mean(means), "deviation": statistics.stdev(means) if len(means) > 1 else 0.0}
 
 
-def _mean_of(records: Sequence[dict[str, float]]) -> dict[str, float]:
-    keys = {key: None for record in records for key in record}
-    return {key: statistics.mean(record.get(key, 0) for record in records) for key in keys}
-
-
-def _by_purpose(steps: Sequence[StepTrace]) -> dict[str, dict[str, float]]:
+def _by_purpose(ranks: Sequence[Sequence[Sequence[Sequence[Any]]]]) -> dict[str, dict[str, float]]:
+    """Return calls, bytes and times by purpose, per step and rank."""
     sums: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    for step in steps:
-        for one in step.collectives:
-            executed = union(one.intervals)
-            times = {"seconds": length(executed), "hidden_seconds": length(intersection(executed, step.computation))}
-            sums[one.purpose].update({"calls": 1, "bytes_sent": one.sent, "bytes_received": one.sent, **times})
+    steps = [step for rank in ranks for step in rank]
+    for purpose, _, _, sent, seconds, hidden in chain.from_iterable(steps):
+        times = {"seconds": seconds, "hidden_seconds": hidden}
+        sums[purpose].update({"calls": 1, "bytes_sent": sent, "bytes_received": sent, **times})
     return {purpose: {key: value / len(steps) for key, value in found.items()} for purpose, found in sums.items()}
 
 
@@ -102,10 +99,10 @@ def _by_size(ranks: Sequence[Sequence[Sequence[Sequence[Any]]]]) -> list[Record]
     sums: defaultdict[tuple[str, str, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for step in zip(*ranks, strict=True):
         for collective in zip(*step, strict=False):  # for every rank
-            purpose, op, size, _ = collective[0]
+            purpose, op, size = collective[0][:3]
             found = sums[purpose, op, size]
             found[0] += 1
-            found[1] += min(duration for *_, duration in collective)
+            found[1] += min(one[4] for one in collective)
     steps = len(ranks[0])
     return [
         {"purpose": purpose, "op": op, "size": size, "calls": calls / steps, "transfer_seconds": seconds / steps}

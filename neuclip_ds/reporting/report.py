@@ -84,7 +84,7 @@ def _scores(series: Mapping[str, Series], val: str | int) -> Iterator[str]:
 
 
 def _plots(series: Mapping[str, Series]) -> Iterator[dict[str, Any]]:
-    """Yield the plots: those of `PLOTS`, and one for each other metric or if a plot would have too many curves.
+    """Yield the plots for page.js: `PLOTS`, and one for each other metric or if a plot would have too many curves.
 
     A metric with fewer than two finite values has no curve; the tables show it.
     """
@@ -97,11 +97,11 @@ def _plots(series: Mapping[str, Series]) -> Iterator[dict[str, Any]]:
         curves = [_curve(name, *series[name]) for name in names if plot.has(name) and any(series[name][1])]
         left = [name for name in left if not plot.has(name)]
         if len(curves) > _CURVES:
-            yield from (_drawn(plot._replace(title=curve["name"]), [curve]) for curve in curves)
+            yield from ({**plot._asdict(), "title": curve["name"], "curves": [curve]} for curve in curves)
         elif curves:
-            yield _drawn(plot, curves)
+            yield {**plot._asdict(), "curves": curves}
     for name in left:
-        yield _drawn(Plot(name, [name], name, ""), [_curve(name, *series[name])])
+        yield {**Plot(name, [name], name, "")._asdict(), "curves": [_curve(name, *series[name])]}
 
 
 def _curve(name: str, steps: Sequence[int], values: Sequence[float]) -> dict[str, Any]:
@@ -119,11 +119,6 @@ def _curve(name: str, steps: Sequence[int], values: Sequence[float]) -> dict[str
         "x": [steps[i] for i in kept],
         "y": [values[i] if math.isfinite(values[i]) else None for i in kept],
     }
-
-
-def _drawn(plot: Plot, curves: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what page.js draws."""
-    return {**plot._asdict(), "curves": curves}
 
 
 def _events(run: Path) -> Iterator[str]:

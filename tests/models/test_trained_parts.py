@@ -8,7 +8,7 @@ import pytest
 import timm
 import torch
 from torch import nn
-from transformers import BertConfig, BertModel, CLIPTextConfig, CLIPTextModel, SiglipVisionConfig, SiglipVisionModel
+from transformers import CLIPTextConfig, CLIPTextModel
 
 from neuclip_ds.config import Config, LoraConfig
 from neuclip_ds.errors import UserError
@@ -173,16 +173,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], int, str, str, str, str]] = {
         lambda: CLIPTextModel(CLIPTextConfig(**SMALL)),
         *(3, "embeddings.position_embedding.weight", "encoder.layers.0.self_attn.k_proj.weight"),
         *("encoder.layers.2.layer_norm2.bias", "final_layer_norm.weight"),
-    ),
-    "SigLIP's image tower": (
-        lambda: SiglipVisionModel(SiglipVisionConfig(**SMALL)),
-        *(3, "embeddings.patch_embedding.weight", "encoder.layers.0.layer_norm1.weight"),
-        *("encoder.layers.2.mlp.fc2.bias", "head.probe"),
-    ),
-    "BERT": (
-        lambda: BertModel(BertConfig(**SMALL)),
-        *(3, "embeddings.LayerNorm.bias", "encoder.layer.0.attention.self.query.weight"),
-        *("encoder.layer.2.output.LayerNorm.bias", "pooler.dense.weight"),
     ),
     "open_clip's image tower": (
         lambda: architecture(OPEN_CLIP, "").visual,
