@@ -210,12 +210,6 @@ def test_amorlip_is_as_published() -> None:
         assert row(name) == (*large, math.ceil(steps / length - 1e-3))
 
 
-def test_budgets_in_steps_are_the_published_samples() -> None:
-    for name, samples in (("dfn14m", 320e6), ("dfn192m", 1.3e9), ("dfn1b", 1.0e9)):
-        batch, steps = ENCODERS[name][:2]
-        assert samples <= batch * steps < samples + batch
-
-
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_every_recipe_builds_its_objective(name: str) -> None:
     config = config_of(name)

@@ -10,7 +10,6 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.objectives.options import NpnConfig
 from neuclip_ds.recipe import (
     load_recipe,
-    merge,
     option_fields,
     parse,
     recipe_names,
@@ -112,12 +111,6 @@ def test_sections_for_other_methods_wait_for_theirs() -> None:
 def test_the_last_of_an_option_counts() -> None:
     config = parse(["demo", "--data.train=a", "--optimizer.lr=1", "--data.train=b", "--optimizer.lr=2"]).config
     assert (config.data.train, config.optimizer.lr) == ("b", 2.0)
-
-
-def test_merge_leaves_its_arguments_alone() -> None:
-    base, over = {"a": {"b": 1, "c": 2}}, {"a": {"b": 3}, "d": 4}
-    assert merge(base, over) == {"a": {"b": 3, "c": 2}, "d": 4}
-    assert base == {"a": {"b": 1, "c": 2}}
 
 
 @pytest.mark.parametrize(

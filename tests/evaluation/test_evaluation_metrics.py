@@ -69,24 +69,6 @@ def test_ties_are_shared_and_nan_is_predicted_as_no_class() -> None:
     assert counts.top1.tolist() == [0.5, 0.0, 1.0]
 
 
-def test_any_batches_and_ranks_give_the_same(run_ranks: Any) -> None:
-    generator = torch.Generator().manual_seed(0)
-    scores, labels = torch.randn(41, 7, generator=generator), torch.randint(0, 7, (41,), generator=generator)
-    whole = ClassAccumulator(7)
-    whole.add(scores, labels)
-
-    def work(rank: Any) -> ClassAccumulator:
-        counts = ClassAccumulator(7)
-        for part in torch.arange(41)[rank.rank :: rank.world_size].split(4):
-            counts.add(scores[part], labels[part])
-        counts.all_reduce(rank)
-        return counts
-
-    for found in run_ranks(3, work):
-        for name in ("top1", "top5", "predicted", "support"):
-            assert torch.equal(getattr(found, name), getattr(whole, name))
-
-
 def test_groups_grow_on_each_rank_by_themselves(run_ranks: Any) -> None:
     def work(rank: Any) -> GroupAccumulator:
         counts = GroupAccumulator()

@@ -62,17 +62,6 @@ def test_damaged_shard_is_refused(tmp_path: Path) -> None:
         list(folder.samples())
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("count", [0, 1, 7, 12, 13])
-def test_every_sample_goes_to_one_rank_once(tmp_path: Path, run_ranks: Any, count: int, world_size: int) -> None:
-    folder = numbered(tmp_path, count)
-    sharded = run_ranks(world_size, lambda rank: list(sharded_batches(folder, number, rank, 2)))
-    assert len({len(batches) for batches in sharded}) == 1
-    assert all(batch.rows for batches in sharded for batch in batches)
-    valid = [row for batches in sharded for batch in batches for row in batch.rows[: batch.n_valid]]
-    assert sorted(valid) == list(range(count))
-
-
 def test_different_copies_are_refused(tmp_path: Path, run_ranks: Any) -> None:
     copies = [numbered(tmp_path / name, count) for name, count in (("a", 5), ("b", 30))]
     with pytest.raises(UserError, match="the same copy"):

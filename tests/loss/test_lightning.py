@@ -58,7 +58,10 @@ def _trained(communicator: Communicator, method: str, folder: Path, changes: dic
     return Trained.of(encoders, loss_fn.temperature, calls)
 
 
-@pytest.mark.parametrize(("method", "ranks"), METHODS_AND_RANKS)
+SLOW_ON_TWO = pytest.param("neuclip", 2, marks=pytest.mark.slow)  # takes 10 s; test_accelerate.py runs this case
+
+
+@pytest.mark.parametrize(("method", "ranks"), [METHODS_AND_RANKS[0], SLOW_ON_TWO, *METHODS_AND_RANKS[2:]])
 def test_the_module_equals_the_trainer(method: str, ranks: int, tmp_path: Path) -> None:
     found = run_ranks(ranks, _trained, method, tmp_path, {})
     assert len({call.lr for call in found[0].calls}) == len(found[0].calls) == 12 // ranks

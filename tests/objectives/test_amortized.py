@@ -37,15 +37,6 @@ def test_stage_two(c: float, encoder_normalizer: str, amortizes: str, tau: float
     assert float(found.loss) == pytest.approx(float(loss.detach()), rel=1e-10)
 
 
-def test_combined_in_the_first_epoch_is_openclip() -> None:
-    """lambda = C with c = 1 is the batch's softmax: 2 tau times the gradient of OpenCLIP's loss, which has a half."""
-    features = batch(*pairs(17, DIM))
-    found = amorlip(encoder_normalizer="combined")(features, step())
-    wanted = objective("openclip", Communicator(), DIM, temperature={"initial": TAU})(features, step())
-    assert relative_error(found.image, 2 * TAU * wanted.image) < EXACT
-    assert relative_error(found.text, 2 * TAU * wanted.text) < EXACT
-
-
 @pytest.mark.parametrize("encoder_normalizer", ["ema", "combined"])
 def test_stage_two_in_float32_at_the_coldest_temperature(encoder_normalizer: str) -> None:
     results = []

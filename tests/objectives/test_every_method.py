@@ -11,7 +11,7 @@ from build import STILL, VARIANTS, batch, objective, pairs, relative_error, step
 from small_checkpoints import save_tables
 
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.objectives import METHODS
+from neuclip_ds.objectives import METHODS, contrastive
 from neuclip_ds.objectives.base import NormalizerOutput, Objective
 from neuclip_ds.objectives.contrastive import ContrastiveObjective
 from neuclip_ds.objectives.gather import GatheredFeatures
@@ -30,9 +30,12 @@ def build(name: str, tau: float = 0.07, dtype: torch.dtype = torch.float64, **ch
 
 @pytest.mark.parametrize("name", [name for name, (method, _) in VARIANTS.items() if METHODS[method].normalizer])
 @pytest.mark.parametrize("tau", [0.01, 0.07, 1.0])
-@pytest.mark.parametrize(("size", "chunk"), [(9, None), (14, 4)])
-def test_feature_gradient_is_that_of_the_weighted_pairs(name: str, tau: float, size: int, chunk: int | None) -> None:
+@pytest.mark.parametrize(("size", "chunk", "kept"), [(9, None, 1e8), (14, 4, 1e8), (14, 4, 0)])
+def test_feature_gradient_is_that_of_the_weighted_pairs(
+    name: str, tau: float, size: int, chunk: int | None, kept: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Autograd of scale/B sum w g with the normalizer's own weights, plus what the normalizer adds by itself."""
+    monkeypatch.setattr(contrastive, "KEPT_BYTES", kept)
     method = build(name, tau, chunk_size=chunk)
     assert isinstance(method, ContrastiveObjective)
     seen: list[NormalizerOutput] = []

@@ -1,6 +1,5 @@
 """gamma's schedule and the update of u in the log domain."""
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch.nn.functional import normalize
 
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
-from neuclip_ds.objectives.normalizers.moving_average import moving_average
 from neuclip_ds.state.shards import ShardFiles
 
 
@@ -31,16 +29,6 @@ def test_gamma(gamma: str, epoch_steps: int | None, steps: list[tuple[int, int]]
     method = objective("fastclip_v3", Communicator(), 6, epoch_steps=epoch_steps, moving_average=average)
     found = [float(method(batch(*pairs(9, 6)), step(*at)).metrics["gamma"]) for at in steps]
     assert found == pytest.approx(wanted)
-
-
-def test_first_visit_takes_the_batch_value() -> None:
-    log_g = torch.tensor([3.0, -120.0])
-    assert torch.equal(moving_average(torch.full((2,), -math.inf), log_g, 0.2), log_g)
-
-
-def test_values_beyond_float32_range_of_exp() -> None:
-    found = moving_average(torch.tensor([150.0]), torch.tensor([190.0]), 0.5)
-    assert float(found) == pytest.approx(190 + math.log(0.5))
 
 
 def corrected(rate: float, gamma_min: float = 0.5) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from neuclip_ds.errors import UserError
-from neuclip_ds.reporting.report import PLOTS, write_report
+from neuclip_ds.reporting.report import write_report
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,3 @@ def test_the_spikes_of_a_long_run_are_shown(tmp_path: Path) -> None:
 def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"has no metrics\.jsonl"):
         write_report(tmp_path)
-
-
-def test_every_plot_says_what_it_shows() -> None:
-    assert all(plot.unit and plot.meaning.endswith(".") for plot in PLOTS)

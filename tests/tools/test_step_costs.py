@@ -76,7 +76,7 @@ def test_collectives_at_another_size(method: str, pieces: int) -> None:
     assert {call[:3]: 2 * call.times for call in predicted} == {one: found.count(one) for one in found}
 
 
-@pytest.mark.parametrize(("ranks", "share"), [(2, 0.55), (8, 0.62), (64, 0.67)])
+@pytest.mark.parametrize(("ranks", "share"), [(2, 0.55), (64, 0.67)])
 def test_neuclip_as_published_sends_less_than_openclips_scheme(ranks: int, share: float) -> None:
     """B = m = 4,096 and d = 512: each prototype is on four ranks, or on both of two."""
     sent = []
