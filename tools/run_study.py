@@ -12,6 +12,7 @@ Examples:
 import argparse
 import itertools
 import json
+import math
 import multiprocessing
 import statistics
 import sys
@@ -67,20 +68,25 @@ def study(asked: argparse.Namespace) -> None:
     asked.out.mkdir(parents=True, exist_ok=True)
     with multiprocessing.get_context("spawn").Pool(asked.processes, _one_core) as pool, path.open("a") as file:
         for stage in asked.stages:
-            known = read_results(path)
-            todo = [job for job in jobs(stage, known, features) if not is_known(job, known)]
-            for number, record in enumerate(pool.imap_unordered(do, todo), 1):
-                file.write(json.dumps(record) + "\n")
-                file.flush()
-                found = record["results"]
-                print(
-                    f"{number}/{len(todo)} {record['name']}: {found['recall']:.2f}, {found['seconds']:.0f} s",
-                    flush=True,
-                )
+            while todo := missing(stage, read_results(path), features):
+                for number, record in enumerate(pool.imap_unordered(do, todo), 1):
+                    file.write(json.dumps(record) + "\n")
+                    file.flush()
+                    found = record["results"]
+                    progress = f"{number}/{len(todo)} {record['name']}"
+                    print(f"{progress}: {found['recall']:.2f}, {found['seconds']:.0f} s", flush=True)
+
+
+def missing(stage: str, known: Mapping[str, Any], features: Path) -> list[Job]:
+    return [job for job in jobs(stage, known, features) if not is_known(job, known)]
 
 
 def jobs(stage: str, known: Mapping[str, Any], features: Path) -> Iterator[Job]:
-    """Yield the runs of a stage; one that follows a search needs its results."""
+    """Yield the runs of a stage; one that follows a search needs its results.
+
+    In a search all points run with the first seed, and the best `shortlist` of them, when these runs are known, with
+    the others.
+    """
     plan = PLAN["stages"][stage]
     vary = plan.get("vary", {})
     for batch, seed, arm in itertools.product(plan["batch"], range(1, plan["seeds"] + 1), plan["arms"]):
@@ -92,7 +98,19 @@ def jobs(stage: str, known: Mapping[str, Any], features: Path) -> Iterator[Job]:
             point = dict(zip(grid, values, strict=True))
             label = "".join(f"/{key.split('.')[-1]}={value:g}" for key, value in point.items())
             run = Run(batch=batch, seed=seed, **with_settings(settings, point))
-            yield Job(f"{stage}/{arm}/B{batch}{label}/seed{seed}", run, plan.get("split", "test"), features)
+            setting = f"{stage}/{arm}/B{batch}{label}"
+            if seed == 1 or "shortlist" not in plan or setting in shortlist(stage, arm, known):
+                yield Job(f"{setting}/seed{seed}", run, plan.get("split", "test"), features)
+
+
+def shortlist(stage: str, arm: str, known: Mapping[str, Any]) -> list[str]:
+    """Return the settings of a search that run with all seeds, none while it still runs with the first one."""
+    first = {name: record["results"]["recall"] for name, record in known.items()
+             if name.startswith(f"{stage}/{arm}/") and name.endswith("/seed1")}  # fmt: skip
+    if len(first) < math.prod(len(values) for values in PLAN["arms"][arm]["grid"].values()):
+        return []
+    best = sorted(first, key=lambda name: -first[name])[: PLAN["stages"][stage]["shortlist"]]
+    return [name.removesuffix("/seed1") for name in best]
 
 
 def with_settings(settings: Mapping[str, Any], point: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,17 +131,12 @@ def best_of(stage: str, arm: str, known: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         UserError: the search has not ended.
     """
-    scores: dict[str, list[float]] = {}
-    points: dict[str, dict[str, Any]] = {}
-    for name, record in known.items():
-        if name.startswith(f"{stage}/{arm}/"):
-            label = name.rsplit("/", 1)[0]
-            scores.setdefault(label, []).append(record["results"]["recall"])
-            points[label] = {key: _get(record["run"], key) for key in PLAN["arms"][arm]["grid"]}
-    wanted = len(list(itertools.product(*PLAN["arms"][arm]["grid"].values()))) * PLAN["stages"][stage]["seeds"]
-    if sum(map(len, scores.values())) < wanted:
+    seeds = range(1, PLAN["stages"][stage]["seeds"] + 1)
+    names = [[f"{setting}/seed{seed}" for seed in seeds] for setting in shortlist(stage, arm, known)]
+    if not names or not all(name in known for setting in names for name in setting):
         raise UserError(f"The stage {stage} has not ended for {arm}; run it first.")
-    return points[max(scores, key=lambda label: statistics.mean(scores[label]))]
+    best = max(names, key=lambda setting: statistics.mean(known[name]["results"]["recall"] for name in setting))
+    return {key: _get(known[best[0]]["run"], key) for key in PLAN["arms"][arm]["grid"]}
 
 
 def _get(tree: Any, name: str) -> Any:
