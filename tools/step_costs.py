@@ -125,7 +125,7 @@ def _tower_flops(tower: Encoder, inputs: Tensor) -> TowerFlops:
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         tower(inputs)
     forward = float(counter.get_total_flops())
-    if tower.frozen:
+    if not any(weight.requires_grad for weight in tower.parameters()):
         return TowerFlops(forward, 0.0)
     if all(weight.requires_grad for weight in tower.parameters()):
         return TowerFlops(forward, 2 * forward)

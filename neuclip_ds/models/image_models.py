@@ -39,13 +39,8 @@ def new_vision_tower(config: VisionConfig, embed_dim: int, weights: Mapping[str,
     return VisionTower(trunk, None, *config.statistics())
 
 
-def _has_fixed_size(config: VisionConfig) -> bool:
-    _check_names(config)
-    return bool(timm.get_pretrained_cfg(config.name).fixed_input_size)
-
-
 def _create(config: VisionConfig, **options: Any) -> Any:
-    size = {"img_size": config.image_size} if _has_fixed_size(config) else {}
+    size = {"img_size": config.image_size} if timm.get_pretrained_cfg(config.name).fixed_input_size else {}
     drop = {"patch_drop_rate": config.patch_drop} if config.patch_drop else {}
     return timm.create_model(weights_name(config), num_classes=0, **size, **drop, **config.options, **options)
 
@@ -89,6 +84,7 @@ def _create_from(config: VisionConfig, weights: Mapping[str, Tensor]) -> Any:
 
 def _checked_width(config: VisionConfig) -> int:
     """Return the width of the pooled feature, from a trial run on the meta device."""
+    _check_names(config)
     drop = f", patch_drop={config.patch_drop}" if config.patch_drop else ""
     attempt = f"{config.name!r} with model.vision.image_size={config.image_size}{drop} and options={config.options}"
     with explained(f"timm cannot build {attempt}", "correct these options"), torch.device("meta"):

@@ -45,11 +45,6 @@ class Encoder(nn.Module, ABC):
                 module.eval()
         return self
 
-    @property
-    def frozen(self) -> bool:
-        """Whether the tower has no trainable parameters."""
-        return not any(weight.requires_grad for weight in self.parameters())
-
 
 class VisionTower(Encoder):
     """An image model of timm, transformers or open_clip.
