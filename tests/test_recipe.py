@@ -43,10 +43,10 @@ def test_overrides_beat_the_recipe_and_leave_the_rest() -> None:
     assert after.model == before.model
 
 
-def test_without_a_recipe_it_is_the_demo() -> None:
+def test_without_a_recipe_it_is_the_demo_and_the_last_of_an_option_counts() -> None:
     asked = parse(["--max_steps=3"])
     assert asked.command.recipe is None
-    assert asked.config == parse(["demo", "--max_steps=3"]).config
+    assert asked.config == parse(["demo", "--max_steps=9", "--max_steps=3"]).config
 
 
 def test_null_takes_a_value_away() -> None:
@@ -106,11 +106,6 @@ def test_sections_for_other_methods_wait_for_theirs() -> None:
     assert again == parse(["demo", "--objective.method=neuclip"]).config.objective.npn
     assert again.prototypes == 1024
     assert set(yaml.safe_load(dump(parse(["demo_openclip"]).config))["objective"]) & {"npn", "moving_average"} == set()
-
-
-def test_the_last_of_an_option_counts() -> None:
-    config = parse(["demo", "--data.train=a", "--optimizer.lr=1", "--data.train=b", "--optimizer.lr=2"]).config
-    assert (config.data.train, config.optimizer.lr) == ("b", 2.0)
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,7 @@ def test_temperatures_stay_within_their_bounds() -> None:
     assert math.isclose(float(rows["tau_image"][:8].max()), 0.06) or math.isclose(float(rows["tau_image"].min()), 0.04)
 
 
-def test_a_rule_for_one_temperature_is_refused() -> None:
-    with pytest.raises(UserError, match="third_below"):
-        build("paper", schedule="third_below_0.03")
+@pytest.mark.parametrize("option", [{"schedule": "third_below_0.03"}, {"optimizer": "lion"}])
+def test_options_of_one_temperature_are_refused(option: dict[str, str]) -> None:
+    with pytest.raises(UserError, match="individual ones take"):
+        build("paper", **option)

@@ -40,19 +40,13 @@ def compare(found: list[Tensor], single: list[Tensor], double: list[Tensor]) -> 
         assert relative_error(value, near) < max(1e-6, 3 * theirs_off)
 
 
-@pytest.mark.parametrize("tau", [0.07, 0.03, 0.01])
-def test_clip(tau: float) -> None:
-    method = objective("openclip", Communicator(), DIM, torch.float32, temperature={"initial": tau})
-    single, double = (theirs(peer.ClipLoss(), dtype, [1 / tau]) for dtype in (torch.float32, torch.float64))
+@pytest.mark.parametrize("tau", [0.1, 0.07, 0.03, 0.01])
+@pytest.mark.parametrize(("name", "peers", "bias"), [("openclip", "ClipLoss", []), ("siglip", "SigLipLoss", [-10.0])])
+def test_losses(name: str, peers: str, bias: list[float], tau: float) -> None:
+    method = objective(name, Communicator(), DIM, torch.float32, temperature={"initial": tau})
+    single, double = (
+        theirs(getattr(peer, peers)(), dtype, [1 / tau, *bias]) for dtype in (torch.float32, torch.float64)
+    )
     found = ours(method)
     found[3] = found[3] * tau  # theirs is by exp(theta)
-    compare(found, single, double)
-
-
-@pytest.mark.parametrize("tau", [0.1, 0.03, 0.01])
-def test_siglip(tau: float) -> None:
-    method = objective("siglip", Communicator(), DIM, torch.float32, temperature={"initial": tau})
-    single, double = (theirs(peer.SigLipLoss(), dtype, [1 / tau, -10.0]) for dtype in (torch.float32, torch.float64))
-    found = ours(method)
-    found[3] = found[3] * tau
     compare(found, single, double)

@@ -194,8 +194,3 @@ def test_sgd_moves_log_tau_by_rate_and_momentum(monkeypatch: pytest.MonkeyPatch)
         method(batch(*pairs(17, 6, seed=number)), step(number))
     wanted = math.log(1 / 0.05) - 1e-4 * (moves[0] + (0.9 * moves[0] + moves[1]))
     assert math.log(1 / tau_of(method)) == pytest.approx(wanted, rel=1e-12)
-
-
-def test_individual_temperatures_refuse_other_optimizers() -> None:
-    with pytest.raises(UserError, match="individual ones take adam"):
-        objective("fastclip_v2", Communicator(), 6, temperature={"optimizer": "lion"})
