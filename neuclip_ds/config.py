@@ -122,8 +122,6 @@ class DataConfig(Section):
     prefetch: int = Field(4, ge=1, le=1024)
     """Batches that each worker loads ahead; batches with more than 134 MB of pixels per rank are split into such
     parts."""
-    allow_commands: bool = False
-    """Run the `pipe:` commands of a manifest. They can do what you can: set it only if you trust the manifest."""
     timeout: float = Field(300, gt=0)
     """Seconds to wait for a batch, or for the next remote shard, before a loader process is replaced. A remote read may
     stall for a tenth of it."""

@@ -33,13 +33,10 @@ _MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")  # set by Open MPI, MPI
 def main(arguments: Sequence[str]) -> None:
     parser = Parser(prog="neuclip-ds build-manifest", description=__doc__)
     parser.add_argument("folder", type=Path, help="folder for the manifest")
-    parser.add_argument(
-        "sources", nargs="+", help="tars, folders, globs, brace patterns, URLs, pipe:COMMANDs or .txt lists of them"
-    )
+    parser.add_argument("sources", nargs="+", help="tars, folders, globs, brace patterns, URLs or .txt lists of them")
     parser.add_argument("--no-checksum", action="store_true", help="read only the headers of local shards: no CRC-32")
     parser.add_argument("--from-side-files", action="store_true", help="read no shard, only img2dataset's counts")
     parser.add_argument("--skip-unreadable", action="store_true", help="omit unusable shards, and list them in a file")
-    parser.add_argument("--allow-commands", action="store_true", help="also run the pipe:COMMANDs of .txt lists")
     parser.add_argument("--captions", nargs="+", default=["txt"], help="where captions are, as in data.captions")
     parser.add_argument("--uids", nargs="+", default=[], help=".npy files of sorted 128-bit uids to keep")
     parser.add_argument("--uid-key", default="uid", help="key of the uid in a sample's JSON")
@@ -65,7 +62,7 @@ def _build(options: argparse.Namespace, executor: Executor) -> None:
 
     began = time.monotonic()
     Captions(options.captions)
-    paths = [path for source in options.sources for path in resolve_shards(source, options.allow_commands)]
+    paths = [path for source in options.sources for path in resolve_shards(source)]
     scan = ScanOptions(
         captions=tuple(options.captions),
         checksum=not (options.no_checksum or options.from_side_files),

@@ -39,7 +39,6 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--uid-key", default="uid", help="key of the uid in a sample's JSON")
     parser.add_argument("--cache-dir", type=Path, help="folder on each node for copies of remote shards")
     parser.add_argument("--cache-gb", type=float, default=100, help="size limit of that folder, in GB")
-    parser.add_argument("--allow-commands", action="store_true", help="run the pipe: commands of a manifest")
     options = parser.parse(arguments)
     check_model("MODEL", options.model)
     check_path("SHARDS", options.shards)
@@ -67,9 +66,7 @@ def write_features(options: argparse.Namespace) -> Summary:
     from neuclip_ds.recipe import validate
     from neuclip_ds.training.data import loader_options, open_data
 
-    chosen = {
-        name: getattr(options, name) for name in ("workers", "captions", "cache_dir", "cache_gb", "allow_commands")
-    }
+    chosen = {name: getattr(options, name) for name in ("workers", "captions", "cache_dir", "cache_gb")}
     data = validate({"data": {"train": options.shards, **chosen}}).data
     batch_size = max(1, options.batch_size)
     with explain_disk(options.out, "choose another --out"):

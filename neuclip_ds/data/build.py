@@ -65,17 +65,15 @@ def open_manifest(
     cache: Path,
     processes: int | None = None,
     options: ScanOptions = ScanOptions(),
-    allow_commands: bool = False,
 ) -> Manifest:
     """Open the manifest that `source` names: a manifest folder, or local shards as `resolve_shards` takes them.
 
     A manifest of local shards is kept in `cache` under a hash of the shards' paths, sizes and times, and reused until
-    one of them changes. Several processes may do this at once. With `allow_commands` a manifest may hold `pipe:`
-    commands, which its readers run. Raises UserError if there is nothing usable, a shard is named twice, or the shards
-    are remote and need a manifest built in advance.
+    one of them changes. Several processes may do this at once. Raises UserError if there is nothing usable, a shard is
+    named twice, or the shards are remote and need a manifest built in advance.
     """
     if source and is_manifest(source):
-        manifest = load_manifest(source, allow_commands=allow_commands)
+        manifest = load_manifest(source)
         known = None if manifest.samples is None else manifest.samples.members
         if known is not None and (missing := [n for n in Captions(options.captions).extensions if n not in known]):
             raise UserError(
@@ -162,7 +160,7 @@ def write_manifest(
     shutil.rmtree(results)
     for part in {*tables.glob("*")} - {place.part for place in places}:
         part.unlink()
-    written = load_manifest(folder, allow_commands=True)  # the caller has named them
+    written = load_manifest(folder)
     _warn_of_repeats(written)
     return written
 

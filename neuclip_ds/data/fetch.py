@@ -1,15 +1,12 @@
-"""Fetch one shard from a URL that fsspec supports, or from the output of a command (`pipe:COMMAND`).
+"""Fetch one shard from a URL that fsspec supports.
 
 A transfer runs in a daemon thread, because a backend's call may never return. A stalled transfer is abandoned: it can
 only write to its own file, which is removed.
 """
 
 import json
-import os
 import random
 import re
-import subprocess
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -31,7 +28,6 @@ _FIXES = {
     "setup": f"Fix the address, or this machine ({install_command('remote')})",
 }
 _IMPORT = 60.0  # seconds that fsspec's backend may take to be imported
-_CANNOT_RUN = (126, 127)  # bash: not executable, not found
 _STATUS = r"(?:error|http(?:/[\d.]+)?|status|code|returned)\W{0,3}(?:code\W{0,2})?\(?"
 _MISSING = re.compile(_STATUS + r"(?:404|410)\b|no ?such ?(?:key|file|object|bucket)|not ?found|does not exist", re.I)
 _REFUSED = re.compile(
@@ -40,13 +36,6 @@ _REFUSED = re.compile(
     re.I,
 )
 _URL = re.compile(r"\S+://\S+")
-# A guard process reads from a pipe that `attempt` holds open. When that is closed, or this process ends, even by
-# kill -9, the read returns and the guard kills its process group, the command included.
-_GUARDED = """
-exec 3<&0
-{ read -r <&3; kill -KILL 0; } >/dev/null 2>&1 &
-bash -o pipefail -c "$0" 3<&- </dev/null
-"""
 
 _jitter = random.Random()  # separate from the program's, on which a run's results may depend
 
@@ -101,26 +90,22 @@ class Retries:
 def attempt(url: str, folder: Path, timeout: float, size: int | None = None, crc32: int | None = None) -> Path:
     """Fetch a shard once, into a new file of a folder, which the caller removes: partial files stay there.
 
-    The URL is one that fsspec supports, or `pipe:COMMAND`, which bash runs (with pipefail). Raises AttemptFailed if no
-    file of this size and checksum (None accepts any) has arrived, or for `timeout` seconds no byte.
+    Raises AttemptFailed if no file of this size and checksum (None accepts any) has arrived, or for `timeout` seconds
+    no byte.
     """
     part, errors = folder / uuid4().hex, list[BaseException]()
-    read, write = os.pipe()
-    thread = threading.Thread(target=_transfer, args=(url, part, timeout, read, errors), daemon=True)
+    thread = threading.Thread(target=_transfer, args=(url, part, timeout, errors), daemon=True)
     arrived, since = -1, time.monotonic()
-    try:
-        thread.start()
-        while thread.is_alive():
-            thread.join(min(timeout / 10, 0.5))
-            before, arrived = arrived, part.stat().st_size if part.exists() else -1
-            if arrived != before:
-                since = time.monotonic()
-            if size is not None and arrived > size:
-                raise AttemptFailed(f"it is longer than the expected {size} bytes", "damaged")
-            if time.monotonic() - since > (limit := timeout if arrived >= 0 else timeout + _IMPORT):
-                raise AttemptFailed(f"no byte arrived for {limit:g} s (after {max(arrived, 0)} bytes)")
-    finally:
-        os.close(write)
+    thread.start()
+    while thread.is_alive():
+        thread.join(min(timeout / 10, 0.5))
+        before, arrived = arrived, part.stat().st_size if part.exists() else -1
+        if arrived != before:
+            since = time.monotonic()
+        if size is not None and arrived > size:
+            raise AttemptFailed(f"it is longer than the expected {size} bytes", "damaged")
+        if time.monotonic() - since > (limit := timeout if arrived >= 0 else timeout + _IMPORT):
+            raise AttemptFailed(f"no byte arrived for {limit:g} s (after {max(arrived, 0)} bytes)")
     if errors:
         raise explain(errors[0]) from errors[0]
     arrived = part.stat().st_size
@@ -131,18 +116,14 @@ def attempt(url: str, folder: Path, timeout: float, size: int | None = None, crc
     return part
 
 
-def _transfer(url: str, part: Path, timeout: float, alive: int, errors: list[BaseException]) -> None:
-    """Write a shard to `part`, in a thread; a command ends when the other end of the pipe `alive` is closed."""
+def _transfer(url: str, part: Path, timeout: float, errors: list[BaseException]) -> None:
+    """Write a shard to `part`, in a thread."""
     try:
-        if url.startswith("pipe:"):
-            return _run(url.removeprefix("pipe:"), part, alive)
         fs, path = open_remote(url, timeout)
         part.touch(exist_ok=False)  # the time-out starts here: backends can take seconds to import
         fs.get_file(path, str(part))
     except BaseException as error:  # backends raise many types: botocore's, aiohttp's, OSError
         errors.append(error)
-    finally:
-        os.close(alive)
 
 
 def open_remote(url: str, timeout: float) -> tuple[Any, str]:
@@ -159,25 +140,9 @@ def open_remote(url: str, timeout: float) -> tuple[Any, str]:
     return fsspec.core.url_to_fs(url, **options)
 
 
-def _run(command: str, part: Path, alive: int) -> None:
-    with tempfile.TemporaryFile() as messages:
-        with part.open("xb") as out:
-            guarded = ["bash", "-c", _GUARDED, command]
-            done = subprocess.run(guarded, stdin=alive, stdout=out, stderr=messages, start_new_session=True)
-        messages.seek(0)
-        lines = messages.read().decode("utf-8", "replace").strip().split("\n")
-    if done.returncode:
-        text = f"the command exited with code {done.returncode}: {lines[-1].strip()[-1000:]}".rstrip(": ")
-        raise AttemptFailed(text, "setup") if done.returncode in _CANNOT_RUN else explain(text)
-    if not part.stat().st_size:
-        raise AttemptFailed("the command wrote nothing")
-
-
-def explain(failure: BaseException | str) -> AttemptFailed:
-    """Classify an error of a backend, or the output of a failed command."""
-    if isinstance(failure, AttemptFailed):
-        return failure
-    text = failure if isinstance(failure, str) else f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}"
+def explain(failure: BaseException) -> AttemptFailed:
+    """Classify an error of a backend."""
+    text = f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}"
     cause = getattr(failure, "__cause__", None)  # s3fs translates the errors of botocore
     known = _URL.sub("", f"{text} {cause or ''}")  # without digits of URLs
     kind: Kind = "outage"

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from neuclip_ds.data.manifest import Manifest, Shard, check_size
 from neuclip_ds.data.sample_table import Place, SampleParts
-from neuclip_ds.data.shards import is_local, refuse_commands
+from neuclip_ds.data.shards import is_local
 from neuclip_ds.errors import UserError, redact
 from neuclip_ds.files import atomic_write
 
@@ -102,15 +102,11 @@ def write_shards(manifest: Manifest, folder: Path, places: Sequence[Place] = ())
             temporary.chmod(0o600)  # the secrets of its URLs are needed to fetch them
 
 
-def load_manifest(
-    folder: str | os.PathLike[str], *, check_shards: bool = True, allow_commands: bool = False
-) -> Manifest:
+def load_manifest(folder: str | os.PathLike[str], *, check_shards: bool = True) -> Manifest:
     """Read a manifest folder, and with `check_shards` compare its first and its largest shard with the description.
 
     Raises:
-        UserError: it is none, is damaged or impossible, has `pipe:` commands without `allow_commands`, or a shard is
-        not
-            what it describes.
+        UserError: it is none, is damaged or impossible, or a shard is not what it describes.
     """
     folder = Path(folder)
     if not is_manifest(folder):
@@ -135,10 +131,6 @@ def load_manifest(
             raise _unreadable(folder, "a part is not a file of sample tables")
         places = [Place(folder / SAMPLES / part, group) for part, group in zip(parts, groups, strict=True)]
         manifest.samples = SampleParts.open(places, [shard.n for shard in manifest.shards])
-    if not allow_commands:
-        refuse_commands(
-            [shard.path for shard in manifest.shards], f"the manifest in {folder}", "--data.allow_commands=true"
-        )
     if check_shards and manifest.shards:
         largest = max(manifest.shards, key=lambda shard: shard.n)
         for shard in (manifest.shards[0], largest):

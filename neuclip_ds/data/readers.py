@@ -138,7 +138,7 @@ class TarReader:
         by_storage = defaultdict[str, dict[int, tuple[str, int, int]]](dict)
         for index, number, row in rows:
             path = shards[number].path
-            if number in absent and not path.startswith("pipe:") and "::" not in path:
+            if number in absent and "::" not in path:
                 table = self._table(number)
                 places = table.extents[row, self._places(table)]
                 places = places[places[:, 0] >= 0]

@@ -62,7 +62,7 @@ Scans = tuple[list[Scan], dict[str, str]]  # of several shards, and for others t
 
 
 def scan_shard(path: str, options: ScanOptions) -> tuple[Scan, SampleTable]:
-    """Scan the tar at `path`, a file, URL or `pipe:` command; raise UserError if it, or its uids, cannot be read."""
+    """Scan the tar at `path`, a file or URL; raise UserError if it, or its uids, cannot be read."""
     try:
         path.encode()
         with local_copy(path) as file:

@@ -3,7 +3,6 @@
 import glob
 import math
 import re
-from collections.abc import Iterable
 from pathlib import Path
 
 import fsspec
@@ -11,52 +10,40 @@ from braceexpand import braceexpand
 
 from neuclip_ds.errors import UserError, install_command
 
-_URL = re.compile(r"[a-z][a-z0-9+.-]*:")  # scheme://..., or pipe:COMMAND
+_URL = re.compile(r"[a-z][a-z0-9+.-]*://")
 _GLOB = re.compile(r"[*[]")  # in a URL, ? starts the query
 _BETWEEN = "::"
 _LIST = ".txt"
-_COMMAND = "pipe:"
 _RANGE = re.compile(r"\{(-?\d{1,18})\.\.(-?\d{1,18})")
 _MAX_NAMES = 10_000_000
 
 
 def is_local(path: str) -> bool:
-    """Whether a shard is a file, on this machine or mounted, rather than a URL or a `pipe:` command."""
+    """Whether a shard is a file, on this machine or mounted, rather than a URL."""
     return not _URL.match(path)
 
 
-def refuse_commands(paths: Iterable[str], origin: str, option: str) -> None:
-    """Raise UserError if a path is a `pipe:` command: a file from others must not run commands here."""
-    if command := next((path for path in paths if path.startswith(_COMMAND)), None):
-        raise UserError(
-            f"The shard {command!r} of {origin} is a command, which would be run; allow it with {option} if wanted."
-        )
-
-
-def resolve_shards(source: str, allow_commands: bool = False) -> list[str]:
+def resolve_shards(source: str) -> list[str]:
     """Return the absolute paths or URLs of the tars that `source` names; raise UserError if it names none.
 
     A source is a tar; a folder (its *.tar sorted by name, or those of its subfolders if it has none); a glob
     (`/data/*.tar`); a brace pattern (`/data/{00000..00127}.tar`), which keeps its order and may contain globs; a URL
-    that fsspec supports, with globs or braces (`s3://bucket/{00000..00127}.tar`); a command that outputs a tar
-    (`pipe:aws s3 cp s3://bucket/{000..127}.tar -`); a text file (`shards.txt`) with one of these per line, commands
-    only with `allow_commands`; or several of these joined by `::`.
+    that fsspec supports, with globs or braces (`s3://bucket/{00000..00127}.tar`); a text file (`shards.txt`) with one
+    of these per line; or several of these joined by `::`.
     """
     try:
-        return _resolve(source, allow_commands)
+        return _resolve(source)
     except RecursionError as error:
         raise UserError(f"{source[:200]!a} is a list that names itself; name shards in it.") from error
     except (OSError, ValueError, RuntimeError) as error:  # a name that no file can have, ~ of nobody, no permission
         raise UserError(f"{source[:200]!a} cannot be looked up ({error}); check path and permissions.") from error
 
 
-def _resolve(source: str, allow_commands: bool) -> list[str]:
+def _resolve(source: str) -> list[str]:
     if not source.strip():
         raise UserError("The data source is empty; name a folder of tar shards, a glob, a brace pattern or a manifest.")
     if _BETWEEN in source:
-        return [path for part in source.split(_BETWEEN) for path in _resolve(part, allow_commands)]
-    if source.startswith(_COMMAND):
-        return _braces(source)
+        return [path for part in source.split(_BETWEEN) for path in _resolve(part)]
     if not is_local(source):
         return [url for name in _braces(source) for url in (_remote_glob(name) if _GLOB.search(name) else [name])]
     path = Path(source).expanduser()
@@ -66,17 +53,15 @@ def _resolve(source: str, allow_commands: bool) -> list[str]:
             raise UserError(f"No *.tar in {path} or its subfolders; name the folder that holds the shards.")
         return [str(tar.absolute()) for tar in tars]
     if path.is_file():
-        return _listed(path, allow_commands) if path.suffix == _LIST else [str(path.absolute())]
+        return _listed(path) if path.suffix == _LIST else [str(path.absolute())]
     return _matches(str(path))
 
 
-def _listed(path: Path, allow_commands: bool) -> list[str]:
+def _listed(path: Path) -> list[str]:
     lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     lines = [line for line in lines if line and not line.startswith("#")]
     parts = [part for line in lines for part in line.split(_BETWEEN)]
-    if not allow_commands:
-        refuse_commands(parts, f"the list {path}", "--allow-commands")
-    shards = [shard for part in parts for shard in _resolve(part, allow_commands)]
+    shards = [shard for part in parts for shard in _resolve(part)]
     if not shards:
         raise UserError(f"The list {path} names no shards; write one path, pattern or URL on each line.")
     return shards

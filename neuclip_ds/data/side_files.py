@@ -33,7 +33,7 @@ _BLOCK = 1 << 16  # bytes of a parquet file that are read at once
 
 def check_names(paths: Sequence[str]) -> None:
     """Raise UserError unless every path is a .tar file, which may have side files next to it."""
-    if other := next((path for path in paths if path.startswith("pipe:") or not path.endswith(_TAR)), None):
+    if other := next((path for path in paths if not path.endswith(_TAR)), None):
         raise UserError(f"{other} is not the address of a .tar, so it has no side files; omit --from-side-files.")
 
 

@@ -102,8 +102,7 @@ def _model_lines(query: MemoryQuery, engine: dict[str, Any]) -> Iterator[str]:
 
 def _open(config: Config, source: str) -> Manifest:
     options = ScanOptions(tuple(config.data.captions))
-    commands = config.data.allow_commands
-    return open_manifest(resolve(source), CACHE / "manifests", options=options, allow_commands=commands)
+    return open_manifest(resolve(source), CACHE / "manifests", options=options)
 
 
 def _data_lines(config: Config, manifest: Manifest, order: BatchOrder) -> list[str]:

@@ -122,7 +122,7 @@ def open_data(source: str, data: DataConfig, communicator: Communicator, folder:
         from neuclip_ds.data.scan import ScanOptions
 
         options, path = ScanOptions(tuple(data.captions)), resolve(source)
-        return open_manifest(path, folder / "manifests", options=options, allow_commands=data.allow_commands).to_json()
+        return open_manifest(path, folder / "manifests", options=options).to_json()
 
     manifest = Manifest.from_json(communicator.on_rank_zero(read))
     first_of_node = communicator.rank == communicator.ranks_of_node()[0]

@@ -76,7 +76,7 @@ def test_equal_names_in_different_places_are_different_shards(tmp_path):
     for folder in ("a", "b?c"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "0.tar").write_bytes(folder[:1].encode())
-    paths = [cache.path(f"pipe:cat '{tmp_path}/{folder}/0.tar'", 1) for folder in ("a", "b?c")]
+    paths = [cache.path(f"file://{tmp_path}/{folder}/0.tar", 1) for folder in ("a", "b?c")]
     assert [path.read_bytes() for path in paths] == [b"a", b"b"]
 
 

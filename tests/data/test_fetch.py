@@ -1,4 +1,4 @@
-"""Fetching from real servers and commands with injected faults, and what their failures mean."""
+"""Fetching from real servers with injected faults, and what their failures mean."""
 
 import errno
 import multiprocessing
@@ -109,46 +109,13 @@ def test_credentials_are_read_anew(s3: Files, tmp_path: Path, monkeypatch: pytes
     [
         ("nosuch://bucket/x.tar", "setup", "Protocol not known: nosuch"),
         ("oci://bucket/x.tar", "setup", "Install ocifs"),
-        ("pipe:nosuchcommand", "setup", "nosuchcommand: command not found"),
         ("file:///nowhere/x.tar", "missing", "does not exist"),
-        ("pipe:cat /nowhere/x.tar", "missing", "No such file or directory"),
         ("http://127.0.0.1:9/x.tar", "outage", "127.0.0.1:9"),
-        ("pipe:false | cat", "outage", "the command exited with code 1"),
-        ("pipe:echo first >&2; echo no route >&2; echo >&2; exit 3", "outage", "exited with code 3: no route"),
-        ("pipe:true", "outage", "the command wrote nothing"),
-        ("pipe:kill -9 $$", "outage", "exited with code"),
-        ("pipe:sleep 1000.25", "outage", "no byte arrived for 0.3 s"),
-        ("pipe:head -c 50 /dev/zero; sleep 1000.25 | cat", "outage", "no byte arrived for 0.3 s (after 50 bytes)"),
-        ("pipe:head -c 20 /dev/zero", "damaged", "20 bytes arrived, expected 300000"),
-        ("pipe:cat /dev/zero", "damaged", "longer than the expected 300000 bytes"),
     ],
 )
-def test_failures_of_urls_and_commands(tmp_path: Path, url: str, kind: Kind, message: str) -> None:
+def test_failures_of_urls(tmp_path: Path, url: str, kind: Kind, message: str) -> None:
     found, reason = failure(url, tmp_path, timeout=0.3)
     assert found == kind and message in reason
-    wait_for(lambda: not running("sleep 1000.25"))
-
-
-def running(command: str) -> list[str]:
-    """Return command lines of live processes that contain `command`, this process excepted."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            line = entry.read_bytes().replace(b"\0", b" ").decode()
-        except OSError:
-            continue
-        if command in line and f"/{os.getpid()}/" not in str(entry):
-            found.append(line)
-    return found
-
-
-def test_commands(tmp_path: Path) -> None:
-    source = tmp_path / "source.tar"
-    source.write_bytes(DATA)
-    assert fetch(f"pipe:cat {source}", tmp_path) == DATA
-    assert fetch(f"pipe:cat {source} | cat", tmp_path, size=None) == DATA
-    slow = "for i in 1 2 3 4 5 6; do head -c 1000 /dev/zero; sleep 0.2; done"
-    assert len(fetch(f"pipe:{slow}", tmp_path, size=6000, timeout=0.6)) == 6000, "one that goes on is not given up"
 
 
 def test_s3(s3: Files, tmp_path: Path) -> None:
@@ -210,7 +177,7 @@ def test_other_processes_can_fetch_after_this_one_has(
     ids=repr,
 )
 def test_what_failures_mean(error: Exception | str, kind: Kind) -> None:
-    assert explain(error).kind == kind
+    assert explain(error if isinstance(error, Exception) else OSError(error)).kind == kind
 
 
 @pytest.mark.parametrize(

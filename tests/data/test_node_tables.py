@@ -160,9 +160,9 @@ def test_an_unsafe_folder_is_not_used(
 
 
 def cached(folder: Path, tar: Path, **changes: object) -> tuple[Manifest, ShardCache]:
-    """Return the manifest of a shard behind a command, without tables, and a node's cache."""
+    """Return the manifest of a shard with a URL, without tables, and a node's cache."""
     (shard,) = build_manifest([str(tar)], 1).shards
-    return Manifest([shard._replace(path=f"pipe:cat {tar}", **changes)]), ShardCache(folder / "cache", 10**6)
+    return Manifest([shard._replace(path=tar.as_uri(), **changes)]), ShardCache(folder / "cache", 10**6)
 
 
 def read_all(manifest: Manifest, cache: ShardCache) -> list[bytes]:

@@ -131,11 +131,11 @@ def test_what_fails_is_logged_and_left_to_the_readers(http: Files, tmp_path: Pat
     cache, order = ShardCache(tmp_path, 100 * SIZE, timeout=5), order_of()
     http.faults["00003.tar"] = [404]
     shards = stored(http)
-    shards[6] = Shard("pipe:echo no such key >&2; exit 1", 0, 0, SIZE)
+    shards[6] = Shard("file:///nowhere/00006.tar", 0, 0, SIZE)
     with prefetcher(cache, order, shards):
         wait_for(lambda: held(tmp_path) == set(range(SHARDS)) - {3, 6})
     logged = capfd.readouterr().err
-    assert "cannot prefetch a shard" in logged and "00003.tar" in logged and "no such key" in logged
+    assert "cannot prefetch a shard" in logged and "00003.tar" in logged and "/nowhere/00006.tar" in logged
     with pytest.raises(FetchError, match="does not exist"):
         cache.path(shards[3].path, SIZE)
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from processes import children_of
 from sample_log import read_samples
+from servers import files_server
 from small_runs import TRAIN, records, start, train, training
 from tars import assert_same, load_evaluation, load_training, manifest_of, write_pairs
 
@@ -146,9 +147,11 @@ def test_a_batch_is_waited_for_while_shards_arrive(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(worker_pool, "MAX_FAILURES", 1)
     folder = write_pairs(tmp_path / "pairs", [2, 2, 2, 2])
     local = manifest_of(folder)
-    slow = Manifest([shard._replace(path=f"pipe:sleep 1; cat {shard.path}") for shard in local.shards])
-    order = GlobalOrder(slow.starts, slow.sizes, 4, 0, Interleave(4, 80_000))
-    cache = ShardCache(tmp_path / "cache", 10**6)
-    options = LoaderOptions(workers=1, timeout=2, cache=cache)
-    (batch,) = load_training(slow, order, EvalTransform(16), options, 1)
+    with files_server() as server:
+        server.files, server.delay = {path.name: path.read_bytes() for path in folder.iterdir()}, 1
+        slow = Manifest([shard._replace(path=server.url(Path(shard.path).name)) for shard in local.shards])
+        order = GlobalOrder(slow.starts, slow.sizes, 4, 0, Interleave(4, 80_000))
+        cache = ShardCache(tmp_path / "cache", 10**6)
+        options = LoaderOptions(workers=1, timeout=2, cache=cache)
+        (batch,) = load_training(slow, order, EvalTransform(16), options, 1)
     assert batch.valid.all()

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from forks import fork
 from processes import alive, children_of
+from servers import files_server
 from small_runs import SMALL, TRAIN, ends, environment, lines_in, start, training, wait_for
 from tars import load_training
 
@@ -93,9 +94,9 @@ def test_a_kill_and_a_signal_while_the_demo_is_rendered(tmp_path: Path) -> None:
     assert not list(cache.iterdir())
 
 
-def load_a_shard_that_never_comes(folder: Path) -> None:
-    """Have a loader process and the prefetching process fetch, each by a command."""
-    shards = [Shard(f"pipe:sleep 4321 | cat # {number}", 8 * number, 8, 10_000) for number in range(2)]
+def load_a_shard_that_never_comes(folder: Path, urls: list[str]) -> None:
+    """Have a loader process and the prefetching process fetch."""
+    shards = [Shard(url, 8 * number, 8, 10_000) for number, url in enumerate(urls)]
     order = GlobalOrder(np.array([0, 8]), np.array([8, 8]), 4)
     cache = ShardCache(folder, 10**6, timeout=100)
     options = LoaderOptions(workers=1, cache=cache)
@@ -105,18 +106,23 @@ def load_a_shard_that_never_comes(folder: Path) -> None:
 
 
 def test_a_kill_while_shards_are_fetched_leaves_no_process(tmp_path: Path) -> None:
-    process = fork(load_a_shard_that_never_comes, tmp_path, variables=environment())
-    limit = time.monotonic() + 60
-    while len(list((tmp_path / "fetching").glob("*/*"))) < 2:
-        assert process.exitcode is None
-        assert time.monotonic() < limit
-        time.sleep(0.05)
-    helpers = children_of(process.pid)
-    process.kill()
-    time.sleep(2)
-    assert len(helpers) >= 2 + 2 * 3, "loader, prefetcher, and for each fetch bash, its guard and the command"
-    assert [pid for pid in helpers if alive(pid)] == []
-    ShardCache(tmp_path, 10**6).path("pipe:echo", 1)
+    with files_server() as server:
+        server.files = {"0.tar": bytes(10_000), "1.tar": bytes(10_000)}
+        server.gate.clear()
+        urls = [server.url(name) for name in server.files]
+        process = fork(load_a_shard_that_never_comes, tmp_path, urls, variables=environment())
+        limit = time.monotonic() + 60
+        while len(list((tmp_path / "fetching").glob("*/*"))) < 2:
+            assert process.exitcode is None
+            assert time.monotonic() < limit
+            time.sleep(0.05)
+        helpers = children_of(process.pid)
+        process.kill()
+        time.sleep(2)
+        assert len(helpers) >= 2, "loader and prefetcher"
+        assert [pid for pid in helpers if alive(pid)] == []
+        server.gate.set()
+        ShardCache(tmp_path, 10**6).path(urls[0], 10_000)
     assert not list((tmp_path / "fetching").iterdir()), "the next fetch removes what is left"
 
 

@@ -27,11 +27,14 @@ SIZES = [7, 9, 6, 8, 10, 10]
 
 def test_options_of_downloads(tmp_path: Path) -> None:
     data = DataConfig(cache_dir=tmp_path, downloads=3, max_outage=1, timeout=1)
-    shard = Shard("pipe:sleep 4321", 0, 1, 1)
-    cache = loader_options(data, Communicator(), Manifest([shard]), Manifest([])).cache
-    assert cache is not None and cache.downloads == 3
-    with pytest.raises(UserError, match=r"no byte arrived for 0.1 s .* data.max_outage=1 s"):
-        cache.path(shard.path, shard.bytes)
+    with files_server() as server:
+        server.files["0.tar"] = b"x"
+        server.gate.clear()
+        shard = Shard(server.url("0.tar"), 0, 1, 1)
+        cache = loader_options(data, Communicator(), Manifest([shard]), Manifest([])).cache
+        assert cache is not None and cache.downloads == 3
+        with pytest.raises(UserError, match=r"no byte arrived for 0.1 s .* data.max_outage=1 s"):
+            cache.path(shard.path, shard.bytes)
 
 
 def test_a_shard_that_cannot_be_had_is_bad_samples(tmp_path: Path) -> None:
