@@ -37,7 +37,6 @@ def features(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("fastclip_v3", {"moving_average": {"gamma_min": 0.6}}),
         ("siglip", {"temperature": {"initial": 0.1}}),
         ("oracle", {"kappa": None}),
-        ("queue", {"size": 40}),
         ("oracle", {"kappa": 1.0, "tau": 0.05, "learned": False, "bound": 5.0}),
     ],
 )

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from neuclip_ds.loss import ContrastiveLoss
 from study.features import Pairs
-from study.oracle import OracleLoss, QueueLoss, log_mean_exp, negative_logits
+from study.oracle import OracleLoss, log_mean_exp, negative_logits
 
 ANCHORS, WARMUP, RECORDS = 512, 0.02, (0.1, 0.3, 0.6, 1.0)  # records of the learning curve, in parts of the run
 
@@ -26,7 +26,7 @@ ANCHORS, WARMUP, RECORDS = 512, 0.02, (0.1, 0.3, 0.6, 1.0)  # records of the lea
 class Run:
     """One training run."""
 
-    loss: str  # a method of ContrastiveLoss, `oracle` or `queue`
+    loss: str  # a method of ContrastiveLoss, or `oracle`
     batch: int
     seed: int
     epochs: float = 12.0
@@ -67,15 +67,13 @@ class Heads(nn.Module):
         return found
 
 
-def build_loss(run: Run, pairs: Pairs, heads: Heads, steps_per_epoch: int) -> ContrastiveLoss | OracleLoss | QueueLoss:
+def build_loss(run: Run, pairs: Pairs, heads: Heads, steps_per_epoch: int) -> ContrastiveLoss | OracleLoss:
     """Build the loss of a run; options that depend on the data are filled in here."""
     samples = len(pairs.text)
     options: dict[str, Any] = {key: dict(value) if isinstance(value, Mapping) else value
                                          for key, value in run.options.items()}  # fmt: skip
     if run.loss == "oracle":
         return OracleLoss(pairs, heads, lr=run.lr * run.temperature_rate, **options)
-    if run.loss == "queue":
-        return QueueLoss(samples, rate=run.temperature_rate, **options)
     temperature = options.setdefault("temperature", {})
     temperature.setdefault("lr", run.lr * run.temperature_rate)
     if run.effective is not None:

@@ -1,4 +1,4 @@
-"""Losses for the study alone: exact normalizers over all n pairs, which no method can know, and a queue of features."""
+"""A loss for the study alone: exact normalizers over all n pairs, which no method can know."""
 
 import math
 from typing import Any
@@ -62,43 +62,6 @@ class OracleLoss(nn.Module):
             if self.bound is not None:
                 alpha = alpha.clamp(min=log_g - math.log(self.bound))
         return (log_g - alpha).exp().mean()
-
-
-class QueueLoss(nn.Module):
-    """1/2 mean_i log(1/(n-1) + (g_i + kappa q_i)/(1 + kappa)) in both directions, with a learned temperature.
-
-    q_i is the mean of exp(e_i . (w_k - t_i)/tau) over the last `size` features w_k of other pairs, all of which are
-    constant, as is the partner t_i there: it trains the anchor e_i alone. `rate` is the temperature's learning rate
-    relative to the heads'.
-    """
-
-    def __init__(self, samples: int, *, rate: float, size: int, kappa: float = 1.0, tau: float = 0.07) -> None:
-        super().__init__()
-        self.samples, self.rate, self.size, self.kappa, self.lr = samples, rate, size, kappa, 0.0
-        self.log_scale = nn.Parameter(torch.tensor(-math.log(tau)))
-        self._adam = torch.optim.Adam([self.log_scale], betas=(0.9, 0.999), eps=1e-12)
-        self._queue: list[Tensor] = []  # images, texts and indices
-        self.metrics: dict[str, Tensor] = {}
-
-    def forward(self, image: Tensor, text: Tensor, index: Tensor) -> Tensor:
-        tau, own = (-self.log_scale).exp(), torch.arange(len(image))
-        loss = torch.zeros(())
-        for anchors, partners, side in ((image, text, 1), (text, image, 0)):
-            pooled = log_mean_exp(negative_logits(anchors, partners, partners, own, tau))
-            if self._queue:
-                others = index[:, None] != self._queue[2]
-                logits = (anchors @ self._queue[side].T - (anchors * partners.detach()).sum(1, keepdim=True)) / tau
-                log_q = logits.masked_fill(~others, -math.inf).logsumexp(1) - others.sum(1).log()
-                pooled = torch.logaddexp(pooled, log_q + math.log(self.kappa)) - math.log1p(self.kappa)
-            loss = loss + torch.logaddexp(pooled, pooled.new_tensor(-math.log(self.samples - 1))).mean() / 2
-        (self.log_scale.grad,) = torch.autograd.grad(loss, [self.log_scale], retain_graph=True)
-        self._adam.param_groups[0]["lr"] = self.rate * self.lr
-        self._adam.step()
-        new = [image.detach(), text.detach(), index]
-        joined = [torch.cat(pair) for pair in zip(self._queue, new, strict=True)] if self._queue else new
-        self._queue = [x[-self.size :] for x in joined]
-        self.metrics = {"tau": (-self.log_scale.detach()).exp()}
-        return loss
 
 
 def negative_logits(anchors: Tensor, partners: Tensor, candidates: Tensor, own: Tensor, tau: Tensor | float) -> Tensor:
