@@ -4,10 +4,11 @@ import math
 import re
 from pathlib import Path
 
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from neuclip_ds.checkpoint.integrity import read_meta
 from neuclip_ds.config import Config
+from neuclip_ds.evaluation.tasks import load_tasks
 from neuclip_ds.reporting.metrics import AVERAGED, CHANCE, read_metrics, scores_among
 
 
@@ -38,6 +39,8 @@ def model_card(config: Config, checkpoint: Path, form: str, license: str | None 
         library_name="timm" if form == "towers" else form,
         pipeline_tag="zero-shot-image-classification",
         tags=["clip", "neuclip_ds", config.objective.method],
+        model_name=config.run.name if scores else None,
+        eval_results=[_eval_result(config, name, value) for name, value in scores.items()] or None,
         base_model=[name for name in names.values() if re.fullmatch(r"[\w-]+/[\w.-]+", name)] or None,
     )
     card = ModelCard.from_template(
@@ -53,6 +56,35 @@ def model_card(config: Config, checkpoint: Path, form: str, license: str | None 
         data=", ".join(map(public_name, config.data.train_paths)),
     )
     return str(card)
+
+
+def _eval_result(config: Config, score: str, value: float) -> EvalResult:
+    """Return a score as an entry of the hub's `model-index`, with its data set."""
+    kind, _, key = score.partition("/")
+    task, metric = "zero-shot-image-classification", "accuracy"
+    if kind == "task":
+        found = next((one for one in load_tasks().tasks if one.key == key), None)
+        name, metric = (key, metric) if found is None else (found.name, found.metric)
+    elif kind == "average":
+        name, metric = load_tasks().averages[key], "mean of the main metrics"
+    elif score.startswith("zero_shot"):
+        name = _held_out(config, config.data.zero_shot)
+    else:
+        name, task, metric = _held_out(config, config.data.val), "image-text-retrieval", "recall"
+    return EvalResult(
+        task_type=task,
+        dataset_type=re.sub(r"\W+", "-", key or name).strip("-").lower(),
+        dataset_name=name,
+        metric_type=metric,
+        metric_name=score,
+        metric_value=value,
+    )
+
+
+def _held_out(config: Config, source: str | int) -> str:
+    """Return the name of a held-out set, which `auto` and a number take from the training data or next to it."""
+    named = isinstance(source, str) and source != "auto"
+    return public_name(str(source)) if named else f"held out of {public_name(config.data.train_paths[0])}"
 
 
 def public_name(value: str) -> str:
