@@ -25,7 +25,7 @@ class Files(ThreadingHTTPServer):
         gets: GET requests of each path; those of a range count as one where they begin at byte 0.
         heads: HEAD requests of each path.
         authorizations: header of this name of each GET request that has one.
-        faults: path -> what its next requests meet, one each: a status, `cut`, `stall`, `short`; then all is well.
+        faults: path -> what its next requests meet, one each: a status, `cut`, `stall`, `short`, `slow`; then nothing.
         gate: bodies are sent while it is set.
         delay: seconds that a body takes.
         refuses: status of every answer, if set.
@@ -118,7 +118,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         half = len(data) // 2
-        self.wfile.write(data[:half])
+        for start in range(0, half, step := half // 10 if fault == "slow" else max(half, 1)):
+            self.wfile.write(data[start : min(start + step, half)])
+            time.sleep(0.1 if fault == "slow" else 0)
         if fault == "cut":
             self.connection.shutdown(socket.SHUT_RDWR)
             return

@@ -69,6 +69,17 @@ def test_http_faults(shard: tuple[str, str], http: Files, tmp_path: Path, faults
     assert [failure(shard[0], tmp_path)[0] for _ in faults] == [kind] * len(faults)
 
 
+def test_a_longer_file_is_damaged(shard: tuple[str, str], tmp_path: Path) -> None:
+    assert failure(shard[0], tmp_path, size=len(DATA) - 1)[0] == "damaged"
+
+
+def test_a_slow_download_that_proceeds_is_not_abandoned(http: Files, tmp_path: Path) -> None:
+    http.files["slow.tar"] = bytes(1 << 20)
+    http.faults["slow.tar"] = ["slow"]
+    assert len(fetch(http.url("slow.tar"), tmp_path, None, timeout=0.5)) == 1 << 20
+    assert http.gets["slow.tar"] == 1
+
+
 def test_a_download_that_stalls_is_abandoned(shard: tuple[str, str], http: Files, tmp_path: Path) -> None:
     http.faults[shard[1]] = ["stall"]
     kind, reason = failure(shard[0], tmp_path, timeout=0.4)
