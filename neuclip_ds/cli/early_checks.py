@@ -14,7 +14,7 @@ from neuclip_ds.data.shards import is_local
 from neuclip_ds.errors import UserError, explained, install_command, require_package
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://")
-_PATTERN = re.compile(r"[*?[{]")
+_NOT_A_PATH = re.compile(r"^demo:|[*?[{]")  # the demo's pairs, or a pattern
 _OPEN_CLIP = "open_clip:"
 
 
@@ -57,7 +57,7 @@ def check_path(option: str, path: str) -> None:
     for part in filter(None, path.split("::")):
         if url := _URL.match(part):
             _require_store(f"{option}={part}", url[1])
-        elif is_local(part) and not _PATTERN.search(part) and not Path(part).expanduser().exists():
+        elif is_local(part) and not _NOT_A_PATH.search(part) and not Path(part).expanduser().exists():
             raise UserError(f"{option}={path}: {part} does not exist; correct the path.")
 
 

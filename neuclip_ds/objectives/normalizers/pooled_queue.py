@@ -98,16 +98,15 @@ class PooledQueueNormalizer(Normalizer):
         if not count:
             return log_ghat, drawn
         owners, copies = self._copies(batch, count)
-        copied = torch.bincount(owners, minlength=anchors.shape[1])  # entries of an anchor's own sample
-        first = [0, *copied.cumsum(0).tolist()]
-        others = to_device(count - copied, anchors.device)
+        first = torch.searchsorted(owners, torch.arange(anchors.shape[1] + 1))  # of an anchor's own entries
+        others = to_device(count - first.diff(), anchors.device)
         owners, copies = (to_device(x, anchors.device) for x in (owners, copies))
         offset = batch.positive[batch.local] / tau + others.clamp(min=1).to(anchors.dtype).log()
         for side, prototypes in enumerate((self._texts[:count] + means[1], self._images[:count] + means[0])):
             for rows in _blocks(anchors.shape[1], prototypes):
                 logit = pair_products(anchors[side, rows], prototypes, batch.comm_dtype)
                 logit.div_(tau).sub_(offset[rows].unsqueeze(1))  # z_ik - log m_i
-                masked = slice(first[rows.start], first[rows.stop])
+                masked = slice(int(first[rows.start]), int(first[rows.stop]))
                 if masked.start < masked.stop:
                     logit[owners[masked] - rows.start, copies[masked]] = -math.inf
                 log_ghat[side, rows] = log_sum_exp(logit, 1, logit)  # leaves the terms relative to the largest
