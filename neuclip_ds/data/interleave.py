@@ -58,12 +58,16 @@ def choose_interleave(
     top = max(WINDOW, _PER_NODE * nodes)
     if cache_bytes is None:
         return Interleave(numbers[0], block or max(top // numbers[0], 1))
-    for counted in sorted({-(-nodes // 2), nodes}):
+    for counts in ({-(-nodes // 2), nodes}, {nodes}):
+
+        def needed(one: Interleave, counts: set[int] = counts) -> float:
+            return max(resident_bytes(one, count) for count in counts)
+
         best: Interleave | None = None
         for number in numbers:
             candidates = [Interleave(number, size) for size in ([block] if block else _blocks(top, number))]
             # a smaller block needs fewer bytes, so the largest that fits is found by bisection
-            at = bisect_left(candidates, -FULL * cache_bytes, key=lambda one: -resident_bytes(one, counted))
+            at = bisect_left(candidates, -FULL * cache_bytes, key=lambda one: -needed(one))
             if at < len(candidates) and (best is None or math.prod(candidates[at]) > math.prod(best)):
                 best = candidates[at]
             elif best is not None:  # still fewer streams would have smaller windows yet
@@ -71,8 +75,8 @@ def choose_interleave(
         if best is not None:
             return best
     smallest = resident_bytes(Interleave(numbers[-1], block or _SMALLEST_BLOCK), nodes)
-    size, needed = cache_bytes / 1e9, 1.01 * smallest / FULL / 1e9
-    raise UserError(f"The cache of {size:.3g} GB is too small for a batch: set data.cache_gb={needed:.3g} or more.")
+    size, least = cache_bytes / 1e9, 1.01 * smallest / FULL / 1e9
+    raise UserError(f"The cache of {size:.3g} GB is too small for a batch: set data.cache_gb={least:.3g} or more.")
 
 
 def _blocks(window: int, streams: int) -> list[int]:
