@@ -10,7 +10,7 @@ from typing import Any
 
 import neuclip_ds
 from neuclip_ds import errors
-from neuclip_ds.loss.two_pass import TwoPass
+from neuclip_ds.loss.accumulate import TwoPass
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "python.md"
 PARTS: dict[str, list[Any]] = {

@@ -17,7 +17,7 @@ from neuclip_ds.engine.lamb import Lamb
 from neuclip_ds.engine.update import install_loss_scale
 from neuclip_ds.engine.zero import keep_frozen_whole, placements, share_process_group, skip_unused_kernel
 from neuclip_ds.errors import UserError
-from neuclip_ds.loss.two_pass import batch_norms
+from neuclip_ds.models.batch_norm import batch_norms
 from neuclip_ds.models.trained_parts import learning_rate_scales
 
 

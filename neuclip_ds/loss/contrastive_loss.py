@@ -15,8 +15,9 @@ from torch.nn.functional import pad
 
 from neuclip_ds.distributed.communicator import Communicator, ProcessGroup
 from neuclip_ds.errors import UserError
+from neuclip_ds.loss.accumulate import TwoPass
 from neuclip_ds.loss.checks import agree_on_call, problem_with
-from neuclip_ds.loss.two_pass import TwoPass, with_gradients
+from neuclip_ds.loss.two_pass import with_gradients
 from neuclip_ds.objectives.base import Context, Objective, Step
 from neuclip_ds.objectives.compose import compose_objective
 from neuclip_ds.objectives.contrastive import ContrastiveObjective

@@ -21,11 +21,9 @@ where the mean logit is exp(-alpha_i)/(B-1) sum_{j != i} exp(x_ij) x_ij, x_ij = 
 import math
 from importlib import import_module
 
-import torch
-
 from neuclip_ds.errors import UserError
 from neuclip_ds.objectives.base import Context, Normalizer, Objective
-from neuclip_ds.objectives.contrastive import ContrastiveObjective, Scale
+from neuclip_ds.objectives.contrastive import SCALES, ContrastiveObjective
 from neuclip_ds.objectives.individual_temperature import IndividualTemperature
 from neuclip_ds.objectives.methods import find_method
 from neuclip_ds.objectives.options import ObjectiveConfig
@@ -39,11 +37,6 @@ from neuclip_ds.objectives.temperature import (
     Temperature,
 )
 
-_SCALES: dict[str, Scale] = {
-    "half": lambda tau: torch.full_like(tau, 0.5),  # OpenCLIP's mean over the two directions
-    "one": torch.ones_like,
-    "tau": lambda tau: tau,
-}
 _TEMPERATURES: dict[str, type[Temperature]] = {
     "constant": ConstantTemperature,
     "individual": IndividualTemperature,
@@ -74,7 +67,7 @@ def compose_objective(config: ObjectiveConfig, context: Context) -> Objective:
     module = import_module(f"neuclip_ds.objectives.normalizers.{method.normalizer}")
     normalizer: Normalizer = module.build(config, eps, context)
     temperature = _TEMPERATURES[rule](config, context)
-    return ContrastiveObjective(config, context, pair_loss, normalizer, temperature, _SCALES[scale], constant)
+    return ContrastiveObjective(config, context, pair_loss, normalizer, temperature, SCALES[scale], constant)
 
 
 def _other_samples(context: Context) -> int:

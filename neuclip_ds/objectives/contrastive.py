@@ -18,6 +18,11 @@ from neuclip_ds.objectives.temperature import Temperature, TemperatureSignal
 
 Scale = Callable[[Tensor], Tensor]
 """The loss's leading factor, as a function of tau."""
+SCALES: dict[str, Scale] = {
+    "half": lambda tau: torch.full_like(tau, 0.5),  # OpenCLIP's mean over the two directions
+    "one": torch.ones_like,
+    "tau": lambda tau: tau,
+}
 
 
 class ContrastiveObjective(Objective):

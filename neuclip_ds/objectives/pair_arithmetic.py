@@ -1,4 +1,4 @@
-"""Arithmetic of pairs: the pair loss, exponentials that are never subnormal, matmul precision, fused operations.
+"""Arithmetic of pairs: the pair loss, exponentials that are never subnormal, and the precision of matrix products.
 
 Most pairs weigh too little to change a sum. Their exponentials would be subnormal numbers (below 1.2e-38 in float32),
 with which CPUs compute many times slower. Bounding the exponents avoids them without flush-to-zero, which is a mode of
@@ -9,17 +9,12 @@ bf16 or float16 matrices faster still; in both cases it accumulates in float32. 
 float16 lose nothing by this. torch's switch for TF32 is process-wide.
 """
 
-import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
-
-log = logging.getLogger(__name__)
 
 _MATMUL = torch.backends.cuda.matmul
 _LOG2_E = math.log2(math.e)
@@ -55,6 +50,11 @@ def log_sum_exp(x: Tensor, dim: int, out: Tensor) -> Tensor:
     return bounded_exp_(torch.sub(x, largest, out=out)).sum(dim).log_().add_(largest.squeeze(dim))
 
 
+def log_eps_plus(log_x: Tensor, eps: float) -> Tensor:
+    """Return log(eps + x)."""
+    return torch.logaddexp(log_x, log_x.new_full((), math.log(eps)))
+
+
 @contextmanager
 def products_exact_for(dtype: torch.dtype) -> Iterator[None]:
     """Multiply float32 matrices on GPUs in the fastest precision that holds numbers of `dtype` without rounding.
@@ -82,28 +82,6 @@ def pair_products(rows: Tensor, columns: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.mm(rows.to(dtype), columns.to(dtype).T, out_dtype=torch.float32)
     with products_exact_for(dtype):
         return rows @ columns.T
-
-
-@cache
-def fused(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function with torch.compile for tensors of any size; without a working compiler, call it directly.
-
-    The function must leave its arguments unchanged.
-    """
-    present = torch.compile(function, dynamic=True)
-
-    def call(*arguments: Any) -> Any:
-        nonlocal present
-        try:
-            return present(*arguments)
-        except Exception as error:  # the compiler's exceptions differ between versions
-            if present is function:
-                raise
-            log.warning("The objective runs slower, since torch.compile fails: %s", str(error).partition("\n")[0])
-            present = function
-            return call(*arguments)
-
-    return call
 
 
 def _allows_tf32() -> bool:

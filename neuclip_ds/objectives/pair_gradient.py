@@ -20,191 +20,17 @@ from __future__ import annotations
 import math
 from collections import deque
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from neuclip_ds.objectives.pair_arithmetic import PairLoss, exp_, fused, log_sum_exp
-from neuclip_ds.objectives.pair_grid import Block, PairGrid
+from neuclip_ds.objectives.general_pairs import GeneralSimilarities
+from neuclip_ds.objectives.pair_arithmetic import PairLoss, exp_
+from neuclip_ds.objectives.pair_grid import Block, PairGradient, PairGrid
 
 
-class PairGradient(NamedTuple):
-    """Gradient of L and what the temperature needs.
-
-    `mean_logit` is W_i/(B-1) sum_j exp(y_ij) y_ij with y_ij = l(x_ij)/tau, (2, local); if all anchors share one tau,
-    this rank's 0-dim share of the sum over all anchors. -tau dL/dtau is its mean over anchors.
-    """
-
-    image: Tensor  # (local, d)
-    text: Tensor  # (local, d)
-    mean_logit: Tensor
-
-
-class PairSimilarities:
-    """The similarities of one batch, used in two passes: for the log-mean-exps, then for the gradient.
-
-    Between the passes they are kept if they fit into the grid's budget, and recomputed if not, so that memory is
-    O(block) + budget. On a GPU, the host never waits for the device.
-
-    This form takes any pair loss and temperatures: each pair has one exponential for each of its anchors. Each anchor's
-    sum is taken relative to its largest term, and a pair's weight is one exponential of a sum of logarithms, so that no
-    significant term underflows or overflows.
-    """
-
-    def __init__(self, grid: PairGrid, pair_loss: PairLoss, tau: Tensor) -> None:
-        """`tau` is 0-dim if all anchors share it, else (2, B)."""
-        self.divisor = pair_loss.divisor(grid.size)
-        self._grid, self._pair_loss = grid, pair_loss
-        self._tau, self._shared = tau, tau.ndim == 0
-        self._kept: deque[Tensor] = deque()
-        self._buffers: list[Tensor] = []
-
-    @cached_property
-    def _scale(self) -> Tensor:
-        return self._tau.pow(1 / self._pair_loss.power).expand(2, self._grid.size)  # divides similarities
-
-    @cached_property
-    def _origin(self) -> Tensor:
-        return (self._grid.positive - self._pair_loss.margin) / self._scale
-
-    @cached_property
-    def _sample(self) -> Tensor:
-        # in the dtype of the other numbers; exact up to 2^24 rows in float32
-        return torch.arange(self._grid.size, device=self._tau.device).to(self._tau.dtype).expand(2, -1)
-
-    def log_mean_exp(self) -> Tensor:
-        """(2, local): log g of this rank's anchors."""
-        return self._log_sum_exp() - math.log(self.divisor)
-
-    def gradient(self, log_weight: Tensor) -> PairGradient:
-        """Return the gradient of L for weights W = exp(log_weight), (2, B). Call this once, after `log_mean_exp`."""
-        gradient = self._gradient(log_weight - math.log(self.divisor * self._grid.size))
-        return gradient._replace(mean_logit=gradient.mean_logit * self._grid.size)
-
-    def _log_sum_exp(self) -> Tensor:
-        grid = self._grid
-        result = grid.per_anchor(-math.inf)
-        log_sums = fused(_log_sums) if grid.fuses else _log_sums
-        numbers = torch.stack([self._sample, self._scale, self._origin])
-        for block in grid.blocks():
-            similarity = self._similarity(block)
-            if grid.keeps:
-                self._kept.append(similarity)
-            found = log_sums(self._pair_loss, similarity, self._of_block(numbers, block), self._views(block, 1))
-            for anchors, log_sum in zip(block.local_anchors, found, strict=True):
-                torch.logaddexp(result[anchors], log_sum, out=result[anchors])
-        self._buffers.clear()
-        return result + self._pair_loss.offset(self._origin[:, grid.local])
-
-    def _gradient(self, log_share: Tensor) -> PairGradient:
-        grid, pair_loss = self._grid, self._pair_loss
-        # log of the factor on exp(l/tau) l'/power in the derivative by a similarity
-        log_factor = log_share + (pair_loss.power / self._scale).log()
-        pull, products = grid.per_anchor(0.0), grid.per_anchor(0.0)  # sums of weights, of weights x similarities
-        weights = fused(_weights) if grid.fuses else _weights
-        numbers = torch.stack([self._sample, self._scale, self._origin, log_factor])
-
-        def weight(block: Block) -> Tensor:
-            similarity = self._kept.popleft() if self._kept else self._similarity(block)
-            inputs = pair_loss, similarity, self._of_block(numbers, block), self._views(block, 3)
-            total, by_anchor, by_product = weights(*inputs, not self._shared)
-            for anchors, sums in zip(block.local_anchors, by_anchor, strict=True):
-                pull[anchors].add_(sums)
-            for anchors, sums in zip(block.local_anchors, by_product, strict=False):
-                products[anchors].add_(sums)
-            return total
-
-        grads = grid.gradient(weight)
-        # (x + margin) l'(x) = power l(x)
-        about_origin = (pair_loss.margin - grid.positive[grid.local]) * pull
-        mean_logit = grid.weighted_sum(grads) + about_origin.sum() if self._shared else products + about_origin
-        grid.add_positives(grads, -pull.sum(dim=0))
-        return PairGradient(*grads, mean_logit / pair_loss.power)
-
-    @property
-    def _divides(self) -> bool:
-        """Whether similarities are divided by the scale as they are computed, as all anchors share it."""
-        return self._shared and not self._grid.fuses
-
-    def _similarity(self, block: Block) -> Tensor:
-        similarity = self._grid.similarity(block)
-        return similarity.div_(self._scale[0, 0]) if self._divides else similarity
-
-    def _of_block(self, numbers: Tensor, block: Block) -> BlockAnchors:
-        """Return the anchors of a block, with their entries of the (numbers, 2, B) tensor."""
-        diagonal = None if self._grid.fuses or block.local is None else block.rows.start - block.local.start
-        return BlockAnchors(*self._grid.of_anchors(numbers, block), block.local is not None, diagonal, self._divides)
-
-    def _views(self, block: Block, count: int) -> list[Tensor]:
-        """Return buffers in the shape of a block, which all blocks of a pass share; none if operations are fused."""
-        if not self._buffers and not self._grid.fuses:
-            self._buffers.extend(self._grid.buffers(count))
-        return [block.view(buffer) for buffer in self._buffers]
-
-
-class BlockAnchors(NamedTuple):
-    """The anchors of a block, in the form that the fused functions take.
-
-    The numbers of an anchor are its sample, tau^(1/power), the origin as in `PairLoss.exponent`, and its log weight.
-    """
-
-    rows: Tensor  # (numbers, rows, 1)
-    columns: Tensor  # (numbers, 1, columns)
-    all_local: bool  # whether the columns are this rank's anchors too, as the rows always are
-    diagonal: int | None  # offset of the positives; None if there are none or sample numbers are compared
-    divided: bool  # whether similarities are divided already
-
-    def exponents(self, similarity: Tensor, scale: Tensor, out: Tensor) -> Tensor:
-        """Return similarities divided by tau^(1/power), in `out`, or unchanged if they are divided already."""
-        return similarity if self.divided else torch.div(similarity, scale, out=out)
-
-    def negatives(self, x: Tensor, value: float) -> Tensor:
-        """Return x with `value` for positives; x itself is overwritten if their diagonal is known."""
-        if self.diagonal is not None:
-            x.diagonal(self.diagonal).fill_(value)
-        elif self.all_local:
-            return x.masked_fill(self.rows[0] == self.columns[0], value)
-        return x
-
-
-def _log_sums(pair_loss: PairLoss, similarity: Tensor, block: BlockAnchors, buffers: list[Tensor]) -> list[Tensor]:
-    """Return logsumexp of the exponents over the negatives of a block's local anchors: its rows, then its columns.
-
-    `buffers` are overwritten: one tensor in the shape of the block, or none.
-    """
-    (out,) = buffers or [torch.empty_like(similarity)]
-    found = []
-    for dim, anchors in ((1, block.rows), (0, block.columns))[: 1 + block.all_local]:
-        _, scale, origin = anchors
-        exponent = pair_loss.exponent(block.exponents(similarity, scale, out), origin, out)
-        found.append(log_sum_exp(block.negatives(exponent, -math.inf), dim, out))
-    return found
-
-
-def _weights(
-    pair_loss: PairLoss, similarity: Tensor, block: BlockAnchors, buffers: list[Tensor], with_products: bool
-) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Return the derivative with respect to a block's similarities, and sums over its local anchors' negatives.
-
-    These are sums of weights and, if `with_products`, of weights x similarities. `buffers` are overwritten:
-    three tensors, or none.
-    """
-    *parts, other = buffers or [torch.empty_like(similarity) for _ in range(3)]
-    pulls, products = [], []
-    for place, (dim, anchors) in enumerate(((1, block.rows), (0, block.columns))):
-        _, scale, origin, log_factor = anchors
-        y = block.exponents(similarity, scale, parts[place])
-        part = parts[place] = block.negatives(pair_loss.weight(y, origin, log_factor, parts[place], other), 0.0)
-        if dim or block.all_local:
-            pulls.append(part.sum(dim))
-            if with_products:
-                products.append(torch.mul(part, similarity, out=other).sum(dim))
-    return parts[0].add_(parts[1]), pulls, products
-
-
-class FactoredSimilarities(PairSimilarities):
-    """Similarities for l(x) = x and one temperature: exp((s_ij - s_ii)/tau) = exp(s_ij/tau - c) exp(c - s_ii/tau).
+class FactoredSimilarities:
+    """The form for l(x) = x and one temperature: exp((s_ij - s_ii)/tau) = exp(s_ij/tau - c) exp(c - s_ii/tau).
 
     The first factor is the same for both anchors of a pair and in both passes, so a pair costs one exponential.
     It must be representable: c lowers the largest possible exponent 1/tau to `_limit`. If significant terms would
@@ -212,7 +38,9 @@ class FactoredSimilarities(PairSimilarities):
     """
 
     def __init__(self, grid: PairGrid, pair_loss: PairLoss, tau: Tensor) -> None:
-        super().__init__(grid, pair_loss, tau)
+        self._grid, self._pair_loss, self._tau = grid, pair_loss, tau
+        self._divisor = pair_loss.divisor(grid.size)
+        self._kept: deque[Tensor] = deque()  # the blocks' exponentials
         # leaves room for a sum of B terms and for the product with the anchor's factor
         self._limit = 0.8 * math.log(torch.finfo(tau.dtype).max)
         self._tiny = torch.finfo(tau.dtype).tiny
@@ -221,7 +49,8 @@ class FactoredSimilarities(PairSimilarities):
         self._total = grid.per_anchor(0.0)
         self._suffices = True
 
-    def _log_sum_exp(self) -> Tensor:
+    def log_mean_exp(self) -> Tensor:
+        """(2, local): log g of this rank's anchors."""
         for block in self._grid.blocks():
             exponential = self._exponential(block)
             if self._grid.keeps:
@@ -231,18 +60,15 @@ class FactoredSimilarities(PairSimilarities):
         log_total = self._total.log()
         self._suffices = bool((log_total > -self._limit).all())
         if self._suffices:
-            return log_total + self._log_factor[self._grid.local]
-        self._kept.clear()
-        return super()._log_sum_exp()
+            return log_total + self._log_factor[self._grid.local] - math.log(self._divisor)
+        return self._general.log_mean_exp()
 
-    def _gradient(self, log_share: Tensor) -> PairGradient:
+    def gradient(self, log_weight: Tensor) -> PairGradient:
+        """Return the gradient of L for weights W = exp(log_weight), (2, B)."""
         grid = self._grid
-        log_factor = log_share + self._log_factor
-        if not self._suffices:
-            return super()._gradient(log_share)
-        if not bool((log_factor.abs() < 1.1 * self._limit).all()):
-            self._kept.clear()
-            return super()._gradient(log_share)
+        log_factor = log_weight - math.log(self._divisor * grid.size) + self._log_factor
+        if not self._suffices or not bool((log_factor.abs() < 1.1 * self._limit).all()):
+            return self._general.gradient(log_weight)
         factor = log_factor.exp().div_(self._tau)  # (2, B)
         (buffer,) = grid.buffers(1)
 
@@ -255,7 +81,13 @@ class FactoredSimilarities(PairSimilarities):
         pull = factor[:, grid.local] * self._total
         mean_logit = grid.weighted_sum(grads) - (grid.positive[grid.local] * pull).sum()
         grid.add_positives(grads, -pull.sum(dim=0))
-        return PairGradient(*grads, mean_logit)
+        return PairGradient(*grads, mean_logit * grid.size)
+
+    @cached_property
+    def _general(self) -> GeneralSimilarities:
+        """The general form, which takes over for the rest of the batch."""
+        self._kept.clear()
+        return GeneralSimilarities(self._grid, self._pair_loss, self._tau)
 
     def _exponential(self, block: Block) -> Tensor:
         """exp(s/tau - c) of a block, zero for positives."""
@@ -269,7 +101,15 @@ class FactoredSimilarities(PairSimilarities):
         return exponential
 
 
-def pair_similarities(grid: PairGrid, pair_loss: PairLoss, tau: Tensor) -> PairSimilarities:
-    """Return the cheapest form of a batch's similarities; on a GPU, the host would wait for the factored one."""
+def pair_similarities(grid: PairGrid, pair_loss: PairLoss, tau: Tensor) -> FactoredSimilarities | GeneralSimilarities:
+    """Return the cheapest form of a batch's similarities; on a GPU, the host would wait for the factored one.
+
+    They are used in two passes: once for `log_mean_exp`, then once for `gradient`. In between they are kept if they
+    fit into the grid's budget, and recomputed if not, so that memory is O(block) + budget.
+
+    Args:
+        grid, pair_loss: the pairs, and their loss.
+        tau: 0-dim if all anchors share it, else (2, B).
+    """
     factors = tau.ndim == 0 and pair_loss.is_identity and tau.device.type == "cpu"
-    return (FactoredSimilarities if factors else PairSimilarities)(grid, pair_loss, tau)
+    return (FactoredSimilarities if factors else GeneralSimilarities)(grid, pair_loss, tau)

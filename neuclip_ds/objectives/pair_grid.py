@@ -61,6 +61,18 @@ class Block(NamedTuple):
         return buffer[: rows * columns].view(rows, columns)
 
 
+class PairGradient(NamedTuple):
+    """Gradient of L (pair_gradient.py), and the statistic that the temperature needs.
+
+    `mean_logit` is W_i/(B-1) sum_j exp(y_ij) y_ij with y_ij = l(x_ij)/tau, (2, local); if all anchors share one tau,
+    this rank's 0-dim share of the sum over all anchors. -tau dL/dtau is its mean over anchors.
+    """
+
+    image: Tensor  # (local, d)
+    text: Tensor  # (local, d)
+    mean_logit: Tensor
+
+
 class PairGrid:
     """Features of a batch of B >= 2 valid rows and the blocks of their similarities.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from neuclip_ds.checkpoint.export import export_run
 from neuclip_ds.checkpoint.sharded_state import BUFFER, STATE, StateFiles
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.loss.two_pass import batch_norms
+from neuclip_ds.models.batch_norm import batch_norms
 from neuclip_ds.recipe import validate
 from neuclip_ds.reporting.metrics import read_metrics
 from neuclip_ds.training.hooks import Hook

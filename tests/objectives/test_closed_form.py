@@ -14,8 +14,9 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.objectives import build_objective, contrastive
 from neuclip_ds.objectives.base import Context
 from neuclip_ds.objectives.gather import GatheredFeatures
+from neuclip_ds.objectives.general_pairs import GeneralSimilarities
 from neuclip_ds.objectives.pair_arithmetic import PairLoss
-from neuclip_ds.objectives.pair_gradient import PairSimilarities, pair_similarities
+from neuclip_ds.objectives.pair_gradient import pair_similarities
 from neuclip_ds.objectives.pair_grid import PairGrid
 
 SIZES = [(2, 3), (7, 5), (33, 17), (64, 8)]
@@ -192,7 +193,7 @@ def test_one_temperature_in_both_precisions(kind: str, tau: float, general: bool
     *by_features, by_tau = torch.autograd.grad(loss, (image, text, leaf))
     for dtype, limit in ((torch.float64, EXACT), (torch.float32, 1e-6 / tau)):
         gathered = GatheredFeatures(batch(image.detach().to(dtype), text.detach().to(dtype)), Communicator(), dtype)
-        form = PairSimilarities if general else pair_similarities
+        form = GeneralSimilarities if general else pair_similarities
         similarities = form(PairGrid(gathered, 7, 1e9), PairLoss(), double.to(dtype))
         assert relative_error(similarities.log_mean_exp().double(), wanted.detach()) < limit
         found = similarities.gradient(log_weight.to(dtype))

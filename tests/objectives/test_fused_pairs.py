@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from neuclip_ds.objectives import pair_arithmetic
 from neuclip_ds.objectives.gather import GatheredFeatures
-from neuclip_ds.objectives.pair_arithmetic import Hinge, PairLoss, fused, pair_products
-from neuclip_ds.objectives.pair_gradient import PairSimilarities
+from neuclip_ds.objectives.general_pairs import GeneralSimilarities, fused
+from neuclip_ds.objectives.pair_arithmetic import Hinge, PairLoss, pair_products
 from neuclip_ds.objectives.pair_grid import PairGrid
 
 
@@ -31,7 +31,7 @@ def results(
         tau = tau * torch.linspace(0.5, 2, 2 * ranks * rows, dtype=torch.float64).reshape(2, -1)
     grid = PairGrid(gathered, chunk, budget=1e9)
     grid.fuses = fuses
-    found = PairSimilarities(grid, pair_loss, tau)
+    found = GeneralSimilarities(grid, pair_loss, tau)
     log_weight = torch.linspace(-1, 1, 2 * ranks * rows, dtype=torch.float64).reshape(2, -1)
     return [found.log_mean_exp(), *found.gradient(log_weight)]
 

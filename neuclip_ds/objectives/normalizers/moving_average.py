@@ -22,6 +22,7 @@ from neuclip_ds.distributed.communicator import Pending
 from neuclip_ds.objectives.base import Context, Normalizer, NormalizerOutput, Step
 from neuclip_ds.objectives.gather import GatheredFeatures
 from neuclip_ds.objectives.options import MovingAverageConfig, ObjectiveConfig
+from neuclip_ds.objectives.pair_arithmetic import log_eps_plus
 from neuclip_ds.state.partition import RowTable
 from neuclip_ds.state.sample_store import SampleStore
 
@@ -51,7 +52,7 @@ class MovingAverageNormalizer(Normalizer):
 
     def __init__(self, config: ObjectiveConfig, eps: float, context: Context) -> None:
         self._config, self._communicator = config.moving_average, context.communicator
-        self._log_eps = math.log(eps)
+        self._eps = eps
         # c, the running mean of log g for each direction; stays 0 with a rate of 0
         self._level = torch.zeros((2, 1), dtype=context.dtype, device=context.communicator.device)
         self._batches = 0
@@ -73,10 +74,9 @@ class MovingAverageNormalizer(Normalizer):
         if step.learn:
             self._level, self._batches = level, self._batches + 1
             self._store.write(batch.index, (gathered - level).T)
-        log_eps = log_g.new_full((), self._log_eps)
-        value = torch.logaddexp(log_u, log_eps)
+        value = log_eps_plus(log_u, self._eps)
         metrics = {"gamma": log_g.new_full((), gamma), "log_u": gathered.mean()}
-        return NormalizerOutput(-torch.logaddexp(gathered, log_eps), value, value, metrics)
+        return NormalizerOutput(-log_eps_plus(gathered, self._eps), value, value, metrics)
 
     def log_estimate(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor) -> Tensor:
         return self._read(batch) + self._level

@@ -68,12 +68,11 @@ from neuclip_ds.objectives.normalizers.npn_mlp import MlpNpnNormalizer
 from neuclip_ds.objectives.normalizers.prediction import (
     NetworkNormalizer,
     batch_output,
-    log_eps_plus,
     prediction_gradient,
     representable,
 )
 from neuclip_ds.objectives.options import ObjectiveConfig
-from neuclip_ds.objectives.pair_arithmetic import lowest_exponent
+from neuclip_ds.objectives.pair_arithmetic import log_eps_plus, lowest_exponent
 from neuclip_ds.objectives.pair_grid import IMAGE, TEXT, slices
 from neuclip_ds.state.partition import Partition, RowTable
 

@@ -18,11 +18,11 @@ from neuclip_ds.objectives.normalizers.amortization_mlp import AmortizationMlp
 from neuclip_ds.objectives.normalizers.prediction import (
     NetworkNormalizer,
     batch_output,
-    log_eps_plus,
     partner_gradient,
     representable,
 )
 from neuclip_ds.objectives.options import ObjectiveConfig
+from neuclip_ds.objectives.pair_arithmetic import log_eps_plus
 
 _SEED = 0
 

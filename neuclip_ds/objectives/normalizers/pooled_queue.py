@@ -32,9 +32,8 @@ from neuclip_ds.distributed.communicator import to_device
 from neuclip_ds.errors import UserError
 from neuclip_ds.objectives.base import Context, Normalizer, NormalizerOutput, Step
 from neuclip_ds.objectives.gather import GatheredFeatures
-from neuclip_ds.objectives.normalizers.prediction import log_eps_plus
 from neuclip_ds.objectives.options import ObjectiveConfig
-from neuclip_ds.objectives.pair_arithmetic import log_sum_exp, pair_products, products_exact_for
+from neuclip_ds.objectives.pair_arithmetic import log_eps_plus, log_sum_exp, pair_products, products_exact_for
 from neuclip_ds.objectives.pair_grid import block_bytes, slices
 
 _SHARE = "batch_share"  # mean of g_i/(g_i + kappa ghat_i)

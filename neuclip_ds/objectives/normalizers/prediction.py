@@ -26,11 +26,6 @@ _LOST = 2.0  # mean of (eps + g)/(eps + ghat), or its inverse; 1 at the optimum
 _FOUND = 1.5  # well inside, so that a mean near the limit does not log repeatedly
 
 
-def log_eps_plus(log_x: Tensor, eps: float) -> Tensor:
-    """Return log(eps + x)."""
-    return torch.logaddexp(log_x, log_x.new_full((), math.log(eps)))
-
-
 def representable(log_estimate: Tensor, log_target: Tensor) -> Tensor:
     """Return the estimates, raised where sums of squares of the ratio target/estimate would overflow their dtype.
 
