@@ -14,6 +14,7 @@ import json
 import logging
 import math
 import os
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,9 @@ class MetricsLog:
         if self._path.exists():
             drop_from(self._path, first_new_step)
         self._lines = self._path.open("a", encoding="utf-8", newline="\n", buffering=1)
+        self._board_path.mkdir(exist_ok=True)
+        with tempfile.TemporaryFile(dir=self._board_path) as room:  # a thread of TensorBoard prints a traceback for it
+            room.write(bytes(4096))
         self._board = SummaryWriter(str(self._board_path), purge_step=first_new_step)  # hides the later points
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:

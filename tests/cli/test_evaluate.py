@@ -1,15 +1,12 @@
 """tools/evaluate.py as a user calls it: of a pretrained model, of a run, on two ranks."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from evaluation_sets import write_shards
 from miniatures import save_open_clip
-from small_runs import ROOT, call, demo_shards, environment, records, train
+from small_runs import call, demo_shards, records, train
 from tars import jpeg, write_pairs
 
 CLASSES = ["red dog", "blue cat", "green tree", "old car", "night sky", "bread"]
@@ -107,15 +104,6 @@ def test_a_run_on_one_rank_on_two_and_at_its_end(tmp_path: Path) -> None:
     for name, way in directions.items():
         for k in (1, 5, 10):
             assert scores["val"][f"{name}_recall@{k}"] == pytest.approx(during[-1][f"{way}_recall@{k}"], abs=1e-12)
-    launcher = [
-        str(Path(sys.executable).parent / "deepspeed"),
-        "--num_accelerators",
-        "2",
-        "--master_port",
-        str(29600 + os.getpid() % 300),
-    ]
-    tool = [str(ROOT / "tools/evaluate.py"), "runs/run", *options, "--out=two"]
-    env = {**environment(), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    both = subprocess.run([*launcher, *tool], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    both = call("tools/evaluate.py", "runs/run", *options, "--out=two", folder=tmp_path, ranks=2)
     assert both.returncode == 0, both.stdout + both.stderr
     assert lines_of(tmp_path / "two") == scores

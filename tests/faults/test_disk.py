@@ -16,6 +16,7 @@ from small_runs import newest_checkpoint, train
 
 from neuclip_ds.checkpoint.integrity import SaveFailed, verify
 from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.reporting.metrics import MetricsLog
 
 EVERY = ("--run.checkpoint_every=2", "--run.log_every=1")
 
@@ -56,36 +57,35 @@ def test_no_room(disk: Path) -> None:
     assert names(disk) == ["step_000000002"]
 
 
-@pytest.mark.parametrize("background", [False, True])
-def test_it_fills_up_while_a_checkpoint_is_written(disk: Path, background: bool) -> None:
+@pytest.mark.parametrize(
+    ("reason", "background"),
+    [
+        ("No space left on device", False),
+        ("No space left on device", True),
+        ("Read-only file system", False),
+        ("No such file or directory", False),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_written(disk: Path, reason: str, background: bool) -> None:
     """The room that is checked is that of the tensors, which must do without the files' headers here."""
-    checkpoints = keeper(disk, keep=1, background=background)
+    (disk / "run").mkdir()
+    checkpoints = keeper(disk / "run", keep=1, background=background)
     first = checkpoints.save(1, PlainEngine(1.0), trained(), FACTS, DATA)
     checkpoints.finish()
-    fill(disk, 8192)
-    with pytest.raises(SaveFailed, match="could not be written: No space left on device"):
+    if reason.startswith("No space"):
+        fill(disk, 8192)
+    elif reason.startswith("Read-only"):
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    else:
+        shutil.rmtree(disk / "run")
+    with pytest.raises(SaveFailed, match=f"could not be written: {reason}"):
         checkpoints.save(2, PlainEngine(2.0), trained(), FACTS, DATA)
         checkpoints.finish()
-    assert names(disk) == [first.name], "the old one stays, the new one leaves no trace"
-    verify(first)
-
-
-def test_a_disk_that_is_mounted_read_only(disk: Path) -> None:
-    keeper(disk).save(1, PlainEngine(1.0), trained(), FACTS, DATA)
-    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-    with pytest.raises(SaveFailed, match="could not be written: Read-only file system"):
-        keeper(disk).save(2, PlainEngine(2.0), trained(), FACTS, DATA)
-    assert keeper(disk).newest() is not None
-
-
-def test_a_folder_that_is_gone(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    checkpoints = keeper(tmp_path / "run")
-    checkpoints.save(1, PlainEngine(1.0), trained(), FACTS, DATA)
-    shutil.rmtree(tmp_path / "run")
-    with pytest.raises(SaveFailed, match="could not be written: No such file or directory"):
-        checkpoints.save(2, PlainEngine(2.0), trained(), FACTS, DATA)
-    assert not (tmp_path / "run").exists()
+    if reason.startswith("No such"):
+        assert not (disk / "run").exists()
+    else:
+        assert names(disk / "run") == [first.name], "the old one stays, the new one leaves no trace"
+        verify(first)
 
 
 def _save_with_a_limit(communicator: Communicator, folder: Path) -> list[str]:
@@ -111,43 +111,41 @@ def test_the_disk_of_one_rank(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step_000000002"]
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_no_room_for_metrics(disk: Path) -> None:
+    fill(disk, 0)
+    with pytest.raises(OSError, match="No space left on device"):
+        MetricsLog(disk)
+
+
 @pytest.mark.slow
-def test_training_outlives_a_full_disk(disk: Path, shards: Path) -> None:
+@pytest.mark.parametrize(("ranks", "background"), [(1, "false"), (2, "true")])
+def test_training_outlives_a_full_disk(ranks: int, background: str, disk: Path, shards: Path) -> None:
     """Checkpoints 4, 6 and 8 fail, and so do metrics and log; with more room the run resumes from step 2."""
-    assert train(disk, shards, 2, *EVERY).returncode == 0
+    options = (*EVERY, f"--run.background_saves={background}")
+    assert train(disk, shards, 2, *options, ranks=ranks).returncode == 0
     filler = fill(disk, 20_000)
-    done = train(disk, shards, 20, *EVERY)
+    done = train(disk, shards, 20, *options, ranks=ranks)
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr and "Logging error" not in done.stderr, done.stderr
     assert done.stderr.count("Training continues without this checkpoint") == 2
     assert "It is number 3 in a row." in done.stderr.splitlines()[-1]
     assert names(disk / "run") == ["step_000000002"]
     filler.unlink()
-    done = train(disk, shards, 20, *EVERY)
+    done = train(disk, shards, 20, *options, ranks=ranks)
     assert done.returncode == 0, done.stderr
     assert "20 steps of which 2 are done" in done.stderr
     verify(newest_checkpoint(disk))
 
 
 @pytest.mark.slow
-def test_two_ranks_outlive_it_too(disk: Path, shards: Path) -> None:
-    assert train(disk, shards, 2, *EVERY, ranks=2).returncode == 0
-    filler = fill(disk, 20_000)
-    done = train(disk, shards, 20, *EVERY, "--run.background_saves=true", ranks=2)
-    assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stderr, done.stderr
-    filler.unlink()
-    assert train(disk, shards, 20, *EVERY, ranks=2).returncode == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("left", [0, 8_192, 16_384, 40_960])
-def test_a_start_on_a_full_disk(left: int, disk: Path, shards: Path) -> None:
-    filler = fill(disk, left)
-    done = train(disk, shards, 2, *EVERY)
-    assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stderr, done.stderr
-    filler.unlink()
+def test_a_start_on_a_full_disk(disk: Path, shards: Path) -> None:
+    for left in (0, 16_384, 40_960):
+        filler = fill(disk, left)
+        done = train(disk, shards, 2, *EVERY)
+        assert done.returncode == 2, done.stderr
+        assert "Traceback" not in done.stderr, done.stderr
+        filler.unlink()
     assert train(disk, shards, 2, *EVERY).returncode == 0
 
 
