@@ -49,9 +49,6 @@ class RunConfig(Section):
     max_skipped_steps: int = Field(10, ge=1)
     """Consecutive steps that may be skipped for a non-finite loss or gradient. Then the run returns to its newest
     checkpoint, and ends if it fails there again."""
-    background_saves: bool = False
-    """Write checkpoints from a copy in host memory while training continues; each rank needs room for its share of
-    weights and moments twice."""
     remote: str | None = Field(None, min_length=1)
     """Folder of a remote store, such as s3://bucket/runs. Checkpoints, metrics and logs are copied to its folder NAME
     while training continues, and a run resumes from there if its local checkpoints are older or absent."""

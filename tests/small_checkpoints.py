@@ -54,11 +54,9 @@ def trained() -> Objective:
     return built
 
 
-def keeper(
-    folder: Path, keep: int = 2, communicator: Communicator | None = None, background: bool = False
-) -> Checkpoints:
+def keeper(folder: Path, keep: int = 2, communicator: Communicator | None = None) -> Checkpoints:
     trained_with = {"config.yaml": b"run: {}", "tokenizer/tokenizer.json": b"{}"}
-    return Checkpoints(folder / "checkpoints", communicator or Communicator(), keep, trained_with, background)
+    return Checkpoints(folder / "checkpoints", communicator or Communicator(), keep, trained_with)
 
 
 def save_engine(folder: Path, engine: Any, communicator: Communicator) -> StateFiles:

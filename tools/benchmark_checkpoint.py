@@ -3,12 +3,9 @@
 On random pairs, in fresh processes, one a rank. The columns are
 
     GB              of a checkpoint
-    step s          a step while nothing is saved (median)
+    step s          a step (median)
     unchecked s     files written and forced to disk, without checksums and reading back
-    foreground s    `run.background_saves=false`: training waits for all of it
-    background s    `run.background_saves=true`: training waits for a copy in host memory
-    slowed s        what the steps during a save in the background take more than so many usual ones
-    copied GB       the copy
+    save s          the whole save, for which training waits
 
 Example:
     python tools/benchmark_checkpoint.py --folder /data/scratch --models vitb32 --ranks 1 2
@@ -87,21 +84,12 @@ def measure(asked: argparse.Namespace, model: str, ranks: int, folder: str) -> d
         usual = [_seconds(run.step) for _ in range(asked.steps)]
         step = statistics.median(usual[1:])
         unchecked = [_seconds(lambda: run.write_unchecked(place / "unchecked")) for _ in range(asked.turns)]
-        front = Checkpoints(place / "front", communicator, 1)
-        waited = [_seconds(lambda: run.save(front)) for _ in range(asked.turns)]
-        back = Checkpoints(place / "back", communicator, 1, background=True)
-        paused, slowed = [], []
-        for _ in range(asked.turns):
-            paused.append(_seconds(lambda: run.save(back)))
-            began, steps = time.perf_counter(), 0
-            while not back.publish():
-                run.step()
-                steps += 1
-            slowed.append(time.perf_counter() - began - steps * step)
-        (checkpoint,) = (place / "front").glob("step_*")
+        checkpoints = Checkpoints(place / "checkpoints", communicator, 1)
+        waited = [_seconds(lambda: run.save(checkpoints)) for _ in range(asked.turns)]
+        (checkpoint,) = (place / "checkpoints").glob("step_*")
         size = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
-    names = ("GB", "step", "unchecked", "foreground", "background", "slowed", "copied")
-    figures = (size / 1e9, step, *map(statistics.median, (unchecked, waited, paused, slowed)), size / ranks / 1e9)
+    names = ("GB", "step", "unchecked", "save")
+    figures = (size / 1e9, step, *map(statistics.median, (unchecked, waited)))
     return dict(zip(names, figures, strict=True))
 
 
@@ -116,8 +104,8 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3, help="saves of each kind; the median is printed")
     asked = parser.parse_args()
     print(machine())
-    print("| model | ranks | GB | step s | unchecked s | foreground s | background s | slowed s | copied GB |")
-    print("|---" * 9 + "|")
+    print("| model | ranks | GB | step s | unchecked s | save s |")
+    print("|---" * 6 + "|")
     for model in asked.models:
         for ranks in asked.ranks:
             folder = tempfile.mkdtemp(dir=asked.folder)

@@ -18,8 +18,7 @@ code: all are text or safetensors.
 
 import logging
 import shutil
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,14 +80,6 @@ def complete_checkpoints(folder: Path) -> list[Path]:
     return [path for path in folder.glob("step_*") if is_complete(path)]
 
 
-class _Saving(NamedTuple):
-    """A save in progress."""
-
-    target: Path
-    meta: dict[str, Any]
-    written: Future[dict[str, Checksum]]  # by this rank
-
-
 class Checkpoints:
     """The checkpoints of one run; all ranks call its methods together.
 
@@ -96,7 +87,6 @@ class Checkpoints:
         folder: the run's folder `checkpoints`, created with the first one.
         keep: number of newest checkpoints that are kept.
         trained_with: further files of each checkpoint, content by name: config, tokenizer, model description.
-        background: write from a copy of the state in host memory while training continues.
 
     Attributes:
         changes: number of checkpoints that this object has completed or kept as best.
@@ -109,18 +99,11 @@ class Checkpoints:
         communicator: Communicator,
         keep: int,
         trained_with: Mapping[str, bytes] | None = None,
-        background: bool = False,
     ) -> None:
         self._folder, self._communicator, self._keep = folder, communicator, keep
-        self._trained_with, self._background = trained_with or {}, background
-        self._saving: _Saving | None = None
+        self._trained_with = trained_with or {}
         self.changes = 0
         self.in_use: Callable[[Path], bool] = lambda path: False
-
-    @property
-    def saving(self) -> bool:
-        """Whether a save is in progress."""
-        return self._saving is not None
 
     def newest(self) -> Path | None:
         """Return the newest intact checkpoint, or None without checkpoints.
@@ -161,55 +144,23 @@ class Checkpoints:
     ) -> Path:
         """Save the state after `step` steps, and delete the oldest beyond `keep` once the new one is verified.
 
-        In the background, `publish` or `finish` completes it; another save in progress is completed first. Raises
-        `SaveFailed` on all ranks if any could not write, and removes the partial checkpoint.
+        Raises `SaveFailed` on all ranks if any could not write, and removes the partial checkpoint.
         """
-        self.finish()
-        target = step_folder(self._folder, step)
-        files = self._files(engine, objective)
-        self._make_room(_partial(target), sum(file.bytes for file in files))
-        if self._background:
-            files = [file.copied() for file in files]
+        target, checksums = step_folder(self._folder, step), dict[str, Checksum]()
+        partial, files = _partial(target), self._files(engine, objective)
+        self._make_room(partial, sum(file.bytes for file in files))
         meta = {"step": step, "facts": dict(fingerprint), "data": dict(data)}
-        thread = ThreadPoolExecutor(1, "checkpoint")
-        self._saving = _Saving(target, meta, thread.submit(write_files, _partial(target), files))
-        thread.shutdown(wait=False)
-        if not self._background:
-            self.finish()
-        return target
-
-    def publish(self) -> bool:
-        """Complete the save in progress if all ranks have written it; return whether it is complete."""
-        if self._saving is None or not all(self._communicator.gather_objects(self._saving.written.done())):
-            return False
-        return self.finish()
-
-    def finish(self) -> bool:
-        """Wait for the save in progress and complete it; return whether there was one.
-
-        Raises `SaveFailed` as `save` does.
-        """
-        if self._saving is None:
-            return False
-        saving, self._saving = self._saving, None
-        partial, checksums = _partial(saving.target), dict[str, Checksum]()
         try:
-            for found in self._communicator.gather_objects(_outcome(saving.written)):
+            for found in self._communicator.gather_objects(_write(partial, files)):
                 if isinstance(found, str):
                     raise SaveFailed(found)
                 checksums |= {name: Checksum(*checksum) for name, checksum in found.items()}
-            self._communicator.on_rank_zero(lambda: self._complete(saving, checksums))
+            self._communicator.on_rank_zero(lambda: self._complete(target, meta, checksums))
         except SaveFailed:
             self._communicator.on_rank_zero(lambda: shutil.rmtree(partial, ignore_errors=True))
             raise
         self.changes += 1
-        return True
-
-    def abandon(self) -> None:
-        """Wait for this rank's part of the save in progress, without the other ranks, and leave it incomplete."""
-        if self._saving is not None:
-            self._saving.written.exception()
-            self._saving = None
+        return target
 
     def best(self) -> Best | None:
         """Return the last argument of `keep_best` if its checkpoint still exists, the same on all ranks."""
@@ -278,11 +229,11 @@ class Checkpoints:
 
         self._communicator.on_rank_zero(make)
 
-    def _complete(self, saving: _Saving, checksums: Mapping[str, Checksum]) -> None:
+    def _complete(self, target: Path, meta: Mapping[str, Any], checksums: Mapping[str, Checksum]) -> None:
         """Write meta.json, which makes it a checkpoint, give it its name, and delete the oldest."""
-        partial, target = _partial(saving.target), saving.target
+        partial = _partial(target)
         with explain_failure(target):
-            text = sealed({**saving.meta, "files": dict(sorted(checksums.items()))})
+            text = sealed({**meta, "files": dict(sorted(checksums.items()))})
             write_files(partial, [BytesFile(META, text.encode())])
             sync_folders(partial)
             _delete(target)  # the same step, saved by an earlier start of this run
@@ -314,10 +265,10 @@ def _all_of(folder: Path) -> list[Path]:
     return sorted(folder.glob("step_*"), reverse=True)
 
 
-def _outcome(written: Future[dict[str, Checksum]]) -> dict[str, list[int]] | str:
-    """Return size and CRC-32 of each file, or the reason why they could not be written."""
+def _write(folder: Path, files: Sequence[StateFile]) -> dict[str, list[int]] | str:
+    """Write this rank's files; return size and CRC-32 of each, or the reason why they could not be written."""
     try:
-        return {name: list(checksum) for name, checksum in written.result().items()}
+        return {name: list(checksum) for name, checksum in write_files(folder, files).items()}
     except SaveFailed as error:
         return str(error)
 

@@ -43,10 +43,6 @@ class TensorFile(NamedTuple):
         """Size without the header."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
-    def copied(self) -> TensorFile:
-        """Return the file with a copy of its tensors in host memory."""
-        return self._replace(tensors={key: value.detach().to("cpu", copy=True) for key, value in self.tensors.items()})
-
     def write(self, folder: Path) -> Checksum:
         """Write the file with at most one chunk of 64 MB in extra memory, and return its checksum."""
         header: dict[str, object] = {}
@@ -75,10 +71,6 @@ class BytesFile(NamedTuple):
     @property
     def bytes(self) -> int:
         return len(self.content)
-
-    def copied(self) -> BytesFile:
-        """Return the file itself, which is immutable."""
-        return self
 
     def write(self, folder: Path) -> Checksum:
         """Write the file."""

@@ -94,7 +94,7 @@ class Loop:
         order: the order of the samples.
         done: number of steps done.
         total: number of steps after which the loop ends.
-        saved: last step with a checkpoint, which may still be in progress.
+        saved: last step with a checkpoint.
         stop_requested: set it on all ranks to end the loop after this step, with a checkpoint.
         stop_signal: the signal that requested it, if one did; the loop then ends with `Interrupted`.
         resources: context managers that hooks enter as they start; they end with the loop, as does what `close` closes.
@@ -124,9 +124,7 @@ class Loop:
         run, engine, communicator = context.config.run, context.engine, context.communicator
         micro_batch = config.micro_batch(communicator.world_size)
         self._step = TrainStep(engine, objective, communicator, micro_batch, run.seed)
-        self.checkpoints = Checkpoints(
-            folder / "checkpoints", communicator, run.keep_checkpoints, context.trained_with, run.background_saves
-        )
+        self.checkpoints = Checkpoints(folder / "checkpoints", communicator, run.keep_checkpoints, context.trained_with)
         self.events = EventLog(folder, communicator.rank)
         self.order = context.data.order
         self.total = run_length(self.order, config.epochs, config.max_steps)
@@ -209,8 +207,8 @@ class Loop:
             log.warning("stopped after step %d; the same command resumes there", self.done)
         return not self.stop_requested
 
-    def save(self) -> bool:
-        """Save a checkpoint of the steps done, on all ranks together; return whether it is complete already.
+    def save(self) -> None:
+        """Save a checkpoint of the steps done, on all ranks together.
 
         Compares the ranks first. Raises `SaveFailed` on all ranks if any could not write, and `TrainingDiverged` if
         their replicated state differs.
@@ -224,7 +222,6 @@ class Loop:
         }
         self.checkpoints.save(self.done, self.context.engine, self.objective, self.fingerprint, data)
         self.saved = self.done
-        return not self.checkpoints.saving
 
     def roll_back(self, problem: str) -> NoReturn:
         """Return to the newest checkpoint, on all ranks, after `run.max_skipped_steps` skipped steps.

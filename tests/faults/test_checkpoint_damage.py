@@ -1,12 +1,17 @@
 """A checkpoint with a damaged, empty or missing file is never loaded: the one before it is, or the run is refused."""
 
 import logging
+import os
 import random
 import shutil
+import signal
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from forks import fork
 from ranks import run_ranks
 from small_checkpoints import DATA, FACTS, PlainEngine, fresh, keeper, trained
 from small_runs import newest_checkpoint, train
@@ -155,3 +160,24 @@ def test_a_run_goes_on_from_the_checkpoint_before(shards: Path, tmp_path: Path) 
     assert refused.returncode == 2
     assert "No checkpoint in" in refused.stderr
     assert "Traceback" not in refused.stderr
+
+
+def _killed_while_saving(folder: str, delay: float) -> None:
+    checkpoints = keeper(Path(folder))
+    checkpoints.save(1, PlainEngine(1.0), trained(), FACTS, DATA)
+    state = trained()
+    threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    checkpoints.save(2, PlainEngine(2.0), state, FACTS, DATA)
+    time.sleep(10)
+
+
+def test_killed_at_any_moment_of_a_save(tmp_path: Path) -> None:
+    rng = random.Random(5)
+    for number in range(10):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        process = fork(_killed_while_saving, str(folder), rng.uniform(0, 0.02), variables=dict(os.environ))
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        newest = keeper(folder).newest()
+        assert newest is not None and newest.name in ("step_000000001", "step_000000002")

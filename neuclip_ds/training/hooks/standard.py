@@ -175,36 +175,17 @@ class SaveCheckpoints(Hook):
     _failed = 0  # saves in a row
 
     def after_step(self, loop: Loop, result: StepResult) -> None:
-        last = result.last or loop.stop_requested
         if result.saves or loop.stop_requested:
-            self.save(loop, last)
-        elif result.logs:
-            self._try(loop, loop.checkpoints.publish)
-        if last:
-            self._try(loop, loop.checkpoints.finish, last)
+            self.save(loop, last=result.last or loop.stop_requested)
 
     def save(self, loop: Loop, last: bool = False) -> None:
-        """Save now; if `last`, raise `UserError` if the save fails, because no further checkpoint follows."""
+        """Save now; raise `UserError` if it fails for the third time in a row, or is the `last` save."""
         loop.events.merge(loop.context.communicator.gather_objects)
-        self._try(loop, loop.checkpoints.finish)
-        self._try(loop, loop.save, last)
-
-    def complete(self, loop: Loop) -> bool:
-        """Wait for a save in progress; return whether this step has its checkpoint."""
-        self._try(loop, loop.checkpoints.finish)
-        return loop.saved == loop.done
-
-    def close(self, loop: Loop, error: BaseException | None) -> None:
-        loop.checkpoints.abandon()
-
-    def _try(self, loop: Loop, work: Callable[[], bool], last: bool = False) -> None:
-        """Call what may complete a checkpoint and returns whether it did; count failures in a row."""
         try:
-            if work():
-                self._failed = 0
+            loop.save()
+            self._failed = 0
         except SaveFailed as error:
             self._failed += 1
-            loop.saved = 0
             if last or self._failed >= _ATTEMPTS:
                 raise UserError(
                     f"{error} It is number {self._failed} in a row. Make room and check the disk; the same command "
@@ -286,5 +267,5 @@ class EvaluateModel(Hook):
         if replaces and best != found:
             if loop.saved != found.step:
                 self._saver.save(loop)
-            if self._saver.complete(loop):
+            if loop.saved == found.step:
                 loop.checkpoints.keep_best(found)
