@@ -197,8 +197,6 @@ class LoraConfig(Section):
 class TowerConfig(Section):
     """Options of both towers."""
 
-    pretrained: str = ""
-    """Pretrained weights of this tower. By default random."""
     trainable: Trained | None = None
     """Parameters to train: `all`, none (`frozen`), or the last K blocks with final norm, pooling and projection (0:
     only these). By default all, or frozen with `model.lora`. Applies to pretrained towers too."""
@@ -243,12 +241,6 @@ class VisionConfig(TowerConfig):
 
 
 class TextConfig(TowerConfig):
-    pretrained: str = ""
-    """Encoder that the text tower starts from, with its tokenizer: the folder or hub name of any transformers
-    text encoder, also multilingual. Tokenizer, vocabulary, width, layers and heads below are then not read."""
-    pooling: Literal["cls", "mean", "last", "eos"] | None = None
-    """Where the feature of a pretrained encoder is read: first token, mean, last token, first EOS. By default `eos` for
-    CLIP's text models, `last` for causal language models, `mean` for others."""
     tokenizer: str | None = None
     """transformers tokenizer, a local folder or hub name; or `clip_bpe`, CLIP's own (English), which needs the package
     open_clip_torch. By default, and without that package, a byte-level BPE is trained on the captions."""
@@ -275,11 +267,6 @@ class ModelConfig(Section):
     """Checkpoint of both towers to start from; its architecture and tokenizer replace those below. A folder or hub name
     of a transformers model (CLIP, MetaCLIP 2, SigLIP, SigLIP 2) or of an open_clip model, or
     open_clip:ARCHITECTURE/TAG_OR_FILE."""
-    force_image_size: int | None = Field(None, ge=8, le=1 << 14)
-    """Image size to resize `pretrained` to, in pixels; its position embeddings are resampled. By default its own."""
-    force_context_length: int | None = Field(None, ge=4, le=1 << 16)
-    """Context length to resize `pretrained` to; its position embeddings are interpolated, or cut off. By default its
-    own."""
     vision: VisionConfig = Field(default_factory=VisionConfig)
     text: TextConfig = Field(default_factory=TextConfig)
     lora: LoraConfig = Field(default_factory=LoraConfig)
@@ -303,18 +290,8 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _weights_have_one_source(self) -> ModelConfig:
-        towers = {"vision.pretrained": self.vision.pretrained, "text.pretrained": self.text.pretrained}
-        named = [name for name, value in towers.items() if value]
-        if self.pretrained and named:
-            raise ValueError(f"model.pretrained has both towers; omit it or model.{named[0]}")
-        forced = [name for name in ("force_image_size", "force_context_length") if getattr(self, name) is not None]
-        if forced and not self.pretrained:
-            size = "vision.image_size" if forced[0] == "force_image_size" else "text.context_length"
-            raise ValueError(f"model.{forced[0]} changes model.pretrained, which is not set; use model.{size}")
-        if self.text.pretrained and self.text.tokenizer not in (None, CLIP_BPE):  # which the recipes name
-            raise ValueError("model.text.pretrained has its own tokenizer; omit model.text.tokenizer")
-        if self.text.pooling and not self.text.pretrained:
-            raise ValueError("model.text.pooling is for model.text.pretrained; a new text tower is read at the EOS")
+        if self.pretrained and self.vision.pretrained:
+            raise ValueError("model.pretrained has both towers; omit it or model.vision.pretrained")
         return self
 
     @model_validator(mode="after")

@@ -13,7 +13,7 @@ from neuclip_ds.checkpoint.sharded_state import OBJECTIVE, STATE, StateFiles
 from neuclip_ds.config import Config
 from neuclip_ds.errors import UserError
 from neuclip_ds.files import check_unused, new_folder
-from neuclip_ds.models.export import export, write_towers
+from neuclip_ds.models.export import export
 from neuclip_ds.models.pretrained.base import LogitParameters
 from neuclip_ds.models.source import merged
 from neuclip_ds.objectives.temperature import trained_temperature
@@ -26,7 +26,7 @@ def export_run(
 
     Args:
         path: a run's folder (its newest checkpoint is exported), or a checkpoint in it.
-        form: transformers, open_clip or towers.
+        form: transformers or open_clip.
         folder: output folder; absent or empty.
         best: export the checkpoint that `run.best_metric` kept instead of the newest.
         average: export the moving average of the weights (`ema.decay`).
@@ -43,12 +43,7 @@ def export_run(
     logits = _logits(state.whole(OBJECTIVE), run.config, run.start)
     source, weights = merged(run.source, run.tokenizer, state.weights(average))
     with new_folder(folder) as unfinished:
-        if form == "towers":
-            model = source.build(run.tokenizer)
-            model.load_state_dict(weights)
-            write_towers(model, run.tokenizer, source.preprocessing, logits, unfinished)
-        else:
-            export(source.package(run.tokenizer, weights, logits), form, unfinished)
+        export(source.package(run.tokenizer, weights, logits), form, unfinished)
         card = model_card(run.config, checkpoint, form, license, average)
         (unfinished / "README.md").write_text(card, encoding="utf-8")
     return checkpoint

@@ -23,7 +23,7 @@ def model_card(config: Config, checkpoint: Path, form: str, license: str | None 
         average: whether weights and scores are those of the moving average.
     """
     step, model = read_meta(checkpoint)["step"], config.model
-    starts = {"model": model.pretrained, "image tower": model.vision.pretrained, "text tower": model.text.pretrained}
+    starts = {"model": model.pretrained, "image tower": model.vision.pretrained}
     names = {part: public_name(name) for part, name in starts.items() if name}
     measured: dict[str, float] = {}
     metrics = checkpoint.parent.parent / "metrics.jsonl"
@@ -36,7 +36,7 @@ def model_card(config: Config, checkpoint: Path, form: str, license: str | None 
     }
     metadata = ModelCardData(
         license=license or "unknown",
-        library_name="timm" if form == "towers" else form,
+        library_name=form,
         pipeline_tag="zero-shot-image-classification",
         tags=["clip", "neuclip_ds", config.objective.method],
         model_name=config.run.name if scores else None,

@@ -26,8 +26,8 @@ def check_run(config: Config) -> None:
     if model.lora.rank:
         require_package("peft", "model.lora.rank", "lora")
     check_model("model.pretrained", model.pretrained)
-    names = {"vision.pretrained": model.vision.pretrained, "text.pretrained": model.text.pretrained}
-    for option, name in {**names, "text.tokenizer": model.text.tokenizer or ""}.items():
+    names = {"vision.pretrained": model.vision.pretrained, "text.tokenizer": model.text.tokenizer or ""}
+    for option, name in names.items():
         if name.startswith(("/", "./", "../", "~")):
             check_path(f"model.{option}", name)
     sets = {"val": data.val, "zero_shot": data.zero_shot, "evaluation_sets": str(data.evaluation_sets or "")}

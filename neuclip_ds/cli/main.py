@@ -15,7 +15,7 @@ from neuclip_ds.recipe import nearest
 COMMANDS = {
     "train": "train a model from a recipe",
     "evaluate": "score a model on DataComp's evaluation sets or your own",
-    "export": "write a trained model for transformers, open_clip or timm",
+    "export": "write a trained model for transformers or open_clip",
     "embed": "write the features of all samples of a data set",
     "filter": "select samples by similarity or another column",
     "pack": "pack tables of pairs or Hugging Face datasets into shards",

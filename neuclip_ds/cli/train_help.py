@@ -19,7 +19,7 @@ EVERYDAY = (
     *("data.train", "data.val", "data.zero_shot", "data.evaluation_sets", "data.batch_size", "data.micro_batch"),
     *("data.workers", "data.captions"),
     *("model.pretrained", "model.vision.name", "model.vision.pretrained", "model.vision.image_size"),
-    *("model.text.pretrained", "model.activation_checkpointing"),
+    "model.activation_checkpointing",
     *("objective.method", "objective.temperature.initial"),
     *("optimizer.name", "optimizer.lr", "optimizer.schedule", "optimizer.warmup_steps", "optimizer.weight_decay"),
     *("epochs", "max_steps", "deepspeed"),

@@ -1,6 +1,6 @@
 """Build the dual encoder of a config, and apply the options that every model has."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from torch import Tensor
 
@@ -9,15 +9,12 @@ from neuclip_ds.models.image_models import new_vision_tower
 from neuclip_ds.models.recompute import checkpoint_activations
 from neuclip_ds.models.text_models import new_text_tower
 from neuclip_ds.models.tokenizer import CaptionTokenizer
-from neuclip_ds.models.towers import DualEncoder, TextTower
+from neuclip_ds.models.towers import DualEncoder
 from neuclip_ds.models.trained_parts import TOWERS, add_adapters, freeze, lock_projection
 
 
 def build_dual_encoder(
-    config: ModelConfig,
-    tokenizer: CaptionTokenizer,
-    image_weights: Mapping[str, Tensor] | None = None,
-    text_tower: Callable[[], TextTower] | None = None,
+    config: ModelConfig, tokenizer: CaptionTokenizer, image_weights: Mapping[str, Tensor] | None = None
 ) -> DualEncoder:
     """Build the dual encoder of a config; random weights depend on torch's seed only.
 
@@ -26,24 +23,18 @@ def build_dual_encoder(
 
     Args:
         config: config of the towers.
-        tokenizer: tokenizer of a new text tower.
+        tokenizer: tokenizer of the text tower.
         image_weights: initial weights of the image tower; random by default.
-        text_tower: builds the text tower; by default a new one is built from the config.
 
     Raises:
         UserError: the towers cannot be built, or do not support an option of the config.
     """
     vision = new_vision_tower(config.vision, config.embed_dim, image_weights)
-    if text_tower is None:
-        activation = "quick_gelu" if "quickgelu" in config.vision.name else "gelu"
-        text = new_text_tower(config.text, tokenizer, config.embed_dim, activation)
-    else:
-        text = text_tower()
-    model = DualEncoder(vision, text)
-    for name in TOWERS:
-        if getattr(config, name).pretrained and config.trained(name) == "frozen":
-            lock_projection(model.get_submodule(name), name)
-    return prepare(model, config)
+    activation = "quick_gelu" if "quickgelu" in config.vision.name else "gelu"
+    text = new_text_tower(config.text, tokenizer, config.embed_dim, activation)
+    if config.vision.pretrained and config.trained("vision") == "frozen":
+        lock_projection(vision)
+    return prepare(DualEncoder(vision, text), config)
 
 
 def prepare(model: DualEncoder, config: ModelConfig) -> DualEncoder:

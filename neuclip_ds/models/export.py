@@ -2,7 +2,7 @@
 
 CLIP's config and weights are converted from timm's ViT to transformers' CLIPModel, and from that to open_clip's ViT.
 Tables map the names of tensors. open_clip and timm store q, k and v in one tensor, and open_clip transposes
-projections. `write_towers` takes any model that was built from the config.
+projections.
 """
 
 import re
@@ -12,10 +12,8 @@ from typing import Any, cast
 
 import torch
 from safetensors.torch import save_file
-from timm.models import save_for_hf
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
-from transformers import CLIPTextModel
 
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.pretrained.base import LogitParameters, Package, Preprocessing, check_tensors, logit_tensors
@@ -178,15 +176,14 @@ def towers_to_clip(
     A bias is kept for open_clip; CLIPModel has none. Raises `UserError` unless the towers are CLIP's transformers.
     """
     image_tower = model.vision
-    vision, encoder = _clip_vision_config(image_tower, preprocessing.size), model.text.trunk
-    if vision is None or not isinstance(encoder, CLIPTextModel) or model.text.pooling != "eos":
+    vision = _clip_vision_config(image_tower, preprocessing.size)
+    if vision is None:
         name = image_tower.trunk.pretrained_cfg["architecture"]
-        what = f"timm's image model {name!r}" if vision is None else "the text encoder of model.text.pretrained"
         raise UserError(
-            f"A CLIP model of transformers or open_clip cannot express {what}; export with --format=towers, or train "
-            "one of timm's vit_*_clip_* models, which may have options, with CLIP's text transformer."
+            f"A CLIP model of transformers or open_clip cannot express timm's image model {name!r}: open the run with "
+            "neuclip_ds.load, or train one of timm's vit_*_clip_* models, which may have options."
         )
-    text = {**encoder.config.to_dict(), "eos_token_id": model.text.eos_id}
+    text = {**model.text.trunk.config.to_dict(), "eos_token_id": model.text.eos_id}
     del text["model_type"]
     config = _read_at_eos(model.text.eos_id)(
         projection_dim=cast(nn.Linear, image_tower.projection).out_features, vision_config=vision, text_config=text
@@ -261,35 +258,6 @@ def write_open_clip(package: Package, folder: Path) -> None:
     write_config(folder, package.config, package.preprocessing)
     save_file(_plain(package.weights), folder / "open_clip_model.safetensors", metadata={"format": "pt"})
     package.tokenizer.save(folder)
-
-
-def write_towers(
-    model: DualEncoder, tokenizer: ModelTokenizer, preprocessing: Preprocessing, logits: LogitParameters, folder: Path
-) -> None:
-    """Write `image/` for timm's `local-dir:`, `text/` for transformers, and heads.safetensors, which joins them.
-
-    heads.safetensors holds `logit_scale`, `logit_bias`, and the (d, width) projections `vision` and `text` of the
-    pooled features, for towers that have one.
-
-    Raises:
-        UserError: the model comes from a dual encoder's checkpoint.
-    """
-    vision, text = model.vision, model.text
-    if text.pooling is None:
-        raise UserError(
-            "Towers of model.pretrained are written as one model: export with --format=transformers or open_clip."
-        )
-    size, mean, std, _ = preprocessing
-    pixels = {"input_size": (3, size, size), "mean": mean, "std": std}
-    save_for_hf(vision.trunk, str(folder / "image"), data_config=pixels, safe_serialization=True)
-    text.trunk.save_pretrained(folder / "text")
-    tokenizer.save(folder / "text")
-    heads = {
-        name: tower.projection.weight
-        for name, tower in (("vision", vision), ("text", text))
-        if isinstance(tower.projection, nn.Linear)
-    }
-    save_file(_plain({**heads, **logit_tensors(logits, ())}), folder / "heads.safetensors")
 
 
 def _plain(weights: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from neuclip_ds.config import VisionConfig
 from neuclip_ds.errors import UserError, explained
-from neuclip_ds.models.positions import check_patches
 from neuclip_ds.models.towers import VisionTower, new_projection
 
 
@@ -130,4 +129,10 @@ def _check_size(size: int, model: Any) -> None:
             f"position; use {reduction} or more."
         )
     if isinstance(getattr(model, "patch_embed", None), PatchEmbed):
-        check_patches(size, model.patch_embed.patch_size[0], "model.vision.image_size")
+        patch = model.patch_embed.patch_size[0]
+        if size % patch:
+            below = size // patch * patch
+            raise UserError(
+                f"model.vision.image_size={size} is not divisible into patches of {patch} pixels; use "
+                f"{max(below, patch)} or {below + patch}."
+            )

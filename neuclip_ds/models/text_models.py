@@ -38,9 +38,8 @@ def new_text_tower(
         )
     )
     _init_attention(trunk)
-    assert tokenizer.eos_id is not None  # ensured by `CaptionTokenizer.closed`
     # pooled here, because the trunk itself pools at the largest id if EOS is 2, to support old files
-    return TextTower(trunk, new_projection(config.width, embed_dim), "eos", tokenizer.eos_id)
+    return TextTower(trunk, new_projection(config.width, embed_dim), tokenizer.eos_id)
 
 
 @torch.no_grad()

@@ -81,51 +81,21 @@ class TextTower(Encoder):
     """A text encoder of transformers or open_clip.
 
     Args:
-        trunk: returns hidden states (b, T, width), or the pooled feature like the trunk of `VisionTower`.
+        trunk: returns the pooled feature, like the trunk of `VisionTower`, or hidden states (b, T, width).
         projection: as for `Encoder`.
-        pooling: how hidden states are pooled. `cls` reads the first token, `last` the caption's last one, `eos` the
-            first EOS, and `mean` averages the caption's tokens. None if the trunk returns the feature.
-        eos_id: token that ends a caption.
-        pad_id: token that fills a row, which may be EOS. None for a causal trunk that is read at the EOS, before all
-            padding: it needs no mask.
+        eos_id: token at whose first place in a row the feature is read; None if the trunk returns the feature.
     """
 
-    def __init__(
-        self,
-        trunk: Any,
-        projection: nn.Module | None,
-        pooling: str | None = None,
-        eos_id: int = -1,
-        pad_id: int | None = None,
-    ) -> None:
+    def __init__(self, trunk: Any, projection: nn.Module | None, eos_id: int | None = None) -> None:
         super().__init__(trunk, projection)
-        self.pooling, self.eos_id, self._pad_id = pooling, eos_id, pad_id
+        self.eos_id = eos_id
 
     def feature(self, x: Tensor) -> Tensor:
-        if self.pooling is None:
+        if self.eos_id is None:
             return _pooled(self.trunk(x))
-        if self._pad_id is None:
-            hidden, mask = self.trunk(input_ids=x).last_hidden_state, None
-        else:
-            mask = _in_caption(x, self._pad_id, self.eos_id)
-            hidden = self.trunk(input_ids=x, attention_mask=mask.long()).last_hidden_state
-        if self.pooling == "cls":
-            return hidden[:, 0]
-        if mask is None or self.pooling == "eos":
-            place = x.eq(self.eos_id).int().argmax(dim=1)
-        elif self.pooling == "last":
-            place = mask.int().sum(dim=1) - 1
-        else:
-            weights = mask[:, :, None].float()
-            return ((hidden.float() * weights).sum(dim=1) / weights.sum(dim=1)).to(hidden.dtype)
+        hidden = self.trunk(input_ids=x).last_hidden_state
+        place = x.eq(self.eos_id).int().argmax(dim=1)
         return hidden[torch.arange(hidden.shape[0], device=hidden.device), place]
-
-
-def _in_caption(tokens: Tensor, pad_id: int, eos_id: int) -> Tensor:
-    """Return a (b, T) mask of the caption's tokens: at least the first, and one EOS if EOS is also the padding."""
-    padding = tokens.eq(pad_id).int().cumsum(dim=1)
-    first = torch.arange(tokens.shape[1], device=tokens.device) == 0
-    return padding.le(int(pad_id == eos_id)) | first
 
 
 def _pooled(output: Any) -> Tensor:

@@ -70,8 +70,8 @@ def freeze(model: nn.Module, config: ModelConfig) -> None:
                 tower.get_parameter(parameter).requires_grad_(False)
 
 
-def lock_projection(tower: nn.Module, name: str) -> None:
-    """Set the new projection of a frozen, pretrained tower to the identity, to use the tower's own feature (LiT).
+def lock_projection(tower: nn.Module) -> None:
+    """Set the new projection of a frozen, pretrained image tower to the identity, to use its own feature (LiT).
 
     Raises:
         UserError: the projection is not square, so its random weights would be frozen.
@@ -80,8 +80,8 @@ def lock_projection(tower: nn.Module, name: str) -> None:
     if not isinstance(projection, nn.Linear) or projection.in_features != projection.out_features:
         width = f"={projection.in_features}" if isinstance(projection, nn.Linear) else " to the tower's width"
         raise UserError(
-            f"model.{name}.trainable=frozen would freeze the random projection of the {name} tower: set "
-            f"model.{name}.trainable=0 to train it, or model.embed_dim{width}."
+            "model.vision.trainable=frozen would freeze the random projection of the image tower: set "
+            f"model.vision.trainable=0 to train it, or model.embed_dim{width}."
         )
     nn.init.eye_(projection.weight)
 

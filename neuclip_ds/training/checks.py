@@ -16,7 +16,7 @@ from neuclip_ds.training.schedule import fitted_warmup
 # options that may change between starts, and what the fingerprint lists by itself
 _NOT_ARCHITECTURE: Any = {
     "vision": {"pretrained", "patch_drop", "trainable"},
-    "text": {"pretrained", "tokenizer", "trainable"},
+    "text": {"tokenizer", "trainable"},
 }
 
 
@@ -46,11 +46,9 @@ def likely_slips(config: Config, steps: int) -> list[str]:
             f"fitted to {fitted_warmup(optimizer.warmup_steps, steps)}, a tenth of the run."
         )
     for name in TOWERS:
-        weights = config.model.pretrained or getattr(config.model, name).pretrained
-        if config.model.trained(name) == "frozen" and not weights:
-            found.append(
-                f"model.{name}.trainable=frozen freezes random weights: name weights with model.{name}.pretrained."
-            )
+        pretrained = config.model.pretrained or (name == "vision" and config.model.vision.pretrained)
+        if config.model.trained(name) == "frozen" and not pretrained:
+            found.append(f"model.{name}.trainable=frozen freezes random weights: start from pretrained ones.")
     if optimizer.min_lr > 0 and optimizer.schedule == "constant":
         found.append("optimizer.min_lr has no effect with optimizer.schedule=constant; cooldown comes down to it.")
     elif optimizer.min_lr > optimizer.lr:

@@ -72,16 +72,14 @@ def test_scores_data_method_and_license(checkpoint: Path, tmp_path: Path) -> Non
     assert "| zero_shot_top1 | 0.3750 | 0.1000 |" in averaged and "moving average" in averaged
 
 
-def test_towers_and_random_weights_without_scores(checkpoint: Path, tmp_path: Path) -> None:
+def test_image_weights_and_random_weights_without_scores(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "mine" / "metrics.jsonl").unlink()
     text = model_card(config_of(tmp_path), checkpoint, "open_clip")
     data = ModelCard(text).data
     assert (data.license, data.base_model) == ("unknown", None)
     assert "trained from random weights" in text and "None were measured" in text and "has stated none" in text
-    towers = {"vision": {"pretrained": "openai"}, "text": {"pretrained": f"{tmp_path}/xlm-roberta-base"}}
-    text = model_card(config_of(tmp_path, **towers), checkpoint, "towers")
-    assert "trained from `openai` (image tower) and `xlm-roberta-base` (text tower)" in text
-    assert "AutoModelForTextEncoding" in text and ModelCard(text).data.library_name == "timm"
+    text = model_card(config_of(tmp_path, vision={"pretrained": f"{tmp_path}/vit.safetensors"}), checkpoint, "open_clip")
+    assert "trained from `vit.safetensors` (image tower)" in text
 
 
 @pytest.mark.parametrize(

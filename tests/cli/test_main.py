@@ -87,7 +87,7 @@ EARLY = {
     "--model.pretrained=open_clip:ViT-B-32/openai": "run pip install 'neuclip_ds[open_clip]'",
     "--model.pretrained=/nope": "model.pretrained=/nope does not exist",
     "--model.pretrained=nope": "model.pretrained=nope does not exist",
-    "--model.text.pretrained=./nope": "./nope does not exist",
+    "--model.vision.pretrained=./nope": "./nope does not exist",
 }
 COMMANDS_EARLY = {
     ("evaluate", "nope", "--data=."): "MODEL=nope does not exist",

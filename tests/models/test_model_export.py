@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import open_clip
 import pytest
-import timm
 import torch
 from miniatures import (
     CAPTIONS,
@@ -16,16 +15,12 @@ from miniatures import (
     images,
     xlm_roberta_tokenizer,
 )
-from safetensors.torch import load_file
-from test_text_encoders import clip_text, mt5, xlm_roberta
 from torch import Tensor
 from torch.nn.functional import normalize
 from torchvision.transforms.functional import to_pil_image
 from transformers import (
     AutoModel,
-    AutoModelForTextEncoding,
     AutoProcessor,
-    AutoTokenizer,
     CLIPTextModelWithProjection,
     CLIPVisionModelWithProjection,
     pipeline,
@@ -34,7 +29,7 @@ from transformers import (
 from neuclip_ds.config import ModelConfig
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.bpe import train_bpe
-from neuclip_ds.models.export import export, write_towers
+from neuclip_ds.models.export import export
 from neuclip_ds.models.pretrained.base import LogitParameters
 from neuclip_ds.models.source import ModelSource, locate_model, merged, model_source
 from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer
@@ -150,18 +145,15 @@ def test_pretrained_models_go_out_and_come_back(family: str, form: str, tmp_path
 
 def options_of(case: str, folder: Path) -> dict[str, Any]:
     """Return options of a model that is built from the config."""
-    quick_vit = {**TINY_VIT, "name": "vit_base_patch32_clip_quickgelu_224"}
     if case == "eos of 2":  # XLM-R's ids, for which CLIPModel would read the feature elsewhere
         xlm_roberta_tokenizer().save_pretrained(folder)
         return {"text": {**TINY_TEXT, "tokenizer": str(folder)}}
-    if case == "pretrained text tower":
-        clip_text(folder)
-        return {"vision": quick_vit, "text": {"pretrained": str(folder), "context_length": 16}}
+    quick_vit = {**TINY_VIT, "name": "vit_base_patch32_clip_quickgelu_224"}
     return {"new": {}, "quick gelu": {"vision": quick_vit}, "adapters": {"lora": {"rank": 2, "alpha": 3}}}[case]
 
 
 @pytest.mark.parametrize("form", READERS)
-@pytest.mark.parametrize("case", ["new", "quick gelu", "adapters", "eos of 2", "pretrained text tower"])
+@pytest.mark.parametrize("case", ["new", "quick gelu", "adapters", "eos of 2"])
 def test_clip_vits_from_the_config(case: str, form: str, tmp_path: Path) -> None:
     """With options and a tokenizer trained on captions, whose EOS is 1; CLIPModel has no place for SigLIP's bias."""
     tiny = {"vision": TINY_VIT, "text": TINY_TEXT, "embed_dim": 16}
@@ -182,9 +174,8 @@ def test_single_towers_and_the_pipeline_of_transformers(family: str, tmp_path: P
     if family == "scratch":
         model = trained(vision=TINY_VIT, text=TINY_TEXT, embed_dim=16)
     else:
-        SAVERS[family](tmp_path / "from")
-        longer = {} if family.endswith("clip") else {"force_context_length": 64}
-        model = trained(pretrained=str(tmp_path / "from"), **longer)
+        SAVERS[family](tmp_path / "from", **({} if family == "clip" else {"length": 64}))
+        model = trained(pretrained=str(tmp_path / "from"))
     folder = exported(model, "transformers", tmp_path / "out")
     image, text = features(model)
     if family in ("clip", "scratch"):
@@ -206,44 +197,10 @@ def test_single_towers_and_the_pipeline_of_transformers(family: str, tmp_path: P
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("image", "encoder"),
-    [("resnet50_clip", None), ("vit_base_patch32_clip_224", xlm_roberta), ("vit_base_patch32_clip_224", mt5)],
-)
-def test_towers_are_read_by_timm_and_transformers(
-    image: str, encoder: Callable[[Path], Any] | None, tmp_path: Path
-) -> None:
-    """An attention pool, of which open_clip knows nothing, and options; a new text tower and pretrained ones."""
-    vision, text = {**TINY_VIT, "name": image, "image_size": 64}, TINY_TEXT
-    if image == "resnet50_clip":
-        del vision["options"]
-    if encoder is not None:
-        encoder(tmp_path / "text")
-        text = {"pretrained": str(tmp_path / "text"), "context_length": 16}
-    model = trained(vision=vision, text=text, embed_dim=16)
-    what = "the text encoder of model.text.pretrained" if encoder else "timm's image model 'resnet50_clip'"
-    with pytest.raises(UserError, match=rf"cannot express {what}; export with --format=towers"):
+def test_a_timm_model_that_no_library_can_express() -> None:
+    model = trained(vision={"name": "resnet50_clip", "image_size": 64}, text=TINY_TEXT, embed_dim=16)
+    with pytest.raises(UserError, match=r"cannot express timm's image model 'resnet50_clip': .* neuclip_ds\.load"):
         model.source.package(model.tokenizer, model.model.state_dict(), LOGITS)
-    (tmp_path / "out").mkdir()
-    write_towers(model.model, model.tokenizer, model.source.preprocessing, LOGITS, tmp_path / "out")
-
-    heads = load_file(tmp_path / "out/heads.safetensors")
-    trunk = timm.create_model(f"local-dir:{tmp_path}/out/image", pretrained=True).eval()
-    data = timm.data.resolve_model_data_config(trunk)
-    shape = (1, 3, 1, 1)
-    pixels = (images(64) / 255 - torch.tensor(data["mean"]).reshape(shape)) / torch.tensor(data["std"]).reshape(shape)
-    options = {"padding": "max_length", "truncation": True, "max_length": 16, "return_tensors": "pt"}
-    ids = AutoTokenizer.from_pretrained(tmp_path / "out/text")(CAPTIONS[:2], **options).input_ids
-    with torch.no_grad():
-        feature = trunk(pixels)
-        found = normalize(feature @ heads["vision"].T if "vision" in heads else feature, dim=1)
-        hidden = AutoModelForTextEncoding.from_pretrained(tmp_path / "out/text").eval()(ids).last_hidden_state
-        wanted = model.model.text.trunk(model.tokenizer(CAPTIONS[:2])).last_hidden_state
-    torch.testing.assert_close(found, features(model)[0], rtol=0, atol=1e-5)
-    torch.testing.assert_close(hidden, wanted, rtol=0, atol=1e-5)
-    assert torch.equal(heads["text"], model.model.text.projection.weight)
-    assert heads["logit_scale"].exp() == pytest.approx(50)
-    assert data["input_size"] == (3, 64, 64)
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,7 @@ def test_a_locked_pretrained_tower_has_no_projection_of_its_own() -> None:
 
 def test_frozen_random_weights_are_reported() -> None:
     slips = likely_slips(config_of(model={"text": {"trainable": "frozen"}}), 1000)
-    assert slips == ["model.text.trainable=frozen freezes random weights: name weights with model.text.pretrained."]
+    assert slips == ["model.text.trainable=frozen freezes random weights: start from pretrained ones."]
     assert likely_slips(config_of(model={"text": {"trainable": "frozen"}, "pretrained": "weights"}), 1000) == []
 
 

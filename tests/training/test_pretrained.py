@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from miniatures import CAPTIONS, images, no_training, save_clip, save_open_clip, save_siglip
+from miniatures import CAPTIONS, images, save_clip, save_open_clip, save_siglip
 from ranks import run_ranks
 from test_image_weights import saved_timm
-from test_text_encoders import xlm_roberta
 
 from neuclip_ds.config import Config
 from neuclip_ds.data.dataset import Batch
@@ -17,7 +16,9 @@ from neuclip_ds.distributed.environment import RankEnvironment
 from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.start import build_optimizer, start_engine
 from neuclip_ds.errors import UserError
+from neuclip_ds.models.bpe import train_bpe
 from neuclip_ds.models.source import ModelSource, locate_model, locate_on_rank_zero, model_source
+from neuclip_ds.models.tokenizer import CaptionTokenizer
 from neuclip_ds.models.trained_parts import Parameters
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context, Step
@@ -26,12 +27,12 @@ from neuclip_ds.planning.dry_run import print_dry_run
 from neuclip_ds.training.step import TrainStep
 
 ROWS, STEPS, LR = 8, 3, 1e-3
-TOWERS = "towers"  # each from separate weights
+TOWERS = "towers"  # pretrained image weights and a new text tower
+TEXT = {"vocab_size": 300, "context_length": 16, "width": 24, "layers": 2, "heads": 2}
 
 
 def save_towers(folder: Path) -> None:
     saved_timm(folder / "image.safetensors")
-    xlm_roberta(folder / "text", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 
 
 FAMILIES = {
@@ -43,11 +44,15 @@ FAMILIES = {
 ENGINES = ["zero0_fp32", "zero3_fp32"]
 
 
+def bpe() -> CaptionTokenizer:
+    return train_bpe(CAPTIONS, TEXT["vocab_size"], TEXT["context_length"])
+
+
 def config_of(folder: Path, engine: str = "zero0_fp32") -> Config:
     model: dict[str, object] = {"pretrained": str(folder)}
     if folder.name == TOWERS:
         vision = {"name": "test_vit", "image_size": 32, "pretrained": f"{folder}/image.safetensors"}
-        model = {"vision": vision, "text": {"pretrained": f"{folder}/text", "context_length": 16}, "embed_dim": 16}
+        model = {"vision": vision, "text": TEXT, "embed_dim": 16}
     return Config.model_validate(
         {
             "data": {"batch_size": ROWS},
@@ -63,14 +68,14 @@ def config_of(folder: Path, engine: str = "zero0_fp32") -> Config:
 def batch_of(source: ModelSource, number: int) -> Batch:
     captions = [f"{CAPTIONS[row % 2]} {row} {number}" for row in range(ROWS)]
     valid = torch.ones(ROWS, dtype=torch.bool)
-    return Batch(images(32, ROWS) ^ number, source.tokenizer(no_training)(captions), torch.arange(ROWS), valid)
+    return Batch(images(32, ROWS) ^ number, source.tokenizer(bpe)(captions), torch.arange(ROWS), valid)
 
 
 def plain(folder: Path) -> dict[str, torch.Tensor]:
     config = config_of(folder)
     source = model_source(config.model, locate_model(config.model))
     torch.manual_seed(0)  # new projections
-    model, logits = source.load(source.tokenizer(no_training))
+    model, logits = source.load(source.tokenizer(bpe))
     optimizer = build_optimizer(model, config.optimizer)
     context = Context(source.embed_dim, 100, Communicator(), temperature=logits.temperature)
     objective = build_objective(config, context, torch.float32)
@@ -96,7 +101,7 @@ def under_deepspeed(communicator: Communicator, folder: Path) -> dict[tuple[str,
         config = config_of(folder / family, name)
         source = model_source(config.model, locate_on_rank_zero(config.model, communicator))
         torch.manual_seed(0)
-        model, logits = source.load(source.tokenizer(no_training))
+        model, logits = source.load(source.tokenizer(bpe))
         engine = start_engine(model, config.optimizer, load_engine_config(config, 2), communicator)
         context = Context(source.embed_dim, 100, communicator, temperature=logits.temperature)
         step = TrainStep(engine, build_objective(config, context, torch.float32), communicator, 2, seed=0)
@@ -137,6 +142,6 @@ def test_the_plan_knows_the_checkpoint(family: str, tmp_path: Path, capsys: pyte
         print_dry_run(config, RankEnvironment(0, 0, 2), None)
     said = capsys.readouterr().out
     source = model_source(config.model, locate_model(config.model))
-    total = Parameters.of(source.build(source.tokenizer(no_training))).total
+    total = Parameters.of(source.build(source.tokenizer(bpe))).total
     assert f"= {total:,} parameters" in said
     assert f"{4 * (2 * source.embed_dim * 4 + 8) / 1e6:,.2f} MB of features received" in said

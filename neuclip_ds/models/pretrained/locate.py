@@ -43,7 +43,7 @@ def open_checkpoint(ref: CheckpointRef, config: ModelConfig = _AS_PUBLISHED) -> 
     """Open the checkpoint that `locate` found, on any rank.
 
     Raises:
-        UserError: a required file is missing, or the model does not support a forced size.
+        UserError: a required file is missing.
     """
     if not Path(ref.path).exists():
         raise UserError(

@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 from neuclip_ds.config import OPENAI_MEAN, OPENAI_STD, ModelConfig
 from neuclip_ds.errors import UserError, explained, require_package
 from neuclip_ds.models.build import prepare
-from neuclip_ds.models.positions import check_patches, fit_positions
 from neuclip_ds.models.pretrained.attention_masks import use_static_masks
 from neuclip_ds.models.pretrained.base import (
     CheckpointRef,
@@ -130,26 +129,20 @@ class OpenClipCheckpoint(ModelSource):
             )
         self.embed_dim = int(self._tree["embed_dim"])
         self._tree.setdefault("vision_cfg", {})["timm_model_pretrained"] = False
-        if config.force_image_size is not None:
-            check_patches(config.force_image_size, self._tree["vision_cfg"].get("patch_size", 1))
-            self._tree["vision_cfg"]["image_size"] = config.force_image_size
-        if config.force_context_length is not None:
-            self._tree.setdefault("text_cfg", {})["context_length"] = config.force_context_length
         self.preprocessing = _preprocessing(self._tree["vision_cfg"], preprocess, self._where)
 
     def tokenizer(self, of_run: Any = None) -> ModelTokenizer:
         # open_clip passes these options on to transformers' tokenizer
         options = {"trust_remote_code": False} if self._tree.get("text_cfg", {}).get("hf_tokenizer_name") else {}
-        length = self.config.force_context_length
         with explained(
             f"open_clip cannot read the tokenizer of {self._where}",
             "put its files (tokenizer.json and tokenizer_config.json) into a folder with the weights and "
             f"{CONFIG_FILE}, and name that",
         ):
-            return OpenClipTokenizer(library().get_tokenizer(self._tokenizer_source, context_length=length, **options))
+            return OpenClipTokenizer(library().get_tokenizer(self._tokenizer_source, **options))
 
     def build(self, tokenizer: Any = None) -> DualEncoder:
-        return self._wrapped(self._resized())
+        return self._wrapped(architecture(self._tree, self._where))
 
     def load(self, tokenizer: Any = None) -> LoadedModel:
         path = Path(self._ref.path)
@@ -158,35 +151,14 @@ class OpenClipCheckpoint(ModelSource):
             raise UserError(f"{self._where} has no weights; put {_WEIGHTS[0]} there.")
         tensors = custom_text_names(read_tensors(weights))
         logits = read_logit_parameters(tensors)
-        model = self._resized()
+        model = architecture(self._tree, self._where)
         wanted = {name: value for name, value in model.state_dict().items() if not name.startswith("logit_")}
         found = {name: value for name, value in tensors.items() if not name.startswith("logit_")}
-        found = fit_positions(found, wanted)
         check_tensors(self._where, wanted, found)
         model.load_state_dict(found, strict=False)
         return LoadedModel(self._wrapped(model), logits)
 
-    def _resized(self) -> Any:
-        """Build the model with random weights at the forced sizes."""
-        model, config = architecture(self._tree, self._where), self.config
-        if config.force_context_length is not None and config.force_context_length > model.text.context_length:
-            raise UserError(
-                f"The text tower of {self._where} has {model.text.context_length} positions, which open_clip cannot "
-                f"change; set model.force_context_length to fewer than its {config.force_context_length}."
-            )
-        if config.force_image_size is not None and "timm_model_name" in self._tree["vision_cfg"]:
-            size = config.force_image_size
-            problem = f"timm's image tower of {self._where} cannot take images of {size} pixels"
-            with explained(problem, "correct or omit model.force_image_size"):
-                model.visual.set_input_size((size, size))
-        return model
-
     def package(self, tokenizer: ModelTokenizer, weights: Mapping[str, Tensor], logits: LogitParameters) -> Package:
-        if self.config.force_image_size is not None and "timm_model_name" in self._tree["vision_cfg"]:
-            raise UserError(
-                f"open_clip's config cannot express model.force_image_size={self.config.force_image_size} of a timm "
-                "image tower, and no other format has it; neuclip_ds.load opens the run."
-            )
         tensors = rename_prefixes(weights, _PREFIXES) | logit_tensors(logits, ())
         config = deepcopy(self._tree)
         if logits.bias is not None:

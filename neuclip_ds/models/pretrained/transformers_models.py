@@ -5,7 +5,6 @@ the model type `siglip`.
 """
 
 from collections.abc import Mapping
-from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +17,6 @@ from transformers.utils import logging
 from neuclip_ds.config import ModelConfig
 from neuclip_ds.errors import UserError, explained
 from neuclip_ds.models.build import prepare
-from neuclip_ds.models.positions import check_patches, fit_positions
 from neuclip_ds.models.pretrained.base import (
     CheckpointRef,
     LoadedModel,
@@ -82,8 +80,7 @@ class TransformersCheckpoint(ModelSource):
     """A checkpoint folder, as written by `save_pretrained`.
 
     Raises:
-        UserError: config.json or preprocessor_config.json is missing or lacks what the run needs, or the model does
-            not support a forced size.
+        UserError: config.json or preprocessor_config.json is missing or lacks what the run needs.
     """
 
     def __init__(self, config: ModelConfig, ref: CheckpointRef) -> None:
@@ -92,12 +89,12 @@ class TransformersCheckpoint(ModelSource):
         self._kind = MODEL_TYPES[tree["model_type"]]
         self._published = self._kind.config.from_dict(tree)
         self._published._attn_implementation = "sdpa"
-        self._resized = _resized(self._published, config)
-        self.embed_dim = self._resized.vision_config.hidden_size if self._kind.siglip else self._resized.projection_dim
-        self.preprocessing = _preprocessing(self._folder, self._resized.vision_config.image_size)
+        vision = self._published.vision_config
+        self.embed_dim = vision.hidden_size if self._kind.siglip else self._published.projection_dim
+        self.preprocessing = _preprocessing(self._folder, vision.image_size)
 
     def tokenizer(self, of_run: Any = None) -> CaptionTokenizer:
-        text = self._resized.text_config
+        text = self._published.text_config
         tokenizer = load_tokenizer(self._folder, text.vocab_size)
         largest, eos = max(tokenizer.get_vocab().values()), tokenizer.eos_token_id
         read_at = largest if self._kind.legacy_eos and text.eos_token_id == _LEGACY_EOS else text.eos_token_id
@@ -115,15 +112,27 @@ class TransformersCheckpoint(ModelSource):
         return found
 
     def build(self, tokenizer: Any = None) -> DualEncoder:
-        return self._wrapped(self._kind.model(self._resized))
+        return self._wrapped(self._kind.model(self._published))
 
     def load(self, tokenizer: Any = None) -> LoadedModel:
-        model, missing = read_model(self._kind.model, self._folder, self._published, optional=("logit_",), whole=True)
+        if first_file(self._folder, WEIGHTS) is None:
+            raise UserError(f"{self._folder} has no weights; put {WEIGHTS[0]} (or pytorch_model.bin) there.")
+        logging.disable_progress_bar()  # one bar per rank would flood the log
+        with explained(f"transformers cannot read the weights in {self._folder}", "put the model's file there"):
+            model, info = self._kind.model.from_pretrained(
+                self._folder,
+                config=self._published,
+                local_files_only=True,
+                weights_only=True,
+                dtype=torch.float32,
+                ignore_mismatched_sizes=True,  # refused below
+                output_loading_info=True,
+            )
+        missing = set(info["missing_keys"])
+        needed = sorted(name for name in missing if not name.startswith("logit_"))
+        shapes = [f"{name} is {tuple(found)} instead of {tuple(want)}" for name, found, want in info["mismatched_keys"]]
+        raise_on_mismatch(str(self._folder), needed, sorted(info["unexpected_keys"]), shapes)
         state = {name: value for name, value in model.named_parameters() if name not in missing}
-        if self._resized.to_dict() != self._published.to_dict():
-            resized = self._kind.model(self._resized)
-            resized.load_state_dict(fit_positions(model.state_dict(), resized.state_dict()))
-            model = resized
         return LoadedModel(self._wrapped(model), read_logit_parameters(state))
 
     def package(self, tokenizer: ModelTokenizer, weights: Mapping[str, Tensor], logits: LogitParameters) -> Package:
@@ -131,7 +140,7 @@ class TransformersCheckpoint(ModelSource):
             logits = logits._replace(bias=0.0)  # SiglipModel always has a bias
         tensors = rename_prefixes(weights, _PREFIXES)
         tensors |= logit_tensors(logits, (1,) if self._kind.siglip else ())
-        return Package("transformers", self._resized.to_dict(), tensors, self.preprocessing, tokenizer)
+        return Package("transformers", self._published.to_dict(), tensors, self.preprocessing, tokenizer)
 
     def save_files(self, folder: Path) -> None:
         save_small_files(self._folder, folder)
@@ -141,51 +150,6 @@ class TransformersCheckpoint(ModelSource):
         _, mean, std, _ = self.preprocessing
         towers = VisionTower(model.vision_model, vision, mean, std), TextTower(model.text_model, text)
         return prepare(DualEncoder(*towers), self.config)
-
-
-def read_model(
-    kind: Any, folder: Path, config: Any, optional: tuple[str, ...], whole: bool = False
-) -> tuple[Any, set[str]]:
-    """Load a transformers model from a folder; return it with the names of the weights that are missing.
-
-    Args:
-        kind, config: the model's class and config.
-        folder: holds the weights.
-        optional: name prefixes of weights that may be missing.
-        whole: whether other weights in the folder are an error.
-
-    Raises:
-        UserError: there are no weights, or they are not the model's.
-    """
-    if first_file(folder, WEIGHTS) is None:
-        raise UserError(f"{folder} has no weights; put {WEIGHTS[0]} (or pytorch_model.bin) there.")
-    logging.disable_progress_bar()  # one bar per rank would flood the log
-    with explained(f"transformers cannot read the weights in {folder}", "put the model's file there"):
-        model, info = kind.from_pretrained(
-            folder,
-            config=config,
-            local_files_only=True,
-            weights_only=True,
-            dtype=torch.float32,
-            ignore_mismatched_sizes=True,  # refused below
-            output_loading_info=True,
-        )
-    missing = set(info["missing_keys"])
-    needed = sorted(name for name in missing if not name.startswith(optional))
-    shapes = [f"{name} is {tuple(found)} instead of {tuple(want)}" for name, found, want in info["mismatched_keys"]]
-    raise_on_mismatch(str(folder), needed, sorted(info["unexpected_keys"]) if whole else (), shapes)
-    return model, missing
-
-
-def _resized(published: Any, model: ModelConfig) -> Any:
-    """Return a config with the forced sizes."""
-    config = deepcopy(published)
-    if model.force_context_length is not None:
-        config.text_config.max_position_embeddings = model.force_context_length
-    if model.force_image_size is not None:
-        check_patches(model.force_image_size, config.vision_config.patch_size)
-        config.vision_config.image_size = model.force_image_size
-    return config
 
 
 def _preprocessing(folder: Path, image_size: Any) -> Preprocessing:

@@ -76,15 +76,15 @@ def save_clip(folder: Path) -> CLIPModel:
     return _save_clip(folder, CLIPConfig, CLIPModel, clip_tokenizer())
 
 
-def save_metaclip_2(folder: Path) -> MetaClip2Model:
+def save_metaclip_2(folder: Path, length: int = 16) -> MetaClip2Model:
     """Save a MetaCLIP 2, whose text tower is read at XLM-R's EOS, 2."""
-    return _save_clip(folder, MetaClip2Config, MetaClip2Model, xlm_roberta_tokenizer())
+    return _save_clip(folder, MetaClip2Config, MetaClip2Model, xlm_roberta_tokenizer(), length)
 
 
-def _save_clip(folder: Path, config: Any, kind: Any, tokenizer: Any) -> Any:
+def _save_clip(folder: Path, config: Any, kind: Any, tokenizer: Any, length: int = 16) -> Any:
     torch.manual_seed(0)
     specials = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    text = small(24, vocab_size=len(tokenizer), max_position_embeddings=16, **specials)
+    text = small(24, vocab_size=len(tokenizer), max_position_embeddings=length, **specials)
     vision = small(32, image_size=32, patch_size=8)
     model = kind(config(text_config=text, vision_config=vision, projection_dim=20)).eval()
     _save(model, folder, logit_scale=4.0)
@@ -93,11 +93,16 @@ def _save_clip(folder: Path, config: Any, kind: Any, tokenizer: Any) -> Any:
     return model
 
 
-def save_siglip(folder: Path) -> SiglipModel:
+def save_siglip(folder: Path, length: int = 16) -> SiglipModel:
     torch.manual_seed(0)
     tokenizer = siglip_tokenizer()
     text = small(
-        32, vocab_size=len(tokenizer), max_position_embeddings=16, projection_size=32, bos_token_id=1, eos_token_id=1
+        32,
+        vocab_size=len(tokenizer),
+        max_position_embeddings=length,
+        projection_size=32,
+        bos_token_id=1,
+        eos_token_id=1,
     )
     config = SiglipConfig(text_config=text, vision_config=small(32, image_size=32, patch_size=8))
     model = SiglipModel(config).eval()

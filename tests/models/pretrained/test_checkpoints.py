@@ -21,11 +21,12 @@ from miniatures import (
     images,
     save_open_clip,
     siglip_tokenizer,
+    small,
     xlm_roberta_tokenizer,
 )
-from test_text_encoders import xlm_roberta
 from torch import Tensor
 from torch.nn.functional import normalize
+from transformers import XLMRobertaConfig, XLMRobertaModel
 
 from neuclip_ds.models.pretrained.base import LogitParameters
 from neuclip_ds.models.pretrained.locate import locate, open_checkpoint
@@ -99,10 +100,13 @@ def test_features_are_the_librarys_own(saved: Saved) -> None:
 
 def test_a_text_encoder_of_transformers_in_open_clip(tmp_path: Path) -> None:
     """Its masks are made without reading the device."""
-    xlm_roberta(tmp_path / "text")
+    tokenizer = xlm_roberta_tokenizer()
+    config = small(32, vocab_size=len(tokenizer), max_position_embeddings=66, bos_token_id=0, pad_token_id=1)
+    XLMRobertaModel(XLMRobertaConfig(**config, eos_token_id=2, type_vocab_size=1)).save_pretrained(tmp_path / "text")
+    tokenizer.save_pretrained(tmp_path / "text")
     text = {"hf_model_name": str(tmp_path / "text"), "hf_pooler_type": "mean_pooler", "hf_proj_type": "linear"}
     library = save_open_clip(tmp_path / "model", {**OPEN_CLIP_CONFIG, "custom_text": True, "text_cfg": text})
-    model, ids = opened(tmp_path / "model").load().model.eval(), padded(xlm_roberta_tokenizer())(CAPTIONS)
+    model, ids = opened(tmp_path / "model").load().model.eval(), padded(tokenizer)(CAPTIONS)
     with torch.no_grad():
         with HostReads() as reads:
             features = model(images(32), ids)

@@ -14,7 +14,7 @@ from torch import Tensor
 from neuclip_ds.config import ModelConfig
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.bpe import train_bpe
-from neuclip_ds.models.source import FromConfig, locate_model, model_source
+from neuclip_ds.models.source import FromConfig, locate_model, model_source, open_saved
 from neuclip_ds.models.tokenizer import CaptionTokenizer
 
 TEXT = {"vocab_size": 300, "context_length": 16, "width": 24, "layers": 1, "heads": 2}
@@ -83,6 +83,18 @@ def test_a_tag_comes_from_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.Mon
     torch.testing.assert_close(trunk_feature(source, 160), by_timm(model, source, 160), rtol=0, atol=1e-5)
 
 
+def test_a_run_reopens_without_the_weights(tmp_path: Path) -> None:
+    saved_timm(tmp_path / "weights.safetensors")
+    config = config_of(tmp_path / "weights.safetensors")
+    source = source_of(config)
+    model, logits = source.load(source.tokenizer(bpe))
+    source.save(tmp_path / "run", logits)
+    (tmp_path / "weights.safetensors").unlink()
+    again, _ = open_saved(config, tmp_path / "run")
+    assert again.preprocessing == source.preprocessing
+    again.build(bpe()).load_state_dict(model.state_dict())
+
+
 def refusal(config: ModelConfig) -> str:
     with pytest.raises(UserError) as caught:
         source = source_of(config)
@@ -107,17 +119,6 @@ def test_what_is_refused(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("model", "words"),
-    [
-        ({"pretrained": "a/b", "vision": {"pretrained": "openai"}}, "omit it or model.vision.pretrained"),
-        ({"pretrained": "a/b", "text": {"pretrained": "a/c"}}, "omit it or model.text.pretrained"),
-        ({"text": {"pretrained": "a/b", "tokenizer": "a/b"}}, "omit model.text.tokenizer"),
-        ({"text": {"pooling": "mean"}}, "model.text.pooling is for model.text.pretrained"),
-        ({"force_image_size": 336}, "use model.vision.image_size"),
-        ({"force_context_length": 248}, "use model.text.context_length"),
-    ],
-)
-def test_options_that_exclude_each_other(model: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        ModelConfig.model_validate(model)
+def test_image_weights_are_refused_next_to_a_checkpoint() -> None:
+    with pytest.raises(ValueError, match=r"omit it or model\.vision\.pretrained"):
+        ModelConfig.model_validate({"pretrained": "a/b", "vision": {"pretrained": "openai"}})
