@@ -78,7 +78,8 @@ def test_image_weights_and_random_weights_without_scores(checkpoint: Path, tmp_p
     data = ModelCard(text).data
     assert (data.license, data.base_model) == ("unknown", None)
     assert "trained from random weights" in text and "None were measured" in text and "has stated none" in text
-    text = model_card(config_of(tmp_path, vision={"pretrained": f"{tmp_path}/vit.safetensors"}), checkpoint, "open_clip")
+    config = config_of(tmp_path, vision={"pretrained": f"{tmp_path}/vit.safetensors"})
+    text = model_card(config, checkpoint, "open_clip")
     assert "trained from `vit.safetensors` (image tower)" in text
 
 
