@@ -218,7 +218,7 @@ def objective_calls(query: ObjectiveQuery) -> list[Call]:
 def _at_size_of(query: ObjectiveQuery) -> AbstractContextManager[Any]:
     """Let small runs of the objective choose by the size of the query's batch, not by their own."""
     nets, rows = query.config.objective.amortized, query.rows * query.world_size
-    every = amortized.fits_all_rows(nets, query.dim, rows, query.comm_dtype, nets.inner_steps)
+    every = amortized.fits_all_rows(nets, query.dim, rows, query.comm_dtype)
     return patch.object(amortized, "fits_all_rows", lambda *_: every)
 
 

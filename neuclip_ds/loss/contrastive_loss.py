@@ -35,9 +35,7 @@ class ContrastiveLoss(nn.Module):
     """Contrastive loss over the global batch of all ranks, with the exact gradient of its method.
 
     Each call also trains the temperature and the method's networks with their own optimizers, as the papers' algorithms
-    do. With `own_optimizer=False` they are `parameters()` of this module instead, and `loss.backward()` sets their
-    gradients for the global batch: do not average these over ranks, and do not wrap this module in DDP or FSDP. A
-    network then takes one update per step. Individual temperatures always keep their own Adam.
+    do, so the module has no parameters and needs no DDP or FSDP.
 
     A call in training is one step. Under `eval()` or `torch.no_grad()` the loss updates no state, and `index` may be
     None.
@@ -71,7 +69,6 @@ class ContrastiveLoss(nn.Module):
         adam_eps: float = 1e-6,
         reduction: Literal["ddp_mean", "sum"] = "ddp_mean",
         group: ProcessGroup | None = None,
-        own_optimizer: bool = True,
         scaler: GradScaler | None = None,
         validate: bool = True,
         device: torch.device | str = "cpu",
@@ -91,12 +88,10 @@ class ContrastiveLoss(nn.Module):
             reduction: `ddp_mean` if the encoders' gradients are averaged over ranks (DDP, FSDP, DeepSpeed), which
                 multiplies the gradients of the features by the world size; `sum` if they are summed.
             group: process group of the global batch. By default the default group, or this process if there is none.
-            own_optimizer: whether a call trains the temperature and the networks; see above.
             scaler: see above.
             validate: check the arguments of each call on all ranks. This costs one small collective and, on a GPU, one
                 host wait. Without it, all ranks must pass the same number of rows.
-            device: device of the state until the first call moves it to that of the features. With
-                `own_optimizer=False` the two must be equal.
+            device: device of the state until the first call moves it to that of the features.
             options: options of the method, as below `objective:` in a recipe: `temperature={"rho": 6.5}` or
                 `npn={"lr": 0.05}`.
 
@@ -121,7 +116,7 @@ class ContrastiveLoss(nn.Module):
         self.lr = self._peak_lr = lr
         self._adam = AdamSettings(betas, adam_eps)
         self._averages, self._group = reduction == "ddp_mean", group
-        self._own_optimizer, self.validates, self.scaler = own_optimizer, validate, scaler
+        self.validates, self.scaler = validate, scaler
         self._undo: tuple[Callable[[], None], float] | None = None  # reverts the last call; the scale at that time
         self._last: tuple[tuple[Tensor, ...], Any] | None = None  # features and result of the last training call
         self._warned = False
@@ -176,19 +171,18 @@ class ContrastiveLoss(nn.Module):
                 if learns and self.scaler is not None:
                     self._undo = self._objective.restore_point(), self.scaler.get_scale()
                 # tensors that networks save for their own backward passes must bypass activation checkpointing's hooks
-                with self._handed_out() as computed, saved_tensors_hooks(_unchanged, _unchanged):
+                with saved_tensors_hooks(_unchanged, _unchanged):
                     result = self._objective(features, self._step(learns))
                 factor = self._communicator.world_size if self._averages else 1
                 gradients = [gradient[: len(image_features)] for gradient in (result.image, result.text)]
                 gradients = gradients if factor == 1 else [gradient * factor for gradient in gradients]
                 self._metrics = result.metrics
                 self._calls += learns
-                called = result.loss, gradients, computed
+                called = result.loss, gradients
                 self._last = (tuple(x.detach() for x in inputs), called) if learns else None
             else:
                 called = self._last[1]
-        loss, gradients, computed = called
-        loss = with_gradients(loss, [*inputs, *computed], [*gradients, *computed.values()])
+        loss = with_gradients(called[0], inputs, called[1])
         if learns and not loss.requires_grad and not self._warned:
             self._warned = True
             log.warning(
@@ -294,13 +288,9 @@ class ContrastiveLoss(nn.Module):
 
     def _build(self, communicator: Communicator, dtype: torch.dtype) -> None:
         self._communicator, self._dtype = communicator, dtype
-        own, adam = self._own_optimizer, self._adam
-        context = Context(self._dim, self._samples, communicator, dtype, adam=adam, own_optimizers=own)
-        context = context._replace(spare_rows=1)  # for samples that are not in the training set
+        # the spare row is for samples that are not in the training set
+        context = Context(self._dim, self._samples, communicator, dtype, adam=self._adam, spare_rows=1)
         self._objective: Objective = compose_objective(self._config, context)
-        if not self._own_optimizer:
-            for name, parameter in self._objective.parameters().items():
-                self.register_parameter(name, parameter)
 
     def _move(self, device: torch.device, dtype: torch.dtype, keep: bool) -> None:
         """Rebuild the objective if device, dtype or ranks have changed; `keep` its state."""
@@ -309,11 +299,10 @@ class ContrastiveLoss(nn.Module):
         if same_ranks and (was.device, self._dtype) == (device, dtype):
             return
         keeps = keep and self._calls > 0
-        if not self._own_optimizer or (keeps and not same_ranks):
+        if keeps and not same_ranks:
             raise ValueError(
-                f"The loss was built for {self._dtype} on {was.device} as rank {was.rank} of {was.world_size}; the "
-                f"features are {dtype} on {device}, of rank {ranks.rank} of {ranks.world_size}. Build it after the "
-                "process group, and with own_optimizer=False on the features' device (device=...), in float32."
+                f"The loss was built as rank {was.rank} of {was.world_size}, but this is rank {ranks.rank} of "
+                f"{ranks.world_size}: build it after the process group."
             )
         with torch.inference_mode(False), torch.no_grad():  # the state must stay trainable after an evaluation
             self._build(ranks, dtype)
@@ -322,7 +311,7 @@ class ContrastiveLoss(nn.Module):
 
     def _facts(self) -> dict[str, Any]:
         """Return the metadata of saved state."""
-        built = {"dim": self._dim, "samples": self._samples, "own_optimizer": self._own_optimizer}
+        built = {"dim": self._dim, "samples": self._samples}
         for key, value in self._config.model_dump(mode="json", exclude={"chunk_size", "comm_dtype"}).items():
             built |= {f"{key}.{name}": x for name, x in value.items()} if isinstance(value, dict) else {key: value}
         return {"built_with": built, "calls": self._calls, "dtype": str(self._dtype).removeprefix("torch.")}
@@ -366,21 +355,6 @@ class ContrastiveLoss(nn.Module):
         number, length = self._calls, self._steps_per_epoch
         epoch, progress = (number // length, min(number / (self._epochs * length), 1 - 1e-9)) if length else (0, 0.0)
         return Step(number, epoch, self.lr, self._peak_lr, progress, learns)
-
-    @contextmanager
-    def _handed_out(self) -> Iterator[dict[nn.Parameter, Tensor]]:
-        """Collect the gradients that a call computes for the caller's optimizer, and leave `.grad` as it was."""
-        computed: dict[nn.Parameter, Tensor] = {}
-        if self._own_optimizer:
-            yield computed
-            return
-        before = {parameter: parameter.grad for parameter in self.parameters()}
-        self.zero_grad(set_to_none=True)
-        yield computed
-        for parameter, gradient in before.items():
-            if parameter.grad is not None:
-                computed[parameter] = parameter.grad
-            parameter.grad = gradient
 
 
 def _unchanged(x: Tensor) -> Tensor:

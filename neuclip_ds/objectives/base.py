@@ -51,7 +51,6 @@ class Context(NamedTuple):
     comm_dtype: torch.dtype = torch.float32  # dtype in which features are sent
     adam: AdamSettings = AdamSettings()  # for the temperature
     spare_rows: int = 0  # extra rows of per-sample tables, after those of the data set
-    own_optimizers: bool = True  # False leaves gradients in `.grad` of `parameters()` for the caller's optimizer
 
 
 class Stateful:
@@ -90,9 +89,6 @@ class Stateful:
                 store.undo()
 
         return restore
-
-    def parameters(self) -> dict[str, Parameter]:
-        return {}
 
 
 def adam_state(adam: torch.optim.Optimizer, parameter: Parameter, prefix: str = "adam.") -> dict[str, Tensor]:
@@ -215,6 +211,3 @@ class Objective(Stateful):
 
     def row_tables(self) -> dict[str, RowTable]:
         return {name: table for part in self._parts.values() for name, table in part.row_tables().items()}
-
-    def parameters(self) -> dict[str, Parameter]:
-        return {name: parameter for part in self._parts.values() for name, parameter in part.parameters().items()}

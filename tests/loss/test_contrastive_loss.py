@@ -330,34 +330,6 @@ def test_features_without_a_gradient_are_reported_once(caplog: pytest.LogCapture
     ]
 
 
-@pytest.mark.parametrize("name", ["openclip", "siglip", "neuclip", "amorlip"])
-def test_parameters_are_handed_out_with_the_gradients_of_the_loss(name: str) -> None:
-    loss_fn = loss_of(name, own_optimizer=False)
-    parameters = dict(loss_fn.named_parameters())
-    assert parameters
-    optimizer = torch.optim.SGD(parameters.values(), lr=1e-3)
-    before = {key: p.detach().clone() for key, p in parameters.items()}
-    for number in range(3):
-        rows = [x.float().detach() if x.is_floating_point() else x for x in features(number)]
-        loss_fn(rows[0].requires_grad_(), rows[1], rows[2]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    moved = {key for key, p in parameters.items() if not torch.equal(p, before[key])}
-    assert moved == set(parameters)
-
-
-def test_the_temperatures_gradient_is_that_of_autograd() -> None:
-    loss_fn = loss_of("openclip", own_optimizer=False)
-    image, text = (x.detach().float() for x in features(0)[:2])
-    loss_fn(image, text).backward()
-    theta = next(loss_fn.parameters()).detach().clone().requires_grad_()
-    logits = theta.exp() * image @ text.T
-    labels = torch.arange(len(image))
-    cross = torch.nn.functional.cross_entropy
-    ((cross(logits, labels) + cross(logits.T, labels)) / 2).backward()
-    assert torch.allclose(next(loss_fn.parameters()).grad, theta.grad, rtol=1e-5)
-
-
 def test_the_temperature_follows_the_loops_learning_rate() -> None:
     still, moving = loss_of("openclip"), loss_of("openclip")
     still.lr = 0.0

@@ -48,7 +48,6 @@ _OPTIONS: dict[str, dict[str, dict[str, Any]]] = {  # method -> variant -> optio
         "fixed_temperature": {"queue": {"size": 7, "kappa": 0.3}, "temperature": {"lr": 0.0}},
     },
 }
-_OPTIONS["fastclip_v3"]["drift"] = {"moving_average": {**_AVERAGE, "drift_rate": 0.4}}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     f"{name}_{variant}" if variant else name: (name, options)
     for name in METHODS

@@ -145,7 +145,6 @@ def test_two_killed_ranks_and_then_one(shards: Path, tmp_path: Path) -> None:
         ["neuclip_queue", "--objective.queue.size=64"],
         ["neuclip_queue", "--objective.queue.size=64", "--objective.temperature.rule=robust"],
         ["fastclip_v3"],
-        ["fastclip_v3", "--objective.moving_average.drift_rate=0.1"],
         ["fastclip_v2"],
     ],
     ids="-".join,

@@ -91,12 +91,12 @@ def _bounded_exp(x: Tensor) -> Tensor:
     return x.clamp(min=lowest_exponent(x.dtype)).exp()
 
 
-def fits_all_rows(config: AmortizedConfig, dim: int, rows: int, comm_dtype: torch.dtype, updates: int) -> bool:
+def fits_all_rows(config: AmortizedConfig, dim: int, rows: int, comm_dtype: torch.dtype) -> bool:
     """Whether each rank fits the nets to all `rows` of the global batch instead of its own.
 
-    It does if the float32 gradients of this many updates are larger than the features in `comm_dtype`.
+    It does if the float32 gradients of a batch's updates are larger than the features in `comm_dtype`.
     """
-    gradients = updates * _mlp(config, dim).size * torch.float32.itemsize  # an all-reduce sends them twice
+    gradients = config.inner_steps * _mlp(config, dim).size * torch.float32.itemsize  # an all-reduce sends them twice
     return gradients > rows * dim * comm_dtype.itemsize  # images' features; the texts' are as large
 
 
@@ -126,8 +126,7 @@ class AmortizedNormalizer(Normalizer):
         """Create the nets; `eps` is ignored, because AmorLIP's loss has none."""
         self._config = own = config.amortized
         self._released, self._max_ratio = config.reference == "released_code", config.max_ratio
-        self._communicator, self._dim, self._own_optimizer = context.communicator, context.dim, context.own_optimizers
-        self._updates = own.inner_steps if context.own_optimizers else 1  # per batch
+        self._communicator, self._dim = context.communicator, context.dim
         self.always_gathers = own.gather == "every_step"
         self._log_positive_weight = math.log(own.positive_weight) if own.positive_weight else -math.inf
         self._mlp = _mlp(own, context.dim)
@@ -223,7 +222,7 @@ class AmortizedNormalizer(Normalizer):
     def _fit_rows(self, batch: GatheredFeatures, features: Tensor, log_target: Tensor, log_total: Tensor) -> _FitRows:
         """Return this rank's (2, local, d) rows with (2, local) log Z and log C, or those of all ranks."""
         ranks, size = self._communicator, len(batch.padded_index)
-        if ranks.world_size == 1 or not fits_all_rows(self._config, self._dim, size, batch.comm_dtype, self._updates):
+        if ranks.world_size == 1 or not fits_all_rows(self._config, self._dim, size, batch.comm_dtype):
             return _FitRows(features, log_target, log_total, batch.size, ranks)
         values = batch.gather(torch.cat([log_target, log_total]), "normalizer")
         return _FitRows(torch.stack([batch.image, batch.text]), values[:2], values[2:], batch.size, ranks.alone())
@@ -242,15 +241,14 @@ class AmortizedNormalizer(Normalizer):
         return torch.optim.Adam([self._online], lr=self._config.lr, fused=True)
 
     def _fit(self, rows: _FitRows) -> None:
-        for _ in range(self._updates):
+        for _ in range(self._config.inner_steps):
             with torch.enable_grad():
                 log_lambda = self._mlp(self._online, rows.features)
             by_output, peak = fit_gradient(log_lambda.detach(), *rows[1:4], self._config.loss, self._released)
             (gradient,) = torch.autograd.grad(log_lambda, self._online, by_output)
             gradient, peak = self._sum_over_ranks(gradient, peak, rows.ranks)
             self._online.grad = gradient * self._log_scale(gradient, peak).exp()
-            if self._own_optimizer:
-                self._adam.step()
+            self._adam.step()
 
     def _sum_over_ranks(self, gradient: Tensor, peak: Tensor, ranks: Communicator) -> tuple[Tensor, Tensor]:
         """Sum gradients that each rank has divided by exp(peak) of its local rows; return the sum and its peak."""
@@ -267,9 +265,6 @@ class AmortizedNormalizer(Normalizer):
         if not self._config.max_grad_norm:
             return peak
         return torch.minimum(peak, math.log(self._config.max_grad_norm) - gradient.norm().log())
-
-    def parameters(self) -> dict[str, Parameter]:
-        return {"online": self._online}
 
     def replicated_state(self) -> dict[str, Tensor]:
         state = {"epoch": torch.tensor(self._epoch), "steps": torch.tensor(self._steps)}

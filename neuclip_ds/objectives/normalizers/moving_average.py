@@ -1,19 +1,9 @@
 """A moving average of each sample's normalizer over the times it is seen: SogCLR, FastCLIP (FastCLIP eq. 1).
 
 u_i <- (1 - gamma) u_i + gamma g_i, kept as log u in the per-sample store; u_i starts as g_i.
-
-Between two visits of a sample, g_i changes with the features, mostly by a factor common to all samples, and u_i lags
-behind by an epoch. The drift correction (ours, `drift_rate`) keeps log u_i relative to the level c of log g, a running
-mean for each direction over the batches t (i in the batch):
-
-    c_t = c_(t-1) + max(drift_rate, 1/t) (mean_i log g_i - c_(t-1))
-    u_i = (1 - gamma) exp(v_i + c_t) + gamma g_i,   v_i <- log u_i - c_t
-
-If all g are multiplied by the same factor between two visits, so is u_i, once c_t has followed.
 """
 
 import math
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -51,14 +41,9 @@ class MovingAverageNormalizer(Normalizer):
     needs_index = True
 
     def __init__(self, config: ObjectiveConfig, eps: float, context: Context) -> None:
-        self._config, self._communicator = config.moving_average, context.communicator
+        self._config = config.moving_average
         self._eps = eps
-        # c, the running mean of log g for each direction; stays 0 with a rate of 0
-        self._level = torch.zeros((2, 1), dtype=context.dtype, device=context.communicator.device)
-        self._batches = 0
-        # different names, so that one cannot be loaded as the other
-        name = "log_u_above_level" if self._config.drift_rate else "log_u"
-        fields = {f"{name}_image": -math.inf, f"{name}_text": -math.inf}
+        fields = {"log_u_image": -math.inf, "log_u_text": -math.inf}
         self._store = SampleStore(context.samples + context.spare_rows, fields, context.communicator, context.dtype)
         self._stores = (self._store,)
         self._reading: Pending  # set by prefetch
@@ -68,39 +53,20 @@ class MovingAverageNormalizer(Normalizer):
 
     def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> NormalizerOutput:
         gamma = gamma_of(step, self._config)
-        level = self._next_level(log_g, batch.size)
-        log_u = moving_average(self._read(batch) + level, log_g, gamma)
+        log_u = moving_average(self._read(batch), log_g, gamma)
         gathered = batch.gather(log_u, "normalizer")
         if step.learn:
-            self._level, self._batches = level, self._batches + 1
-            self._store.write(batch.index, (gathered - level).T)
+            self._store.write(batch.index, gathered.T)
         value = log_eps_plus(log_u, self._eps)
         metrics = {"gamma": log_g.new_full((), gamma), "log_u": gathered.mean()}
         return NormalizerOutput(-log_eps_plus(gathered, self._eps), value, value, metrics)
 
     def log_estimate(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor) -> Tensor:
-        return self._read(batch) + self._level
+        return self._read(batch)
 
     def _read(self, batch: GatheredFeatures) -> Tensor:
-        """(2, local) log u of this rank's anchors, relative to the level."""
+        """(2, local) log u of this rank's anchors."""
         return batch.compact(self._reading.wait()).T
-
-    def _next_level(self, log_g: Tensor, size: int) -> Tensor:
-        """Return c after a batch of `size` anchors; `log_g` is that of this rank's, (2, local)."""
-        rate = self._config.drift_rate
-        if not rate:
-            return self._level
-        mean = self._communicator.all_reduce(log_g.sum(dim=1, keepdim=True), "normalizer") / size
-        return self._level.lerp(mean, max(rate, 1 / (self._batches + 1)))
-
-    def replicated_state(self) -> dict[str, Tensor]:
-        if not self._config.drift_rate:
-            return {}
-        return {"level": self._level, "level_batches": torch.tensor(self._batches)}
-
-    def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
-        if self._config.drift_rate:
-            self._level, self._batches = state["level"].to(self._level), int(state["level_batches"])
 
     def row_tables(self) -> dict[str, RowTable]:
         return {"samples": self._store.rows()}

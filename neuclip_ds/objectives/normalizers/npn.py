@@ -60,7 +60,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from neuclip_ds.objectives.base import Context, Normalizer, NormalizerOutput, Step
 from neuclip_ds.objectives.gather import GatheredFeatures
@@ -118,18 +117,16 @@ class NpnNormalizer(NetworkNormalizer):
         self._group = range(ranks.rank // size * size, (ranks.rank // size + 1) * size)
         self._partition = Partition.of(config.prototypes, ranks.rank % size, size)
         empty = torch.zeros((self._partition.size, context.dim), dtype=context.dtype, device=ranks.device)
-        self._prototypes = [Parameter(empty.clone()) for _ in (IMAGE, TEXT)]  # W1, W2, one row per prototype
+        self._prototypes = [empty.clone() for _ in (IMAGE, TEXT)]  # W1, W2, one row per prototype
         self._queue = [empty.clone() for _ in (IMAGE, TEXT)]
         self._seen = 0  # samples that have gone into the queue
         self._drawn = False
         self._joint, self._adam = config.order == "joint", context.adam
-        # AdamW's moments, or AdaGrad's sum of squared gradients; AdamW runs here even if the caller has the optimizers
+        # AdamW's moments, or AdaGrad's sum of squared gradients
         moments = {"adagrad": {"accumulator": 0.0}, "scaled": {}}[config.optimizer]
         if self._joint:
             moments = {"moment": 0.0, "square": 0.0}
         self._moments = [{key: torch.full_like(empty, x) for key, x in moments.items()} for _ in (IMAGE, TEXT)]
-        self._moves = self._joint or context.own_optimizers
-        self._updates = 1 if self._joint else self._updates
         self._steps = 0  # taken by AdamW
 
     def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> NormalizerOutput:
@@ -176,14 +173,14 @@ class NpnNormalizer(NetworkNormalizer):
         self._drawn = True
 
     def _fit(self, batch: GatheredFeatures, log_target: Tensor, tau: Tensor, lr: float) -> None:
-        """Take T_u updates; g_i is this batch's in all of them. The caller's optimizer takes one, as AdamW does."""
-        for _ in range(self._updates):
+        """Take T_u updates, or one of AdamW; g_i is this batch's in all of them."""
+        for _ in range(1 if self._joint else self._config.inner_steps):
             self._update(self._predict(batch, tau), batch, log_target, tau, lr)
 
     def _predict(self, batch: GatheredFeatures, tau: Tensor) -> _Prediction:
         """Eq. 10: alpha_i = log(eps + 1/m sum_k exp(z_ik)), the sum over all ranks' prototypes."""
         anchors, positive = (batch.image, batch.text), batch.positive
-        image, text = (self._side(e, w.detach(), tau) for e, w in zip(anchors, self._prototypes, strict=True))
+        image, text = (self._side(e, w, tau) for e, w in zip(anchors, self._prototypes, strict=True))
         log_sum = torch.stack([image.log_sum, text.log_sum]) - positive / tau
         ceiling = ((1 - positive) / tau).double()
         total = self._communicator.all_reduce((log_sum.double() - ceiling).exp(), "normalizer")  # over all replicas
@@ -209,7 +206,7 @@ class NpnNormalizer(NetworkNormalizer):
     def _update(
         self, prediction: _Prediction, batch: GatheredFeatures, log_target: Tensor, tau: Tensor, lr: float
     ) -> None:
-        """Step along dJ/dW_k = 1/(B |W_k|) sum_i r_i p_ik (e_i - cos(e_i, W_k) W_k/|W_k|), or leave it in `.grad`.
+        """Step along dJ/dW_k = 1/(B |W_k|) sum_i r_i p_ik (e_i - cos(e_i, W_k) W_k/|W_k|).
 
         That is the part of V_k = sum_i r_i p_ik e_i that is orthogonal to W_k. The ablation's separate objective
         1/B sum_i (alpha_i - log(eps + g_i))^2 has r_i = 2/tau (alpha_i - log(eps + g_i)).
@@ -223,12 +220,9 @@ class NpnNormalizer(NetworkNormalizer):
         self._steps += 1
         for number, anchors in enumerate((batch.image, batch.text)):
             prototype, side = self._prototypes[number], prediction.sides[number]
-            prototype.grad = None if self._moves else torch.empty_like(prototype)
             for columns, gradient in _gradients(side, weights[number].unsqueeze(1) * anchors):
                 moments = {key: values[columns] for key, values in self._moments[number].items()}
-                if prototype.grad is not None:
-                    prototype.grad[columns] = gradient
-                elif self._joint:
+                if self._joint:
                     self._adamw(prototype[columns], gradient, lr, **moments)
                 elif self._config.optimizer == "adagrad":
                     self._adagrad(prototype[columns], gradient, **moments)
@@ -317,11 +311,8 @@ class NpnNormalizer(NetworkNormalizer):
     def row_tables(self) -> dict[str, RowTable]:
         tensors = {"queue_image": self._queue[IMAGE], "queue_text": self._queue[TEXT]}
         for name, prototype, moments in zip(("w1", "w2"), self._prototypes, self._moments, strict=True):
-            tensors |= {name: prototype.detach(), **{f"{name}_{key}": value for key, value in moments.items()}}
+            tensors |= {name: prototype, **{f"{name}_{key}": value for key, value in moments.items()}}
         return {"npn": RowTable(self._partition, tensors, saved=self._group.start == 0)}
-
-    def parameters(self) -> dict[str, Parameter]:
-        return dict(zip(("w1", "w2"), self._prototypes, strict=True))
 
 
 def build(config: ObjectiveConfig, eps: float, context: Context) -> Normalizer:

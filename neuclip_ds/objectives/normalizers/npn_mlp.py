@@ -32,7 +32,6 @@ class MlpNpnNormalizer(NetworkNormalizer):
 
     def __init__(self, config: ObjectiveConfig, eps: float, context: Context) -> None:
         super().__init__(config, eps, context)
-        self._own_optimizer = context.own_optimizers
         self._mlp = AmortizationMlp(context.dim, context.dim)
         flat = self._mlp.draw(_SEED).to(dtype=context.dtype, device=context.communicator.device)
         self._weights = Parameter(flat)
@@ -87,7 +86,7 @@ class MlpNpnNormalizer(NetworkNormalizer):
 
     def _fit(self, features: Tensor, positive: Tensor, log_target: Tensor, tau: Tensor, size: int) -> None:
         """Take T_u Adam steps on tau/B sum_i [exp(-alpha_i)(eps + g_i) + alpha_i], or on the separate objective."""
-        for _ in range(self._updates):
+        for _ in range(self._config.inner_steps):
             with torch.enable_grad():
                 log_normalizer = self._mlp(self._weights, features)
                 alpha = log_eps_plus(log_normalizer - positive, self._eps)
@@ -98,11 +97,7 @@ class MlpNpnNormalizer(NetworkNormalizer):
                 grad_alpha = tau * (1 - (log_target - representable(fitted, log_target)).exp())
             (gradient,) = torch.autograd.grad(alpha, self._weights, grad_alpha / size)
             self._weights.grad = self._communicator.all_reduce(gradient, "network gradients")
-            if self._own_optimizer:
-                self._adam.step()
-
-    def parameters(self) -> dict[str, Parameter]:
-        return {"weights": self._weights}
+            self._adam.step()
 
     def replicated_state(self) -> dict[str, Tensor]:
         state = {"weights": self._weights.detach(), "started": torch.tensor(self._started)}

@@ -94,7 +94,6 @@ class NetworkNormalizer(Normalizer):
     def __init__(self, config: ObjectiveConfig, eps: float, context: Context) -> None:
         self._config, self._eps, self._communicator = config.npn, eps, context.communicator
         self._max_ratio = config.max_ratio
-        self._updates = config.npn.inner_steps if context.own_optimizers else 1  # per batch
         self._healthy, self._losses = True, 0
 
     def _in_order(
