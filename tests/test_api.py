@@ -1,13 +1,16 @@
 """The trainer as a library: `neuclip_ds.train`, its results, and the model that it leaves."""
 
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
 import neuclip_ds
+from neuclip_ds.distributed.stop_signals import STOP_SIGNALS
 
 SMALL = {
     "model.vision.image_size": 16,
@@ -32,12 +35,22 @@ class CountSteps(neuclip_ds.Hook):
 
 @pytest.fixture(scope="module")
 def run(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> neuclip_ds.Run:
-    hook = CountSteps()
+    hook, handlers = CountSteps(), [signal.getsignal(number) for number in STOP_SIGNALS]
     where = {"run": {"output_dir": tmp_path_factory.mktemp("runs"), "name": "library"}, "data.train": str(shards)}
     found = neuclip_ds.train("demo", hooks=[hook], **{**SMALL, **where, "run.log_every": 1, "run.deterministic": True})
     assert hook.steps == 3
     assert not torch.are_deterministic_algorithms_enabled()
+    assert handlers == [signal.getsignal(number) for number in STOP_SIGNALS]
     return found
+
+
+def test_a_run_in_another_thread(shards: Path, tmp_path: Path) -> None:
+    """Python allows handlers of signals in the main thread alone."""
+    where = {"run": {"output_dir": tmp_path, "name": "run"}, "data.train": str(shards), "data.val": ""}
+    thread = threading.Thread(target=lambda: neuclip_ds.train("demo", **{**SMALL, **where}))
+    thread.start()
+    thread.join()
+    assert (tmp_path / "run" / "checkpoints").is_dir()
 
 
 def test_results_are_those_of_training_and_evaluation(run: neuclip_ds.Run) -> None:

@@ -139,25 +139,5 @@ def test_mistakes_name_the_thing_and_the_fix(options: list[str], words: str) -> 
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("data: {bach_size: 3}", "unknown key data.bach_size; did you mean data.batch_size?"),
-        ("data: [", "not valid YAML"),
-        ("- data", "must be a mapping"),
-        ("include: [nothing]", "No recipe or file nothing"),
-        ("objective: {method: gcl, hinge: {margin: 1}}", "objective.hinge.margin is read by tuneclip only"),
-        ("objective: {other_methods: {hnge: {}}}", "unknown key objective.other_methods.hnge; did you mean hinge?"),
-        ("objective: {other_methods: {hinge: {margn: 1}}}", "unknown key hinge.margn"),
-    ],
-)
-def test_mistakes_in_a_file(text: str, words: str, tmp_path: Path) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text(text)
-    with pytest.raises(UserError) as caught:
-        parse([str(path)])
-    assert words in str(caught.value)
-
-
 def test_every_option_is_explained() -> None:
     assert [name for name, field in option_fields(Config) if not field.description] == []

@@ -149,6 +149,14 @@ def test_generated(
 @pytest.mark.parametrize(
     ("text", "words"),
     [
+        ("data: {bach_size: 3}", "unknown key data.bach_size; did you mean data.batch_size?"),
+        ("data: [", "not valid YAML"),
+        ("run: {name: Bücher}".encode("latin-1"), "not valid YAML"),
+        ("- data", "must be a mapping"),
+        ("include: [nothing]", "No recipe or file nothing"),
+        ("objective: {method: gcl, hinge: {margin: 1}}", "objective.hinge.margin is read by tuneclip only"),
+        ("objective: {other_methods: {hnge: {}}}", "unknown key objective.other_methods.hnge; did you mean hinge?"),
+        ("objective: {other_methods: {hinge: {margn: 1}}}", "unknown key hinge.margn"),
         ("run: {seed: 1}\nrun: {seed: 2}", "the key run stands twice"),
         ("model: {vision: {options: {patch_size: 8, patch_size: 16}}}", "the key patch_size stands twice"),
         ("run: &a\n  x: *a", "unknown key run.x"),
@@ -166,8 +174,8 @@ def test_generated(
         ("{" + ", ".join(f"k{number}: 1" for number in range(50)) + "}", "and 45 more"),
     ],
 )
-def test_wrong_recipes(text: str, words: str, tmp_path: Path) -> None:
-    (tmp_path / "r.yaml").write_text(text)
+def test_wrong_recipes(text: str | bytes, words: str, tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
     (tmp_path / "other.yaml").write_text("include: [r]")
     with pytest.raises(UserError) as caught:
         resolve([str(tmp_path / "r.yaml")])
@@ -185,18 +193,12 @@ def test_encodings_and_empty_sections_of_valid_recipes(encoding: str, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "words"),
-    [
-        ("r.yaml", "run: {name: Bücher}".encode("latin-1"), "not valid YAML"),
-        ("r.yaml", b"include: [demo]\ndeepspeed: engine.json", "zero_optimization.stage"),
-        ("r.yaml", b"include: [demo]\ndeepspeed: bucket.json", "DeepSpeed refuses"),
-    ],
+    ("zero", "words"),
+    [('{"stage": "two"}', "zero_optimization.stage"), ('{"allgather_bucket_size": "x"}', "DeepSpeed refuses")],
 )
-def test_every_rank_ends_with_2(name: str, content: bytes, words: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_bytes(content)
-    (tmp_path / "engine.json").write_text('{"zero_optimization": {"stage": "two"}}')
-    (tmp_path / "bucket.json").write_text('{"zero_optimization": {"allgather_bucket_size": "x"}}')
-    done = call("train.py", str(tmp_path / name), "--data.train=.", folder=tmp_path, ranks=2)
+def test_every_rank_ends_with_2(zero: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "engine.json").write_text(f'{{"zero_optimization": {zero}}}')
+    done = call("train.py", "demo", "--deepspeed=engine.json", "--data.train=.", folder=tmp_path, ranks=2)
     assert done.returncode == 2
     assert words in done.stderr
     assert done.stderr.count("error: ") == 1 + ("error: rank" in done.stderr)

@@ -78,7 +78,7 @@ MOMENTS: dict[str, tuple[Any, str, int]] = {  # a method and its call in one sta
     "before the best is kept": (Checkpoints, "keep_best", 1),
     "before the last evaluation": (Evaluator, "__call__", 4),
 }
-SLOW = [("before the best is kept", 1), ("before the last evaluation", 1), ("before the last evaluation", 2)]
+SLOW = [("before the best is kept", 1), ("before the last evaluation", 2)]
 
 
 @pytest.mark.parametrize(

@@ -119,15 +119,15 @@ def test_a_stopped_worker_is_replaced(training_batches: Load, caplog: pytest.Log
 
 
 def what_was_trained(runs: Path) -> tuple[list[object], list[float]]:
+    """Return the samples of every step and the losses of a run with `log_every=1`."""
     lines = records(runs / "run" / "metrics.jsonl")
     return list(read_samples(runs / "run" / "samples")), [line["loss"] for line in lines if "loss" in line]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_with_killed_workers_equals_an_undisturbed_one(ranks: int, shards: Path, tmp_path: Path) -> None:
+def test_a_run_with_killed_workers_equals_an_undisturbed_one(shards: Path, tmp_path: Path) -> None:
     options = ["--data.workers=2", "--run.log_every=1"]
-    steps = 100
+    steps, ranks = 100, 2
     calm = train(tmp_path / "calm", shards, steps, "--data.workers=0", "--run.log_every=1", ranks=ranks)
     assert calm.returncode == 0, calm.stderr
     seed = random.randrange(2**32)

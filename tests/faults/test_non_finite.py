@@ -146,11 +146,4 @@ def test_a_broken_weight_or_gradient_of_one_rank_skips_the_step_on_both() -> Non
 def test_every_stage_and_precision_skips_alike() -> None:
     engines = [f"zero{stage}_{precision}" for stage in range(4) for precision in ("fp32", "bf16")]
     engines += ["zero2_bf16_offload", "zero3_bf16_offload"]
-    check(
-        [
-            ("neuclip", engine, micro, fault)
-            for engine in engines
-            for micro in (4, 8)
-            for fault in (activation, gradient)
-        ]
-    )
+    check([("neuclip", engine, 4, fault) for engine in engines for fault in (activation, gradient)])

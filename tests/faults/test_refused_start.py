@@ -30,12 +30,9 @@ def trained(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 REFUSED = {
     "method": (["--objective.method=openclip"], "method=fastclip_v3, but this run has method=openclip"),
-    "batch": (["--data.batch_size=10"], "batch_size=8, but this run has batch_size=10"),
-    "model": (["--model.text.width=24"], "model.text.width=16, but this run has model.text.width=24"),
     "two ranks": (["--model.text.width=24"], "model.text.width=16, but this run has model.text.width=24"),
     "same shapes": (["--model.text.heads=4"], "model.text.heads=2, but this run has model.text.heads=4"),
     "trained parts": (["--model.vision.trainable=0"], "model.vision.trainable=all"),
-    "seed": (["--run.seed=5"], "seed=0, but this run has seed=5"),
     "vocabulary": (["--model.text.vocab_size=301"], "model.text.vocab_size=300, but this run has model.text.vocab"),
     "data": (["--data.train={other}"], "was written with other data"),
     "damaged data": (["--data.train={damaged}"], "damaged"),
