@@ -19,18 +19,21 @@ def bad_batch(indices: list[int], size: int = 10, reason: str = "no image") -> B
     return Batch(empty, empty, index, torch.ones(size, dtype=torch.bool), bad)
 
 
+def merged(log: BadSampleLog, *batches: Batch) -> None:
+    for batch in batches:
+        log.record(batch)
+    log.merge()
+
+
 def listed(folder: Path) -> list[int]:
     return [json.loads(line)["index"] for line in (folder / "bad_samples.jsonl").read_text().splitlines()]
 
 
 def test_each_sample_is_listed_once(tmp_path, caplog):
     log = BadSampleLog(tmp_path / "run", 0.5)
-    log.record(bad_batch([]))
-    log.merge()
+    merged(log, bad_batch([]))
     assert not (tmp_path / "run").exists()
-    log.record(bad_batch([1, 2]))
-    log.record(bad_batch([2, 3, 4]))
-    log.merge()
+    merged(log, bad_batch([1, 2]), bad_batch([2, 3, 4]))
     assert listed(tmp_path / "run") == [1, 2, 3, 4]
     first = json.loads(log.path.read_text().splitlines()[0])
     assert first == {"index": 1, "shard": "s.tar", "key": "001", "reason": "no image"}
@@ -40,13 +43,11 @@ def test_each_sample_is_listed_once(tmp_path, caplog):
 
 def test_a_resumed_run_does_not_list_again_and_mends_a_broken_line(tmp_path):
     before = BadSampleLog(tmp_path, 0.5)
-    before.record(bad_batch([1, 2]))
-    before.merge()
+    merged(before, bad_batch([1, 2]))
     with before.path.open("a") as file:
         file.write('{"index": 9, "sh')
     after = BadSampleLog(tmp_path, 0.5)
-    after.record(bad_batch([2, 5]))
-    after.merge()
+    merged(after, bad_batch([2, 5]))
     assert listed(tmp_path) == [1, 2, 5]
 
 
@@ -69,16 +70,12 @@ def test_ranks_settle_together(tmp_path):
 
 def test_bad_fraction_stops_the_run(tmp_path):
     log = BadSampleLog(tmp_path, 0.01)
-    log.record(bad_batch(list(range(10))))
-    log.merge()  # 10 are what 1000 samples may hold
-    log.record(bad_batch([10]))
+    merged(log, bad_batch(list(range(10))))  # 10 are what 1000 samples may hold
     with pytest.raises(UserError, match=r"^11 of 20 samples .*max_bad_fraction=0.01 .*no image.*bad_samples.jsonl"):
-        log.merge()
-    log.record(bad_batch([], size=1080))
-    log.merge()  # 11 of 1100
-    log.record(bad_batch([11], size=1))
+        merged(log, bad_batch([10]))
+    merged(log, bad_batch([], size=1080))  # 11 of 1100
     with pytest.raises(UserError, match="12 of 1101"):
-        log.merge()
+        merged(log, bad_batch([11], size=1))
 
 
 def test_a_node_that_reads_nothing_stops_a_long_run(tmp_path):
@@ -111,20 +108,15 @@ def test_the_window_forgets(tmp_path):
     log.restore(10**6, {})
     for _ in range(3):
         for _ in range(95):
-            log.record(bad_batch([1]))
-            log.merge()
-        for _ in range(1000):
-            log.record(bad_batch([]))
-        log.merge()
+            merged(log, bad_batch([1]))
+        merged(log, *[bad_batch([])] * 1000)
     with pytest.raises(UserError, match="the latest: no image"):
         for _ in range(200):
-            log.record(bad_batch(list(range(10))))
-            log.merge()
+            merged(log, bad_batch(list(range(10))))
 
 
 def test_zero_tolerance_names_the_cause_met_most_often(tmp_path):
     log = BadSampleLog(tmp_path, 0.0)
-    for index, reason in enumerate(["read failed: a", "read failed: b", "no image"]):
-        log.record(bad_batch([index], reason=reason))
+    reasons = ["read failed: a", "read failed: b", "no image"]
     with pytest.raises(UserError, match=r"3 of 30 .*most often, 2 times: read failed"):
-        log.merge()
+        merged(log, *(bad_batch([index], reason=reason) for index, reason in enumerate(reasons)))

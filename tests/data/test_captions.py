@@ -1,13 +1,21 @@
-"""Sources of captions: whole texts, lines, keys of the JSON."""
+"""Captions: their sources, how one is drawn, and text that nobody checked, which never ends a run."""
 
+import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
+from tars import jpeg, manifest_of, tokenize, write_pairs
 
 from neuclip_ds.config import DataConfig
+from neuclip_ds.data.dataset import Batch, PairDataset
 from neuclip_ds.data.decoders import Captions
+from neuclip_ds.data.images import EvalTransform
 from neuclip_ds.data.order import hash64
+from neuclip_ds.data.uids import uid_of
 from neuclip_ds.errors import UserError
+from neuclip_ds.models.bpe import train_bpe
+from neuclip_ds.training.data import iter_captions
 
 MEMBERS = {
     "txt": b"Erste\r\n\n zweite \n",
@@ -40,9 +48,6 @@ def test_sources(sources, expected):
 def test_unknown_sources_are_refused(source):
     with pytest.raises(UserError, match="a source is txt, txt:lines or json:KEY"):
         Captions([source])
-
-
-def test_no_source_is_refused():
     with pytest.raises(UserError, match=r"data\.captions is empty"):
         Captions([])
 
@@ -54,31 +59,26 @@ def drawn(captions: Captions, members: dict[str, bytes]) -> Counter[str | None]:
     return Counter(captions.draw(members, number) for number in NUMBERS)
 
 
-def test_a_list_draws_every_caption_alike() -> None:
-    found = drawn(Captions(["txt:lines", "json:a", "json:b"]), MEMBERS)
-    assert set(found) == {"Erste", "zweite", "one", "two", "three"}
-    assert all(abs(count - 800) < 100 for count in found.values())
+@pytest.mark.parametrize(
+    ("sources", "expected"),
+    [
+        (["txt:lines", "json:a", "json:b"], dict.fromkeys(["Erste", "zweite", "one", "two", "three"], 800)),
+        ({"txt:lines": 7, "syn.txt": 3}, {"made": 1200, "Erste": 1400, "zweite": 1400}),
+        ({"json:absent": 5, "txt": 0.5, "syn.txt": 1.5, "alt.txt": 2}, {"Erste\r\n\n zweite": 1000, "made": 3000}),
+    ],
+    ids=["a list draws captions alike", "weights draw the source", "the others share what a sample lacks"],
+)
+def test_draws(sources: list[str] | dict[str, float], expected: dict[str, int]) -> None:
+    found = drawn(Captions(sources), {**MEMBERS, "alt.txt": b" "})
+    assert found == {caption: pytest.approx(count, abs=120) for caption, count in expected.items()}
 
 
-def test_weights_draw_the_source_first() -> None:
-    found = drawn(Captions({"txt:lines": 7, "syn.txt": 3}), MEMBERS)
-    assert abs(found["made"] - 1200) < 120
-    assert abs(found["Erste"] - 1400) < 120 and abs(found["zweite"] - 1400) < 120
-
-
-def test_a_source_that_a_sample_lacks_leaves_its_share_to_the_others() -> None:
+def test_draws_of_samples_with_one_caption_or_none() -> None:
     captions = Captions({"json:absent": 5, "txt": 0.5, "syn.txt": 1.5, "alt.txt": 2})
-    found = drawn(captions, {**MEMBERS, "alt.txt": b" "})
-    assert set(found) == {"Erste\r\n\n zweite", "made"}
-    assert abs(found["made"] - 3000) < 120
     assert drawn(captions, {"txt": b"only"}) == {"only": 4000}
     assert drawn(captions, {"json": b"broken"}) == {None: 4000}
+    assert all(captions.draw({"txt": b"only"}, number) == "only" for number in (0, 2**64 - 1))
     assert Captions(["txt"]).draw({}, 3) is None
-
-
-@pytest.mark.parametrize("number", [0, 2**64 - 1])
-def test_the_ends_of_the_draw(number: int) -> None:
-    assert Captions({"alt.txt": 1, "txt": 0.3, "json:absent": 2}).draw({"txt": b"only"}, number) == "only"
 
 
 def test_options_and_mistakes() -> None:
@@ -91,3 +91,59 @@ def test_options_and_mistakes() -> None:
     for wrong in ({"txt": 0}, {"txt": -1}, {"txt": "much"}):
         with pytest.raises(ValueError, match=r"captions"):
             captions(wrong)
+
+
+SURROGATE = b'{"caption": "a \\ud800 dog \\udfff and \\ud83d\\ude00"}'
+DEEP = b'{"caption": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+DIGITS = b'{"caption": "a dog", "width": ' + b"9" * 5000 + b"}"
+LONG = b"word " * 210_000  # 1 MB
+NUL = b"a dog" + b"\0" * 50
+SOURCES = ["txt", "json:caption"]
+
+
+@pytest.mark.parametrize(
+    ("members", "expected"),
+    [
+        ({"json": SURROGATE}, ["a \ufffd dog \ufffd and \U0001f600"]),
+        ({}, []),
+        ({"json": b'["caption"]'}, []),
+        ({"json": b'{"caption": null}'}, []),
+        ({"json": DEEP}, []),
+        ({"json": DIGITS}, []),
+        ({"json": b"1" * 5000}, []),
+        ({"txt": NUL}, ["a dog"]),
+        ({"txt": b"\0" * 9}, []),
+        ({"txt": LONG}, [LONG.decode()[:10_000]]),
+        ({"txt": b"\xed\xa0\x80 \xff", "json": b'{"caption": "cut'}, ["\ufffd\ufffd\ufffd \ufffd"]),
+    ],
+)
+def test_captions_are_text_or_absent(members: dict[str, bytes], expected: list[str]) -> None:
+    assert Captions(SOURCES).of(members) == expected
+    assert all(caption.encode() for caption in expected)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [DEEP, DIGITS, SURROGATE, b'{"uid": "-' + b"0" * 30 + b'1"}', b"\xff\xfe{", b""],
+    ids=["deep", "digits", "surrogate", "negative", "UTF-16", "empty"],
+)
+def test_json_without_a_usable_uid_has_none(data: bytes) -> None:
+    assert uid_of(data, "uid") is None
+
+
+def shards_of(folder: Path) -> Path:
+    members = [{"txt": b"a cat"}, {"json": SURROGATE}, {"json": DEEP}, {"json": DIGITS}, {"txt": NUL}, {"txt": LONG}]
+    pairs = {index: {"jpg": jpeg(index), **texts} for index, texts in enumerate(members)}
+    return write_pairs(folder, [10, 10], pairs)
+
+
+def test_a_tokenizer_takes_every_caption_at_once(tmp_path: Path) -> None:
+    manifest = manifest_of(shards_of(tmp_path))
+    bpe = train_bpe(iter_captions(manifest, 100, SOURCES), 300, 12)
+    began = time.process_time()
+    dataset = PairDataset(manifest, EvalTransform(16), bpe, captions=SOURCES)
+    batch: Batch = dataset.batch([(0, index) for index in range(10)])
+    assert time.process_time() - began < 1
+    assert [sample.index for sample in batch.bad] == [2, 3]
+    assert {sample.reason for sample in batch.bad} == {"blank caption"}
+    assert PairDataset(manifest, EvalTransform(16), tokenize, captions=SOURCES).batch([(0, 1)]).valid.tolist() == [True]

@@ -158,8 +158,16 @@ def test_objects_are_where_the_scene_says(shape: str, place: str, middle: tuple[
         assert all(marks.min() > 0 and marks.max() < 89 for marks in (rows, columns))  # whole
 
 
-def test_used_folder_is_refused_and_empty_one_taken(tmp_path: Path) -> None:
+def test_mistakes_change_nothing(tmp_path: Path) -> None:
+    """An empty folder is taken, one that holds something is not."""
     folder = tmp_path / "set"
+    for name, number in (("pairs", 0), ("held_out", -1), ("size", 8), ("processes", 0)):
+        with pytest.raises(UserError, match=f"^{name}="):
+            make_demo_data(folder, **{name: number})
+    for source in ("demo:test", "demo", "demo:", "train", "other:train", "demo:train:x"):
+        with pytest.raises(UserError, match="demo:train, demo:val, demo:zero_shot"):
+            demo_split(source, tmp_path)
+    assert list(tmp_path.iterdir()) == []
     folder.mkdir()
     make_demo_data(folder, **FEW)
     before = contents(folder)
@@ -167,13 +175,6 @@ def test_used_folder_is_refused_and_empty_one_taken(tmp_path: Path) -> None:
         make_demo_data(folder, seed=1, **FEW)
     assert contents(folder) == before
     assert [path.name for path in tmp_path.iterdir()] == ["set"]  # nothing aside is left
-
-
-@pytest.mark.parametrize(("name", "number"), [("pairs", 0), ("held_out", -1), ("size", 8), ("processes", 0)])
-def test_senseless_numbers_are_user_errors(name: str, number: int, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=f"^{name}="):
-        make_demo_data(tmp_path / "set", **{name: number})
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_demo_split_renders_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,13 +189,6 @@ def test_demo_split_renders_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert rendered == [tmp_path / "cache" / "demo"]
     assert folders == [rendered[0] / split for split in ("train", "val", "zero_shot")]
     assert all(folder.is_dir() for folder in folders)
-
-
-@pytest.mark.parametrize("source", ["demo:test", "demo", "demo:", "train", "other:train", "demo:train:x"])
-def test_unknown_split_names_the_three(source: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="demo:train, demo:val, demo:zero_shot"):
-        demo_split(source, tmp_path)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_loser_of_the_race_uses_the_winners_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

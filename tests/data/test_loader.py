@@ -88,16 +88,13 @@ def test_augmentation_differs_between_epochs_only(uninterrupted):
     assert sum(not torch.equal(pixels[0, i], pixels[1, i]) for i in range(37)) > 30
 
 
-@pytest.mark.parametrize(("epoch", "step"), [(0, 0), (0, 3), (1, 0), (0, 5), (1, 4), (2, 1), (2, 2)])
-def test_resuming_equals_the_uninterrupted_run(manifest, uninterrupted, epoch, step):
-    resumed = load(manifest, order_of(manifest), epoch=epoch, step=step)
+@pytest.mark.parametrize(
+    ("epoch", "step", "workers"),
+    [(0, 0, 0), (0, 3, 0), (1, 0, 0), (0, 5, 0), (1, 4, 0), (2, 1, 0), (2, 2, 0), (0, 0, 1), (0, 0, 2), (1, 3, 2)],
+)
+def test_starts_and_workers_do_not_change_the_batches(manifest, uninterrupted, epoch, step, workers):
+    resumed = load(manifest, order_of(manifest), epoch=epoch, step=step, workers=workers, prefetch=2)
     assert_same(resumed, uninterrupted[epoch * 5 + step :])
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_workers_do_not_change_the_batches(manifest, uninterrupted, workers):
-    assert_same(load(manifest, order_of(manifest), workers=workers, prefetch=2), uninterrupted)
-    assert_same(load(manifest, order_of(manifest), workers=workers, epoch=1, step=3), uninterrupted[8:])
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -205,18 +202,15 @@ class Sleeps:
         return torch.zeros(3, 16, 16, dtype=torch.uint8)
 
 
-def test_a_stuck_loader_says_what_it_waited_for(manifest, caplog, monkeypatch):
+def test_a_loader_that_dies_or_hangs_is_a_clear_error(manifest, caplog, monkeypatch, tmp_path):
+    """One that dies is tried three times: the failure may be of the moment."""
+    with pytest.raises(UserError, match=r"A loader process died .* step 0 of epoch 0 .*\(3 times"):
+        load(manifest, order_of(manifest), 3, transform=Dies(tmp_path), workers=1)
     monkeypatch.setattr(worker_pool, "MAX_FAILURES", 2)
     order, options = order_of(manifest, 2), {"workers": 1, "timeout": 0.5}
     with pytest.raises(UserError, match=r"0.5 s waiting for step 2 of epoch 1 from 1 loader .*data.timeout \(2 times"):
         load(manifest, order, 99, transform=Sleeps(), epoch=1, step=2, **options)
     assert "replacing it (1 of 1)" in caplog.text
-
-
-def test_a_dead_worker_is_a_clear_error(manifest, tmp_path):
-    """It is tried three times: the failure may be of the moment."""
-    with pytest.raises(UserError, match=r"A loader process died .* step 0 of epoch 0 .*\(3 times"):
-        load(manifest, order_of(manifest), 3, transform=Dies(tmp_path), workers=1)
 
 
 def test_workers_outlive_the_launchers_signals_and_end_with_the_loader(manifest, uninterrupted):

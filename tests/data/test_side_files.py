@@ -91,9 +91,7 @@ def bucket(http: Files, monkeypatch: pytest.MonkeyPatch) -> Files:
 
 
 def test_no_shard_is_read_from_a_bucket(bucket: Files, local: Path, tmp_path: Path) -> None:
-    source = "s3://pool/a/{00000..00003}.tar"
-    first = build(tmp_path / "m", source)
-    check(first, local)
+    check(build(tmp_path / "m", "s3://pool/a/{00000..00003}.tar"), local)
     assert not [name for name in bucket.gets if name.endswith(".tar")]
     assert [bucket.heads[f"pool/a/{number:05d}.tar"] for number in range(4)] == [1] * 4
 

@@ -1,7 +1,9 @@
 """Worker processes survive from one series of jobs to the next, are replaced where they die, and leave none behind."""
 
+import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 from processes import alive
 
+from neuclip_ds.data.children import process_pool
 from neuclip_ds.data.worker_pool import LoaderOptions, WorkerPool
 from neuclip_ds.errors import UserError
 
@@ -97,3 +100,33 @@ def test_an_error_of_a_job_is_raised_and_stops_the_workers(pool: WorkerPool) -> 
 
 def test_without_workers_this_process_does_the_jobs() -> None:
     assert run(WorkerPool(square, OPTIONS._replace(workers=0)), [2, 3]) == ({os.getpid()}, [4, 9])
+
+
+LOCK = threading.Lock()
+
+
+def lock_is_free() -> bool:
+    return LOCK.acquire(blocking=False)
+
+
+@pytest.fixture
+def _default() -> Iterator[None]:
+    """The default start method of Python 3.14; of others on Linux it is `fork`."""
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method("forkserver", force=True)
+    yield
+    multiprocessing.set_start_method(before, force=True)
+
+
+def parent_of_worker(job: int) -> int:
+    return os.getppid()
+
+
+@pytest.mark.usefixtures("_default")
+def test_processes_are_children_without_the_locks_of_other_threads() -> None:
+    """Whatever Python's default is."""
+    with LOCK, process_pool(1) as pool:
+        assert pool.submit(lock_is_free).result()
+        assert pool.submit(os.getppid).result() == os.getpid()
+    with closing(WorkerPool(parent_of_worker, OPTIONS)) as workers:
+        assert list(workers.run(range(3), str, HERE)) == [os.getpid()] * 3
