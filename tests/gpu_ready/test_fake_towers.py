@@ -1,8 +1,9 @@
-"""Both towers, in float32 and bf16, and the training step of towers that train in part."""
+"""Both towers, in float32 and bf16, and training steps."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch._dynamo.utils import counters
 
 from neuclip_ds.config import Config, VisionConfig
 from neuclip_ds.data.dataset import Batch
+from neuclip_ds.data.loader import RankBatch
 from neuclip_ds.engine.average import AVERAGE, WeightAverage
 from neuclip_ds.engine.start import build_optimizer
 from neuclip_ds.models.build import build_dual_encoder
@@ -128,3 +130,38 @@ def test_a_training_step_of_frozen_parts_and_adapters(micro: int) -> None:
         assert {name for name, p in model.named_parameters() if p.grad is not None} == {
             name for name, p in model.named_parameters() if ".lora_" in name
         }
+
+
+def test_the_loader_is_waited_for_after_the_backward_passes() -> None:
+    """A training step is launched before the host waits for the batch of the next one."""
+    steps, micro, events = 3, ROWS // 2, list[str]()
+
+    class LoggingEngine(PlainEngine):
+        def backward(self, scalar: torch.Tensor) -> Any:
+            found = super().backward(scalar)
+            events.append("backward pass")
+            return found
+
+        def step(self) -> Any:
+            events.append("update")
+            return super().step()
+
+    def loader() -> Iterator[RankBatch]:
+        for number in range(steps):
+            events.append(f"wait for batch {number}")
+            yield RankBatch([batch()])
+
+    model = build_dual_encoder(CONFIG.model, TOKENIZER)
+    with fake_cuda() as gpu:
+        rank = GpuRank(1)
+        engine = LoggingEngine(model.to(DEVICE), build_optimizer(model, CONFIG.optimizer))
+        step = TrainStep(engine, build_objective(CONFIG, Context(16, 100, rank), torch.float32), rank, micro, seed=0)
+        step.batches.start(loader())
+        for number in range(steps):
+            arrived = next(step.batches)
+            gpu.syncs.clear()
+            step(arrived, Step(number, 0, 1e-3, 1e-3))
+            assert gpu.syncs == {"engine/update.py": 1}
+    waits = [[f"wait for batch {number}"] for number in range(1, steps)]
+    passes = ["backward pass"] * 2
+    assert events == ["wait for batch 0", *(event for wait in [*waits, []] for event in [*passes, *wait, "update"])]
