@@ -109,20 +109,19 @@ def test_no_room_for_metrics(disk: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "background"), [(1, "false"), (2, "true")])
-def test_training_outlives_a_full_disk(ranks: int, background: str, disk: Path, shards: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_training_outlives_a_full_disk(ranks: int, disk: Path, shards: Path) -> None:
     """Checkpoints 4, 6 and 8 fail, and so do metrics and log; with more room the run resumes from step 2."""
-    options = (*EVERY, f"--run.background_saves={background}")
-    assert train(disk, shards, 2, *options, ranks=ranks).returncode == 0
+    assert train(disk, shards, 2, *EVERY, ranks=ranks).returncode == 0
     filler = fill(disk, 20_000)
-    done = train(disk, shards, 20, *options, ranks=ranks)
+    done = train(disk, shards, 20, *EVERY, ranks=ranks)
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr and "Logging error" not in done.stderr, done.stderr
     assert done.stderr.count("Training continues without this checkpoint") == 2
     assert "It is number 3 in a row." in done.stderr.splitlines()[-1]
     assert names(disk / "run") == ["step_000000002"]
     filler.unlink()
-    done = train(disk, shards, 20, *options, ranks=ranks)
+    done = train(disk, shards, 20, *EVERY, ranks=ranks)
     assert done.returncode == 0, done.stderr
     assert "20 steps of which 2 are done" in done.stderr
     verify(newest_checkpoint(disk))
