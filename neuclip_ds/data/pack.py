@@ -1,18 +1,13 @@
-"""Read tables of image-caption pairs (CSV, TSV, JSON lines, parquet, `datasets`), and pack them into tar shards.
+"""Read tables of image-caption pairs, and pack them into tar shards; see neuclip_ds/cli/pack.py for their columns.
 
     OUT/00000.tar       samples 000000000.jpg (png, webp), .txt (and syn.txt ...), .json; the key is the row's number
     OUT/broken.jsonl    rows that could not be used, with the reason
 
-A cell of the image column holds a path (relative to the table's folder), a URL that fsspec knows, the encoded image, or
-both as `datasets` stores them, {bytes, path}. A cell of a caption column holds a text or a list of texts.
+Rows with the same path or bytes of the image become one sample, because as separate samples they would be negatives of
+each other. The sample has the number, and the other columns, of the first row. The image column is read twice for that.
 
-Rows with the same path or bytes of the image become one sample with several captions: as separate samples they would be
-negatives of each other. It has the number, and the other columns, of the first of them. The image column is therefore
-read twice.
-
-A sample's uid comes from a column `uid`, or is a hash of image and captions. Images keep their bytes, but GIF and BMP
-become PNG, as shards do not hold them. Every row is in a shard or in the list of broken ones, and OUT is complete or
-absent.
+A sample's uid comes from a column `uid`, or is a hash of image and captions. GIF and BMP become PNG, because shards do
+not hold them. OUT is complete or absent.
 """
 
 import glob
@@ -25,7 +20,6 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,7 +32,7 @@ import pyarrow.dataset
 
 from neuclip_ds.data.decoders import JSON, TEXT, DecodeError, decode_pil
 from neuclip_ds.data.shards import is_local
-from neuclip_ds.errors import UserError, require_package
+from neuclip_ds.errors import UserError, explained, require_package
 from neuclip_ds.files import new_folder
 
 IMAGE_COLUMNS = ("image", "filepath", "file_name", "filename", "image_path", "image_file", "path", "file", "jpg", "png")
@@ -49,6 +43,7 @@ _HUB = "hf:"
 _MAGIC = {"jpg": re.compile(rb"\xff\xd8"), "png": re.compile(rb"\x89PNG"), "webp": re.compile(rb"RIFF....WEBP", re.S)}
 _MEMBER = re.compile(rf"([^.:/]+\.)*{TEXT}")
 _BATCH = 256  # rows read at once, which may hold images
+_FIX = "fix or remove that file"
 
 
 class PairTable(NamedTuple):
@@ -62,7 +57,7 @@ class PairTable(NamedTuple):
 
     def read(self, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
         """Yield some columns of all rows; raise UserError if they cannot be read."""
-        with _explaining(self.name):
+        with explained(f"The table {self.name} cannot be read", _FIX):
             for batch in self.scan(list(columns)):
                 yield from batch.to_pylist()
 
@@ -112,7 +107,7 @@ def open_table(source: str, split: str | None = None) -> PairTable:
     kinds = {Path(file).suffix.lower() for file in paths}
     if len(kinds) != 1 or not kinds <= set(TABLES):
         raise UserError(f"{source} is not a table; name files of one kind ({', '.join(TABLES)}), or hf:NAME.")
-    with _explaining(source):
+    with explained(f"The table {source} cannot be read", _FIX):
         found = _open_files(paths, *kinds)
         read = partial(found.to_batches, batch_size=_BATCH, fragment_readahead=1)
         folder = Path(paths[0]).parent.absolute()
@@ -134,26 +129,14 @@ def _open_dataset(source: str, split: str | None) -> PairTable:
     import datasets
 
     name, _, config = source.removeprefix(_HUB).partition(":")
-    try:
+    with explained(f"{source} cannot be opened", "check the name"):
         found = datasets.load_dataset(name, config or None, split=split)
-    except Exception as error:  # the library raises many types
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(f"{source} cannot be opened ({type(error).__name__}: {reason}); check the name.") from error
     if isinstance(found, datasets.DatasetDict):
         if len(found) > 1:
             raise UserError(f"{source} has the splits {', '.join(found)}; choose one with --split.")
         (found,) = found.values()
     rows, schema, folder = found.with_format("arrow"), found.features.arrow_schema, Path(name).absolute()
     return PairTable(source, schema, len(found), folder, lambda columns: rows.select_columns(columns).iter(_BATCH))
-
-
-@contextmanager
-def _explaining(name: str) -> Iterator[None]:
-    try:
-        yield
-    except (pa.ArrowException, OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(f"The table {name} cannot be read ({reason}); fix or remove that file.") from error
 
 
 def image_of(value: Any) -> bytes | str | None:

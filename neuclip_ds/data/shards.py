@@ -8,7 +8,7 @@ from pathlib import Path
 import fsspec
 from braceexpand import braceexpand
 
-from neuclip_ds.errors import UserError, install_command
+from neuclip_ds.errors import UserError, explained, install_command
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://")
 _GLOB = re.compile(r"[*[]")  # in a URL, ? starts the query
@@ -68,14 +68,10 @@ def _listed(path: Path) -> list[str]:
 
 
 def _remote_glob(pattern: str) -> list[str]:
-    try:
+    fix = f"use an address such as s3:// or https://, check the access rights, or run {install_command('remote')}"
+    with explained(f"{pattern} cannot be listed", fix):
         fs, path = fsspec.core.url_to_fs(pattern)
         found = sorted(str(fs.unstrip_protocol(match)) for match in fs.glob(path))
-    except Exception as error:  # backends raise many types: botocore's, aiohttp's, OSError
-        raise UserError(
-            f"{pattern} cannot be listed ({type(error).__name__}: {error}); use an address that fsspec supports, such "
-            f"as s3:// or https://, check the access rights, or run {install_command('remote')}."
-        ) from error
     if not found:
         raise UserError(f"Nothing matches {pattern}; check the address and the pattern.")
     return found

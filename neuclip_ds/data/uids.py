@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from neuclip_ds.data.decoders import json_object
-from neuclip_ds.errors import UserError
+from neuclip_ds.errors import UserError, explained
 
 UID = np.dtype([("high", "<u8"), ("low", "<u8")])
 _HEX = re.compile("[0-9a-fA-F]{32}")
@@ -78,10 +78,8 @@ def uid_of_place(shard: str, extents: NDArray[np.int64]) -> tuple[int, int]:
 
 
 def _map(path: Path) -> UidArray:
-    try:
+    with explained(f"The uid file {path} cannot be read", "it must be a .npy of dtype u8,u8"):
         listed = np.lib.format.open_memmap(path, mode="r")
-    except Exception as error:  # a damaged header raises many types: ValueError, SyntaxError, OverflowError
-        raise UserError(f"The uid file {path} cannot be read ({error}); it must be a .npy of dtype u8,u8.") from error
     words = [listed.dtype[name].str for name in listed.dtype.names or ()]
     if words != ["<u8", "<u8"] or listed.dtype.itemsize != UID.itemsize or listed.ndim != 1:
         raise UserError(f"The uid file {path} has dtype {listed.dtype}, not u8,u8; save pairs of 64-bit words.")

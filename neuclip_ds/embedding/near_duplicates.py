@@ -17,7 +17,7 @@ from torch import Tensor
 
 from neuclip_ds.data.uids import UidArray, parse_uid
 from neuclip_ds.embedding.select import IDENTITY, feature_tables
-from neuclip_ds.errors import UserError
+from neuclip_ds.errors import UserError, explained
 
 _ROWS = 4096  # samples in a block
 
@@ -53,10 +53,8 @@ def _parts(folders: Sequence[Path], column: str) -> Iterator[tuple[pa.Table, NDA
         if not (folder / IDENTITY).is_file():
             raise UserError(f"{folder} lacks features: name the --out folder of neuclip-ds embed.")
         for path in feature_tables(folder):
-            try:
+            with explained(f"The features in {path} cannot be read", "run embed again"):
                 table = pq.read_table(path, columns=["uid", column, "image"])
-            except (pa.ArrowException, OSError) as error:
-                raise UserError(f"The features in {path} cannot be read ({error}); run embed again.") from error
             if table.num_rows:
                 image = table.column("image").combine_chunks()
                 yield table, image.flatten().to_numpy().reshape(table.num_rows, -1)

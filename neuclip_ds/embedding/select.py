@@ -16,7 +16,7 @@ import pyarrow.dataset as ds
 from numpy.typing import NDArray
 
 from neuclip_ds.data.uids import UID, UidArray, UidFiles, parse_uids
-from neuclip_ds.errors import UserError
+from neuclip_ds.errors import UserError, explained
 from neuclip_ds.files import atomic_write
 
 IDENTITY = "embedding.json"  # file in a folder of features
@@ -53,11 +53,10 @@ def select(
 ) -> Selection:
     """Write the sorted, different uids of the rows that a rule keeps, as `build-manifest --uids` reads them.
 
-    With `top`, 8 bytes of memory per row are needed; the uids take 16 bytes for each that is kept. Sources are parquet
-    files, or folders with parquet files in any depth. `out` is a .npy file of pairs of 64-bit words (dtype `u8,u8`),
-    and so are those of `within`: uids that one of them lacks are not kept. `refine`
-    selects from what is left. Raises UserError if files cannot be read,
-    nothing is kept, or no row has a uid.
+    A rule with `top` needs 8 bytes of memory per row, and each uid that is kept takes 16. Sources are parquet files, or
+    folders of them in any depth. `out` is a .npy file of pairs of 64-bit words (dtype `u8,u8`), and so are those of
+    `within`: uids that one of them lacks are not kept. `refine` selects from the other ones. Raises UserError if files
+    cannot be read, nothing is kept, or no row has a uid.
     """
     files = [file for source in sources for file in _files(source)]
     data = ds.dataset([str(file) for file in files], format="parquet")
@@ -93,15 +92,11 @@ def select(
 
 def _rows(data: ds.Dataset, column: str, other: str) -> Iterator[tuple[NDArray[np.float64], pa.Array]]:
     """Yield a column of numbers, NaN for missing ones, and another column of the same rows."""
-    try:
+    with explained("A parquet file cannot be read", "write or download it again"):
         for batch in data.to_batches(columns=list({column: 0, other: 0}), batch_size=_BATCH):
-            try:
+            with explained(f"Column {column} lacks numbers", "choose another --column"):
                 values = pc.cast(batch.column(column), pa.float64())
-            except pa.ArrowException as error:
-                raise UserError(f"Column {column} lacks numbers ({error}); choose another --column.") from error
             yield pc.fill_null(values, math.nan).to_numpy(zero_copy_only=False), batch.column(other)
-    except (pa.ArrowException, OSError) as error:
-        raise UserError(f"A parquet file cannot be read ({error}); write or download it again.") from error
 
 
 def _threshold(data: ds.Dataset, column: str, share: float) -> float:

@@ -5,9 +5,7 @@ captions, as CLIP_benchmark and DataComp define them: an image is a hit at k if 
 of all captions, a caption if its image is among the first k of all images; recall is the mean over images, or captions.
 Every rank holds all features, but only blocks of the scores.
 
-Ties count by expectation. With `ahead` negatives scoring higher than the match and `tied` scoring exactly the same, a
-random order of the tied puts the match among the first k with probability (k - ahead) / (tied + 1), clamped to
-[0, 1]. A collapsed model, all of whose features are equal, thus scores k / n, which is chance, and neither 1 nor 0.
+Ties count by expectation (`hit_probability`): a collapsed model, all of whose features are equal, scores chance, k / n.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -159,11 +159,6 @@ def _open_clip_options(part: Mapping[str, Any], options: Mapping[str, str]) -> d
     return found
 
 
-def _read_at_eos(eos: int | None) -> Any:
-    """Return the config class of a CLIP model that reads its feature at the EOS; CLIPModel does not if its id is 2."""
-    return MODEL_TYPES["metaclip_2" if eos == _LEGACY_EOS else "clip"].config
-
-
 def towers_to_clip(
     model: DualEncoder,
     weights: Mapping[str, Tensor],
@@ -185,7 +180,8 @@ def towers_to_clip(
         )
     text = {**model.text.trunk.config.to_dict(), "eos_token_id": model.text.eos_id}
     del text["model_type"]
-    config = _read_at_eos(model.text.eos_id)(
+    kind = "metaclip_2" if model.text.eos_id == _LEGACY_EOS else "clip"  # CLIPModel does not read at an EOS of id 2
+    config = MODEL_TYPES[kind].config(
         projection_dim=cast(nn.Linear, image_tower.projection).out_features, vision_config=vision, text_config=text
     )
     found = to_clip(config, weights) | logit_tensors(logits, ())
