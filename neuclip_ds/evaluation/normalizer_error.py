@@ -25,7 +25,8 @@ from neuclip_ds.data.dataset import PADDING, Batch
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation.encoding import Encode, encode_batch
-from neuclip_ds.objectives.pair_arithmetic import PairLoss, products_exact_for
+from neuclip_ds.objectives.pair_arithmetic import products_exact_for
+from neuclip_ds.objectives.pair_loss import PairLoss
 
 EstimateNormalizers = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Image features (b, d), text features (b, d), and in host memory index (b,) and valid (b,) of this rank's rows of a
@@ -73,7 +74,7 @@ def normalizer_error(
     log_sum, samples = _log_sum_over_negatives(encode, encoded, pair_loss, all_batches, communicator, chunk)
     if samples < 2:
         raise UserError("The training data has no two readable pairs to contrast; check data.train.")
-    log_g = log_sum - math.log(pair_loss.divisor(samples))  # (2, A)
+    log_g = log_sum - math.log(samples - pair_loss.excluded)  # (2, A)
     seen = ~torch.isneginf(encoded.log_estimate).any(dim=0)
     error = (encoded.log_estimate.double() - log_g)[:, seen]
     by_direction = error.square().mean(dim=1)

@@ -27,7 +27,7 @@ from neuclip_ds.objectives.contrastive import SCALES, ContrastiveObjective
 from neuclip_ds.objectives.individual_temperature import IndividualTemperature
 from neuclip_ds.objectives.methods import find_method
 from neuclip_ds.objectives.options import ObjectiveConfig
-from neuclip_ds.objectives.pair_arithmetic import Hinge, OverBatch, PairLoss
+from neuclip_ds.objectives.pair_loss import Hinge, PairLoss
 from neuclip_ds.objectives.sigmoid import SigmoidObjective
 from neuclip_ds.objectives.temperature import (
     ConstantTemperature,
@@ -61,7 +61,7 @@ def compose_objective(config: ObjectiveConfig, context: Context) -> Objective:
         scale = "one"
     pair_loss = {
         "identity": PairLoss(),
-        "over_batch": OverBatch(),
+        "over_batch": PairLoss(excluded=0),
         "hinge": Hinge(config.hinge.margin),
     }[method.pair_loss]
     module = import_module(f"neuclip_ds.objectives.normalizers.{method.normalizer}")

@@ -11,9 +11,10 @@ from neuclip_ds.distributed.communicator import PHASE
 from neuclip_ds.objectives.base import Context, FeatureGradients, Normalizer, Objective, Step
 from neuclip_ds.objectives.gather import FeatureGather, Features, GatheredFeatures
 from neuclip_ds.objectives.options import ObjectiveConfig
-from neuclip_ds.objectives.pair_arithmetic import PairLoss, products_exact_for
+from neuclip_ds.objectives.pair_arithmetic import products_exact_for
 from neuclip_ds.objectives.pair_gradient import pair_similarities
 from neuclip_ds.objectives.pair_grid import KEPT_BYTES, PairGrid
+from neuclip_ds.objectives.pair_loss import PairLoss
 from neuclip_ds.objectives.temperature import Temperature, TemperatureSignal
 
 Scale = Callable[[Tensor], Tensor]
@@ -65,7 +66,7 @@ class ContrastiveObjective(Objective):
             text = text.add(estimate.feature_grad[1] * scale)
         if batch.total != batch.size:  # turns the mean over this rank's anchors into its part of the global mean
             image, text = (grad * (batch.size / batch.total) for grad in (image, text))
-        log_divisor = math.log(self.pair_loss.divisor(batch.total))
+        log_divisor = math.log(batch.total - self.pair_loss.excluded)
         local_tau, local_scale = (x if x.ndim == 0 else x[:, batch.local] for x in (tau, scale))
         local_mean_logit = gradient.mean_logit / local_scale
         grad_log_scale = gradient.mean_logit.sum()

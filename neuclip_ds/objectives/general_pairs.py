@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from neuclip_ds.objectives.pair_arithmetic import PairLoss, log_sum_exp
+from neuclip_ds.objectives.pair_arithmetic import log_sum_exp
 from neuclip_ds.objectives.pair_grid import Block, PairGradient, PairGrid
+from neuclip_ds.objectives.pair_loss import PairLoss
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ class GeneralSimilarities:
 
     def __init__(self, grid: PairGrid, pair_loss: PairLoss, tau: Tensor) -> None:
         """`tau` is 0-dim if all anchors share it, else (2, B)."""
-        self._divisor = pair_loss.divisor(grid.size)
+        self._divisor = grid.size - pair_loss.excluded
         self._grid, self._pair_loss = grid, pair_loss
         self._tau, self._shared = tau, tau.ndim == 0
         self._kept: deque[Tensor] = deque()

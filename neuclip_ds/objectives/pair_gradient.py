@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 
 from neuclip_ds.objectives.general_pairs import GeneralSimilarities
-from neuclip_ds.objectives.pair_arithmetic import PairLoss, exp_
+from neuclip_ds.objectives.pair_arithmetic import exp_
 from neuclip_ds.objectives.pair_grid import Block, PairGradient, PairGrid
+from neuclip_ds.objectives.pair_loss import PairLoss
 
 
 class FactoredSimilarities:
@@ -39,7 +40,7 @@ class FactoredSimilarities:
 
     def __init__(self, grid: PairGrid, pair_loss: PairLoss, tau: Tensor) -> None:
         self._grid, self._pair_loss, self._tau = grid, pair_loss, tau
-        self._divisor = pair_loss.divisor(grid.size)
+        self._divisor = grid.size - pair_loss.excluded
         self._kept: deque[Tensor] = deque()  # the blocks' exponentials
         # leaves room for a sum of B terms and for the product with the anchor's factor
         self._limit = 0.8 * math.log(torch.finfo(tau.dtype).max)

@@ -69,6 +69,11 @@ class Evaluator:
         held_out = open_held_out(config, communicator, folder, data.manifest)
         self._val, self._zero_shot, self._on_disk = held_out.pairs, held_out.zero_shot, held_out.on_disk
         self.describe = held_out.describe
+        self.measures = bool(anchors or held_out.pairs or held_out.zero_shot or held_out.on_disk)
+        if config.run.best_metric and not self.measures:
+            raise UserError(
+                f"run.best_metric={config.run.best_metric} needs an evaluation: set data.val or data.zero_shot."
+            )
         self._loader = self._start_loader()
 
     def __call__(self, engine: Any, objective: Objective) -> dict[str, float]:

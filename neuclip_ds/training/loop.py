@@ -30,7 +30,8 @@ from neuclip_ds.reporting.metrics import MetricsLog
 from neuclip_ds.training.batches import DeviceBatch, TrainingData
 from neuclip_ds.training.checks import check_data
 from neuclip_ds.training.hooks import Hook
-from neuclip_ds.training.hooks.standard import Evaluate, standard_hooks
+from neuclip_ds.training.hooks.evaluation import Evaluate, EvaluateModel
+from neuclip_ds.training.hooks.standard import SaveCheckpoints, standard_hooks
 from neuclip_ds.training.replicas import compare_replicas
 from neuclip_ds.training.schedule import is_rest, learning_rate, run_length
 from neuclip_ds.training.step import StepOutcome, TrainStep
@@ -176,7 +177,9 @@ class Loop:
         )
         batches_of_rank = self.context.data.batches(self.context.communicator, self.done, self.total - self.done)
         with self.resources, closing(batches_of_rank) as source:
-            self._hooks = every_hook = [*hooks, *standard_hooks(evaluate)]
+            saver = SaveCheckpoints()
+            evaluating = [] if evaluate is None else [EvaluateModel(evaluate, saver)]
+            self._hooks = every_hook = [*hooks, *standard_hooks(saver), *evaluating]
             for hook in every_hook:
                 if (state := self._hook_states.get(type(hook).__name__)) is not None:
                     hook.load_state(state)

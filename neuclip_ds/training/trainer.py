@@ -71,6 +71,8 @@ log = logging.getLogger(__name__)
 class Evaluation(Protocol):
     """Evaluation of a run's model."""
 
+    measures: bool  # whether there is anything to measure
+
     def __call__(self, engine: Any, objective: Objective) -> dict[str, float]:
         """Return results by name, equal on all ranks; a collective call."""
 
@@ -159,9 +161,10 @@ class Trainer(NamedTuple):
         ema = context.config.ema
         average = WeightAverage(context.engine, ema.decay) if ema.decay else None
         with closing(self.evaluation) if self.evaluation is not None else nullcontext():
-            evaluate = partial(self._evaluate, self.evaluation, average) if self.evaluation is not None else None
+            evaluate = None
             if self.evaluation is not None:
                 log.info("evaluations are on %s", self.evaluation.describe())
+                evaluate = partial(self._evaluate, self.evaluation, average) if self.evaluation.measures else None
             complete = self.loop.run(evaluate, hooks, average)
         if complete:
             context.communicator.on_rank_zero(lambda: write_complete(context.folder, self.loop.done))

@@ -13,7 +13,7 @@ from neuclip_ds.checkpoint.checkpoints import read_best, step_folder
 from neuclip_ds.errors import UserError
 from neuclip_ds.recipe import parse
 from neuclip_ds.reporting.metrics import read_metrics
-from neuclip_ds.training.hooks.standard import EvaluateModel
+from neuclip_ds.training.hooks.evaluation import EvaluateModel
 
 METRIC = "image_to_text_recall@1"
 

@@ -14,7 +14,6 @@ from neuclip_ds.evaluation.normalizer_error import normalizer_error
 from neuclip_ds.objectives import find_method
 from neuclip_ds.objectives.gather import Features
 from neuclip_ds.objectives.normalizers.amortization_mlp import AmortizationMlp
-from neuclip_ds.objectives.pair_arithmetic import Hinge, OverBatch
 
 N, DIM, BATCH = 29, 6, 12  # the last of three batches has five rows
 BAD = [3, 11, 20]
@@ -120,7 +119,7 @@ def log_means(method: Any, samples: Tensor) -> Tensor:
     exponents = oracle.logits(image, text, temperatures(method)[:, samples], hinge)
     result = torch.full((2, N), math.nan, dtype=torch.float64)
     size = len(samples)
-    divisor = size if isinstance(method.pair_loss, OverBatch | Hinge) else size - 1
+    divisor = size - method.pair_loss.excluded
     result[:, samples] = torch.stack([oracle.log_mean_exp(x) for x in exponents]) + math.log((size - 1) / divisor)
     return result
 

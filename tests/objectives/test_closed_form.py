@@ -15,9 +15,9 @@ from neuclip_ds.objectives import build_objective, contrastive
 from neuclip_ds.objectives.base import Context
 from neuclip_ds.objectives.gather import GatheredFeatures
 from neuclip_ds.objectives.general_pairs import GeneralSimilarities
-from neuclip_ds.objectives.pair_arithmetic import PairLoss
 from neuclip_ds.objectives.pair_gradient import pair_similarities
 from neuclip_ds.objectives.pair_grid import PairGrid
+from neuclip_ds.objectives.pair_loss import PairLoss
 
 SIZES = [(2, 3), (7, 5), (33, 17), (64, 8)]
 TAUS = [0.01, 0.07, 1.0]

@@ -15,7 +15,7 @@ from neuclip_ds.objectives import METHODS, contrastive
 from neuclip_ds.objectives.base import NormalizerOutput, Objective
 from neuclip_ds.objectives.contrastive import ContrastiveObjective
 from neuclip_ds.objectives.gather import GatheredFeatures
-from neuclip_ds.objectives.pair_arithmetic import Hinge
+from neuclip_ds.objectives.pair_loss import Hinge
 from neuclip_ds.section import merge
 from neuclip_ds.state.shards import ShardFiles
 
@@ -59,7 +59,7 @@ def test_feature_gradient_is_that_of_the_weighted_pairs(
         is_hinge = isinstance(method.pair_loss, Hinge)
         hinge = method.pair_loss.margin if is_hinge else None
         log_g = [oracle.log_mean_exp(x) for x in oracle.logits(image, text, taus, hinge)]
-        divisor = math.log((size - 1) / method.pair_loss.divisor(size))
+        divisor = math.log((size - 1) / (size - method.pair_loss.excluded))
         weight = method._scale(taus) * seen[-1].log_weight.exp()
         loss = (weight * (torch.stack(log_g) + divisor).exp()).mean(1).sum()
         wanted = list(torch.autograd.grad(loss, (image, text)))

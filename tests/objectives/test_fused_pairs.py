@@ -17,8 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from neuclip_ds.objectives import pair_arithmetic
 from neuclip_ds.objectives.gather import GatheredFeatures
 from neuclip_ds.objectives.general_pairs import GeneralSimilarities, fused
-from neuclip_ds.objectives.pair_arithmetic import Hinge, PairLoss, pair_products
+from neuclip_ds.objectives.pair_arithmetic import pair_products
 from neuclip_ds.objectives.pair_grid import PairGrid
+from neuclip_ds.objectives.pair_loss import Hinge, PairLoss
 
 
 def results(

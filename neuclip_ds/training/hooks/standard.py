@@ -1,16 +1,15 @@
-"""The hooks of every loop: prefetch shards, watch health, write records, stop on a signal, save, evaluate."""
+"""The hooks of every loop: prefetch shards, watch health, write records, stop on a signal, save."""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from neuclip_ds.checkpoint.checkpoints import Best
 from neuclip_ds.checkpoint.integrity import SaveFailed
 from neuclip_ds.data.bad_samples import BadSampleLog
 from neuclip_ds.data.loader import RankBatch
@@ -18,7 +17,7 @@ from neuclip_ds.data.prefetch import Prefetcher, shards_ahead
 from neuclip_ds.distributed.stop_signals import deferring, take_signal
 from neuclip_ds.errors import UserError
 from neuclip_ds.files import explain_disk
-from neuclip_ds.reporting.metrics import MetricsLog, read_metrics, score_lines, scores_among
+from neuclip_ds.reporting.metrics import MetricsLog
 from neuclip_ds.training.hooks import Hook
 from neuclip_ds.training.hooks.health import WatchHealth
 
@@ -27,17 +26,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Evaluate = Callable[[], dict[str, float]]
-
 _ATTEMPTS = 3  # consecutive failed saves that end the run
 _SECONDS = 10.0  # seconds between lines of progress
 
 
-def standard_hooks(evaluate: Evaluate | None) -> list[Hook]:
+def standard_hooks(saver: SaveCheckpoints) -> list[Hook]:
     """Return the hooks of every loop in their order."""
-    saver = SaveCheckpoints()
-    hooks = [PrefetchShards(), WatchHealth(), ShowProgress(), WriteRecords(), StopOnSignal(), saver]
-    return hooks if evaluate is None else [*hooks, EvaluateModel(evaluate, saver)]
+    return [PrefetchShards(), WatchHealth(), ShowProgress(), WriteRecords(), StopOnSignal(), saver]
 
 
 class PrefetchShards(Hook):
@@ -193,79 +188,3 @@ class SaveCheckpoints(Hook):
                 ) from error
             if loop.context.communicator.rank == 0:
                 loop.events.add(loop.done, "save_failed", f"{error} Training continues without this checkpoint.")
-
-
-class EvaluateModel(Hook):
-    """Evaluate every `run.evaluate_every` steps and after the last one, and before step 1 for `run.best_metric`.
-
-    An evaluation that was due at the resumed checkpoint's step is done first, unless metrics.jsonl has it.
-    """
-
-    def __init__(self, evaluate: Evaluate, saver: SaveCheckpoints) -> None:
-        self._evaluate, self._saver = evaluate, saver
-
-    def start(self, loop: Loop) -> None:
-        run = loop.context.config.run
-        self._began = loop.done
-        at_start = loop.done == 0 and run.best_metric is not None
-        if at_start or (loop.done > 0 and self._is_due(loop)):
-            self._measure(loop)
-
-    def after_step(self, loop: Loop, result: StepResult) -> None:
-        if self._is_due(loop) and not loop.stop_requested:
-            self._measure(loop)
-
-    def finish(self, loop: Loop) -> None:
-        self._measure(loop)
-
-    def _is_due(self, loop: Loop) -> bool:
-        every = loop.context.config.run.evaluate_every
-        return every > 0 and loop.done % every == 0 and loop.done < loop.total
-
-    def _measure(self, loop: Loop) -> None:
-        """Evaluate now, and keep a checkpoint of this step if its metric is the best so far.
-
-        A signal ends the evaluation at once, so there is a checkpoint before it.
-        """
-        results, name = self._recorded(loop), loop.context.config.run.best_metric
-        if not results or name not in (None, *results):
-            if loop.done > loop.saved:
-                self._saver.save(loop)
-            with deferring(False):
-                results = self._evaluate()
-            if loop.metrics is not None and results:
-                loop.metrics.write(loop.done, results)
-        for line in score_lines(results):
-            log.info("step %d/%d  %s", loop.done, loop.total, line)
-        if name is None:
-            return
-        if name not in results:
-            raise UserError(
-                f"run.best_metric={name} is not a metric of this run's evaluation, which gives "
-                f"{', '.join(scores_among(results)) or 'none: set data.val or data.zero_shot'}."
-            )
-        if loop.done:
-            self._keep_if_best(loop, Best(loop.done, name, results[name]))
-
-    def _recorded(self, loop: Loop) -> dict[str, float]:
-        """Return an earlier start's evaluation of this step, if any."""
-        if loop.done != self._began or loop.done == 0:
-            return {}
-
-        def read() -> dict[str, float]:
-            found: dict[str, float] = {}
-            for record in read_metrics(loop.folder / "metrics.jsonl"):
-                if record.pop("step") == loop.done and "lr" not in record:  # which those of training have
-                    found |= record
-            return found
-
-        return loop.context.communicator.on_rank_zero(read)
-
-    def _keep_if_best(self, loop: Loop, found: Best) -> None:
-        best = loop.checkpoints.best()
-        replaces = best is None or best.metric != found.metric or best.step == found.step or found.value > best.value
-        if replaces and best != found:
-            if loop.saved != found.step:
-                self._saver.save(loop)
-            if loop.saved == found.step:
-                loop.checkpoints.keep_best(found)
