@@ -8,25 +8,20 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.files import atomic_write, claimed, new_folder
 
 
-def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "kept").touch()
-    with pytest.raises(UserError, match="is not an empty folder"), new_folder(tmp_path):
-        pass
-    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
-
-
-def test_a_folder_that_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
+def test_folders_that_fail_change_nothing(tmp_path: Path) -> None:
+    """One that holds something, one that the disk refuses, and one whose writer fails half way."""
+    (tmp_path / "file").touch()
+    refusals = {
+        tmp_path: "is not an empty folder",
+        tmp_path / "file/out": "file/out cannot be written .*another",
+    }
+    for place, words in refusals.items():
+        with pytest.raises(UserError, match=words), new_folder(place):
+            pass
     with pytest.raises(UserError, match="the other half"), new_folder(tmp_path / "out") as folder:
         (folder / "half").touch()
         raise UserError("the other half is missing")
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_folder_that_the_disk_refuses(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    refused = pytest.raises(UserError, match=r"file/out cannot be written \(.*\); choose another")
-    with refused, new_folder(tmp_path / "file/out"):
-        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_what_killed_writers_left_is_removed(tmp_path: Path) -> None:

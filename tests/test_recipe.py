@@ -1,20 +1,15 @@
-"""From the command line and YAML to a validated config."""
+"""From the command line and YAML to a validated config, and how it cuts a global batch."""
 
 from pathlib import Path
 
 import pytest
 import yaml
 
+from neuclip_ds import cli
 from neuclip_ds.config import Config, dump
 from neuclip_ds.errors import UserError
 from neuclip_ds.objectives.options import NpnConfig
-from neuclip_ds.recipe import (
-    load_recipe,
-    option_fields,
-    parse,
-    recipe_names,
-    validate,
-)
+from neuclip_ds.recipe import load_recipe, option_fields, parse, recipe_names, validate
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -26,14 +21,8 @@ def test_every_recipe_is_valid_and_survives_its_dump(name: str) -> None:
 
 def test_overrides_beat_the_recipe_and_leave_the_rest() -> None:
     before = parse(["demo", "--objective.method=neuclip"]).config
-    options = [
-        "--objective.method=neuclip",
-        "--optimizer.lr=2e-3",
-        "--data.micro_batch=32",
-        "--optimizer.betas=[0.8,0.9]",
-        "--run.name=mine",
-    ]
-    after = parse(["demo", *options, "--objective.npn.alpha_grad=stop"]).config
+    options = ["--optimizer.lr=2e-3", "--data.micro_batch=32", "--optimizer.betas=[0.8,0.9]", "--run.name=mine"]
+    after = parse(["demo", "--objective.method=neuclip", *options, "--objective.npn.alpha_grad=stop"]).config
     assert after.optimizer.lr == 2e-3
     assert after.optimizer.betas == (0.8, 0.9)
     assert after.data.micro_batch == 32
@@ -49,20 +38,12 @@ def test_without_a_recipe_it_is_the_demo_and_the_last_of_an_option_counts() -> N
     assert asked.config == parse(["demo", "--max_steps=9", "--max_steps=3"]).config
 
 
-def test_null_takes_a_value_away() -> None:
+def test_forms_of_options() -> None:
+    """Null takes a value away, a switch has no value, and dashes and underscores are alike."""
     assert parse(["demo"]).config.objective.temperature.lr is not None
     assert parse(["demo", "--objective.temperature.lr=null"]).config.objective.temperature.lr is None
-
-
-def test_switches() -> None:
-    asked = parse(["demo", "--dry-run", "--hostfile=hostfiles/8node"])
-    assert asked.command.dry_run
-    assert asked.command.hostfile == Path("hostfiles/8node")
-    assert not asked.command.print_config
-    assert parse(["demo", "--print-config"]).command.print_config
-
-
-def test_dashes_and_underscores_are_alike() -> None:
+    asked = parse(["demo", "--dry-run", "--hostfile=hostfiles/8node"]).command
+    assert (asked.dry_run, asked.hostfile, asked.print_config) == (True, Path("hostfiles/8node"), False)
     with_dashes = parse(["demo", "--data.batch-size", "32", "--print-config", "--objective.comm-dtype=bfloat16"])
     assert with_dashes == parse(["demo", "--data.batch_size=32", "--print_config", "--objective.comm_dtype=bfloat16"])
     assert with_dashes.config.data.batch_size == 32
@@ -141,3 +122,25 @@ def test_mistakes_name_the_thing_and_the_fix(options: list[str], words: str) -> 
 
 def test_every_option_is_explained() -> None:
     assert [name for name, field in option_fields(Config) if not field.description] == []
+
+
+def config(batch_size: int, micro_batch: int | None = None) -> Config:
+    return Config.model_validate({"data": {"batch_size": batch_size, "micro_batch": micro_batch}})
+
+
+def test_shares() -> None:
+    assert config(96).rank_batch(4) == 24
+    assert config(96).micro_batch(4) == 24
+    assert config(96, 8).micro_batch(4) == 8
+    for batch_size, ranks, fix in ((255, 2, "254 or 256"), (3, 4, "4 or 4"), (10, 4, "8 or 12")):
+        with pytest.raises(UserError, match=f"not divisible by the {ranks} ranks; use {fix}"):
+            config(batch_size).rank_batch(ranks)
+    for micro_batch, divisor in ((10, 8), (25, 24), (1000, 24)):
+        with pytest.raises(UserError, match=rf"does not divide the rank's batch of 24 .*; use {divisor}\."):
+            config(96, micro_batch).micro_batch(4)
+
+
+def test_options_stay_few() -> None:
+    """Each option is one more thing to know: a new one should replace another."""
+    assert len(dict(option_fields(Config))) <= 140
+    assert sum(file.read_text().count(".add_argument(") for file in Path(cli.__file__).parent.glob("*.py")) <= 80

@@ -1,6 +1,10 @@
 """Decoders agree with PIL; pixels depend on the seed alone and agree with torchvision's own pipeline."""
 
 import io
+import os
+import struct
+import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,17 +14,21 @@ from tars import jpeg
 from torchvision import transforms as reference
 from torchvision.transforms.functional import InterpolationMode
 
-from neuclip_ds.data.decoders import Decode, Decoded, decode_pil
-from neuclip_ds.data.images import EvalTransform, decode_simplejpeg, draw_crop, train_transform
+from neuclip_ds.data.decoders import Decode, Decoded, DecodeError, decode_pil
+from neuclip_ds.data.images import DECODERS, EvalTransform, decode_simplejpeg, draw_crop, train_transform
 
 MODES = [("RGB", "JPEG"), ("L", "JPEG"), ("CMYK", "JPEG"), ("RGBA", "PNG"), ("P", "PNG"), ("RGB", "WEBP")]
 SCALED = {(900, 610): 100, (401, 333): 60, (640, 479): 240, (9, 900): 2}  # sizes with the shorter side that is wanted
 
 
-def encoded(mode: str, kind: str, size: tuple[int, int] = (50, 37)) -> bytes:
+def saved(image: Image.Image, kind: str, **options: object) -> bytes:
     out = io.BytesIO()
-    Image.open(io.BytesIO(jpeg(1, *size))).convert(mode).save(out, kind)
+    image.save(out, kind, **options)
     return out.getvalue()
+
+
+def encoded(mode: str, kind: str) -> bytes:
+    return saved(Image.open(io.BytesIO(jpeg(1, 50, 37))).convert(mode), kind)
 
 
 TRANSFORMS = {
@@ -112,9 +120,7 @@ def noisy_photograph(seed: int, width: int, height: int) -> bytes:
     generator = np.random.default_rng(seed)
     smooth = np.asarray(Image.open(io.BytesIO(jpeg(seed, width, height))), dtype=float)
     noise = generator.normal(0, 25, smooth.shape)
-    out = io.BytesIO()
-    Image.fromarray((smooth + noise).clip(0, 255).astype(np.uint8)).save(out, "JPEG", quality=90)
-    return out.getvalue()
+    return saved(Image.fromarray((smooth + noise).clip(0, 255).astype(np.uint8)), "JPEG", quality=90)
 
 
 @pytest.mark.parametrize("crop_scale", [0.9, 0.3, 1.0])
@@ -129,10 +135,8 @@ def test_simplejpeg_gives_open_clips_pixels_but_for_rounding(crop_scale: float) 
 
 @pytest.mark.parametrize("decode", [decode_pil, decode_simplejpeg])
 def test_a_crop_of_a_scaled_decode_stays_within_the_image(decode: Decode) -> None:
-    out = io.BytesIO()
-    Image.new("RGB", (202, 202), "white").save(out, "JPEG")
-    transform = train_transform(64, 0.9, decode)
-    assert all(transform(out.getvalue(), seed).min() > 250 for seed in range(150)), "no row from beyond the border"
+    data, transform = saved(Image.new("RGB", (202, 202), "white"), "JPEG"), train_transform(64, 0.9, decode)
+    assert all(transform(data, seed).min() > 250 for seed in range(150)), "no row from beyond the border"
 
 
 def test_a_broken_transform_is_not_taken_for_a_broken_image():
@@ -144,12 +148,85 @@ def test_squashing_keeps_the_whole_image():
     """Left half black, right half white: in a square of the whole image each has half of the columns."""
     image = Image.new("L", (120, 40))
     image.paste(255, (60, 0, 120, 40))
-    out = io.BytesIO()
-    image.save(out, "PNG")
-    pixels = TRANSFORMS["squash"](out.getvalue()).float()
+    data = saved(image, "PNG")
+    pixels = TRANSFORMS["squash"](data).float()
     assert pixels[..., :14].max() < 10
     assert pixels[..., 18:].min() > 245
-    image = Image.open(out).convert("RGB")
+    image = image.convert("RGB")
     wanted = reference.Compose([reference.Resize((32, 32), InterpolationMode.BICUBIC), reference.PILToTensor()])(image)
     assert torch.equal(pixels.byte(), wanted)
-    assert torch.equal(train_transform(32, 1.0, squash=True)(out.getvalue()), wanted)
+    assert torch.equal(train_transform(32, 1.0, squash=True)(data), wanted)
+
+
+RAMP = np.linspace(0, 65535, 40 * 30).reshape(30, 40)
+
+
+def png(width: int, height: int, bits: int, color: int, rows: bytes) -> bytes:
+    """A PNG as its specification has it: also with 16 bits a channel, and with sizes that its data do not have."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, bits, color, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+
+
+def png_16(channels: int, color: int) -> bytes:
+    values = np.repeat(RAMP[:, :, None], channels, axis=2).astype(">u2")
+    return png(40, 30, 16, color, b"".join(b"\0" + row.tobytes() for row in values))
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize(("channels", "color"), [(1, 0), (3, 2), (2, 4), (4, 6)], ids=["gray", "RGB", "LA", "RGBA"])
+def test_16_bits_a_channel_become_their_high_byte(name: str, channels: int, color: int) -> None:
+    found = pixels_of(DECODERS[name](png_16(channels, color), None))
+    expected = RAMP.astype(np.uint16) >> 8
+    assert (found[:, :, 0] == expected).all()  # PIL alone clips: 254 of 256 become white
+
+
+BAD = {
+    "float TIFF": saved(Image.fromarray((RAMP / 65535).astype(np.float32)), "TIFF"),
+    "TIFF": saved(Image.new("RGB", (40, 30)), "TIFF"),
+    "EPS": saved(Image.new("RGB", (40, 30)), "EPS"),
+    "PPM": saved(Image.new("RGB", (40, 30)), "PPM"),
+    "ICO": saved(Image.new("RGB", (40, 40)), "ICO"),
+    "PDF": saved(Image.new("RGB", (40, 30)), "PDF"),
+    "SVG": b"<svg xmlns='http://www.w3.org/2000/svg' width='40' height='30'/>",
+    "bomb": png(60_000, 60_000, 8, 2, bytes(1000)),
+    "wide bomb": png(2**31 - 1, 2**31 - 1, 8, 2, b""),
+    "no pixels": png(0, 0, 8, 2, b""),
+    "empty": b"",
+    "junk": b"\xff\xd8\xff\xe0junk",
+    "strip": jpeg(8, 3000, 20),
+    "cut JPEG": jpeg(7)[:400],
+    "cut PNG": saved(Image.open(io.BytesIO(jpeg(1))), "PNG")[:-300],
+    "cut after a thumbnail": saved(Image.open(io.BytesIO(jpeg(1, 300, 200))), "JPEG", exif=b"Exif\0\0" + jpeg(2))[:-99],
+    "cut animation": saved(Image.new("P", (40, 30)), "GIF", save_all=True, append_images=[Image.new("P", (40, 30), 1)])[
+        :40
+    ],
+}
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("kind", BAD)
+def test_what_is_no_image_is_bad_for_every_decoder(name: str, kind: str) -> None:
+    with pytest.raises(DecodeError):
+        DECODERS[name](BAD[kind], None)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_the_first_frame_of_an_animation_counts(name: str) -> None:
+    frames = [Image.new("RGB", (40, 30), color) for color in ("red", "blue")]
+    for kind in ("GIF", "PNG", "WEBP", "MPO"):
+        data = saved(frames[0], kind, save_all=True, append_images=frames[1:])
+        red, _, blue = pixels_of(DECODERS[name](data, None))[15, 20].tolist()
+        assert red > 200 and blue < 50
+
+
+def test_an_eps_never_starts_ghostscript(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")
+    (tmp_path / "gs").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    with pytest.raises(DecodeError, match="unknown image format"):
+        decode_pil(BAD["EPS"])
+    assert not (tmp_path / "started").exists()

@@ -60,16 +60,6 @@ def test_drop_has_no_padding_and_no_repeats(case, epoch):
     assert len(set(indices.tolist())) == len(indices) == order.steps_per_epoch * batch_size
 
 
-def test_rank_slices_join_to_the_batch_of_any_world():
-    order = order_of([10, 30, 25], 16, 0, 4, 10)
-    for step in range(order.steps_per_epoch):
-        batch = order.batch(1, step)
-        for world in (1, 2, 4):
-            share = 16 // world
-            parts = [order.batch(1, step, slice(rank * share, (rank + 1) * share)) for rank in range(world)]
-            assert np.array_equal(np.concatenate(parts), batch)
-
-
 def test_epochs_seeds_and_blocks_differ():
     orders = [epoch_of(order_of([50] * 8, 32, seed), epoch) for seed, epoch in itertools.product((0, 1), (0, 1, 2))]
     assert len({order.tobytes() for order in orders}) == len(orders)

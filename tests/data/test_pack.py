@@ -185,15 +185,9 @@ def test_the_folder_is_complete_or_absent(tmp_path: Path) -> None:
 
 
 def test_images_and_captions_of_cells(tmp_path: Path) -> None:
-    for value, expected in [
-        (" a.jpg", "a.jpg"),
-        ({"bytes": b"bytes", "path": "a.jpg"}, b"bytes"),
-        ({"bytes": None, "path": "a.jpg"}, "a.jpg"),
-        ({"bytes": None, "path": None}, None),
-        (" ", None),
-        (3, None),
-    ]:
-        assert image_of(value) == expected
+    assert image_of(" a.jpg") == image_of({"bytes": None, "path": "a.jpg"}) == "a.jpg"
+    assert image_of({"bytes": b"bytes", "path": "a.jpg"}) == b"bytes"
+    assert image_of({"bytes": None, "path": None}) == image_of(" ") == image_of(3) is None
     (tmp_path / "a.jpg").write_bytes(b"here")
     for name in ("a.jpg", str(tmp_path / "a.jpg"), f"file://{tmp_path}/a.jpg", b"here"):
         assert read_image(name, tmp_path) == b"here"
