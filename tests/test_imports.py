@@ -74,11 +74,8 @@ def modules() -> Iterator[tuple[Path, str, set[str]]]:
             yield path, package, imported(path)
 
 
-def test_every_package_has_a_layer() -> None:
+def test_every_package_has_a_layer_and_never_imports_a_higher_one() -> None:
     assert {package for _, package, _ in modules()} == set(LAYER)
-
-
-def test_lower_layers_never_import_higher_ones() -> None:
     upward = [
         f"{path.relative_to(PACKAGE)} imports {other}"
         for path, package, names in modules()

@@ -212,20 +212,19 @@ def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(UserError, match="needs a separate member"):
             choose_columns(table, captions=captions)
     (tmp_path / "b.parquet").write_bytes(b"no parquet")
-    for source in (tmp_path, tmp_path / "nothing"):
-        with pytest.raises(UserError, match="is not a table"):
-            open_table(str(source))
-    with pytest.raises(UserError, match="has no splits"):
-        open_table(str(tmp_path / "a.csv"), "train")
-    with pytest.raises(UserError, match="cannot be read"):
-        open_table(str(tmp_path / "b.parquet"))
-    with pytest.raises(UserError, match=r"cannot be opened .* check the name"):
-        open_table(f"hf:{tmp_path}/absent")
     (tmp_path / "splits").mkdir()
     for split in ("train", "test"):
         pq.write_table(pa.table({"image": ["a"]}), tmp_path / "splits" / f"{split}.parquet")
-    with pytest.raises(UserError, match=r"has the splits .*; choose one with --split"):
-        open_table(f"hf:{tmp_path}/splits")
+    for source, split, words in (
+        (f"{tmp_path}", None, "is not a table"),
+        (f"{tmp_path}/nothing", None, "is not a table"),
+        (f"{tmp_path}/a.csv", "train", "has no splits"),
+        (f"{tmp_path}/b.parquet", None, "cannot be read"),
+        (f"hf:{tmp_path}/absent", None, r"cannot be opened .* check the name"),
+        (f"hf:{tmp_path}/splits", None, r"has the splits .*; choose one with --split"),
+    ):
+        with pytest.raises(UserError, match=words):
+            open_table(source, split)
     assert open_table(f"hf:{tmp_path}/splits", "test").rows == 1
 
 

@@ -33,13 +33,7 @@ VALUES = st.recursive(
 )
 YAML_PARTS = [
     *(b"data:\n", b"run:\n", b"  name: x\n", b"include: [r]\n", b"include: r\n", b"include: 5\n", b"objective:\n"),
-    *(
-        b"  other_methods:\n",
-        b"    npn:\n",
-        b"  method: gcl\n",
-        b"  method: [gcl]\n",
-        b"!!python/object:os.system {}\n",
-    ),
+    *(b"  other_methods:\n", b"    npn:\n", b"  method: gcl\n", b"  method: [gcl]\n", b"!!python/object:os.system {}"),
     *(b"!!set {a}\n", b"<<: *a\n", b"x: &a [*a]\n", b"\xff\xfe", b"\xef\xbb\xbf", b"y: !!int ''\n", b"on: off\n"),
     *(b"  seed: !!timestamp x\n", b"  seed: 2001-99-99\n", b"  seed: !!float\n", b"  seed: 1:99\n", b"[" * 3000),
 ]

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 from forks import fork
-from small_runs import TINY, environment, train
+from small_runs import environment, train, training
 from tars import write_pairs
 
-from neuclip_ds.checkpoint.checkpoints import Best, Checkpoints, read_best
+from neuclip_ds.checkpoint.checkpoints import Checkpoints, read_best
 from neuclip_ds.checkpoint.integrity import read_meta
 from neuclip_ds.distributed.environment import read_environment
 from neuclip_ds.recipe import parse
@@ -19,7 +19,7 @@ from neuclip_ds.training import trainer
 from neuclip_ds.training.evaluator import Evaluator
 from neuclip_ds.training.run_lock import LOCK
 
-METRIC = "image_to_text_recall@1"
+METRIC, BEST = "image_to_text_recall@1", "run/checkpoints"
 EVERY = ("--run.evaluate_every=2", "--run.checkpoint_every=2", "--run.log_every=1", f"--run.best_metric={METRIC}")
 
 
@@ -45,12 +45,17 @@ def _die_in(place: Any, name: str, number: int, options: list[str]) -> None:
     trainer.train(parse(options).config, read_environment(), open_evaluation=Evaluator)
 
 
-def kill_in(runs: Path, data: str, steps: int, place: Any, name: str, number: int) -> None:
-    where = [f"--run.output_dir={runs}", "--run.name=run", f"--data.train={data}", f"--max_steps={steps}"]
-    options = [*TINY, *where, *EVERY, f"--data.val={Path(data).parent / 'val'}"]
+def kill_in(runs: Path, data: str, place: Any, name: str, number: int) -> None:
+    options = [*training(runs, data, 6), *EVERY, f"--data.val={Path(data).parent / 'val'}"]
     process = fork(_die_in, place, name, number, options, variables=environment())
     process.join()
     assert process.exitcode == -signal.SIGKILL
+
+
+def run(runs: Path, data: str, ranks: int = 1) -> str:
+    done = train(runs, data, 6, *EVERY, f"--data.val={Path(data).parent / 'val'}", ranks=ranks)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
 
 
 def evaluations(runs: Path) -> dict[int, float]:
@@ -59,17 +64,10 @@ def evaluations(runs: Path) -> dict[int, float]:
     return {int(record["step"]): record[METRIC] for record in records}
 
 
-def best(runs: Path) -> Best:
-    found = read_best(runs / "run" / "checkpoints")
-    assert found is not None
-    return found
-
-
 @pytest.fixture(scope="module")
 def whole(shards: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     runs = tmp_path_factory.mktemp("whole")
-    done = train(runs, shards, 6, *EVERY, f"--data.val={Path(shards).parent / 'val'}")
-    assert done.returncode == 0, done.stderr
+    run(runs, shards)
     return runs
 
 
@@ -86,12 +84,11 @@ SLOW = [("before the best is kept", 1), ("before the last evaluation", 2)]
     [("between checkpoint and evaluation", 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
 )
 def test_no_evaluation_is_lost(moment: str, ranks: int, whole: Path, shards: str, tmp_path: Path) -> None:
-    kill_in(tmp_path, shards, 6, *MOMENTS[moment])
+    kill_in(tmp_path, shards, *MOMENTS[moment])
     assert evaluations(tmp_path).keys() < evaluations(whole).keys() or moment.endswith("kept")
-    done = train(tmp_path, shards, 6, *EVERY, f"--data.val={Path(shards).parent / 'val'}", ranks=ranks)
-    assert done.returncode == 0, done.stderr
+    run(tmp_path, shards, ranks)
     assert evaluations(tmp_path) == evaluations(whole)
-    assert ranks > 1 or best(tmp_path) == best(whole)
+    assert ranks > 1 or read_best(tmp_path / BEST) == read_best(whole / BEST) is not None
 
 
 def test_a_finished_run_does_nothing_more(whole: Path, shards: str) -> None:
@@ -100,9 +97,7 @@ def test_a_finished_run_does_nothing_more(whole: Path, shards: str) -> None:
         return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
     before = state()
-    done = train(whole, shards, 6, *EVERY, f"--data.val={Path(shards).parent / 'val'}")
-    assert done.returncode == 0, done.stderr
-    assert "is complete after 6 steps" in done.stderr
+    assert "is complete after 6 steps" in run(whole, shards)
     assert state() == before
 
 

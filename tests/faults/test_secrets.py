@@ -3,7 +3,6 @@
 import os
 import re
 from pathlib import Path
-from subprocess import CompletedProcess
 
 import pytest
 from servers import Files, files_server
@@ -29,25 +28,16 @@ def in_folder(folder: Path) -> set[str]:
     return found(*(path.read_bytes() for path in folder.rglob("*") if path.is_file()))
 
 
-def printed(done: CompletedProcess[str]) -> set[str]:
-    return found(done.stdout, done.stderr)
-
-
 def signed(server: Files, name: str) -> str:
     address = server.url(f"{name}.tar?X-Amz-Signature={SIGNATURE}")
     return address.replace("http://", f"http://user:{PASSWORD}@")
 
 
-@pytest.fixture
-def _variables(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+def test_a_run_on_signed_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One shard vanishes after the manifest is built, one holds a broken image, and one fetch is refused at first."""
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", AWS)
     monkeypatch.setenv("WANDB_API_KEY", WANDB)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_variables")
-def test_a_run_on_signed_urls(tmp_path: Path) -> None:
-    """One shard vanishes after the manifest is built, one holds a broken image, and one fetch is refused at first."""
     local = write_pairs(tmp_path / "local", [7, 9, 8])
     manifest, runs = tmp_path / "manifest", tmp_path / "runs"
     with files_server() as server:
@@ -65,7 +55,7 @@ def test_a_run_on_signed_urls(tmp_path: Path) -> None:
     assert missing.returncode == 2
     assert "***" in missing.stderr
     assert (runs / "run" / "bad_samples.jsonl").read_text().count("***@127.0.0.1")
-    assert [printed(built), printed(done), printed(missing)] == [set(), set(), set()]
+    assert found(*(text for one in (built, done, missing) for text in (one.stdout, one.stderr))) == set()
     assert in_folder(runs) == set()
     assert in_folder(manifest) == {PASSWORD, SIGNATURE}  # it needs them, so nobody else may read it
     assert (manifest / "shards.parquet").stat().st_mode & 0o777 == 0o600
@@ -84,7 +74,7 @@ def test_a_config_with_a_secret_is_refused(tmp_path: Path) -> None:
         done = call("train.py", *training(tmp_path, "data", 1), option)
         assert done.returncode == 2
         assert "it holds a secret" in done.stderr
-        assert printed(done) == set()
+        assert found(done.stdout, done.stderr) == set()
     assert in_folder(tmp_path) == set()
 
 

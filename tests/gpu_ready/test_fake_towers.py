@@ -11,9 +11,10 @@ import pytest
 import torch
 from fake_cuda import DEVICE, GpuRank, fake_cuda
 from replay import PlainEngine
+from test_step import TOKENS, config_of
 from torch._dynamo.utils import counters
 
-from neuclip_ds.config import Config, VisionConfig
+from neuclip_ds.config import VisionConfig
 from neuclip_ds.data.dataset import Batch
 from neuclip_ds.data.loader import RankBatch
 from neuclip_ds.engine.average import AVERAGE, WeightAverage
@@ -22,29 +23,15 @@ from neuclip_ds.models.build import build_dual_encoder
 from neuclip_ds.models.towers import DualEncoder
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context, Step
-from neuclip_ds.section import merge
 from neuclip_ds.training.step import TrainStep
 
 ROWS, SIDE, LENGTH = 8, 16, 8
-TREE: dict[str, Any] = {
-    "objective": {"method": "openclip"},
-    "model": {
-        "vision": {
-            "name": "vit_tiny_patch16_224",
-            "image_size": SIDE,
-            "options": {"patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2},
-        },
-        "text": {"width": 32, "layers": 1, "heads": 2, "context_length": LENGTH, "vocab_size": 300},
-        "embed_dim": 16,
-    },
-}
-CONFIG = Config.model_validate(TREE)
-TOKENIZER: Any = SimpleNamespace(vocab_size=300, bos_id=0, eos_id=1, pad_id=1, context_length=LENGTH)
+CONFIG = config_of("openclip")
 
 
 @pytest.fixture(scope="module")
 def towers() -> DualEncoder:
-    return build_dual_encoder(CONFIG.model, TOKENIZER)
+    return build_dual_encoder(CONFIG.model, TOKENS)
 
 
 def batch() -> Batch:
@@ -58,7 +45,7 @@ def batch() -> Batch:
 )
 def test_compiled_towers_are_one_graph_each(options: dict[str, Any]) -> None:
     """A break would return to Python within a pass; a second batch of the same shape compiles nothing."""
-    towers = build_dual_encoder(Config.model_validate(merge(TREE, {"model": options})).model, TOKENIZER).train()
+    towers = build_dual_encoder(config_of("openclip", model=options).model, TOKENS).train()
     torch.compiler.reset()
     counters.clear()
     for tower in (towers.vision, towers.text):
@@ -73,7 +60,7 @@ def test_compiled_towers_are_one_graph_each(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("dtype", "patch_drop"), [(torch.float32, 0.0), (torch.bfloat16, 0.0), (torch.float32, 0.5)])
 def test_forward_and_backward(dtype: torch.dtype, patch_drop: float) -> None:
     vision = CONFIG.model.vision.model_copy(update={"patch_drop": patch_drop})
-    towers = build_dual_encoder(CONFIG.model.model_copy(update={"vision": vision}), TOKENIZER)
+    towers = build_dual_encoder(CONFIG.model.model_copy(update={"vision": vision}), TOKENS)
     with fake_cuda() as gpu:
         model = towers.to(DEVICE, dtype).train()
         image, tokens = (x.to(DEVICE, non_blocking=True) for x in batch()[:2])
@@ -88,7 +75,7 @@ def test_forward_and_backward(dtype: torch.dtype, patch_drop: float) -> None:
 @pytest.mark.parametrize(("name", "channels_last"), [("resnet50", True), ("vit_tiny_patch16_224", False)])
 def test_convolutions_run_channels_last(name: str, channels_last: bool) -> None:
     vision = VisionConfig(name=name, image_size=64)
-    model = build_dual_encoder(CONFIG.model.model_copy(update={"vision": vision}), TOKENIZER)
+    model = build_dual_encoder(CONFIG.model.model_copy(update={"vision": vision}), TOKENS)
     layouts = []
     for layer in model.vision.modules():
         if isinstance(layer, torch.nn.Conv2d):
@@ -119,8 +106,8 @@ def test_the_moving_average_waits_for_nothing(towers: DualEncoder) -> None:
 @pytest.mark.parametrize("micro", [ROWS, ROWS // 2])
 def test_a_training_step_of_frozen_parts_and_adapters(micro: int) -> None:
     parts = {"lora": {"rank": 2}, "activation_checkpointing": True}
-    config = Config.model_validate(merge(TREE, {"model": parts}))
-    towers = build_dual_encoder(config.model, TOKENIZER)
+    config = config_of("openclip", model=parts)
+    towers = build_dual_encoder(config.model, TOKENS)
     with fake_cuda():
         model, rank = towers.to(DEVICE), GpuRank(2)
         engine = PlainEngine(model, build_optimizer(model, config.optimizer))
@@ -151,7 +138,7 @@ def test_the_loader_is_waited_for_after_the_backward_passes() -> None:
             events.append(f"wait for batch {number}")
             yield RankBatch([batch()])
 
-    model = build_dual_encoder(CONFIG.model, TOKENIZER)
+    model = build_dual_encoder(CONFIG.model, TOKENS)
     with fake_cuda() as gpu:
         rank = GpuRank(1)
         engine = LoggingEngine(model.to(DEVICE), build_optimizer(model, CONFIG.optimizer))

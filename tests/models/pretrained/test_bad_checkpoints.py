@@ -107,7 +107,6 @@ DAMAGED: dict[str, tuple[str, Callable[[Path], object], str]] = {
         lambda folder: (folder / "model.safetensors").write_bytes(b"nothing of use"),
         "transformers cannot read the weights",
     ),
-    "no tokenizer": ("clip", without("tokenizer*"), "cannot read a tokenizer"),
     "another tokenizer": (
         "clip",
         config(lambda tree: tree["text_config"].update(eos_token_id=3)),
@@ -126,11 +125,6 @@ DAMAGED: dict[str, tuple[str, Callable[[Path], object], str]] = {
         lambda folder: edit_weights(folder / OPEN_CLIP_FILE, lambda tensors: tensors.update(extra=torch.zeros(2))),
         "1 tensors are unexpected (first extra)",
     ),
-    "no embed_dim": (
-        "open_clip",
-        config(lambda tree: tree["model_cfg"].pop("embed_dim"), OPEN_CLIP_CONFIG),
-        "has no model_cfg.embed_dim, the width of the joint space; add it",
-    ),
     "no model_cfg": ("open_clip", config(lambda tree: tree.pop("model_cfg"), OPEN_CLIP_CONFIG), "has no model_cfg"),
     "unknown parts": (
         "open_clip",
@@ -141,11 +135,6 @@ DAMAGED: dict[str, tuple[str, Callable[[Path], object], str]] = {
         "open_clip",
         config(lambda tree: tree["model_cfg"]["text_cfg"].update(hf_tokenizer_name="x/y"), OPEN_CLIP_CONFIG),
         "open_clip cannot read the tokenizer",
-    ),
-    "broken weights": (
-        "open_clip",
-        lambda folder: (folder / OPEN_CLIP_FILE).write_bytes(b"nothing of use"),
-        "use a safetensors file",
     ),
 }
 
