@@ -1,15 +1,17 @@
 """Build the dual encoder of a config, and apply the options that every model has."""
 
 from collections.abc import Mapping
+from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from transformers import CLIPTextConfig, CLIPTextModel
 
-from neuclip_ds.config import ModelConfig
+from neuclip_ds.config import ModelConfig, TextConfig
 from neuclip_ds.models.image_models import new_vision_tower
 from neuclip_ds.models.recompute import checkpoint_activations
-from neuclip_ds.models.text_models import new_text_tower
 from neuclip_ds.models.tokenizer import CaptionTokenizer
-from neuclip_ds.models.towers import DualEncoder
+from neuclip_ds.models.towers import DualEncoder, TextTower, new_projection
 from neuclip_ds.models.trained_parts import TOWERS, add_adapters, freeze, lock_projection
 
 
@@ -45,3 +47,49 @@ def prepare(model: DualEncoder, config: ModelConfig) -> DualEncoder:
     if config.lora.rank:
         add_adapters({name: model.get_submodule(name) for name in TOWERS if config.trained(name) != "all"}, config.lora)
     return model
+
+
+def new_text_tower(
+    config: TextConfig, tokenizer: CaptionTokenizer, embed_dim: int, activation: str = "gelu"
+) -> TextTower:
+    """Build CLIP's causal text transformer, whose feature is read at the first EOS.
+
+    Args:
+        config: config of the tower.
+        tokenizer: tokenizer of the captions, with rows of at most `config.context_length` tokens.
+        embed_dim: width of the joint space.
+        activation: activation of the MLPs; `quick_gelu` is OpenAI's x sigmoid(1.702 x).
+    """
+    trunk = CLIPTextModel(
+        CLIPTextConfig(
+            vocab_size=config.vocab_size if config.tokenizer is None else tokenizer.vocab_size,
+            hidden_size=config.width,
+            intermediate_size=4 * config.width,
+            num_hidden_layers=config.layers,
+            num_attention_heads=config.heads,
+            max_position_embeddings=config.context_length,
+            hidden_act=activation,
+            bos_token_id=tokenizer.bos_id,
+            eos_token_id=tokenizer.eos_id,
+            pad_token_id=tokenizer.pad_id,
+            attn_implementation="sdpa",
+        )
+    )
+    _init_attention(trunk)
+    # pooled here, because the trunk itself pools at the largest id if EOS is 2, to support old files
+    return TextTower(trunk, new_projection(config.width, embed_dim), tokenizer.eos_id)
+
+
+@torch.no_grad()
+def _init_attention(model: Any) -> None:
+    """Initialize attention as CLIP does: std width^-1/2 for q, k, v and (2 layers width)^-1/2 for the output.
+
+    Transformers swaps the two, unlike OpenAI's code and open_clip.
+    """
+    inwards = model.config.hidden_size**-0.5
+    outwards = inwards * (2 * model.config.num_hidden_layers) ** -0.5
+    for layer in model.encoder.layers:
+        attention = layer.self_attn
+        for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
+            nn.init.normal_(projection.weight, std=inwards)
+        nn.init.normal_(attention.out_proj.weight, std=outwards)

@@ -1,16 +1,18 @@
-"""timm's image models as image towers: creation, initial weights, and checks."""
+"""timm's image models as image towers: creation, checks, and initial weights, which timm knows by a tag."""
 
 import difflib
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import timm
 import torch
 from timm.layers import AttentionPool2d, PatchEmbed, RotAttentionPool2d
 from torch import Tensor, nn
 
-from neuclip_ds.config import VisionConfig
+from neuclip_ds.config import Channels, VisionConfig
 from neuclip_ds.errors import UserError, explained
+from neuclip_ds.models.pretrained.files import download
 from neuclip_ds.models.towers import VisionTower, new_projection
 
 
@@ -41,10 +43,10 @@ def new_vision_tower(config: VisionConfig, embed_dim: int, weights: Mapping[str,
 def _create(config: VisionConfig, **options: Any) -> Any:
     size = {"img_size": config.image_size} if timm.get_pretrained_cfg(config.name).fixed_input_size else {}
     drop = {"patch_drop_rate": config.patch_drop} if config.patch_drop else {}
-    return timm.create_model(weights_name(config), num_classes=0, **size, **drop, **config.options, **options)
+    return timm.create_model(_weights_name(config), num_classes=0, **size, **drop, **config.options, **options)
 
 
-def weights_name(config: VisionConfig) -> str:
+def _weights_name(config: VisionConfig) -> str:
     """Return timm's name of the image model, with `pretrained` appended if that is a tag of timm's weights."""
     tagged = f"{config.name}.{config.pretrained}"
     return tagged if timm.models.is_model_pretrained(tagged) else config.name
@@ -136,3 +138,42 @@ def _check_size(size: int, model: Any) -> None:
                 f"model.vision.image_size={size} is not divisible into patches of {patch} pixels; use "
                 f"{max(below, patch)} or {below + patch}."
             )
+
+
+class ImageWeights(NamedTuple):
+    """Location of an image tower's weights, as found by `locate_image_weights`; can be sent to other ranks."""
+
+    path: str  # the weights file
+    mean: Channels  # per channel, of the pixels that they were trained on
+    std: Channels
+
+
+def locate_image_weights(vision: VisionConfig) -> ImageWeights:
+    """Locate the weights, downloading them from the hub if needed; call on one rank only.
+
+    Raises:
+        UserError: no weights have that name, or they cannot be downloaded.
+    """
+    known = timm.get_pretrained_cfg(_weights_name(vision))
+    path = Path(vision.pretrained).expanduser()
+    if not path.is_file():
+        path = _download(vision, known)
+    mean, std = (known.mean, known.std) if known is not None else vision.statistics()
+    return ImageWeights(str(path.resolve()), vision.mean or tuple(mean), vision.std or tuple(std))
+
+
+def _download(vision: VisionConfig, known: Any) -> Path:
+    """Download the weights of a tag, which timm's config `known` describes; return the file."""
+    tagged = _weights_name(vision)
+    if known is None or tagged == vision.name:
+        tags = [name.partition(".")[2] for name in timm.list_pretrained(f"{vision.name}.*")]
+        raise UserError(
+            f"model.vision.pretrained={vision.pretrained} is neither a file nor a tag of timm's {vision.name}: "
+            f"{', '.join(tags) or 'it has none'}."
+        )
+    if not known.hf_hub_id:
+        raise UserError(
+            f"timm's {tagged} is not on the hub; download {known.url} and set model.vision.pretrained to the file."
+        )
+    file = known.hf_hub_filename or "model.safetensors"
+    return download(known.hf_hub_id, [file], "model.vision.pretrained") / file

@@ -17,6 +17,7 @@ from torch import Tensor
 from neuclip_ds.config import CLIP_BPE, LoraConfig, ModelConfig
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.models.build import build_dual_encoder
+from neuclip_ds.models.image_models import ImageWeights, locate_image_weights
 from neuclip_ds.models.pretrained.base import (
     START_FILE,
     CheckpointRef,
@@ -27,7 +28,6 @@ from neuclip_ds.models.pretrained.base import (
     Preprocessing,
 )
 from neuclip_ds.models.pretrained.files import read_json, read_tensors
-from neuclip_ds.models.pretrained.image_weights import ImageWeights, locate_image_weights
 from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer
 from neuclip_ds.models.towers import DualEncoder
 from neuclip_ds.models.trained_parts import merge_adapters

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 from neuclip_ds.config import ModelConfig, TextConfig, VisionConfig
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.bpe import train_bpe
-from neuclip_ds.models.build import build_dual_encoder
+from neuclip_ds.models.build import build_dual_encoder, new_text_tower
 from neuclip_ds.models.image_models import new_vision_tower
 from neuclip_ds.models.recompute import checkpoint_activations, checkpointed_blocks
-from neuclip_ds.models.text_models import new_text_tower
 from neuclip_ds.models.towers import DualEncoder, TextTower, VisionTower
 
 TOKENIZE = train_bpe(["a dog runs", "two cats sleep", "a dog and a cat"], vocab_size=300, context_length=12)
