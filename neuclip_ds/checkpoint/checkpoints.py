@@ -121,7 +121,7 @@ class Checkpoints:
                 log.warning("%s is not used: %s", name, problem)
         if problem is not None:
             raise UserError(
-                f"No checkpoint in {self._folder} can be read, of the oldest: {problem} Restore one, or start a new "
+                f"No checkpoint in {self._folder} can be read. The oldest one: {problem} Restore one, or start a new "
                 "run under another --run.name."
             )
         return None
@@ -135,7 +135,7 @@ class Checkpoints:
                     aside = path.with_name(f"damaged-{path.name}")
                     _delete(aside)
                     path.rename(aside)
-                    log.warning("%s is renamed to %s; delete it once it is of no use", path, aside.name)
+                    log.warning("%s is renamed to %s; delete it when you no longer need it", path, aside.name)
 
         self._communicator.on_rank_zero(rename)
 

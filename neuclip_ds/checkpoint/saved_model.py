@@ -23,7 +23,7 @@ class SavedModel(NamedTuple):
     model: DualEncoder
     tokenizer: ModelTokenizer
     preprocessing: Preprocessing
-    config: Config | None  # of the run that trained it
+    config: Config | None  # config of the run that trained it
     checkpoint: Path | None
 
 

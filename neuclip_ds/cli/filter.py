@@ -27,13 +27,13 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--min", type=float, help="smallest value to keep")
     parser.add_argument("--max", type=float, help="largest value to keep")
     parser.add_argument("--top", type=float, help="share of the samples with the largest values to keep, such as 0.3")
-    near = "of samples whose image features have at least this cosine, such as 0.95, keep that with the largest value"
+    near = "keep only the best of the samples whose image features have at least this cosine, such as 0.95"
     parser.add_argument("--near-duplicates", type=float, metavar="COSINE", help=near)
     parser.add_argument("--uid-column", default="uid", help="column of the uids")
     parser.add_argument("--within", nargs="+", type=Path, default=[], help="keep only uids that all these files list")
     options = parser.parse(arguments)
     if options.min is options.max is options.top is options.near_duplicates is None:
-        raise UserError("Nothing says what to keep: set --min, --max, --top or --near-duplicates.")
+        raise UserError("No rule says which samples to keep: set --min, --max, --top or --near-duplicates.")
     if options.near_duplicates is not None and not 0 < options.near_duplicates <= 1:
         raise UserError(f"--near-duplicates={options.near_duplicates:g} must be a cosine above 0, at most 1.")
     if options.top is not None and not 0 < options.top <= 1:
@@ -51,6 +51,6 @@ def main(arguments: Sequence[str]) -> None:
     kept = f"{found.kept:,} uids of {found.samples:,} samples"
     print(f"{options.out}: {kept}, {options.column} from {found.minimum:.6g}.")
     if options.near_duplicates is not None:
-        print(f"{found.refined:,} near-duplicates of these are left out.")
+        print(f"{found.refined:,} near-duplicates of these are omitted.")
     if found.without_value or found.without_uid:
-        print(f"Left out: {found.without_value:,} samples without a value, {found.without_uid:,} without a uid.")
+        print(f"Omitted: {found.without_value:,} samples without a value, {found.without_uid:,} without a uid.")

@@ -7,7 +7,7 @@ Examples:
   deepspeed --num_gpus 8 --module neuclip_ds train cc12m_neuclip --data.train=manifests/cc12m
   torchrun --nproc-per-node 8 -m neuclip_ds train cc12m_neuclip --data.train=manifests/cc12m
 
-The same command resumes a run that was stopped. In a checkout, `train.py` stands for `neuclip-ds train`.
+The same command resumes a run that was stopped. In a checkout, `train.py` does the same as `neuclip-ds train`.
 """
 
 import logging
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str], hooks: Sequence[Any] = ()) -> None:
     asked, config = parse(arguments)
     environment = read_environment()
     if asked.recipe is None and environment.rank == 0:
-        log.warning("No recipe is named: this is the recipe demo, a smoke test of the machine or the cluster.")
+        log.warning("No recipe is named, so this runs the recipe demo, a smoke test of the machine or the cluster.")
     if asked.print_config:
         print(dump(config), end="")
         return

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 _BUILDING = ".building"  # folder of an unfinished build's results
 _UNREADABLE = "unreadable_shards.jsonl"
 _MOST_COMPARED = 500_000_000  # samples whose images are compared with each other
-_SHARDS_EACH = 16  # that take longer to scan than a process takes to start
+_SHARDS_EACH = 16  # so many take longer to scan than a process takes to start
 
 
 def build_manifest(

@@ -42,7 +42,7 @@ CaptionSources = Sequence[str] | Mapping[str, float]
 
 TEXT, JSON = "txt", "json"
 _LINES = "lines"
-_NAME = re.compile(r"((?:[^.:/]+\.)*)(txt|json)(?::(.+))?")  # as the extension of a member has it, and the key
+_NAME = re.compile(r"((?:[^.:/]+\.)*)(txt|json)(?::(.+))?")  # the extension of a member, and the key
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _MAX_CHARACTERS = 10_000  # more than any text tower's context; a tokenizer takes seconds for megabytes
 

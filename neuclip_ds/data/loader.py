@@ -33,7 +33,7 @@ R = TypeVar("R")
 class Jobs(NamedTuple):
     """A rank's rows of every batch, in the portions that a worker loads at a time: batches, or parts of them."""
 
-    number: int  # of jobs
+    number: int  # how many jobs there are
     items: Callable[[int], Items]  # the rows of a job
     describe: Callable[[int], str]  # name of a job's batch for messages
 

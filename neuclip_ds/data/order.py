@@ -19,7 +19,7 @@ from neuclip_ds.errors import UserError
 
 _ROUNDS = 6
 _AHEAD = 2  # streams of a node whose next block is there before it is used
-_LOOK_UPS, _EPOCHS = 1 << 16, 2  # in which the shards in use are counted
+_LOOK_UPS, _EPOCHS = 1 << 16, 2  # positions and epochs at which `resident_bytes` counts shards
 _SHARDS, _SAMPLES = 0, 1  # domain separation of the hash
 _SPREAD = np.uint64(0x9E3779B9)  # 2^32 over the golden ratio: its multiples spread neighbors evenly
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # the increment of splitmix64
@@ -76,7 +76,7 @@ class GlobalOrder:
         self._lane = batch_size // streams  # positions of a stream in a batch
         self._phases = np.zeros(streams, dtype=np.int64)  # (S,) what each stream's first block lacks
         if block < self.n // streams:
-            parts = (np.arange(streams, dtype=np.uint64) * _SPREAD) % np.uint64(1 << 32)  # of 2^32
+            parts = (np.arange(streams, dtype=np.uint64) * _SPREAD) % np.uint64(1 << 32)  # fractions of 2^32
             self._phases = (parts * np.uint64(block) >> np.uint64(32)).astype(np.int64)
         self._layouts: dict[int, _Layout] = {}  # by epoch
 

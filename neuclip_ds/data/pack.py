@@ -81,11 +81,11 @@ class Columns(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """What became of all rows."""
+    """Counts of a packed table."""
 
     rows: int
     pairs: int  # samples; rows with the same image are one
-    causes: Counter[str]  # of the broken rows
+    causes: Counter[str]  # why rows are broken
     several: int  # samples with several captions, which are lines of a member
 
 
@@ -200,7 +200,7 @@ def pack(
     broken = list[tuple[int, str, str]]()  # row, image, reason
     with new_folder(out) as folder, ThreadPoolExecutor() as threads:
         pattern = f"{folder.absolute()}/".replace("%", "%%") + "%05d.tar"
-        # of a fixed time, so that equal tables give equal files
+        # a fixed time, so that equal tables give equal files
         with webdataset.ShardWriter(pattern, shard_size, math.inf, verbose=0, encoder=False, mtime=0) as shards:
             while batch := list(itertools.islice(groups, _BATCH)):
                 captions = [_captions(columns, group.values()) for group in batch]

@@ -177,7 +177,9 @@ class Prefetcher(SpawnProcess):
                     pool.submit(self._fetch, request)
             if window.is_too_small and not self._warned:
                 self._warned = True
-                text = "one batch reads more shards than data.cache_gb=%g holds, again and again: raise data.cache_gb"
+                text = (
+                    "batches read more shards than data.cache_gb=%g holds, so shards are fetched repeatedly: raise it"
+                )
                 log.warning(text, self._cache.capacity_bytes / 1e9)
             time.sleep(_POLL)
 

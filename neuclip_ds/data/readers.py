@@ -106,7 +106,7 @@ class TarReader:
         return RawSample(image, {name: text for name, text in zip(self._texts, found, strict=True) if text is not None})
 
     def announce(self, indices: Iterable[int]) -> None:
-        """Start to read samples all at once.
+        """Start to read samples, all at once.
 
         Cold reads of shards in place are 2 to 4 times faster. Where a node starts without the shards of its window, the
         samples are fetched by themselves, so that they need not wait for all of these.

@@ -58,7 +58,7 @@ class Scan(NamedTuple):
     place: tuple[str, int] | None = None  # name of the file of its sample table, and the row group there
 
 
-Scans = tuple[list[Scan], dict[str, str]]  # of several shards, and for others the reason that they cannot be used
+Scans = tuple[list[Scan], dict[str, str]]  # scans, and by path the reason why a shard cannot be used
 
 
 def scan_shard(path: str, options: ScanOptions) -> tuple[Scan, SampleTable]:

@@ -25,7 +25,7 @@ from neuclip_ds.errors import UserError
 
 Value = TypeVar("Value")
 
-_REQUESTS = 64  # at the same time, in each process
+_REQUESTS = 64  # simultaneous requests of each process
 _ATTEMPTS = 5
 _TAR = ".tar"
 _BLOCK = 1 << 16  # bytes of a parquet file that are read at once
@@ -70,7 +70,7 @@ def _store(folder: str) -> Any:
     if folder.startswith("s3://"):
         configured = fsspec.config.conf.get("s3", {}).get("config_kwargs", {})
         options["config_kwargs"] = {"max_pool_connections": _REQUESTS, **configured}  # botocore's default is 10
-        options["max_concurrency"] = 1  # of parts of a file; with more, its size is requested first
+        options["max_concurrency"] = 1  # with more parts at a time, s3fs first requests a file's size
     try:
         return fsspec.core.url_to_fs(folder or "/", **options)[0]
     except (ValueError, ImportError) as error:

@@ -30,8 +30,8 @@ from neuclip_ds.errors import UserError
 
 log = logging.getLogger(__name__)
 
-MAX_FAILURES = 3  # in a row, of the worker whose result is due
-PROCESS_NAME = "loader"  # of workers, as ps and top show it
+MAX_FAILURES = 3  # consecutive failures of the worker whose result is due
+PROCESS_NAME = "loader"  # as ps and top show a worker
 
 _CONTEXT = multiprocessing.get_context("fork")  # workers share the manifest's memory, and import nothing again
 _POLL = 1.0  # seconds between checks of what a worker waits for
@@ -44,7 +44,7 @@ class LoaderOptions(NamedTuple):
     prefetch: int = 4  # batches, or parts of them, that each worker prepares ahead
     timeout: float = 300  # seconds to wait for a batch
     captions: CaptionSources = ("txt",)  # as `data.captions`
-    cache: ShardCache | None = None  # of remote shards, or of all
+    cache: ShardCache | None = None  # holds copies of remote shards
     pin_memory: bool = False  # whether batches are in pinned memory
 
 
@@ -70,7 +70,7 @@ class WorkerPool:
         if not count:
             yield from map(self._work, jobs)
             return
-        if any(worker.due for worker in self._workers):  # of a series that nobody reads any more
+        if any(worker.due for worker in self._workers):  # from a series that nobody reads any more
             self.close()
         if not self._workers:
             atexit.register(self.close)
@@ -129,7 +129,7 @@ class _Worker:
     def __init__(self, work: Callable[[Any], Any], options: LoaderOptions) -> None:
         self.due: deque[Any] = deque()
         self._options = options
-        get_temp_dir()  # of sockets that hand over tensors: this process's, as a killed worker does not remove its own
+        get_temp_dir()  # for the sockets that pass tensors; a killed worker would not remove a folder that it made
         self._jobs = _CONTEXT.Queue()
         receiver, sender = _CONTEXT.Pipe(duplex=False)
         arguments = os.getpid(), work, self._jobs, sender
@@ -196,7 +196,7 @@ def _receive(results: Connection, received: SimpleQueue[tuple[Any, Exception | N
     """Pass on a worker's results, in memory pinned for the device if there is one, and the error that ends them."""
     try:
         if device is not None:
-            torch.cuda.set_device(device)  # of this thread
+            torch.cuda.set_device(device)  # for this thread
         while True:
             result = results.recv()
             pins = device is not None and hasattr(result, "pin_memory")

@@ -46,10 +46,10 @@ _EVERY = 10.0  # seconds between lines of progress
 class Summary(NamedTuple):
     """Totals over all ranks."""
 
-    shards: int  # whose parts were written now
-    samples: int  # in them
-    bad: int  # that were left out
-    unreadable: list[str]  # of shards without a part, with the reasons
+    shards: int  # shards whose parts this call has written
+    samples: int  # samples in these parts
+    bad: int  # samples that were omitted
+    unreadable: list[str]  # shards without a part, with the reasons
     seconds: float
 
 

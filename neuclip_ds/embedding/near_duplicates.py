@@ -1,8 +1,8 @@
 """Keep one of the samples whose images nearly equal each other, by the features that `neuclip-ds embed` has written.
 
-Samples are taken in the order of their value, the largest first, and one is dropped if the cosine of its image with one
-that has been kept reaches the threshold: what SemDeDup (Abbas et al., 2023) does within clusters, here exactly, between
-all samples. Blocks of samples are multiplied by each other, on a GPU if there is one: n^2 d multiplications at most.
+Samples are visited by decreasing value, and a sample is dropped if the cosine between its image and a kept one reaches
+the threshold. SemDeDup (Abbas et al., 2023) does this within clusters; here all samples are compared, which takes at
+most n^2 d multiplications, on a GPU if there is one.
 """
 
 from collections.abc import Iterator, Sequence

@@ -36,8 +36,8 @@ class Selection(NamedTuple):
 
     kept: int  # different uids
     samples: int  # rows in the files
-    without_value: int  # whose value is absent or NaN
-    without_uid: int  # that the rule keeps, but that have no uid
+    without_value: int  # rows whose value is absent or NaN
+    without_uid: int  # rows that the rule keeps, but that have no uid
     minimum: float  # smallest value that the rule keeps
     refined: int = 0  # different uids that `refine` has dropped
 

@@ -46,7 +46,7 @@ class BatchEncoder:
     communicator: Communicator  # the ranks, which call `encode_images` and `encode_texts` together
     size: int  # rows per call
     transform: Callable[[bytes], Tensor]  # encoded image -> (3, H, W) uint8
-    loader: Loader = IN_PROCESS  # of evaluation sets
+    loader: Loader = IN_PROCESS  # reads evaluation sets
 
     def encode_images(self, rows: Sequence[Tensor]) -> Tensor:
         """Encode n >= 1 images (3, H, W) to (n, d) features; n may differ between ranks."""

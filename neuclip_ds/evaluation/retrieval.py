@@ -80,7 +80,7 @@ def caption_retrieval(encoder: BatchEncoder, folder: EvaluationSet, ks: Sequence
     communicator = encoder.communicator
     images, captions, image_of = _encode_all(encoder, folder)
     rows = torch.arange(len(images), device=images.device)
-    score = inner_products(images[image_of], captions)  # of each caption with its image
+    score = inner_products(images[image_of], captions)  # each caption with its image
     best = torch.full((len(images),), -torch.inf, device=images.device).scatter_reduce(0, image_of, score, "amax")
     best_captions = torch.zeros_like(rows).index_add_(0, image_of, (score == best[image_of]).long())
     label = rows * communicator.world_size + communicator.rank

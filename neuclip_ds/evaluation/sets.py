@@ -29,7 +29,7 @@ from neuclip_ds.errors import UserError, explained
 
 _SHARD_COUNT = "test/nshards.txt"
 _TEMPLATES, _CLASS_NAMES = "zeroshot_classification_templates.txt", "classnames.txt"
-PLACEHOLDER = "{c}"  # of the class name in a template
+PLACEHOLDER = "{c}"  # stands for the class name in a template
 LAYOUT = (
     "a zero-shot set is a folder with classnames.txt, zeroshot_classification_templates.txt, test/nshards.txt "
     "and test/0.tar, test/1.tar, ...; a retrieval set has dataset_type.txt (retrieval) in place of the first two"
@@ -189,7 +189,7 @@ def _open_pairs(path: Path) -> EvaluationSet:
         return Sample(f"{path}: {name}", {"jpg": partial(read_image, image, path.parent), "txt": lines.encode()})
 
     def samples() -> Iterator[Sample]:
-        captions: dict[str, list[str]] = {}  # by named image
+        captions: dict[str, list[str]] = {}  # by the image's name
         for row, values in enumerate(open_table(str(path)).read([image_column, caption_column])):
             image, texts = image_of(values[image_column]), captions_of(values[caption_column])
             if image is None:

@@ -19,9 +19,9 @@ _FIX_OF_HOST = "use fewer data.workers or data.prefetch, a smaller data.batch_si
 class LoaderMemory(NamedTuple):
     """Peak bytes of all ranks of a node."""
 
-    shared: int  # in /dev/shm
+    shared: int  # bytes in /dev/shm
     total: int
-    ranks: int  # of the node
+    ranks: int  # ranks of the node
 
     def describe(self) -> str:
         return f"node of {self.ranks}: {self.total / 1e9:,.1f} GB (in a container {self.advice})"

@@ -41,7 +41,7 @@ class MemoryAccount(NamedTuple):
     """Bytes on one rank, by part."""
 
     device: Mapping[str, int]
-    host: Mapping[str, int]  # of offloaded parts
+    host: Mapping[str, int]  # bytes of offloaded parts
     moments: Mapping[str, int]  # bytes on the device at the three moments that can be the peak
 
     @property
@@ -137,7 +137,7 @@ class EngineMemory(NamedTuple):
 
     weights: int
     gradients: int
-    passing: int  # of them, those that a backward pass makes and that do not outlast the step
+    passing: int  # the part of the gradients that a backward pass makes and the step frees
     optimizer: int  # float32 masters and moments, and the moving average
     working: int  # during forward and backward: a bucket of gradients, gathered weights
     step: int  # from the last gradient to the end of the update: a copy of gradients, to reduce or to step with
@@ -169,7 +169,7 @@ def engine_memory(
     masters = stage > 0 or width == 2  # without ZeRO, float32 weights are their own masters
     states = 4 * (masters + _MOMENTS[optimizer] + averages) * share
     gradient = accumulated + width * buffered
-    copies = 4 + (accumulated if stage == 3 else width)  # of the masters' gradients, and of gradients or weights
+    copies = 4 + (accumulated if stage == 3 else width)  # the masters' gradients, and gradients or weights
     return EngineMemory(
         weights=width * (whole + parameters.frozen),
         gradients=0 if offloads and stage == 3 else gradient * (share if stage > 1 else trained),
@@ -208,7 +208,7 @@ def account(query: MemoryQuery, towers: Towers) -> MemoryAccount:
         "optimizer's step": engine.step,
     }
     one_pass = rows == query.micro_batch
-    kept = towers.activations.alone if one_pass else 0  # of the towers, while the objective runs
+    kept = towers.activations.alone if one_pass else 0  # activations that stay while the objective runs
     # gradients of one micro-batch are there while the next one's are made
     passes, in_pass = engine.passing, towers.activations.with_gradients
     if not engine.passing or not one_pass:

@@ -53,10 +53,10 @@ class Launch:
     """Collective of one rank."""
 
     op: str
-    elements: int  # of the rank's input
+    elements: int  # size of the rank's input
     dtype: str  # the profiler's name; empty while unknown
     thread: Thread
-    span: Interval  # of the operator
+    span: Interval  # when the operator ran
     executed: list[Interval] = field(default_factory=list)
 
 

@@ -26,7 +26,7 @@ Phase = tuple[Interval, str]
 
 _SCALARS = 64  # smaller reductions in the optimizer are norms and overflow flags (elements)
 _WRAPPERS = ("c10d", "autograd", "torch")  # operators that wait, or contain others and Python
-_WORK = ("kernel", "gpu_memset")  # of a phase; copies may belong to the next batch
+_WORK = ("kernel", "gpu_memset")  # what counts as a phase's work; copies may belong to the next batch
 _TRANSFERS = ("Memcpy HtoD", "Memcpy DtoH")  # between host and GPU: not computation
 _ITEM_SIZES = {
     **dict.fromkeys(("double", "long int", "long", "complexfloat"), 8),
@@ -44,7 +44,7 @@ class Collective:
     op: str  # as in `ring_bytes`
     size: int  # bytes of the rank's input
     sent: int  # bytes by the ring algorithm; as many are received
-    intervals: tuple[Interval, ...]  # of its execution, in seconds; empty if the trace lacks it
+    intervals: tuple[Interval, ...]  # when it was executed, in seconds; empty if the trace lacks it
 
 
 class StepTrace(NamedTuple):
@@ -68,7 +68,7 @@ def parse_trace(trace: Mapping[str, Any]) -> list[StepTrace]:
     annotations = [event for event in events if event.category == "user_annotation"]
     world_size = int(trace.get("distributedInfo", {}).get("world_size", 1))
     host = _cut(_annotated(events, "user_annotation"))
-    named: defaultdict[Thread, list[tuple[Interval, str]]] = defaultdict(list)  # by `Communicator`
+    named: defaultdict[Thread, list[tuple[Interval, str]]] = defaultdict(list)  # ranges that `Communicator` named
     for event in annotations:
         if event.name.startswith(PURPOSE):
             named[event.thread].append((event.span, event.name.removeprefix(PURPOSE)))
@@ -161,7 +161,7 @@ def _computing(events: Sequence[Event]) -> list[Interval]:
     device = [event for event in events if event.category in ("kernel", "gpu_memcpy", "gpu_memset")]
     if any(event.category == "kernel" for event in device):
         return [event.span for event in device if not (event.is_nccl or event.name.startswith(_TRANSFERS))]
-    gloo_threads = {event.thread for event in events if event.is_gloo}  # whose copies are part of a collective
+    gloo_threads = {event.thread for event in events if event.is_gloo}  # their copies are part of a collective
     operators = [event for event in events if event.category == "cpu_op" and event.thread not in gloo_threads]
     names = ((event, event.name.split("::")) for event in operators)
     return [event.span for event, parts in names if len(parts) > 1 and parts[0] not in _WRAPPERS]

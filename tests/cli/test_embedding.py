@@ -79,7 +79,10 @@ def test_from_features_to_a_data_set(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["filter", "x", "--out=y"], "Nothing says what to keep: set --min, --max, --top or --near-duplicates."),
+        (
+            ["filter", "x", "--out=y"],
+            "No rule says which samples to keep: set --min, --max, --top or --near-duplicates.",
+        ),
         (["filter", "x", "--out=y", "--top=20"], "--top=20 must be above 0"),
         (["filter", "x", "--out=y", "--min=1"], "x is neither a parquet file"),
     ],
