@@ -49,18 +49,16 @@ def problem_with(image: Any, text: Any, index: Any, valid: Any, dim: int, sample
     return None
 
 
-def agree_on_call(
-    rows: int, problem: str | None, learns: bool, dtype: torch.dtype, repeats: bool, communicator: Communicator
-) -> tuple[int, bool]:
-    """Return the largest number of rows on any rank, and whether all ranks repeat their previous call.
+def agree_on_call(rows: int, problem: str | None, learns: bool, dtype: torch.dtype, communicator: Communicator) -> int:
+    """Return the largest number of rows on any rank.
 
     Raises:
         ValueError: on all ranks, if any rank has a problem, or if ranks differ in training mode or feature dtype.
     """
     if communicator.world_size > 1:
-        own = [rows, problem is not None, learns, [*_DTYPES, dtype].index(dtype), repeats]
+        own = [rows, problem is not None, learns, [*_DTYPES, dtype].index(dtype)]
         state = communicator.begin_host_gather(torch.tensor([[int(x) for x in own]]), "control").wait()
-        rows_of, failed, learning, dtypes, repeating = state.T.tolist()
+        rows_of, failed, learning, dtypes = state.T.tolist()
         trains, evaluates = (learning.index(x) if x in learning else None for x in (1, 0))
         if problem is not None:
             pass
@@ -72,7 +70,7 @@ def agree_on_call(
         elif len(set(dtypes)) > 1:
             names = ", ".join(str(_DTYPES[number]) for number in dtypes)
             problem = f"the features' dtypes differ between ranks: {names}. Use one dtype."
-        rows, repeats = max(rows_of), all(repeating)
+        rows = max(rows_of)
     if problem is not None:
         raise ValueError(problem)
-    return rows, repeats
+    return rows

@@ -10,7 +10,6 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import pad
 
 from neuclip_ds.distributed.communicator import Communicator, ProcessGroup
@@ -118,7 +117,6 @@ class ContrastiveLoss(nn.Module):
         self._averages, self._group = reduction == "ddp_mean", group
         self.validates, self.scaler = validate, scaler
         self._undo: tuple[Callable[[], None], float] | None = None  # reverts the last call; the scale at that time
-        self._last: tuple[tuple[Tensor, ...], Any] | None = None  # features and result of the last training call
         self._warned = False
         self._calls = 0  # training calls so far
         self._metrics: dict[str, Tensor] = {}
@@ -148,41 +146,35 @@ class ContrastiveLoss(nn.Module):
         Raises:
             ValueError: the arguments of any rank are invalid; all ranks raise.
             UserError: fewer than two rows of the global batch are valid.
+            RuntimeError: activation checkpointing includes the loss, which would learn from the batch again.
         """
         learns = self.training and torch.is_grad_enabled()
+        if learns and torch._C._current_graph_task_id() >= 0:  # within a backward pass
+            raise RuntimeError("A backward pass repeats the loss: keep it out of activation checkpointing.")
         inputs = (image_features, text_features)
         index, valid = (x.cpu() if isinstance(x, Tensor) else x for x in (index, valid))
         device = image_features.device.type
         autocast = torch.is_autocast_enabled(device)
         with torch.no_grad(), torch.autocast(device, enabled=False) if autocast else nullcontext():
-            rows, repeats = len(image_features), learns and self._is_recomputed(inputs)
-            if not repeats:
-                self._settle()
-            given, comm_dtype = image_features.dtype, self._config.comm_dtype
+            self._settle()
+            rows, given, comm_dtype = len(image_features), image_features.dtype, self._config.comm_dtype
             self._move(image_features.device, given if given == torch.float64 else torch.float32, keep=True)
             self._objective.comm_dtype = given if comm_dtype == "auto" else getattr(torch, comm_dtype)
             if self.validates:
                 problem = problem_with(*inputs, index, valid, self._dim, self._samples, self.scaler is not None)
                 if index is None and learns and self._objective.needs_index:
                     problem = problem or f"index is missing: {self._config.method} keeps state of each sample."
-                rows, repeats = agree_on_call(rows, problem, learns, given, repeats, self._communicator)
-            if not repeats or self._last is None:
-                features = self._padded(image_features, text_features, index, valid, rows)
-                if learns and self.scaler is not None:
-                    self._undo = self._objective.restore_point(), self.scaler.get_scale()
-                # tensors that networks save for their own backward passes must bypass activation checkpointing's hooks
-                with saved_tensors_hooks(_unchanged, _unchanged):
-                    result = self._objective(features, self._step(learns))
-                factor = self._communicator.world_size if self._averages else 1
-                gradients = [gradient[: len(image_features)] for gradient in (result.image, result.text)]
-                gradients = gradients if factor == 1 else [gradient * factor for gradient in gradients]
-                self._metrics = result.metrics
-                self._calls += learns
-                called = result.loss, gradients
-                self._last = (tuple(x.detach() for x in inputs), called) if learns else None
-            else:
-                called = self._last[1]
-        loss = with_gradients(called[0], inputs, called[1])
+                rows = agree_on_call(rows, problem, learns, given, self._communicator)
+            features = self._padded(image_features, text_features, index, valid, rows)
+            if learns and self.scaler is not None:
+                self._undo = self._objective.restore_point(), self.scaler.get_scale()
+            result = self._objective(features, self._step(learns))
+            factor = self._communicator.world_size if self._averages else 1
+            gradients = [gradient[: len(image_features)] for gradient in (result.image, result.text)]
+            gradients = gradients if factor == 1 else [gradient * factor for gradient in gradients]
+            self._metrics = result.metrics
+            self._calls += learns
+        loss = with_gradients(result.loss, inputs, gradients)
         if learns and not loss.requires_grad and not self._warned:
             self._warned = True
             log.warning(
@@ -326,19 +318,13 @@ class ContrastiveLoss(nn.Module):
                     "build it as the saved one, or train a new one."
                 )
         self._move(self._communicator.device, getattr(torch, saved["dtype"]), keep=False)
-        self._calls, self._undo, self._last = saved["calls"], None, None
+        self._calls, self._undo = saved["calls"], None
 
     def _settle(self) -> None:
         """Revert the last call's updates if the scaler has lowered its scale since, because it skipped the step."""
         undo, self._undo = self._undo, None
         if undo is not None and self.scaler is not None and self.scaler.get_scale() < undo[1]:
             undo[0]()
-
-    def _is_recomputed(self, inputs: tuple[Tensor, ...]) -> bool:
-        """Whether a backward pass repeats the last call, as activation checkpointing does."""
-        if self._last is None or torch._C._current_graph_task_id() < 0:  # outside of any backward pass
-            return False
-        return all(torch.equal(x, last) for x, last in zip(inputs, self._last[0], strict=True))
 
     def _padded(self, image: Tensor, text: Tensor, index: Tensor | None, valid: Tensor | None, rows: int) -> Features:
         """Pad this rank's features to `rows` rows; the added rows are not valid."""
@@ -355,10 +341,6 @@ class ContrastiveLoss(nn.Module):
         number, length = self._calls, self._steps_per_epoch
         epoch, progress = (number // length, min(number / (self._epochs * length), 1 - 1e-9)) if length else (0, 0.0)
         return Step(number, epoch, self.lr, self._peak_lr, progress, learns)
-
-
-def _unchanged(x: Tensor) -> Tensor:
-    return x
 
 
 def _state_of(objective: Objective) -> dict[str, Any]:

@@ -27,7 +27,6 @@ class Step(NamedTuple):
     peak_lr: float  # peak of its schedule
     progress: float = 0.0  # completed fraction of the run, in [0, 1)
     learn: bool = True  # False computes the loss without updating normalizer or temperature
-    logs: bool = True  # whether its metrics are read, for which the host waits for the device
 
 
 class FeatureGradients(NamedTuple):

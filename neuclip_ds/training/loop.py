@@ -234,7 +234,7 @@ class Loop:
             TrainingDiverged: no checkpoint exists, or the steps have failed at the same place before.
         """
         newest, before = self.checkpoints.newest(), self.done - self.context.config.run.max_skipped_steps
-        advice = "lower optimizer.lr, or objective.npn.lr if the log warned of the NPN, and start the run again."
+        advice = "lower optimizer.lr, or objective.npn.lr if npn_ratio_mean left 0.5 to 2, and start the run again."
         if newest is None:
             raise TrainingDiverged(f"{problem}, and there is no checkpoint to return to: {advice}")
         if before <= self._failed_at:
@@ -248,7 +248,7 @@ class Loop:
         last, every = number + 1 == self.total, config.run.checkpoint_every
         logs = last or (number + 1) % config.run.log_every == 0
         epoch = self._epochs_before + number // self.order.steps_per_epoch
-        outcome = self._step(batch, Step(number, epoch, lr, config.optimizer.lr, number / self.total, logs=logs))
+        outcome = self._step(batch, Step(number, epoch, lr, config.optimizer.lr, number / self.total))
         scale = loss_scale_of(self.context.engine)
         ends.append(time.monotonic())
         passed = ends[-1] - ends[0]

@@ -35,7 +35,7 @@ def run_step(objective: Objective, number: int, valid: torch.Tensor = WHOLE) -> 
     assert gather is not None
     gather.add_text(text)
     gather.add_image(image)
-    found = objective(Features(image, text, index, valid, gather), Step(number, 0, 1e-3, 1e-3, logs=False))
+    found = objective(Features(image, text, index, valid, gather), Step(number, 0, 1e-3, 1e-3))
     assert found.image.shape == found.text.shape == image.shape
     assert all(x.device == DEVICE for x in (found.image, found.text, found.loss, *found.metrics.values()))
     return restore

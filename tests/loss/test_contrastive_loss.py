@@ -266,20 +266,11 @@ def test_the_state_of_another_loss_is_refused(saved: ContrastiveLoss, message: s
     loss_of("openclip", chunk_size=7).load_state_dict(loss_of("openclip").state_dict())  # same results
 
 
-@every_method
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_recomputation_in_the_backward_pass_learns_nothing(name: str, use_reentrant: bool) -> None:
-    plain, recomputed = loss_of(name), loss_of(name)
-    for number in range(3):
-        given, others = features(number), features(number)
-        wanted = plain(*given)
-        wanted.backward()
-        loss = checkpoint(recomputed, *others, use_reentrant=use_reentrant)
+def test_a_backward_pass_does_not_repeat_the_loss(use_reentrant: bool) -> None:
+    loss = checkpoint(loss_of("openclip"), *features(0), use_reentrant=use_reentrant)
+    with pytest.raises(RuntimeError, match="keep it out of activation checkpointing"):
         loss.backward()
-        assert use_reentrant or torch.equal(loss, wanted)
-        assert torch.equal(others[0].grad, given[0].grad)
-        assert torch.equal(others[1].grad, given[1].grad)
-    torch.testing.assert_close(state_of(recomputed), state_of(plain), rtol=0, atol=0, equal_nan=True)
 
 
 @every_method

@@ -141,7 +141,7 @@ class NpnNormalizer(NetworkNormalizer):
         def estimate() -> NormalizerOutput:
             found = self._predict(batch, tau)
             return self._output(
-                found.alpha, log_target, batch, tau, step, lambda r: self._full_gradient(found, batch, r, tau)
+                found.alpha, log_target, batch, tau, lambda r: self._full_gradient(found, batch, r, tau)
             )
 
         if self._drawn:

@@ -62,7 +62,7 @@ class MlpNpnNormalizer(NetworkNormalizer):
                 return (image + by_image, text + by_text), residual * positive
 
             alpha, all_targets = batch.gather(torch.cat([predicted, log_target]), "normalizer").split(2)
-            return self._output(alpha, all_targets, batch, tau, step, full)
+            return self._output(alpha, all_targets, batch, tau, full)
 
         return self._in_order(lambda: self._fit(features, positive, log_target, tau, batch.size), estimate, step)
 

@@ -1,4 +1,4 @@
-"""Code shared by predictions of the normalizer: their ratio to the batch's, its bound and monitoring, and gradients.
+"""Code shared by predictions of the normalizer: their ratio to the batch's, its bound, and gradients.
 
 The encoders' gradient weighs an anchor's negatives by the ratio q_i = (eps + g_i)/(eps + ghat_i), C_i/lambda_i in
 AmorLIP. A moving average bounds it by 1/gamma; a network does not. Raising the estimate by a constant of the anchor,
@@ -8,7 +8,6 @@ AmorLIP. A moving average bounds it by 1/gamma; a network does not. Raising the 
 bounds it, and leaves the derivatives of alpha_i as they are.
 """
 
-import logging
 import math
 from collections.abc import Callable
 
@@ -19,11 +18,6 @@ from neuclip_ds.objectives.base import Context, Normalizer, NormalizerOutput, St
 from neuclip_ds.objectives.gather import GatheredFeatures
 from neuclip_ds.objectives.options import ObjectiveConfig
 from neuclip_ds.objectives.pair_grid import IMAGE, TEXT
-
-log = logging.getLogger(__name__)
-
-_LOST = 2.0  # mean of (eps + g)/(eps + ghat), or its inverse; 1 at the optimum
-_FOUND = 1.5  # well inside, so that a mean near the limit does not log repeatedly
 
 
 def representable(log_estimate: Tensor, log_target: Tensor) -> Tensor:
@@ -85,16 +79,11 @@ FullGradient = Callable[[Tensor], tuple[tuple[Tensor, Tensor], Tensor]]
 
 
 class NetworkNormalizer(Normalizer):
-    """w_i = exp(-alpha_i) for a network that predicts alpha_i, of any form; npn.py has the equations.
-
-    It logs when the prediction loses the normalizer, and when it has recovered, in steps that log: the first three
-    times, and then at powers of two.
-    """
+    """w_i = exp(-alpha_i) for a network that predicts alpha_i, of any form; npn.py has the equations."""
 
     def __init__(self, config: ObjectiveConfig, eps: float, context: Context) -> None:
         self._config, self._eps, self._communicator = config.npn, eps, context.communicator
         self._max_ratio = config.max_ratio
-        self._healthy, self._losses = True, 0
 
     def _in_order(
         self, fit: Callable[[], None], estimate: Callable[[], NormalizerOutput], step: Step
@@ -109,14 +98,15 @@ class NetworkNormalizer(Normalizer):
         return output
 
     def _output(
-        self, alpha: Tensor, log_target: Tensor, batch: GatheredFeatures, tau: Tensor, step: Step, full: FullGradient
+        self, alpha: Tensor, log_target: Tensor, batch: GatheredFeatures, tau: Tensor, full: FullGradient
     ) -> NormalizerOutput:
         """Eq. 12 for encoders and temperature: w_i = exp(-alpha_i), and the part of r_i grad alpha_i in `alpha_grad`.
 
         `alpha` and `log_target`, log(eps + g_i), are (2, B).
         """
         alpha = representable(alpha, log_target)
-        metrics = self._watch((log_target - alpha).exp(), step)
+        ratios = (log_target - alpha).exp()  # (eps + g)/(eps + ghat)
+        metrics = {"npn_ratio_mean": ratios.mean(), "npn_ratio_max": ratios.max()}
         if self._max_ratio is not None:
             alpha = bounded(alpha, log_target, math.log(self._max_ratio))
         metrics["alpha"] = alpha.mean()
@@ -130,33 +120,6 @@ class NetworkNormalizer(Normalizer):
         else:
             feature_grad, grad_tau = full(1 - ratio)
         return NormalizerOutput(-alpha, value, value + grad_tau, metrics, feature_grad)
-
-    def _watch(self, ratio: Tensor, step: Step) -> dict[str, Tensor]:
-        """Return metrics of the (2, B) ratios (eps + g)/(eps + ghat); log a change of health in a step that logs."""
-        metrics = {"npn_ratio_mean": ratio.mean(), "npn_ratio_max": ratio.max()}
-        mean = float(metrics["npn_ratio_mean"]) if step.logs else math.nan
-        off = max(mean, 1 / mean) if mean > 0 else math.inf
-        if math.isnan(mean):
-            pass  # the step does not log, or is skipped for another reason
-        elif self._healthy and not off <= _LOST:
-            self._healthy, self._losses = False, self._losses + 1
-            if self._reports:
-                log.warning(
-                    "step %d: the NPN has lost the normalizer (%d times so far): the mean of (eps + g)/(eps + ghat) is "
-                    "%.3g, outside [0.5, 2]; if it stays there, lower objective.npn.lr (now %g) or "
-                    "objective.npn.redraw_every",
-                    step.number, self._losses, mean, self._config.rate,
-                )  # fmt: skip
-        elif not self._healthy and off <= _FOUND:
-            self._healthy = True
-            if self._reports:
-                log.info("step %d: the NPN follows the batch normalizer again (mean ratio %.3g)", step.number, mean)
-        return metrics
-
-    @property
-    def _reports(self) -> bool:
-        """Whether to log the current loss of the normalizer, which may come and go hundreds of times in a run."""
-        return self._losses <= 3 or self._losses.bit_count() == 1
 
 
 def batch_output(log_target: Tensor, local: Tensor) -> NormalizerOutput:
