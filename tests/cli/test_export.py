@@ -9,7 +9,7 @@ import torch
 from miniatures import TINY_VIT, save_clip, save_open_clip
 from safetensors.torch import load_file
 from small_runs import TRAIN, call, records
-from test_image_weights import saved_timm
+from test_checkpoints import saved_timm
 from transformers import AutoModel, AutoProcessor
 
 from neuclip_ds.checkpoint.export import export_run

@@ -1,7 +1,9 @@
-"""The order's contracts: exactly once, independent of ranks and starts, stable across versions."""
+"""The order and mixtures: exactly once, in their shares, independent of ranks and starts, stable across versions."""
 
 import hashlib
 import itertools
+from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from neuclip_ds.data.interleave import Interleave
+from neuclip_ds.data.mixture import MixtureOrder
 from neuclip_ds.data.order import GlobalOrder, hash64, mix64, permute
 from neuclip_ds.data.prefetch import shards_ahead
 from neuclip_ds.errors import UserError
@@ -84,6 +87,8 @@ def test_sparse_index_space_is_respected():
 
 
 def test_errors():
+    with pytest.raises(UserError, match="not positive"):
+        mixture_of([0, 0, 0])
     with pytest.raises(UserError, match="drop_last leaves no batch: 7 samples"):
         order_of([7], 8, drop_last=True)
     with pytest.raises(UserError, match="has 1 samples"):
@@ -92,11 +97,13 @@ def test_errors():
         order_of([10, 10], 8).batch(0, 3)
 
 
-def test_golden_order():
-    """The order must never change: every checkpoint would resume into another one."""
-    order = order_of([1000, 1, 0, 777, 1234, 90], 48, 7, 4, 200)
-    digest = hashlib.sha256(b"".join(epoch_of(order, epoch).astype("<i8").tobytes() for epoch in (0, 1, 41)))
-    assert digest.hexdigest()[:32] == "8db00d570d539e0946b932b7e3b7ee12"
+def test_golden_orders():
+    """They must never change: every checkpoint would resume into another one."""
+    order, mixture = order_of([1000, 1, 0, 777, 1234, 90], 48, 7, 4, 200), mixture_of([3, 2, 1])
+    epochs = [epoch_of(order, epoch) for epoch in (0, 1, 41)]
+    steps = [np.array(at(mixture, number)) for number in (0, 8, 9, 77, 200)]
+    found = [hashlib.sha256(b"".join(x.astype("<i8").tobytes() for x in one)).hexdigest() for one in (epochs, steps)]
+    assert [digest[:32] for digest in found] == ["8db00d570d539e0946b932b7e3b7ee12", "5d2673c493a13f919a3df3b49ec49344"]
 
 
 def test_hash_matches_the_reference_of_splitmix64():
@@ -125,11 +132,6 @@ def test_permute_reaches_every_order_of_three_and_is_even():
     assert np.all(np.abs(np.bincount(first, minlength=50) / 1200 - 1) < 0.2)
 
 
-def ahead(order: GlobalOrder, epoch: int, step: int, rows: list[slice], epochs: int) -> list:
-    end = epochs * order.steps_per_epoch
-    return list(itertools.takewhile(lambda need: need.first < end, shards_ahead(order, epoch, step, rows)))
-
-
 @settings(max_examples=40, deadline=None)
 @given(settings_of_orders(), st.booleans(), st.data())
 def test_shards_ahead_are_those_of_the_batches(case, drop_last, data):
@@ -145,14 +147,16 @@ def test_shards_ahead_are_those_of_the_batches(case, drop_last, data):
 
 
 def assert_none_missing_or_late(
-    order: GlobalOrder, sizes: list[int], epoch: int, step: int, rows: list[slice], epochs: int
+    order: GlobalOrder | MixtureOrder, sizes: Sequence[int], epoch: int, step: int, rows: list[slice], epochs: int
 ) -> float:
     """Return the share of requests for shards that no batch reads meanwhile."""
-    requests = ahead(order, epoch, step, rows, epochs)
-    assert [request.first for request in requests] == sorted(request.first for request in requests)
+    begin, end = (order.steps_per_epoch * number for number in (epoch, epochs))
+    requests = list(itertools.takewhile(lambda need: need.first < end, shards_ahead(order, epoch, step, rows)))
+    firsts = [request.first for request in requests]
+    assert firsts == sorted(firsts) and all(first >= begin + step for first in firsts)
     chosen = np.unique(np.concatenate([np.arange(order.batch_size)[part] for part in rows]))
     used = set()
-    for number in range(epoch * order.steps_per_epoch + step, epochs * order.steps_per_epoch):
+    for number in range(begin + step, end):
         indices = order.batch(*divmod(number, order.steps_per_epoch))[chosen]
         for shard in set(np.searchsorted(np.cumsum(sizes), indices[indices >= 0], side="right").tolist()):
             found = [one for one in requests if one.shard == shard and one.first <= number <= one.last]
@@ -176,3 +180,64 @@ def test_shards_ahead_of_a_huge_set_begin_at_once():
     assert needs[0].first == steps
     first_batch = set((order.batch(5, 200_000, slice(64, 128)) // 10_000).tolist())
     assert {need.shard for need in needs if need.first == steps} >= first_batch
+
+
+SIZES = np.array([30, 50, 40, 25, 15, 64])
+STARTS = np.cumsum(SIZES) - SIZES
+SOURCE = np.array([0, 0, 0, 1, 1, 2])  # of each shard
+SAMPLES = [120, 40, 64]  # of each source
+
+
+def mixture_of(weights, batch_size=16, streams=4, block=20, seed=3) -> MixtureOrder:
+    interleave = Interleave(streams, block)
+    sizes = [np.where(source == SOURCE, SIZES, 0) for source in range(3)]
+    sources = [GlobalOrder(STARTS, own, batch_size, seed, interleave) for own in sizes]
+    return MixtureOrder(sources, weights, interleave)
+
+
+def source_of(index: int) -> int:
+    return int(SOURCE[np.searchsorted(STARTS, index, side="right") - 1])
+
+
+def at(order: MixtureOrder, number: int) -> tuple[list[int], list[int]]:
+    visits, indices = order.visits(*divmod(number, order.steps_per_epoch))
+    return visits.tolist(), indices.tolist()
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    st.lists(st.integers(0, 5), min_size=3, max_size=3).filter(any),
+    st.sampled_from([(16, 4), (12, 1), (24, 24), (20, 5)]),
+)
+def test_each_stream_of_a_source_is_visited_once_an_epoch(weights, shape):
+    order = mixture_of(weights, *shape)
+    seen = Counter(itertools.chain(*(zip(*at(order, number), strict=True) for number in range(80))))
+    assert set(seen.values()) == {1}, "no sample twice in an epoch of its source"
+    visited = Counter(source_of(index) for _, index in seen)
+    for source, weight in enumerate(weights):
+        share = weight / sum(weights)
+        assert abs(visited[source] / (80 * shape[0]) - share) <= 1 / shape[0]
+        n = SAMPLES[source]
+        for epoch in range(visited[source] // n - shape[1] - 1):
+            assert sum(key[0] == epoch and source_of(key[1]) == source for key in seen) == n, "all samples"
+
+
+def test_ranks_and_starts_do_not_matter():
+    order, other = mixture_of([3, 2, 1]), mixture_of([3, 2, 1])
+    for number in (40, 3, 9):
+        epoch, step = divmod(number, order.steps_per_epoch)
+        parts = [other.batch(epoch, step, slice(start, start + 4)) for start in range(0, 16, 4)]
+        assert np.array_equal(np.concatenate(parts), order.batch(epoch, step))
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    st.sampled_from([[3, 2, 1], [1, 0, 1], [1, 1, 1]]),
+    st.integers(0, 30),
+    st.integers(5, 40),
+    st.sampled_from([[slice(0, 16)], [slice(4, 8)], [slice(0, 4), slice(12, 16)]]),
+)
+def test_shards_ahead_of_a_mixture(weights, begin, block, rows):
+    order = mixture_of(weights, block=block)
+    epoch, step = divmod(begin, order.steps_per_epoch)
+    assert_none_missing_or_late(order, SIZES, epoch, step, rows, epochs=epoch + 3)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from miniatures import CAPTIONS, images, save_clip, save_open_clip, save_siglip
 from ranks import run_ranks
-from test_image_weights import saved_timm
+from test_checkpoints import saved_timm
 
 from neuclip_ds.config import Config
 from neuclip_ds.data.dataset import Batch
