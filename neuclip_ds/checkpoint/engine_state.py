@@ -2,9 +2,8 @@
 
 `engine/zero.py` knows which elements of each parameter a rank holds; all other code is the same for all stages.
 
-A checkpoint keeps float32 master weights (the weights themselves for frozen parameters), the optimizer's tensors and
-scalars, the module's persistent buffers (rank 0's, where ranks differ, as in batch norm),
-and DeepSpeed's counts of steps and samples, with fp16 the loss scale. Hyper-parameters belong to the config.
+checkpoint/sharded_state.py lists what is kept. Buffers may differ between ranks, as in batch norm; rank 0's are kept.
+Hyper-parameters belong to the config.
 """
 
 from collections import defaultdict

@@ -28,9 +28,11 @@ WEIGHT, SCALAR, BUFFER, OBJECTIVE = "weight", "scalar", "buffer", "objective"
 
 
 class StateFiles(ShardFiles):
-    """Reader of a checkpoint's state.
+    """Reader of a checkpoint's state; raises `UserError` if the checkpoint's files have changed.
 
-    Raises `UserError` if a checkpoint's files have changed.
+    Args:
+        folder: `state` of a checkpoint.
+        verified: whether the caller has compared the checksums.
 
     Example:
         files = StateFiles(Path("runs/demo/checkpoints/step_000000100/state"))
@@ -43,11 +45,6 @@ class StateFiles(ShardFiles):
     """
 
     def __init__(self, folder: Path, verified: bool = False) -> None:
-        """
-        Args:
-            folder: `state` of a checkpoint.
-            verified: whether the caller has compared the checksums.
-        """
         if not verified and is_complete(folder.parent):
             verify(folder.parent)
         super().__init__(folder)

@@ -1,8 +1,6 @@
 """Zero-shot classification: an image is predicted as the class with the nearest mean of prompts (CLIP, sec. 3.1).
 
-Sets are folders of images by class, or in the webdataset layout of CLIP_benchmark, which DataComp's evaluation sets
-share. Ties between classes, such as two classes with the same name, count by expectation, as in
-`neuclip_ds.evaluation.retrieval`.
+Ties between classes, such as two classes with the same name, count by expectation, as in retrieval.
 """
 
 import io

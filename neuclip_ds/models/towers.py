@@ -50,8 +50,7 @@ class VisionTower(Encoder):
     """An image model of timm, transformers or open_clip.
 
     Args:
-        trunk: returns the pooled feature, or an output with it as `pooler_output`.
-        projection: as for `Encoder`.
+        trunk, projection: the trunk returns the pooled feature, or an output with it as `pooler_output`.
         mean, std: statistics per channel of the pixels in [0, 1] that the trunk was trained on.
     """
 
@@ -81,8 +80,7 @@ class TextTower(Encoder):
     """A text encoder of transformers or open_clip.
 
     Args:
-        trunk: returns the pooled feature, like the trunk of `VisionTower`, or hidden states (b, T, width).
-        projection: as for `Encoder`.
+        trunk, projection: the trunk returns the pooled feature, as in `VisionTower`, or hidden states (b, T, width).
         eos_id: token at whose first place in a row the feature is read; None if the trunk returns the feature.
     """
 

@@ -1,12 +1,4 @@
-"""Metrics of a run: one JSON object per line in metrics.jsonl, and the same numbers in TensorBoard.
-
-Only rank 0 writes them; the other ranks have None:
-
-    with MetricsLog(folder, resume_step) if rank == 0 else nullcontext() as metrics:
-        ...
-        if metrics is not None:
-            metrics.write(step, {"loss": loss})
-"""
+"""Metrics of a run, written by rank 0: a JSON object per line in metrics.jsonl, and the same numbers in TensorBoard."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tars import jpeg, write_pairs, write_tar
 
-from neuclip_ds.data import build, resumable_scan
+from neuclip_ds.data import build
 from neuclip_ds.data.build import build_manifest, open_manifest, write_manifest
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.readers import TarReader
@@ -124,8 +124,8 @@ def test_an_interrupted_build_continues_with_what_it_knows(folder, tmp_path, cha
 
 def test_a_group_of_shards_shares_a_file_of_tables(tmp_path, monkeypatch):
     """One that cannot be read does not move the tables of the others in its group."""
-    monkeypatch.setattr(resumable_scan, "GROUPS", 4)
-    monkeypatch.setattr(resumable_scan, "as_completed", iter)  # which has no fixed order
+    monkeypatch.setattr(build, "GROUPS", 4)
+    monkeypatch.setattr(build, "as_completed", iter)  # which has no fixed order
     paths = paths_of(write_pairs(tmp_path / "shards", [1, 2, 3, 0, 1, 2, 3, 1]))
     unreadable(Path(paths[4]))
     with pytest.raises(KeyboardInterrupt):

@@ -1,7 +1,7 @@
 """The interface of model sources, and code that pretrained checkpoints share.
 
-The trunks of the towers are the library's modules, so features equal the library's. Logit scale and bias stay outside
-the model: they belong to the objective, and DeepSpeed's ZeRO does not support 0-dimensional parameters.
+The trunks of the towers are the library's modules, so features equal the library's. Logit scale and bias belong to the
+objective.
 """
 
 import json
