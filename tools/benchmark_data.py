@@ -132,7 +132,7 @@ def store_of(n: int) -> list[str]:
     store = SampleStore(n, {"log_u_image": -np.inf, "log_u_text": -np.inf}, Communicator())
     generator = torch.Generator().manual_seed(0)
     batches = [torch.randint(0, n, (4096,), generator=generator) for _ in range(200)]
-    lines = [f"{_huge_pages():.0%} of the process's memory is in huge pages"]
+    lines: list[str] = []
     for when in ("first visit", "again"):
         lines += _visit(store, batches, when)
     with _forked_process():
@@ -172,13 +172,6 @@ def _visit(store: SampleStore, batches: list[Tensor], when: str) -> Iterator[str
         faults = (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / len(batches)
         low, high = statistics.median(times), times[int(0.95 * len(times))]
         yield f"{verb}, {when}: {low:.2f} ms (fastest {times[0]:.2f}, 95 % below {high:.2f}), {faults:,.1f} page faults"
-
-
-def _huge_pages() -> float:
-    """Share of this process's resident memory in huge pages."""
-    sizes = dict(line.split(":") for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
-    huge, resident = (int(sizes[name].split()[0]) for name in ("AnonHugePages", "Rss"))
-    return huge / resident
 
 
 @contextmanager

@@ -6,17 +6,13 @@ because all ranks know the values and each stores its local rows. Shapes never d
 values for a table in host memory are stored when they have arrived, so nothing waits for the device.
 """
 
-import mmap
-import os
 from collections.abc import Mapping
-from contextlib import suppress
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from neuclip_ds.distributed.communicator import Communicator, HostCopy, Pending, to_device
-from neuclip_ds.errors import UserError
 from neuclip_ds.state.partition import Partition, RowTable
 
 MAX_DEVICE_BYTES = 2 << 30  # larger tables are kept in pinned host memory
@@ -47,13 +43,8 @@ class SampleStore:
         shape = (self.partition.size + 1, len(fields))  # the extra last row absorbs writes to rows of other ranks
         device = torch.device(communicator.device)
         size = shape[0] * shape[1] * dtype.itemsize
-        if device.type == "cpu":
-            self._table = random_access_table(*shape, dtype)
-        elif size <= max_device_bytes:
-            self._table = torch.empty(shape, dtype=dtype, device=device)
-        else:
-            self._table = torch.empty(shape, dtype=dtype, pin_memory=True)
-        self._process = os.getpid()
+        pinned = device.type != "cpu" and size > max_device_bytes
+        self._table = torch.empty(shape, dtype=dtype, device="cpu" if pinned else device, pin_memory=pinned)
         for column, initial in enumerate(fields.values()):
             self._table[:, column] = initial
         self._arriving: tuple[Tensor, HostCopy] | None = None  # rows of a table in host memory, and their new values
@@ -61,9 +52,7 @@ class SampleStore:
 
     @property
     def _rows(self) -> Tensor:
-        """The table; raise `UserError` in a forked process, which does not have its memory."""
-        if os.getpid() != self._process:
-            raise UserError("The statistics of a loss are used in a forked process: create the loss where you train.")
+        """The table, with the values of the last write."""
         if self._arriving is not None:
             rows, values = self._arriving
             self._arriving = None
@@ -128,32 +117,6 @@ class SampleStore:
         low, high = self.partition.start, self.partition.stop
         is_local = (index >= low) & (index < high)
         return torch.where(is_local, index - low, self.partition.size), is_local
-
-
-def random_access_table(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """Return zeros (rows, columns) for this process alone; a forked process that touches them is killed.
-
-    The table uses huge pages if the kernel provides them: with pages of 4 KB nearly every row access misses the TLB.
-    Forked processes do not inherit it: while one lives, such as a loader worker, the first write to each page would
-    copy that page, which takes longer than the write and up to the table's size of memory again.
-
-    Raises:
-        UserError: the machine has too little memory.
-    """
-    if type(torch.empty(0)) is not Tensor:  # under a mode whose tensors have no memory
-        return torch.zeros(rows, columns, dtype=dtype)
-    size = rows * columns * dtype.itemsize
-    try:
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise UserError(
-            f"The {size / 1e9:,.1f} GB of this rank's per-sample statistics cannot be allocated ({error.strerror}); "
-            "use more ranks, or a machine with more memory."
-        ) from error
-    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-        with suppress(OSError, AttributeError):  # the kernel lacks huge pages or madvise
-            memory.madvise(getattr(mmap, advice))
-    return torch.frombuffer(memory, dtype=dtype).view(rows, columns)
 
 
 def _last_of_each(rows: Tensor) -> Tensor:
