@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 import yaml
 from study.features import Splits, cache_features, load_splits
+from study.fine_tuning import fine_tune
 from study.loop import Run, train
 from study.tables import tables
 
@@ -148,7 +149,7 @@ def _get(tree: Any, name: str) -> Any:
 def is_known(job: Job, known: Mapping[str, Any]) -> bool:
     if job.name not in known:
         return False
-    if known[job.name]["run"] != json.loads(json.dumps(asdict(job.run))):
+    if Run(**known[job.name]["run"]) != job.run:
         raise UserError(f"results.jsonl has {job.name} with other settings; remove its line to repeat it.")
     return True
 
@@ -166,7 +167,11 @@ def do(job: Job) -> dict[str, Any]:
     """Train a run in this process, and return its record."""
     splits = _splits(job.features)
     began = time.process_time()
-    results = train(splits.train, getattr(splits, job.split), job.run)
+    held_out = getattr(splits, job.split)
+    if job.run.fine_tunes:
+        results = fine_tune(splits.train, held_out, job.run)
+    else:
+        results = train(splits.train, held_out, job.run).results
     results["seconds"] = time.process_time() - began
     return {"name": job.name, "run": asdict(job.run), "results": _rounded(results)}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 import run_study
 import torch
 from safetensors.torch import save_file
+from study import fine_tuning
 from study.features import load_splits
-from study.loop import Heads, Run, normalizers, scores, train
+from study.loop import Heads, Run, train
+from study.measures import normalizers, scores
 from study.tables import difference, tables
 
 from neuclip_ds.errors import UserError
@@ -43,11 +46,24 @@ def features(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_losses_learn(features: Path, loss: str, options: dict[str, object]) -> None:
     splits = load_splits(features, validation=250)
     run = Run(loss, batch=10, seed=1, epochs=4, lr=3e-3, width=16, options=options, effective=40)
-    found = train(splits.train, splits.test, run)
+    found = train(splits.train, splits.test, run).results
     assert [record["step"] for record in found["curve"]] == [20, 60, 120, 200]
     assert ("error_std" in found) == (loss in ("openclip", "fastclip_v3"))
     assert found["recall"] > found["curve"][0]["recall"]
     assert found["recall"] > 2 * scores(Heads(splits.train, run), splits.test)["recall"]
+
+
+def test_recovery_leaves_the_weights_as_they_are(features: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And fine-tuning after it goes another way than without it."""
+    splits = load_splits(features, validation=250)
+    run = Run("tuneclip", batch=10, seed=1, epochs=2, lr=0.0, width=16, fine_tunes=True, recovery=1)
+    monkeypatch.setattr(fine_tuning, "CHECKPOINT", replace(run, loss="openclip", epochs=8, lr=3e-3, recovery=0))
+    found = fine_tuning.fine_tune(splits.train, splits.test, run)
+    assert found["recall"] == found["start"]
+    found, cold = (fine_tuning.fine_tune(splits.train, splits.test, replace(run, lr=3e-3, recovery=x)) for x in (1, 0))
+    assert found["curve"][-1]["recall"] == found["recall_second"]
+    assert found["log_g"] != cold["log_g"]
+    assert found["recall"] == (found["recall_first"] + found["recall_second"]) / 2
 
 
 def test_an_exact_normalizer_has_ratios_of_mean_one(features: Path) -> None:

@@ -4,10 +4,9 @@
 """
 
 import math
-import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +16,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from neuclip_ds.loss import ContrastiveLoss
 from study.features import Pairs
-from study.oracle import OracleLoss, log_mean_exp, negative_logits
+from study.measures import normalizers, scores
+from study.oracle import OracleLoss
 
-ANCHORS, WARMUP, RECORDS = 512, 0.02, (0.1, 0.3, 0.6, 1.0)  # records of the learning curve, in parts of the run
+WARMUP, RECORDS = 0.02, (0.1, 0.3, 0.6, 1.0)  # records of the learning curve, in parts of the run
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,8 @@ class Run:
     temperature_rate: float = 1.0  # the temperature's learning rate as a multiple of the heads'
     effective: float | None = None  # rho leaves an anchor the weight of so many negatives
     noise: float = 0.0  # share of captions that stand with another image
+    fine_tunes: bool = False  # start from a checkpoint of other photographs; see fine_tuning.py
+    recovery: float = 0.0  # epochs that recover Adam's moments and u with frozen weights before fine-tuning
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)  # of the loss
 
 
@@ -67,6 +69,15 @@ class Heads(nn.Module):
         return found
 
 
+class Trained(NamedTuple):
+    """What a run leaves."""
+
+    results: dict[str, Any]  # the last record of the learning curve, and the whole `curve`
+    heads: Heads
+    loss: ContrastiveLoss | OracleLoss
+    optimizer: AdamW
+
+
 def build_loss(run: Run, pairs: Pairs, heads: Heads, steps_per_epoch: int) -> ContrastiveLoss | OracleLoss:
     """Build the loss of a run; options that depend on the data are filled in here."""
     samples = len(pairs.text)
@@ -86,8 +97,12 @@ def build_loss(run: Run, pairs: Pairs, heads: Heads, steps_per_epoch: int) -> Co
     return ContrastiveLoss(run.loss, lr=run.lr, betas=(0.9, 0.999), adam_eps=1e-12, validate=False, **options)
 
 
-def train(pairs: Pairs, held_out: Pairs, run: Run) -> dict[str, Any]:
-    """Train, and return the records of the learning curve; the last one is the result."""
+def train(pairs: Pairs, held_out: Pairs, run: Run, start: Callable[..., None] | None = None) -> Trained:
+    """Train on pairs, with records of the scores on held-out pairs.
+
+    Args:
+        start: sets the initial state of the heads, the loss, and the optimizer.
+    """
     torch.manual_seed(run.seed)
     order = torch.Generator().manual_seed(run.seed)
     pairs = with_noise(pairs, run.noise, order)
@@ -97,6 +112,8 @@ def train(pairs: Pairs, held_out: Pairs, run: Run) -> dict[str, Any]:
     recorded = {max(1, round(part * total)) for part in RECORDS}
     loss_fn = build_loss(run, pairs, heads, per_epoch)
     optimizer = AdamW(heads.parameters(), run.lr, weight_decay=run.weight_decay, eps=1e-12, fused=True)
+    if start is not None:
+        start(heads, loss_fn, optimizer)
     warmup = max(1, round(WARMUP * total))
     scheduler = LambdaLR(optimizer, lambda s: min(1, (s + 1) / warmup) * (1 + math.cos(math.pi * s / total)) / 2)
     records = []
@@ -116,7 +133,7 @@ def train(pairs: Pairs, held_out: Pairs, run: Run) -> dict[str, Any]:
             tau = float(loss_fn.metrics["tau"])
             records.append({"step": step + 1, "tau": tau, **scores(heads, held_out)})
             records[-1] |= normalizers(heads, pairs, run, tau, loss_fn)
-    return {**records[-1], "curve": records}
+    return Trained({**records[-1], "curve": records}, heads, loss_fn, optimizer)
 
 
 def with_noise(pairs: Pairs, share: float, generator: torch.Generator) -> Pairs:
@@ -125,43 +142,3 @@ def with_noise(pairs: Pairs, share: float, generator: torch.Generator) -> Pairs:
     image_of = pairs.image_of.clone()
     image_of[moved] = image_of[moved.roll(1)]
     return pairs._replace(image_of=image_of)
-
-
-def scores(heads: Heads, pairs: Pairs) -> dict[str, float]:
-    """Return the mean of R@1, R@5 and R@10 in both directions, in percent; ties count as misses."""
-    images, texts = heads.encode(pairs)
-    similarity = images @ texts.T
-    own = torch.arange(len(images))[:, None] == pairs.image_of
-    best = similarity.masked_fill(~own, -math.inf).amax(dim=1, keepdim=True)
-    by_image = ((similarity >= best) & ~own).sum(dim=1)
-    by_text = ((similarity >= similarity.gather(0, pairs.image_of[None])) & ~own).sum(dim=0)
-    recalls = [(ahead < k).double().mean() for ahead in (by_image, by_text) for k in (1, 5, 10)]
-    return {"recall": 100 * statistics.mean(map(float, recalls)), "image_to_text@1": 100 * float(recalls[0])}
-
-
-@torch.no_grad()
-def normalizers(heads: Heads, pairs: Pairs, run: Run, tau: float, loss_fn: nn.Module | None = None) -> dict[str, float]:
-    """Return statistics of anchors against all n pairs: their KL divergence, and the ratio of a batch to them.
-
-    `ratio` is the batch's mean over the exact mean, which weighs an anchor's negatives where the normalizer is exact.
-    `error` is log u - log g of the images: the method's estimate against the exact value.
-    """
-    images, texts = heads.encode(pairs)
-    rows = torch.randperm(len(texts), generator=torch.Generator().manual_seed(0))[: max(ANCHORS, run.batch)]
-    rows = rows[: len(rows) // run.batch * run.batch]
-    image, text = images[pairs.image_of[rows]], texts[rows]
-    logits = negative_logits(image, text, texts, rows, tau)
-    log_g = log_mean_exp(logits)
-    weights = logits.softmax(dim=1)
-    divergence = (weights * logits.masked_fill(weights == 0, 0)).sum(dim=1) - log_g
-    found = {"log_g": float(log_g.mean()), "kl": float(divergence.mean())}
-    own = torch.arange(run.batch)
-    blocks = zip(image.split(run.batch), text.split(run.batch), strict=True)
-    batch = torch.cat([log_mean_exp(negative_logits(a, b, b, own, tau)) for a, b in blocks])
-    ratio = (batch - log_g).exp()
-    found |= {"ratio_mean": float(ratio.mean()), "ratio_std": float(ratio.std()), "ratio_max": float(ratio.max())}
-    if isinstance(loss_fn, ContrastiveLoss) and run.loss != "siglip":  # SigLIP has no normalizer
-        batches = zip(image.split(run.batch), text.split(run.batch), rows.split(run.batch), strict=True)
-        error = torch.cat([loss_fn.log_normalizers(*one)[0] for one in batches]) - log_g
-        found |= {"error_mean": float(error.mean()), "error_std": float(error.std())}
-    return found

@@ -33,7 +33,7 @@ def tables(records: Mapping[str, Any]) -> str:
 
 
 def _table(stage: str, batch: int, rows: Mapping[str, Mapping[int, Any]]) -> str:
-    peers = [name for name in rows if name.split(",")[0] == PEER]
+    peers = [name for name in rows if name.split(",")[0].removeprefix("tune ") == PEER]
     peer = max(peers, key=lambda name: _mean(rows[name], "recall")) if peers else None
     header = ["arm", "recall %", f"minus {peer}", *_COLUMNS, "lowest", "seeds"]
     lines = [header, ["---"] * len(header)]

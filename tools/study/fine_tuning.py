@@ -1,0 +1,84 @@
+"""Fine-tune a checkpoint on photographs that its training lacked, as TuneCLIP does with open-weight models.
+
+The photographs are split by content: along the first principal component of their captions' features, `SHARE` of them
+are of the first kind and the rest of the second. A checkpoint is trained on the first kind; runs fine-tune it on the
+second at the checkpoint's temperature. Recovery (TuneCLIP Algorithm 1) first lets Adam's moments and u accumulate with
+frozen weights, from the gradients of the plain global contrastive loss.
+"""
+
+import statistics
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import AdamW
+
+from neuclip_ds.loss import ContrastiveLoss
+from study.features import Pairs
+from study.loop import Heads, Run, Trained, train
+from study.measures import scores
+from study.oracle import OracleLoss
+
+SHARE = 0.7
+CHECKPOINT = Run("openclip", batch=256, seed=0, epochs=30, options={"temperature": {"initial": 0.07}})
+_checkpoints: dict[int, Trained] = {}  # of this process by seed; a search or the final runs share them
+
+
+def fine_tune(pairs: Pairs, held_out: Pairs, run: Run) -> dict[str, Any]:
+    """Fine-tune the checkpoint of the run's seed, and return the results of `train`.
+
+    `recall` is the mean of the scores on the two kinds of held-out pairs, `recall_first` and `recall_second`, and
+    `start` the checkpoint's mean.
+    """
+    direction, threshold = _content(pairs)
+    (first, second), (old, new) = (_split(each, direction, threshold) for each in (pairs, held_out))
+    if run.seed not in _checkpoints:
+        _checkpoints[run.seed] = train(first, old, replace(CHECKPOINT, seed=run.seed))
+    checkpoint = _checkpoints[run.seed]
+    at_tau = {"temperature": {"initial": checkpoint.results["tau"], "lr": 0.0}}
+    run = replace(run, options={**run.options, **at_tau})
+
+    def start(heads: Heads, loss: ContrastiveLoss | OracleLoss, optimizer: AdamW) -> None:
+        heads.load_state_dict(checkpoint.heads.state_dict())
+
+    def start_recovered(heads: Heads, loss: ContrastiveLoss | OracleLoss, optimizer: AdamW) -> None:
+        start(heads, loss, optimizer)
+        theirs = zip(heads.parameters(), recovered.heads.parameters(), strict=True)
+        optimizer.state.update({ours: recovered.optimizer.state[parameter] for ours, parameter in theirs})
+        if method == "gcl":  # as in the paper, the hinged loss continues with the plain loss's u
+            own = loss.get_extra_state()["built_with"]
+            loss.set_extra_state({**recovered.loss.get_extra_state(), "built_with": own})
+
+    if run.recovery:
+        method = "openclip" if run.loss == "openclip" else "gcl"
+        recovered = train(second, new, replace(run, loss=method, lr=0.0, epochs=run.recovery, options=at_tau), start)
+    trained = train(second, new, run, start_recovered if run.recovery else start)
+    before, after = (
+        [scores(heads, kind)["recall"] for kind in (old, new)] for heads in (checkpoint.heads, trained.heads)
+    )
+    found = {"recall": statistics.mean(after), "recall_first": after[0], "recall_second": after[1]}
+    return {**trained.results, **found, "start": statistics.mean(before)}
+
+
+def _content(pairs: Pairs) -> tuple[Tensor, float]:
+    """Return the direction (width,) of the captions' largest variance, and the images' quantile `SHARE` along it."""
+    _, _, directions = torch.linalg.svd(pairs.text - pairs.text.mean(dim=0), full_matrices=False)
+    return directions[0], float(_along(pairs, directions[0]).quantile(SHARE))
+
+
+def _along(pairs: Pairs, direction: Tensor) -> Tensor:
+    """Return the mean over each image's captions of their components along a direction: (images,)."""
+    total = torch.zeros(pairs.image.shape[1]).index_add_(0, pairs.image_of, pairs.text @ direction)
+    return total / pairs.image_of.bincount(minlength=len(total))
+
+
+def _split(pairs: Pairs, direction: Tensor, threshold: float) -> tuple[Pairs, Pairs]:
+    above = _along(pairs, direction) > threshold
+    return _of_images(pairs, ~above), _of_images(pairs, above)
+
+
+def _of_images(pairs: Pairs, kept: Tensor) -> Pairs:
+    of_kept = kept[pairs.image_of]
+    number = kept.cumsum(0) - 1
+    return Pairs(pairs.image[:, kept], pairs.text[of_kept], number[pairs.image_of[of_kept]])

@@ -1,0 +1,59 @@
+"""Scores of a run on held-out pairs, and statistics of its normalizers against the exact ones."""
+
+import math
+import statistics
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from neuclip_ds.loss import ContrastiveLoss
+from study.features import Pairs
+from study.oracle import log_mean_exp, negative_logits
+
+if TYPE_CHECKING:
+    from study.loop import Heads, Run
+
+ANCHORS = 512
+
+
+def scores(heads: "Heads", pairs: Pairs) -> dict[str, float]:
+    """Return the mean of R@1, R@5 and R@10 in both directions, in percent; ties count as misses."""
+    images, texts = heads.encode(pairs)
+    similarity = images @ texts.T
+    own = torch.arange(len(images))[:, None] == pairs.image_of
+    best = similarity.masked_fill(~own, -math.inf).amax(dim=1, keepdim=True)
+    by_image = ((similarity >= best) & ~own).sum(dim=1)
+    by_text = ((similarity >= similarity.gather(0, pairs.image_of[None])) & ~own).sum(dim=0)
+    recalls = [(ahead < k).double().mean() for ahead in (by_image, by_text) for k in (1, 5, 10)]
+    return {"recall": 100 * statistics.mean(map(float, recalls)), "image_to_text@1": 100 * float(recalls[0])}
+
+
+@torch.no_grad()
+def normalizers(
+    heads: "Heads", pairs: Pairs, run: "Run", tau: float, loss_fn: nn.Module | None = None
+) -> dict[str, float]:
+    """Return statistics of anchors against all n pairs: their KL divergence, and the ratio of a batch to them.
+
+    `ratio` is the batch's mean over the exact mean, which weighs an anchor's negatives where the normalizer is exact.
+    `error` is log u - log g of the images: the method's estimate against the exact value.
+    """
+    images, texts = heads.encode(pairs)
+    rows = torch.randperm(len(texts), generator=torch.Generator().manual_seed(0))[: max(ANCHORS, run.batch)]
+    rows = rows[: len(rows) // run.batch * run.batch]
+    image, text = images[pairs.image_of[rows]], texts[rows]
+    logits = negative_logits(image, text, texts, rows, tau)
+    log_g = log_mean_exp(logits)
+    weights = logits.softmax(dim=1)
+    divergence = (weights * logits.masked_fill(weights == 0, 0)).sum(dim=1) - log_g
+    found = {"log_g": float(log_g.mean()), "kl": float(divergence.mean())}
+    own = torch.arange(run.batch)
+    blocks = zip(image.split(run.batch), text.split(run.batch), strict=True)
+    batch = torch.cat([log_mean_exp(negative_logits(a, b, b, own, tau)) for a, b in blocks])
+    ratio = (batch - log_g).exp()
+    found |= {"ratio_mean": float(ratio.mean()), "ratio_std": float(ratio.std()), "ratio_max": float(ratio.max())}
+    if isinstance(loss_fn, ContrastiveLoss) and run.loss != "siglip":  # SigLIP has no normalizer
+        batches = zip(image.split(run.batch), text.split(run.batch), rows.split(run.batch), strict=True)
+        error = torch.cat([loss_fn.log_normalizers(*one)[0] for one in batches]) - log_g
+        found |= {"error_mean": float(error.mean()), "error_std": float(error.std())}
+    return found
