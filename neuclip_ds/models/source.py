@@ -5,7 +5,6 @@ Readers and writers of other libraries' models are imported when used, because m
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from copy import copy
 from pathlib import Path
@@ -89,7 +88,7 @@ def locate_model(config: ModelConfig, weights: bool = True) -> ModelRef:
 
 def locate_on_rank_zero(config: ModelConfig, communicator: Communicator) -> ModelRef:
     """Call `locate_model`, which may download, on rank 0 and return its result on all ranks."""
-    found: Any = json.loads(communicator.on_rank_zero(lambda: json.dumps(locate_model(config))))
+    found: Any = communicator.on_rank_zero(lambda: locate_model(config))
     if config.pretrained:
         return CheckpointRef(*found)
     return None if found is None else ImageWeights(found[0], *map(tuple, found[1:]))

@@ -49,12 +49,11 @@ def save_small_files(source: Path, folder: Path) -> None:
             shutil.copy(path, folder)
 
 
-def fetch(name: str, option: str, weights: Sequence[str] = ()) -> Path:
+def fetch(name: str, weights: Sequence[str] = ()) -> Path:
     """Return the folder of a local or hub checkpoint with its small files; call on one rank only.
 
     Args:
-        name: the value of the option.
-        option: for messages.
+        name: the value of `model.pretrained`.
         weights: file patterns, one for each format of weights (gigabytes); only the first with files is downloaded.
 
     Raises:
@@ -62,9 +61,9 @@ def fetch(name: str, option: str, weights: Sequence[str] = ()) -> Path:
     """
     folder = Path(name).expanduser()
     if not folder.is_dir():
-        folder = download(name, SMALL_FILES, option)
+        folder = download(name, SMALL_FILES, "model.pretrained")
         for pattern in weights:
-            if any(download(name, [pattern], option).glob(pattern)):
+            if any(download(name, [pattern], "model.pretrained").glob(pattern)):
                 break
     return folder.resolve()
 

@@ -34,9 +34,9 @@ def locate(name: str, weights: bool = True) -> CheckpointRef:
             f"model.pretrained={name} is a file without an architecture; write "
             f"open_clip:ARCHITECTURE/{rest}, or name the folder of a complete checkpoint."
         )
-    family = "open_clip" if forced else _family(fetch(rest, "model.pretrained"))
+    family = "open_clip" if forced else _family(fetch(rest))
     patterns = LIBRARIES[family][1] if weights else ()
-    return CheckpointRef(family, str(fetch(rest, "model.pretrained", patterns)))
+    return CheckpointRef(family, str(fetch(rest, patterns)))
 
 
 def open_checkpoint(ref: CheckpointRef, config: ModelConfig = _AS_PUBLISHED) -> ModelSource:
