@@ -10,22 +10,44 @@ Examples:
 The same command resumes a run that was stopped. In a checkout, `train.py` does the same as `neuclip-ds train`.
 """
 
+import json
 import logging
+import shutil
+import textwrap
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from neuclip_ds.cli.early_checks import check_run
-from neuclip_ds.cli.train_help import requested_help
-from neuclip_ds.config import dump
+from neuclip_ds.config import Config, dump
 from neuclip_ds.distributed.environment import read_environment
-from neuclip_ds.recipe import parse
+from neuclip_ds.recipe import TrainCommand, option_fields, parse, with_dashes
 
 log = logging.getLogger(__name__)
+
+EVERYDAY = (
+    *("run.name", "run.output_dir", "run.seed", "run.checkpoint_every", "run.log_every", "run.evaluate_every"),
+    *("run.best_metric", "run.wandb"),
+    *("data.train", "data.val", "data.zero_shot", "data.evaluation_sets", "data.batch_size", "data.micro_batch"),
+    *("data.workers", "data.captions"),
+    *("model.pretrained", "model.vision.name", "model.vision.pretrained", "model.vision.image_size"),
+    "model.activation_checkpointing",
+    *("objective.method", "objective.temperature.initial"),
+    *("optimizer.name", "optimizer.lr", "optimizer.schedule", "optimizer.warmup_steps", "optimizer.weight_decay"),
+    *("epochs", "max_steps", "deepspeed"),
+)
+_KINDS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH", bool: "true|false"}
+_FOOT = """\
+Dashes and underscores in options are alike; a recipe spells them with underscores. `=null` removes a value.
+Defaults are in parentheses; `neuclip-ds train RECIPE --print-config` prints what a recipe makes of them."""
 
 
 def main(arguments: Sequence[str], hooks: Sequence[Any] = ()) -> None:
     """Run the command; `hooks` (`neuclip_ds.Hook`) are added to those of the config."""
-    text = requested_help(arguments, __doc__ or "")
+    text = requested_help(arguments)
     if text is not None:
         print(text)
         return
@@ -46,3 +68,48 @@ def main(arguments: Sequence[str], hooks: Sequence[Any] = ()) -> None:
     from neuclip_ds.api import train
 
     train(config, hooks=hooks)
+
+
+def requested_help(arguments: Sequence[str]) -> str | None:
+    """Return the help that the arguments request (everyday options or `all`), or None."""
+    place = next((i for i, argument in enumerate(arguments) if argument.split("=")[0] in ("-h", "--help")), None)
+    if place is None:
+        return None
+    every = "all" in (arguments[place].partition("=")[2], *arguments[place + 1 : place + 2])
+    fields, own = dict(option_fields(Config)), TrainCommand.model_fields
+    switches = {name: own[name] for name in own if name not in Config.model_fields and name != "recipe"}
+    chosen = {**switches, **(fields if every else {name: fields[name] for name in EVERYDAY})}
+    sections: dict[str, list[str]] = {}
+    for name in sorted(chosen, key=lambda name: "." in name):  # general ones first
+        title = with_dashes(name.rpartition(".")[0] if every else name.rpartition(".")[0].split(".")[0]) or "general"
+        sections.setdefault(title, [f"{title}:"]).append(_option(name, chosen[name]))
+    blocks = ["usage: neuclip-ds train RECIPE [--OPTION=VALUE ...]", (__doc__ or "").rstrip()]
+    blocks += ["\n".join(lines) for lines in sections.values()]
+    return "\n\n".join([*blocks, *([] if every else [f"`--help all` lists all {len(fields)} options."]), _FOOT])
+
+
+def _option(name: str, field: FieldInfo) -> str:
+    default = field.get_default(call_default_factory=True)
+    kind = "" if name in TrainCommand.model_fields and field.annotation is bool else f"={_kind(field.annotation)}"
+    value = default if isinstance(default, str | Path) else json.dumps(default)
+    shown = f"  ({value})" if kind and default not in (None, "") else ""
+    width, indent = min(120, shutil.get_terminal_size().columns), " " * 6
+    text = " ".join((field.description or "").split())
+    text = textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+    return f"  --{with_dashes(name)}{kind}{shown}\n{text}"
+
+
+def _kind(annotation: Any) -> str:
+    """Return the values that an option of this type takes, such as `pad|drop` or `[TEXT,...]`."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return "|".join(map(str, parts))
+    if origin is list:
+        return f"[{_kind(parts[0])},...]"
+    if origin is tuple:
+        return f"[{','.join(map(_kind, parts))}]"
+    if origin is dict or (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+        return "{...}"
+    if parts:  # a union, or an annotated type
+        return "|".join(_kind(part) for part in parts if part in _KINDS or get_origin(part))
+    return "{...}" if issubclass(annotation, BaseModel) else _KINDS[annotation]

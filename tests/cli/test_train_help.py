@@ -4,8 +4,7 @@ import re
 
 import pytest
 
-from neuclip_ds.cli.train import main
-from neuclip_ds.cli.train_help import EVERYDAY
+from neuclip_ds.cli.train import EVERYDAY, main
 from neuclip_ds.config import Config
 from neuclip_ds.recipe import option_fields, with_dashes
 
