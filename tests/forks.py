@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from multiprocessing.context import ForkServerContext
 from multiprocessing.forkserver import ensure_running
 from multiprocessing.process import BaseProcess
@@ -22,6 +23,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import psutil
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 ON_CPU = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}  # variables of a process that uses no GPU
@@ -132,3 +134,19 @@ def _program(args: tuple[str, ...], output: str) -> None:
     finally:  # the end of an interpreter, which that of a fork leaves out
         threading._shutdown()
         atexit._run_exitfuncs()
+
+
+def children_of(parent: int, name: str | None = None) -> list[int]:
+    """Return the living descendants of a process, or those of a name."""
+    found = []
+    with suppress(psutil.NoSuchProcess):  # one may end meanwhile
+        for child in psutil.Process(parent).children(recursive=True):
+            if alive(child.pid) and name in (None, child.name()):
+                found.append(child.pid)
+    return found
+
+
+def alive(pid: int) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False

@@ -1,8 +1,6 @@
 """The trainer as a library: `neuclip_ds.train`, its results, and the model that it leaves."""
 
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -89,8 +87,5 @@ def test_mistakes_are_exceptions(tmp_path: Path) -> None:
         neuclip_ds.load(tmp_path / "absent")
 
 
-def test_the_surface_is_documented_and_imports_nothing_heavy() -> None:
-    for name in neuclip_ds.__all__:
-        assert getattr(neuclip_ds, name).__doc__
-    code = "import sys, neuclip_ds; neuclip_ds.UserError; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+def test_the_surface_is_documented() -> None:
+    assert all(getattr(neuclip_ds, name).__doc__ for name in neuclip_ds.__all__)

@@ -134,7 +134,7 @@ def test_options_and_the_table_of_methods_load_without_torch() -> None:
     """So that --help and mistakes in a config answer at once, and processes that scan shards start at once."""
     loaded = "neuclip_ds.recipe, neuclip_ds.objectives, neuclip_ds.cli.build_manifest"
     heavy = {"torch", "timm", "transformers", "deepspeed"}
-    code = f"import {loaded}, sys; sys.exit(bool({heavy} & sys.modules.keys()))"
+    code = f"import {loaded}, sys; neuclip_ds.UserError; sys.exit(bool({heavy} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent).returncode == 0
 
 

@@ -1,4 +1,4 @@
-"""Building manifests: in memory, on disk, interrupted, from subsets of uids."""
+"""Building manifests: in memory, on disk, interrupted, from subsets of uids, which are searched in sorted files."""
 
 import json
 import os
@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tars import jpeg, write_pairs, write_tar
 
 from neuclip_ds.data import build
@@ -18,6 +20,7 @@ from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.readers import TarReader
 from neuclip_ds.data.scan import ScanOptions
 from neuclip_ds.data.shards import resolve_shards
+from neuclip_ds.data.uids import UID, UidFiles, parse_uid, uid_of
 from neuclip_ds.errors import UserError
 
 CHECKED = ScanOptions(checksum=True)
@@ -103,8 +106,8 @@ def test_what_a_run_builds_is_used_until_a_shard_changes(folder, tmp_path, monke
 @pytest.mark.parametrize("change", ["nothing", "shards", "options"])
 def test_an_interrupted_build_continues_with_what_it_knows(folder, tmp_path, change):
     paths, target, options = paths_of(folder), tmp_path / "m", CHECKED
-    with pytest.raises(KeyboardInterrupt):
-        write_manifest(target, paths, Worker(), options, on_progress=interrupt_after(2))
+    with pytest.raises(KeyboardInterrupt), Worker() as first:  # a thread that still scanned would leave its table
+        write_manifest(target, paths, first, options, on_progress=interrupt_after(2))
     assert not (target / "shards.parquet").exists()
     if change == "shards":
         write_pairs(folder / "other", [6])
@@ -128,8 +131,8 @@ def test_a_group_of_shards_shares_a_file_of_tables(tmp_path, monkeypatch):
     monkeypatch.setattr(build, "as_completed", iter)  # which has no fixed order
     paths = paths_of(write_pairs(tmp_path / "shards", [1, 2, 3, 0, 1, 2, 3, 1]))
     unreadable(Path(paths[4]))
-    with pytest.raises(KeyboardInterrupt):
-        write_manifest(tmp_path / "m", paths, Worker(), CHECKED, on_progress=interrupt_after(6))
+    with pytest.raises(KeyboardInterrupt), Worker() as first:
+        write_manifest(tmp_path / "m", paths, first, CHECKED, on_progress=interrupt_after(6))
     manifest = write_manifest(tmp_path / "m", paths, Worker(), CHECKED, skip_unreadable=True)
     assert len(list((tmp_path / "m" / "samples").iterdir())) == 4, "of three shards, of two, and of one each"
     reader = TarReader(manifest)
@@ -236,3 +239,56 @@ def test_uids_that_occur_twice_are_counted_with_an_example(tmp_path, caplog, sel
     # of 6 samples with a uid, as that of the first is 0, which counts as none
     assert "1 of 5 samples have the uid of another one" in caplog.text
     assert uids[1] in caplog.text
+
+
+WORD = st.integers(0, 3) | st.integers(2**64 - 3, 2**64 - 1)
+OTHERS = ("uids.npz", "floats.npy", "numbers.npy")
+WORDS = st.lists(st.tuples(WORD, WORD), max_size=12)
+
+
+def test_parsing():
+    assert parse_uid("0123456789abcdef" + "f" * 16) == (0x0123456789ABCDEF, 2**64 - 1)
+    for other in (None, 5, "", "0" * 31, "0" * 33, "g" * 32):
+        assert parse_uid(other) is None
+    assert uid_of(b'{"id": "' + b"0" * 31 + b'7"}', "id") == (0, 7)
+    for data in (b"", b"[]", b"{}", b"{cut"):
+        assert uid_of(data, "id") is None
+
+
+@given(listed=st.lists(WORDS, min_size=1, max_size=3), asked=WORDS)
+def test_counts_are_those_of_a_plain_search(tmp_path_factory, listed, asked):
+    folder = tmp_path_factory.mktemp("uids")
+    for number, words in enumerate(listed):
+        np.save(folder / f"{number}.npy", np.array(sorted(words), dtype=np.dtype("u8,u8")))
+    files = UidFiles(sorted(folder.iterdir()))
+    files.check_order()
+    counts = files.count(np.array(asked, dtype=UID))
+    assert counts.tolist() == [sum(words.count(uid) for words in listed) for uid in asked]
+
+
+def test_unusable_files(tmp_path):
+    path = tmp_path / "uids.npy"
+    np.save(path, np.array([(1, 2)], dtype=np.dtype("u8,u8")))
+    good = path.read_bytes()
+    np.savez(tmp_path / "uids.npz", np.load(path))
+    np.save(tmp_path / "floats.npy", np.array([(1, 2)], dtype=np.dtype("f8,f8")))
+    np.save(tmp_path / "numbers.npy", np.arange(3))
+    contents = [
+        b"",
+        good[:20],
+        good[:-1],
+        good.replace(b"(1,)", b"(9" + b"9" * 10 + b",)"),
+        b"\x93NUMPY" + b"\xff" * 99,
+    ]
+    contents += [good.replace(b"'shape'", b"'shape"), *((tmp_path / name).read_bytes() for name in OTHERS)]
+    for content in contents:
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=r"uids.npy (cannot be read|has dtype .*, not u8,u8)") as caught:
+            UidFiles([path])
+        assert "\n" not in str(caught.value)
+    path.unlink()
+    with pytest.raises(UserError, match=r"uids.npy cannot be read"):
+        UidFiles([path])
+    np.save(path, np.array([(1, 2), (1, 1), (3, 0)], dtype=np.dtype("u8,u8")))
+    with pytest.raises(UserError, match=r"uids.npy is not sorted"):
+        UidFiles([path]).check_order()

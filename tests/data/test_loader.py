@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import alive, children_of
+from forks import alive, children_of
 from tars import assert_same, jpeg, load_evaluation, load_training, manifest_of, tokenize, write_pairs
 
 from neuclip_ds.data import worker_pool

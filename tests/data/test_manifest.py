@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from tars import manifest_of, write_pairs
-from test_build import Worker
+from test_build import Worker, interrupt_after
 
 from neuclip_ds.data.build import build_manifest, open_manifest, write_manifest
 from neuclip_ds.data.manifest import Manifest, Shard
@@ -204,13 +204,8 @@ def test_an_offset_or_size_of_10_to_the_12_is_a_bad_read(folder: Path) -> None:
 def test_results_of_an_interrupted_build(tmp_path: Path) -> None:
     """What of them cannot be read is scanned again."""
     paths, target = resolve_shards(str(write_pairs(tmp_path / "shards", [2, 2, 2]))), tmp_path / "m"
-
-    def interrupt(done: int, total: int) -> None:
-        if done == 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        write_manifest(target, paths, Worker(), CHECKED, on_progress=interrupt)
+    with pytest.raises(KeyboardInterrupt), Worker() as first:
+        write_manifest(target, paths, first, CHECKED, on_progress=interrupt_after(2))
     expected = write_manifest(tmp_path / "whole", paths, Worker(), CHECKED).shards
     finished = sorted((target / ".building").iterdir())
     assert len(finished) == 2 and (target / ".building").stat().st_mode & 0o77 == 0, "addresses may hold secrets"

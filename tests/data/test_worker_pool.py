@@ -10,7 +10,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from processes import alive
+from forks import alive
 
 from neuclip_ds.data.children import process_pool
 from neuclip_ds.data.worker_pool import LoaderOptions, WorkerPool

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import children_of
+from forks import children_of
 from sample_log import read_samples
 from servers import files_server
 from small_runs import TRAIN, records, start, train, training

@@ -11,8 +11,7 @@ from subprocess import CompletedProcess
 
 import numpy as np
 import pytest
-from forks import fork
-from processes import alive, children_of
+from forks import alive, children_of, fork
 from servers import files_server
 from small_runs import SMALL, TRAIN, ends, environment, lines_in, start, training, wait_for
 from tars import load_training

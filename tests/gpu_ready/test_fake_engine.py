@@ -30,7 +30,6 @@ from neuclip_ds.training.step import TrainStep
 
 RANK, RANKS, ROWS, STEPS = 3, 8, 4, 3  # in the third step NeuCLIP's network predicts
 METHODS = ("openclip", "siglip", "fastclip_v3", "isogclr", "amorlip", "neuclip")  # one of each kind
-QUICK = ("zero1_bf16", "zero3_bf16")
 SMALL = {"vision": {"options": {"depth": 1}}}
 SAMPLES = 1024
 WEIGHT = 0.1  # all weights, so that ranks may hold whichever shard of them
@@ -71,7 +70,7 @@ def run_steps(file: str, cases: Sequence[tuple[str, int]], device: str | torch.d
 
 
 @pytest.mark.parametrize(
-    "file", [file if file in QUICK else pytest.param(file, marks=pytest.mark.slow) for file in DEEPSPEED_WAITS]
+    "file", [file if file == "zero1_bf16" else pytest.param(file, marks=pytest.mark.slow) for file in DEEPSPEED_WAITS]
 )
 def test_a_step_waits_once(file: str) -> None:
     last: dict[int, Counter[str]] = {}
@@ -118,7 +117,7 @@ class Collectives(TorchDispatchMode):
 
 @pytest.mark.parametrize(
     ("stage", "ranks"),
-    [(1, 4), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((3, 8), (1, 64), (3, 64)))],
+    [(1, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((3, 8), (1, 64), (3, 64)))],
 )
 def test_all_ranks_call_the_same_collectives(stage: int, ranks: int) -> None:
     """In one group, whose collectives NCCL keeps in order; otherwise they wait for each other for ever."""

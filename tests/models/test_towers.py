@@ -99,7 +99,7 @@ def test_projections_and_seeds(build) -> None:
 
 BLOCKS = {
     "vit": (lambda: vision_tower(VIT), pixels(32), 2),
-    "resnet": (lambda: vision_tower(RESNET), pixels(64, rows=4), 4),
+    "resnet": (lambda: vision_tower(RESNET), pixels(32, rows=4), 4),
     "text": (text_tower, TOKENIZE(["a dog", "two cats sleep"]), 2),
 }
 

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_runs import ROOT, log_u, newest_checkpoint, read_options, records, train, weights
+from small_runs import log_u, newest_checkpoint, read_options, records, train, weights
 from tars import write_pairs
 from torch import Tensor
 
 from neuclip_ds.checkpoint.sharded_state import SCALAR, StateFiles
 
 TUNE = ["--objective.method=tuneclip", "--optimizer.warmup_steps=0", "--objective.temperature.initial=0.05"]
-ENGINES = sorted(path.stem for path in (ROOT / "ds_configs").glob("*.json") if not path.stem.endswith("_fp16"))
+ENGINES = ["zero0_bf16", "zero1_fp32", "zero2_bf16_offload", "zero3_fp32", "zero3_bf16_offload"]
 FULL = ["--recovery.epochs=2"]
 
 
