@@ -147,7 +147,7 @@ def test_a_cache_that_is_too_small_is_named_once(http: Files, tmp_path: Path, ca
         wait_for(lambda: len(held(tmp_path)) == 6)
         ahead.advance(later)
         wait_for(lambda: len(held(tmp_path) & shards_of(order, later)) == 6)
-    assert capfd.readouterr().err.count("raise data.cache_gb") == 1
+    assert capfd.readouterr().err.count("data.cache_gb") == 1
 
 
 def test_it_ends_with_the_block_even_when_it_is_stuck(http: Files, tmp_path: Path, caplog) -> None:

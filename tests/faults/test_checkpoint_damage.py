@@ -78,7 +78,7 @@ def test_each_file_of_a_checkpoint(damage: str, two: Path, tmp_path: Path, caplo
         keeper(folder).load(found, engine, fresh())
         assert engine.value == 1.0
         shutil.rmtree(folder / "checkpoints" / "step_000000001")
-        with pytest.raises(UserError, match=rf"No checkpoint in .* can be read, of the oldest: .*{name} "):
+        with pytest.raises(UserError, match=rf"No checkpoint in .* can be read.* oldest.*{name} "):
             keeper(folder).newest()
         shutil.rmtree(folder)
     assert not silent, "loaded without a message, or without the file's name"
