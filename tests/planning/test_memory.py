@@ -15,7 +15,7 @@ from neuclip_ds.config import Config, OptimizerConfig
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.start import start_engine
-from neuclip_ds.models.source import TowerRefs, model_source
+from neuclip_ds.models.source import model_source
 from neuclip_ds.models.trained_parts import Parameters
 from neuclip_ds.planning.activations import Activations, count_activations
 from neuclip_ds.planning.memory import (
@@ -142,7 +142,7 @@ def allocated_peak(work: Callable[[], object]) -> int:
 @pytest.mark.parametrize("checkpointing", ["false", "true"])
 def test_activations_are_those_of_a_real_pass(checkpointing: str, part: str) -> None:
     config = parse(["demo", *SMALL, f"--model.activation_checkpointing={checkpointing}", part]).config
-    source = model_source(config.model, TowerRefs())
+    source = model_source(config.model, None)
     tokenizer: Any = StandInTokenizer(config.model.text)
     with torch.device("meta"):
         weightless = source.build(tokenizer)
