@@ -83,7 +83,7 @@ def let_idle_threads_sleep(env: MutableMapping[str, str] = os.environ) -> None:
 def refuse_missing_gpus(torch_build: str) -> None:
     """Raise `UserError` if DeepSpeed finds no GPU and would train on the CPU by mistake.
 
-    This is the case if the machine has GPUs, or if `deepspeed --num_gpus N` started this process;
+    It does so if the machine has GPUs, or if `deepspeed --num_gpus N` started this process;
     `--num_accelerators`, its other name, also means CPU ranks. DS_ACCELERATOR=cpu chooses the CPU.
 
     Args:

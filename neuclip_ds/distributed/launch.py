@@ -1,4 +1,4 @@
-"""The launch: separate processes rendezvous, compare what they run, join one process group and end together.
+"""The launch: separate processes rendezvous, compare code and config, join one process group and end together.
 
 The rendezvous precedes the process group, which would wait half an hour without naming the missing rank, and deadlock
 if ranks run different configs.
@@ -82,7 +82,7 @@ def connected(task: str, max_outage: float = 0.0) -> Iterator[Communicator]:
         if detector is not None:
             detector.communicator = communicator
         yield communicator
-        leave()  # not after a failure: the others would fail because of it before they know the reason
+        leave()  # not after a failure: the other ranks would fail before they know the reason
 
 
 def join(max_outage: float = 0.0, store: dist.Store | None = None) -> Communicator:
@@ -96,7 +96,7 @@ def join(max_outage: float = 0.0, store: dist.Store | None = None) -> Communicat
         dist.init_process_group(accelerator.communication_backend_name(), timeout=limit, device_id=bound)
     if device.type == "cpu" or dist.get_world_size() == 1:
         return Communicator("cpu" if device.type == "cpu" else device, store=store)
-    # what the hosts know, such as which rows count, travels between them without a wait for the GPUs
+    # hosts exchange their own data, such as which rows count, without a wait for the GPUs
     hosts: Any = dist.new_group(backend="gloo", timeout=limit)
     return Communicator(device, host_group=hosts, store=store)
 

@@ -25,8 +25,8 @@ class Lamb(torch.optim.Optimizer):
     def shard(self, parts: Mapping[Tensor, Sequence[slice]], communicator: Communicator) -> None:
         """Step on flat shards of several parameters, with one all-reduce over the ranks that hold the other shards.
 
-        `parts` are what each shard holds of each parameter of its group, in the same order on all ranks; elements
-        outside, which pad the shard, are left alone.
+        `parts` are the slices of each shard that belong to one parameter each, in the same order on all ranks; the
+        other elements, which pad the shard, do not change.
         """
         self._parts, self._communicator = parts, communicator
 

@@ -22,7 +22,7 @@ from neuclip_ds.models.trained_parts import learning_rate_scales
 
 
 def check_engine_config(engine_config: dict[str, Any], name: str) -> None:
-    """Raise `UserError` if DeepSpeed refuses its own part of the config that the run calls `name`; needs no rank."""
+    """Raise `UserError` if DeepSpeed refuses its own part of the config called `name`; needs no rank."""
     one_rank = {**engine_config, "train_batch_size": engine_config["train_micro_batch_size_per_gpu"]}
     try:
         DeepSpeedConfig(copy.deepcopy(one_rank))
@@ -39,7 +39,7 @@ def start_engine(
     """
     optimizer = build_optimizer(model, config)
     # without ZeRO, DeepSpeed fills a bf16 optimizer's state by a step with zero gradients, which would decay the
-    # weights and count as the first: at a learning rate of zero it moves nothing, and what it leaves is forgotten
+    # weights and count as the first: at a learning rate of zero it moves nothing, and its state is cleared below
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     skip_unused_kernel(communicator.device)
@@ -69,7 +69,7 @@ def start_engine(
 class _Float32BatchNorm:
     """Batch normalization that computes in float32 and keeps its statistics in float32, as under autocast.
 
-    Its input and output have the towers' dtype. A statistic of 16 bits would keep no update below 0.4 % of it.
+    Its input and output have the towers' dtype. A statistic of 16 bits would lose updates below 0.4% of its value.
     """
 
     _keep_in_fp32_modules_strict = ("running_mean", "running_var")  # DeepSpeed does not cast these buffers

@@ -72,7 +72,7 @@ class LossScale(DynamicLossScaler):
         self.cur_iter -= 1  # it already counts this step
 
     def state(self) -> dict[str, int]:
-        """Return what a checkpoint keeps; scales are powers of two."""
+        """Return the state for a checkpoint, as integers: scales are powers of two."""
         return {f"loss_scale.{name}": int(getattr(self, name)) for name in _SCALE_STATE}
 
     def load_state(self, state: Mapping[str, int]) -> None:

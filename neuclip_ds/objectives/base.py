@@ -30,7 +30,7 @@ class Step(NamedTuple):
 
 
 class FeatureGradients(NamedTuple):
-    """Gradient of the global-batch loss with respect to this rank's features, and what to log."""
+    """Gradient of the global-batch loss with respect to this rank's features, and metrics."""
 
     image: Tensor  # (b, d)
     text: Tensor  # (b, d)

@@ -51,7 +51,7 @@ class Method:
         return parts[0] != "objective" or parts[1] in self.sections or parts[1] not in SECTIONS
 
 
-_SECTIONS: dict[str | None, tuple[str, ...]] = {  # by normalizer, where that is not its own section alone
+_SECTIONS: dict[str | None, tuple[str, ...]] = {  # by normalizer, unless it reads only the section of its name
     "batch": (),
     None: ("siglip",),
     "moving_average": ("moving_average", "epoch_steps"),

@@ -30,8 +30,8 @@ class Partition(NamedTuple):
 class RowTable(NamedTuple):
     """This rank's rows of a partitioned table: each tensor is (partition.size, ...).
 
-    Rows `per_sample` are those of a store that restores them by itself after a skipped step. Where several ranks hold
-    the same rows, one of them has it `saved`.
+    If the table is `per_sample`, its store restores the rows after a skipped step. If several ranks hold the same rows,
+    one of them has `saved` set.
     """
 
     partition: Partition

@@ -10,8 +10,8 @@ with the keys
     KIND/NAME/START-STOP    rows [START, STOP) of the tensor NAME of this KIND
     KIND/NAME/whole         a whole tensor, which all ranks hold; in rank 0's file alone
 
-The shards of a tensor cover each of its rows once, over all files. KIND holds no slash. A reader opens the files that
-hold what it reads, and no others.
+The shards of a tensor cover each of its rows once, over all files. KIND holds no slash. A reader opens only
+the files that it needs.
 """
 
 import bisect

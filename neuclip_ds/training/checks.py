@@ -13,7 +13,7 @@ from neuclip_ds.models.trained_parts import TOWERS
 from neuclip_ds.training.data_order import source_facts
 from neuclip_ds.training.schedule import fitted_warmup
 
-# options that may change between starts, and what the fingerprint lists by itself
+# options that may change between starts, and options that the fingerprint lists separately
 _NOT_ARCHITECTURE: Any = {
     "vision": {"pretrained", "patch_drop", "trainable"},
     "text": {"tokenizer", "trainable"},

@@ -159,7 +159,7 @@ class HeldOut(NamedTuple):
     """The held-out sets of a run."""
 
     pairs: Manifest | None
-    origin: str  # of these pairs
+    origin: str  # where these pairs come from
     zero_shot: EvaluationSet | None
     on_disk: list[tuple[Task, Path]]
 

@@ -52,7 +52,7 @@ class RunContext(NamedTuple):
     fingerprint: Fingerprint
     trained_with: Mapping[
         str, bytes
-    ]  # content of each checkpoint besides the state: config, tokenizer, model description
+    ]  # the checkpoints' other files, content by name: config, tokenizer, model description
 
 
 @dataclass(frozen=True)
@@ -65,13 +65,13 @@ class StepResult(StepOutcome):
     saves: bool  # whether a checkpoint is saved after it
     rest: bool  # whether its batch is the rest of an epoch, whose loss is not comparable with a full batch's
     batch: RankBatch  # this rank's samples, whose pixels have been released
-    lr: float  # of the encoders
+    lr: float  # learning rate of the encoders
     skipped: int  # steps of the run that were skipped
-    loss_scale: float | None  # of fp16 towers, after the step
+    loss_scale: float | None  # loss scale of fp16 towers after the step
     overflowed: bool  # whether it was skipped only because the loss scale was too large
     waited: float  # seconds lost to waiting for the batch
-    seconds: float  # of the whole step
-    samples_per_second: float  # over all ranks, in the last steps
+    seconds: float  # duration of the whole step
+    samples_per_second: float  # rate of all ranks over the last steps
 
     @cached_property
     def metrics(self) -> dict[str, float]:
@@ -87,7 +87,7 @@ class Loop:
     """Steps of one objective, with hooks around them.
 
     Attributes:
-        context: what the loops of the run share.
+        context: the objects that the loops of the run share.
         objective: computes the gradients of the features.
         folder: folder of this loop's records; exists on rank 0.
         fingerprint: settings that a resumed loop must share with its checkpoint.
@@ -98,8 +98,8 @@ class Loop:
         saved: last step with a checkpoint.
         stop_requested: set it on all ranks to end the loop after this step, with a checkpoint.
         stop_signal: the signal that requested it, if one did; the loop then ends with `Interrupted`.
-        resources: context managers that hooks enter as they start; they end with the loop, as does what `close` closes.
-        events: the log of what goes wrong.
+        resources: context managers that hooks enter as they start; they end with the loop.
+        events: the log of problems.
         metrics: metrics.jsonl and TensorBoard, open on rank 0 while the loop runs.
     """
 
@@ -135,7 +135,7 @@ class Loop:
         self._failed_at = -1  # steps done at the last rollback
         self.stop_signal: int | None = None
         self._hooks: list[Hook] = []
-        self._hook_states: dict[str, Any] = {}  # of the checkpoint, by class
+        self._hook_states: dict[str, Any] = {}  # from the checkpoint, by class
         self.resources = ExitStack()
 
     def resume(self, checkpoint: Path) -> None:

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 RECOVERY = "recovery"
 _METHODS = {"gcl": "gcl", "hgcl": "tuneclip"}  # recovery.loss -> method
 _TABLE = "samples"  # u
-_TAU = "temperature.tau"  # of methods with a constant temperature
+_TAU = "temperature.tau"  # in methods with a constant temperature
 
 
 def keeps_u(method: str) -> bool:

@@ -42,7 +42,7 @@ def staging(config: Config, folder: Path, communicator: Communicator) -> Iterato
                 f"{folder} holds checkpoints and run.resume=never. Choose another --run.name, or delete it."
             )
         with explain_disk(folder):
-            shutil.rmtree(staged, ignore_errors=True)  # of a start that was killed
+            shutil.rmtree(staged, ignore_errors=True)  # left by a start that was killed
             staged.mkdir(parents=True)
             if (folder / MANIFESTS).is_dir():
                 shutil.copytree(folder / MANIFESTS, staged / MANIFESTS, copy_function=link_or_copy)
@@ -84,7 +84,7 @@ def read_complete(folder: Path) -> int | None:
 
 
 def trained_with(staged: Path, folder: Path, config: Config) -> dict[str, bytes]:
-    """Return a checkpoint's files besides the state, content by name: config, tokenizer, model description."""
+    """Return a checkpoint's files other than the state, content by name: config, tokenizer, model description."""
     content = {CONFIG: dump(config).encode()}
     for name in (MODEL, TOKENIZER):
         place = next((home / name for home in (staged, folder) if (home / name).is_dir()), None)

@@ -39,11 +39,11 @@ class StepOutcome:
     """Result of one global batch; equal on all ranks except for the gradients."""
 
     gradients: FeatureGradients
-    loss: float  # of the global batch
+    loss: float  # loss of the global batch
     tau: float  # the mean if samples have individual temperatures
-    grad_norm: float  # of the encoders; not finite if the step was skipped
+    grad_norm: float  # norm of the encoders' gradient; not finite if the step was skipped
     applied: bool  # False if the step was skipped and left all state unchanged
-    not_finite: list[int]  # of a skipped step: indices of the samples whose features are not finite, over all ranks
+    not_finite: list[int]  # samples of all ranks whose features are not finite, if the step was skipped
 
 
 class TrainStep:

@@ -84,7 +84,7 @@ class Evaluation(Protocol):
 
 
 OpenEvaluation = Callable[[Config, TrainingData, Preprocessing, Communicator, Path], Evaluation]
-"""Opens the data of an evaluation, before the engine starts; the folder receives what is made for the run."""
+"""Opens the data of an evaluation, before the engine starts; new files of the run go to the folder."""
 
 
 def train(

@@ -41,7 +41,7 @@ class CopyRun(Hook):
     def __init__(self, remote: str) -> None:
         self._remote = remote
         self._push: subprocess.Popen[str] | None = None  # on rank 0
-        self._names: list[str] = []  # of the checkpoints that it copies
+        self._names: list[str] = []  # checkpoints that it copies
         self._began = 0.0
         self._seen = 0  # changes of the checkpoints up to the last copy
 
@@ -136,7 +136,7 @@ def restore(run: RunConfig, *folders: Path) -> None:
                     (checkpoints / "best.json").unlink()
         except UserError:
             raise
-        except Exception as error:  # of fsspec's backend, or of the disk
+        except Exception as error:  # raised by fsspec's backend or the disk
             raise UserError(
                 f"run.remote: the copy in {url} cannot be read and written ({type(error).__name__}: {error}). Check "
                 "the address, and your access to it."

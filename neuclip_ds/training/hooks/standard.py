@@ -69,7 +69,7 @@ class WriteRecords(Hook):
     Metrics are those of every `run.log_every`-th step, with throughput and shares of waiting since the last one.
     """
 
-    _counts: Mapping[str, Any] = {"seen": 0, "causes": {}}  # of the checkpoint
+    _counts: Mapping[str, Any] = {"seen": 0, "causes": {}}  # from the checkpoint
 
     def load_state(self, state: dict[str, Any]) -> None:
         self._counts = state
