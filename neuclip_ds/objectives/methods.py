@@ -55,8 +55,7 @@ _SECTIONS: dict[str | None, tuple[str, ...]] = {  # by normalizer, unless it rea
     "batch": (),
     None: ("siglip",),
     "moving_average": ("moving_average", "epoch_steps"),
-    "amortized": ("amortized", "epoch_steps", "max_ratio"),
-    "npn": ("npn", "max_ratio"),
+    "amortized": ("amortized", "epoch_steps"),
     "pooled_queue": ("queue",),
 }
 

@@ -177,9 +177,6 @@ class ObjectiveConfig(Section):
     epoch_steps: int | None = Field(None, ge=1)
     """Training steps that count as an epoch of gamma's schedule and of amorlip's nets, for runs that see each sample
     about once. By default those of the data."""
-    max_ratio: float | None = Field(None, gt=0)
-    """Bound on the weight of an anchor's negatives: (eps + g)/(eps + ghat) in neuclip, C/lambda in amorlip. By default
-    none, as published."""
     temperature: TemperatureConfig = Field(default_factory=TemperatureConfig)
     siglip: SiglipConfig = Field(default_factory=SiglipConfig)
     moving_average: MovingAverageConfig = Field(default_factory=MovingAverageConfig)
@@ -225,12 +222,12 @@ class ObjectiveConfig(Section):
     def slips(self) -> list[str]:
         """Return a sentence for each setting that is valid but probably a mistake."""
         released = self.reference == "released_code" and "amortized" in find_method(self.method).sections
-        if not released or self.amortized.encoder_normalizer != "ema" or self.max_ratio is not None:
+        if not released or self.amortized.encoder_normalizer != "ema":
             return []
         return [
             "objective.reference=released_code with objective.amortized.encoder_normalizer=ema: until the EMA has "
             "followed, C/lambda is too large by up to exp(1/tau), and so are the gradients (1e15 at tau = 0.01). Set "
-            "encoder_normalizer=combined as the released code has it, or objective.max_ratio, for example to 10."
+            "encoder_normalizer=combined as the released code has it."
         ]
 
 

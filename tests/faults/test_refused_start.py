@@ -135,8 +135,8 @@ def test_likely_slips_are_reported_by_run_and_dry_run(shards: Path, tmp_path: Pa
     assert "min_lr has no effect with optimizer.schedule=constant" in slip
     young = ["--optimizer.warmup_steps=2", "--objective.method=amorlip", "--objective.reference=released_code"]
     (said,) = slips_of(*young)
-    assert "or objective.max_ratio" in said
-    for cure in ("max_ratio=10", "amortized.encoder_normalizer=combined", "reference=paper"):
+    assert "encoder_normalizer=combined" in said
+    for cure in ("amortized.encoder_normalizer=combined", "reference=paper"):
         assert slips_of(*young, f"--objective.{cure}") == []
 
 

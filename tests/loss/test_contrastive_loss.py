@@ -214,7 +214,7 @@ def test_an_error_of_one_rank_is_raised_on_all() -> None:
         ("fastclip_v3", {"steps_per_epoch": None}, "pass epochs and steps_per_epoch"),
         ("openclip", {"reduction": "mean"}, "use 'ddp_mean' or 'sum'"),
         ("amorlip", {"steps_per_epoch": None, "epoch_steps": 5, "temperature": {"rho": [1.0, 2.0]}}, "pass epochs"),
-        ("openclip", {"max_ratio": 2.0}, "objective.max_ratio is read by amorlip, neuclip only"),
+        ("openclip", {"queue": {"size": 2}}, "objective.queue.size is read by neuclip_queue only"),
         ("fastclip_v3", {"steps_per_epoch": 0}, "steps_per_epoch=0 must be at least 1"),
         ("fastclip_v3", {"epochs": 0}, "epochs=0 must be above 0"),
         ("fastclip_v3", {"samples": 0}, "pass the size of the training set"),

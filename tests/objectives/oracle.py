@@ -74,27 +74,19 @@ def neuclip(
     eps: float,
     rho: float,
     reading: str = "full",
-    max_ratio: float | None = None,
 ) -> Tensor:
     """NeuCLIP eq. 12, with all or part of alpha a constant for encoders and temperature."""
-    return 2 * rho * tau + tau * conjugate(
-        image, text, tau, alphas(image, text, tau, w1, w2, eps), eps, reading, max_ratio
-    )
+    return 2 * rho * tau + tau * conjugate(image, text, tau, alphas(image, text, tau, w1, w2, eps), eps, reading)
 
 
-def conjugate(
-    image: Tensor, text: Tensor, tau: Tensor, alpha: Tensor, eps: float, reading: str, max_ratio: float | None = None
-) -> Tensor:
+def conjugate(image: Tensor, text: Tensor, tau: Tensor, alpha: Tensor, eps: float, reading: str) -> Tensor:
     """1/B sum_i exp(-alpha_i)(eps + g_i) + alpha_i - 1 of both directions.
 
-    `stop` holds alpha (2, B) constant, `positive` alpha_i + s_ii/tau. With `max_ratio` alpha_i is raised by a constant.
+    `stop` holds alpha (2, B) constant, `positive` alpha_i + s_ii/tau.
     """
     g = torch.stack([log_mean_exp(x).exp() for x in logits(image, text, tau)])
     positive = (image * text).sum(1) / tau
     alpha = {"full": alpha, "stop": alpha.detach(), "positive": (alpha + positive).detach() - positive}[reading]
-    if max_ratio is not None:
-        excess = torch.log(eps + g) - alpha - torch.log(torch.tensor(max_ratio, dtype=g.dtype))
-        alpha = alpha + excess.detach().clamp(min=0)
     return ((-alpha).exp() * (eps + g) + alpha - 1).mean(1).sum()
 
 

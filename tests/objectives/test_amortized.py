@@ -88,20 +88,3 @@ def test_float32_at_low_temperatures(tau: float, reference: str, encoder_normali
         found = method(batch(image, text), step(number, epoch=number // 3))
         assert all(torch.isfinite(x).all() for x in (found.image, found.text, found.loss, *found.metrics.values()))
     assert all(torch.isfinite(value).all() for value in method.replicated_state().values())
-
-
-def test_the_ratio_is_bounded() -> None:
-    """C/lambda is at most max_ratio, as if lambda were C/max_ratio where it is less."""
-    method = amorlip(common={"max_ratio": 1.01}, inner_steps=0)
-    image, text = (x.requires_grad_() for x in pairs(12, DIM))
-    found = method(batch(image.detach(), text.detach()), step())
-    log_total = log_partition(image, text, TAU, 1.0)
-    log_lambda = torch.maximum(predict(net_of(method, "target"), image, text), log_total - math.log(1.01))
-    raised = log_lambda == log_total - math.log(1.01)
-    assert raised.any()
-    assert not raised.all()
-    loss = oracle.amorlip(image, text, torch.tensor(TAU, dtype=torch.float64), log_lambda, 1.0, 0.0)
-    by_image, by_text = torch.autograd.grad(loss, (image, text))
-    assert relative_error(found.image, by_image) < EXACT
-    assert relative_error(found.text, by_text) < EXACT
-    assert float(found.metrics["amortization_ratio"]) <= 1.01

@@ -196,9 +196,9 @@ def test_the_mlp_is_refused() -> None:
 EPS = 1e-6
 
 
-def mlp(max_ratio: float | None = None, **npn: Any) -> Any:
+def mlp(**npn: Any) -> Any:
     """The MLP form of the network."""
-    common = {"eps": EPS, "max_ratio": max_ratio, "temperature": {"lr": 0.0}}
+    common = {"eps": EPS, "temperature": {"lr": 0.0}}
     return objective("neuclip", Communicator(), DIM, npn={"network": "mlp", **npn}, **common)
 
 
@@ -229,10 +229,9 @@ def test_updates_of_the_mlp_follow_adam_on_the_objective(goal: str) -> None:
 
 
 @pytest.mark.parametrize("reading", ["full", "positive", "stop"])
-@pytest.mark.parametrize("max_ratio", [None, 0.8])
-def test_gradients_through_the_mlp_are_autograds(reading: str, max_ratio: float | None) -> None:
+def test_gradients_through_the_mlp_are_autograds(reading: str) -> None:
     """Of the features, and of theta = log(1/tau), through f where alpha_grad=full."""
-    method = mlp(inner_steps=2, lr=0.1, alpha_grad=reading, max_ratio=max_ratio)
+    method = mlp(inner_steps=2, lr=0.1, alpha_grad=reading)
     method(batch(*pairs(15, DIM, seed=1)), step())
     image, text = (x.requires_grad_() for x in pairs(15, DIM))
     found, scalars = with_scalar_gradients(method, batch(image.detach(), text.detach()), step(1))
@@ -240,7 +239,7 @@ def test_gradients_through_the_mlp_are_autograds(reading: str, max_ratio: float 
     tau, positive = (-theta).exp(), (image * text).sum(1)
     log_normalizer = MLP(method.replicated_state()["normalizer.weights"], torch.stack([image, text]))
     alpha = torch.log(EPS + (log_normalizer - positive / tau).exp())
-    loss = tau * oracle.conjugate(image, text, tau, alpha, EPS, reading, max_ratio)
+    loss = tau * oracle.conjugate(image, text, tau, alpha, EPS, reading)
     by_image, by_text, by_theta = torch.autograd.grad(loss, (image, text, theta))
     assert relative_error(found.image, by_image) < 1e-10
     assert relative_error(found.text, by_text) < 1e-10

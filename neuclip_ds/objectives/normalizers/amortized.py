@@ -36,7 +36,7 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.objectives.base import Context, Normalizer, NormalizerOutput, Step, adam_state, load_adam_state
 from neuclip_ds.objectives.gather import GatheredFeatures
 from neuclip_ds.objectives.normalizers.amortization_mlp import AmortizationMlp
-from neuclip_ds.objectives.normalizers.prediction import bounded, partner_gradient, representable
+from neuclip_ds.objectives.normalizers.prediction import partner_gradient, representable
 from neuclip_ds.objectives.options import AmortizedConfig, ObjectiveConfig
 from neuclip_ds.objectives.pair_arithmetic import lowest_exponent
 
@@ -124,7 +124,7 @@ class AmortizedNormalizer(Normalizer):
     def __init__(self, config: ObjectiveConfig, eps: float, context: Context) -> None:
         """Create the nets; `eps` is ignored, because AmorLIP's loss has none."""
         self._config = own = config.amortized
-        self._released, self._max_ratio = config.reference == "released_code", config.max_ratio
+        self._released = config.reference == "released_code"
         self._communicator, self._dim = context.communicator, context.dim
         self._log_positive_weight = math.log(own.positive_weight) if own.positive_weight else -math.inf
         self._mlp = _mlp(own, context.dim)
@@ -149,8 +149,6 @@ class AmortizedNormalizer(Normalizer):
         if not self._amortizes_positives:
             log_lambda = torch.logaddexp(log_lambda, own_pair.expand_as(log_lambda))
         log_lambda = representable(log_lambda, log_total)
-        if self._max_ratio is not None:
-            log_lambda = bounded(log_lambda, log_total, math.log(self._max_ratio))
         ratio = (log_total - log_lambda).exp()  # C/lambda
         error = (predicted - log_target).square()
         metrics = {"amortization_ratio": ratio, "amortization_error": error, "log_lambda": log_lambda}

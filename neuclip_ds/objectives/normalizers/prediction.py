@@ -1,11 +1,7 @@
-"""Code shared by predictions of the normalizer: their ratio to the batch's, its bound, and gradients.
+"""Code shared by predictions of the normalizer: the bound of their ratio to the batch's, and gradients.
 
 The encoders' gradient weighs an anchor's negatives by the ratio q_i = (eps + g_i)/(eps + ghat_i), C_i/lambda_i in
-AmorLIP. A moving average bounds it by 1/gamma; a network does not. Raising the estimate by a constant of the anchor,
-
-    alpha'_i = alpha_i + max(0, log q_i - log bound),   exp(-alpha'_i) (eps + g_i) = min(q_i, bound),
-
-bounds it, and leaves the derivatives of alpha_i as they are.
+AmorLIP. A moving average bounds it by 1/gamma; a network does not.
 """
 
 import math
@@ -24,14 +20,9 @@ def representable(log_estimate: Tensor, log_target: Tensor) -> Tensor:
     """Return the estimates, raised where sums of squares of the ratio target/estimate would overflow their dtype.
 
     Norms and optimizers square gradients. In float32 this keeps the ratio below 3e15, which an unfitted network
-    exceeds at tau <= 0.03.
+    exceeds at tau <= 0.03. A raised estimate keeps its derivatives. A NaN stays one.
     """
-    return bounded(log_estimate, log_target, 0.4 * math.log(torch.finfo(log_estimate.dtype).max))
-
-
-def bounded(log_estimate: Tensor, log_target: Tensor, log_bound: float) -> Tensor:
-    """Return the log estimates, raised where log(target/estimate) would exceed `log_bound`; a NaN stays one."""
-    return torch.maximum(log_estimate, log_target - log_bound)
+    return torch.maximum(log_estimate, log_target - 0.4 * math.log(torch.finfo(log_estimate.dtype).max))
 
 
 def partner_gradient(batch: GatheredFeatures, weight: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,7 +74,6 @@ class NetworkNormalizer(Normalizer):
 
     def __init__(self, config: ObjectiveConfig, eps: float, context: Context) -> None:
         self._config, self._eps, self._communicator = config.npn, eps, context.communicator
-        self._max_ratio = config.max_ratio
 
     def _in_order(
         self, fit: Callable[[], None], estimate: Callable[[], NormalizerOutput], step: Step
@@ -107,8 +97,6 @@ class NetworkNormalizer(Normalizer):
         alpha = representable(alpha, log_target)
         ratios = (log_target - alpha).exp()  # (eps + g)/(eps + ghat)
         metrics = {"npn_ratio_mean": ratios.mean(), "npn_ratio_max": ratios.max()}
-        if self._max_ratio is not None:
-            alpha = bounded(alpha, log_target, math.log(self._max_ratio))
         metrics["alpha"] = alpha.mean()
         ratio = (log_target - alpha).exp()[:, batch.local]  # exp(-alpha_i) (eps + g_i) = 1 - r_i
         value = ratio + alpha[:, batch.local] - 1  # the bracket of J, which is also its part of dJ/dtau
