@@ -84,7 +84,7 @@ def test_what_it_was_trained_with_is_in_the_checkpoint(trained: Path, tmp_path: 
 def test_a_tokenizer_of_a_start_without_checkpoint_is_made_anew(shards: Path, tmp_path: Path) -> None:
     """The start ends at its first step, as the best metric is misspelled; it leaves a tokenizer."""
     for size in (300, 310):
-        options = (f"--model.text.vocab_size={size}", "--run.best_metric=x")
+        options = (f"--model.text.vocab_size={size}", "--run.best_metric=x", f"--data.val={shards.parent / 'val'}")
         assert train(tmp_path, shards, 2, *EVERY, *options).returncode == 2
         tokens = json.loads((tmp_path / "run" / "tokenizer" / "tokenizer.json").read_text())
         assert len(tokens["model"]["vocab"]) == size
