@@ -122,7 +122,17 @@ class NormalizerOutput(NamedTuple):
 
 
 class Normalizer(Stateful):
-    """Estimator of the anchors' normalizers; `objectives/normalizers/` has one module for each."""
+    """Estimator of the anchors' normalizers; `objectives/normalizers/` has one module for each.
+
+    Attributes:
+        always_gathers: whether every step needs the features of all ranks.
+    """
+
+    always_gathers = True
+
+    def gathers(self, step: Step) -> bool:
+        """Whether this step needs the features of all ranks, not only this rank's; the same on all ranks."""
+        return True
 
     def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> NormalizerOutput:
         """Estimate the normalizers of a batch, and update the estimator.

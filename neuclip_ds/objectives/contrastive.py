@@ -9,7 +9,7 @@ from torch.profiler import record_function
 
 from neuclip_ds.distributed.communicator import PHASE
 from neuclip_ds.objectives.base import Context, FeatureGradients, Normalizer, Objective, Step
-from neuclip_ds.objectives.gather import Features, GatheredFeatures
+from neuclip_ds.objectives.gather import FeatureGather, Features, GatheredFeatures
 from neuclip_ds.objectives.options import ObjectiveConfig
 from neuclip_ds.objectives.pair_arithmetic import products_exact_for
 from neuclip_ds.objectives.pair_gradient import pair_similarities
@@ -50,7 +50,7 @@ class ContrastiveObjective(Objective):
     @torch.no_grad()
     @products_exact_for(torch.float32)
     def __call__(self, features: Features, step: Step) -> FeatureGradients:
-        batch = GatheredFeatures(features, self._communicator, self.comm_dtype, self.prefetch)
+        batch = self._batch(features, step)
         batch.require_pairs(step.number)
         tau = self._temperature.of(batch)
         scale = self._scale(tau)
@@ -64,7 +64,9 @@ class ContrastiveObjective(Objective):
         if estimate.feature_grad is not None:
             image = image.add(estimate.feature_grad[0] * scale)
             text = text.add(estimate.feature_grad[1] * scale)
-        log_divisor = math.log(batch.size - self.pair_loss.excluded)
+        if batch.total != batch.size:  # turns the mean over this rank's anchors into its part of the global mean
+            image, text = (grad * (batch.size / batch.total) for grad in (image, text))
+        log_divisor = math.log(batch.total - self.pair_loss.excluded)
         local_tau, local_scale = (x if x.ndim == 0 else x[:, batch.local] for x in (tau, scale))
         local_mean_logit = gradient.mean_logit / local_scale
         grad_log_scale = gradient.mean_logit.sum()
@@ -83,7 +85,7 @@ class ContrastiveObjective(Objective):
             ]
         )
         totals = self._communicator.all_reduce(sums, "scalars")
-        loss, batch_loss, mean_logit, tau_term, grad_log_scale, *means, _ = (totals / batch.size).unbind()
+        loss, batch_loss, mean_logit, tau_term, grad_log_scale, *means, _ = (totals / batch.total).unbind()
         if self._constant:
             loss = loss + self._constant
         signal = TemperatureSignal(mean_logit, tau_term, grad_log_scale, local_mean_logit, estimate.tau_term)
@@ -98,10 +100,27 @@ class ContrastiveObjective(Objective):
         }
         return FeatureGradients(batch.expand(image), batch.expand(text), loss, metrics)
 
+    def begin_gather(self, index: Tensor, valid: Tensor) -> FeatureGather | None:
+        return super().begin_gather(index, valid) if self._normalizer.always_gathers else None
+
     def _in_epoch(self, step: Step) -> Step:
         """Return the step with the epoch that the normalizer's schedules count."""
         length = self._config.epoch_steps
         return step if length is None else step._replace(epoch=step.number // length)
+
+    def _batch(self, features: Features, step: Step) -> GatheredFeatures:
+        """Gather the features of all ranks, or take only this rank's if the step needs no others.
+
+        All ranks gather if any rank has fewer than two rows that count, and therefore no negatives.
+        """
+        if not self._normalizer.gathers(self._in_epoch(step)):
+            count = features.valid.sum().view(1)
+            counts = self._communicator.begin_host_gather(count, "features").wait()
+            if int(counts.min()) > 1:
+                own = GatheredFeatures(features, self._communicator.alone(), self.comm_dtype)
+                own.total = int(counts.sum())
+                return own
+        return GatheredFeatures(features, self._communicator, self.comm_dtype, self.prefetch)
 
     @torch.no_grad()
     @products_exact_for(torch.float32)

@@ -98,6 +98,7 @@ class GatheredFeatures:
         index: (B,) int64 global sample indices, in host memory.
         local: which of the B rows are this rank's.
         padded_index: (K b,) indices with -1 for rows that do not count, in host memory.
+        total: number of rows that count on all ranks: B, or more if these are one rank's rows only.
         comm_dtype: dtype in which the rows were sent, which represents them exactly.
     """
 
@@ -130,6 +131,7 @@ class GatheredFeatures:
             self._rows, self._own_rows = (to_device(x, features.image.device) for x in (rows, own))
         self.local = self.rows_of(range(communicator.rank, communicator.rank + 1))
         self.image, self.text = gather.features(features.image.dtype, self._rows)
+        self.total = self.size
 
     @property
     def size(self) -> int:

@@ -72,6 +72,9 @@ class AmortizedConfig(Section):
     amortizes: Literal["partition", "negatives"] = "partition"
     """Target of lambda: the partition function, or its negatives alone, to which each batch's positives are added back
     (AmorLIP Table 3)."""
+    gather: Literal["every_step", "fits"] = "every_step"
+    """Which steps gather the features of all ranks: each, or only those that fit the nets; in the others, each
+    rank contrasts its own rows (AmorLIP section 3.3)."""
     lr: float = Field(1e-3, gt=0)
     """Adam's learning rate (the released code multiplies it by the number of ranks)."""
     max_grad_norm: float = Field(1.0, ge=0)

@@ -124,7 +124,7 @@ class TrainStep:
 
         return restore
 
-    def _forward(self, image: Tensor, tokens: Tensor, gather: FeatureGather | None) -> tuple[Tensor, Tensor]:
+    def _forward(self, image: Tensor, tokens: Tensor, gather: FeatureGather | None = None) -> tuple[Tensor, Tensor]:
         """Return (b, d) image and text features; `gather` receives each as soon as it is computed."""
         with record_function(f"{PHASE}forward"):
             text_ready = gather.add_text if gather is not None else None

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
+import oracle
 import pytest
 import torch
 from build import SAMPLES, VARIANTS, batch, objective, pairs, step
@@ -12,6 +13,7 @@ from ranks import run_ranks
 
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.objectives import METHODS
+from neuclip_ds.objectives.normalizers.amortization_mlp import AmortizationMlp
 from neuclip_ds.section import merge
 
 Variants = Mapping[str, tuple[str, dict[str, Any]]]
@@ -119,3 +121,55 @@ def test_traffic_is_counted() -> None:
     )
     calls = ranks[0]["amorlip_seldom"]["traffic"]["network gradients"].calls
     assert calls == 3, "one update of a fit to its own rows; with T_online = 2: the first of each epoch"
+
+
+LOCAL = {"width": 0.5, "gather": "fits", "online_every": 4, "target_every": 1, "ema": 0.5, "positive_weight": 0.3}
+
+
+def gather_in_fits(communicator: Communicator) -> list[dict[str, Any]]:
+    """Steps of AmorLIP of which the first fits the nets; in the third, the second rank has one row that counts."""
+    options = {"temperature": {"initial": 0.1, "lr": 0.0}, "amortized": LOCAL}
+    built = objective("amorlip", communicator, DIM, **options)
+    share, found = ROWS // communicator.world_size, []
+    mine = slice(communicator.rank * share, (communicator.rank + 1) * share)
+    for number in range(3):
+        image, text, index, _ = global_batch(0)
+        valid = torch.ones(ROWS, dtype=torch.bool)
+        valid[2 * number : 4 * number] = False  # two rows of the first rank, then four
+        if number == 2:
+            valid[share + 1 :] = False
+        assert built.begin_gather(index[mine], valid[mine]) is None
+        communicator.traffic.clear()
+        result = built(batch(*(x[mine] for x in (image, text, index, valid))), step(number))
+        traffic = {purpose: counted.bytes_received for purpose, counted in communicator.traffic.items()}
+        target = built.replicated_state()["normalizer.target"].clone()
+        parts = {"image": result.image, "text": result.text, "loss": result.loss, "metrics": result.metrics}
+        found.append({**parts, "target": target, "traffic": traffic, "valid": valid[mine]})
+    return found
+
+
+def test_steps_without_a_fit_contrast_a_ranks_own_rows() -> None:
+    """Against autograd of the loss over each rank's rows, with the nets of the fit; only numbers travel then."""
+    ranks = run_ranks(2, gather_in_fits)
+    share, mlp = ROWS // 2, AmortizationMlp(DIM, DIM // 2)
+    image, text, *_ = global_batch(0)
+    total = sum(int(rank[1]["valid"].sum()) for rank in ranks)
+    losses, tau = [], torch.tensor(0.1, dtype=torch.float64)
+    for number, rank in enumerate(ranks):
+        found = rank[1]
+        assert torch.equal(found["target"], ranks[0][1]["target"])
+        kept = torch.arange(share)[found["valid"]] + number * share
+        own = [x[kept].requires_grad_() for x in (image, text)]
+        log_lambda = mlp(found["target"], torch.stack([x.detach() for x in own]))
+        positive_weight = 0.3 * (len(kept) - 1) / (total - 1)  # its share in the global batch
+        loss = oracle.amorlip(*own, tau, log_lambda, positive_weight, 0.0) * (len(kept) / total)
+        for part, wanted in zip(("image", "text"), torch.autograd.grad(loss, own), strict=True):
+            torch.testing.assert_close(found[part][found["valid"]], wanted, rtol=1e-9, atol=1e-12)
+            assert not found[part][~found["valid"]].any()
+        losses.append(loss.detach())
+        assert float(found["loss"]) == float(ranks[0][1]["loss"])
+        sent = [step["traffic"]["features"] for step in rank]
+        gathered = share * (8 + 2 * DIM * 8)
+        assert sent == [gathered, 8, 8 + gathered], "one count of rows; all features where a rank lacks a negative"
+    torch.testing.assert_close(ranks[0][1]["loss"], torch.stack(losses).sum(), rtol=1e-9, atol=0)
+    assert torch.isfinite(ranks[1][2]["image"]).all()

@@ -77,7 +77,7 @@ def test_of_two_ranks_none_is_the_majority(shards: Path, tmp_path: Path) -> None
     cases = [([*V3, "--run.checkpoint_every=1"], "temperature.theta", 2)]
     nothing_alike = ["--objective.method=fastclip_v2", "--deepspeed=zero3_fp32", "--run.checkpoint_every=1"]
     cases.append((nothing_alike, "", 0))
-    nets = ["--objective.method=amorlip", "--objective.amortized.online_every=2"]
+    nets = ["--objective.method=amorlip", "--objective.amortized.gather=fits", "--objective.amortized.online_every=2"]
     cases.append(([*nets, "--objective.epoch_steps=3", "--run.checkpoint_every=1"], "", 0))
     for drifted, divided, fitted_apart in run_ranks(2, messages, cases, shards, tmp_path):
         assert drifted.startswith("step 2: ")

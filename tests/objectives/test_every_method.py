@@ -42,7 +42,7 @@ def test_feature_gradient_is_that_of_the_weighted_pairs(
     normalizer: Any = method._normalizer
 
     class Recorded:
-        prefetch = normalizer.prefetch
+        prefetch, gathers = normalizer.prefetch, normalizer.gathers
 
         def __call__(self, *arguments: Any) -> NormalizerOutput:
             seen.append(normalizer(*arguments))

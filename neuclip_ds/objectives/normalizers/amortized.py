@@ -20,7 +20,8 @@ partner. A step updates the online net, then the target net, and then runs stage
 Ranks. Every rank holds bit-identical copies of both nets. It fits them either to all rows of the batch, after an
 all-gather of log Z and log C, or to its own rows, and sums the gradient of each update over ranks (4 MB at d = 512).
 `fits_all_rows` decides: the former repeats the same work on every rank, the latter sends more than OpenCLIP does unless
-the batch is large.
+the batch is large. With `gather=fits` (section 3.3) the steps without a fit contrast each rank's own rows; their C has
+the mean over b - 1 negatives, and the share of the positive that the global batch has.
 """
 
 import math
@@ -126,6 +127,7 @@ class AmortizedNormalizer(Normalizer):
         self._config = own = config.amortized
         self._released = config.reference == "released_code"
         self._communicator, self._dim = context.communicator, context.dim
+        self.always_gathers = own.gather == "every_step"
         self._log_positive_weight = math.log(own.positive_weight) if own.positive_weight else -math.inf
         self._mlp = _mlp(own, context.dim)
         blank = torch.zeros(self._mlp.size, dtype=context.dtype, device=context.communicator.device)
@@ -169,6 +171,11 @@ class AmortizedNormalizer(Normalizer):
             log_lambda = self._log_target(log_fitted, features, self._epoch)
         return (_log_minus(log_lambda, own_pair) if self._amortizes_positives else log_lambda) - positive
 
+    def gathers(self, step: Step) -> bool:
+        if self.always_gathers or not step.learn:
+            return True
+        return step.epoch != self._epoch or self._steps % self._config.online_every == 0
+
     @property
     def _amortizes_positives(self) -> bool:
         return self._config.amortizes == "partition"
@@ -181,7 +188,7 @@ class AmortizedNormalizer(Normalizer):
             part of it that the nets amortize.
         """
         positive = batch.positive[batch.local] / tau
-        own_pair = positive + self._log_positive_weight - math.log(batch.size - 1)
+        own_pair = positive + self._log_positive_weight - math.log(batch.total - 1)
         log_total = torch.logaddexp(log_g + positive, own_pair.expand_as(log_g))
         log_fitted = log_total if self._amortizes_positives else log_g + positive
         return batch.anchors(), positive, own_pair, log_total, log_fitted
