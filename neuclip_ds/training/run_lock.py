@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import platform
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -19,6 +20,8 @@ from neuclip_ds.training.recovery import RECOVERY
 
 LOCK = "lock.json"
 _HELD = (errno.EACCES, errno.EAGAIN)
+_BEAT = 10.0  # seconds between two heartbeats
+_SILENCE = 25.0  # seconds without a heartbeat, after which a process on another host counts as dead
 _ENDING = 5.0  # seconds in which a stopped process may end
 
 
@@ -42,20 +45,25 @@ def locked(folder: Path, communicator: Communicator) -> Iterator[None]:
 def _lock(folder: Path) -> Iterator[None]:
     """Hold the kernel's lock of FOLDER/lock.json, which names this host and process.
 
-    The kernel releases the lock of a process that dies; NFS and most cluster file systems share locks between hosts.
-    After a clean end the file is empty: it marks a run's folder.
+    The kernel releases the lock of a process that dies. Hosts that share a file system may not share its locks, so the
+    time at which the file was changed is a heartbeat. After a clean end the file is empty: it marks a run's folder.
     """
-    path = folder / LOCK
+    path, ended = folder / LOCK, threading.Event()
     _check_is_run(folder)
+    _wait_for_other_hosts(path)
     is_new = not folder.exists()
     with explain_disk(folder):
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         _take(handle, path)
+        beats = threading.Thread(target=_beat, args=(handle, ended), daemon=True)
+        beats.start()
         try:
             yield
         finally:
+            ended.set()
+            beats.join()
             with suppress(OSError):
                 os.ftruncate(handle, 0)
                 if is_new and list(folder.iterdir()) == [path]:  # the start was refused
@@ -94,6 +102,28 @@ def _take(handle: int, path: Path) -> None:
         os.pwrite(handle, json.dumps({"host": platform.node(), "pid": os.getpid()}).encode(), 0)
 
 
+def _wait_for_other_hosts(path: Path) -> None:
+    """Raise `UserError` if a process on another host changes the file within a heartbeat."""
+    holder, first = _read(path)
+    if not holder or _parse(holder).get("host") in (None, platform.node()):
+        return
+    deadline = time.monotonic() + _SILENCE
+    while time.monotonic() < deadline:
+        time.sleep(_SILENCE / 50)
+        holder, changed = _read(path)
+        if holder and changed != first:
+            raise _in_use(path, holder)
+
+
+def _read(path: Path) -> tuple[bytes, int]:
+    """Return the content of the lock and when it was changed; opening a file makes NFS ask its server for both."""
+    try:
+        with path.open("rb") as file:
+            return file.read(), os.fstat(file.fileno()).st_mtime_ns
+    except OSError:
+        return b"", 0
+
+
 def _parse(holder: bytes) -> dict[str, Any]:
     try:
         return dict(json.loads(holder))
@@ -107,3 +137,9 @@ def _in_use(path: Path, holder: bytes) -> UserError:
     return UserError(
         f"{path.parent} is in use: {where} trains into it. Wait for that run, stop it, or choose another --run.name."
     )
+
+
+def _beat(handle: int, ended: threading.Event) -> None:
+    while not ended.wait(_BEAT):
+        with suppress(OSError):  # the next one may succeed
+            os.utime(handle)

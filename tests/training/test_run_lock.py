@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,7 @@ def held_elsewhere(folder: Path) -> subprocess.Popen[str]:
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("neuclip_ds.training.run_lock._ENDING", 0.1)
+    monkeypatch.setattr("neuclip_ds.training.run_lock._SILENCE", 1.0)
 
 
 def test_a_second_process_is_refused_until_the_first_dies(tmp_path: Path) -> None:
@@ -51,6 +53,32 @@ def test_a_second_process_is_refused_until_the_first_dies(tmp_path: Path) -> Non
         program.wait()
     with locked(folder, Communicator()):
         assert json.loads((folder / LOCK).read_text())["pid"] == os.getpid()
+
+
+@pytest.mark.parametrize("beats", [True, False])
+def test_a_host_whose_locks_do_not_reach_this_one(beats: bool, tmp_path: Path) -> None:
+    lock = tmp_path / LOCK
+    lock.write_text(json.dumps({"host": "another", "pid": 7}))
+    ended = threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(0.05):
+            os.utime(lock)
+
+    thread = threading.Thread(target=beat)
+    if beats:
+        thread.start()
+    try:
+        if beats:
+            with pytest.raises(UserError, match="process 7 on another trains into it"):
+                locked(tmp_path, Communicator()).__enter__()
+        else:
+            with locked(tmp_path, Communicator()):
+                assert "another" not in lock.read_text()
+    finally:
+        ended.set()
+        if beats:
+            thread.join()
 
 
 def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
