@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from neuclip_ds.config import OPENAI_MEAN, OPENAI_STD, ModelConfig
 from neuclip_ds.errors import UserError, explained, require_package
 from neuclip_ds.models.build import prepare
+from neuclip_ds.models.pretrained.attention_masks import use_static_masks
 from neuclip_ds.models.pretrained.base import (
     CheckpointRef,
     LoadedModel,
@@ -168,6 +170,9 @@ class OpenClipCheckpoint(ModelSource):
         self.tokenizer().save(folder)
 
     def _wrapped(self, model: Any) -> DualEncoder:
+        encoder = getattr(model.text, "transformer", None)
+        if isinstance(encoder, PreTrainedModel):
+            use_static_masks(encoder)
         _, mean, std, _ = self.preprocessing
         towers = VisionTower(model.visual, None, mean, std), TextTower(model.text, None)
         return prepare(DualEncoder(*towers), self.config)

@@ -106,6 +106,7 @@ def test_features_are_the_librarys_own(saved: Saved) -> None:
 
 
 def test_a_text_encoder_of_transformers_in_open_clip(tmp_path: Path) -> None:
+    """Its masks are made without reading the device."""
     tokenizer = xlm_roberta_tokenizer()
     config = small(32, vocab_size=len(tokenizer), max_position_embeddings=66, bos_token_id=0, pad_token_id=1)
     XLMRobertaModel(XLMRobertaConfig(**config, eos_token_id=2, type_vocab_size=1)).save_pretrained(tmp_path / "text")
@@ -114,7 +115,9 @@ def test_a_text_encoder_of_transformers_in_open_clip(tmp_path: Path) -> None:
     library = save_open_clip(tmp_path / "model", {**OPEN_CLIP_CONFIG, "custom_text": True, "text_cfg": text})
     model, ids = opened(tmp_path / "model").load().model.eval(), padded(tokenizer)(CAPTIONS)
     with torch.no_grad():
-        features = model(images(32), ids)
+        with HostReads() as reads:
+            features = model(images(32), ids)
+        assert reads.count == 0
         assert torch.equal(features[1], library.encode_text(ids, normalize=True))
 
 

@@ -1,0 +1,45 @@
+"""Attention masks for transformers' text encoders, built without waiting for the device.
+
+transformers reads the padding mask back from the device to find out whether anything is padded. The masks here depend
+on shapes alone. Causal encoders take no mask, which allows flash attention: captions are padded at the end, and none of
+their tokens attends there. Others take one mask of (b, 1, T, T) for all their layers.
+"""
+
+from typing import Any
+
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+_NAME = "neuclip_ds_sdpa"
+
+
+def use_static_masks(encoder: PreTrainedModel) -> None:
+    """Make an encoder with SDPA attention build its masks without reading the padding, which must be at the end."""
+    if encoder.config._attn_implementation == "sdpa":
+        encoder.set_attn_implementation(_NAME)
+
+
+def _static_mask(
+    *,
+    attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    **options: Any,
+) -> Tensor | None:
+    """Call `sdpa_mask` without the padding of causal attention, for which `allow_is_causal_skip` is True."""
+    if allow_is_causal_skip:
+        attention_mask = None
+    skip = allow_is_bidirectional_skip and attention_mask is None
+    mask: Tensor | None = sdpa_mask(
+        attention_mask=attention_mask,
+        allow_is_causal_skip=allow_is_causal_skip,
+        allow_is_bidirectional_skip=skip,
+        **options,
+    )
+    return mask
+
+
+AttentionInterface.register(_NAME, sdpa_attention_forward)
+AttentionMaskInterface.register(_NAME, _static_mask)
