@@ -28,8 +28,11 @@ class TemperatureConfig(Section):
     optimizer: Literal["adam", "lion", "sgd"] = "adam"
     """Optimizer of a global temperature, and of SigLIP's bias: Adam, or Lion or SGD as in FastCLIP's study of
     optimizers. The decay rates are the encoders' betas; SGD takes the first as its momentum."""
+    variable: Literal["log", "tau"] = "log"
+    """Variable that the optimizer of a global temperature updates: log(1/tau), as in all released code, or tau itself
+    (FastCLIP Procedure 5). With individual temperatures it is always tau."""
     lr: float | None = Field(None, ge=0)
-    """Learning rate of log(1/tau), or of individual temperatures. By default the encoders'."""
+    """Learning rate of `variable`. By default the encoders'."""
     rule: Literal["robust", "learned"] | None = None
     """How neuclip and neuclip_queue learn tau: `robust` with rho (NeuCLIP eq. 12), the default for neuclip; `learned`
     like OpenCLIP, with eps = 1/(n-1) and no rho, the default for neuclip_queue."""

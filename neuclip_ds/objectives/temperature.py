@@ -1,8 +1,8 @@
 """Update rules for the temperature, one per class.
 
-The trained variable is theta = log(1/tau), whose gradient is -tau d/dtau, as in every published code base; FastCLIP's
-Procedure 5 has tau itself. It is float32, lives outside the DeepSpeed engine, and is the same on all ranks because its
-gradient is.
+The trained variable is theta = log(1/tau), whose gradient is -tau d/dtau, as in every published code base, or tau
+itself (FastCLIP Procedure 5). It is float32, lives outside the DeepSpeed engine, and is the same on all ranks because
+its gradient is.
 """
 
 import math
@@ -107,11 +107,12 @@ class ConstantTemperature(Temperature):
 
 
 class LearnableTemperature(Temperature):
-    """Learned theta = log(1/tau) with its optimizer, schedule and bounds, and optionally further scalars."""
+    """Learned theta = log(1/tau), or tau, with its optimizer, schedule and bounds, and optionally further scalars."""
 
     def __init__(self, config: ObjectiveConfig, context: Context, **further: float) -> None:
         super().__init__(config, context)
-        initial = {"theta": -math.log(initial_temperature(self._config, context)), **further}
+        tau, self._by_tau = initial_temperature(self._config, context), self._config.variable == "tau"
+        initial = {**({"tau": tau} if self._by_tau else {"theta": -math.log(tau)}), **further}
         device = context.communicator.device
         self._scalars = {
             name: Parameter(torch.tensor([value], dtype=context.dtype, device=device))
@@ -125,21 +126,30 @@ class LearnableTemperature(Temperature):
     @property
     def tau(self) -> Tensor:
         """0-dim temperature, within its bounds."""
-        return self.scalar("theta").neg().exp()
+        return self.scalar("tau") if self._by_tau else self.scalar("theta").neg().exp()
 
     def scalar(self, name: str) -> Tensor:
         """0-dim copy of a learned scalar."""
         return self._scalars[name].detach().squeeze(0).clone()
 
     def descend(self, step: Step, **gradients: Tensor) -> None:
-        """Take an optimizer step with each scalar's 0-dim d loss / d scalar, by name, and clamp tau."""
+        """Take an optimizer step with each scalar's 0-dim d loss / d scalar, by name, and clamp tau.
+
+        The temperature's derivative is with respect to theta, whichever variable is learned.
+        """
+        if self._by_tau:
+            gradients["tau"] = gradients.pop("theta") / -self.tau
         for name, gradient in gradients.items():
             self._scalars[name].grad = gradient.reshape(1).to(self._scalars[name].dtype)
         self._optimizer.param_groups[0]["lr"] = self._lr(step)
         with self._third_below() if self._config.schedule == "third_below_0.03" else nullcontext():
             self._optimizer.step()
+        low, high = self._config.minimum, self._config.maximum
         with torch.no_grad():
-            self._scalars["theta"].clamp_(-math.log(self._config.maximum), -math.log(self._config.minimum))
+            if self._by_tau:
+                self._scalars["tau"].clamp_(low, high)
+            else:
+                self._scalars["theta"].clamp_(-math.log(high), -math.log(low))
 
     @contextmanager
     def _third_below(self) -> Iterator[None]:
@@ -160,6 +170,13 @@ class LearnableTemperature(Temperature):
         return state
 
     def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
+        """Restore the result of `replicated_state`; raise `UserError` if it has the other variable."""
+        if not self._scalars.keys() <= state.keys():
+            other = "log" if self._by_tau else "tau"
+            raise UserError(
+                f"The saved temperature was learned with objective.temperature.variable={other}, but this run has "
+                f"{self._config.variable}: set it back, or start a new run."
+            )
         for name, scalar in self._scalars.items():
             with torch.no_grad():
                 scalar.copy_(state[name])

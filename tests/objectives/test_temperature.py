@@ -75,30 +75,34 @@ def test_clamp_holds_openclip_at_one_hundred() -> None:
 
 
 @pytest.mark.parametrize(("initial", "share"), [(0.05, 1.0), (0.02, 1 / 3)])
-def test_learning_rate_falls_to_a_third_below_threshold(initial: float, share: float) -> None:
-    options = {"initial": initial, "lr": 1e-3, "schedule": "third_below_0.03", "rho": 100.0}
+@pytest.mark.parametrize("variable", ["log", "tau"])
+def test_learning_rate_falls_to_a_third_below_threshold(initial: float, share: float, variable: str) -> None:
+    options = {"initial": initial, "lr": 1e-3, "schedule": "third_below_0.03", "rho": 100.0, "variable": variable}
     method = objective("fastclip_v3", Communicator(), 6, temperature=options)
     method(batch(*pairs(8, 6)), step(0))
     # Adam's first step is the learning rate itself; a large rho wants tau smaller, theta larger
-    assert math.log(initial / tau_of(method)) == pytest.approx(1e-3 * share, rel=1e-4)
+    moved = math.log(initial / tau_of(method)) if variable == "log" else initial - tau_of(method)
+    assert moved == pytest.approx(1e-3 * share, rel=1e-4)
 
 
-def test_a_robust_temperature_descends_its_own_gradient() -> None:
-    """SGD shows the gradient, which is that of autograd; the bounds hold, and the state comes back."""
+def test_tau_itself_descends_its_own_gradient() -> None:
+    """SGD shows the gradient, which is that of autograd by tau; the bounds hold, and the state comes back."""
     image, text = pairs(17, 6)
     tau, rho, eps = torch.tensor(0.05, dtype=torch.float64), 6.5, 1e-6
     u = torch.stack([oracle.log_mean_exp(x).exp() for x in oracle.logits(image, text, tau)])
     gradient = float(oracle.robust_tau_gradient(image, text, tau, u, eps, rho))
-    options = {"initial": 0.05, "rho": rho, "optimizer": "sgd", "lr": 1e-2, "schedule": "constant"}
+    options = {"initial": 0.05, "rho": rho, "variable": "tau", "optimizer": "sgd", "lr": 1e-4, "schedule": "constant"}
     method = objective("fastclip_v3", Communicator(), 6, eps=eps, temperature=options)
     method(batch(image, text), step())
-    assert tau_of(method) == pytest.approx(0.05 * math.exp(-1e-2 * 0.05 * gradient), rel=1e-10)
+    assert tau_of(method) == pytest.approx(0.05 - 1e-4 * gradient, rel=1e-10)
     again = objective("fastclip_v3", Communicator(), 6, eps=eps, temperature={**options, "initial": 0.5})
     again.load_replicated_state(method.replicated_state())
     assert tau_of(again) == tau_of(method)
-    fast = objective("fastclip_v3", Communicator(), 6, eps=eps, temperature={**options, "lr": 1e3})
+    with pytest.raises(UserError, match=r"learned with objective\.temperature\.variable=tau"):
+        objective("fastclip_v3", Communicator(), 6).load_replicated_state(method.replicated_state())
+    fast = objective("fastclip_v3", Communicator(), 6, eps=eps, temperature={**options, "lr": 10.0})
     fast(batch(image, text), step())
-    assert tau_of(fast) == pytest.approx(0.01 if gradient > 0 else 1.0)
+    assert tau_of(fast) == (0.01 if gradient > 0 else 1.0)
 
 
 def test_encoder_schedule_scales_the_rate() -> None:
