@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from neuclip_ds.distributed.exchange import PURPOSE, Exchange
+from neuclip_ds.distributed.exchange import PURPOSE, Exchange, all_gather_single, reduce_scatter_single
 
 ProcessGroup = dist.ProcessGroup
 
@@ -128,7 +128,7 @@ class Communicator(Exchange):
         if self.world_size == 1:
             return Pending(x)
         result = x.new_empty((self.world_size * x.shape[0], *x.shape[1:]))
-        return self._begin("all_gather", x, purpose, result, dist.all_gather_into_tensor, x.contiguous())
+        return self._begin("all_gather", x, purpose, result, all_gather_single, x.contiguous())
 
     def begin_host_gather(self, x: Tensor, purpose: str) -> Pending:
         """Start an `all_gather` of a tensor in host memory, without the GPU.
@@ -163,7 +163,7 @@ class Communicator(Exchange):
         if x.shape[0] % self.world_size:
             raise ValueError(f"reduce_scatter of {x.shape[0]} rows over {self.world_size} ranks: not divisible")
         result = x.new_empty((x.shape[0] // self.world_size, *x.shape[1:]))
-        return self._begin("reduce_scatter", x, purpose, result, dist.reduce_scatter_tensor, x.contiguous())
+        return self._begin("reduce_scatter", x, purpose, result, reduce_scatter_single, x.contiguous())
 
     def reduce_scatter_among(self, ranks: range, x: Tensor, purpose: str) -> Tensor:
         """Sum x, (len(ranks) b, ...), over consecutive ranks that include this one; return this rank's rows (b, ...).

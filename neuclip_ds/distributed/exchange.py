@@ -16,6 +16,10 @@ T = TypeVar("T")
 
 PURPOSE = "purpose: "  # prefix of the range that names a collective's purpose in a profiler's trace
 
+# torch 2.14 renames both and warns on every rank of the old names, which are all that torch 2.6 has
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class Exchange:
     """Messages over all ranks of a process group; with one rank none is sent.
@@ -77,11 +81,11 @@ class Exchange:
     def _gather(self, own: Tensor) -> list[Tensor]:
         """Return the messages of all ranks: their lengths are gathered first, then their padded bytes."""
         sizes = torch.empty(self.world_size, dtype=torch.int64, device=own.device)
-        dist.all_gather_into_tensor(sizes, torch.tensor([len(own)], device=own.device), group=self._host_group)
+        all_gather_single(sizes, torch.tensor([len(own)], device=own.device), group=self._host_group)
         padded = own.new_zeros(int(sizes.max()))
         padded[: len(own)] = own
         received = padded.new_empty(self.world_size * len(padded))
-        dist.all_gather_into_tensor(received, padded, group=self._host_group)
+        all_gather_single(received, padded, group=self._host_group)
         rows = received.view(self.world_size, -1).cpu()
         return [row[:size] for row, size in zip(rows, sizes.tolist(), strict=True)]
 

@@ -111,7 +111,7 @@ def _count_hits(queries: _Queries, candidates: tuple[Tensor, Tensor], ks: Sequen
     The candidates are (m, d) features and (m,) labels of all ranks.
     """
     sums = torch.zeros(1 + len(ks), dtype=torch.float64, device=queries.features.device)
-    sums[0] = len(queries.label)
+    sums[0].fill_(len(queries.label))  # an assignment copies the number from the host, which waits
     for anchors, label, score, matches in zip(*(part.split(_ANCHORS) for part in queries), strict=True):
         ahead, tied = count_negatives(anchors, score, label, *candidates, chunk)
         sums[1:] += torch.stack([hit_probability(ahead, tied, k, matches).sum() for k in ks])
