@@ -53,13 +53,19 @@ def main() -> None:
     parser.add_argument("--stages", nargs="+", default=list(PLAN["stages"]), help="stages of plan.yaml, in order")
     parser.add_argument("--processes", type=int, default=2, help="runs at a time, each on one core")
     parser.add_argument("--tables", type=Path, help="print the tables of a results.jsonl instead of running")
+    parser.add_argument("--figures", type=Path, help="also draw the first of --stages into this folder")
     with exit_on_mistake():
         asked = parser.parse(sys.argv[1:])
         if asked.tables is None:
             if asked.source is None:
                 raise UserError("Name the data: a folder with shards in train/ and val/, or demo:N.")
             study(asked)
-        print(tables(read_results(asked.tables or asked.out / "results.jsonl")))
+        known = read_results(asked.tables or asked.out / "results.jsonl")
+        print(tables(known))
+        if asked.figures is not None:
+            from study.figures import draw  # needs matplotlib, which runs do not
+
+            print("drawn:", *draw(known, asked.stages[0], asked.figures))
 
 
 def study(asked: argparse.Namespace) -> None:

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from study import fine_tuning
 from study.features import load_splits
+from study.figures import draw
 from study.loop import Heads, Run, train
 from study.measures import normalizers, scores
 from study.tables import difference, tables
@@ -108,6 +109,9 @@ def test_a_study_goes_on_where_it_ended(features: Path, tmp_path: Path, monkeypa
     with pytest.raises(UserError, match="other settings"):
         [run_study.is_known(job, known) for job in run_study.jobs("search", known, features)]
     assert "## search, B = 10" in tables(known)
+    drawn = draw({f"final/{arm}/B10/seed{seed}": record for arm in ("openclip", "siglip") for seed in (1, 2)
+                  for record in list(known.values())[:1]}, "final", tmp_path)  # fmt: skip
+    assert drawn and all(path.read_text(encoding="utf-8").endswith("</svg>\n") for path in drawn)
 
 
 def test_intervals_are_those_of_paired_seeds() -> None:

@@ -22,14 +22,22 @@ def difference(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, f
     return statistics.mean(gains), quantile * statistics.stdev(gains) / sqrt(len(gains))
 
 
-def tables(records: Mapping[str, Any]) -> str:
-    """Return a table of Markdown for each stage and batch."""
-    groups: defaultdict[tuple[str, int], defaultdict[str, dict[int, Any]]] = defaultdict(lambda: defaultdict(dict))
+Groups = defaultdict[tuple[str, int], defaultdict[str, dict[int, Any]]]  # (stage, batch) -> setting -> seed -> results
+
+
+def grouped(records: Mapping[str, Any]) -> Groups:
+    """Return the results of runs by stage and batch size, setting, and seed."""
+    groups: Groups = defaultdict(lambda: defaultdict(dict))
     for name, record in records.items():
         match = re.fullmatch(r"([^/]+)/([^/]+)/B(\d+)(.*)/seed(\d+)", name)
         assert match is not None, name
         groups[match[1], int(match[3])][match[2] + match[4].replace("/", ", ")][int(match[5])] = record["results"]
-    return "\n\n".join(_table(stage, batch, rows) for (stage, batch), rows in sorted(groups.items()))
+    return groups
+
+
+def tables(records: Mapping[str, Any]) -> str:
+    """Return a table of Markdown for each stage and batch."""
+    return "\n\n".join(_table(stage, batch, rows) for (stage, batch), rows in sorted(grouped(records).items()))
 
 
 def _table(stage: str, batch: int, rows: Mapping[str, Mapping[int, Any]]) -> str:
