@@ -1,6 +1,6 @@
 """The typed config tree: every option with its type, default and meaning.
 
-Nothing here imports torch, so that `--help` and mistakes in a config answer at once. A recipe (YAML) fills the
+Nothing here imports torch, so that help and errors in a config appear at once. A recipe (YAML) fills the
 tree and `--dotted.name=value` overrides it; see `neuclip_ds.recipe`.
 """
 
@@ -100,8 +100,8 @@ class DataConfig(Section):
     weighted sources of them: [{path: /data/dfn, weight: 3}, {path: /data/cc12m, weight: 1}]."""
     val: Annotated[Annotated[int, Field(ge=0)] | str, Field(union_mode="left_to_right")] = "auto"
     """Held-out pairs for retrieval, in the same forms; or the number of pairs of `train` to hold out, which are not
-    trained on. `auto` uses a folder `val` next to `train`, otherwise holds out 0.1 % (200 to 10,000 pairs; none of
-    fewer than 2,000). An empty value disables it."""
+    trained on. `auto` uses a folder `val` next to `train`, otherwise holds out 0.1% (200 to 10,000 pairs; none if there
+    are fewer than 2,000). An empty value disables it."""
     zero_shot: str = "auto"
     """Zero-shot set, a folder of images by class or in CLIP_benchmark's layout; `auto` uses a folder `zero_shot` next
     to `train`, an empty value none."""
@@ -164,7 +164,7 @@ class DataConfig(Section):
     @classmethod
     def _all_have_weights_or_none(cls, train: str | list[SourceConfig]) -> str | list[SourceConfig]:
         if not isinstance(train, str) and len({source.weight is None for source in train}) > 1:
-            raise ValueError("some sources have a weight and others not; give each one, or none")
+            raise ValueError("some sources have a weight and others do not; set all weights, or none")
         return train
 
     @property
@@ -174,13 +174,13 @@ class DataConfig(Section):
 
     @property
     def train_paths(self) -> list[str]:
-        """What `train` or its sources name; none if it is empty."""
+        """Paths that `train` or its sources name; none if it is empty."""
         paths = [self.train] if isinstance(self.train, str) else [source.path for source in self.train]
         return [path for path in paths if path]
 
 
 Trained = Literal["all", "frozen"] | Annotated[int, Field(ge=0)]
-"""What trains of a tower: a number is that of its last blocks."""
+"""Trained part of a tower; a number counts its last blocks."""
 
 
 class LoraConfig(Section):
@@ -317,8 +317,8 @@ class OptimizerConfig(Section):
     min_lr: float = Field(0.0, ge=0)
     """Learning rate at the end of the schedule; `constant` ignores it."""
     schedule: Literal["cosine", "constant", "cooldown", "wsd"] = "cosine"
-    """After the warm-up: half a `cosine` down to min_lr, `constant`, or constant with a last part of `cooldown_steps`
-    that comes down linearly (`cooldown`, as open_clip's const-cooldown) or as 1 - sqrt (`wsd`: warm-up, stable, decay).
+    """After the warm-up: half a `cosine` down to min_lr, `constant`, or constant until the last `cooldown_steps`, in
+    which it decays linearly (`cooldown`, open_clip's const-cooldown) or as 1 - sqrt (`wsd`: warm-up, stable, decay).
     """
     warmup_steps: int = Field(500, ge=0)
     """Steps of linear warm-up; shortened to a tenth of the run if it is not shorter than the run."""
@@ -351,8 +351,8 @@ class OptimizerConfig(Section):
 
 class EmaConfig(Section):
     decay: float = Field(0.0, ge=0, lt=1)
-    """Decay of an exponential moving average of the weights, kept in float32; 0 keeps none. In the first steps n the
-    decay is at most (1 + n)/(10 + n). Evaluations measure both, the average as `ema/NAME`."""
+    """Decay of an exponential moving average of the weights, kept in float32; 0 keeps none. At step n the decay is at
+    most (1 + n)/(10 + n). Evaluations measure both, the average as `ema/NAME`."""
 
 
 class RecoveryConfig(Section):

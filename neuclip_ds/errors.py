@@ -60,7 +60,7 @@ def install_command(extra: str) -> str:
 
 
 def require_package(module: str, option: str, extra: str) -> None:
-    """Raise UserError unless an optional package is installed, which the option needs and an extra has."""
+    """Raise UserError unless an optional package is installed, which an option needs and an extra installs."""
     found = importlib.util.find_spec(module)
     if found is None or found.origin is None:  # a folder of that name, such as wandb/, looks like a package
         command = install_command(extra)

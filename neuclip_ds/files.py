@@ -48,7 +48,7 @@ class ChecksumWriter:
 
 
 def checksum_of(path: Path) -> Checksum:
-    """Read a file and return its checksum; raise OSError where it cannot be read."""
+    """Read a file and return its checksum; raise OSError if it cannot be read."""
     size = crc32 = 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):

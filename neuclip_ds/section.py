@@ -72,7 +72,7 @@ class _Loader(yaml.SafeLoader):
         names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
-            raise ValueError(f"the key {twice} stands twice in one section")
+            raise ValueError(f"the key {twice} occurs twice in one section")
         return super().construct_mapping(node, deep)
 
 

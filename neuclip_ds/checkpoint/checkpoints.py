@@ -4,14 +4,14 @@
 
     meta.json                       step, position in the data, fingerprint of the run (`facts`), and the
                                     checksums of all files (checkpoint/integrity.py)
-    state/                          float32 weights, moments and the objective's state, one file a rank
+    state/                          float32 weights, moments and the objective's state, one file per rank
                                     (checkpoint/sharded_state.py)
-    config.yaml, tokenizer/, model/ what the model was trained with
+    config.yaml, tokenizer/, model/ config, tokenizer and description of the model
 
 It is written under `.partial-...`, synced to disk and read back, and renamed by rank 0 when all ranks are done. Nothing
-in it depends on how many ranks wrote it, nor on their ZeRO stage and precision: a run may resume with others. No random
-state is kept: data order and augmentation are functions of (seed, step), dropout of (seed, step, rank). No file can run
-code: all are text or safetensors.
+in it depends on the number of ranks that wrote it, their ZeRO stage or their precision, so a run may resume with
+others. No random state is kept: data order and augmentation are functions of (seed, step), dropout of (seed, step,
+rank). No file can run code: all are text or safetensors.
 
 `checkpoints/best.json` names the step with the best evaluation (`run.best_metric`).
 """
@@ -46,7 +46,7 @@ from neuclip_ds.state.tensor_file import BytesFile, StateFile
 log = logging.getLogger(__name__)
 
 Fingerprint = Mapping[str, Any]
-"""What a resumed run must share with the one that wrote a checkpoint."""
+"""Facts that a resumed run must share with the run that wrote the checkpoint."""
 
 _PARTIAL = ".partial-"  # prefix of a folder that is being written or deleted
 
@@ -168,7 +168,7 @@ class Checkpoints:
         return found and Best(*found)  # JSON makes it a list
 
     def keep_best(self, best: Best) -> None:
-        """Keep the checkpoint of this step, however old, instead of the former best."""
+        """Keep this step's checkpoint, even once it is old, instead of the former best."""
 
         def write() -> None:
             with explain_failure(self._folder), atomic_write(self._folder / "best.json") as path:
@@ -194,7 +194,7 @@ class Checkpoints:
         return int(meta["step"]), meta["data"]
 
     def load(self, path: Path, engine: Any, objective: Objective) -> None:
-        """Fill engine and objective from a checkpoint of `newest`; raise `UserError` where files do not match."""
+        """Fill engine and objective from a checkpoint of `newest`; raise `UserError` if files do not match."""
         files = load_engine(path / STATE, engine, self._communicator)
         files.fill(objective.row_tables())
         objective.load_replicated_state(files.whole(OBJECTIVE))
@@ -211,7 +211,7 @@ class Checkpoints:
         return files
 
     def _make_room(self, partial: Path, size: int) -> None:
-        """Make the new folder, without remains of an interrupted save; raise `SaveFailed` if the disk has no room."""
+        """Create a new folder in place of an interrupted save's; raise `SaveFailed` if the disk has no room."""
         needed = sum(self._communicator.gather_objects(size))
 
         def make() -> None:

@@ -1,9 +1,9 @@
-"""Save and load DeepSpeed's engine: any world size, ZeRO stage and precision reads what any other wrote.
+"""Save and load DeepSpeed's engine across world sizes, ZeRO stages and precisions.
 
 `engine/zero.py` knows which elements of each parameter a rank holds; all other code is the same for all stages.
 
-checkpoint/sharded_state.py lists what is kept. Buffers may differ between ranks, as in batch norm; rank 0's are kept.
-Hyper-parameters belong to the config.
+checkpoint/sharded_state.py lists the state that is kept. Buffers may differ between ranks, as in batch norm; rank 0's
+are kept. Hyper-parameters belong to the config.
 """
 
 from collections import defaultdict
@@ -122,7 +122,7 @@ def _fill(files: StateFiles, engine: Any, communicator: Communicator, weights: b
                 if place.start < place.stop and (kind == WEIGHT or kind in files.kinds(place.name)):
                     place.within(target).copy_(files.read(place.name, kind, place.start, place.stop))
         if state or scalars:
-            # a fused optimizer counts its steps where it steps, the others on the CPU
+            # a fused optimizer counts its steps on the device, the others on the CPU
             counted_on = master.device if optimizer.defaults.get("fused") else torch.device("cpu")
             optimizer.state[master] = {**{kind: x.to(counted_on) for kind, x in scalars.items()}, **state}
 

@@ -82,7 +82,7 @@ def _eval_result(config: Config, score: str, value: float) -> EvalResult:
 
 
 def _held_out(config: Config, source: str | int) -> str:
-    """Return the name of a held-out set, which `auto` and a number take from the training data or next to it."""
+    """Return the name of a held-out set, which for `auto` and numbers is that of the training data."""
     named = isinstance(source, str) and source != "auto"
     return public_name(str(source)) if named else f"held out of {public_name(config.data.train_paths[0])}"
 

@@ -1,4 +1,4 @@
-"""The copy of a run in a store that fsspec reaches (S3, GCS, Azure, SFTP, a mounted folder).
+"""The copy of a run in a store that fsspec supports (S3, GCS, Azure, SFTP, a mounted folder).
 
     URL/checkpoints/step_000000100/    the files of the checkpoint of that name; meta.json is written last
     URL/checkpoints/best.json          as in the run's folder
@@ -68,7 +68,7 @@ class RemoteRun:
         files = [*json.loads(self._fs.cat_file(f"{source}/{_META}"))["files"], _META]
         for file in files:
             if not (folder / file).resolve().is_relative_to(folder.resolve()):
-                raise ValueError(f"{file} would lie outside the checkpoint")
+                raise ValueError(f"{file} would be outside the checkpoint")
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
         self._fs.get([f"{source}/{file}" for file in files], [str(folder / file) for file in files])
 

@@ -1,7 +1,7 @@
-"""Checks of paths and packages that take no second; importing torch and DeepSpeed, which come next, takes ten.
+"""Check paths and packages in under a second, before the imports of torch and DeepSpeed, which take ten.
 
-All ranks make them, so that all end with the same message. What they cannot tell, such as whether the hub has a model,
-is found out later.
+All ranks make these checks, so that all end with the same message. Later checks find the rest, such as whether the hub
+has a model.
 """
 
 import re
@@ -19,7 +19,7 @@ _OPEN_CLIP = "open_clip:"
 
 
 def check_run(config: Config) -> None:
-    """Raise UserError where a run reads a path that does not exist, or needs a package that is not installed."""
+    """Raise UserError if a run reads a path that does not exist, or needs a package that is not installed."""
     run, data, model = config.run, config.data, config.model
     if run.wandb is not None:
         require_package("wandb", "run.wandb", "wandb")
@@ -39,7 +39,7 @@ def check_run(config: Config) -> None:
 
 
 def check_model(option: str, name: str) -> None:
-    """Raise UserError where `name`, as `model.pretrained` takes it, can be neither a path nor a model of the hub."""
+    """Raise UserError if `name`, a value of `model.pretrained`, can be neither a path nor a model on the hub."""
     if name.startswith(_OPEN_CLIP):
         require_package("open_clip", f"{option}={name}", "open_clip")
         return
@@ -50,9 +50,9 @@ def check_model(option: str, name: str) -> None:
 
 
 def check_path(option: str, path: str) -> None:
-    """Raise UserError where a local path does not exist, or a package is missing that reads a remote one.
+    """Raise UserError if a local path does not exist, or the package that reads a remote one is missing.
 
-    A path is in the forms of `data.train`; patterns are left to what expands them.
+    A path is in the forms of `data.train`; patterns are checked later, when they are expanded.
     """
     for part in filter(None, path.split("::")):
         if url := _URL.match(part):

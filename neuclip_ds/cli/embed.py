@@ -31,10 +31,12 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("shards", help="data set in the forms of data.train: folder, glob, braces, manifest")
     parser.add_argument("--out", type=Path, required=True, help="folder for the features, which all nodes share")
     parser.add_argument("--ema", action="store_true", help="use the moving average of a run's weights (ema.decay)")
-    parser.add_argument("--dtype", choices=("float16", "float32"), default="float16", help="of the features on disk")
+    parser.add_argument(
+        "--dtype", choices=("float16", "float32"), default="float16", help="dtype of the features on disk"
+    )
     parser.add_argument("--batch-size", type=int, default=256, help="rows that each rank encodes at once")
     parser.add_argument("--workers", type=int, default=4, help="loader processes per rank; 0 loads in this one")
-    parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32", help="of the towers")
+    parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32", help="dtype of the towers")
     parser.add_argument("--captions", nargs="+", default=["txt"], help="where captions are, as data.captions")
     parser.add_argument("--uid-key", default="uid", help="key of the uid in a sample's JSON")
     parser.add_argument("--cache-dir", type=Path, help="folder on each node for copies of remote shards")

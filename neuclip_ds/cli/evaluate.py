@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--out", type=Path, help="folder for results (default: RUN/evaluation/STEP)")
     parser.add_argument("--batch-size", type=int, default=256, help="rows that each rank encodes at once")
     parser.add_argument("--workers", type=int, default=4, help="loader processes per rank; 0 loads in this one")
-    parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32", help="of the towers")
+    parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32", help="dtype of the towers")
     parser.add_argument("--ema", action="store_true", help="score the moving average of a run's weights (ema.decay)")
     options = parser.parse(arguments)
     check_model("MODEL", options.model)
@@ -64,9 +64,9 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _partition(places: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
-    """Return names and sources of shards of pairs, in the forms of `data.val`, and the other places.
+    """Return names and sources of shards of pairs, in the forms of `data.val`, and the other paths.
 
-    All tars that are named one by one are one source.
+    Tars that are named one by one form one source.
     """
     from neuclip_ds.data.manifest_file import is_manifest  # pyarrow takes a moment to import
 

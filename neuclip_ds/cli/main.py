@@ -39,8 +39,8 @@ def main(argv: Sequence[str] | None = None, command: str = "") -> None:
         print(*(f"  {name:<18}{meaning}" for name, meaning in COMMANDS.items()), sep="\n")
         print("\n`neuclip-ds COMMAND --help` lists the options of a command.")
         return
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch logs a stack trace where a store's server ends
-    # DeepSpeed's advice where it finds no GPU; a machine that has some is refused (distributed/environment.py)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch logs a stack trace when a store's server ends
+    # DeepSpeed's advice if it finds no GPU; a machine with GPUs is refused (distributed/environment.py)
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.filename != "real_accelerator.py")
     let_idle_threads_sleep()
     with exit_on_mistake():

@@ -25,7 +25,7 @@ def main(arguments: Sequence[str]) -> None:
     captions = "columns of captions, and the member that each is written to, txt if omitted (default: caption or text)"
     parser.add_argument("--captions", nargs="+", default=[], metavar="[MEMBER=]COLUMN", help=captions)
     parser.add_argument("--split", help="split of a data set of Hugging Face datasets")
-    parser.add_argument("--shard-size", type=int, default=10_000, help="samples of a shard")
+    parser.add_argument("--shard-size", type=int, default=10_000, help="samples per shard")
     options = parser.parse(arguments)
     from neuclip_ds.data.pack import choose_columns, open_table, pack  # decoders import torch, which takes seconds
 

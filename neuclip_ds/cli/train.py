@@ -41,8 +41,8 @@ EVERYDAY = (
 )
 _KINDS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH", bool: "true|false"}
 _FOOT = """\
-Dashes and underscores in options are alike; a recipe spells them with underscores. `=null` removes a value.
-Defaults are in parentheses; `neuclip-ds train RECIPE --print-config` prints what a recipe makes of them."""
+Dashes and underscores in options are equivalent; recipes use underscores. `=null` removes a value.
+Defaults are in parentheses; `neuclip-ds train RECIPE --print-config` prints the resolved config."""
 
 
 def main(arguments: Sequence[str], hooks: Sequence[Any] = ()) -> None:

@@ -15,7 +15,7 @@ from neuclip_ds.files import best_effort, json_lines
 
 log = logging.getLogger(__name__)
 
-_MIN_SAMPLES = 1000  # a fraction of fewer means little: one bad sample among the first 50 is not 2 % of the data
+_MIN_SAMPLES = 1000  # a fraction of fewer means little: one bad sample among the first 50 is not 2% of the data
 _RECENT_STEPS = 1000  # steps of a rank for which the wider limit holds
 _WIDER = 10  # the wider limit is this times max_fraction: the bad samples of one damaged shard come within few steps
 

@@ -1,9 +1,9 @@
 """Build manifests: in memory when a run starts, or on disk with many processes for large data sets.
 
-Indices are assigned in the order of the paths, whatever the order in which shards were scanned. A build on disk that is
-interrupted, or that names other shards when it is started again, scans only the missing ones: the results of a group of
-shards are a file of JSON, named by a hash of the options, and one of sample tables. A file that an interrupted write
-has cut is ignored.
+Indices are assigned in the order of the paths, whatever the order in which shards were scanned. If a build on disk was
+interrupted, or is started again with other shards, it scans only the missing ones: each group of shards has a JSON file
+of results, named by a hash of the options, and a file of sample tables. Files that an interrupted write has truncated
+are ignored.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ RESUME = "run the same command again, which resumes"
 _BUILDING = ".building"  # folder of an unfinished build's results
 _UNREADABLE = "unreadable_shards.jsonl"
 _MOST_COMPARED = 500_000_000  # samples whose images are compared with each other
-_SHARDS_EACH = 16  # so many take longer to scan than a process takes to start
+_SHARDS_EACH = 16  # scanning this many takes longer than starting a process
 _MAX_GROUP = 64  # shards that a worker scans at once, whose tables are in one file
 GROUPS = 1024  # the number of groups aimed at
 _COUNTED = 512  # shards that a worker counts by their side files at once
@@ -283,5 +283,5 @@ def _repeats(parts: Iterable[NDArray[np.uint64]]) -> tuple[NDArray[np.uint64], i
 
 
 def _hash(uids: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return a number for each of (q, 2) uids that hardly any two share: words may be constant, as in UUIDs."""
+    """Return a nearly unique number for each of (q, 2) uids, although words may be constant, as in UUIDs."""
     return uids[:, 0] * np.uint64(0x9E3779B97F4A7C15) + uids[:, 1]

@@ -1,8 +1,8 @@
 """Decode a sample's members: its captions, of which training draws one, and its image.
 
 `data.captions` lists sources: `txt` is the whole text member, `txt:lines` each of its lines, `json:KEY` the string or
-list of strings under a key of the JSON member (where recaptioned data sets keep them). Other members have such names
-too: `syn.txt`, `blip.json:caption`.
+list of strings under a key of the JSON member (where recaptioned data sets keep them). Other members work in the same
+way: `syn.txt`, `blip.json:caption`.
 
 A list of sources draws from all captions with equal probability. With a weight for each source, first a source is drawn
 among those that have a caption of the sample, and then one of its captions: a sample without a synthetic caption always
@@ -144,7 +144,7 @@ def decode_pil(data: bytes, min_side: int | None = None) -> Decoded:
     """Decode an image to RGB with PIL; a JPEG twice as large as `min_side` is decoded at a smaller scale.
 
     Raises:
-        DecodeError: another format than JPEG, PNG, WebP, GIF and BMP, truncated or broken data, more than 89 million
+        DecodeError: a format other than JPEG, PNG, WebP, GIF and BMP, truncated or broken data, more than 89 million
             pixels, or a side beyond 100 times the other.
     """
     return decode_header(read_header(data), min_side)
@@ -169,7 +169,7 @@ def read_header(data: bytes) -> Image.Image:
 
 
 def decode_header(image: Image.Image, min_side: int | None) -> Decoded:
-    """Decode an image whose header has been read, as `decode_pil`."""
+    """Decode an image whose header has been read, as `decode_pil` does."""
     full_size = image.size
     try:
         if min_side is not None:

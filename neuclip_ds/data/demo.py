@@ -1,6 +1,6 @@
 """Render the demo data set, image-caption pairs and a zero-shot set of colored shapes, from a seed.
 
-    FOLDER/train/00000.tar, ...        img2dataset layout: 000000000.jpg/.json/.txt, 1,000 pairs a shard
+    FOLDER/train/00000.tar, ...        img2dataset layout: 000000000.jpg/.json/.txt, 1,000 pairs per shard
     FOLDER/val/00000.tar, ...          held-out pairs
     FOLDER/zero_shot/                  CLIP_benchmark's webdataset layout; a class is a color and a shape
 
@@ -74,7 +74,7 @@ _CROSS = (
     *((_ARM, 1.0), (-_ARM, 1.0), (-_ARM, _ARM), (-1.0, _ARM), (-1.0, -_ARM), (-_ARM, -_ARM)),
 )
 
-# outlines lie around (0, 0), within about 1, y downwards
+# outlines are centered at (0, 0) with a radius of about 1; y points down
 SHAPES: dict[str, tuple[tuple[Point, ...], Words]] = {
     "circle": (_arc(0.95), ("circle", "disc")),
     "square": (((-0.86, -0.86), (0.86, -0.86), (0.86, 0.86), (-0.86, 0.86)), ("square", "box")),
@@ -154,7 +154,7 @@ def make_demo_data(
 def demo_split(source: str, cache: Path) -> Path:
     """Return the folder of `demo:train`, `demo:val` or `demo:zero_shot`; render the data set if `cache` lacks it.
 
-    Of several processes that render it at the same time, all use the files of the first one to finish. Raises UserError
+    If several processes render it at the same time, all use the files of the first one to finish. Raises UserError
     if no split has that name, or `cache` cannot be written.
     """
     _, _, split = source.partition(":")
@@ -188,7 +188,7 @@ def _stream(seed: int, split: str, index: int) -> Random:
 
 
 def plan_pair(seed: int, split: str, index: int) -> tuple[Scene, int, int | None, Random]:
-    """Return a pair's scene, its template, of which pair it is a near-duplicate, and the stream of later choices."""
+    """Return a pair's scene, its template, the pair that it nearly duplicates, and the generator of later choices."""
     rng = _stream(seed, split, index)
     if index == 0 or rng.random() >= _DUPLICATES:
         return random_scene(rng), rng.randrange(len(TEMPLATES)), None, rng

@@ -39,13 +39,14 @@ def choose_interleave(
 ) -> Interleave:
     """Choose the interleave with the largest window for which the cache is large enough.
 
-    The window has up to 8 million samples, 500,000 per node on more than 16 nodes. Half of the nodes can hold it if
-    possible, so that the run can move to these. The user may choose `streams` and `block`.
+    The window has up to 8 million samples, 500,000 per node on more than 16 nodes. If possible, the caches of half of
+    the nodes can hold it, so that the run can move to those nodes. The user may choose `streams` and `block`.
 
     Args:
         shards: number of shards, at least as many as streams.
         cache_bytes: of a node; None if all shards are read in place.
-        resident_bytes: bytes of the shards that each of so many nodes needs at a time, `GlobalOrder.resident_bytes`.
+        resident_bytes: bytes of the shards that a node needs at a time, from the number of nodes
+        (`GlobalOrder.resident_bytes`).
 
     Raises:
         UserError: `streams` does not divide the batch, or no interleave fits into the cache.
@@ -70,7 +71,7 @@ def choose_interleave(
             at = bisect_left(candidates, -FULL * cache_bytes, key=lambda one: -needed(one))
             if at < len(candidates) and (best is None or math.prod(candidates[at]) > math.prod(best)):
                 best = candidates[at]
-            elif best is not None:  # still fewer streams would have smaller windows yet
+            elif best is not None:  # fewer streams would have even smaller windows
                 break
         if best is not None:
             return best

@@ -168,7 +168,7 @@ class RankBatch:
 
 
 def join_parts(parts: Iterator[Batch], count: int) -> Iterator[RankBatch]:
-    """Iterate over the batches that `count` consecutive parts each make."""
+    """Join every `count` consecutive parts into a batch."""
     while found := list(itertools.islice(parts, count)):
         batch = RankBatch(found)
         del found  # the batch alone decides how long pixels are kept

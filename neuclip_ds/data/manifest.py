@@ -97,7 +97,7 @@ class Manifest:
         return digest.hexdigest()[:32]
 
     def to_json(self) -> dict[str, Any]:
-        """Return a description for `from_json` on other ranks, whose sample tables lie under the same path."""
+        """Return a description for `from_json` on other ranks, whose sample tables are under the same path."""
         found: dict[str, Any] = {"shards": [list(shard) for shard in self.shards]}
         if self.samples is not None:  # other ranks then need not open the tables' files
             found["places"] = [[str(part), group] for part, group in self.samples.places]

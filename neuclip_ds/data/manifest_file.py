@@ -106,7 +106,7 @@ def load_manifest(folder: str | os.PathLike[str], *, check_shards: bool = True) 
     """Read a manifest folder, and with `check_shards` compare its first and its largest shard with the description.
 
     Raises:
-        UserError: it is none, is damaged or impossible, or a shard is not what it describes.
+        UserError: the folder is not a manifest, is damaged or impossible, or a shard differs from its description.
     """
     folder = Path(folder)
     if not is_manifest(folder):
@@ -144,7 +144,7 @@ def load_manifest(folder: str | os.PathLike[str], *, check_shards: bool = True) 
 
 
 def _check_possible(folder: Path, manifest: Manifest) -> None:
-    """Raise UserError for numbers that no shards have: tables as large as they say are allocated."""
+    """Raise UserError for impossible numbers, because they determine the sizes of allocated tables."""
     start = 0
     for shard in manifest.shards:
         least = 0 if shard.selection is not None else shard.n * MIN_SAMPLE_BYTES  # a selection may repeat samples

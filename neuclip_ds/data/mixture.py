@@ -98,7 +98,7 @@ BatchOrder = GlobalOrder | MixtureOrder
 
 
 def _spread(weights: NDArray[np.float64], rows: int) -> NDArray[np.int64]:
-    """Return the source of each row, (rows,): each has its share, to one row, spread evenly."""
+    """Return the source of each row, (rows,): each source gets its share, within one row, spread evenly."""
     shares = weights * rows
     counts = np.floor(shares).astype(np.int64)
     counts[np.argsort(counts - shares, kind="stable")[: rows - counts.sum()]] += 1

@@ -1,7 +1,7 @@
 """Sample tables shared by all processes of a node: each is built once, as a file that they map into memory.
 
 Private tables would take 50 bytes and more per sample in every worker. Files are named after the shard and what the
-table was made from; the least recently used ones make room. Where no file can be written, a table is private to its
+table was made from; the least recently used ones make room. If no file can be written, a table is private to its
 process.
 
 A file has a header of 32 bytes (magic, CRC-32 of all that follows, flags, n, bytes of the keys), and the arrays of
@@ -30,7 +30,7 @@ from neuclip_ds.data.sample_table import MEMBERS, SampleTable
 log = logging.getLogger(__name__)
 
 _LOCKS = 64  # lock files, which tables share
-_TURNS = 64  # one small table in so many looks for room: there may be thousands of files
+_TURNS = 64  # one small table in this many checks the free space, because there may be thousands of files
 _MAGIC = b"NDStable"
 _HEADER = struct.Struct("<8sIIqq")
 _SIGNED = 12  # bytes before those that the CRC-32 covers
@@ -77,7 +77,7 @@ class NodeTables:
             path.unlink(missing_ok=True)
 
     def _write(self, path: Path, data: bytes) -> None:
-        """Write a table, after removing the least recently used ones where there is no room."""
+        """Write a table, after removing the least recently used ones if there is no room."""
         if len(data) * _TURNS > self._capacity_bytes or secrets.randbelow(_TURNS) == 0:
             files = sorted((status.st_mtime_ns, status.st_size, path) for path, status in files_in(self._folder))
             excess = sum(size for _, size, _ in files) + len(data) - self._capacity_bytes
@@ -94,7 +94,7 @@ class NodeTables:
 
 
 def files_in(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Yield the files of a folder with their status, where they do not vanish meanwhile."""
+    """Yield the files of a folder with their status, unless they vanish meanwhile."""
     with suppress(FileNotFoundError), os.scandir(folder) as entries:
         for entry in entries:
             with suppress(FileNotFoundError):
@@ -102,7 +102,7 @@ def files_in(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
 
 
 def _map(path: Path) -> SampleTable:
-    """Map a table; raise ValueError if it is damaged, OSError if it is absent or no file."""
+    """Map a table; raise ValueError if it is damaged, OSError if it is absent or not a file."""
     if not stat.S_ISREG(path.lstat().st_mode):
         raise OSError(f"{path} is not a file")
     with pa.memory_map(str(path)) as file:

@@ -18,7 +18,7 @@ from neuclip_ds.data.interleave import Interleave, choose_interleave
 from neuclip_ds.errors import UserError
 
 _ROUNDS = 6
-_AHEAD = 2  # streams of a node whose next block is there before it is used
+_AHEAD = 2  # streams of a node whose next block is fetched before its first use
 _LOOK_UPS, _EPOCHS = 1 << 16, 2  # positions and epochs at which `resident_bytes` counts shards
 _SHARDS, _SAMPLES = 0, 1  # domain separation of the hash
 _SPREAD = np.uint64(0x9E3779B9)  # 2^32 over the golden ratio: its multiples spread neighbors evenly
@@ -41,8 +41,8 @@ class GlobalOrder:
     Args:
         shard_starts, shard_sizes: (n_shards,) global index of each shard's first sample, and its number of samples.
         interleave: streams, a divisor of B, and blocks; by default as for shards on a local disk.
-        drop_last: omit n mod B samples, different ones in every epoch. Otherwise every sample comes exactly once per
-            epoch, and the last batch is filled with -1.
+        drop_last: omit n mod B samples, different ones in every epoch. Otherwise every sample occurs exactly once per
+        epoch, and the last batch is filled with -1.
 
     Raises:
         UserError: fewer than 2 samples, or less than a batch under `drop_last`.
@@ -74,7 +74,7 @@ class GlobalOrder:
         streams, block = self.interleave.streams, self.interleave.block
         self._bounds = self.n * np.arange(streams + 1) // streams  # (S + 1,) boundaries of the streams
         self._lane = batch_size // streams  # positions of a stream in a batch
-        self._phases = np.zeros(streams, dtype=np.int64)  # (S,) what each stream's first block lacks
+        self._phases = np.zeros(streams, dtype=np.int64)  # (S,) positions that each stream's first block lacks
         if block < self.n // streams:
             parts = (np.arange(streams, dtype=np.uint64) * _SPREAD) % np.uint64(1 << 32)  # fractions of 2^32
             self._phases = (parts * np.uint64(block) >> np.uint64(32)).astype(np.int64)
@@ -139,9 +139,9 @@ class GlobalOrder:
         return [int(shard) for shard in shards[self._sizes[shards] > 0]]
 
     def resident_bytes(self, shard_bytes: ArrayLike, nodes: int = 1) -> int:
-        """Return the bytes of the shards that a node needs at a time: the most of any node in the first epochs.
+        """Return the bytes of the shards that a node needs at a time, the maximum over nodes in the first epochs.
 
-        The shards of its streams' blocks count, and those of the blocks that its next two streams begin.
+        The node needs the shards of its streams' blocks, and those of the next two blocks that its streams begin.
 
         Args:
             shard_bytes: (n_shards,) bytes of each shard.

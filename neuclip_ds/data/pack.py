@@ -74,7 +74,7 @@ class PairTable(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """Columns of a table that are packed; all others that hold no bytes go to the sample's JSON."""
+    """Columns of a table to pack; all others without bytes go to the sample's JSON."""
 
     image: str
     captions: dict[str, str]  # column by member: {"txt": "caption", "syn.txt": "recaption"}

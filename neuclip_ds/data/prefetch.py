@@ -46,8 +46,8 @@ def shards_ahead(order: BatchOrder, epoch: int, step: int, rows: Sequence[slice]
     """Iterate endlessly over the shards that `rows` of the batches read, from `step` of `epoch` on.
 
     All shards of a block come with its first batch, once for each block of each stream that the rows are in. No shard
-    is missing or late; those of a short block may not be read by these rows at all. The shards of a mixture end where
-    all sources end with weight 0. `step` may be steps_per_epoch.
+    is missing or late; those of a short block may not be read by these rows at all. A mixture's source of weight 0
+    yields none. `step` may be steps_per_epoch.
     """
     number, lane = epoch * order.steps_per_epoch + step, order.batch_size // order.interleave.streams
     streams = np.unique(np.concatenate([np.arange(order.batch_size)[part] // lane for part in rows])).tolist()

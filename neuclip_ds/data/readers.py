@@ -34,10 +34,10 @@ log = logging.getLogger(__name__)
 
 _MAX_READ = 512 << 20  # bytes read at once; more than the largest image that is decoded
 _MAX_HOLE = 16 << 10  # bytes between members that are read rather than skipped
-MANY_BYTES = 2 << 30  # if a batch lacks shards of this size in total, its samples are fetched by themselves
+MANY_BYTES = 2 << 30  # if a batch lacks shards of this size in total, its samples are fetched individually
 OPEN_SHARDS = 256  # open file descriptors of a worker
 _MAPPED_TABLES = 1 << 14  # mappings of a worker, of the 65,530 that Linux allows a process
-_PRIVATE_TABLES = 1 << 10  # tables in a worker's own memory, of 80 bytes a sample
+_PRIVATE_TABLES = 1 << 10  # tables in a worker's own memory, of 80 bytes per sample
 
 
 class RawSample(NamedTuple):
@@ -108,8 +108,8 @@ class TarReader:
     def announce(self, indices: Iterable[int]) -> None:
         """Start to read samples, all at once.
 
-        Cold reads of shards in place are 2 to 4 times faster. Where a node starts without the shards of its window, the
-        samples are fetched by themselves, so that they need not wait for all of these.
+        Cold reads of shards in place are 2 to 4 times faster. If a node starts without the shards of its window, the
+        samples are fetched individually, so that they need not wait for all shards.
         """
         self._apart, copied = {}, list[tuple[int, int, int]]()
         for index in indices:
@@ -127,7 +127,7 @@ class TarReader:
                 self._fetch_apart(copied)
 
     def _fetch_apart(self, rows: Sequence[tuple[int, int, int]]) -> None:
-        """Fetch the samples (index, shard, row) of absent shards, if these are large together."""
+        """Fetch the samples (index, shard, row) of absent shards, if these are large in total."""
         assert self._cache is not None
         shards = {number: self._manifest.shards[number] for number in {shard for _, shard, _ in rows}}
         if sum(shard.bytes for shard in shards.values()) < MANY_BYTES:
@@ -266,7 +266,7 @@ def _cut(begin: int, part: bytes, offset: int, size: int) -> bytes:
 
 
 def _read_members(read: Callable[[int, int], bytes], extents: Sequence[Sequence[int]]) -> list[bytes | None]:
-    """Read members of a sample, adjacent ones in one call of `read_at`, None for negative offsets; raise as that."""
+    """Read members of a sample, adjacent ones in one call of `read_at`, None for negative offsets; raise as it does."""
     start, end, size = sys.maxsize, 0, 0
     for offset, length in extents:
         if offset >= 0:

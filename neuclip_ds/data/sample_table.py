@@ -28,7 +28,7 @@ IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")  # a sample's image is the fir
 MEMBERS = ("image", "txt", "json")  # members with stored extents, before others that captions are read from
 _NO_OFFSET = -1
 
-_OFFSET, _CRC32 = "_offset", "_crc32"  # end the names of a member's columns
+_OFFSET, _CRC32 = "_offset", "_crc32"  # suffixes of the names of a member's columns
 _UID = ("uid_high", "uid_low")
 
 
@@ -49,7 +49,7 @@ class SampleTable(NamedTuple):
 
     @property
     def layout(self) -> int:
-        """Checksum of all names, offsets and sizes of `MEMBERS`: equal shards have the same, others hardly ever."""
+        """Checksum of all names, offsets and sizes of `MEMBERS`, which almost never agrees for different shards."""
         return zlib.crc32(self.extents[:, : len(MEMBERS)].tobytes(), zlib.crc32(self.keys))
 
     def extent(self, row: int, member: str) -> Extent | None:
@@ -130,7 +130,7 @@ def _schema(members: Sequence[str]) -> pa.Schema:
 
 
 class Place(NamedTuple):
-    """Where a shard's table is."""
+    """Location of a shard's table."""
 
     part: Path
     group: int  # number of the row group in the file
@@ -190,7 +190,7 @@ class SampleParts:
                 yield [column.to_numpy().astype(np.uint64) for column in columns]
 
     def source(self, shard: int) -> tuple[object, ...]:
-        """Return what identifies a shard's table: its part's path, size and time, and the row group."""
+        """Return the identity of a shard's table: its part's path, size and time, and the row group."""
         part, group = self.places[shard]
         try:
             status = part.stat()
@@ -201,7 +201,7 @@ class SampleParts:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[pq.ParquetFile]:
-    """Open a part; what is wrong with it, then or within the block, is a UserError."""
+    """Open a part; raise UserError if it is unreadable, now or within the block."""
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             yield file

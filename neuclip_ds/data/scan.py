@@ -1,6 +1,6 @@
 """Scan one shard: its samples and their missing members, and optionally its checksum.
 
-For checksums the file is first read from end to end; the header walk and the members' own then find it in the page
+A scan with checksums first reads the whole file; the header walk and the members' checksums then find it in the page
 cache.
 """
 

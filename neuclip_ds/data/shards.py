@@ -34,7 +34,7 @@ def resolve_shards(source: str) -> list[str]:
     try:
         return _resolve(source)
     except RecursionError as error:
-        raise UserError(f"{source[:200]!a} is a list that names itself; name shards in it.") from error
+        raise UserError(f"{source[:200]!a} is a list that includes itself; name shards in it.") from error
     except (OSError, ValueError, RuntimeError) as error:  # a name that no file can have, ~ of nobody, no permission
         raise UserError(f"{source[:200]!a} cannot be looked up ({error}); check path and permissions.") from error
 

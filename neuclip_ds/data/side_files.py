@@ -60,7 +60,7 @@ def count_shards(sizes: Mapping[str, int | None]) -> Scans:
 def _on_threads(work: Callable[[str, Any], Value], paths: Collection[str]) -> dict[str, Value]:
     """Return the results of `work` for each path and the fsspec file system of its folder."""
     folders = {path: path.rpartition("/")[0] for path in paths}
-    stores = {folder: _store(folder) for folder in set(folders.values())}  # each thread would make others
+    stores = {folder: _store(folder) for folder in set(folders.values())}  # otherwise each thread would create its own
     with ThreadPoolExecutor(_REQUESTS) as pool:
         return dict(zip(paths, pool.map(lambda path: work(path, stores[folders[path]]), paths), strict=True))
 

@@ -87,7 +87,7 @@ class WorkerPool:
                 for following, job in itertools.islice(numbered, 1):
                     workers[following % count].give(job)
                 yield result
-        except BaseException:  # also where the caller closes this generator
+        except BaseException:  # also if the caller closes this generator
             _stop(workers)
             raise
 
@@ -201,7 +201,7 @@ def _receive(results: Connection, received: SimpleQueue[tuple[Any, Exception | N
             result = results.recv()
             pins = device is not None and hasattr(result, "pin_memory")
             received.put((result.pin_memory() if pins else result, None))
-    except Exception as error:  # EOFError where the worker has ended, or any other of a connection that breaks
+    except Exception as error:  # EOFError if the worker has ended, or any other error of a broken connection
         received.put((None, error))
     results.close()
 

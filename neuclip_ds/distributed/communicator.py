@@ -55,7 +55,7 @@ class Traffic:
 class Pending:
     """A collective in progress, which may overlap computation."""
 
-    _result: Tensor  # that the collective fills
+    _result: Tensor  # filled by the collective
     _work: dist.Work | None = None  # torch's handle; None if the result is ready
     _waiting: Callable[[], AbstractContextManager[None]] = nullcontext  # times `wait` in the traffic
 
@@ -232,7 +232,7 @@ class Communicator(Exchange):
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor on a device, through pinned memory if it is large and comes from the host.
 
-    Torch uses the pinned memory again only after the copy.
+    torch reuses the pinned memory only after the copy.
     """
     if device.type == "cuda" and tensor.device.type == "cpu" and tensor.nbytes > _STAGED:
         tensor = tensor.pin_memory()

@@ -1,7 +1,7 @@
 """Failure detector: when a rank fails, all ranks exit under any launcher, and the reason is logged once.
 
 A dead rank leaves the others in a collective: NCCL does not notice, and under `--no_ssh` or pdsh no launcher informs
-the other nodes. So each rank has a lifeline to the rank before it: a TCP connection without traffic, which the kernel
+the other nodes. So each rank has a connection to the rank before it: TCP without traffic, which the kernel
 closes when that process dies or when its node does not answer for 20 s, whatever Python is doing. The first failure is
 the store's key `error`, which a thread of every rank reads twice a second; the store ends with rank 0.
 
@@ -93,10 +93,10 @@ class FailureDetector:
         store.set(f"rank/{self._rank}", json.dumps([self._host, address, self._held.getsockname()[1]]))
         self._before = (self._rank - 1) % self._world_size
         self._hosts = {rank: json.loads(store.get(f"rank/{rank}"))[0] for rank in (0, self._before)}
-        self._lifeline = _connect(*json.loads(store.get(f"rank/{self._before}")))
+        self._connection = _connect(*json.loads(store.get(f"rank/{self._before}")))
 
     def __enter__(self) -> "FailureDetector":
-        for work in (self._watch_store, self._watch_lifeline):
+        for work in (self._watch_store, self._watch_connection):
             threading.Thread(target=work, name="failure detector", daemon=True).start()
         return self
 
@@ -107,7 +107,7 @@ class FailureDetector:
         self._leaving = True
         self._wake.set()
         self._left.wait()
-        self._lifeline.close()
+        self._connection.close()
         self._held.close()
 
     def _find_failure(self) -> Failure | None:
@@ -149,10 +149,10 @@ class FailureDetector:
             failure = Failure(0, self._hosts[0], _DIED)
         self._end(failure, wait)
 
-    def _watch_lifeline(self) -> None:
+    def _watch_connection(self) -> None:
         """Record the end of the rank before; end the process when the store has not answered for long."""
         poll = select.poll()
-        poll.register(self._lifeline, select.POLLIN)
+        poll.register(self._connection, select.POLLIN)
         while not self._left.is_set():
             if self._before_ended:
                 time.sleep(_PERIOD)
@@ -224,15 +224,15 @@ class FailureDetector:
 
 
 def _connect(host: str, address: str, port: int) -> socket.socket:
-    """Return the lifeline to the rank before, which ends within 20 s when its node is lost."""
+    """Return a connection to the rank before, which ends within 20 s when its node is lost."""
     try:
-        lifeline = socket.create_connection((address, port), 60)
+        connection = socket.create_connection((address, port), 60)
     except OSError as error:
         raise UserError(
             f"{socket.gethostname()} cannot reach {host} at {address}:{port} ({error}); allow connections between the "
             "nodes at every port above 1023."
         ) from error
-    lifeline.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
-        lifeline.setsockopt(socket.IPPROTO_TCP, option, value)
-    return lifeline
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    return connection

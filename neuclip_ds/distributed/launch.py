@@ -186,8 +186,8 @@ def rendezvous(
         The address of this machine in the network in which ranks reach rank 0.
 
     Raises:
-        UserError: on every present rank, if one has a `problem`, ranks are missing, two have one number, or facts
-            differ.
+        UserError: on every present rank, if one has a `problem`, ranks are missing, two have the same number, or facts
+        differ.
     """
     with socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))) as probe:
         address, of_rank_zero = probe.getsockname()[0], probe.getpeername()[0]
@@ -236,7 +236,7 @@ def _find_problem(store: dist.Store, world_size: int, timeout: timedelta) -> str
         if problem:
             return f"rank {rank} on {host}: {problem}"
         if rank in hosts:
-            return f"Two processes are rank {rank}, on {hosts[rank]} and {host}: give each node another --node_rank."
+            return f"Two processes are rank {rank}, on {hosts[rank]} and {host}: give each node its own --node_rank."
         hosts[rank] = host
         expected = expected or facts
         for name, value in expected.items():

@@ -1,4 +1,4 @@
-"""Signals that stop a program: raised as `Interrupted`, or noted where the program chooses the moment itself.
+"""Signals that stop a program: raised as `Interrupted`, or only noted while the program chooses when to stop.
 
 Python runs a signal's handler in the main thread, between two instructions. A rank that waits in a collective follows
 when that ends, or when another rank that has received a signal ends all.
@@ -69,7 +69,7 @@ def raising_interrupted() -> Iterator[None]:
 def deferring(deferred: bool = True) -> Iterator[None]:
     """Only note stop signals during the block, for `take_signal`; `deferring(False)` within it raises them again.
 
-    A signal that was noted and not taken is raised where the deferral ends.
+    A signal that was noted and not taken is raised when the deferral ends.
     """
     signals = _installed or _StopSignals()
     before, signals.deferred = signals.deferred, deferred

@@ -1,11 +1,11 @@
 """Write the features of a data set, shard by shard, on many ranks.
 
-    OUT/embedding.json                  what made them: model, data, options
+    OUT/embedding.json                  model, data and options that produced the parts
     OUT/part-00000012.parquet           index, key, uid, image, text, similarity of the samples of shard 12
 
 Each free rank takes the next shard, and no rank waits for another before the end. A shard's features
-depend on the model, the shard and the batch size alone, so a job that is started again, on any number of ranks, writes
-the parts that are missing and the same files. A part appears when it is complete.
+depend on the model, the shard and the batch size alone, so a restarted job, on any number of ranks, writes the missing
+parts and the same files. A part appears when it is complete.
 """
 
 import json
@@ -152,10 +152,10 @@ def embed(
     options: LoaderOptions,
     communicator: Communicator,
 ) -> Summary:
-    """Write the parts that are missing; all ranks call it together and receive the same summary.
+    """Write the missing parts; all ranks call it together and receive the same summary.
 
-    `encode` must not run collectives, as ranks call it unequally often. Raises UserError if the folder has other
-    features, a shard differs from the manifest, the disk is full, or loader processes die repeatedly.
+    `encode` must not run collectives, because ranks call it different numbers of times. Raises UserError if the folder
+    has other features, a shard differs from the manifest, the disk is full, or loader processes die repeatedly.
     """
     present = {*communicator.on_rank_zero(lambda: parts.create(manifest))}
     missing = [n for n, size in enumerate(manifest.sizes.tolist()) if size and n not in present]

@@ -1,4 +1,4 @@
-"""Keep one of the samples whose images nearly equal each other, by the features that `neuclip-ds embed` has written.
+"""Keep one of several samples with nearly equal images, by the features that `neuclip-ds embed` has written.
 
 Samples are visited by decreasing value, and a sample is dropped if the cosine between its image and a kept one reaches
 the threshold. SemDeDup (Abbas et al., 2023) does this within clusters; here all samples are compared, which takes at
@@ -23,10 +23,10 @@ _ROWS = 4096  # samples in a block
 
 
 def drop_near_duplicates(folders: Sequence[Path], column: str, threshold: float, uids: UidArray) -> UidArray:
-    """Return those of the n different `uids` that are kept, in their order.
+    """Return the ones of the n different `uids` to keep, in their order.
 
     `column` has the values, and near-duplicates have at least the cosine `threshold`. The features take n d numbers of
-    memory, of the type that they are stored in. Raises UserError if a source holds no features, or cannot be read.
+    memory in their stored type. Raises UserError if a source holds no features, or cannot be read.
     """
     places = {(int(high), int(low)): place for place, (high, low) in enumerate(uids.tolist())}
     values, features = np.full(len(uids), -np.inf), np.empty((0, 0))
@@ -61,7 +61,7 @@ def _parts(folders: Sequence[Path], column: str) -> Iterator[tuple[pa.Table, NDA
 
 
 def _distinct(features: Tensor, threshold: float) -> Tensor:
-    """Return the numbers of the rows of (n, d) L2-normalized features that are near no earlier row of these."""
+    """Return the rows to keep of (n, d) L2-normalized features: those that are not near an earlier kept one."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kept = features.new_empty(features.shape, device=device)
     numbers, count = list[Tensor](), 0

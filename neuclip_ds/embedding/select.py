@@ -54,7 +54,7 @@ def select(
     """Write the sorted, different uids of the rows that a rule keeps, as `build-manifest --uids` reads them.
 
     A rule with `top` needs 8 bytes of memory per row, and each uid that is kept takes 16. Sources are parquet files, or
-    folders of them in any depth. `out` is a .npy file of pairs of 64-bit words (dtype `u8,u8`), and so are those of
+    folders of them at any depth. `out` is a .npy file of pairs of 64-bit words (dtype `u8,u8`), and so are those of
     `within`: uids that one of them lacks are not kept. `refine` selects from the other ones. Raises UserError if files
     cannot be read, nothing is kept, or no row has a uid.
     """

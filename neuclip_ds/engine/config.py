@@ -1,7 +1,7 @@
 """The DeepSpeed JSON of a run: the user's file, completed by the recipe; free of torch.
 
-The recipe owns batch, learning rate, optimizer and clipping, the JSON owns precision, ZeRO and offload. A JSON that
-sets something of the recipe's part must set the same value (or "auto").
+The recipe owns batch, learning rate, optimizer and clipping, the JSON owns precision, ZeRO and offload. If a JSON sets
+one of the recipe's options, it must set the same value (or "auto").
 """
 
 from importlib.metadata import PackageNotFoundError, version

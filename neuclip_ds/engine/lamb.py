@@ -1,7 +1,7 @@
 """LAMB (You et al. 2020, Algorithm 2) whose trust ratios stay those of whole parameters under ZeRO.
 
 The trust ratio is a norm over a parameter, but ZeRO 1-3 hand an optimizer this rank's flat shard of a parameter group.
-The squared norms of the parts of that shard, each of one parameter, summed over ranks, are the parameters'.
+The squared norm of a parameter is therefore summed over its parts on all ranks.
 """
 
 import math

@@ -50,7 +50,7 @@ def set_matmul_precision(config: Config, engine: dict[str, Any], device: torch.d
 
 
 def fix_library_algorithms() -> None:
-    """Let cuBLAS and NCCL use the same algorithms in every launch, unless variables of the user choose others.
+    """Let cuBLAS and NCCL use the same algorithms in every launch, unless the user's variables choose others.
 
     NCCL reads its variables when ranks connect, cuBLAS at its first call.
     """

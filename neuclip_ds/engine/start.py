@@ -50,7 +50,7 @@ def start_engine(
     if precision(engine_config) != "fp32":
         for layer in batch_norms(model):
             layer.__class__ = type(type(layer).__name__, (_Float32BatchNorm, type(layer)), {})
-        # DeepSpeed makes the masters of weights that it has rounded
+        # DeepSpeed creates the masters from rounded weights
         exact = {name: weight.detach() for name, weight in model.named_parameters() if weight.requires_grad}
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=engine_config)
     for place in placements(engine, communicator.rank) if exact else ():

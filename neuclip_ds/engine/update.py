@@ -16,7 +16,7 @@ _SCALE_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 def update_weights(engine: Any) -> tuple[float, bool]:
     """Step DeepSpeed's engine after a backward pass; a skipped update leaves weights and moments as they were.
 
-    Returns the gradient's norm, not finite where the update was skipped, and whether the weights have moved; both are
+    Returns the gradient's norm, not finite if the update was skipped, and whether the weights have moved; both are
     equal on all ranks.
     """
     if engine.optimizer is not engine.basic_optimizer:  # DeepSpeed's wrappers skip by themselves
@@ -46,7 +46,7 @@ class LossScale(DynamicLossScaler):
     """DeepSpeed's scale of fp16 towers' losses, which grows between two steps and stays at its minimum.
 
     DeepSpeed multiplies the loss by it, skips a step whose gradient overflows, and halves it then. Its own scale grows
-    within a step, whose gradient it then divides by the larger scale; and it ends the run where it cannot fall further.
+    within a step, whose gradient it then divides by the larger scale; and it ends the run when it cannot fall further.
     """
 
     def __init__(self, scaler: DynamicLossScaler) -> None:

@@ -1,6 +1,6 @@
 """Where DeepSpeed's engine keeps weights: the one place that knows its private fields.
 
-They were read in the DeepSpeed version that `engine/config.py` requires.
+The fields are those of the DeepSpeed version that `engine/config.py` requires.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def share_process_group(communicator: Communicator) -> None:
 
 
 def skip_unused_kernel(device: torch.device) -> None:
-    """Keep DeepSpeed from compiling, for the first CPU run's first minute, a kernel of tensor-parallel inference."""
+    """Keep DeepSpeed from compiling a kernel of tensor-parallel inference, which takes up to a minute on a CPU."""
     if device.type == "cpu":  # looking it up on a GPU machine would start the CUDA compiler
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 

@@ -8,9 +8,9 @@ for an image anchor against the texts, and for a text anchor against the images;
 is the difference between the logarithms of the method's estimate of g_i and of g_i itself. An estimate is of g_i alone:
 without the eps of NeuCLIP's alpha_i, and without the positive's share c/(B-1) in AmorLIP's lambda_i.
 
-A fixed sample of A anchors is encoded first, in batches like those of the training, for which the method estimates.
-All ranks then hold all anchors, O(A d), and each streams its n/K samples past them, one batch in memory at a time.
-The sums over negatives are taken in the log domain, within and across ranks.
+A fixed sample of A anchors is encoded first, in batches like those of the training, for which the method gives
+estimates. All ranks then hold all anchors, O(A d), and each streams its n/K samples past them, one batch in memory at a
+time. The sums over negatives are taken in the log domain, within and across ranks.
 """
 
 import math

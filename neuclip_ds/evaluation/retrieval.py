@@ -34,7 +34,7 @@ def retrieval(
     ks: Sequence[int] = (1, 5, 10),
     chunk: int = _CHUNK,
 ) -> dict[str, float]:
-    """Return recall@k in both directions over the valid pairs of all ranks, which have equally many, equal batches.
+    """Return recall@k in both directions over the valid pairs of all ranks, whose batches agree in number and shape.
 
     Scores of `chunk` candidates take O(n / K x chunk) memory per rank, gathered features O(n d). Raises UserError if no
     rank has a valid pair.

@@ -9,8 +9,8 @@
 
     SET.csv (.tsv, .jsonl, .parquet)                             a column of images and one of captions
 
-A shard is indexed when it is read, and bytes are read on demand. A damaged shard is an error: the scores of an
-incomplete set are not the set's.
+A shard is indexed when it is read, and bytes are read on demand. A damaged shard is an error, because scores of an
+incomplete set are not comparable.
 """
 
 import zlib
@@ -177,7 +177,7 @@ def _open_images(path: Path) -> EvaluationSet:
 def _open_pairs(path: Path) -> EvaluationSet:
     """Open captioned images of a table; raise UserError if it cannot be read, or has none of the usual columns.
 
-    Rows that name the same image file together have its captions, as in Flickr30k's tables. Where the table holds the
+    Rows that name the same image file together have its captions, as in Flickr30k's tables. If the table holds the
     images themselves, each row is one image, with a caption or a list of them.
     """
     table, advice = open_table(str(path)), "rename one of them"
@@ -205,7 +205,7 @@ def _open_pairs(path: Path) -> EvaluationSet:
 
 
 def _read_lines(path: Path) -> tuple[str, ...]:
-    """Return the stripped lines of a file; raise UserError if it is missing or a line blank: their numbers matter."""
+    """Return the stripped lines of a file; raise UserError if it is missing or a line is blank."""
     if not path.is_file():
         raise UserError(f"{path} is missing; {LAYOUT}.")
     lines = tuple(line.strip() for line in path.read_text(encoding="utf-8").rstrip().split("\n"))
@@ -215,7 +215,7 @@ def _read_lines(path: Path) -> tuple[str, ...]:
 
 
 def _is_image_folder(path: Path) -> bool:
-    """Whether at least half of the folders in a folder, and several, have images in them."""
+    """Whether at least half of the subfolders, and more than one, contain images."""
     has_images = [any(_is_image(entry) for entry in folder.iterdir()) for folder in _class_folders(path)]
     return sum(has_images) > max(1, (len(has_images) - 1) // 2)
 

@@ -39,7 +39,7 @@ def sharded_batches(
 ) -> Iterator[ShardedBatch[T]]:
     """Yield this rank's batches of `size` samples; the loader's workers prepare the next ones meanwhile.
 
-    `prepare` reads and decodes a sample. It can be pickled, and raises `UserError` where the sample cannot be used.
+    `prepare` reads and decodes a sample. It can be pickled, and raises `UserError` if the sample cannot be used.
 
     Raises:
         UserError: on all ranks, with the problem of the first rank that has one.
@@ -48,7 +48,7 @@ def sharded_batches(
     if len(copies) > 1:  # ranks with different copies would wait for each other forever
         raise UserError(f"The ranks see different files under {folder.path}; give all nodes the same copy of the set.")
     prepared = _prepared(folder, prepare, communicator, size, loader)
-    with closing(prepared):  # stops workers at once, where the garbage collector may come late
+    with closing(prepared):  # stops workers at once; the garbage collector may run late
         while (batch := communicator.on_every_rank(lambda: next(prepared, None))) is not None:
             yield batch
 

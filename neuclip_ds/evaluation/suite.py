@@ -27,7 +27,7 @@ Metrics = dict[str, float | None]
 def measure(task: Task, folder: Path, encoder: BatchEncoder) -> Metrics:
     """Return the metrics of a task from its folder, equal on all ranks.
 
-    `main_metric` is its score, `chance` what a random choice scores, where that is known. Raises UserError on all ranks
+    `main_metric` is its score, `chance` the score of a random choice, if known. Raises UserError on all ranks
     if the data are incomplete or broken.
     """
     openers = {"classification": open_labeled, "retrieval": open_captioned, "winogavil": open_shards}

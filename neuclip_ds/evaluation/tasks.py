@@ -96,7 +96,7 @@ class TaskList(BaseModel):
         """Return the tasks with these names, keys or patterns (by default all on disk) and their paths.
 
         `places` are sets, of any form and name, or folders of sets. If some of DataComp's are there, the others are
-        logged as missing. Raises UserError if there is no set, or none of a name, or two have the same one.
+        logged as missing. Raises UserError if there is no set, a name matches none, or two sets have the same name.
         """
         found = [path for place in places for path in _sets(place)]
         known = {task.key: task.find(found) for task in self.tasks}

@@ -1,9 +1,9 @@
-"""WinoGAViL (Bitton et al. 2022): of 5 to 12 images, choose those that are associated with a cue word.
+"""WinoGAViL (Bitton et al. 2022): choose the images, out of 5 to 12, that are associated with a cue word.
 
 The model chooses the K images nearest to the prompt "A CUE" (or "An CUE"), where K is the number of associated ones.
 The score is the Jaccard index of both sets, as in DataComp's eval_utils/wino_eval.py.
 
-There is no published webdataset form; ours is that of all evaluation sets (test/nshards.txt, test/0.tar, ...) with
+No webdataset form is published; ours is that of all evaluation sets (test/nshards.txt, test/0.tar, ...) with
 
     KEY.json     {"cue": "pogonophile", "candidates": ["bison", "beard", ...], "associations": ["beard", ...]}
     KEY.0.jpg    image of the first candidate (jpeg, png, webp), KEY.1.jpg of the second, ...
@@ -40,7 +40,7 @@ def winogavil(encoder: BatchEncoder, folder: EvaluationSet) -> dict[str, float |
     """Return the mean Jaccard index over all instances, and by the number of images to choose from.
 
     Returns:
-        `avg_jaccard_score` and `jaccard_score_N` for N of 5, 6, 10, 12, 5-6 and 10-12, None where no instance has that
+        `avg_jaccard_score` and `jaccard_score_N` for N of 5, 6, 10, 12, 5-6 and 10-12, None if no instance has that
         many images, and `chance`, the expected score of the last; equal on all ranks. Raises UserError if the set is
         empty, or an instance is broken.
     """
@@ -60,7 +60,7 @@ def winogavil(encoder: BatchEncoder, folder: EvaluationSet) -> dict[str, float |
     by_size.all_reduce(communicator)
     by_chance.all_reduce(communicator)
     if not by_size.counts.sum():
-        raise UserError(f"{folder.path} has no instance; write the set again.")
+        raise UserError(f"{folder.path} has no instance; convert the set again.")
     found = {f"jaccard_score_{name}": _mean(by_size, *limits) for name, limits in _SIZES.items()}
     return {"avg_jaccard_score": _mean(by_size, 0, 10**6), "chance": _mean(by_chance, *_SIZES["10-12"]), **found}
 
@@ -86,11 +86,11 @@ def _mean(by_size: GroupAccumulator, least: int, most: int) -> float | None:
 
 
 def _instance(sample: Sample, transform: Callable[[bytes], Tensor]) -> Instance:
-    with explained(f"{sample.name}: its json needs cue, candidates and associations", "write the set again"):
+    with explained(f"{sample.name}: its json needs cue, candidates and associations", "convert the set again"):
         tree = json.loads(sample.read("json"))
         cue, candidates, associations = str(tree["cue"]), list(tree["candidates"]), set(tree["associations"])
     associated = [candidate in associations for candidate in candidates]
     if not any(associated):
-        raise UserError(f"{sample.name}: none of its candidates is among its associations; write the set again.")
+        raise UserError(f"{sample.name}: none of its candidates is among its associations; convert the set again.")
     images = [decode(sample, transform, f"{number}.") for number in range(len(candidates))]
     return Instance(cue, images, associated)

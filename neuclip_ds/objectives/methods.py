@@ -148,8 +148,8 @@ METHODS: dict[str, Method] = {
     # InfoNCE over the data set, with normalizers pooled from the batch and a queue (this project; the queue is MoCo's).
     #   1/2n sum_i sum_{1, 2} alpha_i + log(n-1),   eps = 1/(n-1)
     #   alpha_i = log(eps + (g_i + kappa ghat_i)/(1 + kappa)),   ghat1_i = 1/m sum_k exp((e1_i . W_k - s_ii)/tau)
-    # W holds the other side's last m features. With `temperature.rule=robust` the scale is tau, `objective.eps` holds,
-    # and 2 rho tau is added.
+    # W holds the other side's last m features. With `temperature.rule=robust` the scale is tau, `objective.eps`
+    # applies, and 2 rho tau is added.
     "neuclip_queue": Method(
         normalizer="pooled_queue",
         temperature="rule",

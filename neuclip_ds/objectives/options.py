@@ -209,7 +209,7 @@ class ObjectiveConfig(Section):
         if isinstance(temperature, dict) and temperature.get("rule") is not None and method.temperature != "rule":
             readers = [other for other in METHODS if METHODS[other].temperature == "rule"]
             given = f"objective.temperature.rule={temperature['rule']}"
-            raise UserError(_unread(name, given, "no rule: its temperature has one", readers))
+            raise UserError(_unread(name, given, "none, because its rule is fixed", readers))
         return merge(merge(method.defaults, method.starts), tree)
 
     @model_serializer(mode="wrap")

@@ -27,7 +27,7 @@ class SigmoidObjective(Objective):
         bias = context.bias if config.siglip.bias is None else config.siglip.bias
         if bias is None:
             raise UserError(
-                "The pretrained checkpoint has no logit_bias, which SigLIP's loss starts from; give "
+                "The pretrained checkpoint has no logit_bias, which SigLIP's loss starts from; pass "
                 "--objective.siglip.bias (SigLIP starts from -10)."
             )
         self._config, self._logit = config, LearnableTemperature(config, context, bias=bias)

@@ -76,7 +76,7 @@ def initial_temperature(config: TemperatureConfig, context: Context, learned: bo
     tau = context.temperature if config.initial is None else config.initial
     if tau is None:
         raise UserError(
-            "The pretrained checkpoint has no logit_scale, so its temperature is unknown; give "
+            "The pretrained checkpoint has no logit_scale, so its temperature is unknown; pass "
             "--objective.temperature.initial (OpenAI's models have 0.01)."
         )
     bounded = min(max(tau, config.minimum), config.maximum)

@@ -110,7 +110,7 @@ def _data_lines(config: Config, manifest: Manifest, order: BatchOrder) -> list[s
     lines = [
         f"data       {manifest.n:,} samples in {manifest.n_shards:,} shards, {manifest.n_bad} incomplete",
         f"checksums  {'of every sample' if manifest.has_checksums else 'none; build-manifest computes them'}",
-        f"steps      {steps:,} ({order.steps_per_epoch:,} an epoch, {order.interleave.streams} shard streams)",
+        f"steps      {steps:,} ({order.steps_per_epoch:,} per epoch, {order.interleave.streams} shard streams)",
         *(f"warning    {slip}" for slip in likely_slips(config, steps)),
     ]
     recovery = config.recovery

@@ -35,8 +35,8 @@ class LoaderMemory(NamedTuple):
 def loader_memory(query: MemoryQuery, ranks: int) -> LoaderMemory:
     """Estimate the loaders' memory of a node with a number of ranks.
 
-    Each worker has `data.prefetch` parts of batches ready in shared memory and builds one more, for training and for
-    an evaluation meanwhile. One pass takes the next batch while it still holds its own; the second of two passes frees
+    Each worker has `data.prefetch` parts of batches ready in shared memory and builds one more, for training and for a
+    concurrent evaluation. One pass takes the next batch while it still holds its own; the second of two passes frees
     what it has used. With a GPU, what is ready or in use is in pinned memory as well.
     """
     data, rows, micro, on_gpu = query.config.data, query.rank_batch, query.micro_batch, query.device == "cuda"

@@ -70,7 +70,7 @@ class MemoryAccount(NamedTuple):
 
 
 class StandInTokenizer:
-    """A tokenizer that is yet to be trained."""
+    """Stand-in for a tokenizer that has not been trained yet."""
 
     def __init__(self, text: TextConfig) -> None:
         self.vocab_size, self.context_length = text.vocab_size, text.context_length
@@ -163,7 +163,7 @@ def engine_memory(
         threshold = zero.get("stage3_param_persistence_threshold", 100_000)
         whole = share + sum(size for size in parameters.sizes if size < threshold)
         gathered = min(trained, zero.get("stage3_max_live_parameters", 10**9))
-    # BF16_Optimizer keeps float32 gradients of all weights in one buffer, beside those of a backward pass
+    # BF16_Optimizer keeps float32 gradients of all weights in one buffer, in addition to those of a backward pass
     buffered = stage == 1 and accumulated > width and not offloads
     bucket = min(trained, zero.get("reduce_bucket_size", 500_000_000)) if stage and not buffered else 0
     masters = stage > 0 or width == 2  # without ZeRO, float32 weights are their own masters
@@ -209,7 +209,7 @@ def account(query: MemoryQuery, towers: Towers) -> MemoryAccount:
     }
     one_pass = rows == query.micro_batch
     kept = towers.activations.alone if one_pass else 0  # activations that stay while the objective runs
-    # gradients of one micro-batch are there while the next one's are made
+    # gradients of one micro-batch still exist while those of the next one are computed
     passes, in_pass = engine.passing, towers.activations.with_gradients
     if not engine.passing or not one_pass:
         passes, in_pass = 0, towers.activations.alone
@@ -247,7 +247,7 @@ def _similarities(query: MemoryQuery, itemsize: int) -> int:
 
     NeuCLIP's network takes its share between the passes: that of each anchor against a rank's prototypes, in both
     directions, with a block in work, or the rows of a group's anchors, of which there are nine copies. Local features,
-    their gradients and what the gathered ones have traveled as are free then.
+    their gradients and the sent form of the gathered features are free then.
     """
     objective, batch = query.config.objective, query.config.data.batch_size
     rows, method = batch // query.world_size, find_method(objective.method)

@@ -84,7 +84,7 @@ def _scores(series: Mapping[str, Series], val: str | int) -> Iterator[str]:
 
 
 def _plots(series: Mapping[str, Series]) -> Iterator[dict[str, Any]]:
-    """Yield the plots for page.js: `PLOTS`, and one for each other metric or if a plot would have too many curves.
+    """Yield the plots for page.js: `PLOTS`, and single ones for other metrics or if a plot has too many curves.
 
     A metric with fewer than two finite values has no curve; the tables show it.
     """

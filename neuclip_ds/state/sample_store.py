@@ -22,7 +22,7 @@ class SampleStore:
     """Float fields of n samples; a rank holds 4 f ceil(n / K) bytes.
 
     Args:
-        n: number of samples in the data set; a global index lies in [0, n).
+        n: number of samples in the data set; a global index is in [0, n).
         fields: name -> initial value (`-inf` for a logarithm that has no value yet).
         communicator: the ranks over which rows are partitioned.
         dtype: dtype of the rows.
@@ -86,7 +86,7 @@ class SampleStore:
         return to_device(found.masked_fill_(~is_local[:, None], 0.0), self._communicator.device)
 
     def write(self, index: Tensor, values: Tensor) -> None:
-        """Write (B, f) values of all ranks' samples `index` (B,); of a repeated index the last row counts.
+        """Write (B, f) values of all ranks' samples `index` (B,); if an index repeats, its last row counts.
 
         Rows of other ranks and empty rows are skipped.
         """

@@ -8,7 +8,7 @@ The folder of K ranks holds
 with the keys
 
     KIND/NAME/START-STOP    rows [START, STOP) of the tensor NAME of this KIND
-    KIND/NAME/whole         a whole tensor, which all ranks hold; in rank 0's file alone
+    KIND/NAME/whole         a whole tensor, which all ranks hold; only in rank 0's file
 
 The shards of a tensor cover each of its rows once, over all files. KIND holds no slash. A reader opens only
 the files that it needs.

@@ -139,7 +139,7 @@ class DeviceBatch:
         return launched.elapsed_time(fetched) / 1e3
 
     def micro_batches(self, passes: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (m, 3, H, W) pixels and (m, T) tokens of each micro-batch, `passes` times over, and once only.
+        """Yield (m, 3, H, W) pixels and (m, T) tokens of each micro-batch in each of `passes` passes; call it once.
 
         The current stream, not the host, waits for the copies. The last pass frees them on the host as they are used.
         """

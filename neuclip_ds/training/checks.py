@@ -43,14 +43,14 @@ def likely_slips(config: Config, steps: int) -> list[str]:
     elif optimizer.warmup_steps >= steps:
         found.append(
             f"optimizer.warmup_steps={optimizer.warmup_steps} is not shorter than the run of {steps} steps: it is "
-            f"fitted to {fitted_warmup(optimizer.warmup_steps, steps)}, a tenth of the run."
+            f"shortened to {fitted_warmup(optimizer.warmup_steps, steps)}, a tenth of the run."
         )
     for name in TOWERS:
         pretrained = config.model.pretrained or (name == "vision" and config.model.vision.pretrained)
         if config.model.trained(name) == "frozen" and not pretrained:
             found.append(f"model.{name}.trainable=frozen freezes random weights: start from pretrained ones.")
     if optimizer.min_lr > 0 and optimizer.schedule == "constant":
-        found.append("optimizer.min_lr has no effect with optimizer.schedule=constant; cooldown comes down to it.")
+        found.append("optimizer.min_lr has no effect with optimizer.schedule=constant; cooldown decays to it.")
     elif optimizer.min_lr > optimizer.lr:
         found.append(f"optimizer.min_lr={optimizer.min_lr:g} is above optimizer.lr={optimizer.lr:g}: exchange them.")
     return found + config.objective.slips()

@@ -56,7 +56,7 @@ def open_training_data(
     manifest = training_set.manifest
     if communicator.rank == 0 and data.val == "auto" and not find_validation(data, manifest):
         log.warning(
-            "none of the %d training pairs is held out for validation, as they are fewer than %d: name other pairs "
+            "no training pairs are held out for validation, because %d are fewer than %d: name other pairs "
             "with data.val, or set data.val=N to hold out N",
             *(manifest.n_used, LEAST_PAIRS),
         )
@@ -94,7 +94,7 @@ def open_training_data(
 
 def _new_tokenizer(text: TextConfig, captions: Iterator[str]) -> CaptionTokenizer:
     """Return CLIP's tokenizer if the config names it and open_clip is installed, else a BPE trained on captions."""
-    reason = "model.text.tokenizer names none"
+    reason = "model.text.tokenizer is not set"
     if text.tokenizer == CLIP_BPE:
         if find_spec("open_clip"):
             from neuclip_ds.models.pretrained.open_clip_models import clip_bpe  # models of another library
@@ -180,7 +180,7 @@ def iter_captions(
 
 
 def unused_sources(manifest: Manifest, captions: CaptionSources, cache: ShardCache | None = None) -> list[str]:
-    """Return which of several caption sources none of some samples has; of remote shards only one is read."""
+    """Return the caption sources, if there are several, that no checked sample has; reads at most one remote shard."""
     if len(captions) < 2:
         return []
     sources = {name: Captions([name]) for name in captions}

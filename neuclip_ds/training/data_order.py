@@ -161,7 +161,7 @@ def open_order(
         problem = (
             f"Each of {nodes} nodes reads from {needed / 1e9:,.3g} GB of shards at a time "
             f"(data.shard_streams={interleave.streams}, data.shuffle_block_size={interleave.block}), but "
-            f"data.cache_gb={data.cache_gb:g}, so shards would be fetched again and again: set "
+            f"data.cache_gb={data.cache_gb:g}, so shards would be fetched repeatedly: set "
             f"data.cache_gb={needed / FULL / 1e9:.3g} or more"
         )
         if saved is None:

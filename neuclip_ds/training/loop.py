@@ -63,7 +63,7 @@ class StepResult(StepOutcome):
     last: bool  # whether it is the run's last
     logs: bool  # whether metrics are logged after it
     saves: bool  # whether a checkpoint is saved after it
-    rest: bool  # whether its batch is the rest of an epoch, whose loss is not comparable with a full batch's
+    rest: bool  # whether its batch is a small last batch of an epoch, whose loss is not comparable with a full batch's
     batch: RankBatch  # this rank's samples, whose pixels have been released
     lr: float  # learning rate of the encoders
     skipped: int  # steps of the run that were skipped

@@ -91,14 +91,14 @@ def take_over(checkpoint: Path, context: RunContext, objective: Objective) -> No
         if meta["facts"]["optimizer"] != wanted:
             raise UserError(
                 f"{checkpoint} holds moments of optimizer.name={meta['facts']['optimizer']}, this run has {wanted}: "
-                "set it back, or give --recovery.restore='[\"statistics\"]'."
+                "set it back, or pass --recovery.restore='[\"statistics\"]'."
             )
         load_moments(checkpoint / STATE, context.engine, context.communicator)
     transferred = [kind for kind in recovery.restore if kind == "moments" or _TABLE in objective.row_tables()]
     if "statistics" in transferred:
         if not keeps_u(meta["facts"]["method"]):
             raise UserError(
-                f"{checkpoint} was recovered with the loss of {meta['facts']['method']}, which keeps no u: give "
+                f"{checkpoint} was recovered with the loss of {meta['facts']['method']}, which keeps no u: pass "
                 "--recovery.restore='[\"moments\"]', or recover with --recovery.loss=gcl."
             )
         check_data(meta["data"], context.data.manifest)

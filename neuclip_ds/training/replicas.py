@@ -27,7 +27,7 @@ def compare_replicas(step: int, engine: Any, objective: Objective, communicator:
     if communicator.world_size == 1:
         return
     tensors = {**objective.replicated_state(), **replicas(engine, communicator.rank)}
-    if not tensors:  # ZeRO 3 divides all weights, and individual temperatures lie with their samples
+    if not tensors:  # ZeRO 3 divides all weights, and individual temperatures are stored with their samples
         return
     hashes = torch.stack([bit_hash(tensor).to(communicator.device) for tensor in tensors.values()])
     found = communicator.all_gather(bit_hash(hashes)[None], "control")

@@ -1,4 +1,4 @@
-"""The lock of a run's folder: one process at a time trains into it."""
+"""The lock of a run's folder: one process at a time may train in it."""
 
 import errno
 import fcntl
@@ -134,9 +134,7 @@ def _parse(holder: bytes) -> dict[str, Any]:
 def _in_use(path: Path, holder: bytes) -> UserError:
     known = _parse(holder)
     where = f"process {known.get('pid', '?')} on {known.get('host', 'an unknown host')}"
-    return UserError(
-        f"{path.parent} is in use: {where} trains into it. Wait for that run, stop it, or choose another --run.name."
-    )
+    return UserError(f"{path.parent} is in use by {where}. Wait for that run, stop it, or choose another --run.name.")
 
 
 def _beat(handle: int, ended: threading.Event) -> None:

@@ -76,7 +76,7 @@ def test_urls():
 
 def test_lists_that_never_end(tmp_path: Path) -> None:
     (tmp_path / "loop.txt").write_text(f"{tmp_path}/loop.txt\n")
-    with pytest.raises(UserError, match="names itself"):
+    with pytest.raises(UserError, match="includes itself"):
         resolve_shards(str(tmp_path / "loop.txt"))
     with pytest.raises(UserError, match=r"has 1,000,000,000,001 names"):
         resolve_shards(f"{tmp_path}/{{0..1000000000000}}.tar")

@@ -114,7 +114,7 @@ def test_missing_held_out_sets_and_impossible_deviations_are_refused(
 
 def test_likely_slips_are_reported_by_run_and_dry_run(shards: Path, tmp_path: Path) -> None:
     slips = [
-        "optimizer.warmup_steps=50 is not shorter than the run of 3 steps: it is fitted to 0, a tenth of the run.",
+        "optimizer.warmup_steps=50 is not shorter than the run of 3 steps: it is shortened to 0, a tenth of the run.",
         "optimizer.min_lr=1 is above optimizer.lr=0.001",
     ]
     options = ("--optimizer.warmup_steps=50", "--optimizer.min_lr=1")

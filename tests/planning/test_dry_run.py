@@ -74,7 +74,7 @@ def test_samples_and_steps(
     said = capsys.readouterr().out
     assert "16 samples in 2 shards, 0 incomplete" in said
     assert "evaluation no pairs" in said, "data this small give none"
-    assert "6 (2 an epoch" in said
+    assert "6 (2 per epoch" in said
     assert f"recovery   {wanted}" in said if wanted else "recovery" not in said
 
 

@@ -105,4 +105,4 @@ def test_recipes_of_papers_have_clips_tokenizer(
     assert tokenizer("absent").vocab_size < 49408
     assert "on the captions: open_clip_torch, which has CLIP's vocabulary, is not installed" in caplog.text
     assert tokenizer("none", "--model.text.tokenizer=null").vocab_size < 49408
-    assert "on the captions: model.text.tokenizer names none" in caplog.text
+    assert "on the captions: model.text.tokenizer is not set" in caplog.text

@@ -60,7 +60,7 @@ def test_a_cache_that_is_too_small_is_refused_at_first_and_reported_later(caplog
         open_order(config_of(*explicit), set_of(REMOTE))
     saved = Interleave(32, 1000)
     assert open_order(config_of("--data.cache_gb=0.1"), set_of(REMOTE), saved=saved).interleave == saved
-    assert "fetched again and again: set data.cache_gb=0.3 or more" in caplog.text
+    assert "fetched repeatedly: set data.cache_gb=0.3 or more" in caplog.text
     assert math.prod(open_order(config_of("--data.cache_gb=0.1"), set_of(REMOTE)).interleave) < 6000
     assert "data.cache_gb=0.1 limits shuffling to " in caplog.text
 
@@ -114,7 +114,7 @@ def test_a_resumed_run_keeps_its_held_out_pairs():
 @pytest.mark.parametrize(
     ("sources", "words"),
     [
-        ([{"path": "a", "weight": 1}, {"path": "b"}], "give each one, or none"),
+        ([{"path": "a", "weight": 1}, {"path": "b"}], "set all weights, or none"),
         ([{"path": "a", "weight": -1}], "greater than or equal to 0"),
         ([{"path": ""}], "at least 1 character"),
         (["a"], "valid dictionary"),

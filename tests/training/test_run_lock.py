@@ -45,7 +45,7 @@ def test_a_second_process_is_refused_until_the_first_dies(tmp_path: Path) -> Non
     program = held_elsewhere(folder)
     try:
         before = (folder / LOCK).read_bytes()
-        with pytest.raises(UserError, match=f"process {program.pid} on {os.uname().nodename} trains into it"):
+        with pytest.raises(UserError, match=f"in use by process {program.pid} on {os.uname().nodename}"):
             locked(folder, Communicator()).__enter__()
         assert (folder / LOCK).read_bytes() == before
     finally:
@@ -70,7 +70,7 @@ def test_a_host_whose_locks_do_not_reach_this_one(beats: bool, tmp_path: Path) -
         thread.start()
     try:
         if beats:
-            with pytest.raises(UserError, match="process 7 on another trains into it"):
+            with pytest.raises(UserError, match="in use by process 7 on another"):
                 locked(tmp_path, Communicator()).__enter__()
         else:
             with locked(tmp_path, Communicator()):

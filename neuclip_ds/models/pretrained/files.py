@@ -57,7 +57,7 @@ def fetch(name: str, weights: Sequence[str] = ()) -> Path:
         weights: file patterns, one for each format of weights (gigabytes); only the first with files is downloaded.
 
     Raises:
-        UserError: there is no such folder, and it cannot be downloaded.
+        UserError: no such folder exists, and it cannot be downloaded.
     """
     folder = Path(name).expanduser()
     if not folder.is_dir():

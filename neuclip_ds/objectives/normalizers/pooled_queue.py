@@ -8,18 +8,18 @@ others. With W_k the queue's features, moved as below, and t_i the anchor's part
     alpha_i = log(eps + (g_i + kappa ghat_i)/(1 + kappa)),   loss = mean_i alpha_i over both directions
 
 W is constant, and so is t_i in z_ik: ghat_i trains the anchor alone. In the batch, a feature is repelled as an anchor
-and as a negative of others, and attracted as an anchor and as a partner. The queue's entries are nobody's anchors, so
-that a partner attracted by ghat_i would be attracted without being repelled. With q_ik the softmax of z_ik over k,
+and as a negative of others, and attracted as an anchor and as a partner. The queue's entries are not anchors, so a
+partner attracted by ghat_i would be attracted without being repelled. With q_ik the softmax of z_ik over k,
 
     v_i = kappa ghat_i/((1 + kappa) exp(alpha_i)),   grad_{e_i} += v_i (sum_k q_ik W_k - t_i)/tau
 
 and the batch's negatives together weigh g_i/((1 + kappa) exp(alpha_i)), at most 1. Each rank holds a bit-identical copy
 of the queue and computes the rows of its own anchors.
 
-Entries move with the mean of the features: W_k is the feature at its time, minus the mean then, plus the mean now.
-Without this, features that all move in one direction are repelled from where they were a few steps ago, and so gain
-speed: towers that train from scratch collapse. The mean is a running one over about 256 samples, because the mean of a
-small batch is noisy and would shift all entries at once.
+Entries move with the mean of the features: W_k is the feature when it entered, minus the mean at that time, plus the
+current mean. Without this, features that all move in one direction are repelled from where they were a few steps ago,
+and so gain speed: towers that train from scratch collapse. The mean is a running one over about 256 samples, because
+the mean of a small batch is noisy and would shift all entries at once.
 """
 
 import math

@@ -67,7 +67,7 @@ class EvaluateModel(Hook):
             return
         if name not in results:
             raise UserError(
-                f"run.best_metric={name} is not a metric of this run's evaluation, which gives "
+                f"run.best_metric={name} is not a metric of this run's evaluation, which measures "
                 f"{', '.join(scores_among(results))}."
             )
         if loop.done:

@@ -101,7 +101,7 @@ class CopyRun(Hook):
             reason = f"it took more than {time.monotonic() - self._began:.0f} s"
         if self._push.wait():
             message = f"{' and '.join(self._names) or 'the run'} could not be copied to {self._remote} ({reason}). "
-            loop.events.add(loop.done, "copy_failed", f"{message}The next copy, or the next start, tries again.")
+            loop.events.add(loop.done, "copy_failed", f"{message}The next copy, or the next launch, tries again.")
         self._push = None
 
 

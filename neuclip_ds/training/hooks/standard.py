@@ -105,7 +105,7 @@ class WriteRecords(Hook):
         if not result.logs:
             return
         if loop.metrics is not None:
-            # the rest of an epoch has fewer negatives, so its values would end every curve with a jump
+            # a small last batch has fewer negatives, so its values would end every curve with a jump
             of_step = {"lr": result.lr, "skipped_steps": result.skipped} if result.rest else result.metrics
             loop.metrics.write(result.step, {**of_step, **self._of_interval(loop, result)})
         self._begin_interval(loop)
@@ -183,8 +183,8 @@ class SaveCheckpoints(Hook):
             self._failed += 1
             if last or self._failed >= _ATTEMPTS:
                 raise UserError(
-                    f"{error} It is number {self._failed} in a row. Make room and check the disk; the same command "
-                    "then resumes from the newest checkpoint."
+                    f"{error} {self._failed} saves in a row have failed. Free disk space and check the disk; the same "
+                    "command then resumes from the newest checkpoint."
                 ) from error
             if loop.context.communicator.rank == 0:
                 loop.events.add(loop.done, "save_failed", f"{error} Training continues without this checkpoint.")
