@@ -67,6 +67,10 @@ def load(model: str | PathLike[str], device: torch.device | str | None = None, *
 
     Raises:
         UserError: the model does not exist, or its files do not match.
+
+    Example:
+        model = neuclip_ds.load("runs/demo")
+        cosines = model.encode_images(["picture.jpg"]) @ model.encode_texts(["a red circle", "a blue square"]).T
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     return Model(open_model(str(model), Communicator(device), ema), device)

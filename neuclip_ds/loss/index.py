@@ -43,6 +43,12 @@ def add_index(samples: Iterable[dict[str, Any]], starts: Mapping[str, int]) -> I
 
     Raises:
         KeyError: a shard is not in `starts`.
+
+    Example:
+        ```python
+        read = [wds.SimpleShardList(urls), wds.tarfile_to_samples(), partial(add_index, starts=starts)]
+        pipeline = wds.DataPipeline(*read, wds.shuffle(1000), wds.to_tuple("jpg", "txt", "__index__"))
+        ```
     """
     first, place = ("", ""), 0
     for sample in samples:
