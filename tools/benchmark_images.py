@@ -36,9 +36,8 @@ from torch import Tensor
 from neuclip_ds.cli.program import exit_on_mistake
 from neuclip_ds.data.build import build_manifest
 from neuclip_ds.data.dataset import PairDataset
-from neuclip_ds.data.decoders import decode_pil
 from neuclip_ds.data.demo import demo_split
-from neuclip_ds.data.images import DECODERS, EvalTransform, RandomCrop, decode_simplejpeg, train_transform
+from neuclip_ds.data.images import DECODERS, EvalTransform, decode_simplejpeg, train_transform
 from neuclip_ds.data.loader import Loader, LoaderOptions, eval_jobs, train_jobs
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.order import GlobalOrder
@@ -312,29 +311,6 @@ def timed(work: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - began, found
 
 
-# pixels
-
-
-class Difference(NamedTuple):
-    """Absolute difference of pixels to open_clip's for the same crops, of 255."""
-
-    mean: float
-    largest: float  # of any channel of any pixel
-    typical_largest: float  # median over images
-
-
-def difference(setting: Setting, decoder: str, count: int) -> Difference:
-    """Compare with PIL's full decode and resize, which are open_clip's pixels before normalization."""
-    exact = RandomCrop(CROP, SCALE, lambda data, _: decode_pil(data, None))
-    transform = train_transform(CROP, SCALE, DECODERS[decoder])
-    images = [sample.image or b"" for sample in itertools.islice(samples_of(build_manifest(setting.tars)), count)]
-    found = [
-        (transform(image, number).float() - exact(image, number).float()).abs() for number, image in enumerate(images)
-    ]
-    most = [float(one.max()) for one in found]
-    return Difference(float(torch.stack([one.mean() for one in found]).mean()), max(most), statistics.median(most))
-
-
 # the program
 
 
@@ -367,7 +343,6 @@ def run(setting: Setting) -> None:
         print_rates(setting)
         print_evaluation(setting)
         print_stages(setting)
-        print_differences(setting)
 
 
 def captions_of(setting: Setting) -> Iterator[str]:
@@ -407,14 +382,6 @@ def print_stages(setting: Setting) -> None:
         whole = statistics.median(1000 / alone(rate, CONTENDERS[name], alone_worker) for _ in range(setting.repeats))
         cells = " | ".join(f"{x:.2f}" for x in (*found, sum(found), whole - sum(found)))
         print(f"| {name} | {cells} |")
-
-
-def print_differences(setting: Setting) -> None:
-    print("\nPixels against open_clip's, of 255\n\n| decoder | mean | largest | largest of the median image |")
-    print("|---|---|---|---|")
-    for decoder in DECODERS:
-        found = difference(setting, decoder, min(128, setting.samples))
-        print(f"| {decoder} | {found.mean:.3f} | {found.largest:.0f} | {found.typical_largest:.0f} |")
 
 
 if __name__ == "__main__":
