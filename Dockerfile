@@ -1,4 +1,4 @@
-# The installation of docs/tutorials/quick_start.md in an image. This build is not tested: no Docker engine was at hand.
+# The installation of docs/tutorials/quick_start.md in an image. This build is not tested: we had no Docker engine.
 #
 #   docker build -t neuclip_ds .
 #   docker run --gpus all --shm-size=8g -v $PWD/runs:/work/runs neuclip_ds train demo

@@ -1,8 +1,8 @@
-# make demo   trains a small CLIP on rendered pairs on this machine's CPU
+# make demo   trains a small CLIP on rendered pairs
 # make test   ruff, mypy and the tests; make test-all adds the slow ones
-# make test-gpu  the tests marked gpu, on this machine's GPUs; where there are none, on its CPU as far as that tells something
+# make test-gpu  the tests marked gpu on GPUs; without a GPU, some of them on the CPU
 # make docs   docs/ as pages in build/site
-# make peers  what tools/benchmark_data.py and _streaming.py compare with
+# make peers  the other loaders of tools/benchmark_data.py and benchmark_streaming.py
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
