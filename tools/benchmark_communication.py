@@ -101,7 +101,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         seconds = in_turns(works, turns, communicator.barrier)
         found[name] = []
         for way, of in counted.items():
-            calls, size = (sum(getattr(x, key) for x in of.traffic.values()) for key in ("calls", "bytes_received"))
+            calls, size = (sum(getattr(x, key) for x in of.traffic.values()) for key in ("calls", "bytes_sent"))
             found[name].append([calls // turns, size // turns, seconds[way][2:]])  # the first connect and allocate
     found["difference"] = {str(tau): _difference_of_bf16(features, tau) for tau in (0.07, 0.01)}
     return found

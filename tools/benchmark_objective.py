@@ -53,7 +53,7 @@ def measure(rows: int, repeats: int, options: argparse.Namespace) -> dict[str, d
     share = (communicator.world_size - 1) * rows * dim * 4
     received = {peer: {"features": 2 * share, "feature gradients": 2 * share}}  # ring algorithms
     for method, of in counted.items():
-        received[method] = {name: traffic.bytes_received // repeats for name, traffic in of.traffic.items()}
+        received[method] = {name: traffic.bytes_sent // repeats for name, traffic in of.traffic.items()}
     return {name: {"seconds": seconds[name], "bytes": received[name]} for name in works}
 
 

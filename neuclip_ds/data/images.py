@@ -17,14 +17,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 from torch.nn.functional import interpolate
-from torchvision.transforms import InterpolationMode
+from torchvision.transforms import InterpolationMode, RandomResizedCrop
 from torchvision.transforms import functional as F
 
 from neuclip_ds.data.decoders import Decode, Decoded, decode_header, decode_pil, read_header
 
 _JPEG = ("JPEG", "MPO")  # MPO: several JPEGs in a file, as cameras write them
 _RATIO = (3 / 4, 4 / 3)
-_LOG_RATIO = tuple(torch.tensor(_RATIO).log().tolist())  # rounded as torchvision does
 
 
 def decode_simplejpeg(data: bytes, min_side: int | None = None) -> Decoded:
@@ -91,23 +90,12 @@ ImageTransform = RandomCrop | EvalTransform
 
 
 def draw_crop(height: int, width: int, scale: tuple[float, float], seed: int) -> tuple[int, int, int, int]:
-    """Draw a crop (top, left, height, width) with an area within `scale` and an aspect ratio of 3:4 to 4:3.
-
-    The same as torchvision's `RandomResizedCrop.get_params` with the CPU generator seeded, in a third of the time.
-    """
-    generator, drawn = torch.Generator().manual_seed(seed), torch.empty(1)
-    for _ in range(10):
-        area = height * width * drawn.uniform_(*scale, generator=generator).item()
-        ratio = drawn.uniform_(*_LOG_RATIO, generator=generator).exp_().item()
-        wide, high = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
-        if 0 < wide <= width and 0 < high <= height:
-            top, left = (
-                int(torch.randint(0, room + 1, (1,), generator=generator)) for room in (height - high, width - wide)
-            )
-            return top, left, high, wide
-    # the largest in the center
-    wide, high = min(width, round(height * _RATIO[1])), min(height, round(width / _RATIO[0]))
-    return (height - high) // 2, (width - wide) // 2, high, wide
+    """Draw torchvision's random crop (top, left, height, width): an area within `scale`, a ratio of 3:4 to 4:3."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        image = torch.empty(1, height, width, device="meta")
+        top, left, high, wide = RandomResizedCrop.get_params(image, list(scale), list(_RATIO))
+    return top, left, high, wide
 
 
 def _resize(image: Image.Image | Tensor, size: list[int]) -> Tensor:

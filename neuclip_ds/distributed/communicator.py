@@ -46,8 +46,7 @@ class Traffic:
     """What one purpose has cost this rank so far: bytes by `ring_bytes`, seconds that overlap no computation."""
 
     calls: int = 0
-    bytes_sent: int = 0
-    bytes_received: int = 0
+    bytes_sent: int = 0  # as many are received
     seconds: float = 0.0
 
 
@@ -201,12 +200,10 @@ class Communicator(Exchange):
 
     def _begin(self, op: str, x: Tensor, purpose: str, result: Tensor, launch: Any, *inputs: Tensor) -> Pending:
         """Count a collective and launch it; `launch` is torch's function of the result and its inputs."""
-        share = ring_bytes(op, x.numel() * x.element_size(), self.world_size)
         self.begun += 1
         traffic = self.traffic[purpose]
         traffic.calls += 1
-        traffic.bytes_sent += share
-        traffic.bytes_received += share
+        traffic.bytes_sent += ring_bytes(op, x.nbytes, self.world_size)
         timed = functools.partial(self._timed, purpose, result.device)
         group = self._host_group if result.device.type == "cpu" else self._group
         with record_function(PURPOSE + purpose), timed():

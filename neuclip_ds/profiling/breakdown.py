@@ -11,7 +11,7 @@ not wait, so the shortest duration of a collective over ranks is its transfer ti
     steps, world_size     number of profiled steps, number of ranks
     seconds               each of COLUMNS -> mean and deviation over steps of the mean over ranks
     phases                forward, objective, normalizer, backward, optimizer -> the same
-    purposes              purpose -> per step and rank: calls, bytes_sent, bytes_received, seconds (simultaneous
+    purposes              purpose -> per step and rank: calls, bytes_sent (as many are received), seconds (simultaneous
                           collectives add up), hidden_seconds (part of it during which the rank computes) and
                           transfer_seconds (without waiting)
     collectives           the same calls by purpose, op and size (bytes of a rank's input): calls and transfer_seconds
@@ -32,7 +32,7 @@ COLUMNS = ("total", "computation", "communication", "pure_communication", "overl
 Record = dict[str, Any]
 _LABELS = {"method": "method", "zero_stage": "ZeRO", "world_size": "ranks"}
 _TIMES = [*_LABELS.values(), "steps", *(column.replace("_", " ") for column in COLUMNS)]
-_TRAFFIC = [*_LABELS.values(), "purpose", "calls", "kB sent", "kB received", "ms", "without waiting", "hidden"]
+_TRAFFIC = [*_LABELS.values(), "purpose", "calls", "kB", "ms", "without waiting", "hidden"]
 
 
 def step_seconds(step: StepTrace) -> dict[str, float]:
@@ -90,7 +90,7 @@ def _by_purpose(ranks: Sequence[Sequence[Sequence[Sequence[Any]]]]) -> dict[str,
     steps = [step for rank in ranks for step in rank]
     for purpose, _, _, sent, seconds, hidden in chain.from_iterable(steps):
         times = {"seconds": seconds, "hidden_seconds": hidden}
-        sums[purpose].update({"calls": 1, "bytes_sent": sent, "bytes_received": sent, **times})
+        sums[purpose].update({"calls": 1, "bytes_sent": sent, **times})
     return {purpose: {key: value / len(steps) for key, value in found.items()} for purpose, found in sums.items()}
 
 
@@ -131,10 +131,10 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def _traffic(found: Record) -> Iterator[list[str]]:
     """Yield calls, bytes and times of each purpose."""
     for purpose, values in found["purposes"].items():
-        kilobytes = (f"{values[key] / 1e3:,.3f}" for key in ("bytes_sent", "bytes_received"))
+        counts = f"{values['calls']:g}", f"{values['bytes_sent'] / 1e3:,.3f}"
         milliseconds = (f"{1e3 * values[key]:.2f}" for key in ("seconds", "transfer_seconds"))
         hidden = f"{values['hidden_seconds'] / values['seconds']:.0%}" if values["seconds"] else "-"
-        yield [*_labels(found), purpose, f"{values['calls']:g}", *kilobytes, *milliseconds, hidden]
+        yield [*_labels(found), purpose, *counts, *milliseconds, hidden]
 
 
 def _labels(found: Record) -> list[str]:

@@ -23,7 +23,7 @@ def configure_logging(rank: int, log_file: Path | None = None) -> None:
         handlers.append(MemoryHandler(sys.maxsize, flushLevel=sys.maxsize, flushOnClose=False))  # until a file is set
     elif rank == 0 and log_file is not None:
         log_file.parent.mkdir(parents=True, exist_ok=True)
-        handlers.append(_LogFile(log_file, encoding="utf-8"))
+        handlers.append(logging.FileHandler(log_file, encoding="utf-8"))
     for handler in handlers:
         handler.name = __name__
         handler.setFormatter(_Redacting(_LAYOUT if rank == 0 else f"[rank {rank}] {_LAYOUT}"))
@@ -44,6 +44,7 @@ def configure_logging(rank: int, log_file: Path | None = None) -> None:
     # a filter, not a level: DeepSpeed sets its logger's level when it is imported, perhaps after this call
     logging.getLogger("DeepSpeed").addFilter(_is_warning)
     logging.captureWarnings(True)
+    logging.raiseExceptions = False  # a full disk would print a traceback for each line
 
 
 class _Redacting(logging.Formatter):
@@ -51,17 +52,6 @@ class _Redacting(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return redact(super().format(record))
-
-
-class _LogFile(logging.FileHandler):
-    """A log file that stops at a full disk or a vanished folder instead of printing a traceback for each line."""
-
-    _failed = False
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        if not self._failed:
-            print(f"warning: {self.baseFilename} cannot be written; lines are missing there", file=sys.stderr)
-        self._failed = True
 
 
 def _is_warning(record: logging.LogRecord) -> bool:

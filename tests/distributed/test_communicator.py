@@ -62,7 +62,7 @@ def test_collectives(world_size: int) -> None:
         assert torch.equal(found["sum"], sum(x))
         assert torch.equal(found["own"], rows[2 * number : 2 * number + 2])
         traffic = found["traffic"]
-        assert traffic["features"].bytes_received == (world_size - 1) * 6 * 4
+        assert traffic["features"].bytes_sent == (world_size - 1) * 6 * 4
         assert traffic["scalars"].bytes_sent == 2 * (world_size - 1) * 24 // world_size
         assert traffic["state"].bytes_sent == (world_size - 1) * 4 * 4
         assert all(counted.calls == 1 and counted.seconds > 0 for counted in traffic.values())

@@ -110,9 +110,9 @@ def test_traffic_is_counted() -> None:
     share, item, apart = ROWS // 2, 8, ("features", "network gradients")
     for name in VARIANTS:
         traffic = ranks[0][name]["traffic"]
-        assert traffic["features"].bytes_received == STEPS * share * (8 + 2 * DIM * item)
+        assert traffic["features"].bytes_sent == STEPS * share * (8 + 2 * DIM * item)
         assert traffic["scalars"].calls == STEPS
-        others = sum(counted.bytes_received for purpose, counted in traffic.items() if purpose not in apart)
+        others = sum(counted.bytes_sent for purpose, counted in traffic.items() if purpose not in apart)
         if name not in SUM_PULLS:
             updates = VARIANTS[name][1].get("npn", {}).get("inner_steps", 0)
             assert others <= STEPS * ROWS * item * 2 * (updates + 4)
@@ -141,7 +141,7 @@ def gather_in_fits(communicator: Communicator) -> list[dict[str, Any]]:
         assert built.begin_gather(index[mine], valid[mine]) is None
         communicator.traffic.clear()
         result = built(batch(*(x[mine] for x in (image, text, index, valid))), step(number))
-        traffic = {purpose: counted.bytes_received for purpose, counted in communicator.traffic.items()}
+        traffic = {purpose: counted.bytes_sent for purpose, counted in communicator.traffic.items()}
         target = built.replicated_state()["normalizer.target"].clone()
         parts = {"image": result.image, "text": result.text, "loss": result.loss, "metrics": result.metrics}
         found.append({**parts, "target": target, "traffic": traffic, "valid": valid[mine]})

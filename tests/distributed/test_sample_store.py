@@ -24,7 +24,7 @@ def visit(communicator: Communicator) -> dict[str, Any]:
         "before": before,
         "after": store.begin_read(index.flip(0)).wait(),
         "rows": store.rows(),
-        "bytes": communicator.traffic["state"].bytes_received,
+        "bytes": communicator.traffic["state"].bytes_sent,
     }
 
 

@@ -130,9 +130,9 @@ def check_bytes(folder: Path, name: str) -> None:
     engine = {
         "gradient reduce": ALL_REDUCE * weights,
         "parameter gather": (RANKS - 1) / RANKS * weights,
-        "norm and overflow": found["purposes"]["norm and overflow"]["bytes_received"],
+        "norm and overflow": found["purposes"]["norm and overflow"]["bytes_sent"],
     }
-    received = {purpose: of["bytes_received"] for purpose, of in found["purposes"].items()}
+    received = {purpose: of["bytes_sent"] for purpose, of in found["purposes"].items()}
     assert received == {**PREDICTED[name], **engine}
 
 
@@ -193,7 +193,7 @@ def test_frozen_parts_send_nothing_and_groups_are_counted(
         check_collectives(tmp_path, name, stage)
         if options is PARTS:  # the final norm and the projection of the image tower, in each of two micro-batches
             reduced = breakdown_of(tmp_path, name, stage)["purposes"]["gradient reduce"]
-            assert reduced["bytes_received"] <= 2 * ALL_REDUCE * FLOAT * (2 * 32 + 32 * DIM)
+            assert reduced["bytes_sent"] <= 2 * ALL_REDUCE * FLOAT * (2 * 32 + 32 * DIM)
 
 
 def test_times_add_up_and_the_report_has_them(folder: Path) -> None:

@@ -35,7 +35,7 @@ def test_the_tool_compares_methods(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     reference, ours = json.loads((tmp_path / "breakdowns.json").read_text())
     assert set(ours["seconds"]) == set(COLUMNS)
-    gradients = reference["purposes"]["feature gradients"]["bytes_received"]
+    gradients = reference["purposes"]["feature gradients"]["bytes_sent"]
     assert gradients == 2 * 8 * 16 * 4, "2 (B - b) d values"
     assert "feature gradients" not in ours["purposes"]
     for name in ("report.md", "openclip_zero1_2ranks/trace.json.gz"):

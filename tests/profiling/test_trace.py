@@ -110,7 +110,6 @@ def test_breakdown_over_steps_and_ranks() -> None:
         {
             "calls": 1,
             "bytes_sent": 6000,
-            "bytes_received": 6000,
             "seconds": (48 + (16 + 4) / 2) / 2 * 1e-6,
             "transfer_seconds": (48 + 4) / 2 * 1e-6,
             "hidden_seconds": (39 + (13 + 1) / 2) / 2 * 1e-6,

@@ -26,7 +26,7 @@ def descend(built: Objective, communicator: Communicator) -> dict[str, Any]:
         result = built(batch(image[mine], text[mine]), step(number, lr=0.05))
         found.append(torch.cat([result.image, result.text]))
         found.append(torch.stack([result.loss, result.metrics["tau"], result.metrics["feature_grad_norm"]]))
-    received = {purpose: of.bytes_received for purpose, of in communicator.traffic.items()}
+    received = {purpose: of.bytes_sent for purpose, of in communicator.traffic.items()}
     return {"found": found, "received": received}
 
 
