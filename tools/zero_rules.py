@@ -45,9 +45,8 @@ class ZeroRules:
         section = engine.get("zero_optimization", {})
         offloads = (section.get("offload_optimizer") or {}).get("device", "none") != "none"
         accumulated = _bytes(engine.get("data_types", {}).get("grad_accum_dtype"), weight)
-        fp16 = precision(engine) == "fp16"
-        wrapper = Wrapper.ZERO_1_2 if fp16 and stage in (1, 2) else _wrapper(stage, weight, accumulated, offloads)
-        checks = fp16 or (wrapper is Wrapper.ZERO_1_2 and weight == 2)
+        wrapper = _wrapper(stage, weight, accumulated, offloads)
+        checks = wrapper is Wrapper.ZERO_1_2 and weight == 2
         sent = _bytes(engine.get("communication_data_type"), weight)
         zero = {**_DEFAULTS, "overlap_comm": stage == 3, **section}
         return ZeroRules(stage, wrapper, offloads, weight, accumulated, sent, checks, zero)

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from neuclip_ds.checkpoint.sharded_state import BUFFER, SCALAR, WEIGHT, StateFiles
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.engine.update import loss_scale_of
 from neuclip_ds.engine.zero import Placement, parameter_shapes, placements, refresh_weights, release_gathered
 from neuclip_ds.errors import UserError
 from neuclip_ds.state.partition import Partition
@@ -44,8 +43,6 @@ def engine_shards(engine: Any, communicator: Communicator) -> Shards:
 def engine_facts(engine: Any) -> dict[str, Any]:
     """Return the engine's facts for the index of the shards: shapes of the parameters, and counters."""
     counters = {name: int(getattr(engine, name)) for name in _COUNTERS}
-    if (scale := loss_scale_of(engine)) is not None:
-        counters |= scale.state()
     return {"parameters": parameter_shapes(engine.module), "counters": counters}
 
 
@@ -67,8 +64,6 @@ def load_engine(folder: Path, engine: Any, communicator: Communicator) -> StateF
     refresh_weights(engine)
     for name in _COUNTERS:
         setattr(engine, name, files.counters[name])
-    if (scale := loss_scale_of(engine)) is not None:
-        scale.load_state(files.counters)
     return files
 
 

@@ -10,7 +10,7 @@ The folder `state` of a checkpoint has the format of state/shards.py, with these
     objective    the state of the objective that is equal on all ranks: temperature, counters
 
 Alignment padding is not saved. A parameter with only a `weight` was not trained. The index holds `parameters` (name ->
-shape, in the module's order) and `counters` (of steps, samples and fp16's loss scale).
+shape, in the module's order) and `counters` (of steps and samples).
 """
 
 from pathlib import Path

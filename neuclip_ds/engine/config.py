@@ -24,7 +24,6 @@ class _Part(BaseModel):
 class _Precision(_Part):
     enabled: bool = False
     check_grad_overflow: bool = True
-    fp16_master_weights_and_grads: bool = False
 
 
 class _Offload(_Part):
@@ -118,8 +117,8 @@ def _refuse_unsupported(path: Path, engine: dict[str, Any]) -> None:
         raise UserError(f"{path} sets {name}={wrong['input']!r:.80}: {wrong['msg']}.") from error
     zero, problems = read.zero_optimization, []
     problems += [f"has a section {key}, which the recipe owns" for key in ("optimizer", "scheduler") if key in engine]
-    if read.fp16.enabled and (zero.stage == 0 or read.fp16.fp16_master_weights_and_grads):
-        problems.append("enables fp16 without ZeRO or without float32 weights (use zero1_fp16), which is not supported")
+    if read.fp16.enabled:
+        problems.append("enables fp16, which is not supported (use zero1_bf16, or zero1_fp32 on a GPU without bf16)")
     if not read.bf16.check_grad_overflow:
         problems.append("turns off bf16.check_grad_overflow, without which a gradient that is not finite is not found")
     if not zero.compute_grad_norm:
@@ -134,10 +133,9 @@ def _refuse_unsupported(path: Path, engine: dict[str, Any]) -> None:
         raise UserError(f"{path} {problems[0]}: remove it from the JSON.")
 
 
-def precision(engine: dict[str, Any]) -> Literal["fp32", "bf16", "fp16"]:
+def precision(engine: dict[str, Any]) -> Literal["fp32", "bf16"]:
     """Return the precision in which the towers run."""
-    kinds: tuple[Literal["fp16"], Literal["bf16"]] = ("fp16", "bf16")
-    return next((kind for kind in kinds if engine.get(kind, {}).get("enabled", False)), "fp32")
+    return "bf16" if engine.get("bf16", {}).get("enabled", False) else "fp32"
 
 
 def zero_stage(engine: dict[str, Any]) -> int:

@@ -18,18 +18,16 @@ log = logging.getLogger(__name__)
 
 def towers_dtype(engine: dict[str, Any]) -> torch.dtype:
     """Return the dtype of weights and activations under DeepSpeed's config."""
-    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision(engine)]
+    return {"fp32": torch.float32, "bf16": torch.bfloat16}[precision(engine)]
 
 
 def require_precision(engine: dict[str, Any], name: str) -> None:
     """Raise `UserError` if this device cannot run towers in the precision of DeepSpeed's config, which is `name`."""
-    accelerator, wanted = get_accelerator(), precision(engine)
-    supported = {"fp32": True, "bf16": accelerator.is_bf16_supported(), "fp16": accelerator.is_fp16_supported()}
-    if not supported[wanted]:
-        others = " or ".join(f"zero1_{other}" for other, possible in supported.items() if possible)
+    accelerator = get_accelerator()
+    if precision(engine) == "bf16" and not accelerator.is_bf16_supported():
         raise UserError(
-            f"deepspeed={name} runs the towers in {wanted}, which this device ({accelerator.device_name()}) does not "
-            f"support: use deepspeed={others}."
+            f"deepspeed={name} runs the towers in bf16, which this device ({accelerator.device_name()}) does not "
+            "support: use deepspeed=zero1_fp32."
         )
 
 

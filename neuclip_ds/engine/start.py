@@ -14,7 +14,6 @@ from neuclip_ds.config import OptimizerConfig
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.config import precision, zero_stage
 from neuclip_ds.engine.lamb import Lamb
-from neuclip_ds.engine.update import install_loss_scale
 from neuclip_ds.engine.zero import keep_frozen_whole, placements, share_process_group, skip_unused_kernel
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.batch_norm import batch_norms
@@ -56,7 +55,6 @@ def start_engine(
     for place in placements(engine, communicator.rank) if exact else ():
         if place.name in exact:
             place.within(place.master).copy_(exact[place.name].flatten()[place.start : place.stop])
-    install_loss_scale(engine)
     optimizer.state.clear()
     if isinstance(optimizer, Lamb) and zero_stage(engine_config):
         parts: defaultdict[Tensor, list[slice]] = defaultdict(list)

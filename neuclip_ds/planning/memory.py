@@ -226,7 +226,7 @@ def account(query: MemoryQuery, towers: Towers) -> MemoryAccount:
 def smallest_that_fits(query: MemoryQuery, towers: Towers, gigabytes: float) -> tuple[str, MemoryAccount] | None:
     """Return the first file of ds_configs/ in the run's precision, by stage, then offload, that fits these GPUs."""
     kind = precision(load_engine_config(query.config, query.world_size))
-    names = [f"zero{stage}_{kind}" for stage in range(1 if kind == "fp16" else 0, 4)]
+    names = [f"zero{stage}_{kind}" for stage in range(4)]
     names += ["zero2_bf16_offload", "zero3_bf16_offload"] if kind == "bf16" else []
     for name in names:
         with suppress(UserError):  # this stage refuses so many micro-batches

@@ -22,7 +22,6 @@ from neuclip_ds.config import Config
 from neuclip_ds.data.loader import RankBatch
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.average import WeightAverage, discard_average
-from neuclip_ds.engine.update import loss_scale_of
 from neuclip_ds.errors import Interrupted, RollBack, TrainingDiverged
 from neuclip_ds.objectives.base import Context, Objective, Step
 from neuclip_ds.reporting.events import EventLog
@@ -67,8 +66,6 @@ class StepResult(StepOutcome):
     batch: RankBatch  # this rank's samples, whose pixels have been released
     lr: float  # learning rate of the encoders
     skipped: int  # steps of the run that were skipped
-    loss_scale: float | None  # loss scale of fp16 towers after the step
-    overflowed: bool  # whether it was skipped only because the loss scale was too large
     waited: float  # seconds lost to waiting for the batch
     seconds: float  # duration of the whole step
     samples_per_second: float  # rate of all ranks over the last steps
@@ -77,8 +74,6 @@ class StepResult(StepOutcome):
     def metrics(self) -> dict[str, float]:
         """All metrics of the step by name; the first use waits for the device."""
         found = {"loss": self.loss, "lr": self.lr, "grad_norm": self.grad_norm, "skipped_steps": self.skipped}
-        if self.loss_scale is not None:
-            found["loss_scale"] = self.loss_scale
         values = torch.stack([value.double() for value in self.gradients.metrics.values()]).tolist()
         return found | dict(zip(self.gradients.metrics, values, strict=True))
 
@@ -249,7 +244,6 @@ class Loop:
         logs = last or (number + 1) % config.run.log_every == 0
         epoch = self._epochs_before + number // self.order.steps_per_epoch
         outcome = self._step(batch, Step(number, epoch, lr, config.optimizer.lr, number / self.total))
-        scale = loss_scale_of(self.context.engine)
         ends.append(time.monotonic())
         passed = ends[-1] - ends[0]
         return StepResult(
@@ -263,8 +257,6 @@ class Loop:
             lr=lr,
             **vars(outcome),
             skipped=self.context.engine.skipped_steps,
-            loss_scale=None if scale is None else scale.cur_scale,
-            overflowed=scale is not None and not (outcome.applied or scale.is_least) and math.isfinite(outcome.loss),
             waited=batch.waited,
             seconds=time.perf_counter() - began,
             samples_per_second=(len(ends) - 1) * config.data.batch_size / passed if passed else math.nan,

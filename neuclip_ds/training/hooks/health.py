@@ -116,10 +116,7 @@ class WatchHealth(Hook):
         usual = self._stalls.update(result.waited, result.seconds)
         if usual is not None:
             self._report_stall(loop, usual, result)
-        if result.overflowed:  # a smaller loss scale is the remedy
-            message = f"its gradient overflows float16; the loss scale is now {result.metrics['loss_scale']:g}"
-            self._add(loop, "loss_scale", f"step {result.step} is skipped: {message}", level=logging.INFO)
-        elif not result.applied:
+        if not result.applied:
             self._skip(loop, result)
         else:
             self._skipped.clear()
