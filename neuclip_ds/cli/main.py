@@ -18,7 +18,7 @@ COMMANDS = {
     "export": "write a trained model for transformers or open_clip",
     "embed": "write the features of all samples of a data set",
     "filter": "select samples by similarity or another column",
-    "pack": "pack tables of pairs or Hugging Face datasets into shards",
+    "pack": "pack tables of pairs into shards",
     "build-manifest": "index the shards of a data set",
     "make-demo-data": "render the demo data set",
 }

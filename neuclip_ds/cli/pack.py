@@ -1,9 +1,8 @@
-"""Pack a table of image-caption pairs into shards to train on: CSV, TSV, JSON lines, parquet, or Hugging Face datasets.
+"""Pack a table of image-caption pairs into shards to train on: CSV, TSV, JSON lines or parquet.
 
 Examples:
   neuclip-ds pack pairs.csv /data/mine
   neuclip-ds pack '/data/tables/*.parquet' /data/mine --image jpg --captions txt=alt_text syn.txt=recaption
-  neuclip-ds pack hf:nlphuji/flickr30k /data/flickr --split test --captions caption
 
 A cell of the image column is a path (relative to the table's folder), a URL, or the encoded image itself. Rows with the
 same image become one sample with several captions, one per line. Rows that cannot be used are counted, and listed in
@@ -19,19 +18,18 @@ from neuclip_ds.errors import UserError
 
 def main(arguments: Sequence[str]) -> None:
     parser = Parser(prog="neuclip-ds pack", description=__doc__)
-    parser.add_argument("table", help="file, folder or glob of files, or hf:NAME[:CONFIG]")
+    parser.add_argument("table", help="file, folder or glob of files")
     parser.add_argument("out", type=Path, help="folder for the shards; must be absent or empty")
     parser.add_argument("--image", help="column of images (default: image, filepath, path or the like)")
     captions = "columns of captions, and the member that each is written to, txt if omitted (default: caption or text)"
     parser.add_argument("--captions", nargs="+", default=[], metavar="[MEMBER=]COLUMN", help=captions)
-    parser.add_argument("--split", help="split of a data set of Hugging Face datasets")
     parser.add_argument("--shard-size", type=int, default=10_000, help="samples per shard")
     options = parser.parse(arguments)
     from neuclip_ds.data.pack import choose_columns, open_table, pack  # decoders import torch, which takes seconds
 
     if options.shard_size < 1:
         raise UserError(f"--shard-size={options.shard_size} must be at least 1.")
-    table = open_table(options.table, options.split)
+    table = open_table(options.table)
     columns = choose_columns(table, options.image, options.captions)
     with progress_bar("rows") as on_progress:
         packed = pack(table, options.out, columns, options.shard_size, on_progress)

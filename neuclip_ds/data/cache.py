@@ -21,6 +21,7 @@ import re
 import shutil
 import time
 from contextlib import nullcontext, suppress
+from io import FileIO
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -100,12 +101,11 @@ class ShardCache:
             ) from error
         return self._shard(url)
 
-    def open(self, url: str, expected_bytes: int, expected_crc32: int | None = None) -> int:
-        """Open the local copy as `path` does; return its file descriptor, which can be read even after the eviction."""
+    def open(self, url: str, expected_bytes: int, expected_crc32: int | None = None) -> FileIO:
+        """Open the local copy as `path` does; the file can be read even after the eviction."""
         while True:
-            path = self.path(url, expected_bytes, expected_crc32)
             with suppress(FileNotFoundError):  # evicted in between
-                return os.open(path, os.O_RDONLY)
+                return FileIO(self.path(url, expected_bytes, expected_crc32))
 
     def touch(self, url: str, expected_bytes: int) -> bool:
         """Mark the shard as used and return True, or return False if no copy of the expected size is cached."""

@@ -18,7 +18,7 @@ import json
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -32,14 +32,13 @@ import pyarrow.dataset
 
 from neuclip_ds.data.decoders import JSON, TEXT, DecodeError, decode_pil
 from neuclip_ds.data.shards import is_local
-from neuclip_ds.errors import UserError, explained, require_package
+from neuclip_ds.errors import UserError, explained
 from neuclip_ds.files import new_folder
 
 IMAGE_COLUMNS = ("image", "filepath", "file_name", "filename", "image_path", "image_file", "path", "file", "jpg", "png")
 CAPTION_COLUMNS = ("caption", "text", "title", "captions", "sentence", "sentences", "txt", "alt_text")
 TABLES = (".csv", ".tsv", ".jsonl", ".parquet")
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
-_HUB = "hf:"
 _MAGIC = {"jpg": re.compile(rb"\xff\xd8"), "png": re.compile(rb"\x89PNG"), "webp": re.compile(rb"RIFF....WEBP", re.S)}
 _MEMBER = re.compile(rf"([^.:/]+\.)*{TEXT}")
 _BATCH = 256  # rows read at once, which may hold images
@@ -50,25 +49,24 @@ class PairTable(NamedTuple):
     """Rows with images and captions, in a fixed order."""
 
     name: str  # for messages
-    schema: pa.Schema
+    data: pyarrow.dataset.Dataset
     rows: int
     folder: Path  # where relative paths of images begin
-    scan: Callable[[list[str]], Iterable[pa.Table]]
 
     def read(self, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
         """Yield some columns of all rows; raise UserError if they cannot be read."""
         with explained(f"The table {self.name} cannot be read", _FIX):
-            for batch in self.scan(list(columns)):
+            for batch in self.data.to_batches(columns=list(columns), batch_size=_BATCH, fragment_readahead=1):
                 yield from batch.to_pylist()
 
     def find_column(self, usual: Sequence[str], what: str, advice: str) -> str:
         """Return the first column with one of the usual names; raise UserError, with advice, if none is found."""
-        by_name = {column.lower(): column for column in reversed(self.schema.names)}
+        by_name = {column.lower(): column for column in reversed(self.data.schema.names)}
         found = next((by_name[name] for name in usual if name in by_name), None)
         if found is None:
             raise UserError(
                 f"{self.name} has no column of {what} with a usual name ({', '.join(usual)}), but "
-                f"{', '.join(self.schema.names)}: {advice}."
+                f"{', '.join(self.data.schema.names)}: {advice}."
             )
         return found
 
@@ -89,16 +87,11 @@ class Packed(NamedTuple):
     several: int  # samples with several captions, which are lines of a member
 
 
-def open_table(source: str, split: str | None = None) -> PairTable:
-    """Open a table of pairs; raise UserError if there is none, it has several splits, or it cannot be read.
+def open_table(source: str) -> PairTable:
+    """Open a table of pairs; raise UserError if there is none or it cannot be read.
 
-    `source` is a CSV, TSV, JSON lines or parquet file, a folder or a glob of files of one kind; or `hf:NAME` or
-    `hf:NAME:CONFIG`, where `datasets.load_dataset` takes NAME.
+    `source` is a CSV, TSV, JSON lines or parquet file, or a folder or a glob of files of one kind.
     """
-    if source.startswith(_HUB):
-        return _open_dataset(source, split)
-    if split is not None:
-        raise UserError(f"{source} is a file or folder of files, which has no splits; omit --split.")
     path = Path(source).expanduser()
     if path.is_dir():
         paths = sorted(str(file) for file in path.rglob("*") if file.suffix.lower() in TABLES)
@@ -106,12 +99,10 @@ def open_table(source: str, split: str | None = None) -> PairTable:
         paths = [str(path)] if path.is_file() else sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207 - absolute
     kinds = {Path(file).suffix.lower() for file in paths}
     if len(kinds) != 1 or not kinds <= set(TABLES):
-        raise UserError(f"{source} is not a table; name files of one kind ({', '.join(TABLES)}), or hf:NAME.")
+        raise UserError(f"{source} is not a table; name files of one kind ({', '.join(TABLES)}).")
     with explained(f"The table {source} cannot be read", _FIX):
         found = _open_files(paths, *kinds)
-        read = partial(found.to_batches, batch_size=_BATCH, fragment_readahead=1)
-        folder = Path(paths[0]).parent.absolute()
-        return PairTable(source, found.schema, found.count_rows(), folder, lambda columns: read(columns=columns))
+        return PairTable(source, found, found.count_rows(), Path(paths[0]).parent.absolute())
 
 
 def _open_files(paths: list[str], kind: str) -> pyarrow.dataset.Dataset:
@@ -121,22 +112,6 @@ def _open_files(paths: list[str], kind: str) -> pyarrow.dataset.Dataset:
     with pyarrow.csv.open_csv(paths[0], parse_options=parsing) as first:
         schema = pa.schema([(name, pa.string()) for name in first.schema.names])  # or a caption "7" would be a number
     return pyarrow.dataset.dataset(paths, schema=schema, format=pyarrow.dataset.CsvFileFormat(parsing))
-
-
-def _open_dataset(source: str, split: str | None) -> PairTable:
-    """Open what the library `datasets` knows by a name."""
-    require_package("datasets", source, "datasets")
-    import datasets
-
-    name, _, config = source.removeprefix(_HUB).partition(":")
-    with explained(f"{source} cannot be opened", "check the name"):
-        found = datasets.load_dataset(name, config or None, split=split)
-    if isinstance(found, datasets.DatasetDict):
-        if len(found) > 1:
-            raise UserError(f"{source} has the splits {', '.join(found)}; choose one with --split.")
-        (found,) = found.values()
-    rows, schema, folder = found.with_format("arrow"), found.features.arrow_schema, Path(name).absolute()
-    return PairTable(source, schema, len(found), folder, lambda columns: rows.select_columns(columns).iter(_BATCH))
 
 
 def image_of(value: Any) -> bytes | str | None:
@@ -174,8 +149,9 @@ def choose_columns(table: PairTable, image: str | None = None, captions: Sequenc
     captions = captions or [table.find_column(CAPTION_COLUMNS, "captions", "name it with --captions")]
     by_member = {member or TEXT: column for member, _, column in (text.rpartition("=") for text in captions)}
     for column in (image, *by_member.values()):
-        if column not in table.schema.names:
-            raise UserError(f"{table.name} has no column {column}; its columns are {', '.join(table.schema.names)}.")
+        if column not in table.data.schema.names:
+            known = ", ".join(table.data.schema.names)
+            raise UserError(f"{table.name} has no column {column}; its columns are {known}.")
     if len(by_member) < len(captions) or not all(map(_MEMBER.fullmatch, by_member)):
         raise UserError(f"--captions {' '.join(captions)}: each column needs a separate member, txt or syn.txt.")
     return Columns(image, by_member)
@@ -195,7 +171,7 @@ def pack(
     import webdataset  # imports torch, which takes seconds
 
     taken = dict.fromkeys([columns.image, *columns.captions.values()])
-    others = [field.name for field in table.schema if "binary" not in str(field.type) and field.name not in taken]
+    others = [field.name for field in table.data.schema if "binary" not in str(field.type) and field.name not in taken]
     groups, rows, pairs, several = _groups(table, columns.image, [*taken, *others]), 0, 0, 0
     broken = list[tuple[int, str, str]]()  # row, image, reason
     with new_folder(out) as folder, ThreadPoolExecutor() as threads:
@@ -276,7 +252,11 @@ def _encode(
         return f"image cannot be decoded: {error}"
     members = {extension: data, **{member: text.encode("utf-8", "replace") for member, text in texts.items() if text}}
     others = {name: value for name, value in row.items() if name not in (columns.image, *columns.captions.values())}
-    others = {"uid": _uid(members), **others}
+    content = b"".join(
+        len(x).to_bytes(8, "little") + x for item in members.items() for x in (item[0].encode(), item[1])
+    )
+    # 32 hex digits, by which `filter` and `build-manifest --uids` select
+    others = {"uid": hashlib.blake2b(content, digest_size=16).hexdigest(), **others}
     return {**members, JSON: json.dumps(others, default=str, ensure_ascii=False).encode("utf-8", "replace")}
 
 
@@ -288,12 +268,3 @@ def _image(data: bytes) -> tuple[str, bytes]:
         return extension, data
     decoded.save(out := io.BytesIO(), "PNG")  # type: ignore[union-attr]
     return "png", out.getvalue()
-
-
-def _uid(members: Mapping[str, bytes]) -> str:
-    """Return a hash of these contents in 32 hex digits, by which `filter` and `build-manifest --uids` select."""
-    digest = hashlib.blake2b(digest_size=16)
-    for part in (part for name, data in members.items() for part in (name.encode(), data)):
-        digest.update(len(part).to_bytes(8, "little"))
-        digest.update(part)
-    return digest.hexdigest()

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
+from io import FileIO
 from typing import NamedTuple
 
 import fsspec
@@ -55,16 +56,6 @@ class TooLarge(OSError):
     """Raised for a member above the size limit of a read."""
 
 
-class _File:
-    """A file descriptor, closed with the last reference to this object."""
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-
-    def __del__(self) -> None:
-        os.close(self.fd)
-
-
 class TarReader:
     """Read members by offset; if the manifest has no offsets, a shard's headers are walked once on each node.
 
@@ -95,7 +86,7 @@ class TarReader:
         members = self._places(table)[0 if with_image else 1 :]
         try:
             part = self._apart.pop(index, None)  # another attempt reads the shard
-            source = partial(read_at, self._file(shard).fd) if part is None else partial(_cut, *part)
+            source = partial(read_at, self._file(shard).fileno()) if part is None else partial(_cut, *part)
             found = _read_members(source, [extents[member] for member in members])
             if table.crc32 is not None:
                 self._verify(shard, zip(members, found, table.crc32[row, members].tolist(), strict=True))
@@ -121,7 +112,7 @@ class TarReader:
                 table = self._table(shard)
                 for offset, size in table.extents[row, self._places(table)].tolist():
                     if size > 0:
-                        os.posix_fadvise(self._file(shard).fd, offset, size, os.POSIX_FADV_WILLNEED)
+                        os.posix_fadvise(self._file(shard).fileno(), offset, size, os.POSIX_FADV_WILLNEED)
         if copied and self._has_ranges:
             with suppress(OSError, UserError):
                 self._fetch_apart(copied)
@@ -172,14 +163,14 @@ class TarReader:
         """Return whether a shard is read from the cache rather than in place."""
         return self._cache is not None and not is_local(path)
 
-    def _open(self, shard: int) -> _File:
+    def _open(self, shard: int) -> FileIO:
         described = self._manifest.shards[shard]
         if self._cache is None or not self._is_copied(described.path):
-            file = _File(os.open(described.path, os.O_RDONLY))
-            check_size(described, os.fstat(file.fd).st_size)
+            file = FileIO(described.path)  # closed with the last reference to it
+            check_size(described, os.fstat(file.fileno()).st_size)
             return file
         try:
-            return _File(self._cache.open(described.path, described.bytes, described.crc32))
+            return self._cache.open(described.path, described.bytes, described.crc32)
         except FetchError as error:
             if error.damaged and described.layout is None:
                 raise UserError(f"{error} It has changed; build the manifest again.") from error
@@ -189,7 +180,7 @@ class TarReader:
         described, samples = self._manifest.shards[shard], self._manifest.samples
         if samples is not None:
             return self._shared(described.path, samples.source(shard), partial(samples.table, shard))
-        status = os.fstat(self._file(shard).fd)
+        status = os.fstat(self._file(shard).fileno())
         others = [name for name in self._texts if name not in MEMBERS]
         source: tuple[object, ...] = (status.st_size, status.st_ino, *others)
         # a copy's times are those of its uses, and its tables are discarded when it is fetched
@@ -209,7 +200,7 @@ class TarReader:
         return make() if self._node_tables is None else self._node_tables.get(path, source, make)
 
     def _walk(self, shard: int) -> SampleTable:
-        return tabulate(read_index(self._file(shard).fd).samples, self._texts)
+        return tabulate(read_index(self._file(shard).fileno()).samples, self._texts)
 
     def _places(self, table: SampleTable) -> list[int]:
         """Return the table's columns of the image and the texts."""

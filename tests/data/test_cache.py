@@ -135,9 +135,8 @@ def test_a_shard_that_is_missing_or_damaged_is_asked_for_once_a_minute(http, tmp
 def visit(cache: ShardCache, urls: list[str], barrier) -> None:
     barrier.wait()
     for number, address in enumerate(urls):
-        fd = cache.open(address, SIZE)
-        data = os.pread(fd, 2 * SIZE, 0)
-        os.close(fd)
+        with cache.open(address, SIZE) as file:
+            data = file.read()
         assert len(data) == SIZE, (number, len(data))
 
 
