@@ -40,8 +40,6 @@ class RunConfig(Section):
     deterministic: bool = False
     """Use deterministic algorithms only, so that a resumed run on GPUs equals one without interruption bit for bit.
     They may be slower. Models with an operation that has no deterministic algorithm are refused."""
-    resume: Literal["auto", "never"] = "auto"
-    """`auto` resumes from the run's newest complete checkpoint; `never` refuses a folder that has one."""
     checkpoint_every: int = Field(1000, ge=1)
     """Steps between checkpoints; one more is saved at the end."""
     keep_checkpoints: int = Field(2, ge=1)

@@ -21,7 +21,7 @@ import torch
 from neuclip_ds.config import Config, dump
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.launch import check_shared
-from neuclip_ds.errors import UserError, redact
+from neuclip_ds.errors import redact
 from neuclip_ds.files import atomic_write, best_effort, explain_disk
 
 _PACKAGES = ("torch", "deepspeed", "transformers", "timm", "webdataset", "numpy", "pillow")
@@ -32,15 +32,11 @@ CONFIG, MANIFESTS, MODEL, TOKENIZER, COMPLETE = "config.yaml", "manifests", "mod
 def staging(config: Config, folder: Path, communicator: Communicator) -> Iterator[Path]:
     """Yield a folder next to a run's, the same on all ranks, with its manifests; the folder is deleted in the end.
 
-    Raises `UserError` if the run must not resume, or the folder cannot be written.
+    Raises `UserError` if the folder cannot be written.
     """
     staged = folder.with_name(f".{folder.name}.starting")
 
     def make() -> None:
-        if config.run.resume == "never" and any((folder / "checkpoints").glob("step_*")):
-            raise UserError(
-                f"{folder} holds checkpoints and run.resume=never. Choose another --run.name, or delete it."
-            )
         with explain_disk(folder):
             shutil.rmtree(staged, ignore_errors=True)  # left by a start that was killed
             staged.mkdir(parents=True)

@@ -70,8 +70,8 @@ def run(checkpoints: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def config(folder: Path, remote: str, resume: Any = "auto") -> RunConfig:
-    return RunConfig(output_dir=folder, remote=remote, resume=resume)
+def config(folder: Path, remote: str) -> RunConfig:
+    return RunConfig(output_dir=folder, remote=remote)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -88,8 +88,6 @@ def test_what_was_copied_is_restored_elsewhere(store: str, run: Path, tmp_path: 
     restore(config(there.parent, store), there)
     assert contents(there) == {name: data for name, data in contents(run).items() if STEPS[1] not in name}
     restore(config(there.parent, store), there)  # finds nothing newer
-    with pytest.raises(UserError, match=r"holds checkpoints and run\.resume=never"):
-        restore(config(there.parent, store, "never"), there)
 
 
 def test_the_same_step_of_a_later_start_takes_the_place_of_the_first(store: str, run: Path, tmp_path: Path) -> None:

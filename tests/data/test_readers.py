@@ -3,6 +3,7 @@
 import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from io import FileIO
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from servers import files_server
 from tars import manifest_of, write_pairs, write_tar
 
 from neuclip_ds.config import DataConfig
+from neuclip_ds.data import readers
 from neuclip_ds.data.build import build_manifest, open_manifest, write_manifest
 from neuclip_ds.data.cache import ShardCache
 from neuclip_ds.data.children import process_pool
@@ -70,13 +72,13 @@ def test_a_shard_that_is_not_the_manifests_is_refused(tmp_path):
 
 def test_a_file_that_fails_is_opened_anew(tmp_path, monkeypatch):
     reader = TarReader(manifest_of(write_pairs(tmp_path, [2])))
-    pair, opened = reader.read(0), os.open
+    pair = reader.read(0)
     with monkeypatch.context() as patch:
         patch.setattr(os, "pread", lambda *_: b"")
         with pytest.raises(OSError, match="the shard is truncated"):
             reader.read(0)
     paths = []
-    monkeypatch.setattr(os, "open", lambda path, *flags: paths.append(path) or opened(path, *flags))
+    monkeypatch.setattr(readers, "FileIO", lambda path: paths.append(path) or FileIO(path))
     assert reader.read(0) == pair and len(paths) == 1
 
 

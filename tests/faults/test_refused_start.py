@@ -42,7 +42,6 @@ REFUSED = {
     "vocabulary": (["--model.text.vocab_size=301"], "model.text.vocab_size=300, but this run has model.text.vocab"),
     "data": (["--data.train={other}"], "was written with other data"),
     "damaged data": (["--data.train={damaged}"], "damaged"),
-    "never": (["--run.resume=never"], "run.resume=never"),
 }
 CASES = [case if case == "method" else pytest.param(case, marks=pytest.mark.slow) for case in REFUSED]
 

@@ -113,17 +113,13 @@ def restore(run: RunConfig, *folders: Path) -> None:
         folders: the run's folder, then folders that count only if it has no checkpoint.
 
     Raises:
-        UserError: the store cannot be read and written, or holds checkpoints that `run.resume=never` must not use.
+        UserError: the store cannot be read and written.
     """
     for folder in folders:
         url, checkpoints = _copy_of(run, folder), folder / "checkpoints"
         try:
             remote = RemoteRun(url)
             names, present = remote.names(), max((path.name for path in complete_checkpoints(checkpoints)), default="")
-            if names and run.resume == "never":
-                raise UserError(
-                    f"{url} holds checkpoints and run.resume=never. Choose another --run.name, or delete it."
-                )
             newer = [name for name in reversed(names) if name > present]
             if any(_fetched(remote, name, checkpoints) for name in newer):
                 remote.pull_records(folder)
@@ -134,8 +130,6 @@ def restore(run: RunConfig, *folders: Path) -> None:
                 except DamagedCheckpoint as error:  # its copying was interrupted
                     log.warning("the copy of best.json is not used: %s", error)
                     (checkpoints / "best.json").unlink()
-        except UserError:
-            raise
         except Exception as error:  # raised by fsspec's backend or the disk
             raise UserError(
                 f"run.remote: the copy in {url} cannot be read and written ({type(error).__name__}: {error}). Check "
