@@ -165,18 +165,22 @@ def engine_memory(
         gathered = min(trained, zero.get("stage3_max_live_parameters", 10**9))
     # BF16_Optimizer keeps float32 gradients of all weights in one buffer, in addition to those of a backward pass
     buffered = stage == 1 and accumulated > width and not offloads
-    bucket = min(trained, zero.get("reduce_bucket_size", 500_000_000)) if stage and not buffered else 0
+    bucket = accumulated * min(trained, zero.get("reduce_bucket_size", 500_000_000)) if stage and not buffered else 0
+    # stage 1 reduces after the last gradient; without a float32 copy, the backward pass makes them one by one
+    late = stage == 1 and not zero.get("overlap_comm", False)
+    arriving = stage == 0 or buffered or (late and accumulated == width and not offloads)
     masters = stage > 0 or width == 2  # without ZeRO, float32 weights are their own masters
     states = 4 * (masters + _MOMENTS[optimizer] + averages) * share
     gradient = accumulated + width * buffered
     copies = 4 + (accumulated if stage == 3 else width)  # the masters' gradients, and gradients or weights
+    copied = 4 * (min(trained, _ALL_REDUCED) if buffered or not masters else share)
     return EngineMemory(
         weights=width * (whole + parameters.frozen),
         gradients=0 if offloads and stage == 3 else gradient * (share if stage > 1 else trained),
-        passing=width * trained if buffered or stage == 0 else 0,
+        passing=width * trained if arriving else 0,
         optimizer=0 if offloads else states,
-        working=width * gathered + accumulated * bucket,
-        step=0 if offloads else accumulated * min(trained, _ALL_REDUCED) if buffered or stage == 0 else 4 * share,
+        working=width * gathered + bucket * (not late),
+        step=0 if offloads else max(copied, bucket * late),
         host=states + copies * share if offloads else 0,
     )
 

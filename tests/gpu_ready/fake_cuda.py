@@ -89,7 +89,8 @@ class FakeGpu(TorchDispatchMode):
             return _WITHOUT_STREAMS if _is_cuda(args[0]) else func(*args, **kwargs)
         if func.namespace != "aten":  # a question about a tensor
             return func(*args, **kwargs)
-        if kwargs.get("device") == _WITHOUT_STREAMS:
+        # DeepSpeed keeps shapes as zeros_like(..., device="meta")
+        if kwargs.get("device") == _WITHOUT_STREAMS and func.overloadpacket is not _ATEN.zeros_like:
             kwargs["device"] = DEVICE
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         target = torch.device(kwargs.get("device") or "cpu")
@@ -256,7 +257,7 @@ def asking_file() -> str:
     return _HOST
 
 
-def _flash_attention(
+def _attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -266,10 +267,14 @@ def _flash_attention(
     scale: float | None = None,
     **options: Any,
 ) -> Tensor:
-    """Return the result of the kernel that a GPU takes in 16 bits where there is no mask."""
-    if not _is_cuda(query) or query.element_size() != 2 or attn_mask is not None:
+    """Return the result of the kernel that a GPU takes where there is no mask; both keep O(T) values per head."""
+    if not _is_cuda(query) or attn_mask is not None:
         return _ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **options)
-    found: Tensor = _ATEN._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    if query.element_size() == 2:
+        kernel, given = _ATEN._scaled_dot_product_flash_attention, (dropout_p, is_causal)
+    else:
+        kernel, given = _ATEN._scaled_dot_product_efficient_attention, (None, True, dropout_p, is_causal)
+    found: Tensor = kernel(query, key, value, *given, scale=scale)[0]
     return found
 
 
@@ -297,7 +302,7 @@ def fake_cuda(integer: int = 1) -> Iterator[FakeGpu]:
         stack.enter_context(patch.object(torch.cuda, "get_device_properties", lambda device: cache))
         stack.enter_context(patch.object(torch.cuda, "synchronize", gpu.wait))
         stack.enter_context(patch.object(torch.cuda, "manual_seed", lambda seed: None))
-        stack.enter_context(patch.object(torch.nn.functional, _ATTENTION.__name__, _flash_attention))
+        stack.enter_context(patch.object(torch.nn.functional, _ATTENTION.__name__, _attention))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(patch.object(Tensor, "record_stream", lambda tensor, stream: None))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
