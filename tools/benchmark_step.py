@@ -157,7 +157,7 @@ def measure(arguments: argparse.Namespace) -> None:
 
 def print_throughput(arguments: argparse.Namespace) -> None:
     """Print the table of our steps on this machine."""
-    hardware = torch.cuda.get_device_name() if torch.cuda.is_available() else f"core of {platform.machine()}"
+    hardware = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})"
     known = yaml.safe_load((Path(__file__).parent / "machines.yaml").read_text(encoding="utf-8"))["machines"]
     peaks = [1e12 * of["tower_tflops"] for name, of in known.items() if name in hardware.lower()]
     engine = f"zero{arguments.zero}_{arguments.precision}"
@@ -171,7 +171,8 @@ def print_throughput(arguments: argparse.Namespace) -> None:
         script = str(profile_communication.__file__)
         profile_communication.run_on_ranks(method, [script, "--worker", *options], ranks, folder, arguments.threads)
         found = json.loads((folder / BREAKDOWN).read_text(encoding="utf-8"))
-        seconds, objective = found["seconds"]["total"]["mean"], found["phases"]["objective"]["mean"]
+        seconds = found["seconds"]["total"]["mean"]
+        objective = sum(of["mean"] for name, of in found["phases"].items() if name in ("objective", "normalizer"))
         query = MemoryQuery(config_for(method, [arguments.recipe, *arguments.overrides]), ranks)
         flops = arguments.rows * sum(map(sum, count_flops(query)))
         reached = f"{100 * flops / seconds / peaks[-1]:.1f}" if peaks and arguments.precision == "bf16" else "-"

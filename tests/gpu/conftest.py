@@ -1,10 +1,15 @@
-"""Says at the end of `make test-gpu` without GPUs what it has and has not tested."""
+"""Prints the speed of steps at the end of `make test-gpu`; without GPUs, also what it has and has not tested."""
 
 import pytest
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if config.option.markexpr != "gpu" or config.getoption("--device") == "cuda":
+    if config.option.markexpr != "gpu":
+        return
+    for report in terminalreporter.stats.get("passed", []):
+        for _, table in report.user_properties:
+            terminalreporter.write_line(table)
+    if config.getoption("--device") == "cuda":
         return
     for kind, said in (("passed", "No GPU here. Ran on the CPU"), ("skipped", "Skipped, as they need a GPU")):
         nodes = [report.nodeid for report in terminalreporter.stats.get(kind, [])]
