@@ -67,11 +67,6 @@ def require_package(module: str, option: str, extra: str) -> None:
         raise UserError(f"{option} needs {module}, which is not installed: run {command}, or omit the option.")
 
 
-def first_sentence(error: Exception) -> str:
-    """Return the first 500 characters of the first sentence of an error message, or the type of an empty one."""
-    return str(error).strip().partition("\n")[0].partition(". ")[0].rstrip(".")[:500] or type(error).__name__
-
-
 @contextmanager
 def explained(problem: str, fix: str) -> Iterator[None]:
     """Turn any error of other libraries, which raise many types, into a UserError: "PROBLEM (its words); FIX."."""
@@ -80,4 +75,5 @@ def explained(problem: str, fix: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"{problem} ({first_sentence(error)}); {fix}.") from error
+        words = str(error).strip().partition("\n")[0].partition(". ")[0].rstrip(".")[:500]  # its first sentence
+        raise UserError(f"{problem} ({words or type(error).__name__}); {fix}.") from error

@@ -36,7 +36,11 @@ def export_run(
     cannot express the model.
     """
     check_unused(folder)  # before the checkpoint is read
-    checkpoint = find_checkpoint(_best(path) if best else path)
+    if best:
+        if (kept := read_best(path / "checkpoints")) is None:
+            raise UserError(f"{path} keeps no best checkpoint. Train with --run.best_metric=NAME, or omit --best.")
+        path = step_folder(path / "checkpoints", kept.step)
+    checkpoint = find_checkpoint(path)
     verify(checkpoint)
     run = open_run(checkpoint)
     state = StateFiles(checkpoint / STATE, verified=True)
@@ -47,13 +51,6 @@ def export_run(
         card = model_card(run.config, checkpoint, form, license, average)
         (unfinished / "README.md").write_text(card, encoding="utf-8")
     return checkpoint
-
-
-def _best(run: Path) -> Path:
-    found = read_best(run / "checkpoints")
-    if found is None:
-        raise UserError(f"{run} keeps no best checkpoint. Train with --run.best_metric=NAME, or omit --best.")
-    return step_folder(run / "checkpoints", found.step)
 
 
 def _logits(state: Mapping[str, Tensor], config: Config, start: LogitParameters) -> LogitParameters:

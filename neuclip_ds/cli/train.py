@@ -108,8 +108,6 @@ def _kind(annotation: Any) -> str:
         return f"[{_kind(parts[0])},...]"
     if origin is tuple:
         return f"[{','.join(map(_kind, parts))}]"
-    if origin is dict or (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-        return "{...}"
-    if parts:  # a union, or an annotated type
+    if parts and origin is not dict:  # a union, or an annotated type
         return "|".join(_kind(part) for part in parts if part in _KINDS or get_origin(part))
-    return "{...}" if issubclass(annotation, BaseModel) else _KINDS[annotation]
+    return "{...}" if origin is dict or issubclass(annotation, BaseModel) else _KINDS[annotation]

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from neuclip_ds.data.children import process_pool
 from neuclip_ds.data.decoders import Captions
-from neuclip_ds.data.manifest import Manifest, Shard, extend
+from neuclip_ds.data.manifest import Manifest, Shard, from_shards
 from neuclip_ds.data.manifest_file import SAMPLES, check_distinct, is_manifest, load_manifest, write_shards
 from neuclip_ds.data.sample_table import Place, SampleParts, SampleTable, write_part
 from neuclip_ds.data.scan import Scan, ScanOptions, Scans, check_usable, log_loss, scan_shard
@@ -61,7 +61,7 @@ def build_manifest(
     for scan in scans:
         log_loss(scan)
     check_usable(scans, paths)
-    return extend(None, [scan.shard for scan in scans])
+    return from_shards([scan.shard for scan in scans])
 
 
 def _scan_alone(path: str, options: ScanOptions) -> Scan:
@@ -152,7 +152,7 @@ def write_manifest(
     for scan in found:
         log_loss(scan)
     check_usable(found, paths)
-    manifest = extend(None, [scan.shard for scan in found])
+    manifest = from_shards([scan.shard for scan in found])
     check_distinct(manifest)
     places = [Place(tables / scan.place[0], scan.place[1]) for scan in found if scan.place]
     if places:

@@ -126,11 +126,10 @@ def indices_at(starts: NDArray[np.int64], sizes: NDArray[np.int64], positions: N
     return starts[shards] + positions - (ends - sizes)[shards]
 
 
-def extend(manifest: Manifest | None, found: Sequence[Shard]) -> Manifest:
-    """Return `manifest` with shards appended, whose indices follow the last one."""
-    shards = [] if manifest is None else list(manifest.shards)
-    starts = itertools.accumulate((shard.n for shard in found), initial=sum(shard.n for shard in shards))
-    return Manifest([*shards, *(shard._replace(start=start) for shard, start in zip(found, starts, strict=False))])
+def from_shards(found: Sequence[Shard]) -> Manifest:
+    """Return the manifest of shards, which get indices in their order."""
+    starts = itertools.accumulate((shard.n for shard in found), initial=0)
+    return Manifest([shard._replace(start=start) for shard, start in zip(found, starts, strict=False)])
 
 
 def join(manifests: Sequence[Manifest]) -> Manifest:

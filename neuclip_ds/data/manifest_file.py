@@ -102,8 +102,8 @@ def write_shards(manifest: Manifest, folder: Path, places: Sequence[Place] = ())
             temporary.chmod(0o600)  # the secrets of its URLs are needed to fetch them
 
 
-def load_manifest(folder: str | os.PathLike[str], *, check_shards: bool = True) -> Manifest:
-    """Read a manifest folder, and with `check_shards` compare its first and its largest shard with the description.
+def load_manifest(folder: str | os.PathLike[str]) -> Manifest:
+    """Read a manifest folder, and compare its first and its largest shard with the description.
 
     Raises:
         UserError: the folder is not a manifest, is damaged or impossible, or a shard differs from its description.
@@ -131,7 +131,7 @@ def load_manifest(folder: str | os.PathLike[str], *, check_shards: bool = True) 
             raise _unreadable(folder, "a part is not a file of sample tables")
         places = [Place(folder / SAMPLES / part, group) for part, group in zip(parts, groups, strict=True)]
         manifest.samples = SampleParts.open(places, [shard.n for shard in manifest.shards])
-    if check_shards and manifest.shards:
+    if manifest.shards:
         largest = max(manifest.shards, key=lambda shard: shard.n)
         for shard in (manifest.shards[0], largest):
             try:

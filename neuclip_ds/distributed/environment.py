@@ -92,11 +92,12 @@ def refuse_missing_gpus(torch_build: str) -> None:
     if os.environ.get("DS_ACCELERATOR"):
         return
     if gpus := find_gpus():
+        driver = re.search(r"\b\d{3,}\.[\d.]+", _DRIVER.read_text()) if _DRIVER.is_file() else None
         raise UserError(
             f"{socket.gethostname()} has GPUs ({', '.join(gpus)}), but torch cannot use them: this is {torch_build}, "
-            f"and NVIDIA's driver is {_driver_version()}. Check nvidia-smi and CUDA_VISIBLE_DEVICES; install a newer "
-            "driver, or torch for an older CUDA: pip install 'torch<2.16' torchvision --index-url "
-            "https://download.pytorch.org/whl/cu126. DS_ACCELERATOR=cpu trains on the CPU."
+            f"and NVIDIA's driver is {driver[0] if driver else 'not loaded'}. Check nvidia-smi and "
+            "CUDA_VISIBLE_DEVICES; install a newer driver, or torch for an older CUDA: pip install 'torch<2.16' "
+            "torchvision --index-url https://download.pytorch.org/whl/cu126. DS_ACCELERATOR=cpu trains on the CPU."
         )
     for parent in psutil.Process().parents():
         with suppress(psutil.Error):  # the process has ended
@@ -107,11 +108,6 @@ def refuse_missing_gpus(torch_build: str) -> None:
                     "CUDA_VISIBLE_DEVICES and that torch is built for them, or train on CPU cores with deepspeed "
                     f"--num_accelerators {wanted[1]}."
                 )
-
-
-def _driver_version() -> str:
-    found = re.search(r"\b\d{3,}\.[\d.]+", _DRIVER.read_text()) if _DRIVER.is_file() else None
-    return found[0] if found else "not loaded"
 
 
 def use_interface_of(address: str) -> None:

@@ -65,7 +65,7 @@ class Exchange:
     def _exchange(self, x: Any, collective: Callable[[Tensor], list[Tensor]]) -> list[Any]:
         """Return the objects that ranks sent in a collective of bytes; raise TypeError if x is not JSON."""
         self.begun += 1
-        own = torch.frombuffer(bytearray(_encode(x)), dtype=torch.uint8).to(self._host)
+        own = torch.frombuffer(bytearray(json.dumps(x).encode()), dtype=torch.uint8).to(self._host)
         with record_function(f"{PURPOSE}control"):
             received = collective(own) if self.world_size > 1 else [own]
         return [_decode(message, rank) for rank, message in enumerate(received)]
@@ -114,10 +114,6 @@ class Exchange:
         """Return the ranks on this rank's host, in whatever order the launcher assigned them; a collective call."""
         hosts = self.gather_objects(socket.gethostname())
         return [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
-
-
-def _encode(x: object) -> bytes:
-    return json.dumps(x).encode()
 
 
 def _decode(message: Tensor, rank: int) -> Any:

@@ -61,7 +61,8 @@ class MicroBatches:
     @contextmanager
     def features(self) -> Iterator[None]:
         """Run a micro-batch of the first pass within this context; pass its features to `add`."""
-        self._random.append(_random_state())
+        of_device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+        self._random.append((torch.get_rng_state(), of_device))
         with torch.no_grad(), kept_statistics(self._layers):
             yield
 
@@ -105,10 +106,6 @@ class MicroBatches:
         pairs = zip((image, text), self._gradients, strict=True)
         learning = [(x, gradient[rows]) for x, gradient in pairs if x is not None and x.requires_grad]
         return [x for x, _ in learning], [gradient for _, gradient in learning]
-
-
-def _random_state() -> tuple[Tensor, Tensor | None]:
-    return torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_available() else None
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from neuclip_ds.models.pretrained.base import LogitParameters, Package, Preproce
 from neuclip_ds.models.pretrained.open_clip_models import (
     architecture,
     config_names,
-    custom_text_names,
+    library,
     write_config,
 )
 from neuclip_ds.models.pretrained.transformers_models import MODEL_TYPES
@@ -250,7 +250,7 @@ def write_open_clip(package: Package, folder: Path) -> None:
     """Write open_clip_config.json, open_clip_model.safetensors and the tokenizer for open_clip's `local-dir:`."""
     with torch.device("meta"):
         wanted = architecture(package.config, str(folder)).state_dict()
-    check_tensors(str(folder), wanted, custom_text_names(package.weights))
+    check_tensors(str(folder), wanted, library().model.convert_to_custom_text_state_dict(package.weights))
     write_config(folder, package.config, package.preprocessing)
     save_file(_plain(package.weights), folder / "open_clip_model.safetensors", metadata={"format": "pt"})
     package.tokenizer.save(folder)

@@ -42,9 +42,17 @@ class EventLog:
             drop_from(self._path, done + 1 if done else 0)
 
     def add(
-        self, step: int, kind: str, message: str, indices: Sequence[int] = (), level: int = logging.WARNING
+        self,
+        step: int,
+        kind: str,
+        message: str,
+        indices: Sequence[int] = (),
+        level: int = logging.WARNING,
+        shared: bool = False,
     ) -> None:
-        """Log a message at a level and record the event."""
+        """Log a message at a level and record the event; rank 0 alone does so if the ranks share it."""
+        if shared and self._rank > 0:
+            return
         log.log(level, "%s", message)
         event = Event(step, self._rank, kind, message, list(indices))
         if self._rank == 0:

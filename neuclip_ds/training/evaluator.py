@@ -114,13 +114,13 @@ class Evaluator:
         order = GlobalOrder(manifest.starts, manifest.sizes, data.batch_size, _ANCHOR_SEED, self._interleave)
         anchors = min(self._config.run.normalizer_anchors, manifest.n_used)
         steps = -(-anchors // data.batch_size)
-        parts, ranks = -(-self._rank_batch // self._rows), self._ranks
-        anchor_batches = self._loader.batches(_ANCHORS, train_jobs(order, *ranks, 0, 0, steps=steps, parts=parts))
+        parts, ranks = -(-self._rank_batch // self._rows), self._communicator
+        jobs = train_jobs(order, ranks.rank, ranks.world_size, 0, 0, steps=steps, parts=parts)
         return normalizer_error(
             encode,
             lambda *rows: objective.log_normalizers(Features(*rows)),
             objective.pair_loss,
-            anchor_batches,
+            self._loader.batches(_ANCHORS, jobs),
             self._every_sample(_TRAIN, manifest),
             self._communicator,
             anchors,
@@ -128,12 +128,8 @@ class Evaluator:
         )
 
     def _every_sample(self, source: str, manifest: Manifest) -> Iterator[Batch]:
-        return self._loader.batches(source, eval_jobs(manifest, *self._ranks, self._rows))
-
-    @property
-    def _ranks(self) -> tuple[int, int]:
-        """This rank, and the number of ranks."""
-        return self._communicator.rank, self._communicator.world_size
+        ranks = self._communicator
+        return self._loader.batches(source, eval_jobs(manifest, ranks.rank, ranks.world_size, self._rows))
 
     def _start_loader(self) -> Loader:
         sources: dict[str, tuple[Manifest, int]] = {}  # with the seeds of their captions

@@ -99,9 +99,13 @@ def link_or_copy(source: str, target: str) -> None:
 
 def record_environment(folder: Path, communicator: Communicator) -> None:
     """Write FOLDER/environment.json; called on all ranks, at every start."""
-    nodes = communicator.gather_objects(f"{platform.node()} ({_device()})")
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    device = gpu or f"CPU, {torch.get_num_threads()} threads per rank"
+    nodes = communicator.gather_objects(f"{platform.node()} ({device})")
     if communicator.rank > 0:
         return
+    call = ["git", "describe", "--always", "--dirty"]  # of a checkout
+    commit = subprocess.run(call, cwd=Path(__file__).parent, capture_output=True, text=True, check=False).stdout
     found = {
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": redact(" ".join(sys.argv)),
@@ -109,21 +113,8 @@ def record_environment(folder: Path, communicator: Communicator) -> None:
         "nodes": ", ".join(sorted(set(nodes))),
         "python": platform.python_version(),
         "system": platform.platform(),
-        "commit": _commit(),
+        "commit": commit.strip() or "unknown",
         **{package: version(package) for package in _PACKAGES},
     }
     with best_effort(folder / "environment.json") as path:
         path.write_text(json.dumps(found, indent=1), encoding="utf-8")
-
-
-def _device() -> str:
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    return f"CPU, {torch.get_num_threads()} threads per rank"
-
-
-def _commit() -> str:
-    """Return the program's git commit, if it runs from a checkout."""
-    call = ["git", "describe", "--always", "--dirty"]
-    found = subprocess.run(call, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "unknown"

@@ -74,7 +74,6 @@ def test_folders_that_are_no_manifests_of_this_version(folder, tmp_path):
     shutil.rmtree(tmp_path / "shards")
     with pytest.raises(UserError, match="does not exist"):
         load_manifest(folder)
-    assert load_manifest(folder, check_shards=False).n == 7
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from tars import jpeg, tokenize, write_pairs
 
 from neuclip_ds.data.build import build_manifest
 from neuclip_ds.data.images import EvalTransform
-from neuclip_ds.data.manifest import Manifest, extend
+from neuclip_ds.data.manifest import Manifest, from_shards
 from neuclip_ds.data.uids import parse_uid
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.embedding.select import feature_tables
@@ -109,6 +109,6 @@ def test_shards_without_a_usable_sample(tmp_path: Path) -> None:
     broken = {n: {"jpg": b"no image", "txt": b"caption"} for n in range(2)}
     folder = write_pairs(tmp_path / "broken", [2, 0], broken)
     shards = build_manifest([str(folder / f"{n:05d}.tar") for n in range(2)], processes=1).shards
-    assert write(tmp_path / "none", extend(None, shards))[:3] == (1, 0, 2)
+    assert write(tmp_path / "none", from_shards(shards))[:3] == (1, 0, 2)
     (table,) = feature_tables(tmp_path / "none")
     assert len(pq.read_table(table)) == 0

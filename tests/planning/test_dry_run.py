@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tars import write_pairs
 
-from neuclip_ds.data.manifest import Shard, extend
+from neuclip_ds.data.manifest import Shard, from_shards
 from neuclip_ds.data.manifest_file import write_shards
 from neuclip_ds.distributed.environment import RankEnvironment
 from neuclip_ds.distributed.launch import read_hostfile
@@ -80,7 +80,7 @@ def test_samples_and_steps(
 
 def test_a_cache_too_small_for_remote_shards(tmp_path: Path) -> None:
     shards = [Shard(f"s3://bucket/{number}.tar", 0, 1000, 45_000_000) for number in range(4000)]
-    write_shards(extend(None, shards), tmp_path)
+    write_shards(from_shards(shards), tmp_path)
     options = ["demo", f"--data.train={tmp_path}", "--data.batch_size=512", "--data.val=", "--data.zero_shot="]
     too_large = ["--data.cache_gb=20", "--data.shard_streams=512", "--data.shuffle_block_size=100000"]
     with pytest.raises(UserError, match=r"set data.cache_gb=\d+ or more, or a smaller data.shuffle_block_size"):

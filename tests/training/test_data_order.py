@@ -15,17 +15,17 @@ from tars import manifest_of, write_pairs
 from neuclip_ds.checkpoint.integrity import read_meta
 from neuclip_ds.config import Config, DataConfig
 from neuclip_ds.data.interleave import Interleave
-from neuclip_ds.data.manifest import Manifest, Shard, extend, indices_at
+from neuclip_ds.data.manifest import Manifest, Shard, from_shards, indices_at
 from neuclip_ds.errors import UserError
 from neuclip_ds.recipe import parse
 from neuclip_ds.training.checks import fingerprint
 from neuclip_ds.training.data_order import TrainingSet, open_order, order_facts, source_facts
 
-LOCAL = extend(None, [Shard(f"/data/{number}.tar", 0, 100, 4_500_000) for number in range(60)])
+LOCAL = from_shards([Shard(f"/data/{number}.tar", 0, 100, 4_500_000) for number in range(60)])
 REMOTE = Manifest([shard._replace(path=f"s3://bucket{shard.path}") for shard in LOCAL.shards])
 SETS = {
-    "a": extend(None, [Shard("a0.tar", 0, 60, 1), Shard("a1.tar", 0, 40, 1)]),
-    "b": extend(None, [Shard("b.tar", 0, 300, 1)]),
+    "a": from_shards([Shard("a0.tar", 0, 60, 1), Shard("a1.tar", 0, 40, 1)]),
+    "b": from_shards([Shard("b.tar", 0, 300, 1)]),
 }
 
 
@@ -96,7 +96,7 @@ def test_sources_and_their_weights():
     ],
 )
 def test_held_out_pairs_leave_all_other_indices_as_they_are(sizes, val, wanted):
-    whole = extend(None, [Shard(f"{number}.tar", 0, size, 1) for number, size in enumerate(sizes)])
+    whole = from_shards([Shard(f"{number}.tar", 0, size, 1) for number, size in enumerate(sizes)])
     found = TrainingSet(DataConfig(train="x", val=val), lambda source: whole).manifest
     assert (found.held_out, found.n, found.content_hash) == (wanted, sum(sizes), whole.content_hash)
     training, validation = (indices_at(m.starts, m.sizes, np.arange(m.n_used)) for m in (found, found.validation()))
@@ -105,7 +105,7 @@ def test_held_out_pairs_leave_all_other_indices_as_they_are(sizes, val, wanted):
 
 
 def test_a_resumed_run_keeps_its_held_out_pairs():
-    whole = extend(None, [Shard("a.tar", 0, 1000, 1)])
+    whole = from_shards([Shard("a.tar", 0, 1000, 1)])
     assert TrainingSet(DataConfig(train="x", val=4), lambda source: whole, {0: 4}).manifest.n_used == 996
     with pytest.raises(UserError, match="held out 4 training pairs from its start"):
         TrainingSet(DataConfig(train="x", val=3), lambda source: whole, {0: 4})

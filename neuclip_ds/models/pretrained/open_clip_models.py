@@ -43,8 +43,6 @@ _WEIGHTS = (
     "model.safetensors",
 )
 _PREFIXES = {"vision.trunk.": "visual.", "text.trunk.": "text."}
-# parameters at the top level of open_clip's CLIP that its CustomTextCLIP has under `text.`
-_TEXT_NAMES = ("text_projection", "positional_embedding", "token_embedding.", "transformer.", "ln_final.")
 
 
 def library() -> Any:
@@ -149,7 +147,7 @@ class OpenClipCheckpoint(ModelSource):
         weights = first_file(path, _WEIGHTS) if path.is_dir() else path
         if not self._ref.path or weights is None:
             raise UserError(f"{self._where} has no weights; put {_WEIGHTS[0]} there.")
-        tensors = custom_text_names(read_tensors(weights))
+        tensors = library().model.convert_to_custom_text_state_dict(read_tensors(weights))
         logits = read_logit_parameters(tensors)
         model = architecture(self._tree, self._where)
         wanted = {name: value for name, value in model.state_dict().items() if not name.startswith("logit_")}
@@ -204,15 +202,8 @@ def _refuse_foreign_code(name: str, where: str) -> None:
         raise UserError(f"transformers has no model of the type of {name}, the text encoder of {where}; use another.")
 
 
-def custom_text_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors of open_clip's CLIP or CustomTextCLIP under the names of the latter."""
-    if "positional_embedding" not in tensors:
-        return dict(tensors)
-    return {f"text.{name}" if name.startswith(_TEXT_NAMES) else name: value for name, value in tensors.items()}
-
-
 def config_names(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors under the names that open_clip uses for a config: the inverse of `custom_text_names`."""
+    """Return tensors under the names that open_clip uses for a config: undo `convert_to_custom_text_state_dict`."""
     if config.get("custom_text") or "hf_model_name" in config.get("text_cfg", {}):
         return dict(tensors)
     return {name.removeprefix("text."): value for name, value in tensors.items()}

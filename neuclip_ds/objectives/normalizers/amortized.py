@@ -114,11 +114,6 @@ class _FitRows(NamedTuple):
     ranks: Communicator  # ranks to sum over: all, or this one if it has all rows
 
 
-def _log_minus(log_x: Tensor, log_y: Tensor) -> Tensor:
-    """Return log(x - y), or -inf where x is not larger."""
-    return log_x + torch.log1p(-(log_y - log_x).clamp(max=0).exp())
-
-
 class AmortizedNormalizer(Normalizer):
     """AmorLIP's normalizer: w_i = exp(L s_ii) / lambda_i, where a net predicts lambda_i."""
 
@@ -169,7 +164,9 @@ class AmortizedNormalizer(Normalizer):
             log_lambda = self._mlp(self._target, features)
         else:
             log_lambda = self._log_target(log_fitted, features, self._epoch)
-        return (_log_minus(log_lambda, own_pair) if self._amortizes_positives else log_lambda) - positive
+        if self._amortizes_positives:  # log(lambda - own pair), or -inf where that is not larger
+            log_lambda = log_lambda + torch.log1p(-(own_pair - log_lambda).clamp(max=0).exp())
+        return log_lambda - positive
 
     def gathers(self, step: Step) -> bool:
         if self.always_gathers or not step.learn:

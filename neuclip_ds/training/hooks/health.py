@@ -103,7 +103,6 @@ class WatchHealth(Hook):
     """Check every step; findings go to the log and to events.jsonl."""
 
     def start(self, loop: Loop) -> None:
-        self._reports = loop.context.communicator.rank == 0
         self._spikes, self._stalls = LossSpikeDetector(), StallDetector()
         self._stalled = 0  # steps
         self._skipped: list[Sequence[int]] = []  # samples of each of the skipped steps in a row
@@ -121,7 +120,7 @@ class WatchHealth(Hook):
         else:
             self._skipped.clear()
             spike = None if result.rest else self._spikes.update(result.loss)
-            if spike is not None and self._reports:
+            if spike is not None:
                 self._report_spike(loop, spike, result)
 
     def close(self, loop: Loop, error: BaseException | None) -> None:
@@ -129,9 +128,9 @@ class WatchHealth(Hook):
         if isinstance(error, RollBack):
             step = int(error.checkpoint.name.rpartition("_")[2])  # the events of later steps are dropped
             samples = [index for indices in self._skipped for index in indices]
-            self._add(loop, "rolled_back", str(error), samples, step=step)
+            loop.events.add(step, "rolled_back", str(error), samples, shared=True)
         elif isinstance(error, TrainingDiverged):
-            self._add(loop, "diverged", str(error), self._batch(loop), logging.ERROR)
+            loop.events.add(self._step, "diverged", str(error), self._batch(loop), logging.ERROR, shared=True)
 
     def _skip(self, loop: Loop, result: StepResult) -> None:
         """Report a step skipped for a non-finite loss or gradient; roll back after too many in a row."""
@@ -141,7 +140,8 @@ class WatchHealth(Hook):
         which = f"the features of samples {samples} are" if samples else "loss or gradient is"
         found = f"{which} not finite (loss {metrics['loss']:.4g}, {_values(metrics)}; {_first_samples(batch)})"
         message = f"step {result.step} is skipped and changes nothing: {found}"
-        self._add(loop, "step_skipped", message, self._skipped[-1], _flood_level(result.skipped))
+        level = _flood_level(result.skipped)
+        loop.events.add(result.step, "step_skipped", message, self._skipped[-1], level, shared=True)
         if len(self._skipped) >= patience:
             loop.roll_back(f"steps {result.step - patience + 1} to {result.step} were skipped: in the last, {found}")
 
@@ -166,20 +166,7 @@ class WatchHealth(Hook):
             f"{spike.deviation:.2g}); {_values(result.metrics)}; {_first_samples(indices)}. If spikes recur, lower "
             "optimizer.lr or set optimizer.max_grad_norm."
         )
-        self._add(loop, "loss_spike", message, indices)
-
-    def _add(
-        self,
-        loop: Loop,
-        kind: str,
-        message: str,
-        indices: Sequence[int] = (),
-        level: int = logging.WARNING,
-        step: int | None = None,
-    ) -> None:
-        """Record on rank 0 an event that all ranks have found, for this step or another."""
-        if self._reports:
-            loop.events.add(self._step if step is None else step, kind, message, indices, level)
+        loop.events.add(result.step, "loss_spike", message, indices, shared=True)
 
     def _batch(self, loop: Loop) -> list[int]:
         """Return the indices of the step's global batch; the order is a pure function, so every rank knows them."""

@@ -186,5 +186,5 @@ class SaveCheckpoints(Hook):
                     f"{error} {self._failed} saves in a row have failed. Free disk space and check the disk; the same "
                     "command then resumes from the newest checkpoint."
                 ) from error
-            if loop.context.communicator.rank == 0:
-                loop.events.add(loop.done, "save_failed", f"{error} Training continues without this checkpoint.")
+            message = f"{error} Training continues without this checkpoint."
+            loop.events.add(loop.done, "save_failed", message, shared=True)
