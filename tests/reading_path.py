@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import tempfile
 from pathlib import Path
@@ -44,6 +45,7 @@ def files_of_a_step(shards: str) -> dict[str, int]:
 
 
 if __name__ == "__main__":
+    logging.disable(logging.INFO)  # progress is logged every ten seconds, on a slow machine within any step
     lines = files_of_a_step(sys.argv[1])
     print(*(f"{count:5} {path}" for path, count in lines.items()), sep="\n")
     print(json.dumps({"files": len(lines), "lines": sum(lines.values())}))

@@ -124,6 +124,7 @@ class TransformersCheckpoint(ModelSource):
                 config=self._published,
                 local_files_only=True,
                 weights_only=True,
+                trust_remote_code=False,
                 dtype=torch.float32,
                 ignore_mismatched_sizes=True,  # refused below
                 output_loading_info=True,
