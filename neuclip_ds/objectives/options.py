@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
@@ -123,9 +124,10 @@ class NpnConfig(Section):
     or none."""
     objective: Literal["unified", "separate"] = "unified"
     """Objective that the network is fitted to: the loss itself, or (alpha - log(eps + g))^2 (ablation)."""
-    replicas: int = Field(4, ge=1)
-    """Maximum number of ranks that hold and fit the same prototypes; the largest divisor of the world size up to it is
-    used. With more replicas, alpha_grad=full sends less and each rank computes more."""
+    replicas: int | None = Field(None, ge=1)
+    """Maximum number of ranks that hold and fit the same prototypes, by default 4, or the square root of the world size
+    if that is more; the largest divisor of the world size up to it is used. With more replicas, alpha_grad=full sends
+    less and each rank computes more."""
     order: Literal["alternating", "joint"] = "alternating"
     """Update the network first and the encoders with its new prediction (Algorithm 1), or both from the old one
     (`joint`): the network then takes one AdamW step at the encoders' learning rate, without re-draws (Algorithm 3)."""
@@ -141,7 +143,8 @@ class NpnConfig(Section):
 
     def replicas_on(self, world_size: int) -> int:
         """Return the number of ranks with the same prototypes; only the full gradient has a use for more than one."""
-        most = self.replicas if self.alpha_grad == "full" else 1
+        most = self.replicas or max(4, math.isqrt(world_size))
+        most = most if self.alpha_grad == "full" else 1
         return max(count for count in range(1, most + 1) if world_size % count == 0)
 
     @property

@@ -76,15 +76,15 @@ def test_collectives_at_another_size(method: str, pieces: int) -> None:
     assert {call[:3]: 2 * call.times for call in predicted} == {one: found.count(one) for one in found}
 
 
-@pytest.mark.parametrize(("ranks", "share"), [(2, 0.55), (64, 0.67)])
-def test_neuclip_as_published_sends_less_than_openclips_scheme(ranks: int, share: float) -> None:
-    """B = m = 4,096 and d = 512: each prototype is on four ranks, or on both of two."""
-    sent = []
+@pytest.mark.parametrize(
+    ("ranks", "dtype", "share"), [(2, torch.float32, 0.55), (8, torch.bfloat16, 0.75), (64, torch.bfloat16, 0.75)]
+)
+def test_neuclip_as_published_sends_less_than_openclips_scheme(ranks: int, dtype: torch.dtype, share: float) -> None:
+    """B = m = 4,096 and d = 512: each prototype is on both of two ranks, on four of eight, and on eight of 64."""
+    config, sent = parse(["dfn14m_neuclip"]).config, []
     for name in ("openclip_reference", "neuclip"):
-        config = parse(["dfn14m_neuclip"]).config
-        query = ObjectiveQuery(
-            config, ranks, 4096 // ranks, 512, torch.float32, 1, REFERENCES.get(name, build_objective)
-        )
+        build = REFERENCES.get(name, build_objective)
+        query = ObjectiveQuery(config, ranks, 4096 // ranks, 512, dtype, 1, build)
         sent.append(sum(call.times * ring_bytes(call.op, call.size, ranks) for call in objective_calls(query)))
     assert sent[1] < share * sent[0]
 
