@@ -1,6 +1,6 @@
 """For developers of neuclip_ds: measure how long checkpoints keep training waiting.
 
-On random pairs, in fresh processes, one a rank. The columns are
+It trains on random pairs in fresh processes, one per rank. The columns are
 
     GB              of a checkpoint
     step s          a step (median)
@@ -77,7 +77,7 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def measure(asked: argparse.Namespace, model: str, ranks: int, folder: str) -> dict[str, float]:
-    """Return one rank's figures."""
+    """Return one rank's measurements."""
     place = Path(folder)
     with connected("benchmark") as communicator:
         run = _Run(asked, model, ranks, communicator)

@@ -1,12 +1,12 @@
-"""For developers of neuclip_ds: measure what each saving of communication saves, in bytes and time, on real ranks.
+"""For developers of neuclip_ds: measure the bytes and time that each communication saving saves on real ranks.
 
     comm_dtype    features in float32, and in bf16
     gradients     OpenCLIP's scheme (gather, and a reduce-scatter of B x d for each tower back), and the closed form
-    scalars       images' and texts' statistics, sums one by one, and each kind in one collective
-    overlap       texts gathered after the image tower, and while it runs (a product of --tower-ms stands for the tower)
+    scalars       images' and texts' statistics, sums in separate collectives, and in one collective per kind
+    overlap       texts gathered after the image tower, and while it runs (a matmul of --tower-ms replaces the tower)
     npn           gradients of replicated prototypes (2 m d, T_u times), and sums over split ones (2B, T_u + 1 times)
 
-Times cover the collectives alone. Bytes are those of the ring algorithms. Tests check that the results are the same
+Times include only the collectives. Bytes are those of the ring algorithms. Tests check that the results are the same
 (tests/distributed/test_objective_ranks.py); for bf16 this prints the difference.
 
 Example: python tools/benchmark_communication.py --ranks 2 --rows 640 --dim 512
@@ -32,16 +32,16 @@ from neuclip_ds.objectives.gather import Features
 
 Work = Callable[[Communicator], object]
 _UPDATES, _PROTOTYPES = 10, 4096
-_SUMS = 6  # of loss, temperature and norms
+_SUMS = 6 # sums of loss, temperature and norms
 
 
 def savings(image: Tensor, text: Tensor, world_size: int, tower: Tensor) -> dict[str, tuple[Work, Work]]:
-    """Return two ways to the same information, by saving.
+    """Return the two variants of each saving, which send the same information.
 
     Args:
         image, text: (b, d) features of one rank.
         world_size: ranks.
-        tower: square matrix whose product stands for the image tower.
+        tower: square matrix whose matmul replaces the image tower.
     """
     rows, dim = image.shape
     values, batch = image.new_ones(rows, 1), rows * world_size
@@ -108,7 +108,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _tower(milliseconds: float) -> Tensor:
-    """Return a matrix whose square takes about as long."""
+    """Return a matrix whose matmul takes about this long."""
     size = 512
     while True:
         matrix = torch.randn(size, size)

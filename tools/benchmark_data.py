@@ -1,8 +1,8 @@
 """For developers of neuclip_ds: measure readers of bytes, the order of samples and the store of per-sample statistics.
 
 Parts: `raw` (bytes of samples, against webdataset and MosaicML streaming), `order` and `store` (a billion samples).
-Each contender runs in a new process, in turns; the median of the turns counts. MosaicML streaming is left out where it
-is not installed (`make peers`). tools/benchmark_streaming.py measures loaders.
+Contenders run in new processes and interleaved; results are medians. MosaicML streaming is omitted if it is not
+installed (`make peers`). tools/benchmark_streaming.py measures loaders.
 
 Example: python tools/benchmark_data.py '../shared/data/flickr8k/train' --parts raw --repeats 5
 """
@@ -44,7 +44,7 @@ BILLION, SHARDS = 1_000_000_000, 100_000
 
 
 class Setting(argparse.Namespace):
-    """What all contenders are told: the options, and where the samples are."""
+    """Options and location of the samples, the same for all contenders."""
 
     paths: list[str]
     manifest: str  # folder, with sample tables
@@ -52,17 +52,17 @@ class Setting(argparse.Namespace):
     epochs: int  # passes over the shards in one measurement
 
 
-# raw bytes: each function reads every sample `epochs` times and returns samples a second
+# raw bytes: each function reads every sample `epochs` times and returns samples per second
 
 
 def page_cache(setting: Setting) -> float:
-    """The limit: the shards' bytes copied out of the page cache, nothing looked at."""
+    """Upper limit: copy the shards' bytes out of the page cache without parsing them."""
     n = build_manifest(setting.paths).n
     return n * setting.epochs / _seconds(lambda: _read_plainly(setting.paths * setting.epochs, 1 << 20))
 
 
 def ours_in_sequence(setting: Setting) -> float:
-    """The offsets are the manifest's."""
+    """Read at the manifest's offsets."""
     manifest = load_manifest(setting.manifest)
     return _ours(setting, manifest, np.arange(manifest.n))
 
@@ -73,7 +73,7 @@ def ours_at_random(setting: Setting) -> float:
 
 
 def ours_walking_headers(setting: Setting) -> float:
-    """Without offsets in the manifest: what a node's first pass over a shard costs."""
+    """Read without offsets in the manifest, as a node's first pass over a shard does."""
     manifest = build_manifest(setting.paths)
     return _ours(setting, manifest, np.arange(manifest.n))
 
@@ -84,7 +84,7 @@ def _ours(setting: Setting, manifest: Manifest, order: np.ndarray) -> float:
     def read() -> None:
         for _ in range(setting.epochs):
             with tempfile.TemporaryDirectory(dir=Path(setting.manifest).parent) as folder:
-                tempfile.tempdir = folder  # of a node that has no sample tables yet
+                tempfile.tempdir = folder  # as on a node without sample tables
                 reader = TarReader(manifest)
                 for index in indices:
                     reader.read(index)
@@ -112,7 +112,7 @@ def mosaic_raw(setting: Setting) -> float:
 
 
 def order_of_a_billion(share: float) -> tuple[float, float]:
-    """Milliseconds to any step's batch from nothing, and MB that it takes at most, the table of shards included."""
+    """Return the milliseconds to compute any step's batch from scratch, and the peak MB with the table of shards."""
     sizes = np.full(SHARDS, BILLION // SHARDS)
     starts = np.cumsum(sizes) - sizes
     GlobalOrder([0, 9], [9, 9], 2, 0).batch(0, 0)  # numpy loads parts of itself at first use
@@ -128,7 +128,7 @@ def order_of_a_billion(share: float) -> tuple[float, float]:
 
 
 def store_of(n: int) -> list[str]:
-    """What is printed of two float32 fields for n samples on one rank."""
+    """Return the measurements of two float32 fields for n samples on one rank."""
     store = SampleStore(n, {"log_u_image": -np.inf, "log_u_text": -np.inf}, Communicator())
     generator = torch.Generator().manual_seed(0)
     batches = [torch.randint(0, n, (4096,), generator=generator) for _ in range(200)]
@@ -163,7 +163,7 @@ def store_of(n: int) -> list[str]:
 
 
 def _visit(store: SampleStore, batches: list[Tensor], when: str) -> Iterator[str]:
-    """Read the rows of all batches, then write them; time and page faults that need no disk, of one call."""
+    """Read the rows of all batches, then write them; return the time and minor page faults per call."""
     values = torch.randn(4096, 2)
     works = {"read": lambda index: store.begin_read(index).wait(), "write": lambda index: store.write(index, values)}
     for verb, work in works.items():
@@ -176,7 +176,7 @@ def _visit(store: SampleStore, batches: list[Tensor], when: str) -> Iterator[str
 
 @contextmanager
 def _forked_process() -> Iterator[None]:
-    """A process that has this one's memory and waits, as a loader worker has and does."""
+    """Start a process that shares this one's memory and waits, as a loader worker does."""
     child = os.fork()
     if child == 0:
         signal.pause()

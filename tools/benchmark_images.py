@@ -2,12 +2,12 @@
 
 Photographs with a longer side of 512 px become random crops of 224 px and tokens, in batches. open_clip's pipeline is
 `open_clip_train.data.get_wds_dataset` with its training transform and tokenizer: webdataset, PIL, float32 batches. Ours
-has uint8 batches and a BPE trained on the captions. WebLoader with our transform and tokenizer compares the loaders
-alone. Each contender runs in a new process, in turns; the median of the turns counts. Then the same photographs are
-loaded as an evaluation does, twice with the same processes.
+has uint8 batches and a BPE trained on the captions. WebLoader with our transform and tokenizer compares only the
+loaders. Contenders run in new processes and interleaved; results are medians. Then the photographs are loaded as in an
+evaluation, twice with the same processes.
 
-The photographs are mosaics of a data set's images (`--data`), which are enlarged first: real detail, at the size and
-with the bytes that photographs have. Where the data set is absent, they are the demo's scenes with noise.
+The photographs are mosaics of a data set's images (`--data`), enlarged first, so that they have the detail, size and
+bytes of photographs. Without a data set, they are the demo's scenes with noise.
 
 Example: python tools/benchmark_images.py --data ../shared/data/flickr8k/train --repeats 5
 """
@@ -56,7 +56,7 @@ WARM_UP = 2  # batches of each worker that are not timed
 
 
 class Setting(argparse.Namespace):
-    """The options, and where the photographs are."""
+    """Options and location of the photographs."""
 
     data: Path
     samples: int
@@ -103,7 +103,7 @@ def source(data: Path) -> Manifest:
 
 
 def mosaic(tiles: list[bytes], upright: bool) -> Image.Image:
-    """Return an image of the size of a photograph, three tiles wide and two high, or turned."""
+    """Return an image of the size of a photograph, three tiles wide and two high, or rotated."""
     picture = Image.new("RGB", (3 * TILE, 2 * TILE))
     for place, tile in enumerate(tiles):
         image = Image.open(io.BytesIO(tile)).convert("RGB").resize((TILE, TILE), Image.Resampling.BICUBIC)
@@ -205,7 +205,7 @@ def rate(contender: Contender, setting: Setting) -> float:
 
 
 class Passes(NamedTuple):
-    """Samples/s of a rank, its start included."""
+    """Samples/s of a rank, including startup."""
 
     first: float  # starts the processes
     second: float
@@ -255,7 +255,7 @@ def link_evaluation_set(tars: list[str], folder: Path) -> str:
 
 
 class Stages(NamedTuple):
-    """Milliseconds a sample of the stages of a pipeline, one after the other in one process without a loader."""
+    """Milliseconds per sample of a pipeline's stages, run one after the other in one process without a loader."""
 
     read: float
     decode: float
@@ -371,7 +371,7 @@ def print_evaluation(setting: Setting) -> None:
 
 
 def print_stages(setting: Setting) -> None:
-    """Print where the time goes; handing over is what a loader of one worker takes beyond the stages."""
+    """Print the time of each stage; `handing over` is the remaining time of a loader with one worker."""
     count = min(512, setting.samples)
     names = " | ".join(Stages._fields)
     print(f"\nms a sample\n\n| pipeline | {names} | sum | hand over |\n{'|---' * (len(Stages._fields) + 3)}|")

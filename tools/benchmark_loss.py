@@ -1,8 +1,8 @@
 """For developers of neuclip_ds: time `ContrastiveLoss` against the losses of open_clip and fast_clip.
 
-All take the same given features, forward and backward, in the same loop and processes, in turns; each as its own
+All run forward and backward on the same features, interleaved in one loop and process; each is called as its own
 training loop calls it. Ratios are to open_clip's ClipLoss; times are medians of the slowest rank. fast_clip is read
-from a checkout that you name, and left out without one.
+from a checkout that you name; without one it is omitted.
 
 Example: python tools/benchmark_loss.py --ranks 1 2 --batch 512 2048 --fast-clip ../fast_clip
 """
@@ -38,7 +38,7 @@ def open_clip_loss(device: torch.device) -> Loss:
 
 
 def fast_clip_loss(folder: Path, rows: int, device: torch.device) -> Loss:
-    """Return FastCLIP-v3's loss of a fast_clip checkout, called as its training loop does.
+    """Return FastCLIP-v3's loss from a fast_clip checkout, called as in its training loop.
 
     Raises:
         ImportError, OSError: the folder has no such loss.
@@ -68,7 +68,7 @@ def fast_clip_loss(folder: Path, rows: int, device: torch.device) -> Loss:
 
 
 def _gathered(tensors: list[Tensor]) -> list[Tensor]:
-    """Return the rows of all ranks, without gradient and by one collective."""
+    """Gather the rows of all ranks in one collective, without gradient."""
     stacked = torch.stack(tensors).detach()
     parts = [torch.empty_like(stacked) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, stacked)

@@ -1,6 +1,6 @@
 """For developers of neuclip_ds: measure the peak memory of training steps against the prediction of `--dry-run`.
 
-Every case runs in fresh processes, one a rank: engine, objective and three steps on random pixels. On a CPU the
+Every case runs in fresh processes, one per rank: engine, objective and three steps on random pixels. On a CPU the
 measurement is the highest resident memory of a rank during those steps (VmHWM, reset before them) minus its resident
 memory before the model is built, when all libraries are loaded; freed blocks go back to the system at once. On a GPU it
 is torch.cuda.max_memory_allocated, and samples/s and the share of the peak FLOP/s are measured as well.
@@ -31,13 +31,13 @@ _MODELS = {"vitb32": "models/vitb32", "vitb16": "models/vitb16", "rn50": "models
 
 
 class Case(NamedTuple):
-    """One line of the table."""
+    """A row of the table."""
 
     model: str
     engine: str
     ranks: int
     micro: int
-    passes: int  # micro-batches a step
+    passes: int  # micro-batches per step
     checkpointing: bool
     method: str
     optimizer: str
@@ -54,7 +54,7 @@ class Case(NamedTuple):
 
 
 def measure(case: Case, steps: int) -> dict[str, Any]:
-    """Return one rank's figures."""
+    """Return one rank's measurements."""
     config = case.config()
     with connected(dump(config)) as communicator:
         on_gpu = communicator.device.type == "cuda"
@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--tflops", type=float, help="peak of the GPU in this precision, for the share that is reached")
     parser.add_argument("--parts", action="store_true", help="print the account's parts as well")
     asked = parser.parse_args()
-    # freed blocks return to the system at once, so that resident memory is what lives
+    # freed blocks return to the system at once, so that resident memory counts only live blocks
     os.environ.update(MALLOC_MMAP_THRESHOLD_="1000000", MALLOC_TRIM_THRESHOLD_="0", MALLOC_ARENA_MAX="1")
     names = "model, engine, ranks, batch of a rank, checkpointing, predicted MB, measured MB, ratio, samples/s"
     print(f"| {names.replace(', ', ' | ')} | share of peak FLOP/s |")

@@ -1,7 +1,7 @@
 """For developers of neuclip_ds: measure an objective step (features in, gradients out) against OpenCLIP's loss.
 
-The peer is OpenCLIP's recommended form, written out with autograd: local loss, features gathered with gradient. Where
-open_clip_torch is installed its own `ClipLoss` is taken. Both run in the same processes, one after the other in turns.
+The peer is OpenCLIP's recommended form, written out with autograd: local loss, features gathered with gradient. If
+open_clip_torch is installed, its own `ClipLoss` is used. Both run interleaved in the same processes.
 
 With `--tau` and `--features` most pairs weigh so little that their exponentials would be subnormal numbers.
 
@@ -29,7 +29,7 @@ HEADER = "| ranks | b | objective | ms | ratio | peak MB | ratio | kB received p
 
 
 def measure(rows: int, repeats: int, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Return one rank's figures by objective: peak memory where repeats = 0, else seconds and bytes."""
+    """Return one rank's measurements by objective: peak memory if repeats = 0, else seconds and bytes."""
     dist.init_process_group("gloo")
     communicator = Communicator()
     batch = rows * communicator.world_size
@@ -58,7 +58,7 @@ def measure(rows: int, repeats: int, options: argparse.Namespace) -> dict[str, d
 
 
 def peak_megabytes(work: Any, communicator: Communicator) -> float:
-    """Return the highest resident memory of some work above that at its start."""
+    """Return the peak resident memory of some work, minus the memory at its start."""
     communicator.barrier()
     reset_peak()
     before = resident("VmRSS")
@@ -67,9 +67,9 @@ def peak_megabytes(work: Any, communicator: Communicator) -> float:
 
 
 def compare(world_size: int, rows: int, options: argparse.Namespace) -> list[str]:
-    """Return lines of a Markdown table; the first is the peer. Times and memory are those of the worst rank."""
+    """Return lines of a Markdown table, the peer first; times and memory are those of the worst rank."""
     timed = on_ranks(world_size, measure, rows, options.repeats, options)
-    # freed blocks return to the system at once, which costs time but makes resident memory what lives
+    # freed blocks return to the system at once, which costs time, but then resident memory counts only live blocks
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
     weighed = on_ranks(world_size, measure, rows, 0, options)
     del os.environ["MALLOC_MMAP_THRESHOLD_"]

@@ -1,21 +1,23 @@
 """For developers of neuclip_ds: measure training steps against a plain DDP loop and open_clip's own program.
 
-Part `speed`, a table of samples/s and ratios for each number of ranks. The programs are
+Part `speed` is a table of samples/s and ratios for each number of ranks. The programs are
 
     here: METHOD    train.py (with --data random: its step on one batch of noise)
     plain DDP       a loop of DistributedDataParallel and OpenCLIP's loss, this project's towers, webdataset's loader
     open_clip       its program open_clip_train.main, on the same timm trunk and its own text tower of the same size
 
-in fresh processes, in turns (ABCABC), on the same seed, batch, pixels, tokenizer, AdamW and number of loader processes
-and threads. All write a TensorBoard point each --log-every steps; these points' wall times are what is measured.
+in fresh processes, interleaved (ABCABC), on the same seed, batch, pixels, tokenizer, AdamW and number of loader
+processes and threads. All write a TensorBoard point every --log-every steps; the wall times of these points give the
+speed.
 
-Part `shares`, the objective's share of a step at --share-model: towers and optimizer in real steps at --share-rows, the
-objective alone at that batch and at the paper's global one, whose towers are taken to cost as much a pair.
+Part `shares` is the objective's share of a step at --share-model: towers and optimizer in real steps at --share-rows,
+the objective alone at that batch and at the paper's global batch, where the towers are assumed to cost as much per
+pair.
 
-Part `throughput`, a table for the documentation: samples/s of our steps on random pairs, the objective's share of each,
-and the share of the GPUs' peak FLOP/s that the towers reach (MFU; recomputed operations do not count).
+Part `throughput` is a table for the documentation: samples/s of our steps on random pairs, the objective's share of
+each, and the share of the GPUs' peak FLOP/s that the towers reach (MFU; recomputed operations do not count).
 
-With --compile, ours and plain DDP also run with their towers under torch.compile, in the same turns. Options of the
+With --compile, ours and plain DDP also run with compiled towers, interleaved with the others. Options of the
 run, such as --data.decoder=pil or --objective.temperature.initial=0.01, are passed on to all programs.
 
 Examples:
@@ -62,18 +64,18 @@ PEERS = Path(__file__).parent / "peers"
 PARTS = ("speed", "shares", "throughput")
 RANDOM = "random"
 _CACHE = Path(".cache")
-_CAPTIONS = 20_000  # that the tokenizer is trained on
+_CAPTIONS = 20_000  # captions that the tokenizer is trained on
 _METHODS_OF_SHARES = ("openclip", "fastclip_v3", "neuclip")
 _PAPER_BATCH, _PAPER_RANKS = 5120, 8
 
 
 class Setting(NamedTuple):
-    """What all programs are told at one number of ranks."""
+    """Settings of all programs at one number of ranks."""
 
     arguments: argparse.Namespace
     recipe: str
     ranks: int
-    rows: int  # pairs of a rank
+    rows: int  # pairs per rank
     threads: int
     source: str = RANDOM  # or shards
     tokenizer: tuple[Path, int] | None = None  # folder and number of tokens
@@ -96,14 +98,14 @@ class Setting(NamedTuple):
         return config_for(method, [self.recipe, *own, *asked.overrides, *more])
 
     def start(self, script: Path, folder: Path, config: str, *options: str) -> None:
-        """Run a program to its end in a new folder, which it finds empty: its output goes to another one."""
+        """Run a program to its end in a new, empty folder; its output goes to another one."""
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         call, output = [str(script), config, str(folder), *options], folder.with_name(f"{folder.name}_output")
         profile_communication.run_on_ranks(script.name, call, self.ranks, output, self.threads)
 
     def write(self, name: str, steps: int, method: str | None = None, *more: str) -> str:
-        """Write the config of a run of so many steps to a file and return its path."""
+        """Write the config of a run of `steps` steps to a file; return its path."""
         path = self.arguments.out / f"{as_name(name)}_{self.ranks}ranks.yaml"
         path.write_text(dump(self.config(method, f"--max_steps={steps}", *more)), encoding="utf-8")
         return str(path)
@@ -184,7 +186,7 @@ def print_throughput(arguments: argparse.Namespace) -> None:
 
 
 def compare(arguments: argparse.Namespace, source: str) -> None:
-    """Prints the table of one data source."""
+    """Print the table of one data source."""
     if source != RANDOM:
         demo = source.startswith("demo:")
         source = "::".join(resolve_shards(str(demo_split(source, _CACHE)) if demo else source))
@@ -210,7 +212,7 @@ def compare(arguments: argparse.Namespace, source: str) -> None:
 
 
 def make_tokenizer(arguments: argparse.Namespace, source: str) -> tuple[Path, int] | None:
-    """One for all programs, trained on the captions; None where the recipe names its own."""
+    """Train one tokenizer on the captions for all programs; return None if the recipe names its own."""
     text = config_for(None, [arguments.recipe, *arguments.overrides]).model.text
     if text.tokenizer not in (None, CLIP_BPE):
         return None
@@ -238,7 +240,7 @@ def towers_of(arguments: argparse.Namespace) -> list[bool]:
 
 
 def programs(setting: Setting) -> list[Program]:
-    """In the order in which they take turns; their configs are written beside their folders."""
+    """Return the programs in the order in which they are interleaved; write their configs next to their folders."""
     asked = setting.arguments
     steps = asked.steps + asked.log_every  # a point of open_clip's comes a step late
     alike = ["--random"] if setting.source == RANDOM else []
@@ -265,7 +267,7 @@ def programs(setting: Setting) -> list[Program]:
 
 
 def run(program: Program, setting: Setting, turn: int) -> float:
-    """Return samples a second of one turn; of the folder that it leaves only points are kept."""
+    """Return the samples/s of one run; keep only the points of its folder."""
     folder = setting.arguments.out / f"{as_name(program.name)}_{setting.ranks}ranks_turn{turn}"
     config, *options = program.options
     setting.start(program.script, folder, config, *options)
@@ -278,7 +280,7 @@ def as_name(program: str) -> str:
 
 
 def print_sizes(out: Path, setting: Setting) -> None:
-    """How many parameters the two kinds of towers have."""
+    """Print the number of parameters of the two kinds of towers."""
     config = setting.config()
     config.model.text.tokenizer = None  # the embedding's rows are then those of vocab_size
     count = Parameters.of(MemoryQuery(config, 1).build()).total
@@ -288,7 +290,7 @@ def print_sizes(out: Path, setting: Setting) -> None:
 
 
 def print_shares(arguments: argparse.Namespace) -> None:
-    """Prints the objective's share of a step, by method."""
+    """Print the objective's share of a step, by method."""
     gpus = torch.cuda.device_count()
     threads = arguments.threads or 1  # the objective's time on a CPU is that of one core
     small = Setting(arguments, arguments.share_model, 1, arguments.share_rows, threads)
@@ -310,7 +312,7 @@ def print_shares(arguments: argparse.Namespace) -> None:
 
 
 def step_seconds(setting: Setting) -> float:
-    """Of a pair in whole steps of OpenCLIP's method."""
+    """Return the seconds per pair of whole steps with OpenCLIP's loss."""
     asked = setting.arguments
     steps = 1 + asked.share_steps
     path = setting.write("towers", steps, "openclip", "--run.log_every=1")
@@ -321,7 +323,7 @@ def step_seconds(setting: Setting) -> float:
 
 
 def objective_seconds(setting: Setting) -> dict[str, float]:
-    """By method, of a step of the objective alone on each rank."""
+    """Return the seconds by method of a step of only the objective on each rank."""
     path = setting.write("objective", 1)
     folder = Path(path).with_suffix("")
     said(f"the objective alone, {setting.ranks} ranks of {setting.rows} pairs")
@@ -332,7 +334,7 @@ def objective_seconds(setting: Setting) -> dict[str, float]:
 
 
 def said(text: str) -> None:
-    """Progress, apart from the tables."""
+    """Print progress, separately from the tables."""
     print(text, file=sys.stderr, flush=True)
 
 

@@ -4,7 +4,7 @@ All contenders read the same samples (JPEG and txt pairs) with the same transfor
 each with its default shuffle, and in a new process for every measurement: one epoch, then the first batch of an epoch
 that is resumed in the middle. On disk the shards are dropped from the page cache first. S3 is a server on this machine
 with latency and limited bandwidth, and local copies of shards start empty; webdataset reads from it with curl.
-MosaicML streaming is left out where it is not installed (`make peers`).
+MosaicML streaming is omitted if it is not installed (`make peers`).
 
 Example: python tools/benchmark_streaming.py '../shared/data/flickr8k/train' --repeats 3 --out streaming.json
 """
@@ -56,7 +56,7 @@ COLUMNS = (
 
 
 class Setting(argparse.Namespace):
-    """What all contenders share: the options."""
+    """Options that all contenders share."""
 
     data: str
     batch: int
@@ -80,7 +80,7 @@ class Setting(argparse.Namespace):
 
 
 class Storage(NamedTuple):
-    """Where the samples are."""
+    """Location of the samples."""
 
     name: str
     tars: list[str]  # paths or URLs
@@ -90,9 +90,9 @@ class Storage(NamedTuple):
 
 
 class Start(NamedTuple):
-    """How a contender begins."""
+    """State with which a contender starts."""
 
-    batches: int  # of the epoch that an earlier process has read
+    batches: int  # batches of the epoch that an earlier process has read
     copies: Path  # an empty folder for local copies of shards
 
 
@@ -101,14 +101,14 @@ class Run(NamedTuple):
 
     first_seconds: float  # from a loader that is not built yet to its first batch
     first_samples: int  # in that batch
-    first_fetched: Counters  # of the store, when it arrives
+    first_fetched: Counters  # the store's counters when it arrives
     seconds: float  # from the first batch to the end
     samples: int  # in all
     fetched: Counters
 
     @property
     def rate(self) -> float:
-        """Samples a second after the first batch."""
+        """Samples per second after the first batch."""
         return (self.samples - self.first_samples) / self.seconds
 
 
@@ -151,12 +151,12 @@ def ours(setting: Setting, storage: Storage, start: Start) -> Callable[[], Itera
 
 
 def _lengths(captions: list[str]) -> Tensor:
-    """Stand in for a tokenizer: tokenizers are not what is measured."""
+    """Stand in for a tokenizer, which this benchmark does not measure."""
     return torch.tensor([len(caption) for caption in captions]).reshape(-1, 1)
 
 
 def webdataset(setting: Setting, storage: Storage, start: Start) -> Callable[[], Iterator[int]]:
-    """It has no state to resume from: each worker reads its part of the earlier samples and drops them undecoded."""
+    """Resume without saved state: each worker reads its part of the earlier samples and drops them undecoded."""
     from webdataset import WebDataset, WebLoader
 
     def sizes() -> Iterator[int]:
@@ -178,7 +178,7 @@ def mosaic(setting: Setting, storage: Storage, start: Start) -> Callable[[], Ite
     from streaming import StreamingDataLoader, StreamingDataset
     from streaming.base.util import clean_stale_shared_memory
 
-    clean_stale_shared_memory()  # else it takes up the state of the process before
+    clean_stale_shared_memory()  # otherwise it uses the state of the previous process
     transform = setting.transform
 
     class Pairs(StreamingDataset):
@@ -229,7 +229,7 @@ def _counters(storage: Storage) -> Counters:
 def in_turns(
     setting: Setting, contenders: Mapping[str, Contender], storage: Storage, half: int
 ) -> dict[str, list[Turn]]:
-    """Return the turns of each contender; `half` is the number of batches in the first half of an epoch."""
+    """Run the contenders interleaved; `half` is the number of batches in the first half of an epoch."""
     turns: dict[str, list[Turn]] = {name: [] for name in contenders}
     for _ in range(setting.repeats):
         for name, contender in contenders.items():
@@ -243,7 +243,7 @@ def in_turns(
 
 
 def transform_rate(setting: Setting, storage: Storage) -> float:
-    """Return the samples/s of the transform alone, in one process: what a worker cannot exceed."""
+    """Return the samples/s of the transform alone, in one process: a worker's upper limit."""
     samples = samples_of(load_manifest(storage.manifest))
     images = [sample.image or b"" for sample in itertools.islice(samples, 1000)]
     transform = setting.transform
@@ -278,7 +278,7 @@ def prepare(setting: Setting, folder: Path, store: Store, with_mds: bool) -> lis
 
 
 def medians(turns: Sequence[Turn], ours: Sequence[Turn], bytes_used: float) -> dict[str, float]:
-    """Return a contender's figures, by the names of COLUMNS; `bytes_used` are those of a sample's image and caption."""
+    """Return a contender's medians, by the names of COLUMNS; `bytes_used` are those of a sample's image and caption."""
     each = [
         {
             "samples_per_second": epoch.rate,
@@ -357,7 +357,7 @@ def run(setting: Setting) -> None:
 
 
 def _check_complete(contender: str, turns: Sequence[Turn], n: int) -> None:
-    """Print which epochs have lost or repeated samples: their rates do not compare."""
+    """Print which epochs have lost or repeated samples, because their rates are not comparable."""
     found = {turn.epoch.samples for turn in turns} - {n}
     if found:
         print(f"{contender} read epochs of {', '.join(map(str, sorted(found)))} samples instead of {n}.")

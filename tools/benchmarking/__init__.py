@@ -1,4 +1,4 @@
-"""What the benchmarks share: new processes, work in turns, peak memory, and inputs made of noise."""
+"""Code that benchmarks share: new processes, interleaved runs, peak memory, and random inputs."""
 
 import argparse
 import json
@@ -28,11 +28,12 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.objectives.gather import Features
 
 FEATURES = ("random", "matched", "collapsed", "opposed")  # opposed: collapsed onto two opposite directions
-EOS = 1  # of tokenizers that this project trains, and of random tokens
+EOS = 1  # EOS id of tokenizers that this project trains, and of random tokens
 
 
 def on_ranks(ranks: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Return what `work(*arguments)` returns, as JSON keeps it, in each of `ranks` fresh processes of this machine."""
+    """Run `work(*arguments)` in each of `ranks` fresh processes of this machine; return the results after a pass
+    through JSON."""
     with socket.socket() as probe, tempfile.TemporaryDirectory() as folder:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -45,28 +46,28 @@ def _run_rank(rank: int, ranks: int, port: int, folder: str, work: Callable[...,
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo may otherwise look up the machine's name at length
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # otherwise gloo may spend long on looking up the machine's name
     Path(folder, str(rank)).write_text(json.dumps(work(*arguments)))
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def alone(work: Callable[..., Any], *arguments: Any) -> Any:
-    """Return `work(*arguments)`, run in a new process, which has the environment of the first call."""
+    """Run `work(*arguments)` in a new process with the environment of the first call; return its result."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["benchmarking", "neuclip_ds.data.loader"])  # what takes seconds to import
+    context.set_forkserver_preload(["benchmarking", "neuclip_ds.data.loader"])  # modules that take seconds to import
     with ProcessPoolExecutor(1, context, initializer=_prepare) as pool:
         return pool.submit(work, *arguments).result()
 
 
 def _prepare() -> None:
-    multiprocessing.set_start_method("fork", force=True)  # of loader workers, as in training
+    multiprocessing.set_start_method("fork", force=True)  # start method of loader workers, as in training
     del sys.modules["__main__"].__file__  # processes that this one spawns need not import the benchmark
     torch.set_num_threads(1)
 
 
 def in_turns(works: Mapping[str, Callable[[], object]], turns: int, wait: Callable[[], None]) -> dict[str, list[float]]:
-    """Return the seconds of each work in every turn; `wait` comes before each."""
+    """Run works interleaved; return the seconds of each in every turn. `wait` is called before each."""
     seconds: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(turns):
         for name, work in works.items():
@@ -90,7 +91,7 @@ def machine() -> str:
 
 
 def resident(field: str) -> int:
-    """Return bytes of a line of /proc/self/status: `VmRSS`, or `VmHWM` for the most since `reset_peak`."""
+    """Return bytes of a line of /proc/self/status: `VmRSS`, or `VmHWM` for the peak since `reset_peak`."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
@@ -100,7 +101,7 @@ def reset_peak() -> None:
 
 
 def random_features(rows: int, dim: int, communicator: Communicator, kind: str = "random") -> Features:
-    """Return this rank's rows of noise; of another of `FEATURES`, with similarities that training may come to."""
+    """Return this rank's random rows; the other `FEATURES` have similarities that training may reach."""
     generator = torch.Generator().manual_seed(communicator.rank)
     image, text = (torch.randn(rows, dim, generator=generator) for _ in range(2))
     center = torch.ones(dim)
@@ -127,7 +128,7 @@ def random_pair(config: Config, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def initial_logit_scale(config: Config) -> float:
-    """Return the logarithm of 1 / tau with which the peers start: CLIP's where the config leaves it to the method."""
+    """Return the peers' initial log(1/tau): CLIP's if the config leaves it to the method."""
     return math.log(1 / (config.objective.temperature.initial or 0.07))
 
 

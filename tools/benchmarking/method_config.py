@@ -8,9 +8,9 @@ from neuclip_ds.recipe import load_recipe, parse
 
 
 def config_for(method: str | None, argv: Sequence[str]) -> Config:
-    """Return the config of a recipe and options NAME=VALUE, without those of sections that the method does not read.
+    """Return the config of a recipe with options NAME=VALUE, except those in sections that the method does not read.
 
-    None takes the recipe's method.
+    With None, the method is the recipe's.
     """
     recipe, *options = argv
     chosen = find_method(method) if method else method_of(load_recipe(recipe).get("objective", {}))

@@ -1,4 +1,4 @@
-"""Samples in the format of MosaicML streaming (MDS), where its library is installed."""
+"""Samples in the format of MosaicML streaming (MDS), if its library is installed."""
 
 import importlib.util
 from collections.abc import Iterator

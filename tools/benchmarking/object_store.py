@@ -1,7 +1,7 @@
-"""Serve the folders of a folder as S3 buckets, with the latency and bandwidth of a distant store.
+"""Serve the subfolders of a folder as S3 buckets, with the latency and bandwidth of a distant store.
 
-It answers what boto3, s3fs and curl need to read: GET and HEAD of an object, with ranges, and ListObjectsV2, all
-path-style and with any signature. `GET /?counters` returns the requests answered and the body bytes sent so far as
+It answers the requests with which boto3, s3fs and curl read: GET and HEAD of an object, with ranges, and ListObjectsV2,
+all path-style and with any signature. `GET /?counters` returns the requests answered and the body bytes sent so far as
 JSON, without delay and not counted. It listens on 127.0.0.1 and ends with the program that starts it.
 
     python tools/benchmarking/object_store.py FOLDER --latency-ms 50 --bandwidth-mb 20
@@ -30,17 +30,17 @@ _ISO_DATE = "2026-01-01T00:00:00.000Z"
 
 
 class Counters(NamedTuple):
-    """What a store has answered."""
+    """Counts of a store's answers."""
 
     requests: int
-    bytes: int  # of bodies
+    bytes: int  # bytes in the bodies
 
     def since(self, before: "Counters") -> "Counters":
         return Counters(self.requests - before.requests, self.bytes - before.bytes)
 
 
 class Store(NamedTuple):
-    """A store that runs."""
+    """A running store."""
 
     endpoint: str  # its URL, without a slash at the end
 
@@ -61,7 +61,7 @@ def object_store(folder: Path, latency_ms: float, bandwidth_mb: float) -> Iterat
 
     Args:
         latency_ms: milliseconds before each answer.
-        bandwidth_mb: million bytes a second that all connections share; 0 does not limit them.
+        bandwidth_mb: MB per second that all connections share; 0 does not limit them.
     """
     options = [f"--latency-ms={latency_ms}", f"--bandwidth-mb={bandwidth_mb}"]
     command = [sys.executable, str(Path(__file__)), str(folder), *options]

@@ -58,7 +58,7 @@ class OpenClipReference(Objective):
         self.comm_dtype = comm_dtype
 
     def begin_gather(self, index: Tensor, valid: Tensor) -> None:
-        """Start nothing: the gather needs its gradient, so features travel when all are there."""
+        """Start nothing: the gather needs its gradient, so features are sent when all are computed."""
 
     def __call__(self, features: Features, step: Step) -> FeatureGradients:
         """Return the gradient of the global loss; update the temperature.
@@ -77,7 +77,7 @@ class OpenClipReference(Objective):
             loss = openclip_loss(image, text, theta.exp(), self._communicator, self.comm_dtype)
         image, text, grad_theta = torch.autograd.grad(loss, [image, text, theta])
         ranks = self._communicator.world_size
-        image, text = image / ranks, text / ranks  # of the mean of the ranks' losses
+        image, text = image / ranks, text / ranks  # gradients of the mean of the ranks' losses
         square = image.square().sum() + text.square().sum()
         sums = torch.stack([loss.detach() / ranks, grad_theta / ranks, square])
         mean_loss, grad_theta, square = self._communicator.all_reduce(sums, "scalars")

@@ -1,7 +1,7 @@
-"""Training programs side by side: in fresh processes, in turns, timed by the points that they write to TensorBoard.
+"""Compare training programs: in fresh processes, interleaved, timed by the points that they write to TensorBoard.
 
-Nothing is built into a program to time it: each keeps its loss at regular steps, and the wall time of those points is
-its speed, with all that happens in between.
+The programs need no timing code: each records its loss at regular steps, and the wall times of those points give its
+speed, including everything in between.
 """
 
 import statistics
@@ -13,21 +13,21 @@ from neuclip_ds.errors import UserError
 
 
 class Program(NamedTuple):
-    """Something that trains."""
+    """A training program."""
 
     name: str
     script: Path
     options: tuple[str, ...]
-    tag: str  # of the scalar that it writes at regular steps
-    warmup: int  # steps that do not count
-    absent: str = ""  # why it cannot run here; empty where it can
+    tag: str  # tag of the scalar that it writes at regular steps
+    warmup: int  # steps that are not timed
+    absent: str = ""  # why it cannot run here; empty if it can
 
 
 def samples_per_second(folder: Path, tag: str, warmup: int, batch: int) -> float:
     """Return the speed between the first point of a scalar from step `warmup` on and the last one.
 
     Raises:
-        UserError: there are not two such points.
+        UserError: there are fewer than two such points.
     """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # seconds to import
 
@@ -40,13 +40,13 @@ def samples_per_second(folder: Path, tag: str, warmup: int, batch: int) -> float
     return (last - first) * batch / (ended - began)
 
 
-Speeds = Mapping[str, Sequence[float]]  # program -> samples/s of its turns; none where it cannot run
+Speeds = Mapping[str, Sequence[float]]  # program -> samples/s of its runs; none if it cannot run
 
 
 def table(found: Mapping[int, Speeds], references: Sequence[str], absent: Mapping[str, str]) -> list[str]:
     """Return lines of a Markdown table of the speeds by number of ranks, with `references` divided by each program.
 
-    A ratio is the median of those of the turns, in each of which all programs ran.
+    A ratio is the median of the ratios of the turns; all programs run once in each turn.
     """
     head = ["program", "ranks", "samples/s", "lowest - highest", *(f"{name} / it" for name in references)]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]

@@ -1,6 +1,6 @@
 """The synthetic profile: training steps on random pairs, to measure a configuration without data.
 
-Everything from the towers on is that of a run; there is no loader, so a step does not include its time.
+Everything from the towers onward is as in a run; there is no loader, so steps do not include its time.
 """
 
 import math
@@ -24,8 +24,8 @@ from neuclip_ds.training.step import TrainStep
 
 Build = Callable[[Config, Context, torch.dtype], Objective]
 CONFIG = "config.yaml"  # next to the breakdown
-EPOCH = 100  # steps of the data set that the indices are drawn from
-_TOKENS = 512  # of a pretrained tokenizer that does not tell its vocabulary
+EPOCH = 100  # steps per epoch of the data set that the indices are drawn from
+_TOKENS = 512  # vocabulary of a pretrained tokenizer that does not report its own
 
 
 def prototypes_of(config: Config) -> int:
@@ -36,7 +36,7 @@ def prototypes_of(config: Config) -> int:
 
 
 def first_prediction(config: Config) -> int:
-    """Return the first step that has all prototypes to compare with, drawn from as many samples; 0 without any."""
+    """Return the first step at which all prototypes are drawn from samples; 0 without prototypes."""
     prototypes = prototypes_of(config)
     return math.ceil(prototypes / config.data.batch_size) + 1 if prototypes else 0
 
@@ -86,7 +86,7 @@ class SyntheticSteps:
 def run_synthetic_profile(
     config: Config, communicator: Communicator, folder: Path, name: str, after: int, build: Build = build_objective
 ) -> None:
-    """Profile `run.profile_steps` steps after `after` others, into `folder`, under `name` in its tables."""
+    """Profile `run.profile_steps` steps after `after` others; write to `folder`, with `name` in its tables."""
     steps, count = SyntheticSteps(config, communicator, build=build), config.run.profile_steps
     engine_config = load_engine_config(config, communicator.world_size)
     facts = {
