@@ -6,7 +6,6 @@ Where there are fewer GPUs than ranks, ranks share them, and gloo copies what th
 from __future__ import annotations
 
 import os
-import socket
 import tempfile
 import time
 import traceback
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 from forks import ON_CPU, fork, kill
 
+from neuclip_ds.distributed.environment import free_port
 from neuclip_ds.distributed.launch import join
 
 _LIMIT = 300.0  # seconds
@@ -36,9 +36,7 @@ def run_ranks(world_size: int, work: Callable[..., Any], *args: Any, device: str
     # the loopback interface by name: without it gloo looks up the machine's name, which may fail or be slow
     common = {**os.environ, "WORLD_SIZE": str(world_size), "GLOO_SOCKET_IFNAME": "lo"}
     common |= ON_CPU if device == "cpu" else {"DS_ACCELERATOR": device}
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with tempfile.TemporaryDirectory() as folder:
         processes = []
         try:

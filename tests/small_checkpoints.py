@@ -30,12 +30,6 @@ class PlainEngine:
         self.optimizer = self.basic_optimizer = torch.optim.AdamW(self.module.parameters())
         self.global_steps = self.global_samples = self.skipped_steps = 0
 
-    def fp16_enabled(self) -> bool:
-        return False
-
-    def zero_optimization_stage(self) -> int:
-        return 0
-
     @property
     def value(self) -> float:
         return float(self.module.weight.detach().mean())
@@ -70,9 +64,6 @@ def save_engine(folder: Path, engine: Any, communicator: Communicator) -> StateF
 
 def small_engine(net: nn.Module, optimizer: OptimizerConfig, deepspeed: str, rows: int, ranks: Communicator) -> Any:
     """An engine around a net, under a config of DeepSpeed by its name, for batches of so many rows."""
-    from neuclip_ds.distributed.launch import join
-
-    join()
     config = Config.model_validate({"data": {"batch_size": rows}, "deepspeed": deepspeed})
     return start_engine(net, optimizer, load_engine_config(config, ranks.world_size), ranks)
 

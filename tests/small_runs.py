@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from neuclip_ds.checkpoint.sharded_state import STATE, WEIGHT, StateFiles
 from neuclip_ds.data.demo import make_demo_data
+from neuclip_ds.distributed.environment import free_port
 from neuclip_ds.objectives import METHODS
 from neuclip_ds.state.shards import TABLE
 
@@ -66,21 +66,17 @@ def start(tool: str, *options: str, folder: Path | None = None, ranks: int = 1) 
     """A tool by its path in the repository, in a working folder: as no launcher starts it, or as so many ranks."""
     variables = [environment()]
     if ranks > 1:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": str(ranks)}
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
         variables = [{**environment(), **where, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
     return [Program(ROOT / tool, *options, variables=own, folder=folder) for own in variables]
 
 
-def call(tool: str, *options: str, folder: Path | None = None, ranks: int = 1) -> CompletedProcess[str]:
-    """How a tool ends, and what all its ranks print."""
-    programs = start(tool, *options, folder=folder, ranks=ranks)
-    done = ends(programs)
-    code = max((one.returncode for one in done), key=abs)
-    return CompletedProcess(
-        done[0].args, code, "".join(one.stdout for one in done), "".join(one.stderr for one in done)
-    )
+def call(tool: str, *options: str, folder: Path | None = None, ranks: int = 1, code: int = 0) -> CompletedProcess[str]:
+    """Run a tool, all of whose ranks must end with this code; return what they print together."""
+    done = ends(start(tool, *options, folder=folder, ranks=ranks))
+    out, err = ("".join(texts) for texts in zip(*((one.stdout, one.stderr) for one in done), strict=True))
+    assert [one.returncode for one in done] == [code] * ranks, out + err
+    return CompletedProcess(done[0].args, code, out, err)
 
 
 def wait_for(condition: Callable[[], object], programs: Sequence[Program], limit: float = 240) -> None:
@@ -111,9 +107,11 @@ def demo_shards(folder: Path, pairs: int, held_out: int = 40) -> Path:
     return folder / "train"
 
 
-def train(runs: Path, data: str | Path, steps: int, *options: str, ranks: int = 1) -> CompletedProcess[str]:
+def train(
+    runs: Path, data: str | Path, steps: int, *options: str, ranks: int = 1, code: int = 0
+) -> CompletedProcess[str]:
     """A training with a log of samples, for some steps of a run named `run` in the folder `runs`."""
-    return call(TRAIN, *training(runs, data, steps), *options, ranks=ranks)
+    return call(TRAIN, *training(runs, data, steps), *options, ranks=ranks, code=code)
 
 
 def training(runs: Path, data: str | Path, steps: int) -> list[str]:
@@ -123,12 +121,10 @@ def training(runs: Path, data: str | Path, steps: int) -> list[str]:
 
 def train_connected(communicator: Communicator, config: Config, *hooks: Hook) -> None:
     """Train on ranks that are connected already, as those of `run_ranks` are."""
-    from neuclip_ds.distributed.launch import join
     from neuclip_ds.training.evaluator import Evaluator
     from neuclip_ds.training.run_folder import staging, take_in
     from neuclip_ds.training.trainer import build
 
-    join()
     folder = config.run.output_dir / str(config.run.name)
     with staging(config, folder, communicator) as staged:
         trainer = build(config, communicator, folder, staged, Evaluator)
@@ -138,6 +134,11 @@ def train_connected(communicator: Communicator, config: Config, *hooks: Hook) ->
 
 def newest_checkpoint(runs: Path, run: str = "run") -> Path:
     return max((runs / run / "checkpoints").glob("step_*"))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """All files below a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def records(path: Path) -> list[dict[str, Any]]:

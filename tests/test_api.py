@@ -85,7 +85,3 @@ def test_mistakes_are_exceptions(tmp_path: Path) -> None:
         neuclip_ds.train("dem")
     with pytest.raises(neuclip_ds.UserError, match="not a local folder"):
         neuclip_ds.load(tmp_path / "absent")
-
-
-def test_the_surface_is_documented() -> None:
-    assert all(getattr(neuclip_ds, name).__doc__ for name in neuclip_ds.__all__)

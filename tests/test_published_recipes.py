@@ -3,13 +3,12 @@
 import math
 import re
 import shlex
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 from braceexpand import braceexpand
 
 from neuclip_ds.config import CLIP_BPE, Config
@@ -19,12 +18,11 @@ from neuclip_ds.distributed.launch import read_hostfile
 from neuclip_ds.errors import UserError
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context
-from neuclip_ds.objectives.methods import find_method, method_of
+from neuclip_ds.objectives.methods import find_method
 from neuclip_ds.planning import memory
 from neuclip_ds.planning.activations import Activations
 from neuclip_ds.planning.dry_run import print_dry_run
-from neuclip_ds.recipe import RECIPES, load_recipe, override, parse, recipe_names
-from neuclip_ds.section import merge
+from neuclip_ds.recipe import RECIPES, parse, recipe_names
 
 pytestmark = pytest.mark.usefixtures("quick_meta_models")
 ROOT = Path(__file__).parents[1]
@@ -122,6 +120,7 @@ MODELS = {
 }
 
 
+@cache
 def config_of(name: str) -> Config:
     return parse([name]).config
 
@@ -230,40 +229,6 @@ def test_models_are_the_published_ones(
     assert f"= {parameters:,} parameters" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(RECIPES)))
-def test_a_recipe_names_its_source_and_repeats_nothing(path: Path) -> None:
-    """A value that an included part, or a published recipe's method, has already set stands there only."""
-    text = path.read_text(encoding="utf-8")
-    assert text.startswith("# "), "the first line says what it is and where it comes from"
-    tree = yaml.safe_load(text)
-    included: dict[str, Any] = {}
-    for part in tree.pop("include", []):
-        included = override(included, load_recipe(part, (path,)))
-    before = dict(leaves(included))
-    if path.stem in PUBLISHED:
-        method = method_of(override(included, tree)["objective"])
-        before = dict(leaves(merge({"objective": merge(method.defaults, method.starts)}, included)))
-    repeated = [key for key, value in leaves(tree) if key in before and before[key] == value]
-    assert not repeated
-
-
-def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from leaves(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
-
-
-def test_every_part_is_used() -> None:
-    used: set[Path] = set()
-    for path in FILES:
-        parts = (yaml.safe_load(path.read_text(encoding="utf-8")) or {}).get("include", [])
-        found = [(folder / f"{part}.yaml").resolve() for part in parts for folder in (path.parent, RECIPES)]
-        used.update(candidate for candidate in found if candidate.is_file())
-    assert {path for path in FILES if path.parent != RECIPES} <= used
-
-
 # TuneCLIP Table 7: checkpoint, global batch over 8 GPUs (that of ViT-H/14 is not published)
 FINE_TUNED = {
     "vitb32_tuneclip": ("openai/clip-vit-base-patch32", 512 * 8),
@@ -313,17 +278,6 @@ def test_the_supervised_form_differs_in_loss_and_captions(name: str) -> None:
     assert supervised.objective.model_copy(update={"method": "tuneclip"}) == plain.objective
     assert (supervised.objective.method, supervised.data.captions) == ("gcl", ["txt:lines"])
     assert (supervised.recovery, supervised.optimizer) == (plain.recovery, plain.optimizer)
-
-
-def test_the_plan_of_vit_h_needs_no_network(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(memory, "count_activations", lambda *_: Activations(0, 0))
-    config = parse(["vith14_tuneclip", f"--data.train={tmp_path}"]).config
-    with pytest.raises(UserError, match=str(tmp_path)):  # no data there; the model is known by its name
-        print_dry_run(config, RankEnvironment(0, 0, 8), None)
-    said = capsys.readouterr().out
-    assert "632,076,800 + text 354,032,640 = 986,109,440 parameters, 24 + text 24 blocks checkpointed" in said
 
 
 PAGE = (ROOT / "docs" / "how-to" / "choose_loss.md").read_text(encoding="utf-8")

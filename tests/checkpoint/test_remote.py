@@ -14,6 +14,7 @@ from typing import Any
 import fsspec
 import pytest
 from small_checkpoints import DATA, FACTS, PlainEngine, keeper, trained
+from small_runs import contents
 
 from neuclip_ds.checkpoint.checkpoints import Best
 from neuclip_ds.checkpoint.integrity import META, verify
@@ -74,10 +75,6 @@ def config(folder: Path, remote: str) -> RunConfig:
     return RunConfig(output_dir=folder, remote=remote)
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 def test_what_was_copied_is_restored_elsewhere(store: str, run: Path, tmp_path: Path) -> None:
     """The newest and the best, with the files next to them, of a run whose name holds the characters of glob."""
     remote = RemoteRun(f"{store}/{NAME}")
@@ -125,7 +122,7 @@ def test_a_store_that_cannot_be_used_is_refused(bucket: str, tmp_path: Path) -> 
 def test_a_copy_that_is_killed_at_any_moment_is_invisible_and_repeated(run: Path, tmp_path: Path) -> None:
     store = tmp_path / "store"
     url = f"file://{store}/run"
-    for files in range(1, 25, 3):  # that are there at least
+    for files in range(1, 25, 5):  # that are there at least
         shutil.rmtree(store, ignore_errors=True)
         push = start_push(url, run, STEPS)
         while push.poll() is None and sum(path.is_file() for path in store.rglob("*")) < files:

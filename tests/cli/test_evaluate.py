@@ -54,10 +54,9 @@ def test_a_pretrained_model_goes_on_where_it_stopped(tmp_path: Path) -> None:
     write_own(tmp_path)
     for name in ("held", "more", "elsewhere/more"):
         write_pairs(tmp_path / name, [3, 2])
-    refused = call("tools/evaluate.py", "model", *options, "--data", "more", "elsewhere/more", folder=tmp_path)
-    assert refused.returncode == 2 and "are called more" in refused.stderr
+    twice = ["--data", "more", "elsewhere/more"]
+    assert "are called more" in call("tools/evaluate.py", "model", *options, *twice, folder=tmp_path, code=2).stderr
     run = call("tools/evaluate.py", "model", *options, folder=tmp_path)
-    assert run.returncode == 0, run.stderr
     scores = lines_of(out)
     assert sorted(scores) == ["CIFAR-10", "Flickr", "held", "more", "pairs", "pets"]
     assert scores["held"] == scores["more"], "of the same pairs"
@@ -84,15 +83,13 @@ def test_a_run_on_one_rank_on_two_and_at_its_end(tmp_path: Path) -> None:
     data, sets = demo_shards(tmp_path / "demo", 64), write_sets(tmp_path / "sets")
     write_own(sets)
     options = [f"--data.evaluation_sets={sets}", "--run.evaluate_every=3", "--data.workers=1", "--data.val=auto"]
-    done = train(tmp_path / "runs", str(data), 6, *options)
-    assert done.returncode == 0, done.stdout + done.stderr
+    train(tmp_path / "runs", str(data), 6, *options)
     metrics = records(tmp_path / "runs/run/metrics.jsonl")
     during = [line for line in metrics if "task/cifar10" in line]
     assert [line["step"] for line in during] == [3, 6]
     assert "average/retrieval" not in during[-1]
     options = ["--data", "sets", "demo/val", "--batch-size=8", "--workers=2"]
     alone = call("tools/evaluate.py", "runs/run", *options, folder=tmp_path)
-    assert alone.returncode == 0, alone.stderr
     assert "| retrieval | image to text R@1 | R@5 | R@10 |" in alone.stdout and "| val | " in alone.stdout
     scores = lines_of(tmp_path / "runs/run/evaluation/step_000000006")
     assert scores["CIFAR-10"]["main_metric"] == during[-1]["task/cifar10"]
@@ -104,6 +101,5 @@ def test_a_run_on_one_rank_on_two_and_at_its_end(tmp_path: Path) -> None:
     for name, way in directions.items():
         for k in (1, 5, 10):
             assert scores["val"][f"{name}_recall@{k}"] == pytest.approx(during[-1][f"{way}_recall@{k}"], abs=1e-12)
-    both = call("tools/evaluate.py", "runs/run", *options, "--out=two", folder=tmp_path, ranks=2)
-    assert both.returncode == 0, both.stdout + both.stderr
+    call("tools/evaluate.py", "runs/run", *options, "--out=two", folder=tmp_path, ranks=2)
     assert lines_of(tmp_path / "two") == scores

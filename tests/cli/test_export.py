@@ -32,14 +32,12 @@ OPTIONS = [
 def test_fine_tuning_and_export(shards: Path, tmp_path: Path) -> None:
     before = save_clip(tmp_path / "clip").state_dict()
     options = [*OPTIONS, f"--data.train={shards}", "--deepspeed=zero1_bf16"]
-    done = call(TRAIN, "demo", f"--model.pretrained={tmp_path}/clip", *options, folder=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
+    call(TRAIN, "demo", f"--model.pretrained={tmp_path}/clip", *options, folder=tmp_path)
     metrics = records(tmp_path / "runs/fine/metrics.jsonl")
     assert metrics[0]["tau"] == pytest.approx(0.018315638)
     assert "zero_shot_top1" in metrics[-1]
     (tmp_path / "clip").rename(tmp_path / "moved")  # the run keeps what it needs
-    done = call("tools/export.py", "runs/fine", "--out=exported", folder=tmp_path)
-    assert done.returncode == 0, done.stderr
+    call("tools/export.py", "runs/fine", "--out=exported", folder=tmp_path)
     after = load_file(tmp_path / "exported/model.safetensors")
     assert after.keys() == before.keys()
     assert torch.allclose(after["logit_scale"], torch.tensor(4.0))
@@ -69,11 +67,9 @@ def test_pretrained_towers_train_resume_and_are_exported(shards: Path, tmp_path:
     options += ["--run.name=towers", "--data.zero_shot=", "--deepspeed=zero3_fp32"]
     options += ["--objective.method=openclip"]
     for steps in (2, 4):
-        done = call(TRAIN, "recipe.yaml", *options, f"--max_steps={steps}", folder=tmp_path, ranks=2)
-        assert done.returncode == 0, done.stdout + done.stderr
+        call(TRAIN, "recipe.yaml", *options, f"--max_steps={steps}", folder=tmp_path, ranks=2)
     (tmp_path / "image.safetensors").unlink()  # the run keeps what it needs
-    done = call("tools/export.py", "runs/towers", "--out=out", "--license=mit", folder=tmp_path)
-    assert done.returncode == 0, done.stderr
+    call("tools/export.py", "runs/towers", "--out=out", "--license=mit", folder=tmp_path)
     card = (tmp_path / "out/README.md").read_text()
     assert "license: mit" in card and "`image.safetensors` (image tower)" in card
     assert "image_to_text_recall@1" in card
@@ -87,10 +83,8 @@ def test_learned_temperature_and_bias_are_exported(engine: str, method: str, sha
     save_open_clip(tmp_path / "ours")
     options = [*OPTIONS, f"--data.train={shards}", f"--deepspeed={engine}", f"--objective.method={method}"]
     options += [f"--model.pretrained={tmp_path}/ours", *["--objective.siglip.bias=-10"] * (method == "siglip")]
-    done = call(TRAIN, "demo", *options, folder=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    done = call("tools/export.py", "runs/fine", "--out=exported", "--format=open_clip", folder=tmp_path)
-    assert done.returncode == 0, done.stderr
+    call(TRAIN, "demo", *options, folder=tmp_path)
+    call("tools/export.py", "runs/fine", "--out=exported", "--format=open_clip", folder=tmp_path)
     after = load_file(tmp_path / "exported/open_clip_model.safetensors")
     metrics = records(tmp_path / "runs/fine/metrics.jsonl")
     assert metrics[0]["tau"] == pytest.approx(0.018315638, rel=2e-3)  # after one Adam step of 1e-3 in log(1/tau)

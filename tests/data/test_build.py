@@ -251,7 +251,7 @@ def test_parsing():
     for other in (None, 5, "", "0" * 31, "0" * 33, "g" * 32):
         assert parse_uid(other) is None
     assert uid_of(b'{"id": "' + b"0" * 31 + b'7"}', "id") == (0, 7)
-    for data in (b"", b"[]", b"{}", b"{cut"):
+    for data in (b"", b"[]", b"{}", b"{cut", b"[" * 100_000, b"1" * 5000, b"\xff\xfe{", b'{"id": "-%030d1"}' % 0):
         assert uid_of(data, "id") is None
 
 

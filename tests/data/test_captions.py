@@ -12,7 +12,6 @@ from neuclip_ds.data.dataset import Batch, PairDataset
 from neuclip_ds.data.decoders import Captions
 from neuclip_ds.data.images import EvalTransform
 from neuclip_ds.data.order import hash64
-from neuclip_ds.data.uids import uid_of
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.bpe import train_bpe
 from neuclip_ds.training.data import iter_captions
@@ -120,15 +119,6 @@ SOURCES = ["txt", "json:caption"]
 def test_captions_are_text_or_absent(members: dict[str, bytes], expected: list[str]) -> None:
     assert Captions(SOURCES).of(members) == expected
     assert all(caption.encode() for caption in expected)
-
-
-@pytest.mark.parametrize(
-    "data",
-    [DEEP, DIGITS, SURROGATE, b'{"uid": "-' + b"0" * 30 + b'1"}', b"\xff\xfe{", b""],
-    ids=["deep", "digits", "surrogate", "negative", "UTF-16", "empty"],
-)
-def test_json_without_a_usable_uid_has_none(data: bytes) -> None:
-    assert uid_of(data, "uid") is None
 
 
 def shards_of(folder: Path) -> Path:

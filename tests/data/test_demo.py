@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import webdataset
 from PIL import Image
+from small_runs import contents
 
 from neuclip_ds.cli.main import main
 from neuclip_ds.data import demo
@@ -50,10 +51,6 @@ def read(folder: Path) -> list[dict[str, Any]]:
 
 def facts(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(sample["json"]) for sample in read(folder)]
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def names_one(caption: str, words: tuple[str, ...]) -> bool:
@@ -208,10 +205,11 @@ def test_loser_of_the_race_uses_the_winners_files(tmp_path: Path, monkeypatch: p
     assert not list(tmp_path.glob("*.partial"))
 
 
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])  # each of two imports torch
 def test_the_command_renders_the_same_in_several_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(os, "cpu_count", lambda: processes)
     main(["make-demo-data", str(tmp_path / "set"), "--pairs=2", "--held-out=2", "--zero-shot=2"])
     assert "Wrote 6 images" in capsys.readouterr().out
     make_demo_data(tmp_path / "one", **FEW)

@@ -50,7 +50,7 @@ def test_windows_of_dfn(nodes, cache, window):
     assert resident(DFN, 4096, found, -(-nodes // 2)) <= 0.9 * cache, "the run can move to half of the nodes"
 
 
-@pytest.mark.parametrize("nodes", [1, 3])
+@pytest.mark.parametrize("nodes", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_real_sizes_of_shards_fit_the_cache(shape, nodes):
     sizes, batch = SHAPES[shape], 96

@@ -192,14 +192,6 @@ def test_impossible_numbers_are_refused_before_anything_is_allocated(tmp_path: P
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KB
 
 
-def test_an_offset_or_size_of_10_to_the_12_is_a_bad_read(folder: Path) -> None:
-    second = sorted((folder / "samples").iterdir())[1]
-    for name in ("image_size", "txt_offset"):
-        rewritten(second, replaced(name, 10**12))
-    with pytest.raises(OSError, match=r"more than the limit|truncated"):
-        TarReader(load_manifest(folder)).read(5)
-
-
 def test_results_of_an_interrupted_build(tmp_path: Path) -> None:
     """What of them cannot be read is scanned again."""
     paths, target = resolve_shards(str(write_pairs(tmp_path / "shards", [2, 2, 2]))), tmp_path / "m"

@@ -82,17 +82,6 @@ def test_a_file_that_fails_is_opened_anew(tmp_path, monkeypatch):
     assert reader.read(0) == pair and len(paths) == 1
 
 
-def test_samples_are_announced_by_their_extents(tmp_path, monkeypatch):
-    write_tar(tmp_path / "0.tar", [("a.jpg", b"1" * 700), ("a.txt", b"22"), ("b.txt", b"333")])
-    manifest = manifest_of(tmp_path)
-    advised = []
-    monkeypatch.setattr(os, "posix_fadvise", lambda _, offset, size, advice: advised.append((offset, size, advice)))
-    TarReader(manifest).announce([0, 1])
-    assert advised == [(offset, size, os.POSIX_FADV_WILLNEED) for offset, size in ((512, 700), (2048, 2), (3072, 3))]
-    (tmp_path / "0.tar").unlink()
-    TarReader(manifest).announce([0, 1])  # leaves the error to the read
-
-
 def test_file_descriptors_are_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr("neuclip_ds.data.readers.OPEN_SHARDS", 2)
     manifest = manifest_of(write_pairs(tmp_path, [1] * 6))

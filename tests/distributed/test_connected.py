@@ -133,7 +133,10 @@ def test_ranks_that_do_not_connect_end_with_the_variables_to_set(tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("work", "doing"),
-    [("stop_rank_1", "is busy or stopped"), ("hang_rank_1", "is at .*test_connected.py:.* in hang_rank_1")],
+    [
+        pytest.param("stop_rank_1", "is busy or stopped", marks=pytest.mark.slow),
+        ("hang_rank_1", "is at .*test_connected.py:.* in hang_rank_1"),
+    ],
 )
 def test_a_rank_that_hangs_is_named(work: str, doing: str, tmp_path: Path) -> None:
     with started(tmp_path, work) as processes:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from embedded_shards import DIM, SIDE, encode, uid, write, write_samples
 from ranks import run_ranks
+from small_runs import contents
 from tars import jpeg, tokenize, write_pairs
 
 from neuclip_ds.data.build import build_manifest
@@ -25,10 +26,6 @@ USABLE = [n for n in range(21) if n not in (6, 13)]
 @pytest.fixture
 def manifest(tmp_path: Path) -> Manifest:
     return write_samples(tmp_path / "shards")
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_features_of_every_usable_sample(tmp_path: Path, manifest: Manifest) -> None:

@@ -7,13 +7,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from embedded_shards import uid, write, write_samples
+from embedded_shards import uid
 
-from neuclip_ds.data.scan import ScanOptions, scan_shard
 from neuclip_ds.data.uids import UID, UidFiles, parse_uid
 from neuclip_ds.embedding import near_duplicates
 from neuclip_ds.embedding.near_duplicates import drop_near_duplicates
-from neuclip_ds.embedding.select import Rule, Selection, feature_tables, select
+from neuclip_ds.embedding.select import Rule, Selection, select
 from neuclip_ds.errors import UserError
 
 SCORES = [0.5, None, 0.1, 0.9, float("nan"), 0.9, 0.3, 0.7]
@@ -117,17 +116,3 @@ def test_of_near_duplicates_the_best_stays(tmp_path: Path, monkeypatch, dtype: s
     assert found.kept == len(kept) < 60 and found.refined > 20
     with pytest.raises(UserError, match="lacks features"):
         drop_near_duplicates([tmp_path], "similarity", 0.95, np.load(tmp_path / "kept.npy"))
-
-
-def test_a_data_set_of_the_best_by_similarity(tmp_path: Path) -> None:
-    out, manifest = tmp_path / "out", write_samples(tmp_path / "shards")
-    write(out, manifest)
-    (out / "manifests").mkdir()
-    pq.write_table(pa.table({"path": ["a.tar"]}), out / "manifests" / "shards.parquet")
-    columns = ["key", "uid", "similarity"]
-    rows = [row for path in feature_tables(out) for row in pq.read_table(path, columns=columns).to_pylist()]
-    best = sorted(rows, key=lambda row: -row["similarity"])[:5]
-    select([out], "similarity", Rule(minimum=best[-1]["similarity"]), tmp_path / "kept.npy")
-    options = ScanOptions(uids=(str(tmp_path / "kept.npy"),))
-    tables = [scan_shard(shard.path, options)[1] for shard in manifest.shards]
-    assert {key.decode() for table in tables for key in table.split_keys()} == {row["key"] for row in best}

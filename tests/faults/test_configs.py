@@ -126,11 +126,11 @@ def check_hostfile(folder: Path, data: bytes) -> None:
     one_sentence(lambda: read_hostfile(folder / "hosts"))
 
 
-CHECKS = [(check_recipe, RECIPES, 15), (check_options, OPTIONS, 30), (check_engine, ENGINES, 30)]
-CHECKS += [(check_hostfile, HOSTFILES, 30)]
+CHECKS = [(check_recipe, RECIPES, 8), (check_options, OPTIONS, 15), (check_engine, ENGINES, 15)]
+CHECKS += [(check_hostfile, HOSTFILES, 15)]
 
 
-@pytest.mark.parametrize("factor", [1, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("factor", [1, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("check", "inputs", "number"), CHECKS)
 def test_generated(
     check: Callable[[Path, Any], None], inputs: st.SearchStrategy[Any], number: int, factor: int, tmp_path: Path
@@ -192,8 +192,7 @@ def test_encodings_and_empty_sections_of_valid_recipes(encoding: str, tmp_path: 
 )
 def test_every_rank_ends_with_2(zero: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "engine.json").write_text(f'{{"zero_optimization": {zero}}}')
-    done = call("train.py", "demo", "--deepspeed=engine.json", "--data.train=.", folder=tmp_path, ranks=2)
-    assert done.returncode == 2
+    done = call("train.py", "demo", "--deepspeed=engine.json", "--data.train=.", folder=tmp_path, ranks=2, code=2)
     assert words in done.stderr
     assert done.stderr.count("error: ") == 1 + ("error: rank" in done.stderr)
     assert "Traceback" not in done.stderr + done.stdout

@@ -113,9 +113,6 @@ class Run:
 
 def skip_one(communicator: Communicator, cases: list[tuple[str, str, int, Fault]]) -> list[Any]:
     """What changes in a faulty step, what differs at the end from a run without that step, and the step's samples."""
-    from neuclip_ds.distributed.launch import join
-
-    join()
     results = []
     for method, engine, micro, fault in cases:
         run, other = (Run(communicator, method, engine, micro) for _ in range(2))

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from forks import alive, children_of, fork
 from servers import files_server
+from servers import wait_for as until
 from small_runs import SMALL, TRAIN, ends, environment, lines_in, start, training, wait_for
 from tars import load_training
 
@@ -36,6 +37,10 @@ def assert_stopped(done: list[CompletedProcess[str]], number: int) -> str:
     assert "Traceback" not in said
     assert said.count(f"by {signal.Signals(number).name}; the same command resumes.") == 1, said
     return said
+
+
+def they_end(pids: list[int]) -> None:
+    until(lambda: not any(map(alive, pids)))
 
 
 @pytest.mark.parametrize(("ranks", "number"), [(1, signal.SIGINT), (2, signal.SIGTERM)])
@@ -84,8 +89,7 @@ def test_a_kill_and_a_signal_while_the_demo_is_rendered(tmp_path: Path) -> None:
         else:
             programs[0].terminate()
             assert_stopped(ends(programs), signal.SIGTERM)
-        time.sleep(2)
-        assert [pid for pid in helpers if alive(pid)] == []
+        they_end(helpers)
     assert not list(cache.iterdir())
 
 
@@ -106,16 +110,11 @@ def test_a_kill_while_shards_are_fetched_leaves_no_process(tmp_path: Path) -> No
         server.gate.clear()
         urls = [server.url(name) for name in server.files]
         process = fork(load_a_shard_that_never_comes, tmp_path, urls, variables=environment())
-        limit = time.monotonic() + 60
-        while len(list((tmp_path / "fetching").glob("*/*"))) < 2:
-            assert process.exitcode is None
-            assert time.monotonic() < limit
-            time.sleep(0.05)
+        until(lambda: len(list((tmp_path / "fetching").glob("*/*"))) == 2)
         helpers = children_of(process.pid)
         process.kill()
-        time.sleep(2)
         assert len(helpers) >= 2, "loader and prefetcher"
-        assert [pid for pid in helpers if alive(pid)] == []
+        they_end(helpers)
         server.gate.set()
         ShardCache(tmp_path, 10**6).path(urls[0], 10_000)
     assert not list((tmp_path / "fetching").iterdir()), "the next fetch removes what is left"

@@ -10,8 +10,6 @@ from build import columns
 from fake_cuda import DEVICE, RANKS, GpuRank, fake_cuda
 
 from neuclip_ds.distributed.communicator import to_device
-from neuclip_ds.evaluation.encoding import encoder_of
-from neuclip_ds.objectives.gather import Features, GatheredFeatures
 from neuclip_ds.state import sample_store
 from neuclip_ds.state.sample_store import MAX_DEVICE_BYTES, SampleStore
 
@@ -87,22 +85,3 @@ def test_only_large_tensors_of_the_host_are_pinned() -> None:
         assert to_device(large, torch.device("cpu")) is large
         there = torch.zeros(ROWS, device=DEVICE)
         assert to_device(there, DEVICE) is there
-
-
-def test_the_rows_of_a_batch_that_count() -> None:
-    index, valid = torch.arange(ROWS), torch.arange(ROWS) > 0
-    with fake_cuda() as gpu:
-        image, text = torch.empty(2, ROWS, 4, device=DEVICE)
-        GatheredFeatures(Features(image, text, index, valid), GpuRank(1), torch.float32)
-    assert not gpu.syncs
-
-
-def test_images_to_evaluate() -> None:
-    class Model(torch.nn.Module):
-        def forward(self, *inputs: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-            return inputs
-
-    with fake_cuda() as gpu:
-        image, tokens = encoder_of(Model(), DEVICE)(torch.zeros(8, 3, 64, 64), None)
-    assert tokens is None and image is not None
-    assert not gpu.syncs

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import normalize
@@ -188,6 +189,20 @@ def replay_encoders(ranks: list[list[Call]], method: str) -> Trained:
     """Train `Encoders` on the pairs that the pages' loops are given."""
     model = Encoders()
     return replay(ranks, pairs(), method, model, torch.optim.AdamW(model.parameters(), LR))
+
+
+def check_loop(train: Callable[..., Trained], method: str, ranks: int, folder: Path, resume: dict[str, str]) -> None:
+    """Run a page's loop, and once more from the middle of its steps, where `resume` changes its code to start."""
+    steps = 12 // ranks
+    known: list[list[Call]] = [[] for _ in range(ranks)]
+    for changes in ({}, resume):
+        found = run_ranks(ranks, train, method, folder, changes)
+        calls = [[*before, *rank.calls] for before, rank in zip(known, found, strict=True)]
+        assert len({call.lr for call in calls[0]}) == len(calls[0]) == steps
+        wanted = replay_encoders(calls, method)
+        for rank in found:
+            assert_equal(rank, wanted)
+        known = [of_rank[: steps // 2] for of_rank in calls]
 
 
 def assert_equal(found: Trained, wanted: Trained) -> None:

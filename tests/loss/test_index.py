@@ -1,14 +1,12 @@
 """Samples carry their place in the data set, through the pipelines of the page and webdataset's usual stages."""
 
-import io
-import tarfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from replay import code_blocks, pairs
-from tars import write_pairs
+from tars import write_pairs, write_tar
 
 from neuclip_ds.loss import IndexedDataset, add_index
 
@@ -38,16 +36,12 @@ def test_hugging_face_datasets() -> None:
 
 
 def shards(folder: Path, sizes: list[int]) -> list[str]:
-    urls = []
+    paths = []
     for number, size in enumerate(sizes):
-        urls.append(str(folder / f"{number}.tar"))
-        with tarfile.open(urls[-1], "w") as tar:
-            for place in range(size):
-                for ending in ("jpg", "txt"):
-                    info = tarfile.TarInfo(f"{place:03d}.{ending}")
-                    info.size = len(data := f"{number}/{place}".encode())
-                    tar.addfile(info, io.BytesIO(data))
-    return urls
+        texts = {f"{place:03d}": f"{number}/{place}".encode() for place in range(size)}
+        members = [(f"{key}.{ending}", text) for key, text in texts.items() for ending in ("jpg", "txt")]
+        paths.append(str(write_tar(folder / f"{number}.tar", members)))
+    return paths
 
 
 def test_webdataset(tmp_path: Path) -> None:

@@ -6,19 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
-from replay import (
-    LR,
-    METHODS_AND_RANKS,
-    Encoders,
-    Trained,
-    assert_equal,
-    code_blocks,
-    pairs,
-    recorded,
-    replay_encoders,
-    run_code,
-)
+from replay import LR, METHODS_AND_RANKS, Encoders, Trained, check_loop, code_blocks, pairs, recorded, run_code
 from torch.utils.data import DataLoader
 
 from neuclip_ds.distributed.communicator import Communicator
@@ -63,15 +51,5 @@ SLOW_ON_TWO = pytest.param("neuclip", 2, marks=pytest.mark.slow)  # takes 10 s; 
 
 @pytest.mark.parametrize(("method", "ranks"), [METHODS_AND_RANKS[0], SLOW_ON_TWO, *METHODS_AND_RANKS[2:]])
 def test_the_module_equals_the_trainer(method: str, ranks: int, tmp_path: Path) -> None:
-    found = run_ranks(ranks, _trained, method, tmp_path, {})
-    assert len({call.lr for call in found[0].calls}) == len(found[0].calls) == 12 // ranks
-    wanted = replay_encoders([rank.calls for rank in found], method)
-    for rank in found:
-        assert_equal(rank, wanted)
-    before = 6 // ranks
-    resume = {"val_loader)": f"val_loader, ckpt_path='saved/epoch=0-step={before}.ckpt')"}
-    resumed = run_ranks(ranks, _trained, method, tmp_path, resume)
-    calls = [[*first.calls[:before], *rest.calls] for first, rest in zip(found, resumed, strict=True)]
-    wanted = replay_encoders(calls, method)
-    for rank in resumed:
-        assert_equal(rank, wanted)
+    resume = {"val_loader)": f"val_loader, ckpt_path='saved/epoch=0-step={6 // ranks}.ckpt')"}
+    check_loop(_trained, method, ranks, tmp_path, resume)

@@ -1,14 +1,12 @@
 """Promises that hold for every method of the table, with each of its test options."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import oracle
 import pytest
 import torch
 from build import STILL, VARIANTS, batch, objective, pairs, relative_error, step
-from small_checkpoints import save_tables
 
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.objectives import METHODS, contrastive
@@ -17,7 +15,6 @@ from neuclip_ds.objectives.contrastive import ContrastiveObjective
 from neuclip_ds.objectives.gather import GatheredFeatures
 from neuclip_ds.objectives.pair_loss import Hinge
 from neuclip_ds.section import merge
-from neuclip_ds.state.shards import ShardFiles
 
 every_method = pytest.mark.parametrize("name", VARIANTS)
 
@@ -131,24 +128,3 @@ def test_float32_at_the_coldest_temperature(name: str) -> None:
         assert torch.isfinite(single.text).all()
         assert relative_error(single.image.double(), double.image) < 1e-4
         assert relative_error(single.text.double(), double.text) < 1e-4
-
-
-@every_method
-def test_state_round_trip(name: str, tmp_path: Path) -> None:
-    """Saved to disk and loaded into a fresh objective, the next step is the same to the last bit."""
-    method, fresh = (build(name, dtype=torch.float32) for _ in range(2))
-    rows = [batch(*(x.float() for x in pairs(8, 6, seed=number))) for number in range(4)]
-    for number in range(3):
-        method(rows[number], step(number, epoch=number // 2))
-    save_tables(tmp_path, method)
-    ShardFiles(tmp_path).fill(fresh.row_tables())
-    fresh.load_replicated_state({key: value.clone() for key, value in method.replicated_state().items()})
-    one, other = (built(rows[3], step(3, epoch=1)) for built in (method, fresh))
-    assert torch.equal(one.image, other.image)
-    assert torch.equal(one.text, other.text)
-    assert torch.equal(one.loss, other.loss)
-    for key, value in method.replicated_state().items():
-        assert torch.equal(fresh.replicated_state()[key], value), key
-    for table, content in method.row_tables().items():
-        for key, value in content.tensors.items():
-            assert torch.equal(fresh.row_tables()[table].tensors[key], value), key

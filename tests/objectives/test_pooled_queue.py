@@ -102,18 +102,6 @@ def test_gradients_on_two_ranks(sizes: tuple[int, int, float, int]) -> None:
     check_gradients(2, sizes, 0.02, 1e-14, "robust")
 
 
-def test_the_first_step_is_that_of_the_batch() -> None:
-    image, text = (x.requires_grad_() for x in pairs(12, 5))
-    tau = torch.tensor(0.05, dtype=torch.float64)
-    temperature = {"initial": 0.05, "rule": "robust"}
-    method = objective("neuclip_queue", Communicator(), 5, eps=1e-300, temperature=temperature)
-    found = method(batch(image.detach(), text.detach()), step())
-    loss = tau * torch.stack([oracle.log_mean_exp(x) for x in oracle.logits(image, text, tau)]).mean(1).sum()
-    wanted = torch.autograd.grad(loss, (image, text))
-    assert relative_error(found.image, wanted[0]) < 1e-10
-    assert relative_error(found.text, wanted[1]) < 1e-10
-
-
 @pytest.mark.parametrize("sizes", [(3, 4, 5, 2, 6, 2, 7), (9, 2, 16, 3), (20, 7, 7, 7), (300, 3, 400)])
 @pytest.mark.parametrize("passes", [1, 2])
 def test_the_queue_holds_the_last_samples(sizes: tuple[int, ...], passes: int) -> None:

@@ -50,9 +50,6 @@ def small_engine(
     name: str, communicator: Communicator, optimizer: str = "adamw", frozen: int = 0
 ) -> tuple[Any, EngineMemory]:
     """An engine whose sizes two ranks divide, with so many frozen layers, and its account."""
-    from neuclip_ds.distributed.launch import join
-
-    join()
     net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
     net[:frozen].requires_grad_(False)
     ranks = communicator.world_size

@@ -13,6 +13,7 @@ from benchmarking.openclip_reference import REFERENCES
 from benchmarking.synthetic_profile import CONFIG, run_synthetic_profile
 from ranks import run_ranks
 from step_costs import count_model, step_work
+from test_step import MODEL
 
 from neuclip_ds.distributed.communicator import STEP, Communicator
 from neuclip_ds.objectives import build_objective
@@ -64,15 +65,7 @@ PREDICTED: dict[str, dict[str, float]] = {  # bytes received per step and rank
 QUICK = ("fastclip_v3", "neuclip", "openclip_reference")
 TREE: dict[str, Any] = {
     "run": {"profile_steps": STEPS},
-    "model": {
-        "vision": {
-            "name": "vit_tiny_patch16_224",
-            "image_size": 16,
-            "options": {"patch_size": 8, "embed_dim": 32, "depth": 1, "num_heads": 2},
-        },
-        "text": {"width": 32, "layers": 1, "heads": 2, "context_length": 8, "vocab_size": 300},
-        "embed_dim": DIM,
-    },
+    "model": {**merge(MODEL, {"vision": {"options": {"depth": 1}}}), "embed_dim": DIM},
     "objective": {"other_methods": {"npn": {"prototypes": 16, "inner_steps": UPDATES, "replicas": 1}}},
 }
 
@@ -85,9 +78,6 @@ def profiles(
     micro: int = ROWS,
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    from neuclip_ds.distributed.launch import join
-
-    join()
     for name, stage in combinations:
         own = {} if name in REFERENCES else {"method": name}
         tree = {**TREE, "objective": {**TREE["objective"], **own}, "deepspeed": f"zero{stage}_{precision}"}

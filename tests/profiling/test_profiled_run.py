@@ -18,8 +18,7 @@ def test_the_flag_is_ten_steps() -> None:
 
 @pytest.mark.slow
 def test_a_run_with_a_profile(shards: Path, tmp_path: Path) -> None:
-    done = train(tmp_path / "runs", shards, 14, "--profile", "--run.profile_steps=3", ranks=2)
-    assert done.returncode == 0, done.stderr
+    train(tmp_path / "runs", shards, 14, "--profile", "--run.profile_steps=3", ranks=2)
     folder = tmp_path / "runs" / "run" / "profile"
     found = json.loads((folder / "breakdown.json").read_text())
     assert (found["method"], found["steps"], found["world_size"]) == ("fastclip_v3", 3, 2)
@@ -31,8 +30,7 @@ def test_a_run_with_a_profile(shards: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_tool_compares_methods(tmp_path: Path) -> None:
     options = ["--methods", "openclip_reference", "openclip", "--world-sizes", "2", "--rows", "8", "--steps", "2"]
-    done = call("tools/profile_communication.py", *options, f"--out={tmp_path}", *SMALL)
-    assert done.returncode == 0, done.stderr
+    call("tools/profile_communication.py", *options, f"--out={tmp_path}", *SMALL)
     reference, ours = json.loads((tmp_path / "breakdowns.json").read_text())
     assert set(ours["seconds"]) == set(COLUMNS)
     gradients = reference["purposes"]["feature gradients"]["bytes_sent"]

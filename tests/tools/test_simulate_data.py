@@ -31,15 +31,6 @@ def test_shards_of_a_window_that_fits_are_fetched_once(nodes):
     assert flow.stalled == pytest.approx(0, abs=1e-6)
 
 
-def test_an_epoch_that_is_shorter_than_a_block():
-    """All blocks begin with an epoch: each node keeps every shard that it has had, and fetches those it has not."""
-    order, nodes, epochs = order_of(8, 10_000), 8, 3
-    flow = flow_of(order, SHARDS, nodes=nodes, epochs=epochs)
-    length = int(order.stream_lengths[0])
-    seen = set().union(*(order.shards_between(epoch, 0, 0, length) for epoch in range(epochs)))
-    assert flow.amplification == pytest.approx(len(seen) * nodes / (SHARDS * epochs))
-
-
 @pytest.mark.parametrize("huge", [False, True], ids=["lognormal", "a few are huge"])
 def test_a_cache_that_the_real_sizes_are_planned_for_fetches_nothing_twice(huge):
     random, number = np.random.default_rng(0), np.arange(1500)

@@ -64,8 +64,8 @@ QUICK = ("neuclip", "neuclip_queue", "amorlip", "openclip_reference")
 @pytest.mark.parametrize(
     ("method", "pieces"),
     [
-        ("neuclip", 1),
         *((name, 3) for name in QUICK),
+        pytest.param("neuclip", 1, marks=pytest.mark.slow),
         *(pytest.param(name, 3, marks=pytest.mark.slow) for name in (*METHODS, *REFERENCES) if name not in QUICK),
     ],
 )
@@ -77,7 +77,12 @@ def test_collectives_at_another_size(method: str, pieces: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "dtype", "share"), [(2, torch.float32, 0.55), (8, torch.bfloat16, 0.75), (64, torch.bfloat16, 0.75)]
+    ("ranks", "dtype", "share"),
+    [
+        (2, torch.float32, 0.55),
+        (8, torch.bfloat16, 0.75),
+        pytest.param(64, torch.bfloat16, 0.75, marks=pytest.mark.slow),
+    ],
 )
 def test_neuclip_as_published_sends_less_than_openclips_scheme(ranks: int, dtype: torch.dtype, share: float) -> None:
     """B = m = 4,096 and d = 512: each prototype is on both of two ranks, on four of eight, and on eight of 64."""

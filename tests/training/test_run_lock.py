@@ -2,36 +2,24 @@
 
 import json
 import os
-import signal
-import subprocess
-import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
-from small_runs import demo_shards, train
+from forks import fork, kill
+from servers import wait_for
+from small_runs import demo_shards, environment, train
 
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
 from neuclip_ds.training.run_lock import LOCK, locked
 
-HOLD = """
-import sys, time
-from pathlib import Path
-from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.training.run_lock import locked
-with locked(Path(sys.argv[1]), Communicator()):
-    print("held", flush=True)
-    time.sleep(600)
-"""
 
-
-def held_elsewhere(folder: Path) -> subprocess.Popen[str]:
-    """Start a process that holds a folder's lock."""
-    program = subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, text=True)
-    assert program.stdout is not None
-    assert program.stdout.readline() == "held\n"
-    return program
+def hold(folder: Path) -> None:
+    with locked(folder, Communicator()):
+        (folder / "held").touch()
+        time.sleep(600)
 
 
 @pytest.fixture(autouse=True)
@@ -42,15 +30,15 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_second_process_is_refused_until_the_first_dies(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    program = held_elsewhere(folder)
+    process = fork(hold, folder, variables=environment())
     try:
+        wait_for((folder / "held").exists)
         before = (folder / LOCK).read_bytes()
-        with pytest.raises(UserError, match=f"in use by process {program.pid} on {os.uname().nodename}"):
+        with pytest.raises(UserError, match=f"in use by process {process.pid} on {os.uname().nodename}"):
             locked(folder, Communicator()).__enter__()
         assert (folder / LOCK).read_bytes() == before
     finally:
-        os.kill(program.pid, signal.SIGKILL)
-        program.wait()
+        kill(process)
     with locked(folder, Communicator()):
         assert json.loads((folder / LOCK).read_text())["pid"] == os.getpid()
 
@@ -87,8 +75,7 @@ def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
     for name in ("tokenizer/vocab.json", "model/weights.bin", "config.yaml", "metrics.jsonl"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("mine")
-    refused = train(tmp_path / "runs", shards, 1)
-    assert refused.returncode == 2
+    refused = train(tmp_path / "runs", shards, 1, code=2)
     assert f"{folder} has files but is not the folder of a run" in refused.stderr
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert len(files) == 4 and all(path.read_text() == "mine" for path in files)

@@ -25,18 +25,18 @@ from neuclip_ds.section import merge
 from neuclip_ds.training.step import TrainStep
 
 ROWS, STEPS, LR = 16, 5, 1e-3
+MODEL: dict[str, Any] = {
+    "vision": {
+        "name": "vit_tiny_patch16_224",
+        "image_size": 16,
+        "options": {"patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2},
+    },
+    "text": {"width": 32, "layers": 1, "heads": 2, "context_length": 8, "vocab_size": 300},
+    "embed_dim": 16,
+}
 TREE: dict[str, Any] = {
     "data": {"batch_size": ROWS},
-    "model": {
-        "vision": {
-            "name": "vit_tiny_patch16_224",
-            "image_size": 16,
-            "options": {"patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2},
-        },
-        "text": {"width": 32, "layers": 1, "heads": 2, "context_length": 8, "vocab_size": 300},
-        "embed_dim": 16,
-    },
-    # a warm accumulator: from zero, AdaGrad's first step is a sign, which turns with the last bit of a small gradient
+    "model": MODEL,
     "objective": {
         "temperature": {"rho": 2.0},
         "other_methods": {"npn": {"prototypes": 24}},
@@ -98,9 +98,6 @@ def under_deepspeed(
 ) -> list[Any]:
     import deepspeed
 
-    from neuclip_ds.distributed.launch import join
-
-    join()
     results = []
     for name in engines:
         config = config_of(method, name, **options)

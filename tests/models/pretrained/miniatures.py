@@ -151,11 +151,6 @@ def save_open_clip(folder: Path, config: dict[str, Any] | None = None) -> Any:
     return model
 
 
-def no_training() -> Any:
-    """Stand for the training of a tokenizer where the model has its own."""
-    raise AssertionError("it has its own tokenizer")
-
-
 def flat_processor(folder: Path) -> None:
     """transformers 5 nests the image processor in processor_config.json; the published checkpoints have it apart."""
     nested = folder / "processor_config.json"
