@@ -94,8 +94,11 @@ class ClassAccumulator:
     """
 
     def __init__(self, classes: int, device: torch.device | str = "cpu") -> None:
-        self._sums = torch.zeros((4, classes), dtype=torch.float64, device=device)
-        self.top1, self.top5, self.support, self.predicted = self._sums.unbind()  # views
+        self._hold(torch.zeros((4, classes), dtype=torch.float64, device=device))
+
+    def _hold(self, sums: Tensor) -> None:
+        self._sums = sums
+        self.top1, self.top5, self.support, self.predicted = sums.unbind()  # views
 
     def add(self, scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Add a batch of (n, C) scores and (n,) int64 labels.
@@ -114,7 +117,7 @@ class ClassAccumulator:
 
     def all_reduce(self, communicator: Communicator) -> None:
         """Replace this rank's sums by the sums over all ranks."""
-        self._sums.copy_(communicator.all_reduce(self._sums, "evaluation"))
+        self._hold(communicator.all_reduce(self._sums, "evaluation"))
 
 
 class GroupAccumulator:
