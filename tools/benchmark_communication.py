@@ -32,7 +32,7 @@ from neuclip_ds.objectives.gather import Features
 
 Work = Callable[[Communicator], object]
 _UPDATES, _PROTOTYPES = 10, 4096
-_SUMS = 6 # sums of loss, temperature and norms
+_SUMS = 6  # sums of loss, temperature and norms
 
 
 def savings(image: Tensor, text: Tensor, world_size: int, tower: Tensor) -> dict[str, tuple[Work, Work]]:
