@@ -49,6 +49,7 @@ def peak_of_steps(query: MemoryQuery) -> int:
 
 
 B32 = ["models/vitb32", "--objective.method=openclip", "--deepspeed=zero1_bf16"]
+OTHER_STAGES = ("zero0_fp32", "zero1_fp32", "zero2_bf16", "zero3_bf16")
 
 
 @pytest.mark.parametrize(
@@ -57,6 +58,10 @@ B32 = ["models/vitb32", "--objective.method=openclip", "--deepspeed=zero1_bf16"]
         pytest.param([*B32, "--data.batch_size=1024"], marks=pytest.mark.slow),
         [*B32, "--data.batch_size=128"],  # gradients take more than activations
         pytest.param([*B32, "--data.batch_size=1024", "--data.micro_batch=64"], marks=pytest.mark.slow),
+        *(
+            pytest.param([*B32[:2], f"--deepspeed={file}", "--data.batch_size=1024"], marks=pytest.mark.slow)
+            for file in OTHER_STAGES
+        ),
         pytest.param(["vith14_tuneclip", "--model.activation_checkpointing=true"], marks=pytest.mark.slow),
         pytest.param(["vith14_openclip"], marks=pytest.mark.slow),
     ],
