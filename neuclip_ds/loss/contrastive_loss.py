@@ -304,7 +304,10 @@ class ContrastiveLoss(nn.Module):
     def _facts(self) -> dict[str, Any]:
         """Return the metadata of saved state."""
         built = {"dim": self._dim, "samples": self._samples}
-        for key, value in self._config.model_dump(mode="json", exclude={"chunk_size", "comm_dtype"}).items():
+        options = self._config.model_dump(
+            mode="json", exclude={"chunk_size": True, "comm_dtype": True, "npn": {"replicas": True}}
+        )
+        for key, value in options.items():
             built |= {f"{key}.{name}": x for name, x in value.items()} if isinstance(value, dict) else {key: value}
         return {"built_with": built, "calls": self._calls, "dtype": str(self._dtype).removeprefix("torch.")}
 

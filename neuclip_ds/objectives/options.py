@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
@@ -125,9 +124,9 @@ class NpnConfig(Section):
     objective: Literal["unified", "separate"] = "unified"
     """Objective that the network is fitted to: the loss itself, or (alpha - log(eps + g))^2 (ablation)."""
     replicas: int | None = Field(None, ge=1)
-    """Maximum number of ranks that hold and fit the same prototypes, by default 4, or the square root of the world size
-    if that is more; the largest divisor of the world size up to it is used. With more replicas, alpha_grad=full sends
-    less and each rank computes more."""
+    """Maximum number of ranks that hold and fit the same prototypes: by default 4, on 64 or more ranks 8. The largest
+    divisor of the world size up to it is used. With more replicas, alpha_grad=full sends less and each rank computes
+    more."""
     order: Literal["alternating", "joint"] = "alternating"
     """Update the network first and the encoders with its new prediction (Algorithm 1), or both from the old one
     (`joint`): the network then takes one AdamW step at the encoders' learning rate, without re-draws (Algorithm 3)."""
@@ -143,7 +142,7 @@ class NpnConfig(Section):
 
     def replicas_on(self, world_size: int) -> int:
         """Return the number of ranks with the same prototypes; only the full gradient has a use for more than one."""
-        most = self.replicas or max(4, math.isqrt(world_size))
+        most = self.replicas or (4 if world_size < 64 else 8)
         most = most if self.alpha_grad == "full" else 1
         return max(count for count in range(1, most + 1) if world_size % count == 0)
 

@@ -263,7 +263,9 @@ def test_saved_state_is_loaded(name: str, dtype: torch.dtype, tmp_path: Path) ->
 def test_the_state_of_another_loss_is_refused(saved: ContrastiveLoss, message: str) -> None:
     with pytest.raises(UserError, match=message):
         loss_of("neuclip").load_state_dict(saved.state_dict())
-    loss_of("openclip", chunk_size=7).load_state_dict(loss_of("openclip").state_dict())  # same results
+    replicas = {"npn": {**options("neuclip")["npn"], "replicas": 2}}
+    for name, same in (("openclip", {"chunk_size": 7}), ("neuclip", replicas)):  # same results
+        loss_of(name, **same).load_state_dict(loss_of(name).state_dict())
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

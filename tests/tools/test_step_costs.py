@@ -77,17 +77,20 @@ def test_collectives_at_another_size(method: str, pieces: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "dtype", "share"),
+    ("method", "ranks", "dtype", "share"),
     [
-        (2, torch.float32, 0.55),
-        (8, torch.bfloat16, 0.75),
-        pytest.param(64, torch.bfloat16, 0.75, marks=pytest.mark.slow),
+        ("neuclip", 2, torch.float32, 0.55),
+        ("neuclip", 8, torch.bfloat16, 0.75),
+        pytest.param("neuclip", 64, torch.bfloat16, 0.75, marks=pytest.mark.slow),
+        ("amorlip", 8, torch.bfloat16, 0.55),
     ],
 )
-def test_neuclip_as_published_sends_less_than_openclips_scheme(ranks: int, dtype: torch.dtype, share: float) -> None:
+def test_methods_as_published_send_less_than_openclips_scheme(
+    method: str, ranks: int, dtype: torch.dtype, share: float
+) -> None:
     """B = m = 4,096 and d = 512: each prototype is on both of two ranks, on four of eight, and on eight of 64."""
-    config, sent = parse(["dfn14m_neuclip"]).config, []
-    for name in ("openclip_reference", "neuclip"):
+    config, sent = parse([f"dfn14m_{method}"]).config, []
+    for name in ("openclip_reference", method):
         build = REFERENCES.get(name, build_objective)
         query = ObjectiveQuery(config, ranks, 4096 // ranks, 512, dtype, 1, build)
         sent.append(sum(call.times * ring_bytes(call.op, call.size, ranks) for call in objective_calls(query)))
