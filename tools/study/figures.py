@@ -48,8 +48,9 @@ def _gains(groups: Mapping[int, Any], color: Mapping[str, str]) -> plt.Figure:
             axes.errorbar(*zip(*points, strict=True), color=color[arm], label=arm, marker="o", capsize=2)
     axes.axhline(0, color="gray", linewidth=0.8)
     axes.set(xscale="log", xlabel="batch size B", ylabel="mean recall minus OpenCLIP, points")
-    axes.set_xticks(list(groups), [str(batch) for batch in groups], minor=False)
-    axes.legend(fontsize=8)
+    axes.minorticks_off()
+    axes.set_xticks(list(groups), [str(batch) for batch in groups])
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
 
 
