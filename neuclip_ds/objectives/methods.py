@@ -19,7 +19,7 @@ from neuclip_ds.errors import UserError
 Options = Mapping[str, Any]
 """Options below `objective.`, as a recipe nests them."""
 
-DEFAULT = "neuclip"
+DEFAULT = "openclip"  # it has no setting that a new data set would need to tune
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,7 +46,7 @@ def shared_bytes() -> int:
     for process in ("self", *children):
         for line in Path(f"/proc/{process}/maps").read_text().splitlines():
             if "/dev/shm/torch" in line:
-                span, *_, number, _, _ = line.split()
+                span, _, _, _, number, *_ = line.split()
                 start, stop = (int(edge, 16) for edge in span.split("-"))
                 found[int(number)] = stop - start
         for handle in Path(f"/proc/{process}/fd").iterdir():
