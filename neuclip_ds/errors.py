@@ -33,7 +33,7 @@ class TrainingDiverged(Exception):
 
 
 class RollBack(Exception):
-    """Ends the current steps of a loop, which then resumes from a checkpoint."""
+    """The training loop must return to `checkpoint` and continue from there."""
 
     def __init__(self, message: str, checkpoint: Path) -> None:
         super().__init__(message)

@@ -140,7 +140,7 @@ def load_saved(path: Path) -> Config:
 
 
 def _with_other_methods(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return the tree with those of its `other_methods` that the method reads, under its own sections."""
+    """Merge the sections of `other_methods` that the chosen method reads into `objective`; drop the others."""
     objective = tree.get("objective")
     if not isinstance(objective, dict) or _OTHER_METHODS not in objective:
         return tree

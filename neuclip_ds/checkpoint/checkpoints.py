@@ -230,7 +230,7 @@ class Checkpoints:
         self._communicator.on_rank_zero(make)
 
     def _complete(self, target: Path, meta: Mapping[str, Any], checksums: Mapping[str, Checksum]) -> None:
-        """Write meta.json, which makes it a checkpoint, give it its name, and delete the oldest."""
+        """Write meta.json and give the folder its final name; then delete the oldest checkpoints."""
         partial = _partial(target)
         with explain_failure(target):
             text = sealed({**meta, "files": dict(sorted(checksums.items()))})

@@ -92,7 +92,7 @@ def _check_weights(files: StateFiles, engine: Any, communicator: Communicator) -
 
 
 def _share(place: Placement, communicator: Communicator) -> Placement:
-    """Return the part that this rank writes: all of it, or its share of what all ranks hold."""
+    """Return the elements that this rank writes: all of its shard, or a share of elements that all ranks hold."""
     if not place.replicated:
         return place
     part = Partition.of(place.stop - place.start, communicator.rank, min(communicator.world_size, _WRITERS))

@@ -71,7 +71,7 @@ class Captions:
         return [text for found in self._of_sources(members) for text in found]
 
     def draw(self, members: Mapping[str, bytes], number: int) -> str | None:
-        """Return the caption that a random 64-bit number draws from a sample's captions, or None."""
+        """Choose one of a sample's captions by a random 64-bit number; return None if it has none."""
         found = self._of_sources(members)
         if self._weights is None:
             captions = [text for texts in found for text in texts]
@@ -105,7 +105,7 @@ def _parse(name: str) -> _Source:
 
 
 def _draw(weights: Sequence[float], number: int) -> int:
-    """Return the position that a random 64-bit number draws with these weights.
+    """Choose a position by a random 64-bit number, with probabilities in proportion to the weights.
 
     The draw uses the number's high bits, so that its remainder can still choose among captions.
     """

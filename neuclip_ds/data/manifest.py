@@ -106,7 +106,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> "Manifest":
-        """Return the manifest that `to_json` describes."""
+        """Rebuild a manifest from the result of `to_json`."""
         places = [Place(Path(part), group) for part, group in found.get("places", [])]
         samples = SampleParts(places, frozenset(found["members"])) if "members" in found else None
         return cls([Shard(*shard) for shard in found["shards"]], samples)

@@ -57,7 +57,7 @@ class MixtureOrder:
         return self.visits(epoch, step, rows)[1]
 
     def visits(self, epoch: int, step: int, rows: slice = slice(None)) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the epoch of its source that each sample of `batch` is visited in, and `batch`."""
+        """Return how many epochs of its source precede each sample of `batch`, and `batch`."""
         if not 0 <= step < self.steps_per_epoch:
             raise IndexError(f"step {step} is out of range for an epoch of {self.steps_per_epoch} steps")
         number = epoch * self.steps_per_epoch + step

@@ -149,7 +149,7 @@ class TarReader:
         return self._table(shard).key(row)
 
     def uid(self, index: int, key: str) -> tuple[int, int]:
-        """Return the uid under a key of a sample's JSON, one of `texts`, or that of its place; raise as `read` does."""
+        """Return the uid in a sample's JSON (one of `texts`) under a key, else `uid_of_place`; raise as `read` does."""
         shard, row = self._manifest.locate(index)
         found = uid_of(self.read(index, with_image=False).texts.get(JSON, b""), key)
         return found or uid_of_place(self._manifest.shards[shard].path, self._table(shard).place(row))
@@ -233,7 +233,7 @@ def read_at(fd: int, offset: int, size: int) -> bytes:
 
 
 def _fetch_ranges(ranges: Sequence[tuple[str, int, int]], timeout: float) -> list[bytes | None]:
-    """Fetch bytes start ... end - 1 of URLs, many at a time; None for those that have not come after `timeout` s."""
+    """Fetch bytes start ... end - 1 of URLs, many at a time; None for those that have not arrived after `timeout` s."""
     found: list[bytes | None] = [None] * len(ranges)
 
     def run() -> None:

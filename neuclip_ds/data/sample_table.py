@@ -58,7 +58,7 @@ class SampleTable(NamedTuple):
         return None if offset == _NO_OFFSET else Extent(offset, size)
 
     def place(self, row: int) -> NDArray[np.int64]:
-        """Return the (3, 2) extents of a sample's `MEMBERS`, which no other sample of the shard has."""
+        """Return the (3, 2) extents of a sample's `MEMBERS`; no two samples of a shard have the same ones."""
         return self.extents[row, : len(MEMBERS)]
 
     def has(self, member: str) -> NDArray[np.bool_]:
@@ -171,12 +171,12 @@ class SampleParts:
             return _table(file.read_row_group(group))
 
     def image_checksums(self) -> Iterator[NDArray[np.uint64]]:
-        """Yield numbers, by file, that equal images share: CRC-32 and size, where they are known."""
+        """Yield the known CRC-32 and size of each image as one number, file by file; equal images share it."""
         for crc32, sizes in self._columns(f"image{_CRC32}", "image_size"):
             yield ((sizes << np.uint64(32)) + crc32)[sizes > 0]
 
     def uids(self) -> Iterator[NDArray[np.uint64]]:
-        """Yield the (q, 2) words of the uids in the samples' JSON, by file, where they are known."""
+        """Yield the known uids in the samples' JSON as (q, 2) words, file by file."""
         for words in self._columns(*_UID):
             uids = np.stack(words, axis=1)
             yield uids[uids.any(axis=1)]

@@ -98,7 +98,7 @@ class WorkerPool:
         self._workers = []
 
     def _take(self, workers: list[_Worker], place: int, waited_for: str) -> Any:
-        """Return the next result of the worker at a place; replace the worker if it fails."""
+        """Return the next result of worker number `place`; replace the worker if it fails."""
         failures = 0
         while True:
             try:
@@ -141,7 +141,7 @@ class _Worker:
         threading.Thread(target=_receive, args=(receiver, self._results, device), daemon=True).start()
 
     def give(self, job: Any) -> None:
-        """Give it another job."""
+        """Send the worker another job."""
         self.due.append(job)
         self._jobs.put(job)
 
@@ -185,7 +185,7 @@ class _Worker:
         return result
 
     def stop(self) -> None:
-        """Kill it."""
+        """Kill the worker."""
         self._process.kill()
         self._process.join()  # else it stays a zombie
         self._jobs.cancel_join_thread()

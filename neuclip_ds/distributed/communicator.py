@@ -43,7 +43,7 @@ def ring_bytes(op: str, size: int, world_size: int) -> int:
 
 @dataclass
 class Traffic:
-    """What one purpose has cost this rank so far: bytes by `ring_bytes`, seconds that overlap no computation."""
+    """Cost of one purpose on this rank so far: bytes by `ring_bytes`, and seconds not overlapped by computation."""
 
     calls: int = 0
     bytes_sent: int = 0  # as many are received

@@ -1,4 +1,4 @@
-"""Messages between ranks: small objects that JSON holds, errors that end all ranks, and a shared counter."""
+"""Messages between ranks: small JSON objects, errors that end all ranks, and a shared counter."""
 
 import json
 import socket

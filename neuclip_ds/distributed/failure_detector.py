@@ -111,7 +111,7 @@ class FailureDetector:
         self._held.close()
 
     def _find_failure(self) -> Failure | None:
-        """Return the failure of this rank or the one before, or None; called repeatedly."""
+        """Return the failure of this rank or the previous one, or None; called repeatedly."""
         if self._before_ended and not self._store.check([f"left/{self._before}"]):
             return Failure(self._before, self._hosts[self._before], _DIED)
         error = self._error
@@ -125,7 +125,7 @@ class FailureDetector:
         return Failure(self._rank, self._host, text[:2000], code, is_message)
 
     def _watch_store(self) -> None:
-        """Report the end of the rank before and this rank's failure; end the process by the first failure of any."""
+        """Report the end of the previous rank and this rank's failure; end the process if any rank fails."""
         wait = 0.0
         try:
             while not self._store.check(["error"]):
@@ -150,7 +150,7 @@ class FailureDetector:
         self._end(failure, wait)
 
     def _watch_connection(self) -> None:
-        """Record the end of the rank before; end the process when the store has not answered for long."""
+        """Record the end of the previous rank; end the process when the store has not answered for long."""
         poll = select.poll()
         poll.register(self._connection, select.POLLIN)
         while not self._left.is_set():
@@ -224,7 +224,7 @@ class FailureDetector:
 
 
 def _connect(host: str, address: str, port: int) -> socket.socket:
-    """Return a connection to the rank before, which ends within 20 s when its node is lost."""
+    """Return a connection to the previous rank, which ends within 20 s when its node is lost."""
     try:
         connection = socket.create_connection((address, port), 60)
     except OSError as error:

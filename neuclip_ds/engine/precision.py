@@ -59,7 +59,7 @@ def fix_library_algorithms() -> None:
 
 @contextmanager
 def deterministic_algorithms(enabled: bool) -> Iterator[None]:
-    """Let torch use deterministic algorithms in the block, if `enabled`: equal inputs give equal bits, also on a GPU.
+    """Make torch use deterministic algorithms in the block, if `enabled`: equal inputs give equal bits, also on GPUs.
 
     Raises:
         UserError: the block called an operation without a deterministic algorithm.

@@ -1,4 +1,4 @@
-"""Where DeepSpeed's engine keeps weights: the one place that knows its private fields.
+"""Where DeepSpeed's engine keeps weights: the only module that reads its private fields.
 
 The fields are those of the DeepSpeed version that `engine/config.py` requires.
 """
@@ -43,11 +43,11 @@ class Placement(NamedTuple):
 
     @property
     def elements(self) -> slice:
-        """Their slice of the flattened master, and of tensors with its layout."""
+        """Slice of these elements in the flattened master, and in tensors with its layout."""
         return slice(self.offset, self.offset + self.stop - self.start)
 
     def within(self, tensor: Tensor) -> Tensor:
-        """(stop - start,) view of the master, or of a tensor of its layout."""
+        """(stop - start,) view of these elements in the master, or in a tensor with its layout."""
         return tensor.detach().view(-1)[self.elements]
 
 

@@ -79,7 +79,7 @@ class CaptionTokenizer:
 
     @property
     def pad_id(self) -> int | None:
-        """Id of the token that fills a row."""
+        """Id of the padding token."""
         return self.inner.pad_token_id
 
     @property

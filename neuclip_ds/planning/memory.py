@@ -124,7 +124,7 @@ class Towers(NamedTuple):
 
 
 def count_towers(query: MemoryQuery) -> Towers:
-    """Count parameters and activations on tensors without memory."""
+    """Count parameters and activations on the meta device, without allocating them."""
     model = query.build()
     parameters = Parameters.of(model)
     dtype = towers_dtype(load_engine_config(query.config, query.world_size))
@@ -247,7 +247,7 @@ def _inputs(query: MemoryQuery) -> int:
 
 
 def _similarities(query: MemoryQuery, itemsize: int) -> int:
-    """Return bytes kept between the two passes over the pairs, where they fit the budget, or of the blocks in work.
+    """Return bytes kept between the two passes over the pairs if they fit the budget, else bytes of a block.
 
     NeuCLIP's network takes its share between the passes: that of each anchor against a rank's prototypes, in both
     directions, with a block in work, or the rows of a group's anchors, of which there are nine copies. Local features,
@@ -277,7 +277,7 @@ class ObjectiveState(NamedTuple):
 
 
 def objective_state(query: MemoryQuery) -> ObjectiveState:
-    """Return the size of the objective's state, by building it without memory."""
+    """Return the size of the objective's state, which is built from fake tensors."""
     one_of_all = Communicator()
     one_of_all.world_size = query.world_size
     with FakeTensorMode():

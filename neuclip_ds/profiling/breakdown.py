@@ -46,7 +46,7 @@ def step_seconds(step: StepTrace) -> dict[str, float]:
 
 
 def rank_record(steps: Sequence[StepTrace]) -> Record:
-    """Return the JSON-like record of a rank's steps."""
+    """Return the times, phases and collectives of a rank's steps, as JSON can hold them."""
     return {
         "steps": [step_seconds(step) for step in steps],
         "phases": [step.phases for step in steps],

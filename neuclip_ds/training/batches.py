@@ -63,7 +63,7 @@ class DeviceBatches(Iterator["DeviceBatch"]):
         self.start(iter(()))
 
     def start(self, source: Iterator[RankBatch]) -> None:
-        """Continue with these batches."""
+        """Take all further batches from this iterator."""
         self._source = source
         self._prefetched: DeviceBatch | Exception | None = None
 

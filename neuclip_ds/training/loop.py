@@ -56,7 +56,7 @@ class RunContext(NamedTuple):
 
 @dataclass(frozen=True)
 class StepResult(StepOutcome):
-    """Result of a training step, and its place in the run."""
+    """Result of a training step, and its position in the run."""
 
     step: int  # number of steps done, this one included
     last: bool  # whether it is the run's last

@@ -215,7 +215,7 @@ class AmortizedNormalizer(Normalizer):
         return log_target
 
     def _fit_rows(self, batch: GatheredFeatures, features: Tensor, log_target: Tensor, log_total: Tensor) -> _FitRows:
-        """Return this rank's (2, local, d) rows with (2, local) log Z and log C, or those of all ranks."""
+        """Return the anchors to fit the nets to: those of all ranks if `fits_all_rows`, else this rank's."""
         ranks, size = self._communicator, len(batch.padded_index)
         if ranks.world_size == 1 or not fits_all_rows(self._config, self._dim, size, batch.comm_dtype):
             return _FitRows(features, log_target, log_total, batch.size, ranks)

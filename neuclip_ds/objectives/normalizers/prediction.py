@@ -90,7 +90,7 @@ class NetworkNormalizer(Normalizer):
     def _output(
         self, alpha: Tensor, log_target: Tensor, batch: GatheredFeatures, tau: Tensor, full: FullGradient
     ) -> NormalizerOutput:
-        """Eq. 12 for encoders and temperature: w_i = exp(-alpha_i), and the part of r_i grad alpha_i in `alpha_grad`.
+        """Return w_i = exp(-alpha_i) and the part of r_i grad alpha_i that `alpha_grad` selects (NeuCLIP eq. 12).
 
         `alpha` and `log_target`, log(eps + g_i), are (2, B).
         """

@@ -105,7 +105,7 @@ class WriteReport(Hook):
     """Write report.html at the end of a run, also if an earlier start failed to write it."""
 
     def after_run(self, loop: Loop) -> None:
-        """Write it on rank 0; the run is complete by now, so a failure is a warning."""
+        """Write the report on rank 0; the run is complete by now, so a failure only logs a warning."""
         if loop.context.communicator.rank > 0:
             return
         try:
