@@ -162,8 +162,9 @@ class GatheredFeatures:
 
     def rows_of(self, ranks: range) -> slice:
         """Return the slice of the B rows that belongs to consecutive ranks."""
-        edges = torch.tensor([ranks.start, ranks.stop]) * self._count
-        return slice(*(edges if self._host_rows is None else torch.searchsorted(self._host_rows, edges)).tolist())
+        edges = [ranks.start * self._count, ranks.stop * self._count]
+        rows = self._host_rows
+        return slice(*(edges if rows is None else torch.searchsorted(rows, torch.tensor(edges)).tolist()))
 
     def sum_local(self, rows: Tensor, ranks: range, purpose: str) -> Tensor:
         """Sum the partial rows that each of these ranks has for all their anchors; return this rank's (local, ...).

@@ -68,7 +68,7 @@ class FactoredSimilarities:
         """Return the gradient of L for weights W = exp(log_weight), (2, B)."""
         grid = self._grid
         log_factor = log_weight - math.log(self._divisor * grid.size) + self._log_factor
-        if not self._suffices or not bool((log_factor.abs() < 1.1 * self._limit).all()):
+        if not self._suffices or not float(log_factor.abs().max()) < 1.1 * self._limit:
             return self._general.gradient(log_weight)
         factor = log_factor.exp().div_(self._tau)  # (2, B)
         (buffer,) = grid.buffers(1)

@@ -221,7 +221,7 @@ def _optimizer(scalars: list[Parameter], name: str, context: Context) -> torch.o
         return Lion(scalars, lr=0.0, betas=betas)
     if name == "sgd":
         return torch.optim.SGD(scalars, lr=0.0, momentum=betas[0])
-    return torch.optim.Adam(scalars, lr=0.0, betas=betas, eps=eps)
+    return torch.optim.Adam(scalars, lr=0.0, betas=betas, eps=eps, fused=True)
 
 
 def trained_temperature(state: Mapping[str, Tensor]) -> Tensor | None:
