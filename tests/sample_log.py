@@ -22,7 +22,7 @@ class LogSamples(Hook):
         folder.mkdir(exist_ok=True)
 
         def drop() -> None:
-            for path in folder.glob("rank*.jsonl"):  # also of ranks that an earlier start had
+            for path in folder.glob("rank*.jsonl"):  # also of ranks that an earlier launch had
                 drop_from(path, loop.done + 1)
 
         communicator.on_rank_zero(drop)

@@ -236,7 +236,7 @@ class Checkpoints:
             text = sealed({**meta, "files": dict(sorted(checksums.items()))})
             write_files(partial, [BytesFile(META, text.encode())])
             sync_folders(partial)
-            _delete(target)  # the same step, saved by an earlier start of this run
+            _delete(target)  # the same step, saved by an earlier launch of this run
             partial.rename(target)
             sync(self._folder)
             best = self._find_best()

@@ -244,7 +244,7 @@ def _scan(paths: Sequence[str], options: ScanOptions, part: Path | None) -> Scan
 
 
 def _read(path: Path, tables: Path | None) -> list[Scan]:
-    """Return the scans of a group, without those whose sample tables are gone."""
+    """Return the scans of a group, without those whose sample tables no longer exist."""
     try:
         scans = [Scan(Shard(*shard), *others) for shard, *others in json.loads(path.read_bytes())]
     except ValueError:

@@ -170,7 +170,7 @@ class GlobalOrder:
         return np.maximum(begin, 0), np.minimum(begin + self.interleave.block, self.stream_lengths[stream])
 
     def _slot_of(self, layout: _Layout, position: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the number, in the permutation, of the shard that holds each position."""
+        """Return the place, in the permuted order, of the shard that holds each position."""
         return np.searchsorted(layout.positions, position, side="right") - 1
 
     def _layout_of(self, epoch: int) -> _Layout:

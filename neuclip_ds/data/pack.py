@@ -226,7 +226,7 @@ def _groups(table: PairTable, image: str, columns: Sequence[str]) -> Iterator[di
 
 
 def _captions(columns: Columns, rows: Collection[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Return the different captions of the rows of an image, by member."""
+    """Return the distinct captions of the rows of an image, by member."""
     found = {}
     for member, column in columns.captions.items():
         captions = [captions_of(row[column]) for row in rows]

@@ -23,7 +23,7 @@ _ROWS = 4096  # samples in a block
 
 
 def drop_near_duplicates(folders: Sequence[Path], column: str, threshold: float, uids: UidArray) -> UidArray:
-    """Return the ones of the n different `uids` to keep, in their order.
+    """Return those of the n distinct `uids` to keep, in their order.
 
     `column` has the values, and near-duplicates have at least the cosine `threshold`. The features take n d numbers of
     memory in their stored type. Raises UserError if a source holds no features, or cannot be read.

@@ -51,7 +51,7 @@ def select(
     within: Sequence[Path] = (),
     refine: Callable[[UidArray], UidArray] = lambda uids: uids,
 ) -> Selection:
-    """Write the sorted, different uids of the rows that a rule keeps, as `build-manifest --uids` reads them.
+    """Write the sorted, distinct uids of the rows that a rule keeps, as `build-manifest --uids` reads them.
 
     A rule with `top` needs 8 bytes of memory per row, and each uid that is kept takes 16. Sources are parquet files, or
     folders of them at any depth. `out` is a .npy file of pairs of 64-bit words (dtype `u8,u8`), and so are those of

@@ -28,7 +28,7 @@ class Average(NamedTuple):
 
 
 class Results:
-    """Scores of one model, which `model` identifies, in a folder; raises UserError if it has another model's scores.
+    """Scores of the model `model` in a folder; raises UserError if the folder has scores of another model.
 
     `metrics` holds the latest ones by task key, and `data` the identity of your own sets.
     """

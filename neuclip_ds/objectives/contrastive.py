@@ -104,7 +104,7 @@ class ContrastiveObjective(Objective):
         return super().begin_gather(index, valid) if self._normalizer.always_gathers else None
 
     def _in_epoch(self, step: Step) -> Step:
-        """Return the step with the epoch that the normalizer's schedules count."""
+        """Return the step, with its epoch counted in `epoch_steps` if that option is set."""
         length = self._config.epoch_steps
         return step if length is None else step._replace(epoch=step.number // length)
 

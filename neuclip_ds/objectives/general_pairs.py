@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class GeneralSimilarities:
-    """The form that takes any pair loss and temperatures.
+    """Similarities of a batch for any pair loss and temperatures.
 
     Each pair has one exponential for each of its anchors. Each anchor's sum is taken relative to its largest term, and
     a pair's weight is one exponential of a sum of logarithms, so that no significant term underflows or overflows. On

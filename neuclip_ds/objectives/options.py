@@ -221,7 +221,7 @@ class ObjectiveConfig(Section):
 
     @property
     def needs_epochs(self) -> bool:
-        """Whether the method has a schedule by epochs of the data, or by the length of the run."""
+        """Whether a schedule of the method depends on the number of steps in an epoch or in the run."""
         method = find_method(self.method)
         released = method.temperature == "individual" and self.reference == "released_code"
         by_epochs = "epoch_steps" in method.sections and self.epoch_steps is None

@@ -31,7 +31,7 @@ from neuclip_ds.objectives.pair_loss import PairLoss
 
 
 class FactoredSimilarities:
-    """The form for l(x) = x and one temperature: exp((s_ij - s_ii)/tau) = exp(s_ij/tau - c) exp(c - s_ii/tau).
+    """Similarities for l(x) = x and one temperature: exp((s_ij - s_ii)/tau) = exp(s_ij/tau - c) exp(c - s_ii/tau).
 
     The first factor is the same for both anchors of a pair and in both passes, so a pair costs one exponential.
     It must be representable: c lowers the largest possible exponent 1/tau to `_limit`. If significant terms would
@@ -86,7 +86,7 @@ class FactoredSimilarities:
 
     @cached_property
     def _general(self) -> GeneralSimilarities:
-        """The general form, which takes over for the rest of the batch."""
+        """The general similarities, which replace these for the rest of the batch."""
         self._kept.clear()
         return GeneralSimilarities(self._grid, self._pair_loss, self._tau)
 

@@ -42,7 +42,7 @@ def slices(start: int, stop: int, size: int) -> list[slice]:
 
 
 class Block(NamedTuple):
-    """Some of this rank's rows on one side against some columns of the other side."""
+    """A block of the similarities: some of this rank's rows on one side, some columns of the other side."""
 
     side: int  # IMAGE: rows are images and columns texts; TEXT: vice versa
     rows: slice  # among this rank's rows

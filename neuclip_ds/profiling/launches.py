@@ -50,7 +50,7 @@ class Event(NamedTuple):
 
 @dataclass
 class Launch:
-    """Collective of one rank."""
+    """A collective as one rank launched and executed it."""
 
     op: str
     elements: int  # size of the rank's input

@@ -38,7 +38,7 @@ _ITEM_SIZES = {
 
 @dataclass(frozen=True)
 class Collective:
-    """Collective of one rank."""
+    """A collective as one rank executed it."""
 
     purpose: str
     op: str  # as in `ring_bytes`
@@ -48,7 +48,7 @@ class Collective:
 
 
 class StepTrace(NamedTuple):
-    """Training step of one rank; times in seconds on the profiler's clock."""
+    """A training step as one rank executed it; times in seconds on the profiler's clock."""
 
     window: Interval
     computation: list[Interval]  # disjoint, within the window

@@ -50,7 +50,7 @@ class EventLog:
         level: int = logging.WARNING,
         shared: bool = False,
     ) -> None:
-        """Log a message at a level and record the event; rank 0 alone does so if the ranks share it."""
+        """Log a message and record the event; only rank 0 does so for a `shared` event, which all ranks report."""
         if shared and self._rank > 0:
             return
         log.log(level, "%s", message)

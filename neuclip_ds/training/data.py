@@ -214,6 +214,6 @@ def _iter_texts(
 
 
 def _evenly_spaced(n: int, count: int) -> np.ndarray:
-    """Return min(n, count) different numbers of 0 ... n - 1 in ascending order."""
+    """Return min(n, count) distinct numbers of 0 ... n - 1 in ascending order."""
     count = min(n, count)
     return np.arange(count) * n // max(count, 1)

@@ -30,7 +30,7 @@ class TrainingSet:
     """The shards of a run's sources.
 
     Attributes:
-        manifest: manifest of all sources in a row, without the held-out pairs.
+        manifest: manifest of all sources, concatenated, without the held-out pairs.
         sources: options of each source; empty for a single data set.
         parts: for each source, (n_shards,) number of used samples of each shard, 0 for shards of other sources.
     """
@@ -66,7 +66,7 @@ class TrainingSet:
         ]
 
     def interleaves(self, interleave: Interleave) -> list[Interleave]:
-        """Return how each source is interleaved: blocks as long as its share of the window."""
+        """Return the interleave of each source, whose block size is in proportion to its weight."""
         if not self.sources:
             return [interleave]
         weights = self.weights()

@@ -1,6 +1,6 @@
-"""The folder of a run. A start writes to it only after all checks have passed.
+"""The folder of a run. A launch writes to it only after all checks have passed.
 
-A start makes manifests, tokenizer and model description in a folder next to it, which is deleted if the start is
+A launch makes manifests, tokenizer and model description in a folder next to it, which is deleted if the launch is
 refused and moved in when all ranks are ready to train.
 """
 
@@ -38,7 +38,7 @@ def staging(config: Config, folder: Path, communicator: Communicator) -> Iterato
 
     def make() -> None:
         with explain_disk(folder):
-            shutil.rmtree(staged, ignore_errors=True)  # left by a start that was killed
+            shutil.rmtree(staged, ignore_errors=True)  # left by a launch that was killed
             staged.mkdir(parents=True)
             if (folder / MANIFESTS).is_dir():
                 shutil.copytree(folder / MANIFESTS, staged / MANIFESTS, copy_function=link_or_copy)
@@ -53,7 +53,7 @@ def staging(config: Config, folder: Path, communicator: Communicator) -> Iterato
 
 
 def take_in(staged: Path, folder: Path, config: Config) -> None:
-    """Move a start's new files to the run's folder; called on one rank."""
+    """Move a launch's new files to the run's folder; called on one rank."""
     with explain_disk(folder):
         folder.mkdir(exist_ok=True)
         for path in sorted(staged.iterdir()):
@@ -98,7 +98,7 @@ def link_or_copy(source: str, target: str) -> None:
 
 
 def record_environment(folder: Path, communicator: Communicator) -> None:
-    """Write FOLDER/environment.json; called on all ranks, at every start."""
+    """Write FOLDER/environment.json; called on all ranks, at every launch."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     device = gpu or f"CPU, {torch.get_num_threads()} threads per rank"
     nodes = communicator.gather_objects(f"{platform.node()} ({device})")

@@ -144,7 +144,7 @@ class Trainer(NamedTuple):
     recovery: Loop | None  # that comes first
 
     def is_complete(self) -> bool:
-        """Return whether an earlier start has trained and evaluated to the end."""
+        """Return whether an earlier launch has trained and evaluated to the end."""
         loop = self.loop
         return loop.context.communicator.on_rank_zero(
             lambda: read_complete(loop.context.folder) == loop.done == loop.total

@@ -35,7 +35,7 @@ def test_a_finished_run_stays_complete_whatever_fails_after_it(tmp_path: Path) -
     options = [*training(tmp_path, str(shards), 4), f"--data.val={tmp_path / 'val'}", "--run.evaluate_every=2"]
     folder = tmp_path / "run"
     (folder / "report.html").mkdir(parents=True)  # where a file is to be written
-    (folder / LOCK).touch()  # as of a start before
+    (folder / LOCK).touch()  # left by an earlier launch
     done = run(tmp_path, "train.py", *options, WANDB_BREAKS="1")
     assert done.returncode == 0, done.stderr
     assert json.loads((folder / "complete.json").read_text()) == {"step": 4}

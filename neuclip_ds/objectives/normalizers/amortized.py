@@ -223,7 +223,7 @@ class AmortizedNormalizer(Normalizer):
         return _FitRows(torch.stack([batch.image, batch.text]), values[:2], values[2:], batch.size, ranks.alone())
 
     def _draw(self, epoch: int, rows: _FitRows) -> None:
-        """Draw new nets, which except for their level depend on the epoch alone, and create a new Adam."""
+        """Draw new nets, which depend only on the epoch except for their level, and create a new Adam optimizer."""
         self._target.copy_(self._mlp.draw(epoch))
         if not self._released:
             gap = (rows.log_target - self._mlp(self._target, rows.features)).sum(dim=1)

@@ -74,7 +74,7 @@ class EvaluateModel(Hook):
             self._keep_if_best(loop, Best(loop.done, name, results[name]))
 
     def _recorded(self, loop: Loop) -> dict[str, float]:
-        """Return an earlier start's evaluation of this step, if any."""
+        """Return an earlier launch's evaluation of this step, if any."""
         if loop.done != self._began or loop.done == 0:
             return {}
 

@@ -79,7 +79,7 @@ class LossSpikeDetector:
 class StallDetector:
     """Detect steps that wait far longer than usual for this rank's loader.
 
-    The first step after a start is ignored: worker processes start and fill their queues in it.
+    The first step after a launch is ignored: worker processes start and fill their queues in it.
     """
 
     def __init__(self) -> None:

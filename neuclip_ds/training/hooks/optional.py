@@ -102,7 +102,7 @@ class WeightsAndBiases(Hook):
 
 
 class WriteReport(Hook):
-    """Write report.html at the end of a run, also if an earlier start failed to write it."""
+    """Write report.html at the end of a run, also if an earlier launch failed to write it."""
 
     def after_run(self, loop: Loop) -> None:
         """Write the report on rank 0; the run is complete by now, so a failure only logs a warning."""

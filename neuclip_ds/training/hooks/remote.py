@@ -51,7 +51,7 @@ class CopyRun(Hook):
 
     def start(self, loop: Loop) -> None:
         loop.checkpoints.in_use = lambda path: self._push is not None and path.name in self._names
-        self._seen = loop.checkpoints.changes - bool(loop.done)  # an earlier start may not have copied its last one
+        self._seen = loop.checkpoints.changes - bool(loop.done)  # an earlier launch may not have copied its last one
 
     def after_step(self, loop: Loop, result: StepResult) -> None:
         if self._push is not None and (self._push.poll() is not None or time.monotonic() > self._began + _STALLED):
