@@ -122,7 +122,8 @@ class DataConfig(Section):
     stall for a tenth of it."""
     captions: Annotated[list[str] | dict[str, Annotated[float, Field(gt=0)]], NoDecode] = Field(["txt"])
     """Sources of captions: txt or another member such as syn.txt, txt:lines (one per line), json:KEY (a string or a
-    list). Each visit draws one caption; {txt: 0.7, syn.txt: 0.3} draws its source with these probabilities."""
+    list). Each visit draws one caption; {"txt": 0.7, "syn.txt": 0.3} draws its source with these
+    probabilities."""
     decoder: Literal["simplejpeg", "pil"] = "simplejpeg"
     """Library that decodes JPEGs: simplejpeg is the fastest, pil gives open_clip's pixels."""
     cache_dir: Path | None = None

@@ -36,6 +36,7 @@ def test_without_a_recipe_it_is_the_demo_and_the_last_of_an_option_counts() -> N
     asked = parse(["--max_steps=3"])
     assert asked.command.recipe is None
     assert asked.config == parse(["demo", "--max_steps=9", "--max_steps=3"]).config
+    assert asked.config.run.evaluate_every == 100, "scores have curves, not single points"
 
 
 def test_forms_of_options() -> None:

@@ -81,6 +81,8 @@ def _scores(series: Mapping[str, Series], val: str | int) -> Iterator[str]:
     if "retrieval_pairs" in series:
         origin = "held out of data.train" if isinstance(val, int) else f"of {html.escape(val)}"
         yield f"<p>Recall is that among {series['retrieval_pairs'][1][-1]:,.0f} pairs {origin}.</p>"
+    elif val == "":
+        yield "<p>There is no recall: no pairs were held out (data.val is empty).</p>"
 
 
 def _plots(series: Mapping[str, Series]) -> Iterator[dict[str, Any]]:

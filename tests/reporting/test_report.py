@@ -80,7 +80,8 @@ def test_the_spikes_of_a_long_run_are_shown(tmp_path: Path) -> None:
     records = [json.dumps({"step": step, "loss": loss, "</script>": 1.0}) for step, loss in enumerate(losses)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(records) + "\n")
     (tmp_path / "config.yaml").write_text("objective:\n  method: neuclip\ndata:\n  val: ''\n")
-    (loss, _) = plots_of(write_report(tmp_path).read_text())
+    (loss, _) = plots_of(page := write_report(tmp_path).read_text())
+    assert "no pairs were held out" in page
     (curve,) = loss["curves"]
     assert len(curve["x"]) <= 1002 and (curve["x"][0], curve["x"][-1]) == (0, 12_344)
     assert dict(zip(curve["x"], curve["y"], strict=True)).items() >= {6_789: 50.0, 9_876: -3.0}.items()
