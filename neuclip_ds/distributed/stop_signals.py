@@ -1,7 +1,7 @@
 """Signals that stop a program: raised as `Interrupted`, or only noted while the program chooses when to stop.
 
-Python runs a signal's handler in the main thread, between two instructions. A rank that waits in a collective follows
-when that ends, or when another rank that has received a signal ends all.
+Python runs a signal's handler in the main thread, between two instructions. A rank that waits in a collective
+reacts when the collective ends, or when another rank that received a signal ends all ranks.
 """
 
 import os

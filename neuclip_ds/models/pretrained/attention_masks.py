@@ -28,7 +28,7 @@ def _static_mask(
     allow_is_bidirectional_skip: bool = False,
     **options: Any,
 ) -> Tensor | None:
-    """Call `sdpa_mask` without the padding of causal attention, for which `allow_is_causal_skip` is True."""
+    """Call `sdpa_mask`, but ignore padding in causal attention (where `allow_is_causal_skip` is True)."""
     if allow_is_causal_skip:
         attention_mask = None
     skip = allow_is_bidirectional_skip and attention_mask is None
