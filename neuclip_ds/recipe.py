@@ -239,8 +239,8 @@ def _shown(value: Any, text: Callable[[Any], str] = repr) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a hint to the closest known name, by the whole dotted name, else by its last part; or an empty string."""
-    names = sorted(known)
+    """Return a hint to the closest known name, else to the least nested one with this last part; or ""."""
+    names = sorted(known, key=lambda other: (other.count("."), other))
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
     if not close:
         last = name.lstrip("-").split(".")[-1]

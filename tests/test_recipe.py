@@ -95,6 +95,7 @@ def test_sections_for_other_methods_wait_for_theirs() -> None:
     [
         (["demo", "--data.bach-size=3"], "Unknown option --data.bach-size; did you mean --data.batch-size?"),
         (["demo", "--batch_size=3"], "did you mean --data.batch-size?"),
+        (["demo", "--lr=1e-3"], "did you mean --optimizer.lr?"),
         *(
             (["demo", f"--run.name={name}"], "run.name")
             for name in ("..", "../x", "/x", "a/b", "a\nb", "\x1b[1m", "a*", "")

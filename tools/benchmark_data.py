@@ -4,7 +4,7 @@ Parts: `raw` (bytes of samples, against webdataset and MosaicML streaming), `ord
 Contenders run in new processes and interleaved; results are medians. MosaicML streaming is omitted if it is not
 installed (`make peers`). tools/benchmark_streaming.py measures loaders.
 
-Example: python tools/benchmark_data.py '../shared/data/flickr8k/train' --parts raw --repeats 5
+Example: python tools/benchmark_data.py '/data/flickr8k/train' --parts raw --repeats 5
 """
 
 import argparse

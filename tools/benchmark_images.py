@@ -9,7 +9,7 @@ evaluation, twice with the same processes.
 The photographs are mosaics of a data set's images (`--data`), enlarged first, so that they have the detail, size and
 bytes of photographs. Without a data set, they are the demo's scenes with noise.
 
-Example: python tools/benchmark_images.py --data ../shared/data/flickr8k/train --repeats 5
+Example: python tools/benchmark_images.py --data /data/flickr8k/train --repeats 5
 """
 
 import argparse
@@ -316,7 +316,7 @@ def timed(work: Callable[[], Any]) -> tuple[float, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=Path("../shared/data/flickr8k/train"), help="images for mosaics")
+    parser.add_argument("--data", type=Path, default=Path("/data/flickr8k/train"), help="images for mosaics")
     parser.add_argument("--samples", type=int, default=2048, help="photographs, and samples of a measurement (2048)")
     parser.add_argument("--quality", type=int, default=95, help="of the JPEGs (95, as img2dataset's)")
     parser.add_argument("--batch", type=int, default=64, help="samples of a batch (64)")

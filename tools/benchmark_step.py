@@ -22,7 +22,7 @@ run, such as --data.decoder=pil or --objective.temperature.initial=0.01, are pas
 
 Examples:
     python tools/benchmark_step.py
-    python tools/benchmark_step.py --data ../shared/data/flickr8k/train random --repeats 5 --parts speed shares
+    python tools/benchmark_step.py --data /data/flickr8k/train random --repeats 5 --parts speed shares
     python tools/benchmark_step.py --data random --repeats 5 --objective.temperature.initial=0.01
     python tools/benchmark_step.py --parts throughput --recipe models/vitb16 --rows 256 --ranks 1 8 --precision bf16
     python tools/benchmark_step.py --recipe models/vitb16 --data random --rows 256 --ranks 1 --precision bf16 --compile

@@ -6,7 +6,7 @@ that is resumed in the middle. On disk the shards are dropped from the page cach
 with latency and limited bandwidth, and local copies of shards start empty; webdataset reads from it with curl.
 MosaicML streaming is omitted if it is not installed (`make peers`).
 
-Example: python tools/benchmark_streaming.py '../shared/data/flickr8k/train' --repeats 3 --out streaming.json
+Example: python tools/benchmark_streaming.py '/data/flickr8k/train' --repeats 3 --out streaming.json
 """
 
 import argparse

@@ -44,7 +44,7 @@ class MixtureOrder:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Number of steps in which as many samples are seen as all sources hold."""
+        """Number of steps of an epoch, which has as many samples as all sources together."""
         return max(1, self.n // self.batch_size)
 
     @property

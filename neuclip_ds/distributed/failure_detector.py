@@ -224,7 +224,7 @@ class FailureDetector:
 
 
 def _connect(host: str, address: str, port: int) -> socket.socket:
-    """Return a connection to the previous rank, which ends within 20 s when its node is lost."""
+    """Connect to the previous rank; the connection ends within 20 s if the node of that rank is lost."""
     try:
         connection = socket.create_connection((address, port), 60)
     except OSError as error:

@@ -35,7 +35,7 @@ INITIAL_LOGITS = LogitParameters(temperature=0.07, bias=-10.0)  # CLIP's and Sig
 
 
 class FromConfig(ModelSource):
-    """A model built from the config, with pretrained image weights or random ones; torch's seed draws the others."""
+    """A model built from the config, with pretrained or random image weights; random weights depend on torch's seed."""
 
     def __init__(self, config: ModelConfig, image: ImageWeights | None = None) -> None:
         self._image = image
