@@ -75,13 +75,6 @@ class RunConfig(Section):
             )
         return name
 
-    @field_validator("remote")
-    @classmethod
-    def _remote_outlives_the_run(cls, remote: str | None) -> str | None:
-        if remote is not None and remote.startswith("memory:"):
-            raise ValueError("memory:// ends with the process; name a store that outlives the run, such as s3://...")
-        return remote
-
 
 class SourceConfig(Section):
     """A source of a mixture."""

@@ -79,7 +79,7 @@ def test_a_spike_is_detected_once_and_a_loss_that_stays_up_becomes_the_level() -
     assert spike.deviation == pytest.approx(0.03, rel=0.3)
     losses = curve()
     losses[1000:1100:10] += 2.0
-    losses[1130] += 2.0  # twenty calm steps after the last one above
+    losses[1130] += 2.0  # after the hundred steps that belong to the first
     assert [step for step, _ in spikes_in(losses)] == [1001, 1131]
     losses = curve()
     losses[1000:] += 3.0

@@ -121,10 +121,6 @@ class OpenClipCheckpoint(ModelSource):
             raise UserError(
                 f"{CONFIG_FILE} in {self._where} has no model_cfg.embed_dim, the width of the joint space; add it."
             )
-        if "multimodal_cfg" in self._tree:
-            raise UserError(
-                f"{self._where} is a CoCa model with a caption decoder, which is not supported; use another model."
-            )
         self.embed_dim = int(self._tree["embed_dim"])
         self._tree.setdefault("vision_cfg", {})["timm_model_pretrained"] = False
         self.preprocessing = _preprocessing(self._tree["vision_cfg"], preprocess, self._where)

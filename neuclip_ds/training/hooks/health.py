@@ -29,8 +29,7 @@ _VALUES = {
     "lr": "learning rate",
 }
 _WINDOW, _MIN_LOSSES = 100, 50  # window of the loss's level in steps, and the fewest steps that define a level
-_BEGIN, _END = 10.0, 5.0  # deviations above the level
-_CALM = 20  # steps in a row below the end, after which a spike is over
+_DEVIATIONS = 10.0  # above the level, from which a loss is a spike
 _MIN_DEVIATION = 1e-3  # as a share of the level, for losses that hardly vary
 _USUAL, _MIN_STEPS = 50, 5  # window of the median time in steps, and the fewest steps that define it
 _STALL_SECONDS, _STALL_TIMES = 2.0, 5.0  # a wait is long above both this many seconds and this many usual steps
@@ -47,30 +46,25 @@ class LossSpikeDetector:
     """Detect spikes with robust statistics of the last steps, which a spike hardly moves.
 
     The level is the median of a window, the deviation 1.4826 times the median distance from it (the standard deviation,
-    if losses are normal). A spike begins above `level + 10 deviations`: practically never by chance if losses are
-    normal, once in 60,000 steps if their tails are exponential. It ends after 20 calm steps, or after
-    200 steps becomes the level.
+    if losses are normal). A spike is above `level + 10 deviations`: practically never by chance if losses are normal,
+    once in 60,000 steps if their tails are exponential. The next 100 steps belong to it; then a loss that has stayed up
+    is the level.
     """
 
     def __init__(self) -> None:
         self._losses: deque[float] = deque(maxlen=_WINDOW)
-        self._spike: Spike | None = None  # the current one
-        self._calm = self._age = 0  # steps in a row below its end, and in all since it began
+        self._left = 0  # steps that still belong to the last spike
 
     def update(self, loss: float) -> Spike | None:
         """Add a step's loss; return a spike that begins with this step, otherwise None."""
         found = None
-        if self._spike is not None:
-            level, deviation = self._spike
-            self._calm, self._age = self._calm + 1 if loss <= level + _END * deviation else 0, self._age + 1
-            if self._calm >= _CALM or self._age >= 2 * _WINDOW:
-                self._spike = None
+        if self._left:
+            self._left -= 1
         elif len(self._losses) >= _MIN_LOSSES:
             level = median(self._losses)
             deviation = max(1.4826 * median(abs(x - level) for x in self._losses), _MIN_DEVIATION * abs(level))
-            if loss > level + _BEGIN * deviation:
-                self._spike = found = Spike(level, deviation)
-                self._calm, self._age = 0, 1
+            if loss > level + _DEVIATIONS * deviation:
+                found, self._left = Spike(level, deviation), _WINDOW
         if math.isfinite(loss):
             self._losses.append(loss)
         return found
