@@ -123,7 +123,7 @@ class RequestWindow:
 
 
 class Prefetcher(SpawnProcess):
-    """A process that fetches shards ahead of training, in order of their first use; for the local rank 0.
+    """A process that fetches shards ahead of training, in order of their first use; run by local rank 0.
 
     A failed fetch is logged and left to the readers, which use the cache too. The process ends with the block, and with
     its parent even if that is killed. It is spawned: this process has threads, which break under fork.

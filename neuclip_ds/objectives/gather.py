@@ -156,7 +156,7 @@ class GatheredFeatures:
             )
 
     def gather(self, values: Tensor, purpose: str) -> Tensor:
-        """(c, local) values of this rank's valid rows -> (c, B) values of all ranks."""
+        """Gather (c, local) values of this rank's valid rows to (c, B) values of all ranks."""
         padded = self.expand(values.T)
         return self.compact_all(self._communicator.all_gather(padded, purpose)).T.contiguous()
 
@@ -176,15 +176,15 @@ class GatheredFeatures:
         return self.compact(self._communicator.reduce_scatter_among(ranks, padded, purpose))
 
     def compact_all(self, rows: Tensor) -> Tensor:
-        """(K b, ...) rows of all ranks' batches -> (B, ...) the valid ones."""
+        """Select the (B, ...) valid rows from the (K b, ...) rows of all ranks."""
         return rows if self._rows is None else rows.index_select(0, self._rows)
 
     def compact(self, rows: Tensor) -> Tensor:
-        """(b, ...) rows of this rank's batch -> (local, ...) the valid ones."""
+        """Select the (local, ...) valid rows from the (b, ...) rows of this rank's batch."""
         return rows if self._own_rows is None else rows.index_select(0, self._own_rows)
 
     def expand(self, rows: Tensor) -> Tensor:
-        """(local, ...) valid rows -> (b, ...) rows of this rank's batch, zeros where a row does not count."""
+        """Place (local, ...) valid rows in the (b, ...) rows of this rank's batch; the others become zero."""
         return self._spread(rows, self._own_rows, self._count)
 
     def _spread(self, rows: Tensor, places: Tensor | None, count: int) -> Tensor:

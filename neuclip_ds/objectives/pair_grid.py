@@ -51,8 +51,10 @@ class Block(NamedTuple):
 
     @property
     def local_anchors(self) -> list[tuple[int, slice]]:
-        """Side and slice of this rank's anchors: the rows, whose partners lie along dimension 1, and the columns if
-        they are local, whose partners lie along dimension 0."""
+        """Side and slice of this rank's anchors: the rows, and the columns if these are local.
+
+        Partners of row anchors lie along dimension 1, those of column anchors along dimension 0.
+        """
         return [(self.side, self.rows), *([(1 - self.side, self.local)] if self.local is not None else [])]
 
     def view(self, buffer: Tensor) -> Tensor:

@@ -112,7 +112,7 @@ class ShardFiles:
         return {name.removeprefix(prefix): self._file(0).get_tensor(f"{kind}/{name}/{_WHOLE}") for name in names}
 
     def read(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Read only rows [start, stop) of a tensor from disk, by default all."""
+        """Read rows [start, stop) of a tensor (by default all) from disk, and no others."""
         places = self._places.get(name, {}).get(kind, [])
         stop = max((last for _, last, _ in places), default=0) if stop is None else stop
         parts, filled = [], start

@@ -44,7 +44,7 @@ class AmortizationMlp:
         self.size = sum(self._sizes)
 
     def weights(self, flat: Tensor) -> Weights:
-        """(size,) vector -> its weights, sharing memory."""
+        """Return views of a (size,) vector as the weights."""
         parts = flat.split(self._sizes)
         return Weights(*(part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)))
 
@@ -67,7 +67,7 @@ class AmortizationMlp:
         self.weights(flat).out_bias.add_(by.view(2, 1, 1))
 
     def __call__(self, flat: Tensor, features: Tensor) -> Tensor:
-        """(2, rows, d) image and text features -> (2, rows) log lambda."""
+        """Return (2, rows) log lambda of (2, rows, d) image and text features."""
         w = self.weights(flat)
         x = torch.baddbmm(w.up_bias, features, w.up).relu_()
         x = layer_norm(x, x.shape[2:])
