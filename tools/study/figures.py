@@ -27,6 +27,7 @@ def draw(records: Mapping[str, Any], stage: str, folder: Path) -> list[Path]:
     arms = sorted({arm for rows in groups.values() for arm in rows})
     color = {arm: f"C{number}" for number, arm in enumerate(arms)}
     figures = {"gains": _gains(groups, color), "curves": _curves(groups[min(groups)], color)}
+    folder.mkdir(parents=True, exist_ok=True)
     files = [folder / f"{stage}_{name}.svg" for name in figures]
     for file, figure in zip(files, figures.values(), strict=True):
         figure.savefig(file, metadata={"Date": None}, bbox_inches="tight")
