@@ -57,23 +57,12 @@ def read_options(path: Path) -> Any:
     """Return the content of a file of options, YAML or (by its name) JSON; raise `UserError` if it cannot be read."""
     try:
         text = path.read_bytes()
-        return json.loads(text) if path.suffix == ".json" else yaml.load(text, _Loader)
+        return json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}.") from error
     except Exception as error:  # PyYAML's constructors raise errors of every kind
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"{path} is not valid YAML or JSON: {reason[:300]}.") from error
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML loader that refuses duplicate keys."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        if len(set(names)) < len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            raise ValueError(f"the key {twice} occurs twice in one section")
-        return super().construct_mapping(node, deep)
 
 
 def _leaves(tree: Any) -> Iterator[Any]:

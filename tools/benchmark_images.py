@@ -52,7 +52,8 @@ from neuclip_ds.models.tokenizer import CaptionTokenizer
 LONGER, SHORTER, TILE, CROP = 512, 384, 192, 224  # pixels
 SCALE = 0.9  # smallest share of the area that a crop keeps
 SHARDS, CONTEXT, VOCABULARY = 4, 77, 10_000
-WARM_UP = 2  # batches of each worker that are not timed
+QUALITY, SEED = 95, 0  # of the JPEGs, as img2dataset's; of all draws
+PREFETCH, WARM_UP = 2, 2  # batches that a worker prepares ahead; groups of these that are not timed
 
 
 class Setting(argparse.Namespace):
@@ -60,12 +61,9 @@ class Setting(argparse.Namespace):
 
     data: Path
     samples: int
-    quality: int
     batch: int
     workers: int
-    prefetch: int
     repeats: int
-    seed: int
     tars: list[str]
     tokenizer: str  # folder
     evaluation: str  # folder, of the photographs as an evaluation set
@@ -79,11 +77,11 @@ Contender = Callable[[Setting], Iterator[int]]  # yields the sizes of endless ba
 
 def write_photographs(setting: Setting, folder: Path) -> list[str]:
     """Write tars of photographs and captions; return their paths."""
-    draw, tiles, captions = random.Random(setting.seed), [], []
+    draw, tiles, captions = random.Random(SEED), [], []
     for sample in itertools.islice(samples_of(source(setting.data)), 4 * setting.samples):
         tiles.append(sample.image or b"")
         captions.append(next(iter(sample.texts.values())))
-    noise = np.random.default_rng(setting.seed)
+    noise = np.random.default_rng(SEED)
     grain = 0 if setting.data.is_dir() else 12  # the demo's scenes are flat
     for shard in range(SHARDS):
         with tarfile.open(folder / f"{shard:05d}.tar", "w") as archive:
@@ -91,7 +89,7 @@ def write_photographs(setting: Setting, folder: Path) -> list[str]:
                 pixels = np.asarray(mosaic(draw.choices(tiles, k=6), upright=draw.random() < 0.3))
                 grainy = (pixels + noise.normal(0, grain, pixels.shape)).clip(0, 255).astype(np.uint8)
                 out = io.BytesIO()
-                Image.fromarray(grainy).save(out, "JPEG", quality=setting.quality)
+                Image.fromarray(grainy).save(out, "JPEG", quality=QUALITY)
                 add(archive, f"{number:08d}.jpg", out.getvalue())
                 add(archive, f"{number:08d}.txt", draw.choice(captions))
     return resolve_shards(str(folder))
@@ -123,8 +121,8 @@ def add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
 
 def ours(setting: Setting, decoder: str = "simplejpeg") -> Iterator[int]:
     manifest = build_manifest(setting.tars)
-    order = GlobalOrder(manifest.starts, manifest.sizes, setting.batch, setting.seed)
-    options = LoaderOptions(setting.workers, setting.prefetch)
+    order = GlobalOrder(manifest.starts, manifest.sizes, setting.batch, SEED)
+    options = LoaderOptions(setting.workers, PREFETCH)
     transform, tokenizer = train_transform(CROP, SCALE, DECODERS[decoder]), our_tokenizer(setting)
     pairs = PairDataset(manifest, transform, tokenizer, order.seed)
     with closing(Loader(options, {"train": pairs})) as loader:
@@ -149,7 +147,7 @@ def webloader(setting: Setting) -> Iterator[int]:
         .map_tuple(transform, lambda caption: tokenizer([caption.decode()])[0])
         .batched(setting.batch)
     )
-    workers = {"num_workers": setting.workers, "prefetch_factor": setting.prefetch}
+    workers = {"num_workers": setting.workers, "prefetch_factor": PREFETCH}
     loader: Any = WebLoader(dataset, batch_size=None, **workers)
     return (len(images) for images, _ in loader)
 
@@ -168,7 +166,7 @@ def open_clip_pipeline(setting: Setting) -> Iterator[int]:
         batch_size=setting.batch,
         workers=setting.workers,
         world_size=1,
-        seed=setting.seed,
+        seed=SEED,
     )
     transform, tokenizer = open_clip_parts()
     found = loading.get_wds_dataset(options, transform, is_train=True, tokenizer=tokenizer)
@@ -193,7 +191,7 @@ CONTENDERS: dict[str, Contender] = {
 def rate(contender: Contender, setting: Setting) -> float:
     """Return samples/s after the warm-up, over as many samples as there are photographs."""
     sizes = contender(setting)
-    for _ in range(WARM_UP * setting.workers * setting.prefetch):  # also the batches that were made meanwhile
+    for _ in range(WARM_UP * setting.workers * PREFETCH):  # also the batches that were made meanwhile
         next(sizes)
     began, samples = time.perf_counter(), 0
     while samples < setting.samples:
@@ -220,12 +218,12 @@ def evaluation_set(setting: Setting) -> Passes:
         found = sharded_batches(open_shards(folder), prepare, Communicator(), setting.batch, loader)
         return sum(len(torch.stack(batch.rows)) for batch in found)
 
-    return two_passes(setting, Loader(LoaderOptions(setting.workers, setting.prefetch)), passed)
+    return two_passes(setting, Loader(LoaderOptions(setting.workers, PREFETCH)), passed)
 
 
 def evaluation_pairs(setting: Setting) -> Passes:
     """Load the photographs as validation pairs."""
-    manifest, options = build_manifest(setting.tars), LoaderOptions(setting.workers, setting.prefetch)
+    manifest, options = build_manifest(setting.tars), LoaderOptions(setting.workers, PREFETCH)
     transform = EvalTransform(CROP, decode=decode_simplejpeg)
     pairs = {"val": PairDataset(manifest, transform, our_tokenizer(setting))}
 
@@ -318,12 +316,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=Path("/data/flickr8k/train"), help="images for mosaics")
     parser.add_argument("--samples", type=int, default=2048, help="photographs, and samples of a measurement (2048)")
-    parser.add_argument("--quality", type=int, default=95, help="of the JPEGs (95, as img2dataset's)")
     parser.add_argument("--batch", type=int, default=64, help="samples of a batch (64)")
     parser.add_argument("--workers", type=int, default=1, help="loader processes (1)")
-    parser.add_argument("--prefetch", type=int, default=2, help="batches that each prepares ahead (2)")
     parser.add_argument("--repeats", type=int, default=3, help="turns (3)")
-    parser.add_argument("--seed", type=int, default=0)
     with exit_on_mistake():
         run(parser.parse_args(namespace=Setting()))
 

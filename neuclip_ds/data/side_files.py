@@ -7,7 +7,7 @@ whose status is "success" are counted. Requests are made many at a time, so that
 import json
 import random
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
@@ -42,9 +42,11 @@ def count_shards(sizes: Mapping[str, int | None]) -> Scans:
 
     `sizes` maps a shard's path to its bytes; a size of None is requested from the store.
     """
+    stores = {folder: _store(folder) for folder in {path.rpartition("/")[0] for path in sizes}}  # not one per thread
     failures: dict[str, str] = {}
 
-    def count(path: str, store: Any) -> Scan | None:
+    def count(path: str) -> Scan | None:
+        store = stores[path.rpartition("/")[0]]
         try:
             n, size = _samples(path.removesuffix(_TAR), store), sizes[path] or _size(path, store)
             if n * MIN_SAMPLE_BYTES > size:
@@ -54,15 +56,8 @@ def count_shards(sizes: Mapping[str, int | None]) -> Scans:
             return None
         return Scan(Shard(path, 0, n, size), n_images=n, n_captions=n)
 
-    return [scan for scan in _on_threads(count, sizes).values() if scan is not None], failures
-
-
-def _on_threads(work: Callable[[str, Any], Value], paths: Collection[str]) -> dict[str, Value]:
-    """Return the results of `work` for each path and the fsspec file system of its folder."""
-    folders = {path: path.rpartition("/")[0] for path in paths}
-    stores = {folder: _store(folder) for folder in set(folders.values())}  # otherwise each thread would create its own
     with ThreadPoolExecutor(_REQUESTS) as pool:
-        return dict(zip(paths, pool.map(lambda path: work(path, stores[folders[path]]), paths), strict=True))
+        return [scan for scan in pool.map(count, sizes) if scan is not None], failures
 
 
 def _store(folder: str) -> Any:

@@ -149,7 +149,7 @@ class ContrastiveLoss(nn.Module):
             RuntimeError: activation checkpointing includes the loss, which would learn from the batch again.
         """
         learns = self.training and torch.is_grad_enabled()
-        if learns and torch._C._current_graph_task_id() >= 0:  # within a backward pass
+        if learns and torch._C._current_graph_task_id() >= 0:  # in a backward pass, which no public function tells
             raise RuntimeError("A backward pass repeats the loss: keep it out of activation checkpointing.")
         inputs = (image_features, text_features)
         index, valid = (x.cpu() if isinstance(x, Tensor) else x for x in (index, valid))

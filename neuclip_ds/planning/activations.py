@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch._subclasses.fake_tensor import FakeTensorMode  # torch's docs explain it; no public name has it
+from torch.utils._python_dispatch import TorchDispatchMode  # as above
+from torch.utils._pytree import tree_leaves  # as above
 
 from neuclip_ds.models.towers import DualEncoder
 

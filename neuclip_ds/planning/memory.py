@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode  # torch's docs explain it; no public name has it
 
 from neuclip_ds.config import Config, TextConfig
 from neuclip_ds.distributed.communicator import Communicator

@@ -151,8 +151,6 @@ def test_generated(
         ("objective: {method: gcl, hinge: {margin: 1}}", "objective.hinge.margin is read by tuneclip only"),
         ("objective: {other_methods: {hnge: {}}}", "unknown key objective.other_methods.hnge; did you mean hinge?"),
         ("objective: {other_methods: {hinge: {margn: 1}}}", "unknown key hinge.margn"),
-        ("run: {seed: 1}\nrun: {seed: 2}", "the key run occurs twice"),
-        ("model: {vision: {options: {patch_size: 8, patch_size: 16}}}", "the key patch_size occurs twice"),
         ("run: &a\n  x: *a", "unknown key run.x"),
         ("run: " + "[" * 100_000, "not valid YAML"),
         ("run: {seed: " + "9" * 5000 + "}", "not valid YAML"),

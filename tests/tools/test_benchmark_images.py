@@ -13,7 +13,7 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> Setting:
     folder = tmp_path_factory.mktemp("benchmark")
     data = write_pairs(folder / "data", [12])
     (folder / "photographs").mkdir()
-    setting = Setting(data=data, samples=16, quality=80, batch=4, workers=1, prefetch=1, repeats=1, seed=0)
+    setting = Setting(data=data, samples=16, batch=4, workers=1, repeats=1)
     setting.tars = benchmark_images.write_photographs(setting, folder / "photographs")
     setting.evaluation = benchmark_images.link_evaluation_set(setting.tars, folder / "set")
     setting.tokenizer = str(folder / "tokenizer")
