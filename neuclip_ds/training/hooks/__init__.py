@@ -51,8 +51,10 @@ class Hook:
         """Called before `start` with the state in the checkpoint, if it has any of this hook."""
 
     def close(self, loop: Loop, error: BaseException | None) -> None:
-        """Release the resources of `start`. Always called, with the exception that ended the loop, if any; a `RollBack`
-        means that the run returns to its newest checkpoint."""
+        """Release the resources of `start`; always called, with the exception that ended the loop, if any.
+
+        A `RollBack` means that the run returns to its newest checkpoint.
+        """
 
     def after_run(self, loop: Loop) -> None:
         """Called when the run is complete, also if an earlier launch completed it.
