@@ -40,14 +40,13 @@ class Case(NamedTuple):
     passes: int  # micro-batches per step
     checkpointing: bool
     method: str
-    optimizer: str
 
     def config(self) -> Config:
         options = {
             "data": {"batch_size": self.ranks * self.micro * self.passes, "micro_batch": self.micro},
             "model": {"activation_checkpointing": self.checkpointing},
             "objective": {"method": self.method},
-            "optimizer": {"name": self.optimizer, "lr": 1e-5},
+            "optimizer": {"name": "adamw", "lr": 1e-5},
             "deepspeed": self.engine,
         }
         return validate(override(load_recipe(_MODELS[self.model]), options))
@@ -102,7 +101,6 @@ def main() -> None:
     parser.add_argument("--passes", type=int, nargs="+", default=[1], help="micro-batches a step and rank")
     parser.add_argument("--checkpointing", nargs="+", choices=["on", "off"], default=["off"])
     parser.add_argument("--method", default="fastclip_v3")
-    parser.add_argument("--optimizer", default="adamw")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--tflops", type=float, help="peak of the GPU in this precision, for the share that is reached")
     parser.add_argument("--parts", action="store_true", help="print the account's parts as well")
@@ -116,7 +114,7 @@ def main() -> None:
         asked.models, asked.engines, asked.ranks, asked.micro, asked.passes, [c == "on" for c in asked.checkpointing]
     )
     for values in cases:
-        case = Case(*values, method=asked.method, optimizer=asked.optimizer)
+        case = Case(*values, method=asked.method)
         try:
             figures = on_ranks(case.ranks, measure, case, asked.steps)
         except ProcessRaisedException as error:
