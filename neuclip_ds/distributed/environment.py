@@ -4,6 +4,7 @@ import os
 import re
 import socket
 from collections.abc import MutableMapping
+from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
 from typing import NamedTuple
@@ -80,9 +81,10 @@ def let_idle_threads_sleep(env: MutableMapping[str, str] = os.environ) -> None:
 
 
 def refuse_missing_gpus(torch_build: str) -> None:
-    """Raise `UserError` if DeepSpeed would train on the CPU by mistake, because torch cannot use the machine's GPUs.
+    """Raise `UserError` if DeepSpeed finds no GPU and would train on the CPU by mistake.
 
-    DS_ACCELERATOR=cpu chooses the CPU.
+    It does so if the machine has GPUs, or if `deepspeed --num_gpus N` started this process;
+    `--num_accelerators`, its other name, also means CPU ranks. DS_ACCELERATOR=cpu chooses the CPU.
 
     Args:
         torch_build: torch's version and the platform it was built for.
@@ -97,6 +99,15 @@ def refuse_missing_gpus(torch_build: str) -> None:
             "CUDA_VISIBLE_DEVICES; install a newer driver, or torch for an older CUDA: pip install 'torch<2.16' "
             "torchvision --index-url https://download.pytorch.org/whl/cu126. DS_ACCELERATOR=cpu trains on the CPU."
         )
+    for parent in psutil.Process().parents():
+        with suppress(psutil.Error):  # the process has ended
+            command = " ".join(parent.cmdline())
+            if wanted := re.search(r"[/ ](?:deepspeed|ds)(?:\.launcher\.runner)? .*--num_gpus[ =](\d+)", command):
+                raise UserError(
+                    f"--num_gpus {wanted[1]} asks for GPUs, but {socket.gethostname()} shows none: check nvidia-smi, "
+                    "CUDA_VISIBLE_DEVICES and that torch is built for them, or train on CPU cores with deepspeed "
+                    f"--num_accelerators {wanted[1]}."
+                )
 
 
 def use_interface_of(address: str) -> None:

@@ -21,6 +21,17 @@ from neuclip_ds.distributed.environment import (
 )
 from neuclip_ds.errors import UserError
 
+CHECK = """import neuclip_ds.distributed.environment as checked
+checked.find_gpus = list  # none, whatever machine this is
+checked.refuse_missing_gpus("torch")
+print("fine")
+"""
+# what the launcher is here: a program of that name, whose child's child is the rank
+LAUNCHER = f"""#!{sys.executable}
+import subprocess, sys
+subprocess.run(["sh", "-c", '"$0" -c "$1"; true', sys.executable, sys.argv[-1]])
+"""
+
 
 def test_no_launcher_is_one_rank() -> None:
     env: dict[str, str] = {}
@@ -62,6 +73,26 @@ def test_a_step_of_srun() -> None:
 def test_ranks_without_an_address() -> None:
     with pytest.raises(UserError, match="MASTER_ADDR"):
         complete_environment({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"})
+
+
+@pytest.mark.parametrize(
+    ("options", "accelerator", "refused"),
+    [
+        (["--num_gpus", "8"], None, True),
+        (["--num_gpus", "8"], "cpu", False),
+        (["--num_accelerators", "8"], None, False),
+    ],
+)
+def test_num_gpus_without_gpus_is_refused(
+    options: list[str], accelerator: str | None, refused: bool, tmp_path: Path
+) -> None:
+    launcher = tmp_path / "deepspeed"
+    launcher.write_text(LAUNCHER)
+    launcher.chmod(0o755)
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": accelerator or ""}
+    done = subprocess.run([launcher, *options, CHECK], env=variables, capture_output=True, text=True, timeout=60)
+    said = done.stdout + done.stderr
+    assert ("--num_gpus 8 asks for GPUs" in said and "--num_accelerators 8" in said) if refused else said == "fine\n"
 
 
 def test_idle_threads_of_cpu_runs_sleep_unless_the_user_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
