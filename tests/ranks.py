@@ -70,6 +70,7 @@ def _rank(rank: int, world_size: int, folder: str, work: Callable[..., Any], arg
     backend, gpus = "gloo", 0
     if os.environ["DS_ACCELERATOR"] == "cuda":
         backend, gpus = "cpu:gloo,cuda:gloo", torch.cuda.device_count()
+        os.environ["LOCAL_RANK"] = str(rank % gpus)  # ranks may share a GPU, and DeepSpeed reads its number here
         torch.cuda.set_device(rank % gpus)
     store = dist.FileStore(f"{folder}/store", world_size)
     if gpus < world_size:

@@ -9,7 +9,6 @@ Example: python tools/benchmark_loss.py --ranks 1 2 --batch 512 2048 --fast-clip
 
 import argparse
 import importlib.util
-import os
 import statistics
 from collections.abc import Callable
 from functools import partial
@@ -17,10 +16,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from benchmarking import in_turns, machine, on_ranks, random_features
+from benchmarking import connect, in_turns, machine, on_ranks, random_features
 from torch import Tensor
 
-from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.loss import ContrastiveLoss
 from neuclip_ds.objectives.options import NpnConfig
 
@@ -84,20 +82,17 @@ def our_loss(method: str, rows: int, dim: int, device: torch.device) -> Loss:
 
 def measure(rows: int, options: argparse.Namespace) -> dict[str, list[float]]:
     """Return one rank's seconds by loss."""
-    rank, on_gpu = int(os.environ["RANK"]), options.device == "cuda"
-    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if on_gpu else "gloo")
+    communicator = connect(options.device)
+    device = communicator.device
     losses: dict[str, Loss] = {PEER: open_clip_loss(device)}
     if options.fast_clip is not None:
         try:
             losses["fast_clip FastCLIPLoss"] = fast_clip_loss(options.fast_clip, rows, device)
         except (ImportError, OSError) as error:
-            if rank == 0:
+            if communicator.rank == 0:
                 print(f"fast_clip is skipped: {options.fast_clip} cannot be imported: {error}", flush=True)
     losses |= {f"ours, {method}": our_loss(method, rows, options.dim, device) for method in options.methods}
-    features = random_features(rows, options.dim, Communicator(device))
+    features = random_features(rows, options.dim, communicator)
     leaves = [features.image.requires_grad_(), features.text.requires_grad_()]
 
     def wait() -> None:
@@ -107,8 +102,6 @@ def measure(rows: int, options: argparse.Namespace) -> dict[str, list[float]]:
 
     def work(loss: Loss) -> None:
         loss(*leaves).backward()
-        if on_gpu:
-            torch.cuda.synchronize()
 
     works = {name: partial(work, loss) for name, loss in losses.items()}
     in_turns(works, 2 + NpnConfig().prototypes // (rows * dist.get_world_size()), wait)  # the NPN predicts once full
@@ -135,7 +128,7 @@ def main() -> None:
     parser.add_argument("--fast-clip", type=Path, help="a checkout of Optimization-AI/fast_clip")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     options = parser.parse_args()
-    print(f"{machine()}, float32, d = {options.dim}\n")
+    print(f"{machine(options.device)}, float32, d = {options.dim}\n")
     print("| ranks | b | loss | ms | ratio |\n|---|---|---|---|---|", flush=True)
     for world_size in options.ranks:
         for rows in options.batch:

@@ -8,6 +8,7 @@ With `--tau` and `--features` most pairs weigh so little that their exponentials
 Examples:
     python tools/benchmark_objective.py --ranks 1 2 --batch 512 2048 --repeats 20
     python tools/benchmark_objective.py --ranks 1 --batch 512 --tau 0.01 --features opposed
+    python tools/benchmark_objective.py --ranks 1 --batch 4096 32768 --device cuda --precision bf16
 """
 
 import argparse
@@ -16,8 +17,17 @@ import statistics
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from benchmarking import FEATURES, in_turns, machine, on_ranks, peer_loss, random_features, reset_peak, resident
+from benchmarking import (
+    FEATURES,
+    connect,
+    in_turns,
+    machine,
+    on_ranks,
+    peer_loss,
+    random_features,
+    reset_peak,
+    resident,
+)
 
 from neuclip_ds.config import Config
 from neuclip_ds.distributed.communicator import Communicator
@@ -30,19 +40,25 @@ HEADER = "| ranks | b | objective | ms | ratio | peak MB | ratio | kB received p
 
 def measure(rows: int, repeats: int, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Return one rank's measurements by objective: peak memory if repeats = 0, else seconds and bytes."""
-    dist.init_process_group("gloo")
-    communicator = Communicator()
+    communicator = connect(options.device)
     batch = rows * communicator.world_size
     dim, tau = options.dim, options.tau
     features = random_features(rows, dim, communicator, options.features)
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.precision]
     peer, loss = peer_loss(communicator)
-    leaves = [features.image.clone(), features.text.clone(), torch.tensor(1 / tau)]
+    leaves = [features.image.clone(), features.text.clone(), torch.tensor(1 / tau, device=options.device)]
     leaves = [leaf.requires_grad_() for leaf in leaves]
-    works: dict[str, Any] = {peer: lambda: torch.autograd.grad(loss(*leaves), leaves)}
-    counted = {method: Communicator() for method in options.methods}
+
+    def peer_step() -> object:
+        with torch.autocast(options.device, torch.bfloat16, enabled=dtype == torch.bfloat16):
+            value = loss(*leaves)
+        return torch.autograd.grad(value, leaves)
+
+    works: dict[str, Any] = {peer: peer_step}
+    counted = {method: Communicator(options.device) for method in options.methods}
     for method, of in counted.items():
         config = Config.model_validate({"objective": {"method": method, "temperature": {"initial": tau}}})
-        objective = build_objective(config, Context(dim, batch, of), torch.float32)
+        objective = build_objective(config, Context(dim, batch, of), dtype)
         works[method] = lambda objective=objective: objective(features, Step(0, 0, 1e-4, 1e-4))
     in_turns(works, 2 + NpnConfig().prototypes // batch, lambda: None)  # NPN predicts once its queue is full
     if not repeats:
@@ -50,7 +66,7 @@ def measure(rows: int, repeats: int, options: argparse.Namespace) -> dict[str, d
     for of in counted.values():
         of.traffic.clear()
     seconds = in_turns(works, repeats, communicator.barrier)
-    share = (communicator.world_size - 1) * rows * dim * 4
+    share = (communicator.world_size - 1) * rows * dim * dtype.itemsize
     received = {peer: {"features": 2 * share, "feature gradients": 2 * share}}  # ring algorithms
     for method, of in counted.items():
         received[method] = {name: traffic.bytes_sent // repeats for name, traffic in of.traffic.items()}
@@ -58,8 +74,13 @@ def measure(rows: int, repeats: int, options: argparse.Namespace) -> dict[str, d
 
 
 def peak_megabytes(work: Any, communicator: Communicator) -> float:
-    """Return the peak resident memory of some work, minus the memory at its start."""
+    """Return the peak memory of some work, minus the memory at its start: allocated on the GPU, or resident."""
     communicator.barrier()
+    if communicator.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        allocated = torch.cuda.memory_allocated()
+        work()
+        return (torch.cuda.max_memory_allocated() - allocated) / 1e6
     reset_peak()
     before = resident("VmRSS")
     work()
@@ -94,9 +115,12 @@ def main() -> None:
     parser.add_argument("--tau", type=float, default=0.07, help="temperature (default 0.07)")
     parser.add_argument("--features", choices=FEATURES, default="random", help="of what kind (default random)")
     parser.add_argument("--methods", nargs="+", default=[*METHODS], help="of ours (default all)")
+    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="bf16 is autocast in the peer")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="one GPU per rank (default cpu)")
     parser.add_argument("--repeats", type=int, default=20, help="timed steps, in turns (default 20)")
     arguments = parser.parse_args()
-    print(f"{machine()}, float32, d = {arguments.dim}, tau = {arguments.tau}, features: {arguments.features}\n")
+    print(f"{machine(arguments.device)}, {arguments.precision}, d = {arguments.dim}, tau = {arguments.tau}", end="")
+    print(f", features: {arguments.features}\n")
     print(f"{HEADER}\n{'|---' * 8}|")
     for world_size in arguments.ranks:
         for rows in arguments.batch:

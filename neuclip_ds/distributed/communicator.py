@@ -233,7 +233,8 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """
     if device.type == "cuda" and tensor.device.type == "cpu" and tensor.nbytes > _STAGED:
         tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+    # torch would not wait for a copy to the host either, so that the host could read it too early
+    return tensor.to(device, non_blocking=device.type == "cuda")
 
 
 class HostCopy:

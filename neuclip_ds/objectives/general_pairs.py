@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, cached_property
 from typing import Any, NamedTuple
 
@@ -17,6 +17,8 @@ from neuclip_ds.objectives.pair_grid import Block, PairGradient, PairGrid
 from neuclip_ds.objectives.pair_loss import PairLoss
 
 log = logging.getLogger(__name__)
+
+Buffers = Sequence[Tensor | None]  # for results of operations; None for new tensors, which torch.compile omits
 
 
 class GeneralSimilarities:
@@ -106,9 +108,11 @@ class GeneralSimilarities:
         diagonal = None if self._grid.fuses or block.local is None else block.rows.start - block.local.start
         return BlockAnchors(*self._grid.of_anchors(numbers, block), block.local is not None, diagonal, self._divides)
 
-    def _views(self, block: Block, count: int) -> list[Tensor]:
-        """Return buffers in the shape of a block, which all blocks of a pass share; none if operations are fused."""
-        if not self._buffers and not self._grid.fuses:
+    def _views(self, block: Block, count: int) -> Buffers:
+        """Return buffers in the shape of a block, which all blocks of a pass share, or None if operations are fused."""
+        if self._grid.fuses:
+            return [None] * count
+        if not self._buffers:
             self._buffers.extend(self._grid.buffers(count))
         return [block.view(buffer) for buffer in self._buffers]
 
@@ -125,7 +129,7 @@ class BlockAnchors(NamedTuple):
     diagonal: int | None  # offset of the positives; None if there are none or sample numbers are compared
     divided: bool  # whether similarities are divided already
 
-    def exponents(self, similarity: Tensor, scale: Tensor, out: Tensor) -> Tensor:
+    def exponents(self, similarity: Tensor, scale: Tensor, out: Tensor | None) -> Tensor:
         """Return similarities divided by tau^(1/power), in `out`, or unchanged if they are divided already."""
         return similarity if self.divided else torch.div(similarity, scale, out=out)
 
@@ -138,12 +142,12 @@ class BlockAnchors(NamedTuple):
         return x
 
 
-def _log_sums(pair_loss: PairLoss, similarity: Tensor, block: BlockAnchors, buffers: list[Tensor]) -> list[Tensor]:
+def _log_sums(pair_loss: PairLoss, similarity: Tensor, block: BlockAnchors, buffers: Buffers) -> list[Tensor]:
     """Return logsumexp of the exponents over the negatives of a block's local anchors: its rows, then its columns.
 
-    `buffers` are overwritten: one tensor in the shape of the block, or none.
+    `buffers` are overwritten: one tensor in the shape of the block, or None.
     """
-    (out,) = buffers or [torch.empty_like(similarity)]
+    (out,) = buffers
     found = []
     for dim, anchors in ((1, block.rows), (0, block.columns))[: 1 + block.all_local]:
         _, scale, origin = anchors
@@ -153,19 +157,20 @@ def _log_sums(pair_loss: PairLoss, similarity: Tensor, block: BlockAnchors, buff
 
 
 def _weights(
-    pair_loss: PairLoss, similarity: Tensor, block: BlockAnchors, buffers: list[Tensor], with_products: bool
+    pair_loss: PairLoss, similarity: Tensor, block: BlockAnchors, buffers: Buffers, with_products: bool
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """Return the derivative with respect to a block's similarities, and sums over its local anchors' negatives.
 
     These are sums of weights and, if `with_products`, of weights x similarities. `buffers` are overwritten:
-    three tensors, or none.
+    three tensors, or three times None.
     """
-    *parts, other = buffers or [torch.empty_like(similarity) for _ in range(3)]
-    pulls, products = [], []
-    for place, (dim, anchors) in enumerate(((1, block.rows), (0, block.columns))):
+    *outs, other = buffers
+    parts, pulls, products = [], [], []
+    for (dim, anchors), out in zip(((1, block.rows), (0, block.columns)), outs, strict=True):
         _, scale, origin, log_factor = anchors
-        y = block.exponents(similarity, scale, parts[place])
-        part = parts[place] = block.negatives(pair_loss.weight(y, origin, log_factor, parts[place], other), 0.0)
+        y = block.exponents(similarity, scale, out)
+        part = block.negatives(pair_loss.weight(y, origin, log_factor, out, other), 0.0)
+        parts.append(part)
         if dim or block.all_local:
             pulls.append(part.sum(dim))
             if with_products:

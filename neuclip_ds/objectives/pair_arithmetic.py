@@ -41,10 +41,10 @@ def bounded_exp_(x: Tensor) -> Tensor:
     return exp_(x.clamp_(min=lowest_exponent(x.dtype)))
 
 
-def log_sum_exp(x: Tensor, dim: int, out: Tensor) -> Tensor:
+def log_sum_exp(x: Tensor, dim: int, out: Tensor | None) -> Tensor:
     """Return log of the sum of exp along a dimension, finfo.min where all x are -inf.
 
-    `out`, which may be x, is overwritten with the terms relative to the largest.
+    `out`, which may be x or None, is overwritten with the terms relative to the largest.
     """
     largest = x.amax(dim, keepdim=True).clamp_(min=torch.finfo(x.dtype).min)
     return bounded_exp_(torch.sub(x, largest, out=out)).sum(dim).log_().add_(largest.squeeze(dim))

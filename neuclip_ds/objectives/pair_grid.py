@@ -16,24 +16,18 @@ from neuclip_ds.objectives.pair_arithmetic import pair_products, products_exact_
 IMAGE, TEXT = 0, 1
 
 _CPU_BLOCK = 1 << 20  # bytes per thread, so that the block stays in the core's cache after the matmul
-# bytes; 4096 x 4096 float32 keep a GPU busy for longer than the host takes to launch a few fused kernels
-_FUSED_BLOCK = 1 << 26
-_LEAST_GPU_BLOCK = 1 << 24  # bytes that keep a GPU busy for longer than the launch of one kernel
+# bytes; smaller blocks take the host longer to launch than the GPU to compute: on an H200, a step of 16,384 pairs takes
+# 17 ms with these blocks, not compiled, and 71 ms with 16 MiB, although these fit into its L2 cache
+_GPU_BLOCK = 1 << 27
 # B^2/K from which compiling saves more than 1 ms per step, as estimated for an H100 (docs/reference/performance.md)
-_FUSED_PAIRS = 1 << 25
+FUSED_PAIRS = 1 << 25
 KEPT_BYTES = 1_024_000_000
 """Bytes per rank for keeping similarities between the two passes; if they need more, they are recomputed."""
 
 
 def block_bytes(device_type: str) -> int:
     """Return the size of the largest block of similarities on a device, whatever the batch."""
-    return _CPU_BLOCK * torch.get_num_threads() if device_type == "cpu" else _FUSED_BLOCK
-
-
-def _cached_block_bytes(device: torch.device) -> int:
-    """Return a size such that a GPU's L2 cache holds three blocks: 16 MiB on an H100."""
-    third = torch.cuda.get_device_properties(device).L2_cache_size // 3
-    return min(max(1 << third.bit_length() - 1, _LEAST_GPU_BLOCK), _FUSED_BLOCK)
+    return _CPU_BLOCK * torch.get_num_threads() if device_type == "cpu" else _GPU_BLOCK
 
 
 def slices(start: int, stop: int, size: int) -> list[slice]:
@@ -97,9 +91,8 @@ class PairGrid:
         itemsize = batch.image.element_size()
         self.keeps = self._count * (2 * self.size - self._count) * itemsize <= budget
         device = batch.image.device
-        self.fuses = device.type == "cuda" and self._count * self.size >= _FUSED_PAIRS
-        at_once = block_bytes(device.type) if self.fuses or device.type == "cpu" else _cached_block_bytes(device)
-        elements = at_once // itemsize
+        self.fuses = device.type == "cuda" and self._count * self.size >= FUSED_PAIRS
+        elements = block_bytes(device.type) // itemsize
         square = 1 << (elements.bit_length() - 1) // 2  # columns of a block with at least as many rows
         if self.fuses:
             square *= 2  # code compiled for a square block would work for square blocks only
@@ -157,6 +150,7 @@ class PairGrid:
                 if block.local is not None:
                     rows = self._own[block.side][block.rows]
                     grads[1 - block.side][block.local].addmm_(grad_similarity.T, rows)
+            del grad_similarity  # makes room for the next block
         return grads[IMAGE], grads[TEXT]
 
     def weighted_sum(self, grads: tuple[Tensor, Tensor]) -> Tensor:

@@ -32,20 +32,21 @@ class PairLoss:
         """Return the constant that `exponent` omits from an anchor's l/tau; `origin` is (2, rows)."""
         return -origin
 
-    def exponent(self, y: Tensor, origin: Tensor, out: Tensor) -> Tensor:
+    def exponent(self, y: Tensor, origin: Tensor, out: Tensor | None) -> Tensor:
         """Return l/tau without the anchor's constant (see `offset`), in `out` or as y itself.
 
         Args:
             y: (rows, columns) similarities of a block, divided by tau^(1/power).
             origin: the anchors' s_ii - margin, divided in the same way, (rows, 1) or (1, columns).
-            out: (rows, columns) buffer to overwrite, which may be y.
+            out: (rows, columns) buffer to overwrite, which may be y; None for a new tensor.
         """
         return y
 
-    def weight(self, y: Tensor, origin: Tensor, log_factor: Tensor, out: Tensor, spare: Tensor) -> Tensor:
+    def weight(self, y: Tensor, origin: Tensor, log_factor: Tensor, out: Tensor | None, spare: Tensor | None) -> Tensor:
         """Return the (rows, columns) exp(l/tau + log_factor) times l'/power at y - origin.
 
-        Arguments are those of `exponent`, the anchors' log_factor, and `spare`, a second buffer, which must not be y.
+        Arguments are those of `exponent`, the anchors' log_factor, and `spare`, a second buffer or None,
+        which must not be y.
         """
         return bounded_exp_(torch.add(y, log_factor - origin, out=out))
 
@@ -66,9 +67,9 @@ class Hinge(PairLoss):
     def offset(self, origin: Tensor) -> Tensor:
         return torch.zeros_like(origin)
 
-    def exponent(self, y: Tensor, origin: Tensor, out: Tensor) -> Tensor:
+    def exponent(self, y: Tensor, origin: Tensor, out: Tensor | None) -> Tensor:
         return torch.sub(y, origin, out=out).clamp_(min=0).square_()
 
-    def weight(self, y: Tensor, origin: Tensor, log_factor: Tensor, out: Tensor, spare: Tensor) -> Tensor:
+    def weight(self, y: Tensor, origin: Tensor, log_factor: Tensor, out: Tensor | None, spare: Tensor | None) -> Tensor:
         above = torch.sub(y, origin, out=spare).clamp_(min=0)
         return bounded_exp_(torch.square(above, out=out).add_(log_factor)).mul_(above)

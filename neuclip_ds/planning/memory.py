@@ -26,14 +26,15 @@ from neuclip_ds.models.towers import DualEncoder
 from neuclip_ds.models.trained_parts import Parameters
 from neuclip_ds.objectives import build_objective, find_method
 from neuclip_ds.objectives.base import Context
-from neuclip_ds.objectives.pair_grid import KEPT_BYTES, block_bytes
+from neuclip_ds.objectives.pair_grid import FUSED_PAIRS, KEPT_BYTES, block_bytes
 from neuclip_ds.planning.activations import Activations, count_activations
 from neuclip_ds.state.sample_store import MAX_DEVICE_BYTES
 
 _MOMENTS = {"adamw": 2, "lamb": 2, "lion": 1, "sgd": 1}
 _USABLE = 0.9  # fraction of a GPU's memory; the rest is for CUDA's context, NCCL's buffers and fragmentation
 _ALL_REDUCED = 500_000_000  # elements that DeepSpeed copies together and reduces at once where it has no buckets
-_BLOCK_COPIES = 4  # copies of a block of similarities that exist at once, where pairs are visited twice
+_BLOCK_COPIES = 3  # tensors of a block's size in work, besides similarities that are kept or computed again
+_COMPILED_COPIES = 2  # the same, where torch.compile fuses a block's operations
 _NPN_BLOCK = 2**26  # elements that NeuCLIP's network works on at once
 
 
@@ -247,26 +248,34 @@ def _inputs(query: MemoryQuery) -> int:
 
 
 def _similarities(query: MemoryQuery, itemsize: int) -> int:
-    """Return bytes kept between the two passes over the pairs if they fit the budget, else bytes of a block.
+    """Return bytes of similarities at their peak, less those of the sent form of gathered features, free by then.
 
+    These are kept between the two passes over the pairs if they fit the budget, and blocks are in work in the second.
     NeuCLIP's network takes its share between the passes: that of each anchor against a rank's prototypes, in both
-    directions, with a block in work, or the rows of a group's anchors, of which there are nine copies. Local features,
-    their gradients and the sent form of the gathered features are free then.
+    directions, with a block in work, or the rows of a group's anchors, of which there are nine copies. Local features
+    and their gradients are free then, too.
     """
     objective, batch = query.config.objective, query.config.data.batch_size
     rows, method = batch // query.world_size, find_method(objective.method)
-    kept = 4 * rows * (2 * batch - rows) if method.normalizer is not None else 0
+    dim = query.source.embed_dim
+    sent = 2 * dim * itemsize * batch
     block = min(block_bytes(query.device), 4 * rows * min(batch, objective.chunk_size or batch))
-    pairs = kept if 0 < kept <= KEPT_BYTES else (_BLOCK_COPIES if kept else 1) * block
+    kept, copies = 0, _BLOCK_COPIES
+    if method.normalizer is not None:  # pairs are visited twice
+        kept = 4 * rows * (2 * batch - rows)
+        copies = _COMPILED_COPIES if query.device == "cuda" and rows * batch >= FUSED_PAIRS else _BLOCK_COPIES
+        if kept > KEPT_BYTES:
+            kept, copies = 0, copies + 1  # the similarities of a block
+    in_work = kept + copies * block
+    pairs = max(0, in_work - (sent if itemsize < 4 else 0))
     if "npn" not in method.sections or objective.npn.network == "mlp":
         return pairs
-    replicas, dim = objective.npn.replicas_on(query.world_size), query.source.embed_dim
+    replicas = objective.npn.replicas_on(query.world_size)
     share = batch * -(-objective.npn.prototypes * replicas // query.world_size)
-    in_work = 8 * min(share, _NPN_BLOCK if query.device == "cuda" else 0)
+    at_once = 8 * min(share, _NPN_BLOCK if query.device == "cuda" else 0)
     if objective.npn.alpha_grad == "full" and query.world_size > 1:
-        in_work = max(in_work, 9 * 4 * batch // replicas * dim)
-    network = 8 * share + in_work - 2 * dim * (8 * rows + itemsize * batch)
-    return pairs + max(0, network) if kept and pairs == kept else max(pairs, network)
+        at_once = max(at_once, 9 * 4 * batch // replicas * dim)
+    return max(pairs, kept + 8 * share + at_once - 2 * dim * 8 * rows - sent)
 
 
 class ObjectiveState(NamedTuple):

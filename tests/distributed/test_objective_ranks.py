@@ -48,8 +48,8 @@ def train(communicator: Communicator, chunk: int, variants: Variants = VARIANTS)
         built = objective(method, communicator, DIM, **options)
         steps = []
         for number in range(STEPS):
-            rows = [part[mine].to(communicator.device) for part in global_batch(number)]
-            features = batch(*rows)
+            image, text, index, valid = (part[mine] for part in global_batch(number))
+            features = batch(image.to(communicator.device), text.to(communicator.device), index, valid)
             if number % 2:  # as they come from the towers, in pieces of their own
                 gather = built.begin_gather(features.index, features.valid)
                 for piece in features.text.split(share // 2):
@@ -93,7 +93,13 @@ def check_ranks(ranks: list[dict[str, Any]], variants: Variants = VARIANTS) -> N
             wanted = one[name]["steps"][number]
             for part in (0, 1):
                 whole = torch.cat([rank[part] for rank in found])
-                torch.testing.assert_close(whole, wanted[part], rtol=1e-9, atol=1e-12, msg=f"{name} step {number}")
+                torch.testing.assert_close(
+                    whole,
+                    wanted[part],
+                    rtol=1e-9,
+                    atol=1e-12,
+                    msg=lambda m, name=name, number=number: f"{name} step {number}: {m}",
+                )
             assert len({rank[3] for rank in found}) == 1, "the ranks' temperatures are the same bits"
             assert found[0][3] == pytest.approx(wanted[3], rel=1e-12)
             torch.testing.assert_close(found[0][2], wanted[2], rtol=1e-10, atol=0)

@@ -22,7 +22,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, TypeVar
 from unittest.mock import patch
 from weakref import WeakSet
@@ -131,8 +130,9 @@ class FakeGpu(TorchDispatchMode):
         if _is_cuda(source) == _is_cuda(result):
             return
         non_blocking = kwargs.get("non_blocking", op is _ATEN.copy_ and len(args) > 2 and args[2])
-        if _is_cuda(source):  # only into memory that is there: a new tensor would be read before it is filled
-            waits = op is not _ATEN.copy_
+        if _is_cuda(source):
+            assert op is _ATEN.copy_ or not non_blocking, "the host may read a new tensor before it is filled"
+            waits = False
         else:
             waits = source.nbytes > _STAGED and source.untyped_storage() not in self._pinned
         if waits or not non_blocking:
@@ -298,8 +298,6 @@ def fake_cuda(integer: int = 1) -> Iterator[FakeGpu]:
         for name in ("Stream", "current_stream", "default_stream"):
             stack.enter_context(patch.object(torch.cuda, name, lambda device=None: stream))
         stack.enter_context(patch.object(torch.cuda, "stream", nullcontext))
-        cache = SimpleNamespace(L2_cache_size=50 << 20)  # of an H100
-        stack.enter_context(patch.object(torch.cuda, "get_device_properties", lambda device: cache))
         stack.enter_context(patch.object(torch.cuda, "synchronize", gpu.wait))
         stack.enter_context(patch.object(torch.cuda, "manual_seed", lambda seed: None))
         stack.enter_context(patch.object(torch.nn.functional, _ATTENTION.__name__, _attention))

@@ -85,3 +85,6 @@ def test_only_large_tensors_of_the_host_are_pinned() -> None:
         assert to_device(large, torch.device("cpu")) is large
         there = torch.zeros(ROWS, device=DEVICE)
         assert to_device(there, DEVICE) is there
+        gpu.syncs.clear()
+        to_device(there, torch.device("cpu"))
+        assert gpu.syncs.total() == 1, "the host does not read a copy before it has arrived"

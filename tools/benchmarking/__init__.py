@@ -52,6 +52,14 @@ def _run_rank(rank: int, ranks: int, port: int, folder: str, work: Callable[...,
         dist.destroy_process_group()
 
 
+def connect(device: str) -> Communicator:
+    """Join the ranks of `on_ranks`, by gloo on the CPU or by NCCL with one GPU for each rank."""
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    return Communicator(device)
+
+
 def alone(work: Callable[..., Any], *arguments: Any) -> Any:
     """Run `work(*arguments)` in a new process with the environment of the first call; return its result."""
     context = multiprocessing.get_context("forkserver")
@@ -67,13 +75,19 @@ def _prepare() -> None:
 
 
 def in_turns(works: Mapping[str, Callable[[], object]], turns: int, wait: Callable[[], None]) -> dict[str, list[float]]:
-    """Run works interleaved; return the seconds of each in every turn. `wait` is called before each."""
+    """Run works interleaved; return the seconds of each in every turn. `wait` is called before each.
+
+    A work ends when the GPU, if one is in use, has finished.
+    """
+    finish = torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
     seconds: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(turns):
         for name, work in works.items():
             wait()
+            finish()
             began = time.perf_counter()
             work()
+            finish()
             seconds[name].append(time.perf_counter() - began)
     return seconds
 
@@ -86,8 +100,9 @@ def sync(path: Path, forget: bool = False) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def machine() -> str:
-    return f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
+def machine(device: str = "cpu") -> str:
+    gpu = f"{torch.cuda.get_device_name()}, " if device == "cuda" else ""
+    return f"{gpu}{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
 
 
 def resident(field: str) -> int:
@@ -120,11 +135,12 @@ def random_features(rows: int, dim: int, communicator: Communicator, kind: str =
 
 
 def random_pair(config: Config, rows: int) -> tuple[Tensor, Tensor]:
-    """Return (b, 3, H, W) float32 pixels and (b, T) ids of noise."""
+    """Return (b, 3, H, W) float32 pixels and (b, T) ids of noise, in pinned memory if there is a GPU."""
     size, text = config.model.vision.image_size, config.model.text
     tokens = torch.randint(2, text.vocab_size, (rows, text.context_length))
     tokens[:, 0], tokens[:, -1] = 0, EOS
-    return torch.randn(rows, 3, size, size), tokens
+    pixels = torch.randn(rows, 3, size, size)
+    return (pixels.pin_memory(), tokens.pin_memory()) if torch.cuda.is_available() else (pixels, tokens)
 
 
 def initial_logit_scale(config: Config) -> float:
