@@ -8,7 +8,7 @@ Example: python tools/benchmark_loss.py --ranks 1 2 --batch 512 2048 --fast-clip
 """
 
 import argparse
-import importlib.util
+import runpy
 import statistics
 from collections.abc import Callable
 from functools import partial
@@ -16,37 +16,27 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from benchmarking import connect, in_turns, machine, on_ranks, random_features
+from benchmarking import PEER, clip_loss, connect, in_turns, machine, on_ranks, random_features
 from torch import Tensor
 
+from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.loss import ContrastiveLoss
 from neuclip_ds.objectives.options import NpnConfig
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-PEER = "open_clip ClipLoss"
 
 
-def open_clip_loss(device: torch.device) -> Loss:
-    """Return ClipLoss in the form that open_clip recommends: local loss, features gathered with gradient."""
-    from open_clip.loss import ClipLoss
-
-    loss = ClipLoss(True, True, cache_labels=True, rank=dist.get_rank(), world_size=dist.get_world_size())
-    log_scale = torch.tensor(1 / 0.07, device=device).log().requires_grad_()
+def open_clip_loss(communicator: Communicator) -> Loss:
+    loss, log_scale = clip_loss(communicator), torch.tensor(1 / 0.07, device=communicator.device).log().requires_grad_()
     return lambda image, text: loss(image, text, log_scale.exp())
 
 
 def fast_clip_loss(folder: Path, rows: int, device: torch.device) -> Loss:
-    """Return FastCLIP-v3's loss from a fast_clip checkout, called as in its training loop.
-
-    Raises:
-        ImportError, OSError: the folder has no such loss.
-    """
-    spec = importlib.util.spec_from_file_location("fast_clip_loss", folder / "src" / "fast_clip" / "loss.py")
-    if spec is None or spec.loader is None:
-        raise ImportError("no module can be loaded from it")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    loss = module.FastCLIPLoss(rows * dist.get_world_size(), 0.2, gamma_decay_epochs=1, rho=6.5, device=device)
+    """Return FastCLIP-v3's loss from a fast_clip checkout, called as in its training loop."""
+    path = folder / "src" / "fast_clip" / "loss.py"
+    loss = runpy.run_path(str(path))["FastCLIPLoss"](
+        rows * dist.get_world_size(), 0.2, gamma_decay_epochs=1, rho=6.5, device=device
+    )
     loss.adjust_hyperparams(1)
     log_scale = torch.tensor(1 / 0.07, device=device).log().requires_grad_()
     offset = dist.get_rank() * rows
@@ -84,13 +74,9 @@ def measure(rows: int, options: argparse.Namespace) -> dict[str, list[float]]:
     """Return one rank's seconds by loss."""
     communicator = connect(options.device)
     device = communicator.device
-    losses: dict[str, Loss] = {PEER: open_clip_loss(device)}
+    losses: dict[str, Loss] = {PEER: open_clip_loss(communicator)}
     if options.fast_clip is not None:
-        try:
-            losses["fast_clip FastCLIPLoss"] = fast_clip_loss(options.fast_clip, rows, device)
-        except (ImportError, OSError) as error:
-            if communicator.rank == 0:
-                print(f"fast_clip is skipped: {options.fast_clip} cannot be imported: {error}", flush=True)
+        losses["fast_clip FastCLIPLoss"] = fast_clip_loss(options.fast_clip, rows, device)
     losses |= {f"ours, {method}": our_loss(method, rows, options.dim, device) for method in options.methods}
     features = random_features(rows, options.dim, communicator)
     leaves = [features.image.requires_grad_(), features.text.requires_grad_()]

@@ -1,7 +1,7 @@
 """For developers of neuclip_ds: measure an objective step (features in, gradients out) against OpenCLIP's loss.
 
-The peer is OpenCLIP's recommended form, written out with autograd: local loss, features gathered with gradient. If
-open_clip_torch is installed, its own `ClipLoss` is used. Both run interleaved in the same processes.
+The peer is open_clip's `ClipLoss` in its recommended form: local loss, features gathered with gradient. Both run
+interleaved in the same processes.
 
 With `--tau` and `--features` most pairs weigh so little that their exponentials would be subnormal numbers.
 
@@ -17,17 +17,7 @@ import statistics
 from typing import Any
 
 import torch
-from benchmarking import (
-    FEATURES,
-    connect,
-    in_turns,
-    machine,
-    on_ranks,
-    peer_loss,
-    random_features,
-    reset_peak,
-    resident,
-)
+from benchmarking import FEATURES, PEER, clip_loss, connect, in_turns, machine, on_ranks, peak_bytes, random_features
 
 from neuclip_ds.config import Config
 from neuclip_ds.distributed.communicator import Communicator
@@ -45,7 +35,7 @@ def measure(rows: int, repeats: int, options: argparse.Namespace) -> dict[str, d
     dim, tau = options.dim, options.tau
     features = random_features(rows, dim, communicator, options.features)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.precision]
-    peer, loss = peer_loss(communicator)
+    loss = clip_loss(communicator)
     leaves = [features.image.clone(), features.text.clone(), torch.tensor(1 / tau, device=options.device)]
     leaves = [leaf.requires_grad_() for leaf in leaves]
 
@@ -54,7 +44,7 @@ def measure(rows: int, repeats: int, options: argparse.Namespace) -> dict[str, d
             value = loss(*leaves)
         return torch.autograd.grad(value, leaves)
 
-    works: dict[str, Any] = {peer: peer_step}
+    works: dict[str, Any] = {PEER: peer_step}
     counted = {method: Communicator(options.device) for method in options.methods}
     for method, of in counted.items():
         config = Config.model_validate({"objective": {"method": method, "temperature": {"initial": tau}}})
@@ -62,29 +52,15 @@ def measure(rows: int, repeats: int, options: argparse.Namespace) -> dict[str, d
         works[method] = lambda objective=objective: objective(features, Step(0, 0, 1e-4, 1e-4))
     in_turns(works, 2 + NpnConfig().prototypes // batch, lambda: None)  # NPN predicts once its queue is full
     if not repeats:
-        return {name: {"megabytes": peak_megabytes(work, communicator)} for name, work in works.items()}
+        return {name: {"megabytes": peak_bytes(work, communicator) / 1e6} for name, work in works.items()}
     for of in counted.values():
         of.traffic.clear()
     seconds = in_turns(works, repeats, communicator.barrier)
     share = (communicator.world_size - 1) * rows * dim * dtype.itemsize
-    received = {peer: {"features": 2 * share, "feature gradients": 2 * share}}  # ring algorithms
+    received = {PEER: {"features": 2 * share, "feature gradients": 2 * share}}  # ring algorithms
     for method, of in counted.items():
         received[method] = {name: traffic.bytes_sent // repeats for name, traffic in of.traffic.items()}
     return {name: {"seconds": seconds[name], "bytes": received[name]} for name in works}
-
-
-def peak_megabytes(work: Any, communicator: Communicator) -> float:
-    """Return the peak memory of some work, minus the memory at its start: allocated on the GPU, or resident."""
-    communicator.barrier()
-    if communicator.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        allocated = torch.cuda.memory_allocated()
-        work()
-        return (torch.cuda.max_memory_allocated() - allocated) / 1e6
-    reset_peak()
-    before = resident("VmRSS")
-    work()
-    return (resident("VmHWM") - before) / 1e6
 
 
 def compare(world_size: int, rows: int, options: argparse.Namespace) -> list[str]:
@@ -94,15 +70,14 @@ def compare(world_size: int, rows: int, options: argparse.Namespace) -> list[str
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
     weighed = on_ranks(world_size, measure, rows, 0, options)
     del os.environ["MALLOC_MMAP_THRESHOLD_"]
-    peer = next(iter(timed[0]))
     seconds = {key: max(statistics.median(rank[key]["seconds"]) for rank in timed) for key in timed[0]}
     memory = {key: max(rank[key]["megabytes"] for rank in weighed) for key in timed[0]}
     lines = []
     for key in seconds:
         traffic = ", ".join(f"{name} {count / 1e3:,.1f}" for name, count in timed[0][key]["bytes"].items())
         lines.append(
-            f"| {world_size} | {rows} | {key} | {seconds[key] * 1e3:.1f} | {seconds[key] / seconds[peer]:.2f} "
-            f"| {memory[key]:.1f} | {memory[key] / memory[peer]:.2f} | {traffic if world_size > 1 else '-'} |"
+            f"| {world_size} | {rows} | {key} | {seconds[key] * 1e3:.1f} | {seconds[key] / seconds[PEER]:.2f} "
+            f"| {memory[key]:.1f} | {memory[key] / memory[PEER]:.2f} | {traffic if world_size > 1 else '-'} |"
         )
     return lines
 

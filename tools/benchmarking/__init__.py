@@ -12,7 +12,6 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,12 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from benchmarking.openclip_reference import openclip_loss
 from neuclip_ds.config import Config
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.objectives.gather import Features
 
 FEATURES = ("random", "matched", "collapsed", "opposed")  # opposed: collapsed onto two opposite directions
+PEER = "open_clip ClipLoss"  # the loss of `clip_loss` in tables
 EOS = 1  # EOS id of tokenizers that this project trains, and of random tokens
 
 
@@ -115,6 +114,20 @@ def reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
+def peak_bytes(work: Callable[[], object], communicator: Communicator) -> int:
+    """Return the peak memory of some work, minus the memory at its start: allocated on the GPU, or resident."""
+    communicator.barrier()
+    if communicator.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        allocated = torch.cuda.memory_allocated()
+        work()
+        return torch.cuda.max_memory_allocated() - allocated
+    reset_peak()
+    before = resident("VmRSS")
+    work()
+    return resident("VmHWM") - before
+
+
 def random_features(rows: int, dim: int, communicator: Communicator, kind: str = "random") -> Features:
     """Return this rank's random rows; the other `FEATURES` have similarities that training may reach."""
     generator = torch.Generator().manual_seed(communicator.rank)
@@ -148,14 +161,12 @@ def initial_logit_scale(config: Config) -> float:
     return math.log(1 / (config.objective.temperature.initial or 0.07))
 
 
-def peer_loss(communicator: Communicator) -> tuple[str, Callable[..., Tensor]]:
-    """Return name and function (image, text, logit_scale) -> loss of this rank."""
-    try:
-        from open_clip.loss import ClipLoss
-    except ImportError:
-        return "written-out OpenCLIP loss", partial(openclip_loss, communicator=communicator)
+def clip_loss(communicator: Communicator) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Return open_clip's (image, text, logit_scale) -> loss of this rank, in the form that open_clip recommends."""
+    from open_clip.loss import ClipLoss
+
     ranks = {"rank": communicator.rank, "world_size": communicator.world_size}
-    return "open_clip ClipLoss", ClipLoss(local_loss=True, gather_with_grad=True, cache_labels=True, **ranks)
+    return ClipLoss(local_loss=True, gather_with_grad=True, cache_labels=True, **ranks)
 
 
 def program_parser(description: str | None) -> argparse.ArgumentParser:

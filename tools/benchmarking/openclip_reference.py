@@ -34,20 +34,6 @@ class _GatherWithGradient(torch.autograd.Function):
         return communicator.reduce_scatter(gradient, "feature gradients"), None
 
 
-def openclip_loss(
-    image: Tensor,
-    text: Tensor,
-    scale: Tensor,
-    communicator: Communicator,
-    comm_dtype: torch.dtype = torch.float32,
-) -> Tensor:
-    """Return the loss of this rank's rows."""
-    all_image, all_text = (_GatherWithGradient.apply(x.to(comm_dtype), communicator).to(x.dtype) for x in (image, text))
-    labels = communicator.rank * len(image) + torch.arange(len(image), device=image.device)
-    by_image, by_text = scale * image @ all_text.T, scale * text @ all_image.T
-    return (cross_entropy(by_image, labels) + cross_entropy(by_text, labels)) / 2
-
-
 class OpenClipReference(Objective):
     """Feature gradients by autograd through the gather; a rank computes the loss of its rows."""
 
@@ -74,7 +60,7 @@ class OpenClipReference(Objective):
         with torch.enable_grad():
             image, text = (x.detach().requires_grad_() for x in (features.image, features.text))
             theta = tau.log().neg().requires_grad_()
-            loss = openclip_loss(image, text, theta.exp(), self._communicator, self.comm_dtype)
+            loss = self._local_loss(image, text, scale=theta.exp())
         image, text, grad_theta = torch.autograd.grad(loss, [image, text, theta])
         ranks = self._communicator.world_size
         image, text = image / ranks, text / ranks  # gradients of the mean of the ranks' losses
@@ -84,6 +70,14 @@ class OpenClipReference(Objective):
         self._temperature.descend(step, theta=grad_theta)
         metrics = {"tau": tau, "batch_loss": mean_loss, "feature_grad_norm": square.sqrt()}
         return FeatureGradients(image, text, mean_loss, metrics)
+
+    def _local_loss(self, *features: Tensor, scale: Tensor) -> Tensor:
+        """Return the loss of this rank's (b, d) image and text features against those of all ranks."""
+        sent = (_GatherWithGradient.apply(x.to(self.comm_dtype), self._communicator) for x in features)
+        columns = [x.to(features[0].dtype) for x in sent]
+        labels = self._communicator.rank * len(features[0]) + torch.arange(len(features[0]), device=scale.device)
+        logits = (scale * rows @ x.T for rows, x in zip(features, reversed(columns), strict=True))
+        return torch.stack([cross_entropy(x, labels) for x in logits]).mean()
 
 
 REFERENCES: dict[str, Callable[[Config, Context, torch.dtype], Objective]] = {"openclip_reference": OpenClipReference}

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import webdataset as wds
-from benchmarking import initial_logit_scale, peer_loss, program_parser, random_pair
+from benchmarking import clip_loss, initial_logit_scale, program_parser, random_pair
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 from torch.nn.parallel import DistributedDataParallel
@@ -77,7 +77,7 @@ def train(arguments: argparse.Namespace, environment: RankEnvironment, device: t
     constants = config.optimizer
     groups = parameter_groups(towers, constants)
     optimizer = torch.optim.AdamW(groups, lr=constants.lr, betas=constants.betas, eps=constants.eps)
-    _, loss_of = peer_loss(Communicator(device))
+    loss_of = clip_loss(Communicator(device))
     loaded: Iterator[tuple[Tensor, Tensor]]
     if arguments.random:
         loaded = itertools.repeat(random_pair(config, config.rank_batch(environment.world_size)))
