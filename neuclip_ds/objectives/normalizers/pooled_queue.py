@@ -119,10 +119,14 @@ class PooledQueueNormalizer(Normalizer):
 
         The anchors' positions ascend.
         """
-        index = batch.index[batch.local]
-        known = torch.isin(self._index[:count], index).nonzero().squeeze(1)
-        anchors, places = (index.unsqueeze(1) == self._index[known]).nonzero().unbind(dim=1)
-        return anchors, known[places]
+        index, order = batch.index[batch.local].sort(stable=True)
+        entries = self._index[:count]
+        first = torch.searchsorted(index, entries)
+        copies = torch.searchsorted(index, entries, right=True) - first  # anchors of each entry's sample
+        places = torch.arange(count).repeat_interleave(copies)
+        number = torch.arange(len(places)) - (copies.cumsum(0) - copies)[places]  # of an entry's anchors
+        anchors, by_anchor = order[first[places] + number].sort(stable=True)
+        return anchors, places[by_anchor]
 
     def _enqueue(self, batch: GatheredFeatures, means: Tensor) -> None:
         """Write the batch's last m samples over the oldest rows; sample number i of the run has place i mod m.
