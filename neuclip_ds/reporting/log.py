@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import warnings
 from logging.handlers import MemoryHandler
 from pathlib import Path
 
@@ -44,6 +45,8 @@ def configure_logging(rank: int, log_file: Path | None = None) -> None:
     # a filter, not a level: DeepSpeed sets its logger's level when it is imported, perhaps after this call
     logging.getLogger("DeepSpeed").addFilter(_is_warning)
     logging.captureWarnings(True)
+    # DeepSpeed calls collectives by names that newer versions of torch deprecate
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     logging.raiseExceptions = False  # a full disk would print a traceback for each line
 
 
