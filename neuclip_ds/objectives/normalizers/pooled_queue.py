@@ -124,7 +124,7 @@ class PooledQueueNormalizer(Normalizer):
         first = torch.searchsorted(index, entries)
         copies = torch.searchsorted(index, entries, right=True) - first  # anchors of each entry's sample
         places = torch.arange(count).repeat_interleave(copies)
-        number = torch.arange(len(places)) - (copies.cumsum(0) - copies)[places]  # of an entry's anchors
+        number = torch.arange(len(places)) - torch.searchsorted(places, places)  # within an entry's anchors
         anchors, by_anchor = order[first[places] + number].sort(stable=True)
         return anchors, places[by_anchor]
 
