@@ -31,7 +31,7 @@ def train(recipe: str | Config, *, hooks: Sequence[Hook] = (), **overrides: Any)
 
     Args:
         recipe: a recipe's name, the path of a YAML file, or a config.
-        hooks: objects that act around the training steps.
+        hooks: `Hook` objects, whose methods are called before and after training steps.
         overrides: options that override the recipe's, nested or dotted: `optimizer={"lr": 1e-3}` or
             `**{"optimizer.lr": 1e-3}`. They cannot be combined with a config.
 
@@ -119,7 +119,7 @@ class Model:
             images: paths, encoded bytes, or uint8 tensors (3, H, W) of the model's size; a tensor (n, 3, H, W) holds n.
 
         Raises:
-            ValueError: a tensor has another size or dtype.
+            ValueError: a tensor has the wrong size or dtype.
         """
         return self._encoder.encode_images([self._pixels(image) for image in images])
 

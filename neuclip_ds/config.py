@@ -80,7 +80,7 @@ class SourceConfig(Section):
     """A source of a mixture."""
 
     path: str = Field(min_length=1)
-    """Its pairs, in the forms of `data.train`."""
+    """Its pairs, in any form that `data.train` accepts."""
     weight: float | None = Field(None, ge=0)
     """Share of each batch's rows, relative to the other weights. By default the number of its samples."""
 

@@ -1,4 +1,4 @@
-"""The base class of all config sections; how files and trees of options are read and merged; free of torch."""
+"""The base class of all config sections; how files and trees of options are read and merged. Imports no torch."""
 
 import json
 import math

@@ -52,7 +52,7 @@ def check_model(option: str, name: str) -> None:
 def check_path(option: str, path: str) -> None:
     """Raise UserError if a local path does not exist, or the package that reads a remote one is missing.
 
-    A path is in the forms of `data.train`; patterns are checked later, when they are expanded.
+    A path may take any form that `data.train` accepts; patterns are checked later, when they are expanded.
     """
     for part in filter(None, path.split("::")):
         if url := _URL.match(part):

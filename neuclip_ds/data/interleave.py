@@ -89,9 +89,9 @@ def _blocks(window: int, streams: int) -> list[int]:
 
 
 def _stream_numbers(batch_size: int, shards: int, nodes: int) -> list[int]:
-    """Return possible numbers of streams, divisors of the batch, the best first.
+    """Return the possible numbers of streams, which divide the batch size, the best first.
 
-    The node count divides them if it can, so that no two nodes read the same streams.
+    They are multiples of the number of nodes where possible, so that no two nodes read the same streams.
     """
     most = min(max(_STREAMS, nodes), shards, batch_size)
     divisors = [number for number in range(most, 0, -1) if batch_size % number == 0]

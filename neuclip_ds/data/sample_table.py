@@ -137,14 +137,14 @@ class Place(NamedTuple):
 
 
 class SampleParts:
-    """The sample tables of some shards, at `places`; `members` are those that all tables have."""
+    """Sample tables of some shards, stored at `places`; `members` are the file types that every table lists."""
 
     def __init__(self, places: Sequence[Place], members: frozenset[str]) -> None:
         self.places, self.members = tuple(places), members
 
     @classmethod
     def open(cls, places: Sequence[Place], sizes: Sequence[int]) -> SampleParts:
-        """Return the tables; raise UserError if one is missing or has another size. Only footers of files are read."""
+        """Return the tables; raise UserError if one is missing or has the wrong size. Reads only footers of files."""
         rows, members = dict[Path, list[int]](), list[set[str]]()
         for part in dict.fromkeys(place.part for place in places):
             with _opened(part) as file:

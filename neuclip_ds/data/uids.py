@@ -25,7 +25,7 @@ UidArray = NDArray[np.void]  # dtype UID
 
 
 class UidFiles:
-    """The sorted uids of some files, memory-mapped; raise UserError if a file is absent or has another dtype."""
+    """The sorted uids of some files, memory-mapped; raise UserError if a file is absent or has the wrong dtype."""
 
     def __init__(self, paths: Sequence[str | Path]) -> None:
         self._files = [_map(Path(path)) for path in paths]

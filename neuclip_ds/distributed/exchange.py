@@ -63,7 +63,7 @@ class Exchange:
         return self._exchange(x, self._gather)
 
     def _exchange(self, x: Any, collective: Callable[[Tensor], list[Tensor]]) -> list[Any]:
-        """Return the objects that ranks sent in a collective of bytes; raise TypeError if x is not JSON."""
+        """Send x as bytes, and return the objects of all ranks; raise TypeError if x is not JSON-serializable."""
         self.begun += 1
         own = torch.frombuffer(bytearray(json.dumps(x).encode()), dtype=torch.uint8).to(self._host)
         with record_function(f"{PURPOSE}control"):

@@ -1,7 +1,7 @@
-"""The DeepSpeed JSON of a run: the user's file, completed by the recipe; free of torch.
+"""The DeepSpeed JSON of a run: the user's file, completed by the recipe. The module does not import torch.
 
-The recipe owns batch, learning rate, optimizer and clipping, the JSON owns precision, ZeRO and offload. If a JSON sets
-one of the recipe's options, it must set the same value (or "auto").
+The recipe owns the batch, learning rate, optimizer and clipping; the JSON owns precision, ZeRO and offload. If a JSON
+sets one of the recipe's options, it must set the same value (or "auto").
 """
 
 from importlib.metadata import PackageNotFoundError, version
@@ -55,7 +55,8 @@ DEEPSPEED = "0.19.8"  # the version whose private fields and gradients are teste
 def load_engine_config(config: Config, world_size: int) -> dict[str, Any]:
     """Return DeepSpeed's config for this run.
 
-    Raises `UserError` if DeepSpeed has another version, or its JSON file is missing, damaged or contradicts the recipe.
+    Raises `UserError` if the version of DeepSpeed is not the tested one, or if its JSON file is missing, is damaged or
+    contradicts the recipe.
     """
     _require_version()
     path, engine = read_engine_file(config.deepspeed)

@@ -1,4 +1,4 @@
-"""Learning rate and update of the weights, which all ranks skip where the gradient is not finite."""
+"""Set the learning rate and update the weights; all ranks skip the update if the gradient is not finite."""
 
 import math
 from typing import Any

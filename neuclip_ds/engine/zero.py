@@ -110,7 +110,7 @@ def release_gathered(engine: Any) -> None:
 
 
 def refresh_weights(engine: Any) -> None:
-    """Cast changed masters to the weights that the module computes with, on all ranks."""
+    """Copy changed masters, cast to the module's dtype, into the weights that it computes with, on all ranks."""
     optimizer, wrapper = engine.optimizer, _wrapper_of(engine)
     if wrapper is Wrapper.ZERO_3:
         for number in range(len(optimizer.fp16_groups)):

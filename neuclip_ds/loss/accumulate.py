@@ -61,7 +61,7 @@ class TwoPass(MicroBatches):
 
     @contextmanager
     def gradients(self) -> Iterator[None]:
-        """Run a micro-batch of the second pass within this context, in the order of the first; end it with `backward`.
+        """Run each micro-batch of the second pass in this context, in the order of the first pass, up to `backward`.
 
         The model reduces its gradients over ranks in the last micro-batch only (DDP's `no_sync`, FSDP2's
         `set_requires_gradient_sync`).

@@ -84,7 +84,7 @@ class MicroBatches:
 
     @contextmanager
     def gradients(self) -> Iterator[None]:
-        """Run a micro-batch of the second pass within this context, in the order of the first."""
+        """Run each micro-batch of the second pass in this context, in the order of the first pass."""
         with _restored(self._random[self._micro]):
             yield
         self._micro += 1

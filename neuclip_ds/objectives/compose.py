@@ -10,8 +10,8 @@ its own eps and scale of the loss.
     (n-1) (eps + g_i) = 1 + sum_{j != i} exp((s_ij - s_ii)/tau),
     L = 1/2 1/n sum_i [ log(eps + g1_i) + log(eps + g2_i) ] + log(n-1)
 
-is OpenCLIP's cross-entropy with the data set as the batch. The positive's own term keeps the loss from decreasing
-without bound as tau does, so log(1/tau) can follow L's own gradient, as in OpenCLIP. With NeuCLIP's alpha_i,
+is OpenCLIP's cross-entropy with the data set as the batch. The positive's own term keeps the loss bounded
+below as tau decreases, so log(1/tau) can follow L's own gradient, as in OpenCLIP. With NeuCLIP's alpha_i,
 
     dL/dlog(1/tau) = 1/2 1/B sum_i [ mean logit_i - r_i tau dalpha_i/dtau ]         (both directions)
 

@@ -74,7 +74,7 @@ def read_events(trace: Mapping[str, Any]) -> list[Event]:
 def find_launches(events: Sequence[Event]) -> list[Launch]:
     """Return all collectives in the order of their launch, with the intervals of their execution.
 
-    An execution without a launch is not counted and logged as a warning.
+    An execution without a launch is not counted; it is logged as a warning.
     """
     launches = [_launch(event) for event in events if event.category == "cpu_op" and event.name.startswith("c10d::")]
     lost = _match_gloo(launches, events) + _match_nccl(launches, events)

@@ -65,7 +65,7 @@ def write_report(run: Path) -> Path:
 
 
 def _scores(series: Mapping[str, Series], val: str | int) -> Iterator[str]:
-    """Yield a table of the last and best value of each score in percent, next to chance, if the run has scores.
+    """Yield a table of each score's last and best values in percent, with the chance level, if the run has scores.
 
     `val` is the source of the retrieval pairs: a path, or a number of pairs held out of the training data.
     """

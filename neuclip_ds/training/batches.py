@@ -1,8 +1,8 @@
 """Load batches in worker processes and copy them to the device while the towers compute.
 
-On a GPU copies run in a side stream, from pinned memory, so that neither the host nor the computation waits for them.
-The next batch is fetched once a step has been launched, so that a late one delays only the step after it. Pixels stay
-on the host, and each micro-batch is copied while the one before it is computed, also from one pass or step to the next.
+On a GPU copies run on a side stream, from pinned memory, so that neither the host nor the computation waits for them.
+The next batch is fetched once a step has been launched, so a late batch delays only its own step. Pixels stay on the
+host, and each micro-batch is copied while the one before it is computed, even across passes and steps.
 On a CPU nothing is copied, and a batch is fetched when its step begins.
 """
 

@@ -27,7 +27,7 @@ def check_config(config: Config, world_size: int) -> None:
 
 
 def check_data(saved: Mapping[str, Any], manifest: Manifest) -> None:
-    """Raise `UserError` unless the data are those of a checkpoint's record."""
+    """Raise `UserError` unless the data match those recorded in a checkpoint."""
     if manifest.content_hash != saved["hash"]:
         raise UserError(
             f"The checkpoint was written with other data (hash {saved['hash']}, now {manifest.content_hash}): name the "

@@ -106,7 +106,7 @@ def _new_tokenizer(text: TextConfig, captions: Iterator[str]) -> CaptionTokenize
 
 
 def resolve(source: str) -> str:
-    """Return the path of a source, after rendering a demo split that is absent."""
+    """Return the path of a source; render it first if it is a demo split that does not exist yet."""
     if not source.startswith("demo:"):
         return source
     from neuclip_ds.data.demo import demo_split  # imports the renderer, which other runs do not need

@@ -66,7 +66,7 @@ class TrainingSet:
         ]
 
     def interleaves(self, interleave: Interleave) -> list[Interleave]:
-        """Return the interleave of each source, whose block size is in proportion to its weight."""
+        """Return each source's interleave, with a block size proportional to the source's weight."""
         if not self.sources:
             return [interleave]
         weights = self.weights()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Hook:
-    """Act around the steps of a training loop: override the methods you need.
+    """Run your own code before and after the steps of a training loop: override the methods you need.
 
     All ranks have the same hooks and call them in the same order, so a hook may use collectives. Hooks that you pass to
     `train` run before the built-in ones (health, metrics, signals, checkpoints, evaluation) and close after them.
