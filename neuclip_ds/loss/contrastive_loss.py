@@ -251,7 +251,7 @@ class ContrastiveLoss(nn.Module):
         """Read the state that `save` wrote, with any number of ranks.
 
         Raises:
-            UserError: the folder is incomplete, or was saved with another method, width, data set or option.
+            UserError: the folder is incomplete, or was saved with a different method, width, data set or option.
         """
         folder = Path(folder)
         if not (folder / INDEX).is_file():
