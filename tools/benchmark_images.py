@@ -52,8 +52,9 @@ from neuclip_ds.models.tokenizer import CaptionTokenizer
 LONGER, SHORTER, TILE, CROP = 512, 384, 192, 224  # pixels
 SCALE = 0.9  # smallest share of the area that a crop keeps
 SHARDS, CONTEXT, VOCABULARY = 4, 77, 10_000
-QUALITY, SEED = 95, 0  # of the JPEGs, as img2dataset's; of all draws
-PREFETCH, WARM_UP = 2, 2  # batches that a worker prepares ahead; groups of these that are not timed
+QUALITY, SEED = 95, 0  # img2dataset writes JPEGs of this quality
+PREFETCH = 2  # batches that a worker prepares ahead
+WARM_UP = 2  # so many times the batches of `PREFETCH` are not timed
 
 
 class Setting(argparse.Namespace):

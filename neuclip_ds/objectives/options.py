@@ -173,7 +173,7 @@ class ObjectiveConfig(Section):
     """Added to every normalizer (FastCLIP App. D: 1e-6 beyond about 100M samples)."""
     chunk_size: int | None = Field(None, ge=1)
     """Columns of the similarity matrix that are computed at once. The default suits the device; rows are limited so
-    that a block has at most 256 MiB on a GPU, 1 MiB per thread on a CPU."""
+    that a block has at most 128 MiB on a GPU, 1 MiB per thread on a CPU."""
     comm_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision in which features are sent between ranks; `auto` is the towers' precision."""
     reference: Literal["paper", "released_code"] = "paper"

@@ -19,8 +19,9 @@ _CPU_BLOCK = 1 << 20  # bytes per thread, so that the block stays in the core's 
 # bytes; smaller blocks take the host longer to launch than the GPU to compute: on an H200, a step of 16,384 pairs takes
 # 17 ms with these blocks, not compiled, and 71 ms with 16 MiB, although these fit into its L2 cache
 _GPU_BLOCK = 1 << 27
-# B^2/K from which compiling saves more than 1 ms per step, as estimated for an H100 (docs/reference/performance.md)
-FUSED_PAIRS = 1 << 25
+# B^2/K from which compiled kernels save about 1 ms per step, by proportion: on an H200, 7.6 ms for 2^28 pairs in bf16
+# (tools/measurements/objective_h200.csv)
+_FUSED_PAIRS = 1 << 25
 KEPT_BYTES = 1_024_000_000
 """Bytes per rank for keeping similarities between the two passes; if they need more, they are recomputed."""
 
@@ -28,6 +29,11 @@ KEPT_BYTES = 1_024_000_000
 def block_bytes(device_type: str) -> int:
     """Return the size of the largest block of similarities on a device, whatever the batch."""
     return _CPU_BLOCK * torch.get_num_threads() if device_type == "cpu" else _GPU_BLOCK
+
+
+def fuses(device_type: str, pairs: int) -> bool:
+    """Return whether a block's elementwise operations should be compiled into one kernel: on a GPU, for many pairs."""
+    return device_type == "cuda" and pairs >= _FUSED_PAIRS
 
 
 def slices(start: int, stop: int, size: int) -> list[slice]:
@@ -77,7 +83,7 @@ class PairGrid:
         size: B.
         positive: (B,) s_ii.
         keeps: whether the similarities of all blocks fit into the budget.
-        fuses: whether a block's elementwise operations should be compiled into one kernel: on a GPU, for many pairs.
+        fuses: whether a block's elementwise operations are compiled.
     """
 
     def __init__(self, batch: GatheredFeatures, columns: int | None, budget: float) -> None:
@@ -90,9 +96,9 @@ class PairGrid:
         self._count = self.local.stop - self.local.start
         itemsize = batch.image.element_size()
         self.keeps = self._count * (2 * self.size - self._count) * itemsize <= budget
-        device = batch.image.device
-        self.fuses = device.type == "cuda" and self._count * self.size >= FUSED_PAIRS
-        elements = block_bytes(device.type) // itemsize
+        device_type = batch.image.device.type
+        self.fuses = fuses(device_type, self._count * self.size)
+        elements = block_bytes(device_type) // itemsize
         square = 1 << (elements.bit_length() - 1) // 2  # columns of a block with at least as many rows
         if self.fuses:
             square *= 2  # code compiled for a square block would work for square blocks only

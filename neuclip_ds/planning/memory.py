@@ -26,7 +26,7 @@ from neuclip_ds.models.towers import DualEncoder
 from neuclip_ds.models.trained_parts import Parameters
 from neuclip_ds.objectives import build_objective, find_method
 from neuclip_ds.objectives.base import Context
-from neuclip_ds.objectives.pair_grid import FUSED_PAIRS, KEPT_BYTES, block_bytes
+from neuclip_ds.objectives.pair_grid import KEPT_BYTES, block_bytes, fuses
 from neuclip_ds.planning.activations import Activations, count_activations
 from neuclip_ds.state.sample_store import MAX_DEVICE_BYTES
 
@@ -263,11 +263,12 @@ def _similarities(query: MemoryQuery, itemsize: int) -> int:
     kept, copies = 0, _BLOCK_COPIES
     if method.normalizer is not None:  # pairs are visited twice
         kept = 4 * rows * (2 * batch - rows)
-        copies = _COMPILED_COPIES if query.device == "cuda" and rows * batch >= FUSED_PAIRS else _BLOCK_COPIES
+        if fuses(query.device, rows * batch):
+            copies = _COMPILED_COPIES
         if kept > KEPT_BYTES:
             kept, copies = 0, copies + 1  # the similarities of a block
-    in_work = kept + copies * block
-    pairs = max(0, in_work - (sent if itemsize < 4 else 0))
+    # features sent in float32 are the gathered ones, which are still needed
+    pairs = max(0, kept + copies * block - (sent if itemsize < 4 else 0))
     if "npn" not in method.sections or objective.npn.network == "mlp":
         return pairs
     replicas = objective.npn.replicas_on(query.world_size)

@@ -93,13 +93,7 @@ def check_ranks(ranks: list[dict[str, Any]], variants: Variants = VARIANTS) -> N
             wanted = one[name]["steps"][number]
             for part in (0, 1):
                 whole = torch.cat([rank[part] for rank in found])
-                torch.testing.assert_close(
-                    whole,
-                    wanted[part],
-                    rtol=1e-9,
-                    atol=1e-12,
-                    msg=lambda m, name=name, number=number: f"{name} step {number}: {m}",
-                )
+                torch.testing.assert_close(whole, wanted[part], rtol=1e-9, atol=1e-12, msg=f"{name} step {number}")
             assert len({rank[3] for rank in found}) == 1, "the ranks' temperatures are the same bits"
             assert found[0][3] == pytest.approx(wanted[3], rel=1e-12)
             torch.testing.assert_close(found[0][2], wanted[2], rtol=1e-10, atol=0)
