@@ -5,7 +5,7 @@ resumes a study that was interrupted. tools/study/plan.yaml has the arms and the
 
 Examples:
   python tools/run_study.py /data/flickr8k --stages gate oracles
-  python tools/run_study.py demo:42000 --out runs/scenes --grid 2 --stages gate
+  python tools/run_study.py demo:42000 --out runs/scenes --grid 2
   python tools/run_study.py --tables tools/study/flickr8k.jsonl
 """
 
@@ -50,12 +50,15 @@ def main() -> None:
     parser.add_argument("source", nargs="?", help="folder with shards in train/ and val/, or demo:N for N scenes")
     parser.add_argument("--out", type=Path, default=Path("runs/study"), help="folder for features and results")
     parser.add_argument("--grid", type=int, default=1, help="image features are means over GRID x GRID parts")
-    parser.add_argument("--stages", nargs="+", default=list(PLAN["stages"]), help="stages of plan.yaml, in order")
+    parser.add_argument("--stages", nargs="+", help="stages of plan.yaml, in order; by default all for this data")
     parser.add_argument("--processes", type=int, default=2, help="runs at a time, each on one core")
     parser.add_argument("--tables", type=Path, help="print the tables of a results.jsonl instead of running")
     parser.add_argument("--figures", type=Path, help="also draw the first of --stages into this folder")
     with exit_on_mistake():
         asked = parser.parse(sys.argv[1:])
+        scenes = str(asked.source).startswith("demo:")
+        every = [stage for stage, plan in PLAN["stages"].items() if plan.get("scenes", False) == scenes]
+        asked.stages = asked.stages or every
         if asked.tables is None:
             if asked.source is None:
                 raise UserError("Name the data: a folder with shards in train/ and val/, or demo:N.")
@@ -89,7 +92,7 @@ def missing(stage: str, known: Mapping[str, Any], features: Path) -> list[Job]:
 
 
 def jobs(stage: str, known: Mapping[str, Any], features: Path) -> Iterator[Job]:
-    """Yield the runs of a stage; one that follows a search needs its results.
+    """Yield the runs of a stage; one that follows a search needs its results for the arms that were searched.
 
     In a search all points run with the first seed, and the best `shortlist` of them, when these runs are known, with
     the others.
@@ -98,7 +101,7 @@ def jobs(stage: str, known: Mapping[str, Any], features: Path) -> Iterator[Job]:
     vary = plan.get("vary", {})
     for batch, seed, arm in itertools.product(plan["batch"], range(1, plan["seeds"] + 1), plan["arms"]):
         settings = {key: value for key, value in PLAN["arms"][arm].items() if key != "grid"} | plan.get("set", {})
-        if "best_of" in plan:
+        if "best_of" in plan and "grid" in PLAN["arms"][arm]:
             settings = with_settings(settings, best_of(plan["best_of"], arm, known))
         grid = {**vary, **(PLAN["arms"][arm]["grid"] if plan.get("grid") else {})}
         for values in itertools.product(*grid.values()):

@@ -67,6 +67,18 @@ def test_recovery_leaves_the_weights_as_they_are(features: Path, monkeypatch: py
     assert found["recall"] == (found["recall_first"] + found["recall_second"]) / 2
 
 
+def test_copies_replace_a_share_of_the_pairs(features: Path) -> None:
+    pairs = load_splits(features, validation=250).train
+    copied = pairs.with_copies(0.8)
+    assert copied.text.shape == pairs.text.shape
+    found, times = copied.text.unique(dim=0, return_counts=True)
+    assert len(found) == len(pairs.text) // 5
+    assert set(times.tolist()) == {5}
+    places = {tuple(text.tolist()): int(image) for text, image in zip(pairs.text, pairs.image_of, strict=True)}
+    of_copies = zip(copied.text, copied.image_of, strict=True)
+    assert all(places[tuple(text.tolist())] == int(image) for text, image in of_copies)
+
+
 def test_an_exact_normalizer_has_ratios_of_mean_one(features: Path) -> None:
     pairs = load_splits(features, validation=250).train
     run = Run("openclip", batch=10, seed=1, width=16)
@@ -86,8 +98,9 @@ def test_a_study_goes_on_where_it_ended(features: Path, tmp_path: Path, monkeypa
         "set": {"epochs": 1},
         "grid": True,
     }
-    final = {"arms": ["openclip"], "batch": [10], "seeds": 1, "set": {"epochs": 1}, "best_of": "search"}
-    monkeypatch.setattr(run_study, "PLAN", {"arms": {"openclip": arm}, "stages": {"search": search, "final": final}})
+    final = {"arms": ["openclip", "fixed"], "batch": [10], "seeds": 1, "set": {"epochs": 1}, "best_of": "search"}
+    arms = {"openclip": arm, "fixed": {"loss": "openclip", "lr": 2e-3}}  # the second has no settings to search
+    monkeypatch.setattr(run_study, "PLAN", {"arms": arms, "stages": {"search": search, "final": final}})
     with pytest.raises(UserError, match="search has not ended"):
         list(run_study.jobs("final", {}, features))
     records: dict[str, Any] = {}
@@ -99,8 +112,7 @@ def test_a_study_goes_on_where_it_ended(features: Path, tmp_path: Path, monkeypa
     recalls = {record["run"]["lr"]: record["results"]["recall"] for record in list(records.values())[:2]}
     best = max(recalls, key=recalls.__getitem__)
     assert todo[0].run.lr == best
-    (job,) = run_study.jobs("final", records, features)
-    assert job.run.lr == best
+    assert [job.run.lr for job in run_study.jobs("final", records, features)] == [best, 2e-3]
     path = tmp_path / "results.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records.values()))
     known = run_study.read_results(path)

@@ -48,6 +48,21 @@ class Pairs(NamedTuple):
         kept = self.image_of >= low
         return Pairs(self.image[:1, low:], self.text[kept], self.image_of[kept] - low)
 
+    def with_noise(self, share: float, generator: torch.Generator) -> "Pairs":
+        """Return the pairs with a share of the captions permuted among themselves."""
+        moved = torch.randperm(len(self.text), generator=generator)[: round(share * len(self.text))]
+        image_of = self.image_of.clone()
+        image_of[moved] = image_of[moved.roll(1)]
+        return self._replace(image_of=image_of)
+
+    def with_copies(self, share: float) -> "Pairs":
+        """Return the pairs with a share of them replaced by copies of the others."""
+        source = torch.arange(len(self.text))
+        shuffled = torch.randperm(len(source), generator=torch.Generator().manual_seed(0))
+        replaced, kept = shuffled.tensor_split([round(share * len(source))])
+        source[replaced] = kept[torch.arange(len(replaced)) % len(kept)]
+        return self._replace(text=self.text[source], image_of=self.image_of[source])
+
 
 class Splits(NamedTuple):
     """Pairs to train on, to search settings with, and to report scores on."""

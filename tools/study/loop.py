@@ -37,7 +37,8 @@ class Run:
     weight_decay: float = 0.0
     temperature_rate: float = 1.0  # the temperature's learning rate as a multiple of the heads'
     effective: float | None = None  # rho leaves an anchor the weight of so many negatives
-    noise: float = 0.0  # share of captions that stand with another image
+    noise: float = 0.0  # share of captions that are paired with a wrong image
+    copies: float = 0.0  # share of pairs replaced by copies of the others, as false negatives
     fine_tunes: bool = False  # start from a checkpoint of other photographs; see fine_tuning.py
     recovery: float = 0.0  # epochs that recover Adam's moments and u with frozen weights before fine-tuning
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)  # of the loss
@@ -105,7 +106,7 @@ def train(pairs: Pairs, held_out: Pairs, run: Run, start: Callable[..., None] | 
     """
     torch.manual_seed(run.seed)
     order = torch.Generator().manual_seed(run.seed)
-    pairs = with_noise(pairs, run.noise, order)
+    pairs = pairs.with_noise(run.noise, order).with_copies(run.copies)
     heads = Heads(pairs, run)
     per_epoch = len(pairs.text) // run.batch
     total = round(run.epochs * per_epoch)
@@ -134,11 +135,3 @@ def train(pairs: Pairs, held_out: Pairs, run: Run, start: Callable[..., None] | 
             records.append({"step": step + 1, "tau": tau, **scores(heads, held_out)})
             records[-1] |= normalizers(heads, pairs, run, tau, loss_fn)
     return Trained({**records[-1], "curve": records}, heads, loss_fn, optimizer)
-
-
-def with_noise(pairs: Pairs, share: float, generator: torch.Generator) -> Pairs:
-    """Return the pairs with a share of the captions permuted among themselves."""
-    moved = torch.randperm(len(pairs.text), generator=generator)[: round(share * len(pairs.text))]
-    image_of = pairs.image_of.clone()
-    image_of[moved] = image_of[moved.roll(1)]
-    return pairs._replace(image_of=image_of)
