@@ -1,4 +1,4 @@
-"""`neuclip-ds train` as a file, which launchers such as deepspeed start.
+"""`neuclip-ds train` as a script, for launchers such as deepspeed.
 
 Example: deepspeed --num_gpus 8 train.py cc12m_neuclip --data.train=manifests/cc12m
 """

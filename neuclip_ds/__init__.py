@@ -1,6 +1,6 @@
 """Large-scale CLIP training on DeepSpeed: OpenCLIP, SigLIP, FastCLIP, AmorLIP, NeuCLIP and TuneCLIP in one system.
 
-The names below are the stable surface; everything else is private and may change.
+The names below are the public API; everything else is private and may change.
 """
 
 from importlib import import_module
@@ -26,7 +26,7 @@ __all__ = [
     "load",
     "train",
 ]
-_HOMES = {  # imported when first used: torch takes seconds
+_HOMES = {  # imported when first used, because torch takes seconds to import
     **dict.fromkeys(("Model", "Run", "load", "train"), "api"),
     "Config": "config",
     **dict.fromkeys(("TrainingDiverged", "UserError"), "errors"),

@@ -1,4 +1,4 @@
-"""`python -m neuclip_ds`, the same as `neuclip-ds`."""
+"""Run the program `neuclip-ds` with `python -m neuclip_ds`."""
 
 from neuclip_ds.cli.main import main
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def train(recipe: str | Config, *, hooks: Sequence[Hook] = (), **overrides: Any) -> Run:
-    """Train as `neuclip-ds train` does, on the ranks of the launch or on this process alone.
+    """Train as `neuclip-ds train` does, on the ranks of the launch or in this process alone.
 
     Args:
         recipe: a recipe's name, the path of a YAML file, or a config.
@@ -36,12 +36,12 @@ def train(recipe: str | Config, *, hooks: Sequence[Hook] = (), **overrides: Any)
             `**{"optimizer.lr": 1e-3}`. They cannot be combined with a config.
 
     Returns:
-        The run: finished, or stopped by a hook after a checkpoint.
+        The run, complete or stopped by a hook after a checkpoint.
 
     Raises:
         UserError: the config or the data cannot be used.
-        TrainingDiverged: losses or gradients stay non-finite.
-        Interrupted: Ctrl-C, SIGTERM or SIGUSR1 stopped the run, after a checkpoint if it had taken steps.
+        TrainingDiverged: losses or gradients stay non-finite, or replicated state differs between ranks.
+        Interrupted: Ctrl-C, SIGTERM or SIGUSR1 stopped the run, after a checkpoint if training had started.
 
     Example:
         run = neuclip_ds.train("demo", max_steps=30, run={"name": "look"})
@@ -62,11 +62,11 @@ def load(model: str | PathLike[str], device: torch.device | str | None = None, *
 
     Args:
         model: the folder of a run (its newest checkpoint), a checkpoint, or any value of `model.pretrained`.
-        device: device of the model; by default a GPU if there is one.
+        device: device of the model; by default, a GPU if there is one.
         ema: load the moving average of a run's weights (`ema.decay`).
 
     Raises:
-        UserError: the model does not exist, or its files do not match.
+        UserError: the model does not exist, or its files do not match each other.
 
     Example:
         model = neuclip_ds.load("runs/demo")
@@ -80,7 +80,7 @@ class Run:
     """A run on disk.
 
     Attributes:
-        folder: folder with config, log, metrics, checkpoints and report.
+        folder: folder with the config, log, metrics, checkpoints and report.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -100,7 +100,7 @@ class Model:
     """A dual encoder with its preprocessing.
 
     Attributes:
-        module: the torch module; its inputs are images (b, 3, H, W) in uint8 or None, and tokens (b, T) or None.
+        module: the torch module; its inputs are uint8 images (b, 3, H, W) or None, and tokens (b, T) or None.
         device: device of the module.
     """
 
@@ -116,7 +116,7 @@ class Model:
         """Encode images to (n, d) float32 features of norm 1.
 
         Args:
-            images: paths, encoded bytes, or uint8 tensors (3, H, W) of the model's size; a tensor (n, 3, H, W) holds n.
+            images: paths, encoded bytes, uint8 tensors (3, H, W) of the model's size, or one tensor (n, 3, H, W).
 
         Raises:
             ValueError: a tensor has the wrong size or dtype.

@@ -1,7 +1,7 @@
 """The typed config tree: every option with its type, default and meaning.
 
-Nothing here imports torch, so that help and errors in a config appear at once. A recipe (YAML) fills the
-tree and `--dotted.name=value` overrides it; see `neuclip_ds.recipe`.
+Nothing here imports torch, so that the help and config errors appear at once. A recipe (YAML) sets values, and
+`--dotted.name=value` overrides them; see `neuclip_ds.recipe`.
 """
 
 from __future__ import annotations
@@ -25,45 +25,45 @@ from neuclip_ds.section import Section, merge
 Channels = tuple[float, float, float]
 OPENAI_MEAN: Channels = (0.48145466, 0.4578275, 0.40821073)
 OPENAI_STD: Channels = (0.26862954, 0.26130258, 0.27577711)
-CLIP_BPE = "clip_bpe"  # as model.text.tokenizer
+CLIP_BPE = "clip_bpe"  # a value of model.text.tokenizer
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class RunConfig(Section):
     name: str | None = None
-    """Name of the run's folder, of letters, digits and any of _ . , = + @ -. By default the recipe's name."""
+    """Name of the run's folder: letters, digits and the characters _ . , = + @ -. By default, the recipe's name."""
     output_dir: Path = Path("runs")
-    """Folder of all runs; config, log, metrics and checkpoints go to OUTPUT_DIR/NAME."""
+    """Folder of all runs; the config, log, metrics and checkpoints of a run are in OUTPUT_DIR/NAME."""
     seed: int = Field(0, ge=0)
-    """Seed of weights, data order, augmentation and dropout."""
+    """Seed for the weights, data order, augmentation and dropout."""
     deterministic: bool = False
-    """Use deterministic algorithms only, so that a resumed run on GPUs equals one without interruption bit for bit.
-    They may be slower. Models with an operation that has no deterministic algorithm are refused."""
+    """Use only deterministic algorithms, so that a resumed run on GPUs is bit-identical to an uninterrupted one. These
+    algorithms may be slower. Models with an operation that has no deterministic algorithm are refused."""
     checkpoint_every: int = Field(1000, ge=1)
     """Steps between checkpoints; one more is saved at the end."""
     keep_checkpoints: int = Field(2, ge=1)
-    """Number of newest checkpoints that are kept on disk."""
+    """Number of the newest checkpoints to keep on disk."""
     max_skipped_steps: int = Field(10, ge=1)
-    """Consecutive steps that may be skipped for a non-finite loss or gradient. Then the run returns to its newest
-    checkpoint, and ends if it fails there again."""
+    """Number of consecutive steps, skipped for a non-finite loss or gradient, after which the run returns to its newest
+    checkpoint. The run ends if it fails at the same step again."""
     remote: str | None = Field(None, min_length=1)
-    """Folder of a remote store, such as s3://bucket/runs. Checkpoints, metrics and logs are copied to its folder NAME
-    while training continues, and a run resumes from there if its local checkpoints are older or absent."""
+    """Folder of a remote store, such as s3://bucket/runs. Checkpoints, metrics and logs are copied to its subfolder
+    NAME while training continues. A run resumes from there if its local checkpoints are older or absent."""
     log_every: int = Field(10, ge=1)
     """Steps between lines of metrics.jsonl, and between points in TensorBoard and Weights & Biases."""
     evaluate_every: int = Field(0, ge=0)
-    """Steps between evaluations during training, each after a checkpoint; 0 evaluates at the end only."""
+    """Steps between evaluations during training, each preceded by a checkpoint; 0 evaluates only at the end."""
     best_metric: str | None = None
-    """Evaluation metric, larger is better, whose best checkpoint is kept in addition to the newest ones. Also evaluates
-    before step 1, so a misspelled metric fails at once."""
+    """Evaluation metric whose largest value selects the best checkpoint, which is kept in addition to the newest ones.
+    The model is also evaluated before step 1, so that a misspelled metric fails at once."""
     wandb: str | None = None
-    """Also log metrics to this Weights & Biases project, PROJECT or ENTITY/PROJECT; needs the package wandb."""
+    """Weights & Biases project to log metrics to, as PROJECT or ENTITY/PROJECT; needs the package wandb."""
     normalizer_anchors: int = Field(0, ge=0)
-    """Training samples on which each evaluation measures the error of the normalizers; 0 does not measure."""
+    """Training samples on which each evaluation measures the error of the normalizers; 0 measures none."""
     profile_steps: int = Field(0, ge=0)
-    """Steps to profile, after the first ten: time and traffic of each part go to OUTPUT_DIR/NAME/profile/. `--profile`
-    sets 10."""
+    """Steps to profile, after the first ten. The time and traffic of each part of a step are written to
+    OUTPUT_DIR/NAME/profile/. `--profile` sets this option to 10."""
 
     @field_validator("name")
     @classmethod
@@ -80,73 +80,73 @@ class SourceConfig(Section):
     """A source of a mixture."""
 
     path: str = Field(min_length=1)
-    """Its pairs, in any form that `data.train` accepts."""
+    """Pairs of the source, in any form that `data.train` accepts."""
     weight: float | None = Field(None, ge=0)
-    """Share of each batch's rows, relative to the other weights. By default the number of its samples."""
+    """Weight of the source in each batch, relative to the other sources. By default, its number of samples."""
 
 
 class DataConfig(Section):
     train: Annotated[str | list[SourceConfig], NoDecode] = ""
     """Training pairs: a folder of tar shards, a glob or brace pattern, a manifest folder, or `demo:train`; or several
-    weighted sources of them: [{path: /data/dfn, weight: 3}, {path: /data/cc12m, weight: 1}]."""
+    weighted sources: [{path: /data/dfn, weight: 3}, {path: /data/cc12m, weight: 1}]."""
     val: Annotated[Annotated[int, Field(ge=0)] | str, Field(union_mode="left_to_right")] = "auto"
-    """Held-out pairs for retrieval, in the same forms; or the number of pairs of `train` to hold out, which are not
-    trained on. `auto` uses a folder `val` next to `train`, otherwise holds out 0.1% (200 to 10,000 pairs; none if there
-    are fewer than 2,000). An empty value disables it."""
+    """Held-out pairs for retrieval, in any form that `train` accepts, or the number of pairs to hold out of `train`.
+    `auto` uses a folder `val` next to `train` if there is one; otherwise it holds out 0.1% of the pairs (200 to 10,000,
+    or none if there are fewer than 2,000). An empty value disables validation."""
     zero_shot: str = "auto"
-    """Zero-shot set, a folder of images by class or in CLIP_benchmark's layout; `auto` uses a folder `zero_shot` next
-    to `train`, an empty value none."""
+    """Zero-shot set: a folder with one subfolder of images per class, or in CLIP_benchmark's layout. `auto` uses a
+    folder `zero_shot` next to `train` if there is one; an empty value disables zero-shot evaluation."""
     evaluation_sets: Path | None = None
-    """Folder of evaluation sets to score, DataComp's or your own (docs/how-to/evaluate.md). By default none."""
+    """Folder of evaluation sets to score, DataComp's or your own (docs/how-to/evaluate.md). By default, none."""
     evaluation_tasks: list[str] = Field([])
-    """Evaluation sets to score, by names, keys or patterns such as imagenet*. By default all in the folder."""
+    """Names, keys or patterns, such as imagenet*, of evaluation sets to score. By default, all in the folder."""
     batch_size: int = Field(256, ge=2, le=1 << 30)
-    """Global batch size over all ranks: the pairs that contrast with each other in one step."""
+    """Global batch size over all ranks: the number of pairs that contrast with each other in one step."""
     micro_batch: int | None = Field(None, ge=1)
-    """Pairs that go through the towers at once on a rank. By default the rank's batch. A smaller value needs a second
-    forward pass and keeps the batch's pixels in host memory."""
+    """Pairs that go through the towers at once on each rank. By default, the rank's batch. A smaller value needs a
+    second forward pass and keeps the batch's pixels in host memory."""
     workers: int = Field(2, ge=0, le=1024)
     """Loader processes per rank; 0 loads in the training process."""
     prefetch: int = Field(4, ge=1, le=1024)
-    """Batches that each worker loads ahead; batches with more than 134 MB of pixels per rank are split into such
-    parts."""
+    """Batches that each worker loads ahead. A batch with more than 134 MB of pixels per rank is split into parts, each
+    of which counts as a batch here."""
     timeout: float = Field(300, gt=0)
     """Seconds to wait for a batch, or for the next remote shard, before a loader process is replaced. A remote read may
-    stall for a tenth of it."""
+    stall for a tenth of this time."""
     captions: Annotated[list[str] | dict[str, Annotated[float, Field(gt=0)]], NoDecode] = Field(["txt"])
-    """Sources of captions: txt or another member such as syn.txt, txt:lines (one per line), json:KEY (a string or a
-    list). Each visit draws one caption; {"txt": 0.7, "syn.txt": 0.3} draws its source with these
+    """Sources of captions: txt or another member such as syn.txt; txt:lines (one caption per line); json:KEY (a string
+    or a list). Each visit to a sample draws one caption; {"txt": 0.7, "syn.txt": 0.3} draws its source with these
     probabilities."""
     decoder: Literal["simplejpeg", "pil"] = "simplejpeg"
-    """Library that decodes JPEGs: simplejpeg is the fastest, pil gives open_clip's pixels."""
+    """Library that decodes JPEGs: simplejpeg is faster; pil produces the same pixels as open_clip."""
     cache_dir: Path | None = None
-    """Folder on each node for copies of remote shards. By default neuclip_ds_shards-UID in the folder for temporary
-    files, which only you can write to."""
+    """Folder on each node for copies of remote shards. By default, neuclip_ds_shards-UID in the system's temporary
+    folder, writable only by you."""
     cache_gb: float = Field(100, gt=0)
-    """Size limit of that folder, in GB. Each node keeps the shards there that it currently reads."""
+    """Size limit of `cache_dir`, in GB. Each node caches the shards that it currently reads."""
     downloads: int = Field(8, ge=1, le=1024)
-    """Maximum concurrent prefetches of remote shards per node. Loader processes fetch the shards they wait for in
-    addition."""
+    """Maximum number of concurrent prefetches of remote shards per node. In addition, loader processes fetch the shards
+    that they are waiting for."""
     max_outage: float = Field(3600, gt=0)
-    """Seconds that a batch waits for remote storage that throttles or fails; then the run ends."""
+    """Seconds that a batch may wait for remote storage that throttles or fails before the run ends."""
     crop_scale: float = Field(0.9, gt=0, le=1)
-    """Smallest share of the area that the random resized crop keeps; 1 turns augmentation off."""
+    """Smallest fraction of an image's area that the random resized crop keeps; 1 disables augmentation."""
     shard_streams: int | None = Field(None, ge=1)
-    """Shard streams that each batch is interleaved from; must divide the batch. By default up to 64, or one per node if
-    there are more nodes."""
+    """Number of shard streams that are interleaved in each batch; must divide the batch size. By default, up to 64, or
+    one per node if there are more nodes."""
     shuffle_block_size: int | None = Field(None, ge=1)
-    """Samples that are shuffled together within a shard stream. By default up to 8 million over all streams, 500,000
-    per node on more than 16 nodes, and fewer if their shards would not fit into `cache_gb`."""
+    """Samples that are shuffled together within a shard stream. By default, up to 8 million over all streams (500,000
+    per node on more than 16 nodes), or fewer if their shards would not fit into `cache_gb`."""
     drop_last: bool = False
-    """Skip the samples that do not fill an epoch's last batch. Otherwise every sample is seen exactly once per epoch,
-    and the last batch has empty rows."""
+    """Skip the samples that do not fill an epoch's last batch. Otherwise, every sample is seen exactly once per epoch,
+    and the last batch may have empty rows."""
     max_bad_fraction: float = Field(0.01, ge=0, le=1)
-    """Fraction of bad samples above which the run stops; ten times this fraction for the last samples of one rank."""
+    """Fraction of bad samples above which the run stops; for one rank's last 1,000 steps, ten times this fraction."""
 
     @field_validator("train", "captions", mode="before")
     @classmethod
     def _read_option(cls, value: Any, info: ValidationInfo) -> Any:
-        """Read a list or mapping that was typed as an option; `[ab].tar` is a glob."""
+        """Parse a list or mapping given on the command line; `[ab].tar` remains a glob."""
         if isinstance(value, str) and value[:1] in ("[", "{"):
             with suppress(ValueError):
                 return json.loads(value)
@@ -161,37 +161,37 @@ class DataConfig(Section):
 
     @property
     def sources(self) -> list[SourceConfig]:
-        """The sources of a mixture, none for a single data set."""
+        """The sources of a mixture; empty for a single data set."""
         return [] if isinstance(self.train, str) else self.train
 
     @property
     def train_paths(self) -> list[str]:
-        """Paths that `train` or its sources name; none if it is empty."""
+        """Paths that `train` or its sources name; empty if `train` is empty."""
         paths = [self.train] if isinstance(self.train, str) else [source.path for source in self.train]
         return [path for path in paths if path]
 
 
 Trained = Literal["all", "frozen"] | Annotated[int, Field(ge=0)]
-"""Trained part of a tower; a number counts its last blocks."""
+"""Trained part of a tower; a number K means the last K blocks."""
 
 
 class LoraConfig(Section):
-    """LoRA adapters for the linear layers of both towers' frozen blocks."""
+    """LoRA adapters for the linear layers in the frozen blocks of both towers."""
 
     rank: int = Field(0, ge=0, le=1 << 12)
-    """Rank of the adapters; 0 adds none. A tower with `trainable=all` gets none."""
+    """Rank of the adapters; 0 adds no adapters. A tower with `trainable=all` gets none."""
     alpha: float = Field(16, gt=0)
     """Adapters are scaled by alpha / rank."""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """Dropout of the adapters' inputs."""
+    """Dropout on the adapters' inputs."""
 
 
 class TowerConfig(Section):
-    """Options of both towers."""
+    """Options that both towers have."""
 
     trainable: Trained | None = None
-    """Parameters to train: `all`, none (`frozen`), or the last K blocks with final norm, pooling and projection (0:
-    only these). By default all, or frozen with `model.lora`. Applies to pretrained towers too."""
+    """Parameters to train: `all`, none (`frozen`), or the last K blocks with the final norm, pooling and projection (0:
+    no blocks). By default, `all`, or `frozen` with `model.lora`. Applies to pretrained towers too."""
 
     @field_validator("trainable", mode="before")
     @classmethod
@@ -206,21 +206,21 @@ class VisionConfig(TowerConfig):
     """Name of a timm model."""
     pretrained: str = ""
     """Pretrained weights of this tower: a timm tag such as openai or augreg_in21k, or a file. Position embeddings are
-    resampled to `image_size`. By default random."""
+    resampled to `image_size`. By default, the weights are random."""
     image_size: int = Field(224, ge=8, le=1 << 14)
-    """Side of the square input, in pixels."""
+    """Side length of the square input images, in pixels."""
     patch_drop: float = Field(0.0, ge=0, lt=1)
-    """Fraction of an image's patches that training drops at random in each step (FLIP), in timm models that support it.
+    """Fraction of an image's patches that training drops at random (FLIP), in timm models that support dropping them.
     Evaluation uses all patches."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Further keyword arguments of `timm.create_model`, such as patch_size, embed_dim, depth, num_heads."""
+    """Additional keyword arguments of `timm.create_model`, such as patch_size, embed_dim, depth, num_heads."""
     mean: tuple[float, float, float] | None = None
-    """Mean per channel that is subtracted from pixels in [0, 1]. By default that of `pretrained`, or OpenAI CLIP's."""
+    """Mean per channel, subtracted from pixels in [0, 1]. By default, that of `pretrained` or of OpenAI's CLIP."""
     std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] | None = None
-    """Standard deviation per channel that pixels are divided by. By default that of `pretrained`, or OpenAI CLIP's."""
+    """Standard deviation per channel; it divides the pixels. By default, that of `pretrained` or of OpenAI's CLIP."""
 
     def statistics(self) -> tuple[Channels, Channels]:
-        """Return mean and standard deviation, OpenAI CLIP's where none are set."""
+        """Return the mean and the standard deviation per channel, by default those of OpenAI's CLIP."""
         return self.mean or OPENAI_MEAN, self.std or OPENAI_STD
 
     @field_validator("options")
@@ -234,18 +234,18 @@ class VisionConfig(TowerConfig):
 
 class TextConfig(TowerConfig):
     tokenizer: str | None = None
-    """transformers tokenizer, a local folder or hub name; or `clip_bpe`, CLIP's own (English), which needs the package
-    open_clip_torch. By default, and without that package, a byte-level BPE is trained on the captions."""
+    """Folder or hub name of a transformers tokenizer, or `clip_bpe`, CLIP's English tokenizer, which needs the package
+    open_clip_torch. By default, or if that package is missing, a byte-level BPE is trained on the captions."""
     vocab_size: int = Field(49408, ge=300, le=1 << 24)
-    """Size of the trained BPE; a named tokenizer has its own."""
+    """Vocabulary size of the trained BPE; a named tokenizer keeps its vocabulary."""
     context_length: int = Field(77, ge=4, le=1 << 16)
-    """Tokens that a caption is cut or padded to."""
+    """Number of tokens to which a caption is truncated or padded."""
     width: int = Field(512, ge=8, le=1 << 16)
-    """Hidden width."""
+    """Hidden width of the transformer."""
     layers: int = Field(12, ge=1, le=1000)
-    """Transformer blocks."""
+    """Number of transformer blocks."""
     heads: int = Field(8, ge=1, le=1 << 16)
-    """Attention heads; must divide the width."""
+    """Number of attention heads; must divide the width."""
 
     @model_validator(mode="after")
     def _heads_divide_width(self) -> TextConfig:
@@ -256,22 +256,22 @@ class TextConfig(TowerConfig):
 
 class ModelConfig(Section):
     pretrained: str = ""
-    """Checkpoint of both towers to start from; its architecture and tokenizer replace those below. A folder or hub name
-    of a transformers model (CLIP, MetaCLIP 2, SigLIP, SigLIP 2) or of an open_clip model, or
+    """Checkpoint of both towers to start from, whose architecture and tokenizer replace those below: the folder or hub
+    name of a transformers model (CLIP, MetaCLIP 2, SigLIP, SigLIP 2) or of an open_clip model, or
     open_clip:ARCHITECTURE/TAG_OR_FILE."""
     vision: VisionConfig = Field(default_factory=VisionConfig)
     text: TextConfig = Field(default_factory=TextConfig)
     lora: LoraConfig = Field(default_factory=LoraConfig)
     embed_dim: int = Field(512, ge=2, le=1 << 16)
-    """Width d of the joint feature space."""
+    """Dimension d of the joint feature space."""
     activation_checkpointing: int | bool = False
-    """Recompute activations in the backward pass instead of keeping them: of all blocks (`true`), or of the first N
-    of each tower. The other blocks keep theirs, which costs memory and saves time."""
+    """Recompute activations in the backward pass instead of storing them, for all blocks (`true`) or for the first N
+    blocks of each tower. A larger N saves memory and costs time."""
     compile: bool = False
     """Compile the towers with torch.compile, which needs a C++ compiler; the first steps then take minutes."""
     matmul_precision: Literal["tf32", "float32"] = "tf32"
-    """Precision in which a GPU multiplies the matrices of float32 towers: `tf32` has 11 significant bits and is what
-    open_clip sets. bf16 towers and the loss do not follow it."""
+    """Precision of matrix multiplications in float32 towers on a GPU: `tf32` has 11 significant bits, and open_clip
+    uses it too. bf16 towers and the loss ignore this option."""
 
     @field_validator("activation_checkpointing", mode="before")
     @classmethod
@@ -296,28 +296,28 @@ class ModelConfig(Section):
         return self
 
     def trained(self, tower: Literal["vision", "text"]) -> Trained:
-        """Return which of a tower's own weights train; with LoRA the default is none."""
+        """Return which weights of a tower, except for adapters, are trained; with LoRA, the default is none."""
         chosen: Trained | None = getattr(self, tower).trainable
         return chosen if chosen is not None else "frozen" if self.lora.rank else "all"
 
 
 class OptimizerConfig(Section):
     name: Literal["adamw", "lamb", "lion", "sgd"] = "adamw"
-    """Optimizer of the encoders; the temperature has `objective.temperature.optimizer`."""
+    """Optimizer of the encoders; `objective.temperature.optimizer` sets that of the temperature."""
     lr: float = Field(5e-4, ge=0)
     """Peak learning rate of the encoders."""
     min_lr: float = Field(0.0, ge=0)
     """Learning rate at the end of the schedule; `constant` ignores it."""
     schedule: Literal["cosine", "constant", "cooldown", "wsd"] = "cosine"
-    """After the warm-up: half a `cosine` down to min_lr, `constant`, or constant until the last `cooldown_steps`, in
-    which it decays linearly (`cooldown`, open_clip's const-cooldown) or as 1 - sqrt (`wsd`: warm-up, stable, decay).
-    """
+    """Learning rate after the warm-up: `cosine` decays to min_lr along half a cosine; `constant` does not decay;
+    `cooldown` and `wsd` are constant until the last `cooldown_steps`, and then decay linearly (`cooldown`, open_clip's
+    const-cooldown) or as 1 - sqrt (`wsd`: warm-up, stable, decay)."""
     warmup_steps: int = Field(500, ge=0)
-    """Steps of linear warm-up; shortened to a tenth of the run if it is not shorter than the run."""
+    """Steps of linear warm-up; a warm-up that is not shorter than the run is reduced to a tenth of the run."""
     cooldown_steps: int | None = Field(None, ge=1)
-    """Steps in which `cooldown` and `wsd` decay to min_lr. By default a fifth of the run."""
+    """Steps over which `cooldown` and `wsd` decay to min_lr. By default, a fifth of the run."""
     weight_decay: float = Field(0.2, ge=0)
-    """Weight decay of matrices, not of gains and biases. Coupled with the gradient in sgd, decoupled in the others."""
+    """Weight decay of matrices; gains and biases do not decay. Added to the gradient by sgd, otherwise decoupled."""
     betas: tuple[Decay, Decay] = (0.9, 0.98)
     """Moment decays of AdamW, LAMB and Lion, and of the temperature's optimizer."""
     eps: float = Field(1e-6, gt=0)
@@ -325,14 +325,14 @@ class OptimizerConfig(Section):
     momentum: float = Field(0.9, ge=0, lt=1)
     """Momentum of sgd."""
     max_grad_norm: float = Field(0.0, ge=0)
-    """Largest global gradient norm; 0 does not clip."""
+    """Maximum global gradient norm; 0 disables clipping."""
     vision_lr: float | None = Field(None, gt=0)
-    """Peak learning rate of the image tower, on the same schedule. By default `lr`."""
+    """Peak learning rate of the image tower, on the same schedule. By default, `lr`."""
     text_lr: float | None = Field(None, gt=0)
-    """Peak learning rate of the text tower, on the same schedule. By default `lr`."""
+    """Peak learning rate of the text tower, on the same schedule. By default, `lr`."""
     layer_decay: float = Field(1.0, gt=0, le=1)
-    """Factor on the learning rate from each layer of a tower to the one before it, as in BEiT and EVA-CLIP: layers
-    after the blocks have the tower's rate, the last block this fraction of it, the embeddings the smallest."""
+    """Factor on the learning rate from each layer of a tower to the layer before it, as in BEiT and EVA-CLIP: layers
+    after the blocks have the tower's rate, the last block has this fraction of it, and the embeddings the lowest."""
 
     @model_validator(mode="after")
     def _rates_have_a_base(self) -> OptimizerConfig:
@@ -343,23 +343,23 @@ class OptimizerConfig(Section):
 
 class EmaConfig(Section):
     decay: float = Field(0.0, ge=0, lt=1)
-    """Decay of an exponential moving average of the weights, kept in float32; 0 keeps none. At step n the decay is at
-    most (1 + n)/(10 + n). Evaluations measure both, the average as `ema/NAME`."""
+    """Decay of an exponential moving average of the weights, kept in float32; 0 keeps none. At step n, the decay is
+    at most (1 + n)/(10 + n). Evaluations measure the weights and also the average, as `ema/NAME`."""
 
 
 class RecoveryConfig(Section):
     epochs: float = Field(0, ge=0, le=1e6)
-    """Passes over the data with frozen weights before training, which recover the optimizer's moments, and u
-    (TuneCLIP's first stage); 0 recovers nothing. With `reuse`: the passes of that recovery."""
+    """Passes over the data with frozen weights before training, which recover the optimizer's moments and each
+    sample's u (TuneCLIP's first stage); 0 recovers nothing. With `reuse`, the passes of the reused recovery."""
     loss: Literal["gcl", "hgcl", "method"] | None = None
-    """Loss whose gradients are averaged: the global contrastive loss (TuneCLIP Algorithm 1), the hinged one, or the
-    run's own (`method`). By default gcl for methods that keep u, and `method` for others, such as openclip and neuclip,
-    which recover only moments."""
+    """Loss whose gradients are averaged: the global contrastive loss (`gcl`, TuneCLIP Algorithm 1), its hinged form
+    (`hgcl`), or the run's loss (`method`). By default, `gcl` for methods that keep u, and `method` for other methods,
+    such as openclip and neuclip, for which only moments are recovered."""
     restore: list[Literal["moments", "statistics"]] = Field(["moments", "statistics"])
-    """State that training takes over: the optimizer's moments and step count, the u of each sample where the method
-    keeps it."""
+    """State that training takes over: the optimizer's moments and step count (`moments`), and each sample's u if the
+    method keeps u (`statistics`)."""
     reuse: Path | None = None
-    """Run whose recovered statistics are used instead; it must have this run's initial weights and data."""
+    """Run whose recovered state is used instead; that run must have had the same initial weights and data."""
 
     @model_validator(mode="after")
     def _gamma_has_a_place(self) -> RecoveryConfig:
@@ -369,7 +369,7 @@ class RecoveryConfig(Section):
 
 
 class Config(Section):
-    """All options of a run, as a recipe nests them."""
+    """All options of a run, nested as in a recipe."""
 
     run: RunConfig = Field(default_factory=RunConfig)
     data: DataConfig = Field(default_factory=DataConfig)
@@ -388,7 +388,7 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _start_where_the_checkpoint_is(cls, tree: Any) -> Any:
-        """With a pretrained checkpoint, tau and bias start at its own values instead of the method's."""
+        """With a pretrained checkpoint, start tau and the bias at the checkpoint's values instead of the method's."""
         model, objective = (tree.get(key, {}) if isinstance(tree, dict) else None for key in ("model", "objective"))
         if not (isinstance(model, dict) and isinstance(objective, dict) and model.get("pretrained")):
             return tree
@@ -396,7 +396,7 @@ class Config(Section):
         return {**tree, "objective": merge(blank, objective)}
 
     def rank_batch(self, world_size: int) -> int:
-        """Return the number of pairs of the global batch that each rank holds."""
+        """Return the number of pairs of the global batch on each rank."""
         if self.data.batch_size % world_size:
             below = self.data.batch_size // world_size * world_size
             raise UserError(

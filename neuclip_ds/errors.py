@@ -1,4 +1,4 @@
-"""Exceptions that end a run with one clear message or roll it back, and the redaction of secrets."""
+"""Exceptions that end a run with one message or roll it back, and functions that redact and explain errors."""
 
 import importlib.util
 import re
@@ -9,13 +9,13 @@ from pathlib import Path
 
 _SECRETS = (
     re.compile(r"(?i)\b([a-z][a-z0-9+.-]*://)[^/\s'\"@]+(?=@)"),  # USER:PASSWORD of a URL
-    re.compile(r"(?i)\b([a-z][a-z0-9+.-]*://[^\s'\"?]*\?)[^\s'\"]+"),  # its query: a signature may have any name
-    re.compile(r"(?i)\b(authorization:\s*(?:\w+\s+)?)[^\s'\"*]+"),  # a header in a command
+    re.compile(r"(?i)\b([a-z][a-z0-9+.-]*://[^\s'\"?]*\?)[^\s'\"]+"),  # query of a URL: a signature may have any name
+    re.compile(r"(?i)\b(authorization:\s*(?:\w+\s+)?)[^\s'\"*]+"),  # an authorization header in a command
 )
 
 
 def redact(text: str) -> str:
-    """Return text with `***` for passwords and queries of URLs, and for headers with a token."""
+    """Return the text with `***` in place of URL passwords, URL queries and authorization headers."""
     for secret in _SECRETS:
         text = secret.sub(r"\1***", text)
     return text
@@ -29,7 +29,7 @@ class UserError(Exception):
 
 
 class TrainingDiverged(Exception):
-    """Losses or gradients stay non-finite, or ranks differ; the message names step and cause. The exit code is 1."""
+    """Losses or gradients stay non-finite, or ranks differ. The message names step and cause; the exit code is 1."""
 
 
 class RollBack(Exception):
@@ -41,7 +41,7 @@ class RollBack(Exception):
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal stopped the program; the message names it. The exit code is 128 plus its number."""
+    """A signal stopped the program; the message names the signal. The exit code is 128 plus the signal's number."""
 
     def __init__(self, number: int, where: str = "") -> None:
         """
@@ -55,12 +55,12 @@ class Interrupted(KeyboardInterrupt):
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs an extra of pyproject.toml, from a checkout and from a wheel."""
+    """Return the command that installs an extra of pyproject.toml, for a checkout or a wheel."""
     return f"pip install 'neuclip_ds[{extra}]'"
 
 
 def require_package(module: str, option: str, extra: str) -> None:
-    """Raise UserError unless an optional package is installed, which an option needs and an extra installs."""
+    """Raise UserError if an option needs an optional package that is not installed; the message names the extra."""
     found = importlib.util.find_spec(module)
     if found is None or found.origin is None:  # a folder of that name, such as wandb/, looks like a package
         command = install_command(extra)
@@ -69,7 +69,7 @@ def require_package(module: str, option: str, extra: str) -> None:
 
 @contextmanager
 def explained(problem: str, fix: str) -> Iterator[None]:
-    """Turn any error of other libraries, which raise many types, into a UserError: "PROBLEM (its words); FIX."."""
+    """Turn any error of another library into a UserError with the message "PROBLEM (start of the error); FIX."."""
     try:
         yield
     except UserError:

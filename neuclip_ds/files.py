@@ -1,7 +1,7 @@
 """Write files atomically, and detect changed files by checksums.
 
-Checksums are CRC-32, which finds every flipped bit and every burst of up to 32 of them. zlib computes it at 2.1 GB/s on
-a core of an AMD EPYC, hashlib SHA-256 at 1.1 (2026-11-22); neither is meant to withstand an attacker here.
+Checksums are CRC-32, which detects every flipped bit and every burst of up to 32 bits; it need not withstand attackers.
+On one core of an AMD EPYC, zlib computes CRC-32 at 2.1 GB/s, and hashlib computes SHA-256 at 1.1 GB/s (2026-11-22).
 """
 
 import fcntl
@@ -35,7 +35,7 @@ class Checksum(NamedTuple):
 
 
 class ChecksumWriter:
-    """Write to a binary file, and keep the checksum of what was written in `checksum`."""
+    """Writer to a binary file that keeps the checksum of all written bytes in `checksum`."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -48,7 +48,7 @@ class ChecksumWriter:
 
 
 def checksum_of(path: Path) -> Checksum:
-    """Read a file and return its checksum; raise OSError if it cannot be read."""
+    """Read a file and return its checksum; raise OSError if the file cannot be read."""
     size = crc32 = 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
@@ -58,7 +58,7 @@ def checksum_of(path: Path) -> Checksum:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield a temporary path in the same folder; it replaces `path` when the block succeeds."""
+    """Yield a temporary file in the folder of `path`, which replaces `path` if the block succeeds."""
     _remove_abandoned(path.parent.glob(f".{glob.escape(path.name)}.[0-9]*"))
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -72,7 +72,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder, which takes the name `folder` when the block succeeds and vanishes on an error.
+    """Yield a temporary folder, which is renamed to `folder` if the block succeeds and deleted on an error.
 
     Raises:
         UserError: `folder` is a file, is not empty or cannot be written.
@@ -100,7 +100,7 @@ def check_unused(folder: Path) -> None:
 
 @contextmanager
 def claimed(path: Path) -> Iterator[bool]:
-    """Hold the kernel's lock of a file or folder during the block, which yields whether it was free.
+    """Hold the kernel's lock on a file or folder during the block, and yield whether the lock was free.
 
     A killed process loses its locks. On a file system without locks, `claimed` never yields True.
     """
@@ -117,7 +117,7 @@ def claimed(path: Path) -> Iterator[bool]:
 
 
 def _remove_abandoned(paths: Iterable[Path]) -> None:
-    """Remove the temporary files and folders of writers that were killed: no living process has claimed them."""
+    """Remove the temporary files and folders of killed writers, which no living process has claimed."""
     for path in paths:
         with suppress(OSError), claimed(path) as free:  # another process may remove it at the same time
             if free and path.is_dir():
@@ -156,7 +156,7 @@ def json_lines(path: Path) -> list[Any]:
 
 @contextmanager
 def explain_disk(path: Path, remedy: str = "choose another --run.output-dir") -> Iterator[None]:
-    """Turn an error of the file system while `path` is written into a `UserError` that ends with `remedy`."""
+    """Turn a file-system error while `path` is written into a `UserError` that ends with `remedy`."""
     try:
         yield
     except OSError as error:
@@ -167,13 +167,13 @@ def explain_disk(path: Path, remedy: str = "choose another --run.output-dir") ->
 
 
 def private_folder() -> Path:
-    """Return this user's shard cache in the folder for temporary files, created if absent.
+    """Return this user's shard cache in the system's temporary folder; create the cache if it does not exist.
 
     Raises:
-        UserError: others could have put files there.
+        UserError: other users could have put files there.
     """
     folder = Path(tempfile.gettempdir()) / f"neuclip_ds_shards-{os.getuid()}"
-    with explain_disk(folder, "set data.cache_dir"), suppress(FileExistsError):  # no folder, as the check finds
+    with explain_disk(folder, "set data.cache_dir"), suppress(FileExistsError):  # not a folder, as the check finds
         folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
     writable_by_others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
@@ -184,9 +184,9 @@ def private_folder() -> Path:
 
 @contextmanager
 def best_effort(path: Path) -> Iterator[Path]:
-    """Yield a path; log an error of the file system while it is written, and continue without that record.
+    """Yield a path; log a file-system error while the path is written, and continue without that record.
 
-    The 1st, 2nd, 4th, 8th ... failure of a path is logged.
+    The 1st, 2nd, 4th, 8th, ... failure of each path is logged.
     """
     try:
         yield path

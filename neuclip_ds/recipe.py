@@ -1,8 +1,8 @@
-"""Make a validated config from a recipe's name and `--dotted.name=value` overrides; without torch.
+"""Make a validated config from a recipe's name and `--dotted.name=value` overrides, without importing torch.
 
-A recipe is a YAML file with the shape of `neuclip_ds.config.Config`. `include:` lists other recipes (names in
-`neuclip_ds/recipes/`, or paths relative to the file) that it is merged over, in their order. `other_methods:` in its
-`objective:` holds sections that apply only with a method that reads them, for runs that choose another method.
+A recipe is a YAML file with the structure of `neuclip_ds.config.Config`. `include:` lists other recipes (names in
+`neuclip_ds/recipes/`, or paths relative to the file), which are merged in this order, with the recipe's options on top.
+`other_methods:` under `objective:` contains sections that apply only if a run chooses a method that reads them.
 """
 
 import difflib
@@ -26,7 +26,7 @@ DEMO = "demo"
 M = TypeVar("M", bound=BaseModel)
 _PROFILED_STEPS = 10  # by --profile
 _OTHER_METHODS = "other_methods"
-_SHOWN_PROBLEMS, _SHOWN_LETTERS = 5, 120  # of a config and of a wrong value, in one message
+_SHOWN_PROBLEMS, _SHOWN_LETTERS = 5, 120  # limits on the problems and the characters of a value that a message shows
 
 
 class TrainCommand(Config):
@@ -37,11 +37,11 @@ class TrainCommand(Config):
     print_config: CliImplicitFlag[bool] = False
     """Print the resolved config as YAML and stop."""
     dry_run: CliImplicitFlag[bool] = False
-    """Check everything that can be checked without training, print data, parameters, memory and traffic, and stop."""
+    """Check everything that can be checked without training; print data, parameters, memory and traffic; and stop."""
     hostfile: Path | None = None
-    """With --dry-run: the nodes of this hostfile instead of the ranks that run."""
+    """With --dry-run: plan for the nodes in this hostfile instead of the ranks of this launch."""
     gpu_memory: float | None = Field(None, gt=0)
-    """With --dry-run: memory of one GPU in GB; prints the smallest ZeRO stage that fits."""
+    """With --dry-run: memory of one GPU in GB; the smallest ZeRO stage that fits is printed."""
     profile: CliImplicitFlag[bool] = False
     """Profile ten steps of the run, as --run.profile-steps=10 does."""
 
@@ -49,14 +49,14 @@ class TrainCommand(Config):
 class Invocation(NamedTuple):
     """The parsed command line."""
 
-    command: TrainCommand  # only the recipe, None where none is named, and the switches
+    command: TrainCommand  # only the switches and the recipe (None by default)
     config: Config
 
 
 def parse(argv: Sequence[str]) -> Invocation:
     """Parse a command line; dashes and underscores in options are equivalent.
 
-    Raises UserError for an unknown recipe or key (names the nearest), or a value of a wrong type or out of range.
+    Raises UserError for an invalid value, or for an unknown recipe or key; the message suggests the nearest name.
     """
     given = _command_line(argv)
     switches = {key: given.pop(key) for key in list(given) if key not in Config.model_fields}
@@ -68,7 +68,7 @@ def parse(argv: Sequence[str]) -> Invocation:
 
 
 def recipe_config(recipe: str, options: Mapping[str, Any]) -> Config:
-    """Return the config of a recipe with options over it, nested or with dotted names; raises as `parse` does."""
+    """Return the config of a recipe overridden by options, nested or with dotted names; raise as `parse` does."""
     tree = merge({"run": {"name": Path(recipe).stem}}, load_recipe(recipe))
     given: dict[str, Any] = {}
     for name, value in options.items():
@@ -79,12 +79,12 @@ def recipe_config(recipe: str, options: Mapping[str, Any]) -> Config:
 
 
 def recipe_names() -> list[str]:
-    """Recipes that can be run; those in subfolders are parts to include."""
+    """Return the names of recipes that can be run; recipes in subfolders can only be included."""
     return sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 
 def load_recipe(name: str, within: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Return the tree of a recipe with its includes merged in; `within` are the files that include it."""
+    """Return the tree of a recipe with its includes merged in; `within` lists the files that include it."""
     path = _find_recipe(name, within[-1].parent if within else None)
     chain = (*within, path.resolve())
     if chain.index(chain[-1]) < len(within):
@@ -105,7 +105,7 @@ def load_recipe(name: str, within: tuple[Path, ...] = ()) -> dict[str, Any]:
 def override(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     """Return `base` with the values of `over` on top.
 
-    If `over` names a method, sections of `base` that this method does not read are set aside as `other_methods`.
+    If `over` names a method, sections of `base` that this method does not read are moved to `other_methods`.
     """
     objective, method = dict(_mapping(base, "objective")), _mapping(over, "objective").get("method")
     if method is None or not objective:
@@ -117,7 +117,7 @@ def override(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 
 def validate(tree: dict[str, Any]) -> Config:
-    """Make a config from a tree; raise a `UserError` that names every unknown or wrong option."""
+    """Make a config from a tree; raise a `UserError` that names the unknown or invalid options."""
     return _validate(Config, _with_other_methods(tree))
 
 
@@ -146,7 +146,7 @@ def _with_other_methods(tree: dict[str, Any]) -> dict[str, Any]:
         return tree
     aside = objective[_OTHER_METHODS] or {}
     if not isinstance(aside, dict):
-        raise UserError(f"objective.{_OTHER_METHODS}={_shown(aside)} must hold sections of methods.")
+        raise UserError(f"objective.{_OTHER_METHODS}={_shown(aside)} must contain sections of methods.")
     for name, options in aside.items():
         if name not in SECTIONS:
             raise UserError(f"unknown key objective.{_OTHER_METHODS}.{name}{nearest(name, set(SECTIONS))}")
@@ -158,13 +158,13 @@ def _with_other_methods(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mapping(tree: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Return a section of an unvalidated tree; an empty one for other values."""
+    """Return a section of an unvalidated tree, or an empty section if the value is not a mapping."""
     section = tree.get(key)
     return section if isinstance(section, dict) else {}
 
 
 def _command_line(argv: Sequence[str]) -> dict[str, Any]:
-    """Return the values of options as a tree; a later NAME=VALUE replaces an earlier one, also for lists."""
+    """Return the values of options as a tree; a later NAME=VALUE replaces an earlier one, even for lists."""
     spelled = [respell(argument, "-", "_") for argument in argv]
     last = {argument.split("=")[0] if "=" in argument else place: argument for place, argument in enumerate(spelled)}
     try:
@@ -207,7 +207,7 @@ def with_dashes(name: str) -> str:
 
 
 def respell(argument: str, old: str, new: str) -> str:
-    """Return an argument --NAME=VALUE with all of one character in its name replaced by another."""
+    """Return an argument --NAME=VALUE with every character `old` in NAME replaced by `new`."""
     name, mark, value = argument.partition("=")
     return f"--{name[2:].replace(old, new)}{mark}{value}" if name.startswith("--") else argument
 
@@ -233,13 +233,13 @@ def _explain(problem: Any) -> str:
 
 
 def _shown(value: Any, text: Callable[[Any], str] = repr) -> str:
-    """Return a value as a message quotes it, in one line of moderate length."""
+    """Return a value as a message quotes it, on one line of limited length."""
     shown = " ".join(text(value).split())
     return shown if len(shown) <= _SHOWN_LETTERS else f"{shown[:_SHOWN_LETTERS]}..."
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a hint to the closest known name, else to the least nested one with this last part; or ""."""
+    """Return a hint to the closest known name, else to the least nested name with the same last part, else ""."""
     names = sorted(known, key=lambda other: (other.count("."), other))
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
     if not close:

@@ -1,4 +1,4 @@
-"""The base class of all config sections; how files and trees of options are read and merged. Imports no torch."""
+"""The base class of all config sections, and functions that read and merge options, without importing torch."""
 
 import json
 import math
@@ -26,7 +26,7 @@ class Section(BaseModel):
     @field_validator("*", mode="after")
     @classmethod
     def _is_plain(cls, value: Any) -> Any:
-        """Refuse values that YAML, the file system or torch cannot hold, and secrets, which the run would store."""
+        """Refuse values that YAML, the file system or torch cannot represent, and secrets, which a run would store."""
         for part in _leaves(value):
             text = str(part)
             if isinstance(part, float) and not math.isfinite(part):
@@ -36,7 +36,7 @@ class Section(BaseModel):
             if not isinstance(part, (type(None), float, int, str, PurePath, BaseModel)):
                 raise ValueError(f"{text[:50]} is a {type(part).__name__}; write it in quotes")
             if any(c == "\0" or "\ud800" <= c <= "\udfff" for c in text):
-                raise ValueError(f"{text[:50]!r} holds a character that no text can hold")
+                raise ValueError(f"{text[:50]!r} contains a NUL character or a surrogate")
             if redact(text) != text:
                 raise ValueError("it holds a secret: put it into a variable that the store's library reads")
         return value
@@ -54,13 +54,13 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_options(path: Path) -> Any:
-    """Return the content of a file of options, YAML or (by its name) JSON; raise `UserError` if it cannot be read."""
+    """Return the content of a YAML or .json file of options; raise `UserError` if the file cannot be read."""
     try:
         text = path.read_bytes()
         return json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}.") from error
-    except Exception as error:  # PyYAML's constructors raise errors of every kind
+    except Exception as error:  # PyYAML's constructors raise many types of errors
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"{path} is not valid YAML or JSON: {reason[:300]}.") from error
 

@@ -1,11 +1,11 @@
-"""For developers of neuclip_ds: measure how long checkpoints keep training waiting.
+"""For developers of neuclip_ds: measure how long training waits for checkpoints.
 
-It trains on random pairs in fresh processes, one per rank. The columns are
+The program trains on random pairs in fresh processes, one per rank. The columns are
 
-    GB              of a checkpoint
-    step s          a step (median)
-    unchecked s     files written and forced to disk, without checksums and reading back
-    save s          the whole save, for which training waits
+    GB              size of a checkpoint
+    step s          time of a training step (median)
+    unchecked s     time to write the files and force them to disk, without checksums and reading back
+    save s          time of the whole save, during which training waits
 
 Example:
     python tools/benchmark_checkpoint.py --folder /data/scratch --models vitb32 --ranks 1 2
@@ -37,7 +37,7 @@ _FACTS = {"method": "benchmark"}
 
 
 class _Run:
-    """Steps of a model on random pairs, and its checkpoints in a scratch folder."""
+    """Training of a model on random pairs, with methods that write its checkpoints."""
 
     def __init__(self, asked: argparse.Namespace, model: str, ranks: int, communicator: Communicator) -> None:
         options = {"data": {"batch_size": ranks * asked.micro}, "deepspeed": asked.engine}
@@ -57,7 +57,7 @@ class _Run:
         self._number += 1
 
     def write_unchecked(self, folder: Path) -> None:
-        """Write and sync the engine's files, which are nearly all of a checkpoint."""
+        """Write and sync the engine's files, which make up nearly all of a checkpoint."""
         folder.mkdir(exist_ok=True)
         ranks = self._communicator
         for file in shard_files(engine_shards(self.engine, ranks), engine_facts(self.engine), ranks):
@@ -77,7 +77,7 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def measure(asked: argparse.Namespace, model: str, ranks: int, folder: str) -> dict[str, float]:
-    """Return one rank's measurements."""
+    """Return one rank's measurements by column."""
     place = Path(folder)
     with connected("benchmark") as communicator:
         run = _Run(asked, model, ranks, communicator)
@@ -95,12 +95,12 @@ def measure(asked: argparse.Namespace, model: str, ranks: int, folder: str) -> d
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, help="where to write (default: the folder for temporary files)")
+    parser.add_argument("--folder", type=Path, help="folder to write to (default: the folder for temporary files)")
     parser.add_argument("--models", nargs="+", choices=_MODELS, default=["vitb32"])
     parser.add_argument("--engine", default="zero1_bf16", help="name in ds_configs/, or a JSON file")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1])
-    parser.add_argument("--micro", type=int, default=32, help="rows of a rank")
-    parser.add_argument("--steps", type=int, default=6, help="usual steps to measure")
+    parser.add_argument("--micro", type=int, default=32, help="pairs per rank")
+    parser.add_argument("--steps", type=int, default=6, help="training steps to measure")
     parser.add_argument("--turns", type=int, default=3, help="saves of each kind; the median is printed")
     asked = parser.parse_args()
     print(machine())

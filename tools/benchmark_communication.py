@@ -1,13 +1,13 @@
-"""For developers of neuclip_ds: measure the bytes and time that each communication saving saves on real ranks.
+"""For developers of neuclip_ds: measure the bytes and time that each communication optimization saves on real ranks.
 
-    comm_dtype    features in float32, and in bf16
-    gradients     OpenCLIP's scheme (gather, and a reduce-scatter of B x d for each tower back), and the closed form
-    scalars       images' and texts' statistics, sums in separate collectives, and in one collective per kind
-    overlap       texts gathered after the image tower, and while it runs (a matmul of --tower-ms replaces the tower)
-    npn           gradients of replicated prototypes (2 m d, T_u times), and sums over split ones (2B, T_u + 1 times)
+    comm_dtype    features in float32 -> features in bf16
+    gradients     OpenCLIP's scheme (gather, and reduce-scatter B x d gradients of each tower) -> the closed form
+    scalars       separate collectives for the statistics of images and texts and for each sum -> one per kind
+    overlap       gather texts after the image tower -> while it runs (a matmul of --tower-ms replaces the tower)
+    npn           gradients of replicated prototypes (2 m d, T_u times) -> sums over split ones (2B, T_u + 1 times)
 
-Times include only the collectives. Bytes are those of the ring algorithms. Tests check that the results are the same
-(tests/distributed/test_objective_ranks.py); for bf16 this prints the difference.
+Times include only the collectives and the matmul of `overlap`. Bytes are those of the ring algorithms. Tests check that
+both variants give the same results (tests/distributed/test_objective_ranks.py); the program prints the error of bf16.
 
 Example: python tools/benchmark_communication.py --ranks 2 --rows 640 --dim 512
 """
@@ -32,15 +32,15 @@ from neuclip_ds.objectives.gather import Features
 
 Work = Callable[[Communicator], object]
 _UPDATES, _PROTOTYPES = 10, 4096
-_SUMS = 6  # sums of loss, temperature and norms
+_SUMS = 6  # number of sums of the loss, temperature and norms
 
 
 def savings(image: Tensor, text: Tensor, world_size: int, tower: Tensor) -> dict[str, tuple[Work, Work]]:
-    """Return the two variants of each saving, which send the same information.
+    """Return the variants before and after each optimization, which send the same information.
 
     Args:
         image, text: (b, d) features of one rank.
-        world_size: ranks.
+        world_size: number of ranks.
         tower: square matrix whose matmul replaces the image tower.
     """
     rows, dim = image.shape
@@ -89,7 +89,7 @@ def savings(image: Tensor, text: Tensor, world_size: int, tower: Tensor) -> dict
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return one rank's calls, bytes and seconds by saving, before and after it, and the differences of bf16."""
+    """Return one rank's calls, bytes and seconds before and after each optimization, and the errors of bf16."""
     dist.init_process_group("gloo")
     communicator = Communicator()
     features, turns = random_features(arguments.rows, arguments.dim, communicator), arguments.repeats + 2
@@ -102,13 +102,13 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         found[name] = []
         for way, of in counted.items():
             calls, size = (sum(getattr(x, key) for x in of.traffic.values()) for key in ("calls", "bytes_sent"))
-            found[name].append([calls // turns, size // turns, seconds[way][2:]])  # the first connect and allocate
+            found[name].append([calls // turns, size // turns, seconds[way][2:]])  # first turns connect and allocate
     found["difference"] = {str(tau): _difference_of_bf16(features, tau) for tau in (0.07, 0.01)}
     return found
 
 
 def _tower(milliseconds: float) -> Tensor:
-    """Return a matrix whose matmul takes about this long."""
+    """Return a square matrix whose matmul with itself takes at least `milliseconds`."""
     size = 512
     while True:
         matrix = torch.randn(size, size)
@@ -120,7 +120,7 @@ def _tower(milliseconds: float) -> Tensor:
 
 
 def _difference_of_bf16(features: Features, tau: float) -> float:
-    """Return the norm of the change of OpenCLIP's feature gradients over their norm."""
+    """Return the norm of the change that bf16 makes to OpenCLIP's feature gradients, relative to their norm."""
     tree = {"objective": {"method": "openclip", "temperature": {"initial": tau}}}
     found = []
     for comm_dtype in (torch.float32, torch.bfloat16):
@@ -133,14 +133,14 @@ def _difference_of_bf16(features: Features, tau: float) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2, help="on this machine (2)")
-    parser.add_argument("--rows", type=int, default=640, help="pairs a rank (640)")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks on this machine (2)")
+    parser.add_argument("--rows", type=int, default=640, help="pairs per rank (640)")
     parser.add_argument("--dim", type=int, default=512, help="feature width (512)")
-    parser.add_argument("--tower-ms", type=float, default=50, help="that the image tower takes (50)")
-    parser.add_argument("--repeats", type=int, default=30, help="in turns (30)")
+    parser.add_argument("--tower-ms", type=float, default=50, help="milliseconds that the image tower takes (50)")
+    parser.add_argument("--repeats", type=int, default=30, help="interleaved repetitions (30)")
     arguments = parser.parse_args()
     ranks = on_ranks(arguments.ranks, measure, arguments)
-    sizes = f"{arguments.ranks} ranks, {arguments.rows} pairs a rank, d = {arguments.dim}"
+    sizes = f"{arguments.ranks} ranks, {arguments.rows} pairs per rank, d = {arguments.dim}"
     print(f"{machine()}, gloo, {sizes}\n")
     print("| saving | calls | kB received | ms | calls after | kB | ms | bytes | time |")
     print("|---" * 9 + "|")

@@ -1,8 +1,8 @@
-"""For developers of neuclip_ds: measure readers of bytes, the order of samples and the store of per-sample statistics.
+"""For developers of neuclip_ds: measure the raw readers, the sample order and the store of per-sample statistics.
 
-Parts: `raw` (bytes of samples, against webdataset and MosaicML streaming), `order` and `store` (a billion samples).
-Contenders run in new processes and interleaved; results are medians. MosaicML streaming is omitted if it is not
-installed (`make peers`). tools/benchmark_streaming.py measures loaders.
+The part `raw` reads the bytes of samples and compares with webdataset and MosaicML streaming; the parts `order` and
+`store` use a billion samples. Contenders run interleaved in new processes; results are medians. MosaicML streaming is
+omitted if it is not installed (`make peers`). tools/benchmark_streaming.py measures loaders.
 
 Example: python tools/benchmark_data.py '/data/flickr8k/train' --parts raw --repeats 5
 """
@@ -44,10 +44,10 @@ BILLION, SHARDS = 1_000_000_000, 100_000
 
 
 class Setting(argparse.Namespace):
-    """Options and location of the samples, the same for all contenders."""
+    """Options, and locations of the samples; the same for all contenders."""
 
     paths: list[str]
-    manifest: str  # folder, with sample tables
+    manifest: str  # folder, which contains sample tables
     mds: str  # folder with the same samples in MosaicML's format
     epochs: int  # passes over the shards in one measurement
 
@@ -56,13 +56,13 @@ class Setting(argparse.Namespace):
 
 
 def page_cache(setting: Setting) -> float:
-    """Upper limit: copy the shards' bytes out of the page cache without parsing them."""
+    """Measure the upper limit: copy the shards' bytes from the page cache without parsing them."""
     n = build_manifest(setting.paths).n
     return n * setting.epochs / _seconds(lambda: _read_plainly(setting.paths * setting.epochs, 1 << 20))
 
 
 def ours_in_sequence(setting: Setting) -> float:
-    """Read at the manifest's offsets."""
+    """Read samples in order at the manifest's offsets."""
     manifest = load_manifest(setting.manifest)
     return _ours(setting, manifest, np.arange(manifest.n))
 
@@ -73,7 +73,7 @@ def ours_at_random(setting: Setting) -> float:
 
 
 def ours_walking_headers(setting: Setting) -> float:
-    """Read without offsets in the manifest, as a node's first pass over a shard does."""
+    """Read samples in order without offsets in the manifest, as in a node's first pass over a shard."""
     manifest = build_manifest(setting.paths)
     return _ours(setting, manifest, np.arange(manifest.n))
 
@@ -112,7 +112,7 @@ def mosaic_raw(setting: Setting) -> float:
 
 
 def order_of_a_billion(share: float) -> tuple[float, float]:
-    """Return the milliseconds to compute any step's batch from scratch, and the peak MB with the table of shards."""
+    """Return the milliseconds to compute a step's batch from scratch, and the peak MB including the shard table."""
     sizes = np.full(SHARDS, BILLION // SHARDS)
     starts = np.cumsum(sizes) - sizes
     GlobalOrder([0, 9], [9, 9], 2, 0).batch(0, 0)  # numpy loads parts of itself at first use
@@ -128,7 +128,7 @@ def order_of_a_billion(share: float) -> tuple[float, float]:
 
 
 def store_of(n: int) -> list[str]:
-    """Return the measurements of two float32 fields for n samples on one rank."""
+    """Measure a store of two float32 fields for n samples on one rank, and return the lines of its report."""
     store = SampleStore(n, {"log_u_image": -np.inf, "log_u_text": -np.inf}, Communicator())
     generator = torch.Generator().manual_seed(0)
     batches = [torch.randint(0, n, (4096,), generator=generator) for _ in range(200)]
@@ -137,7 +137,7 @@ def store_of(n: int) -> list[str]:
         lines += _visit(store, batches, when)
     with _forked_process():
         lines += _visit(store, [n - 1 - index for index in batches], "with a forked process")
-    # plain writes before and after ours: a disk's first write to a place may be slower
+    # plain writes before and after ours, because a disk's first write to a block may be slower
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as name:
         folder = Path(name)
         plain = _seconds(lambda: _write_plainly(folder / "plain", 8 * n))
@@ -163,7 +163,7 @@ def store_of(n: int) -> list[str]:
 
 
 def _visit(store: SampleStore, batches: list[Tensor], when: str) -> Iterator[str]:
-    """Read the rows of all batches, then write them; return the time and minor page faults per call."""
+    """Read and then write the rows of all batches; yield a line with the time and minor page faults per call."""
     values = torch.randn(4096, 2)
     works = {"read": lambda index: store.begin_read(index).wait(), "write": lambda index: store.write(index, values)}
     for verb, work in works.items():
@@ -176,7 +176,7 @@ def _visit(store: SampleStore, batches: list[Tensor], when: str) -> Iterator[str
 
 @contextmanager
 def _forked_process() -> Iterator[None]:
-    """Start a process that shares this one's memory and waits, as a loader worker does."""
+    """Fork a process that shares this process's memory and waits, as a loader worker does."""
     child = os.fork()
     if child == 0:
         signal.pause()
@@ -213,7 +213,7 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def print_rates(contenders: Sequence[Callable[[Setting], float]], ours: str, setting: Setting) -> None:
-    """Print the median samples/s of each contender, and the ratio to `ours`."""
+    """Print the median samples/s of each contender, and the ratio of `ours` to the contender."""
     turns = [[alone(one, setting) for one in contenders] for _ in range(setting.repeats)]
     rates = [statistics.median(column) for column in zip(*turns, strict=True)]
     by_name = dict(zip((one.__name__ for one in contenders), rates, strict=True))
@@ -224,11 +224,11 @@ def print_rates(contenders: Sequence[Callable[[Setting], float]], ours: str, set
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shards", nargs="?", default="", help="JPEG and txt pairs, for raw")
+    parser.add_argument("shards", nargs="?", default="", help="shards of JPEG and txt pairs, for the part raw")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--epochs", type=int, default=2, help="passes over the shards in a measurement (2)")
-    parser.add_argument("--repeats", type=int, default=3, help="turns (3)")
-    parser.add_argument("--rows", type=int, default=BILLION, help="samples of the store (1e9: 8 GB of memory and disk)")
+    parser.add_argument("--epochs", type=int, default=2, help="passes over the shards per measurement (2)")
+    parser.add_argument("--repeats", type=int, default=3, help="interleaved repetitions (3)")
+    parser.add_argument("--rows", type=int, default=BILLION, help="samples in the store (1e9: 8 GB of memory and disk)")
     setting = parser.parse_args(namespace=Setting())
     with exit_on_mistake():
         run(setting)
@@ -255,7 +255,7 @@ def run(setting: Setting) -> None:
             print(f"at {share:4.0%} of epoch 3: {milliseconds:.1f} ms, {megabytes:.0f} MB")
     if "store" in setting.parts:
         lines = alone(store_of, setting.rows)
-        print(f"\nStore of 2 float32 fields for {setting.rows:,} samples on one rank, 4,096 random rows a step\n")
+        print(f"\nStore of 2 float32 fields for {setting.rows:,} samples on one rank, 4,096 random rows per step\n")
         print("\n".join(lines))
 
 

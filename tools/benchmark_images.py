@@ -1,13 +1,13 @@
-"""For developers of neuclip_ds: measure its loading of photographs against open_clip's own pipeline.
+"""For developers of neuclip_ds: compare the speed of loading photographs with open_clip's pipeline.
 
-Photographs with a longer side of 512 px become random crops of 224 px and tokens, in batches. open_clip's pipeline is
-`open_clip_train.data.get_wds_dataset` with its training transform and tokenizer: webdataset, PIL, float32 batches. Ours
-has uint8 batches and a BPE trained on the captions. WebLoader with our transform and tokenizer compares only the
-loaders. Contenders run in new processes and interleaved; results are medians. Then the photographs are loaded as in an
-evaluation, twice with the same processes.
+Photographs with a longer side of 512 px, and captions, become batches of random 224 px crops and tokens. open_clip's
+pipeline is `open_clip_train.data.get_wds_dataset` (webdataset, PIL, float32 batches) with open_clip's training
+transform and tokenizer. Ours yields uint8 batches and tokenizes with a BPE trained on the captions. To compare only the
+loaders, webdataset's WebLoader also runs with our transform and tokenizer. Contenders run interleaved in new processes;
+results are medians. Then the photographs are loaded as in an evaluation, twice with the same processes.
 
-The photographs are mosaics of a data set's images (`--data`), enlarged first, so that they have the detail, size and
-bytes of photographs. Without a data set, they are the demo's scenes with noise.
+The photographs are mosaics of enlarged images from a data set (`--data`), and so have the detail, size and bytes of
+photographs. Without a data set, the images are the demo's scenes with noise.
 
 Example: python tools/benchmark_images.py --data /data/flickr8k/train --repeats 5
 """
@@ -50,11 +50,11 @@ from neuclip_ds.models.bpe import train_bpe
 from neuclip_ds.models.tokenizer import CaptionTokenizer
 
 LONGER, SHORTER, TILE, CROP = 512, 384, 192, 224  # pixels
-SCALE = 0.9  # smallest share of the area that a crop keeps
+SCALE = 0.9  # smallest fraction of the area that a crop keeps
 SHARDS, CONTEXT, VOCABULARY = 4, 77, 10_000
 QUALITY, SEED = 95, 0  # img2dataset writes JPEGs of this quality
 PREFETCH = 2  # batches that a worker prepares ahead
-WARM_UP = 2  # so many times the batches of `PREFETCH` are not timed
+WARM_UP = 2  # number of prefetch buffers that are read before timing starts
 
 
 class Setting(argparse.Namespace):
@@ -67,10 +67,10 @@ class Setting(argparse.Namespace):
     repeats: int
     tars: list[str]
     tokenizer: str  # folder
-    evaluation: str  # folder, of the photographs as an evaluation set
+    evaluation: str  # folder with the photographs as an evaluation set
 
 
-Contender = Callable[[Setting], Iterator[int]]  # yields the sizes of endless batches
+Contender = Callable[[Setting], Iterator[int]]  # yields the sizes of an endless sequence of batches
 
 
 # photographs
@@ -83,7 +83,7 @@ def write_photographs(setting: Setting, folder: Path) -> list[str]:
         tiles.append(sample.image or b"")
         captions.append(next(iter(sample.texts.values())))
     noise = np.random.default_rng(SEED)
-    grain = 0 if setting.data.is_dir() else 12  # the demo's scenes are flat
+    grain = 0 if setting.data.is_dir() else 12  # the demo's scenes have flat colors
     for shard in range(SHARDS):
         with tarfile.open(folder / f"{shard:05d}.tar", "w") as archive:
             for number in range(shard, setting.samples, SHARDS):
@@ -102,7 +102,7 @@ def source(data: Path) -> Manifest:
 
 
 def mosaic(tiles: list[bytes], upright: bool) -> Image.Image:
-    """Return an image of the size of a photograph, three tiles wide and two high, or rotated."""
+    """Return an image of the size of a photograph, three tiles wide and two high, or rotated if `upright`."""
     picture = Image.new("RGB", (3 * TILE, 2 * TILE))
     for place, tile in enumerate(tiles):
         image = Image.open(io.BytesIO(tile)).convert("RGB").resize((TILE, TILE), Image.Resampling.BICUBIC)
@@ -136,7 +136,7 @@ def our_tokenizer(setting: Setting) -> CaptionTokenizer:
 
 
 def webloader(setting: Setting) -> Iterator[int]:
-    """webdataset's loader with our transform and tokenizer."""
+    """Load with webdataset's WebLoader and our transform and tokenizer."""
     from webdataset import WebDataset, WebLoader
 
     transform, tokenizer = train_transform(CROP, SCALE, decode_simplejpeg), our_tokenizer(setting)
@@ -157,7 +157,7 @@ def open_clip_pipeline(setting: Setting) -> Iterator[int]:
     from open_clip_train import data as loading
     from webdataset.tariterators import tar_file_expander
 
-    # webdataset 1.0 marks the end of a shard, which open_clip, made for 0.2, does not know
+    # webdataset 1.0 marks the end of a shard, but open_clip, written for 0.2, does not know this mark
     loading.tar_file_expander = functools.partial(tar_file_expander, eof_value=None)
     options = argparse.Namespace(
         train_data="::".join(setting.tars),
@@ -190,9 +190,9 @@ CONTENDERS: dict[str, Contender] = {
 
 
 def rate(contender: Contender, setting: Setting) -> float:
-    """Return samples/s after the warm-up, over as many samples as there are photographs."""
+    """Return the samples/s of a contender after the warm-up, over the number of photographs."""
     sizes = contender(setting)
-    for _ in range(WARM_UP * setting.workers * PREFETCH):  # also the batches that were made meanwhile
+    for _ in range(WARM_UP * setting.workers * PREFETCH):  # includes batches that were prepared meanwhile
         next(sizes)
     began, samples = time.perf_counter(), 0
     while samples < setting.samples:
@@ -204,14 +204,14 @@ def rate(contender: Contender, setting: Setting) -> float:
 
 
 class Passes(NamedTuple):
-    """Samples/s of a rank, including startup."""
+    """Samples/s of one rank in two passes over the photographs."""
 
-    first: float  # starts the processes
+    first: float  # includes starting the processes
     second: float
 
 
 def evaluation_set(setting: Setting) -> Passes:
-    """Load the photographs as those of an evaluation set."""
+    """Load the photographs as an evaluation set."""
     folder, transform = Path(setting.evaluation), EvalTransform(CROP, decode=decode_simplejpeg)
     prepare = functools.partial(decode, transform=transform)
 
@@ -242,7 +242,7 @@ def two_passes(setting: Setting, loader: Loader, passed: Callable[[Loader], int]
 
 
 def link_evaluation_set(tars: list[str], folder: Path) -> str:
-    """Make an evaluation set of the photographs; return its folder."""
+    """Link the photographs as an evaluation set; return the set's folder."""
     (folder / "test").mkdir(parents=True)
     (folder / "test" / "nshards.txt").write_text(f"{len(tars)}\n")
     for number, tar in enumerate(tars):
@@ -254,11 +254,11 @@ def link_evaluation_set(tars: list[str], folder: Path) -> str:
 
 
 class Stages(NamedTuple):
-    """Milliseconds per sample of a pipeline's stages, run one after the other in one process without a loader."""
+    """Milliseconds per sample of a pipeline's stages, run one after another in one process without a loader."""
 
     read: float
     decode: float
-    resize: float  # crop and resize; with open_clip also float32 and its normalization
+    resize: float  # crop and resize; for open_clip, also the conversion to float32 and normalization
     tokenize: float
     collate: float
 
@@ -316,10 +316,10 @@ def timed(work: Callable[[], Any]) -> tuple[float, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=Path("/data/flickr8k/train"), help="images for mosaics")
-    parser.add_argument("--samples", type=int, default=2048, help="photographs, and samples of a measurement (2048)")
-    parser.add_argument("--batch", type=int, default=64, help="samples of a batch (64)")
+    parser.add_argument("--samples", type=int, default=2048, help="photographs, and samples per measurement (2048)")
+    parser.add_argument("--batch", type=int, default=64, help="samples per batch (64)")
     parser.add_argument("--workers", type=int, default=1, help="loader processes (1)")
-    parser.add_argument("--repeats", type=int, default=3, help="turns (3)")
+    parser.add_argument("--repeats", type=int, default=3, help="interleaved repetitions (3)")
     with exit_on_mistake():
         run(parser.parse_args(namespace=Setting()))
 
@@ -351,7 +351,7 @@ def print_rates(setting: Setting) -> None:
         {name: alone(rate, contender, setting) for name, contender in CONTENDERS.items()}
         for _ in range(setting.repeats)
     ]
-    print("| loader | samples/s a worker | lowest to highest | ours / it |\n|---|---|---|---|")
+    print("| loader | samples/s per worker | lowest to highest | ours / it |\n|---|---|---|---|")
     for name in CONTENDERS:
         rates = [turn[name] / max(1, setting.workers) for turn in turns]
         ratio = statistics.median(turn["ours"] / turn[name] for turn in turns)
@@ -359,7 +359,7 @@ def print_rates(setting: Setting) -> None:
 
 
 def print_evaluation(setting: Setting) -> None:
-    print("\n| evaluation | samples/s a worker, first | again |\n|---|---|---|")
+    print("\n| evaluation | samples/s per worker, first | again |\n|---|---|---|")
     for name, work in {"a set": evaluation_set, "validation pairs": evaluation_pairs}.items():
         turns = [alone(work, setting) for _ in range(setting.repeats)]
         rates = [statistics.median(column) / max(1, setting.workers) for column in zip(*turns, strict=True)]
@@ -367,10 +367,10 @@ def print_evaluation(setting: Setting) -> None:
 
 
 def print_stages(setting: Setting) -> None:
-    """Print the time of each stage; `handing over` is the remaining time of a loader with one worker."""
+    """Print the time of each stage; `hand over` is the remaining time of a loader with one worker."""
     count = min(512, setting.samples)
     names = " | ".join(Stages._fields)
-    print(f"\nms a sample\n\n| pipeline | {names} | sum | hand over |\n{'|---' * (len(Stages._fields) + 3)}|")
+    print(f"\nms per sample\n\n| pipeline | {names} | sum | hand over |\n{'|---' * (len(Stages._fields) + 3)}|")
     alone_worker = argparse.Namespace(**{**vars(setting), "workers": 1})
     for name, stages in {"ours": our_stages, "open_clip": open_clip_stages}.items():
         turns = [alone(stages, setting, count) for _ in range(setting.repeats)]

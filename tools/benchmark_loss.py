@@ -1,8 +1,8 @@
 """For developers of neuclip_ds: time `ContrastiveLoss` against the losses of open_clip and fast_clip.
 
-All run forward and backward on the same features, interleaved in one loop and process; each is called as its own
-training loop calls it. Ratios are to open_clip's ClipLoss; times are medians of the slowest rank. fast_clip is read
-from a checkout that you name; without one it is omitted.
+All losses run forward and backward on the same features, interleaved in one loop; each loss is called as in its
+project's training loop. Ratios are relative to open_clip's ClipLoss; times are medians on the slowest rank. fast_clip
+is read from the checkout given by --fast-clip; without a checkout, it is omitted.
 
 Example: python tools/benchmark_loss.py --ranks 1 2 --batch 512 2048 --fast-clip ../fast_clip
 """
@@ -56,7 +56,7 @@ def fast_clip_loss(folder: Path, rows: int, device: torch.device) -> Loss:
 
 
 def _gathered(tensors: list[Tensor]) -> list[Tensor]:
-    """Gather the rows of all ranks in one collective, without gradient."""
+    """Gather the rows of all ranks in one collective, without gradients."""
     stacked = torch.stack(tensors).detach()
     parts = [torch.empty_like(stacked) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, stacked)
@@ -71,7 +71,7 @@ def our_loss(method: str, rows: int, dim: int, device: torch.device) -> Loss:
 
 
 def measure(rows: int, options: argparse.Namespace) -> dict[str, list[float]]:
-    """Return one rank's seconds by loss."""
+    """Return one rank's times in seconds by loss."""
     communicator = connect(options.device)
     device = communicator.device
     losses: dict[str, Loss] = {PEER: open_clip_loss(communicator)}
@@ -90,12 +90,12 @@ def measure(rows: int, options: argparse.Namespace) -> dict[str, list[float]]:
         loss(*leaves).backward()
 
     works = {name: partial(work, loss) for name, loss in losses.items()}
-    in_turns(works, 2 + NpnConfig().prototypes // (rows * dist.get_world_size()), wait)  # the NPN predicts once full
+    in_turns(works, 2 + NpnConfig().prototypes // (rows * dist.get_world_size()), wait)  # fills the NPN
     return in_turns(works, options.repeats, wait)
 
 
 def compare(world_size: int, rows: int, options: argparse.Namespace) -> list[str]:
-    """Return lines of a Markdown table; the first is the peer."""
+    """Return the lines of a Markdown table; the first line is the peer."""
     ranks = on_ranks(world_size, measure, rows, options)
     slowest = {name: max(statistics.median(rank[name]) for rank in ranks) for name in ranks[0]}
     return [
@@ -107,10 +107,10 @@ def compare(world_size: int, rows: int, options: argparse.Namespace) -> list[str
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="world sizes (default 1 2)")
-    parser.add_argument("--batch", type=int, nargs="+", default=[512, 2048], help="rows a rank (default 512 2048)")
+    parser.add_argument("--batch", type=int, nargs="+", default=[512, 2048], help="pairs per rank (default 512 2048)")
     parser.add_argument("--dim", type=int, default=512, help="feature width (default 512)")
-    parser.add_argument("--repeats", type=int, default=20, help="timed steps, in turns (default 20)")
-    parser.add_argument("--methods", nargs="+", default=["openclip", "fastclip_v3", "neuclip"], help="of ours")
+    parser.add_argument("--repeats", type=int, default=20, help="timed steps, interleaved (default 20)")
+    parser.add_argument("--methods", nargs="+", default=["openclip", "fastclip_v3", "neuclip"], help="our methods")
     parser.add_argument("--fast-clip", type=Path, help="a checkout of Optimization-AI/fast_clip")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     options = parser.parse_args()

@@ -1,9 +1,9 @@
-"""For developers of neuclip_ds: measure the peak memory of training steps against the prediction of `--dry-run`.
+"""For developers of neuclip_ds: compare the peak memory of training steps with the prediction of `--dry-run`.
 
-Every case runs in fresh processes, one per rank: engine, objective and three steps on random pixels. On a CPU the
-measurement is the highest resident memory of a rank during those steps (VmHWM, reset before them) minus its resident
-memory before the model is built, when all libraries are loaded; freed blocks go back to the system at once. On a GPU it
-is torch.cuda.max_memory_allocated, and samples/s and the share of the peak FLOP/s are measured as well.
+Every case runs a few training steps on random pixels in fresh processes, one per rank. On a CPU, the measurement is the
+highest resident memory of a rank during the steps (VmHWM, reset before the first step) minus the resident memory before
+the model is built, when all libraries are loaded; freed blocks return to the system at once. On a GPU, the measurement
+is torch.cuda.max_memory_allocated. The table also shows samples/s and, with --tflops, the share of the peak FLOP/s.
 
 Examples:
     python tools/benchmark_memory.py --engines zero1_bf16 zero3_bf16 --ranks 1 2 --micro 16 --passes 1 2
@@ -31,7 +31,7 @@ _MODELS = {"vitb32": "models/vitb32", "vitb16": "models/vitb16", "rn50": "models
 
 
 class Case(NamedTuple):
-    """A row of the table."""
+    """A case to measure: one row of the table."""
 
     model: str
     engine: str
@@ -53,7 +53,7 @@ class Case(NamedTuple):
 
 
 def measure(case: Case, steps: int) -> dict[str, Any]:
-    """Return one rank's measurements."""
+    """Return one rank's measured and predicted memory, time and FLOPs."""
     config = case.config()
     with connected(dump(config)) as communicator:
         on_gpu = communicator.device.type == "cuda"
@@ -80,7 +80,7 @@ def measure(case: Case, steps: int) -> dict[str, Any]:
 
 
 def line(case: Case, figures: list[dict[str, Any]], tflops: float | None) -> str:
-    """Return a line of the Markdown table: the rank with the largest peak."""
+    """Return a line of the Markdown table, for the rank with the largest peak."""
     worst = max(figures, key=lambda rank: rank["measured"])
     seconds = max(rank["seconds"] for rank in figures)
     ratio = worst["predicted"] / worst["measured"]
@@ -97,13 +97,13 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=_MODELS, default=["vitb32"])
     parser.add_argument("--engines", nargs="+", default=["zero1_bf16"], help="names in ds_configs/, or JSON files")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1])
-    parser.add_argument("--micro", type=int, nargs="+", default=[32], help="rows of a micro-batch")
-    parser.add_argument("--passes", type=int, nargs="+", default=[1], help="micro-batches a step and rank")
+    parser.add_argument("--micro", type=int, nargs="+", default=[32], help="pairs per micro-batch and rank")
+    parser.add_argument("--passes", type=int, nargs="+", default=[1], help="micro-batches per step and rank")
     parser.add_argument("--checkpointing", nargs="+", choices=["on", "off"], default=["off"])
     parser.add_argument("--method", default="fastclip_v3")
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--tflops", type=float, help="peak of the GPU in this precision, for the share that is reached")
-    parser.add_argument("--parts", action="store_true", help="print the account's parts as well")
+    parser.add_argument("--tflops", type=float, help="peak TFLOP/s of the GPU in this precision, to print the share")
+    parser.add_argument("--parts", action="store_true", help="also print the components of the estimate")
     asked = parser.parse_args()
     # freed blocks return to the system at once, so that resident memory counts only live blocks
     os.environ.update(MALLOC_MMAP_THRESHOLD_="1000000", MALLOC_TRIM_THRESHOLD_="0", MALLOC_ARENA_MAX="1")

@@ -1,9 +1,9 @@
-"""For developers of neuclip_ds: measure an objective step (features in, gradients out) against OpenCLIP's loss.
+"""For developers of neuclip_ds: compare an objective step (features in, gradients out) with OpenCLIP's loss.
 
-The peer is open_clip's `ClipLoss` in its recommended form: local loss, features gathered with gradient. Both run
-interleaved in the same processes.
+The peer is open_clip's `ClipLoss` in its recommended form: a local loss, and features gathered with gradients. The peer
+and our objectives run interleaved in the same processes.
 
-With `--tau` and `--features` most pairs weigh so little that their exponentials would be subnormal numbers.
+With a small `--tau` and `--features opposed`, the exponentials of most pairs would be subnormal numbers.
 
 Examples:
     python tools/benchmark_objective.py --ranks 1 2 --batch 512 2048 --repeats 20
@@ -64,7 +64,7 @@ def measure(rows: int, repeats: int, options: argparse.Namespace) -> dict[str, d
 
 
 def compare(world_size: int, rows: int, options: argparse.Namespace) -> list[str]:
-    """Return lines of a Markdown table, the peer first; times and memory are those of the worst rank."""
+    """Return the lines of a Markdown table, the peer first; times and memory are those of the worst rank."""
     timed = on_ranks(world_size, measure, rows, options.repeats, options)
     # freed blocks return to the system at once, which costs time, but then resident memory counts only live blocks
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
@@ -85,14 +85,14 @@ def compare(world_size: int, rows: int, options: argparse.Namespace) -> list[str
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="world sizes (default 1 2)")
-    parser.add_argument("--batch", type=int, nargs="+", default=[512, 2048], help="rows a rank (default 512 2048)")
+    parser.add_argument("--batch", type=int, nargs="+", default=[512, 2048], help="pairs per rank (default 512 2048)")
     parser.add_argument("--dim", type=int, default=512, help="feature width (default 512)")
     parser.add_argument("--tau", type=float, default=0.07, help="temperature (default 0.07)")
-    parser.add_argument("--features", choices=FEATURES, default="random", help="of what kind (default random)")
-    parser.add_argument("--methods", nargs="+", default=[*METHODS], help="of ours (default all)")
+    parser.add_argument("--features", choices=FEATURES, default="random", help="kind of features (default random)")
+    parser.add_argument("--methods", nargs="+", default=[*METHODS], help="methods to measure (default all)")
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="bf16 is autocast in the peer")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="one GPU per rank (default cpu)")
-    parser.add_argument("--repeats", type=int, default=20, help="timed steps, in turns (default 20)")
+    parser.add_argument("--repeats", type=int, default=20, help="timed steps, interleaved (default 20)")
     arguments = parser.parse_args()
     print(f"{machine(arguments.device)}, {arguments.precision}, d = {arguments.dim}, tau = {arguments.tau}", end="")
     print(f", features: {arguments.features}\n")

@@ -1,24 +1,24 @@
-"""For developers of neuclip_ds: measure training steps against a plain DDP loop and open_clip's own program.
+"""For developers of neuclip_ds: compare training steps with a plain DDP loop and open_clip's training program.
 
-Part `speed` is a table of samples/s and ratios for each number of ranks. The programs are
+The part `speed` prints a table of samples/s and ratios for each number of ranks. The programs are
 
-    here: METHOD    train.py (with --data random: its step on one batch of noise)
-    plain DDP       a loop of DistributedDataParallel and OpenCLIP's loss, this project's towers, webdataset's loader
-    open_clip       its program open_clip_train.main, on the same timm trunk and its own text tower of the same size
+    here: METHOD    train.py (with --data random: its training step on one batch of noise)
+    plain DDP       a loop with DistributedDataParallel, OpenCLIP's loss, this project's towers and webdataset's loader
+    open_clip       the program open_clip_train.main with the same timm trunk and open_clip's text tower of equal size
 
-in fresh processes, interleaved (ABCABC), on the same seed, batch, pixels, tokenizer, AdamW and number of loader
-processes and threads. All write a TensorBoard point every --log-every steps; the wall times of these points give the
-speed.
+They run in fresh processes, interleaved (ABCABC), with the same seed, batch, pixels, tokenizer, AdamW settings, and
+numbers of loader processes and threads. All programs write a TensorBoard point every --log-every steps; the wall times
+of these points give the speed.
 
-Part `shares` is the objective's share of a step at --share-model: towers and optimizer in real steps at --share-rows,
-the objective alone at that batch and at the paper's global batch, where the towers are assumed to cost as much per
-pair.
+The part `shares` prints the objective's share of a step of --share-model. Towers and optimizer are timed in real steps
+of --share-rows pairs. The objective alone is timed at that batch size and at the paper's global batch size, for which
+the towers are assumed to take the same time per pair.
 
-Part `throughput` is a table for the documentation: samples/s of our steps on random pairs, the objective's share of
-each, and the share of the GPUs' peak FLOP/s that the towers reach (MFU; recomputed operations do not count).
+The part `throughput` prints a table for the documentation: samples/s of our steps on random pairs, the objective's
+share of a step, and the share of the GPUs' peak FLOP/s that the towers reach (MFU, without recomputed operations).
 
-With --compile, ours and plain DDP also run with compiled towers, interleaved with the others. Options of the
-run, such as --data.decoder=pil or --objective.temperature.initial=0.01, are passed on to all programs.
+With --compile, our program and plain DDP also run with compiled towers, interleaved with the other runs. Config
+options, such as --data.decoder=pil or --objective.temperature.initial=0.01, are passed to all programs.
 
 Examples:
     python tools/benchmark_step.py
@@ -85,7 +85,7 @@ class Setting(NamedTuple):
         return self.rows * self.ranks
 
     def config(self, method: str | None = None, *more: str) -> Config:
-        """Return the config of the run, with the recipe's method or another."""
+        """Return the config of a run with `method`, or with the recipe's method if it is None."""
         asked = self.arguments
         own = [f"--data.batch_size={self.batch}", f"--data.workers={asked.workers}", "--data.prefetch=2"]
         own += ["--data.drop_last=true", "--data.val=", "--data.zero_shot="]
@@ -98,14 +98,14 @@ class Setting(NamedTuple):
         return config_for(method, [self.recipe, *own, *asked.overrides, *more])
 
     def start(self, script: Path, folder: Path, config: str, *options: str) -> None:
-        """Run a program to its end in a new, empty folder; its output goes to another one."""
+        """Run a program to its end in a new, empty folder; write its output to a separate folder."""
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         call, output = [str(script), config, str(folder), *options], folder.with_name(f"{folder.name}_output")
         profile_communication.run_on_ranks(script.name, call, self.ranks, output, self.threads)
 
     def write(self, name: str, steps: int, method: str | None = None, *more: str) -> str:
-        """Write the config of a run of `steps` steps to a file; return its path."""
+        """Write the config of a run of `steps` steps to a file; return the file's path."""
         path = self.arguments.out / f"{as_name(name)}_{self.ranks}ranks.yaml"
         path.write_text(dump(self.config(method, f"--max_steps={steps}", *more)), encoding="utf-8")
         return str(path)
@@ -114,26 +114,26 @@ class Setting(NamedTuple):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=["speed"])
-    parser.add_argument("--recipe", default="demo", help="that model and optimizer are taken from (demo)")
+    parser.add_argument("--recipe", default="demo", help="recipe of the model and optimizer (demo)")
     parser.add_argument("--data", nargs="+", default=["demo:train"], help="shards, or `random` (demo:train)")
-    parser.add_argument("--methods", nargs="+", default=["openclip", "neuclip"], help="of ours (openclip neuclip)")
+    parser.add_argument("--methods", nargs="+", default=["openclip", "neuclip"], help="our methods (openclip neuclip)")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--rows", type=int, default=64, help="pairs a rank (64)")
-    parser.add_argument("--steps", type=int, default=20, help="that count (20)")
-    parser.add_argument("--warmup", type=int, default=10, help="steps before them; NeuCLIP's until it predicts (10)")
-    parser.add_argument("--log-every", type=int, default=5, help="steps between two points (5)")
-    parser.add_argument("--repeats", type=int, default=2, help="turns (2)")
-    parser.add_argument("--workers", type=int, default=1, help="loader processes a rank (1)")
-    parser.add_argument("--threads", type=int, help="of each rank (cores / ranks)")
+    parser.add_argument("--rows", type=int, default=64, help="pairs per rank (64)")
+    parser.add_argument("--steps", type=int, default=20, help="timed steps (20)")
+    parser.add_argument("--warmup", type=int, default=10, help="untimed first steps; more if NeuCLIP needs them (10)")
+    parser.add_argument("--log-every", type=int, default=5, help="steps between TensorBoard points (5)")
+    parser.add_argument("--repeats", type=int, default=2, help="interleaved repetitions (2)")
+    parser.add_argument("--workers", type=int, default=1, help="loader processes per rank (1)")
+    parser.add_argument("--threads", type=int, help="threads per rank (cores / ranks)")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="bf16 is autocast in the peers")
-    parser.add_argument("--zero", type=int, choices=range(4), default=1, help="stage here; peers replicate (1)")
-    parser.add_argument("--compile", action="store_true", help="measure ours and plain DDP with compiled towers too")
-    parser.add_argument("--share-model", default="models/vitb16", help="recipe of the part shares (models/vitb16)")
-    parser.add_argument("--share-rows", type=int, default=16, help="pairs of its real steps (16)")
-    parser.add_argument("--share-steps", type=int, default=2, help="of these after the first (2)")
-    parser.add_argument("--paper-batch", type=int, default=_PAPER_BATCH, help=f"global batch ({_PAPER_BATCH})")
-    parser.add_argument("--paper-ranks", type=int, help=f"ranks of it ({_PAPER_RANKS}; with GPUs their number)")
-    parser.add_argument("--out", type=Path, default=Path("runs/benchmark_step"), help="what the programs say and leave")
+    parser.add_argument("--zero", type=int, choices=range(4), default=1, help="our ZeRO stage; peers replicate (1)")
+    parser.add_argument("--compile", action="store_true", help="also measure ours and plain DDP with compiled towers")
+    parser.add_argument("--share-model", default="models/vitb16", help="recipe for the part shares (models/vitb16)")
+    parser.add_argument("--share-rows", type=int, default=16, help="pairs per real step of shares (16)")
+    parser.add_argument("--share-steps", type=int, default=2, help="real steps after the first (2)")
+    parser.add_argument("--paper-batch", type=int, default=_PAPER_BATCH, help=f"global batch size ({_PAPER_BATCH})")
+    parser.add_argument("--paper-ranks", type=int, help=f"ranks for that batch ({_PAPER_RANKS}, or the number of GPUs)")
+    parser.add_argument("--out", type=Path, default=Path("runs/benchmark_step"), help="folder for all outputs")
     arguments, overrides = parser.parse_known_args()
     arguments.overrides = overrides
     with exit_on_mistake():
@@ -158,12 +158,12 @@ def measure(arguments: argparse.Namespace) -> None:
 
 
 def print_throughput(arguments: argparse.Namespace) -> None:
-    """Print the table of our steps on this machine."""
+    """Print the throughput table of our steps on this machine."""
     hardware = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})"
     known = yaml.safe_load((Path(__file__).parent / "machines.yaml").read_text(encoding="utf-8"))["machines"]
     peaks = [1e12 * of["tower_tflops"] for name, of in known.items() if name in hardware.lower()]
     engine = f"zero{arguments.zero}_{arguments.precision}"
-    names = "hardware, model, engine, method, pairs a rank, samples/s, objective %, MFU %"
+    names = "hardware, model, engine, method, pairs per rank, samples/s, objective %, MFU %"
     print(f"\n| {names.replace(', ', ' | ')} |\n" + "|---" * 8 + "|")
     for ranks, method in itertools.product(arguments.ranks, arguments.methods):
         folder = arguments.out / f"throughput_{method}_{ranks}ranks"
@@ -186,7 +186,7 @@ def print_throughput(arguments: argparse.Namespace) -> None:
 
 
 def compare(arguments: argparse.Namespace, source: str) -> None:
-    """Print the table of one data source."""
+    """Print the speed table for one data source."""
     if source != RANDOM:
         demo = source.startswith("demo:")
         source = "::".join(resolve_shards(str(demo_split(source, _CACHE)) if demo else source))
@@ -205,14 +205,14 @@ def compare(arguments: argparse.Namespace, source: str) -> None:
                     speeds[program.name].append(run(program, setting, turn))
                     said(f"{ranks} ranks, turn {turn + 1}, {program.name}: {speeds[program.name][-1]:,.1f} samples/s")
         found[ranks] = speeds
-    kind = "one random batch" if source == RANDOM else f"shards, {arguments.workers} loader processes a rank"
-    print(f"\n{arguments.recipe}, {arguments.rows} pairs a rank, {kind}\n")
+    kind = "one random batch" if source == RANDOM else f"shards, {arguments.workers} loader processes per rank"
+    print(f"\n{arguments.recipe}, {arguments.rows} pairs per rank, {kind}\n")
     print("\n".join(table(found, [ours(*variant) for variant in variants(arguments)], absent)), flush=True)
     print_sizes(arguments.out, setting)
 
 
 def make_tokenizer(arguments: argparse.Namespace, source: str) -> tuple[Path, int] | None:
-    """Train one tokenizer on the captions for all programs; return None if the recipe names its own."""
+    """Train one tokenizer on the captions for all programs; return None if the recipe names a tokenizer."""
     text = config_for(None, [arguments.recipe, *arguments.overrides]).model.text
     if text.tokenizer not in (None, CLIP_BPE):
         return None
@@ -231,7 +231,7 @@ def as_variant(name: str, compiled: bool) -> str:
 
 
 def variants(arguments: argparse.Namespace) -> list[tuple[str, bool]]:
-    """Return our programs: methods, and whether the towers are compiled."""
+    """Return the variants of our program: the method, and whether the towers are compiled."""
     return [(method, compiled) for method in arguments.methods for compiled in towers_of(arguments)]
 
 
@@ -242,12 +242,12 @@ def towers_of(arguments: argparse.Namespace) -> list[bool]:
 def programs(setting: Setting) -> list[Program]:
     """Return the programs in the order in which they are interleaved; write their configs next to their folders."""
     asked = setting.arguments
-    steps = asked.steps + asked.log_every  # a point of open_clip's comes a step late
+    steps = asked.steps + asked.log_every  # open_clip writes its points one step late
     alike = ["--random"] if setting.source == RANDOM else []
     towers = {False: (), True: ("--model.compile=true",)}
     listed = []
     for method, compiled in variants(asked):
-        # NeuCLIP's network predicts before anything counts
+        # the warm-up lasts at least until NeuCLIP's network predicts
         predicts = first_prediction(setting.config(method))
         warmup = max(asked.warmup, math.ceil(predicts / asked.log_every) * asked.log_every)
         name = ours(method, compiled)
@@ -267,7 +267,7 @@ def programs(setting: Setting) -> list[Program]:
 
 
 def run(program: Program, setting: Setting, turn: int) -> float:
-    """Return the samples/s of one run; keep only the points of its folder."""
+    """Run a program once and return its samples/s; delete the checkpoints."""
     folder = setting.arguments.out / f"{as_name(program.name)}_{setting.ranks}ranks_turn{turn}"
     config, *options = program.options
     setting.start(program.script, folder, config, *options)
@@ -280,9 +280,9 @@ def as_name(program: str) -> str:
 
 
 def print_sizes(out: Path, setting: Setting) -> None:
-    """Print the number of parameters of the two kinds of towers."""
+    """Print the number of parameters of our model and of open_clip's model."""
     config = setting.config()
-    config.model.text.tokenizer = None  # the embedding's rows are then those of vocab_size
+    config.model.text.tokenizer = None  # the embedding then has vocab_size rows
     count = Parameters.of(MemoryQuery(config, 1).build()).total
     notes = sorted(out.glob("open_clip_*/facts.json"))
     theirs = f"; open_clip's model {json.loads(notes[-1].read_text())['parameters']:,}" if notes else ""
@@ -292,7 +292,7 @@ def print_sizes(out: Path, setting: Setting) -> None:
 def print_shares(arguments: argparse.Namespace) -> None:
     """Print the objective's share of a step, by method."""
     gpus = torch.cuda.device_count()
-    threads = arguments.threads or 1  # the objective's time on a CPU is that of one core
+    threads = arguments.threads or 1  # on a CPU, the objective is timed on one core
     small = Setting(arguments, arguments.share_model, 1, arguments.share_rows, threads)
     ranks = arguments.paper_ranks or gpus or _PAPER_RANKS
     paper = small._replace(ranks=ranks, rows=arguments.paper_batch // ranks)
@@ -323,7 +323,7 @@ def step_seconds(setting: Setting) -> float:
 
 
 def objective_seconds(setting: Setting) -> dict[str, float]:
-    """Return the seconds by method of a step of only the objective on each rank."""
+    """Return the seconds of an objective step without towers, by method."""
     path = setting.write("objective", 1)
     folder = Path(path).with_suffix("")
     said(f"the objective alone, {setting.ranks} ranks of {setting.rows} pairs")
@@ -334,7 +334,7 @@ def objective_seconds(setting: Setting) -> dict[str, float]:
 
 
 def said(text: str) -> None:
-    """Print progress, separately from the tables."""
+    """Print progress to stderr, separately from the tables."""
     print(text, file=sys.stderr, flush=True)
 
 

@@ -1,10 +1,10 @@
-"""For developers of neuclip_ds: measure its loader against webdataset and MosaicML streaming, on disk and from S3.
+"""For developers of neuclip_ds: compare its loader with webdataset and MosaicML streaming, on disk and from S3.
 
-All contenders read the same samples (JPEG and txt pairs) with the same transform, workers, batch size and prefetch,
-each with its default shuffle, and in a new process for every measurement: one epoch, then the first batch of an epoch
-that is resumed in the middle. On disk the shards are dropped from the page cache first. S3 is a server on this machine
-with latency and limited bandwidth, and local copies of shards start empty; webdataset reads from it with curl.
-MosaicML streaming is omitted if it is not installed (`make peers`).
+All contenders read the same samples (JPEG and txt pairs) with the same transform, workers, batch size and prefetch, and
+with their default shuffles. A new process measures one epoch, and another measures the first batch of an epoch that is
+resumed in the middle. Shards on disk are first dropped from the page cache. S3 is a server on this machine with latency
+and limited bandwidth; local caches of shards start empty, and webdataset reads from the server with curl. MosaicML
+streaming is omitted if it is not installed (`make peers`).
 
 Example: python tools/benchmark_streaming.py '/data/flickr8k/train' --repeats 3 --out streaming.json
 """
@@ -75,22 +75,22 @@ class Setting(argparse.Namespace):
 
     @property
     def torch_workers(self) -> dict[str, int]:
-        """Workers and prefetch as arguments of a torch loader."""
+        """Worker and prefetch arguments for a torch loader."""
         return {"num_workers": self.workers} | ({"prefetch_factor": self.prefetch} if self.workers else {})
 
 
 class Storage(NamedTuple):
-    """Location of the samples."""
+    """A storage location of the samples."""
 
     name: str
     tars: list[str]  # paths or URLs
     manifest: str  # folder
     mds: str  # folder or URL
-    store: Store | None = None  # None on disk
+    store: Store | None = None  # None for the disk
 
 
 class Start(NamedTuple):
-    """State with which a contender starts."""
+    """State from which a contender starts."""
 
     batches: int  # batches of the epoch that an earlier process has read
     copies: Path  # an empty folder for local copies of shards
@@ -99,11 +99,11 @@ class Start(NamedTuple):
 class Run(NamedTuple):
     """One measurement of a contender."""
 
-    first_seconds: float  # from a loader that is not built yet to its first batch
-    first_samples: int  # in that batch
-    first_fetched: Counters  # the store's counters when it arrives
+    first_seconds: float  # from before the loader is built to its first batch
+    first_samples: int  # samples in the first batch
+    first_fetched: Counters  # the store's counters when the first batch arrives
     seconds: float  # from the first batch to the end
-    samples: int  # in all
+    samples: int  # total number of samples
     fetched: Counters
 
     @property
@@ -113,16 +113,16 @@ class Run(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """The two measurements of a contender."""
+    """The two measurements of a contender in one turn."""
 
     epoch: Run
-    resumed: Run  # its first batch alone
+    resumed: Run  # only its first batch
 
 
 Contender = Callable[[Setting, Storage, Start], Callable[[], Iterator[int]]]
 
 
-# contenders: each imports its library, and returns a function that builds its loader and yields the sizes of batches
+# contenders: each imports its library and returns a function that builds its loader and yields the batch sizes
 
 
 def ours(setting: Setting, storage: Storage, start: Start) -> Callable[[], Iterator[int]]:
@@ -151,12 +151,12 @@ def ours(setting: Setting, storage: Storage, start: Start) -> Callable[[], Itera
 
 
 def _lengths(captions: list[str]) -> Tensor:
-    """Stand in for a tokenizer, which this benchmark does not measure."""
+    """Return caption lengths instead of tokens, because this benchmark does not measure tokenizers."""
     return torch.tensor([len(caption) for caption in captions]).reshape(-1, 1)
 
 
 def webdataset(setting: Setting, storage: Storage, start: Start) -> Callable[[], Iterator[int]]:
-    """Resume without saved state: each worker reads its part of the earlier samples and drops them undecoded."""
+    """Resume without saved state: each worker rereads its share of the earlier samples and drops them undecoded."""
     from webdataset import WebDataset, WebLoader
 
     def sizes() -> Iterator[int]:
@@ -178,7 +178,7 @@ def mosaic(setting: Setting, storage: Storage, start: Start) -> Callable[[], Ite
     from streaming import StreamingDataLoader, StreamingDataset
     from streaming.base.util import clean_stale_shared_memory
 
-    clean_stale_shared_memory()  # otherwise it uses the state of the previous process
+    clean_stale_shared_memory()  # otherwise the library uses the state of the previous process
     transform = setting.transform
 
     class Pairs(StreamingDataset):
@@ -190,7 +190,7 @@ def mosaic(setting: Setting, storage: Storage, start: Start) -> Callable[[], Ite
         remote = {} if storage.store is None else {"remote": storage.mds}
         local = storage.mds if storage.store is None else str(start.copies)
         dataset = Pairs(local=local, batch_size=setting.batch, shuffle=True, **remote)
-        for stream in dataset.streams:  # forked workers would share its connection and mix up their shards (0.13.0)
+        for stream in dataset.streams:  # forked workers would share the connection and mix up shards (0.13.0)
             stream._downloader.clean_up()
         loader: Any = StreamingDataLoader(dataset, batch_size=setting.batch, **setting.torch_workers)
         if start.batches:
@@ -205,7 +205,7 @@ def mosaic(setting: Setting, storage: Storage, start: Start) -> Callable[[], Ite
 
 
 def measure(contender: Contender, setting: Setting, storage: Storage, batches: int, most: int | None) -> Run:
-    """Time what follows the first `batches` of an epoch: all of it, or at most `most` batches."""
+    """Time an epoch after its first `batches` batches: all the remaining batches, or at most `most` of them."""
     with tempfile.TemporaryDirectory() as folder:
         sizes = contender(setting, storage, Start(batches, Path(folder)))
         before = _counters(storage)
@@ -278,7 +278,7 @@ def prepare(setting: Setting, folder: Path, store: Store, with_mds: bool) -> lis
 
 
 def medians(turns: Sequence[Turn], ours: Sequence[Turn], bytes_used: float) -> dict[str, float]:
-    """Return a contender's medians, by the names of COLUMNS; `bytes_used` are those of a sample's image and caption."""
+    """Return a contender's medians by column name; `bytes_used` is the mean size of a sample's image and caption."""
     each = [
         {
             "samples_per_second": epoch.rate,
@@ -295,7 +295,7 @@ def medians(turns: Sequence[Turn], ours: Sequence[Turn], bytes_used: float) -> d
 
 
 def line(storage: Storage, name: str, figures: Mapping[str, float]) -> str:
-    """Return a row of the table; nothing is fetched from a disk."""
+    """Return a row of the table; the columns about fetching do not apply to the disk."""
     cells = [
         format(figures[key], kind) if storage.store or place < 4 else "-"
         for place, (key, _, kind) in enumerate(COLUMNS)
@@ -306,15 +306,15 @@ def line(storage: Storage, name: str, figures: Mapping[str, float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", help="shards of JPEG and txt pairs: a tar, a folder or a pattern")
-    parser.add_argument("--batch", type=int, default=128, help="samples of a batch (128)")
+    parser.add_argument("--batch", type=int, default=128, help="samples per batch (128)")
     parser.add_argument("--workers", type=int, default=2, help="loader processes (2)")
-    parser.add_argument("--prefetch", type=int, default=4, help="batches that each prepares ahead (4)")
+    parser.add_argument("--prefetch", type=int, default=4, help="batches that each process prepares ahead (4)")
     parser.add_argument("--image-size", type=int, default=224, help="side of the square crop (224)")
     parser.add_argument("--decoder", choices=("pil", "simplejpeg"), default="pil")
-    parser.add_argument("--latency-ms", type=float, default=50, help="of the S3 server before each answer (50)")
-    parser.add_argument("--bandwidth-mb", type=float, default=20, help="of the S3 server, in MB/s; 0: no limit (20)")
-    parser.add_argument("--repeats", type=int, default=3, help="turns (3)")
-    parser.add_argument("--out", type=Path, help="a JSON file for options and figures")
+    parser.add_argument("--latency-ms", type=float, default=50, help="S3 server's latency per request (50)")
+    parser.add_argument("--bandwidth-mb", type=float, default=20, help="S3 server's MB/s; 0: no limit (20)")
+    parser.add_argument("--repeats", type=int, default=3, help="interleaved repetitions (3)")
+    parser.add_argument("--out", type=Path, help="JSON file for the options and results")
     setting = parser.parse_args(namespace=Setting())
     with exit_on_mistake():
         run(setting)
@@ -339,7 +339,7 @@ def run(setting: Setting) -> None:
             f"{setting.workers} workers, batch {setting.batch}, {setting.image_size} px, {setting.decoder}; "
             f"S3: {setting.latency_ms:g} ms, {setting.bandwidth_mb:g} MB/s"
         )
-        print(f"{title}\nThe transform alone: {alone(transform_rate, setting, storages[0]):,.0f} samples/s a process\n")
+        print(f"{title}\nThe transform alone: {alone(transform_rate, setting, storages[0]):,.0f} samples/s per process\n")
         print(
             f"| storage | contender | {' | '.join(title for _, title, _ in COLUMNS)} |\n{'|---' * (2 + len(COLUMNS))}|"
         )
@@ -357,7 +357,7 @@ def run(setting: Setting) -> None:
 
 
 def _check_complete(contender: str, turns: Sequence[Turn], n: int) -> None:
-    """Print which epochs have lost or repeated samples, because their rates are not comparable."""
+    """Print a message if epochs lost or repeated samples, because their rates are then not comparable."""
     found = {turn.epoch.samples for turn in turns} - {n}
     if found:
         print(f"{contender} read epochs of {', '.join(map(str, sorted(found)))} samples instead of {n}.")

@@ -1,19 +1,19 @@
-"""Estimate the time of a training step on any number of nodes: latency and bandwidth of collectives, and compute rates.
+"""Estimate the time of a training step on any number of nodes from compute rates, network latency and bandwidth.
 
-    fit FOLDER ...       compares the collectives of profiled steps (breakdown.json, which profile_communication.py
-                         writes at several --world-sizes and --rows) with the predicted ones, fits compute and network,
-                         prints measured against predicted times, and writes the machine to --out
-    scale RECIPE         a table of step time, exposed communication, traffic, memory and GPU hours for --nodes x --gpus
-    published            the step times that FastCLIP, NeuCLIP and AmorLIP report against the model
+    fit FOLDER ...       compare the collectives of profiled steps (breakdown.json, which profile_communication.py
+                         writes at several --world-sizes and --rows) with the predicted ones, fit compute and network,
+                         print the measured and predicted times, and write the machine to --out
+    scale RECIPE         print step time, exposed communication, traffic, memory and GPU hours for --nodes x --gpus
+    published            compare the step times that FastCLIP, NeuCLIP and AmorLIP report with the model
 
     step = max(busy (1 + skew) + exposed communication, pairs / loading rate)
     busy = slowdown (overhead + sharing x sum over kinds of work / rate)
     collective = slowdown (start + messages x latency + bytes by the ring / bandwidth)    (an all-reduce: ring or tree)
 
-Kinds of work are those of `step_costs.Work`. Slowdown counts ranks that share a core, sharing is what a rank loses to
-its neighbor's use of memory, skew what it waits for the slowest. Of a collective that may travel while the rank
-computes, what exceeds that computation is exposed. A machine is a name in tools/machines.yaml, whose rates are ranges
-(so predictions are, too: low - high), or a fitted machine.json.
+The kinds of work are those of `step_costs.Work`. Slowdown is the number of ranks per core, at least 1; sharing is the
+factor by which work on other cores slows down a rank; skew is the wait for the slowest rank as a fraction of the busy
+time. If a collective can overlap computation, only its excess over this computation is exposed. A machine is a name in
+tools/machines.yaml, whose rates are ranges (so predictions are ranges, too: low - high), or a fitted machine.json.
 
 Examples:
   python tools/cost_model.py fit runs/cost --cores 2 --out machine.json
@@ -65,11 +65,11 @@ from neuclip_ds.recipe import parse
 T = TypeVar("T")
 HERE = Path(__file__).parent
 _RATES = ("tower_rate", "objective_rate", "element_rate", "update_rate", "hook_rate")
-_GRID = [number / 20 for number in range(21)]  # of sharing and skew
+_GRID = [number / 20 for number in range(21)]  # values of sharing and skew
 
 
 class Range(NamedTuple):
-    """A quantity at both ends of what is assumed of a machine."""
+    """A quantity at both ends of a machine's assumed rates."""
 
     low: float
     high: float
@@ -81,35 +81,35 @@ class Range(NamedTuple):
         return Range(found[0], found[-1])
 
     def text(self, scale: float = 1.0) -> str:
-        """Return both ends, or one number where they do not differ."""
+        """Return both ends as text, or one number if their texts are equal."""
         low, high = (f"{scale * value:,.0f}" for value in self)
         return low if low == high else f"{low} - {high}"
 
 
 class Rates(NamedTuple):
-    """The hardware of a rank, and the network between ranks."""
+    """Rates of a rank's hardware and of the network between ranks."""
 
     compute: Compute
     network: Network
 
 
 class Machine(NamedTuple):
-    """What is assumed of a machine, from its slow end to its fast one; a fitted one has the same rates at both."""
+    """Assumed rates of a machine at the slow and fast ends of their ranges, which are equal for a fitted machine."""
 
     slow: Rates
     fast: Rates
 
     def cases(self, quantity: Callable[[Rates], T]) -> list[T]:
-        """Return what something is with slow and with fast computation, each on a slow and on a fast network."""
+        """Return a quantity with slow and with fast computation, each on a slow and on a fast network."""
         ends = (self.slow, self.fast)
         return [quantity(Rates(one.compute, other.network)) for one in ends for other in ends]
 
 
 def find_machine(name: str, network: str) -> Machine:
-    """Return a machine of machines.yaml with one of its networks, or that of a JSON file which `fit` has written.
+    """Return a machine from machines.yaml with a network from the same file, or the machine in a JSON file of `fit`.
 
     Raises:
-        UserError: no machine or network has that name, or the file holds no machine.
+        UserError: no machine or network has this name, or the file does not describe a machine.
     """
     if name.endswith(".json"):
         try:
@@ -135,7 +135,7 @@ def _row(known: dict[str, Any], kind: str, name: str) -> dict[str, Any]:
 
 
 def _rates(gpu: dict[str, Any], between: dict[str, Any], assumed: dict[str, Any]) -> Rates:
-    """Return the rates of a GPU and a network of which so much is reached."""
+    """Return the rates of a GPU and a network at the assumed efficiencies."""
     compute = Compute(
         overhead=assumed["overhead_ms"] / 1e3,
         tower_rate=gpu["tower_tflops"] * 1e12 * assumed["utilization"],
@@ -159,7 +159,7 @@ def _rates(gpu: dict[str, Any], between: dict[str, Any], assumed: dict[str, Any]
 
 
 def to_json(rates: Rates) -> dict[str, Any]:
-    """Return a machine as JSON keeps it, without infinite rates."""
+    """Return a machine in a JSON-serializable form, without infinite rates."""
     return {
         name: {key: value for key, value in asdict(part).items() if value != math.inf}
         for name, part in rates._asdict().items()
@@ -177,18 +177,18 @@ class Observation(NamedTuple):
 
     work: Work
     world_size: int  # on one node
-    total: float  # seconds a step
+    total: float  # seconds per step
     transfers: Sequence[tuple[Call, float]]  # with the seconds of one call, without waiting
 
 
 def fit(observations: Sequence[Observation], cores: int) -> Rates:
-    """Return compute and network of the observed machine, by least squares of relative errors, none below zero.
+    """Return the observed machine's compute and network rates, fitted by nonnegative least squares on relative errors.
 
-    The network is fitted to the collectives' times. What it does not explain of the steps' times is fitted by the kinds
-    of work, for each of a grid of values for sharing and skew.
+    The network is fitted to the times of the collectives. The kinds of work are then fitted to the remaining time of
+    the steps, for each point on a grid of sharing and skew.
     """
     network = _fit_network(observations, cores)
-    # towers without end hide all that they can hide
+    # with endless towers, all communication that can be hidden is hidden
     endless = Compute(0.0, 1.0, math.inf, math.inf, math.inf, math.inf, cores=cores)
     shapes = (replace(endless, sharing=sharing, skew=skew) for sharing, skew in product(_GRID, _GRID))
     best, _ = min((_fit_work(observations, shape, network) for shape in shapes), key=lambda found: found[1])
@@ -196,7 +196,7 @@ def fit(observations: Sequence[Observation], cores: int) -> Rates:
 
 
 def _fit_work(observations: Sequence[Observation], shape: Compute, network: Network) -> tuple[Compute, float]:
-    """Return overhead and rates for given sharing and skew, and the error."""
+    """Return the overhead and rates for given values of sharing and skew, and the error of the fit."""
     rows, seconds = [], []
     for one in observations:
         exposed = step_time(one.work, shape, Cluster(1, one.world_size, network)).exposed
@@ -205,7 +205,7 @@ def _fit_work(observations: Sequence[Observation], shape: Compute, network: Netw
         shared = slowdown * shape.shared(one.world_size)
         work = one.work
         kinds = (work.tower_flops, work.objective_flops, work.objective_elements, work.updated, work.hooks)
-        # relative to the whole step, of which communication is given
+        # relative to the whole step, whose communication is already known
         rows.append([part / one.total for part in (slowdown, *(shared * kind for kind in kinds))])
         seconds.append(1 - exposed / one.total)
     found, error = _nonnegative_fit(rows, seconds)
@@ -214,7 +214,7 @@ def _fit_work(observations: Sequence[Observation], shape: Compute, network: Netw
 
 
 def _fit_network(observations: Iterable[Observation], cores: int) -> Network:
-    """Fit the network to the sum over a step's collectives: single ones scatter by a factor of ten."""
+    """Fit the network to the sum over a step's collectives, because single collectives vary by a factor of ten."""
     rows = []
     for one in observations:
         if one.world_size == 1:
@@ -234,7 +234,7 @@ def _rate(seconds: float) -> float:
 
 
 def _nonnegative_fit(rows: Sequence[Sequence[float]], targets: Sequence[float]) -> tuple[list[float], float]:
-    """Return the non-negative coefficients of least squares and the norm of the rest."""
+    """Return the nonnegative least-squares coefficients and the norm of the residual."""
     matrix = np.array(rows)
     unit = np.abs(matrix).max(axis=0).clip(min=np.finfo(float).tiny)  # columns differ by 1e12
     found, rest = nnls(matrix / unit, np.array(targets))
@@ -242,7 +242,7 @@ def _nonnegative_fit(rows: Sequence[Sequence[float]], targets: Sequence[float]) 
 
 
 def observe(path: Path, found: Mapping[str, Any]) -> Observation:
-    """Return a profiled configuration, from its breakdown.json, with the work that is predicted for it."""
+    """Return a profiled configuration from its breakdown.json, with its predicted work."""
     config = parse([str(path.with_name(CONFIG))]).config
     transfers = [
         (Call(one["purpose"], one["op"], one["size"], one["calls"]), one["transfer_seconds"] / one["calls"])
@@ -265,7 +265,7 @@ def build_of(method: str) -> Build:
 
 
 class Table(NamedTuple):
-    """A table of Markdown with a title."""
+    """A Markdown table with a title."""
 
     title: str
     header: Sequence[str]
@@ -277,10 +277,10 @@ class Table(NamedTuple):
 
 
 def fit_profiles(folders: Sequence[Path], cores: int, out: Path) -> list[Table]:
-    """Fit compute and network to the profiles below some folders; return measured against predicted times.
+    """Fit compute and network to the profiles below some folders; return a table of measured and predicted times.
 
     Raises:
-        UserError: there is no profile.
+        UserError: the folders contain no profile.
     """
     paths = sorted(path for folder in folders for path in folder.rglob(BREAKDOWN))
     if not paths:
@@ -291,7 +291,7 @@ def fit_profiles(folders: Sequence[Path], cores: int, out: Path) -> list[Table]:
     rows = []
     for found, one in zip(profiles.values(), observations, strict=True):
         time = step_time(one.work, rates.compute, Cluster(1, one.world_size, rates.network))
-        alone = one.world_size == 1  # DeepSpeed then calls collectives that carry nothing
+        alone = one.world_size == 1  # DeepSpeed then calls collectives that send nothing
         same = alone or counted(call for call, _ in one.transfers) == counted(one.work.calls)
         name = f"{found['method']}, ZeRO {found['zero_stage']}, {found['precision']}, batch {found['batch_size']}"
         transfer = sum(call.times * seconds for call, seconds in one.transfers)
@@ -306,7 +306,7 @@ def fit_profiles(folders: Sequence[Path], cores: int, out: Path) -> list[Table]:
 
 
 def scale(asked: argparse.Namespace, overrides: Sequence[str]) -> list[Table]:
-    """Predict a step of every method on every number of nodes, by network."""
+    """Predict the cost of a step for every method, number of nodes and network."""
     methods = asked.methods or [parse([asked.recipe, *overrides]).config.objective.method]
     machines = {network: find_machine(asked.machine, network) for network in asked.networks or _known()["networks"]}
     model: CountedModel | None = None
@@ -333,7 +333,7 @@ def scale(asked: argparse.Namespace, overrides: Sequence[str]) -> list[Table]:
         rows.append([method, str(nodes), f"{config.data.batch_size:,}", *steps, speed.text(), *sizes, hours.text()])
     first = next(iter(machines))
     header = ["method", "nodes", "batch", *(f"{network}: ms (exposed)" for network in machines)]
-    header += [f"samples/s of a GPU, {first}", "MB received", "memory of a rank, GB", f"GPU hours, {first}"]
+    header += [f"samples/s per GPU, {first}", "MB received", "GB of memory per rank", f"GPU hours, {first}"]
     return [Table("A step, predicted", header, rows)]
 
 
@@ -347,18 +347,18 @@ class Comparison(NamedTuple):
     source: str  # paper and table
     setting: str
     method: str
-    gpus: str  # of a node, with a star for what the paper does not tell
-    rows: str  # pairs of a GPU, likewise
+    gpus: str  # GPUs per node; a star marks what the paper does not state
+    rows: str  # pairs per GPU, with the same mark
     nodes: int
-    published: Mapping[str, float]  # total, and where the paper has it `exposed`
+    published: Mapping[str, float]  # `total` and, if the paper reports it, `exposed`
     model: Mapping[str, Range]
 
 
 def compare_published() -> Iterator[Comparison]:
-    """Yield every step of published_steps.yaml, those of a table and method by number of nodes.
+    """Yield a comparison for every step in published_steps.yaml, by table, method and number of nodes.
 
-    The published codes are modeled as they ran: replicated weights, whose float32 gradients are all-reduced under the
-    backward pass (DistributedDataParallel), and OpenCLIP's own communication in its rows.
+    The published programs are modeled as they ran: with replicated weights, whose float32 gradients are all-reduced
+    during the backward pass (DistributedDataParallel), and, in OpenCLIP's rows, with OpenCLIP's communication scheme.
     """
     models: dict[str, CountedModel] = {}
     for table in yaml.safe_load((HERE / "published_steps.yaml").read_text(encoding="utf-8")):
@@ -381,9 +381,9 @@ def compare_published() -> Iterator[Comparison]:
 
 
 def published_tables(found: Sequence[Comparison]) -> list[Table]:
-    """Return a table of totals and one of exposed communication, with the model's error at each number of nodes."""
+    """Return a table of total times and a table of exposed communication, with the model's error by number of nodes."""
     counts = sorted({one.nodes for one in found})
-    header = ["published in", "towers", "method", "pairs a GPU", "GPUs of a node"]
+    header = ["published in", "towers", "method", "pairs per GPU", "GPUs per node"]
     header += [f"{count} nodes" if count > 1 else "1 node" for count in counts]
     titles = {"total": "Published and predicted steps, ms"}
     titles["exposed"] = "Published and predicted exposed communication, ms"
@@ -401,7 +401,7 @@ def published_tables(found: Sequence[Comparison]) -> list[Table]:
 
 
 def _against(one: Comparison, part: str) -> str:
-    """Return a published time, the model's range, and the range's errors: +10 % where the model is that much longer."""
+    """Return a published time, the model's range and its errors; +10 % means that the model's time is 10 % longer."""
     published, model = one.published[part], one.model[part]
     errors = [f"{100 * (end / published - 1):+,.0f}" for end in model]
     return f"{1e3 * published:,.0f}: {model.text(1e3)} ({' to '.join(errors)} %)"
@@ -411,20 +411,20 @@ def main() -> None:
     parser = Parser(prog="cost_model.py", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     fitting = commands.add_parser("fit", help="fit the cost model to profiled steps")
-    fitting.add_argument("folders", nargs="+", type=Path, help="with breakdown.json files at any depth")
-    fitting.add_argument("--cores", type=int, required=True, help="of the profiled machine, one for each rank")
+    fitting.add_argument("folders", nargs="+", type=Path, help="folders with breakdown.json files at any depth")
+    fitting.add_argument("--cores", type=int, required=True, help="number of the profiled machine's cores")
     fitting.add_argument("--out", type=Path, default=Path("runs/machine.json"), help="file for the machine")
-    scaling = commands.add_parser("scale", help="predict a recipe's cost on more nodes; options of a run may follow")
+    scaling = commands.add_parser("scale", help="predict a recipe's cost on more nodes; config options may follow")
     scaling.add_argument("recipe", help="a recipe's name, or the path of a YAML file")
-    scaling.add_argument("--methods", nargs="+", help="to compare (default: the recipe's)")
+    scaling.add_argument("--methods", nargs="+", help="methods to compare (default: the recipe's)")
     scaling.add_argument("--nodes", nargs="+", type=int, default=[1, 2, 4, 8], help="numbers of nodes")
-    scaling.add_argument("--gpus", type=int, default=8, help="per node")
+    scaling.add_argument("--gpus", type=int, default=8, help="GPUs per node")
     scaling.add_argument("--rows", type=int, help="pairs per rank (default: the recipe's batch, divided by the ranks)")
-    scaling.add_argument("--machine", default="h100", help="a name, or a fitted machine.json")
-    scaling.add_argument("--networks", nargs="+", help="between nodes (default: all in machines.yaml)")
+    scaling.add_argument("--machine", default="h100", help="a name in machines.yaml, or a fitted machine.json")
+    scaling.add_argument("--networks", nargs="+", help="networks between nodes (default: all in machines.yaml)")
     scaling.add_argument("--samples", type=float, default=1e9, help="size n of the data set")
     scaling.add_argument("--seen", type=float, default=1.28e10, help="samples seen in the whole run")
-    commands.add_parser("published", help="hold the cost model against published times")
+    commands.add_parser("published", help="compare the cost model with published times")
     with exit_on_mistake():
         asked, overrides = parser.parse_with_overrides(sys.argv[1:])
         if asked.command != "scale" and overrides:

@@ -1,8 +1,8 @@
-"""The smallest training loop around this project's losses: two towers, DDP, AdamW and a retrieval score.
+"""A minimal training loop with this project's losses: two towers, DDP, AdamW and a retrieval score.
 
-Read this file first. The trainer (neuclip_ds/training/) does the same for long runs of large models: ZeRO, checkpoints,
-remote shards and everything that can fail. `torchrun --nproc-per-node 2 tools/minimal_loop.py` trains on two ranks with
-the same global batches.
+Read this file first. The trainer (neuclip_ds/training/) does the same for long runs of large models, with ZeRO,
+checkpoints, remote shards and fault handling. `torchrun --nproc-per-node 2 tools/minimal_loop.py` trains on two ranks
+with the same global batches.
 
 Examples:
     python tools/minimal_loop.py                # demo pairs, rendered on the first run
@@ -39,10 +39,10 @@ DIM, SIZE, CONTEXT, LR = 64, 32, 32, 1e-3
 
 
 class Pairs(Dataset[tuple[Tensor, str]]):
-    """The pairs of a folder of tar shards, by index: (3, SIZE, SIZE) pixels in [-1, 1] and a caption."""
+    """Pairs from a folder of tar shards, by index: (3, SIZE, SIZE) pixels in [-1, 1] and a caption."""
 
     def __init__(self, shards: Path) -> None:
-        manifest = build_manifest(resolve_shards(str(shards)), processes=1)  # where each sample lies in its tar
+        manifest = build_manifest(resolve_shards(str(shards)), processes=1)  # position of each sample in its tar
         self._reader, self._count = TarReader(manifest), manifest.n
 
     def __len__(self) -> int:
@@ -57,7 +57,7 @@ class Pairs(Dataset[tuple[Tensor, str]]):
 
 
 class Towers(nn.Module):
-    """An image tower of timm and a text tower of transformers; their features are rows of norm 1."""
+    """An image tower from timm and a text tower from transformers; the features are normalized."""
 
     def __init__(self, tokenize: CaptionTokenizer) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Towers(nn.Module):
 
 @torch.no_grad()
 def recall_at_1(towers: nn.Module, pairs: Pairs, device: torch.device) -> float:
-    """Return the share of images whose own caption is the most similar of all captions."""
+    """Return the fraction of images whose own caption is the most similar of all captions."""
     towers.eval()
     batches = [towers(images.to(device), captions) for images, captions in DataLoader(pairs, 256)]
     images, texts = (torch.cat(side) for side in zip(*batches, strict=True))
@@ -88,12 +88,12 @@ def recall_at_1(towers: nn.Module, pairs: Pairs, device: torch.device) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=Path("data/minimal"), help="folder with shards in train/ and val/")
-    parser.add_argument("--method", default="fastclip_v1", help="a name in the table of docs/reference/losses.md")
+    parser.add_argument("--method", default="fastclip_v1", help="a method in the table of docs/reference/losses.md")
     parser.add_argument("--epochs", type=int, default=6, help="passes over the pairs (default 6)")
-    parser.add_argument("--batch", type=int, default=128, help="pairs that contrast with each other, on all ranks")
+    parser.add_argument("--batch", type=int, default=128, help="global batch size, over all ranks (default 128)")
     given = parser.parse_args()
 
-    # torchrun sets these; without it this is one process, which needs no process group
+    # torchrun sets these variables; without torchrun, there is one process, which needs no process group
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")
     if ranks > 1:
@@ -103,7 +103,7 @@ def main() -> None:
     if ranks > 1:
         dist.barrier()
 
-    # Most methods keep statistics of each sample: IndexedDataset adds its index, the same in every epoch.
+    # Most methods keep statistics of each sample: IndexedDataset adds the sample's index, the same in every epoch.
     pairs = Pairs(given.data / "train")
     train = IndexedDataset(pairs)
     sampler: DistributedSampler[int] = DistributedSampler(train, ranks, rank, drop_last=True)
@@ -115,19 +115,19 @@ def main() -> None:
     model = DistributedDataParallel(towers) if ranks > 1 else towers
     optimizer = AdamW(model.parameters(), LR, weight_decay=0.1)
     scheduler = OneCycleLR(optimizer, LR, given.epochs * len(loader), pct_start=0.1, cycle_momentum=False)
-    # The loss gathers the features of all ranks, and trains the temperature and what else the method learns by itself.
+    # The loss gathers the features of all ranks and trains the temperature and the method's other parameters itself.
     length = {"epochs": given.epochs, "steps_per_epoch": len(loader)}
     loss_fn = ContrastiveLoss(given.method, dim=DIM, samples=len(train), lr=LR, device=device, **length)
     for epoch in range(given.epochs):
         sampler.set_epoch(epoch)
         for images, captions, index in loader:
-            loss = loss_fn(*model(images.to(device), captions), index)  # of the global batch, the same on every rank
+            loss = loss_fn(*model(images.to(device), captions), index)  # of the global batch, equal on every rank
             optimizer.zero_grad()
-            loss.backward()  # DDP averages the towers' gradients, which the loss expects (reduction="ddp_mean")
+            loss.backward()  # DDP averages the towers' gradients, as the loss expects (reduction="ddp_mean")
             optimizer.step()
             scheduler.step()
-            loss_fn.lr = optimizer.param_groups[0]["lr"]  # the temperature's learning rate follows it
-        if rank == 0:  # `metrics` has OpenCLIP's loss of the same batch too, by which methods can be compared
+            loss_fn.lr = optimizer.param_groups[0]["lr"]  # the temperature's learning rate follows the towers'
+        if rank == 0:  # `metrics` also has OpenCLIP's loss of the same batch, for comparing methods
             numbers = {"loss": loss.item(), **loss_fn.metrics}
             print(f"epoch {epoch + 1}: " + "  ".join(f"{name} {value:.4f}" for name, value in numbers.items()))
     if rank == 0:

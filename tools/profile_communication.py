@@ -1,12 +1,12 @@
-"""Measure computation, communication and overlap of training steps, and bytes by purpose (as FastCLIP's Tables 15-22).
+"""Measure the computation, communication, overlap and traffic of training steps (as in FastCLIP's Tables 15-22).
 
-Each combination of method, ZeRO stage and world size trains in fresh processes on random pairs (no loading). OUT
-receives report.md and breakdowns.json, and for each combination a folder with breakdown.json
-and the trace of rank 0, for chrome://tracing or ui.perfetto.dev. Methods are those of objective.method, and
+Each combination of method, ZeRO stage and world size trains in fresh processes on random pairs (no loading). The
+program writes report.md and breakdowns.json to OUT and, for each combination, a folder with breakdown.json and rank 0's
+trace for chrome://tracing or ui.perfetto.dev. The methods are the values of objective.method and
 
-    openclip_reference   OpenCLIP's scheme: gather with gradient, local loss, reduce-scatter of B x d
+    openclip_reference   OpenCLIP's scheme: gather with gradients, local loss, reduce-scatter of B x d
 
-Options of the run, such as --model.embed-dim=512, are passed on.
+Config options, such as --model.embed-dim=512, are passed to the runs.
 
 Example:
   python tools/profile_communication.py --methods openclip_reference openclip fastclip_v3 neuclip --stages 1 3 \\
@@ -30,17 +30,17 @@ from neuclip_ds.distributed.environment import read_environment
 from neuclip_ds.errors import UserError
 
 METHODS = ["openclip_reference", "openclip", "fastclip_v3", "neuclip"]
-_SHOWN = 15  # last lines of a failed program's output
+_SHOWN = 15  # number of last lines of a failed program's output
 
 
 def main() -> None:
     parser = Parser(prog="profile_communication.py", description=__doc__)
-    parser.add_argument("--methods", nargs="+", default=METHODS, help="to compare")
-    parser.add_argument("--stages", type=int, nargs="+", choices=range(4), default=[1], help="of ZeRO")
+    parser.add_argument("--methods", nargs="+", default=METHODS, help="methods to compare")
+    parser.add_argument("--stages", type=int, nargs="+", choices=range(4), default=[1], help="ZeRO stages")
     parser.add_argument("--world-sizes", type=int, nargs="+", default=[2], help="numbers of ranks on this machine")
-    parser.add_argument("--recipe", default="demo", help="recipe of model and objective")
+    parser.add_argument("--recipe", default="demo", help="recipe of the model and objective")
     parser.add_argument("--rows", type=int, default=128, help="pairs per rank")
-    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of the towers")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="precision of the towers")
     parser.add_argument("--steps", type=int, default=10, help="steps to profile")
     parser.add_argument("--out", type=Path, default=Path("runs/profile"), help="folder for the results")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -49,17 +49,17 @@ def main() -> None:
 
 
 def compare(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
-    """Profile every combination in fresh processes and write the report on all of them.
+    """Profile every combination in fresh processes, and write a report on all combinations.
 
     Raises:
-        UserError: a combination's processes failed; names their output.
+        UserError: the processes of a combination failed; the message names the file with their output.
     """
     from benchmarking.openclip_reference import REFERENCES  # torch takes seconds to import
 
     from neuclip_ds.profiling.breakdown import report
     from neuclip_ds.profiling.recorder import BREAKDOWN, REPORT
 
-    for method in arguments.methods:  # refuses a wrong option before any process starts
+    for method in arguments.methods:  # rejects a wrong option before any process starts
         config_for(None if method in REFERENCES else method, [arguments.recipe, *overrides])
     arguments.out.mkdir(parents=True, exist_ok=True)
     found = []
@@ -72,8 +72,8 @@ def compare(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
         found.append(json.loads((folder / BREAKDOWN).read_text(encoding="utf-8")))
         seconds = found[-1]["seconds"]
         print(
-            f"{method}, ZeRO {stage}, {world_size} ranks: {1e3 * seconds['total']['mean']:.1f} ms a step, "
-            f"{1e3 * seconds['communication']['mean']:.1f} ms of it communication",
+            f"{method}, ZeRO {stage}, {world_size} ranks: {1e3 * seconds['total']['mean']:.1f} ms per step, "
+            f"{1e3 * seconds['communication']['mean']:.1f} ms of which are communication",
             flush=True,
         )
     (arguments.out / "breakdowns.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
@@ -83,17 +83,17 @@ def compare(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
 
 
 def run_on_ranks(name: str, program: Sequence[str], ranks: int, folder: Path, threads: int | None = None) -> None:
-    """Run a program as ranks of this machine, which share its cores, to its end; its output goes to FOLDER/output.txt.
+    """Run a program to its end on `ranks` ranks, which share this machine's cores; log to FOLDER/output.txt.
 
-    A program is a script, or `-m` and a module, with its arguments. Errors call it `name`.
+    `program` is a script, or `-m` and a module, with arguments. Error messages call the program `name`.
 
     Raises:
-        UserError: it failed; shows the end of its output.
+        UserError: the program failed; the message shows the end of the output.
     """
     folder.mkdir(parents=True, exist_ok=True)
     call = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *program]
     shared = str(max(1, (os.cpu_count() or 1) // ranks))
-    # the loopback interface by name: gloo may otherwise look up the machine's name at length
+    # name the loopback interface, because gloo may otherwise take long to look up the host name
     variables = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": shared, **os.environ, "HF_HUB_OFFLINE": "1"}
     variables |= {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join(sys.path)}
     variables |= {"OMP_NUM_THREADS": str(threads)} if threads else {}
@@ -101,14 +101,14 @@ def run_on_ranks(name: str, program: Sequence[str], ranks: int, folder: Path, th
     with path.open("w") as output:
         code = subprocess.run(call, env=variables, stdout=output, stderr=output).returncode
     if code:
-        rank_said = path.read_text(errors="replace").partition("torch/distributed/elastic")[0]  # then the launcher's
+        rank_said = path.read_text(errors="replace").partition("torch/distributed/elastic")[0]  # the launcher's output follows
         lines = [line for line in rank_said.splitlines() if line.strip() and "torch/_" not in line]  # but statistics
         end = "\n".join(lines[-_SHOWN:])
         raise UserError(f"{name} on {ranks} ranks ended with exit code {code}; {path} ends with\n{end}")
 
 
 def profile_rank(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
-    """Run one rank of one combination."""
+    """Profile one rank of one combination."""
     from benchmarking.openclip_reference import REFERENCES
     from benchmarking.synthetic_profile import first_prediction, run_synthetic_profile
 

@@ -5,7 +5,7 @@ resumes a study that was interrupted. tools/study/plan.yaml has the arms and the
 
 Examples:
   python tools/run_study.py /data/flickr8k --stages gate oracles
-  python tools/run_study.py demo:42000 --out runs/scenes --grid 2
+  python tools/run_study.py demo:20000 --out runs/scenes --grid 2
   python tools/run_study.py --tables tools/study/flickr8k.jsonl
 """
 

@@ -1,7 +1,7 @@
-"""Simulate how the nodes of a run are supplied with shards: GB resident, first batch, read amplification, stalls.
+"""Simulate how shards are supplied to the nodes of a run: resident GB, first batch, read amplification and stalls.
 
-The order of samples and the cache policy are those of a run, on synthetic shards; the speeds of the node are
-assumed. Shards arrive one after the other at the node's bandwidth; the cache evicts those used least recently.
+The sample order and cache policy are those of a run, but the shards are synthetic and the speeds of the node are
+assumed. Shards arrive one after another at the node's bandwidth; the cache evicts the least recently used shards.
 
 Examples:
   python tools/simulate_data.py dfn192m_neuclip --samples 192e6 --nodes 1 8 64 --cache-gb 200 1000
@@ -27,32 +27,32 @@ SHARD_SAMPLES = 10_000
 
 
 class Node(NamedTuple):
-    """What a node has for the data."""
+    """A node's cache and bandwidth for data, and its step time."""
 
     cache: float  # bytes
     bandwidth: float  # bytes per second
-    step_seconds: float  # of a training step that does not wait
+    step_seconds: float  # of a training step that does not wait for data
 
 
 class DataFlow(NamedTuple):
-    """What a node does in a simulated part of a run."""
+    """The simulated data flow of a node in a part of a run."""
 
-    resident: float  # bytes of the shards in use and fetched ahead, at most
+    resident: float  # peak bytes of the shards in use and prefetched
     first: float  # bytes of the shards that the first batch needs
-    first_seconds: float  # until they are there
+    first_seconds: float  # seconds until these shards have arrived
     amplification: float  # bytes fetched for each byte used
-    requests_per_second: float  # shards
-    stalled: float  # share of the time after the first batch in which training waits
+    requests_per_second: float  # shards fetched per second
+    stalled: float  # fraction of the time after the first batch in which training waits
     is_estimate: bool = False
 
     def lines(self) -> list[str]:
-        """Return the report."""
+        """Return the lines of the report."""
         estimated = " (estimated: the cache is too small for a batch)" if self.is_estimate else ""
         return [
-            f"  resident       {self.resident / 1e9:,.1f} GB of shards at most, with those fetched ahead{estimated}",
+            f"  resident       {self.resident / 1e9:,.1f} GB of shards at most, including prefetched ones{estimated}",
             f"  first batch    {self.first / 1e9:,.1f} GB, {self.first_seconds:,.0f} s",
             f"  amplification  {self.amplification:,.3g} bytes fetched for each byte used",
-            f"  requests       {self.requests_per_second:,.3g} shards a second",
+            f"  requests       {self.requests_per_second:,.3g} shards per second",
             f"  stalls         {self.stalled:.1%} of the time after the first batch",
         ]
 
@@ -60,7 +60,7 @@ class DataFlow(NamedTuple):
 def simulate(
     order: GlobalOrder, shard_bytes: NDArray[np.int64], node: Node, nodes: int = 1, number: int = 0, epochs: int = 1
 ) -> DataFlow:
-    """Simulate node `number` of `nodes`, each with equally many rows of the batch, for some epochs.
+    """Simulate node `number` of `nodes`, which divide the rows of the batch equally, for `epochs` epochs.
 
     Args:
         shard_bytes: (n_shards,) bytes of each shard.
@@ -69,7 +69,7 @@ def simulate(
     state = _NodeState(order, shard_bytes, node, rows, epochs * order.steps_per_epoch)
     lane, streams = order.batch_size // order.interleave.streams, max(1, order.interleave.streams // nodes)
     block = min(order.interleave.block, int(order.stream_lengths.min()))
-    stride = max(1, block // lane // (2 * streams))  # steps between two looks at the order
+    stride = max(1, block // lane // (2 * streams))  # steps between two reads of the order
     first = state.needed_before(1)
     state.wait_for(1)
     first_seconds = state.time
@@ -84,7 +84,7 @@ def simulate(
 
 
 class _NodeState:
-    """A node at a time: its cache, and the link that fills it."""
+    """State of a simulated node: its cache, and the link that fills the cache."""
 
     def __init__(self, order: GlobalOrder, shard_bytes: NDArray[np.int64], node: Node, rows: slice, end: int) -> None:
         self.end, self._epoch, self._node, self._sizes = end, order.steps_per_epoch, node, shard_bytes.tolist()
@@ -92,14 +92,14 @@ class _NodeState:
         self.time = self.stalled = self.fetched = self.resident = 0.0
         self.requests = 0
         self._link_free = self._held = 0.0
-        self._arrival: dict[int, float] = {}  # of the shards in the cache
-        self._last: dict[int, int] = {}  # their last use that is known
+        self._arrival: dict[int, float] = {}  # time of arrival of each shard in the cache
+        self._last: dict[int, int] = {}  # step of each shard's last known use
         self._by_last: list[tuple[int, int]] = []  # heap, with outdated entries
         self._pending: list[tuple[int, float, int]] = []  # heap of (first use, arrival, shard)
         self._admit(0)
 
     def needed_before(self, step: int) -> float:
-        """Return the bytes of the shards that will be waited for before `step`."""
+        """Return the bytes of the pending shards that are used before `step`."""
         return float(sum(self._sizes[shard] for shard in {entry[2] for entry in self._pending if entry[0] < step}))
 
     def wait_for(self, step: int) -> None:
@@ -108,7 +108,7 @@ class _NodeState:
             self.time = max(self.time, heappop(self._pending)[1])
 
     def train(self, begin: int, end: int) -> None:
-        """Take the steps begin ... end - 1, waiting before them for what they need."""
+        """Take the steps begin ... end - 1, after waiting for the shards that they need."""
         self._admit(begin)
         before = self.time
         self.wait_for(end)
@@ -142,9 +142,9 @@ class _NodeState:
 
 
 def _estimate(order: GlobalOrder, shard_bytes: NDArray[np.int64], node: Node, nodes: int, rows: int) -> DataFlow:
-    """Return what happens where a batch needs more shards than the cache holds: each may be absent at every step."""
+    """Estimate the data flow if a batch needs more shards than the cache can store: any may be absent at any step."""
     needed, shard = order.resident_bytes(shard_bytes, nodes), float(shard_bytes.mean())
-    touched = needed * -np.expm1(-rows * shard / needed)  # bytes of different shards in the node's rows
+    touched = needed * -np.expm1(-rows * shard / needed)  # bytes of distinct shards in the node's rows
     fetched = touched * max(1 - node.cache / needed, 0.0)
     seconds = max(fetched / node.bandwidth, node.step_seconds)
     amplification, requests = fetched / (rows * shard_bytes.sum() / order.n), fetched / shard / seconds
@@ -154,16 +154,16 @@ def _estimate(order: GlobalOrder, shard_bytes: NDArray[np.int64], node: Node, no
 
 def main() -> None:
     parser = Parser(prog="simulate_data.py", description=__doc__)
-    parser.add_argument("recipe", help="a recipe's name, or the path of a YAML file; options of the run may follow")
+    parser.add_argument("recipe", help="a recipe's name, or the path of a YAML file; config options may follow")
     parser.add_argument(
-        "--samples", type=float, default=192e6, help="size n of the data set, in shards of 10,000 on average"
+        "--samples", type=float, default=192e6, help="samples n in the data set, in shards of 10,000 on average"
     )
     parser.add_argument("--sample-kb", type=float, default=45, help="KB of an image and its caption in a shard")
-    parser.add_argument("--sigma", type=float, default=0, help="spread of the shards' sizes (lognormal); 0: all equal")
+    parser.add_argument("--sigma", type=float, default=0, help="sigma of the lognormal shard sizes; 0: all equal")
     parser.add_argument("--nodes", nargs="+", type=int, default=[1, 8, 64], help="numbers of nodes")
-    parser.add_argument("--cache-gb", nargs="+", type=float, default=[1000], help="sizes of a node's cache")
-    parser.add_argument("--bandwidth-gb", type=float, default=1.25, help="GB a second that a node fetches")
-    parser.add_argument("--rate", type=float, default=10_000, help="samples a second that a node trains on")
+    parser.add_argument("--cache-gb", nargs="+", type=float, default=[1000], help="cache sizes of a node")
+    parser.add_argument("--bandwidth-gb", type=float, default=1.25, help="GB per second that a node fetches")
+    parser.add_argument("--rate", type=float, default=10_000, help="samples per second that a node trains on")
     parser.add_argument("--epochs", type=int, default=1, help="epochs to simulate")
     with exit_on_mistake():
         asked, overrides = parser.parse_with_overrides(sys.argv[1:])

@@ -1,10 +1,10 @@
-"""What a training step sends and computes on one rank, counted without memory, data or other ranks, and its time.
+"""Count the traffic and operations of one rank's training step without data or other ranks, and predict its time.
 
-Collectives of an objective are not formulas of methods: the objective itself runs on a few rows of a `SimulatedRank`,
-at several sizes, and what it sends and computes is carried over. The size of a collective is linear in rows and
-prototypes and quadratic in width, as a network's weights are; operations are a polynomial of low degree in rows, width
-and prototypes. So a new method needs no line here. DeepSpeed's collectives follow the rules of zero_rules.py. Tests
-hold all of them to profiled steps, each collective exactly (tests/profiling/test_profile_ranks.py).
+There are no formulas for the objectives. Instead, an objective runs on a few rows of a `SimulatedRank` at several
+sizes, and its traffic and operations are extrapolated. The size of a collective is linear in rows and prototypes and
+quadratic in width, like a network's weights; operations are a low-degree polynomial in rows, width and prototypes. A
+new method therefore needs no code here. DeepSpeed's collectives follow the rules in zero_rules.py. Tests compare every
+collective exactly with profiled steps (tests/profiling/test_profile_ranks.py).
 """
 
 from __future__ import annotations
@@ -46,52 +46,52 @@ from neuclip_ds.planning.memory import MemoryQuery
 Build = Callable[[Config, Context, torch.dtype], Objective]
 _WARM_UP = 2  # steps; by then NeuCLIP has drawn its prototypes
 _DIM = 4
-_ALIGNMENT = 2  # elements to which DeepSpeed rounds up a rank's part of a group
+_ALIGNMENT = 2  # DeepSpeed pads a rank's part of a group to a multiple of this many elements
 _FLOAT, _DOUBLE = 4, 8
-_FORWARD = 1 / 3  # of the towers' operations; the backward pass has twice as many
+_FORWARD = 1 / 3  # forward pass's fraction of the towers' operations; the backward pass has twice as many
 
 
 class Call(NamedTuple):
-    """Equal collectives of a step."""
+    """A collective, and how often a step calls it."""
 
     purpose: str
     op: str  # as in `ring_bytes`
-    size: int  # bytes that a rank puts in
-    times: float = 1.0  # a step, on average
+    size: int  # bytes of a rank's input
+    times: float = 1.0  # calls per step, on average
 
 
 class Work(NamedTuple):
     """The work of a rank in a step."""
 
     tower_flops: float  # forward and backward
-    image_share: float  # of them, in the image tower
+    image_share: float  # fraction of tower_flops in the image tower
     objective_flops: float
     objective_elements: float
-    updated: float  # elements of weights
-    hooks: int  # parameters that ZeRO 3 handles, none in other stages
+    updated: float  # elements of weights that the optimizer updates
+    hooks: int  # number of parameters that ZeRO 3 fetches; 0 in other stages
     calls: Sequence[Call]
-    overlaps: bool = False  # whether the engine's config asks for collectives beside the backward pass
-    rows: int = 0  # pairs that are loaded; none in steps without a loader
+    overlaps: bool = False  # whether the engine's config overlaps collectives with the backward pass
+    rows: int = 0  # number of pairs that are loaded; 0 without a loader
 
 
 class CountedModel(NamedTuple):
-    """Sizes and operations of the towers, whatever the batch."""
+    """Sizes and operations of the towers, which do not depend on the batch."""
 
     shapes: TrainedShapes
     dim: int  # d of the features
     image: TowerFlops
     text: TowerFlops
-    checkpointed: Sequence[float]  # share of the image and the text tower's blocks
+    checkpointed: Sequence[float]  # fractions of the image tower's and the text tower's blocks
 
 
 class TowerFlops(NamedTuple):
     """The operations of a tower on one image or one caption."""
 
     forward: float
-    backward: float  # twice the forward's where all layers train, none where none does
+    backward: float  # twice `forward` if all layers train, 0 if none does
 
     def of_step(self, pieces: int, checkpointed: float, stage: int) -> float:
-        """Return the operations on one input of a step in so many micro-batches, a share of the blocks checkpointed."""
+        """Return a step's operations on one input; `checkpointed` is the fraction of blocks that are recomputed."""
         again = self.forward if pieces > 1 and (self.backward or stage == 3) else 0.0
         return self.forward + self.backward + again + checkpointed * self.backward / 2
 
@@ -100,7 +100,7 @@ def count_model(config: Config) -> CountedModel:
     """Count the config's model on the meta device.
 
     Raises:
-        UserError: its checkpoint cannot be found.
+        UserError: the model's checkpoint cannot be found.
     """
     query = MemoryQuery(config, 1)
     model, wanted = query.build(), config.model.activation_checkpointing
@@ -111,7 +111,7 @@ def count_model(config: Config) -> CountedModel:
 
 
 def count_flops(query: MemoryQuery) -> tuple[TowerFlops, TowerFlops]:
-    """Return the operations on one image and on one caption, without those of activation checkpointing."""
+    """Return the operations on one image and on one caption, without recomputation by activation checkpointing."""
     kept = query.config.model.model_copy(update={"activation_checkpointing": False})
     query = replace(query, config=query.config.model_copy(update={"model": kept}))
     model, size = query.build(), query.source.preprocessing.size
@@ -135,10 +135,10 @@ def _tower_flops(tower: Encoder, inputs: Tensor) -> TowerFlops:
 
 
 def step_work(config: Config, model: CountedModel, world_size: int, build: Build = build_objective) -> Work:
-    """Return the work of one rank of `world_size`; `build` as for `ObjectiveQuery`.
+    """Return the work of one of `world_size` ranks; `build` is as in `ObjectiveQuery`.
 
     Raises:
-        UserError: the ranks do not divide the batch, or the DeepSpeed JSON cannot work.
+        UserError: the batch cannot be divided among the ranks, or the DeepSpeed JSON is invalid.
     """
     rows, micro = config.rank_batch(world_size), config.micro_batch(world_size)
     engine = load_engine_config(config, world_size)
@@ -161,7 +161,7 @@ def step_work(config: Config, model: CountedModel, world_size: int, build: Build
 
 
 class SimulatedRank(Communicator):
-    """Rank 0 of `world_size` ranks that all hold the same numbers; `calls` are its collectives so far, in order."""
+    """Rank 0 of `world_size` ranks with identical data; `calls` lists its collectives so far, in order."""
 
     def __init__(self, world_size: int) -> None:
         super().__init__("cpu")
@@ -183,23 +183,23 @@ class ObjectiveWork(NamedTuple):
     """The objective's computation on a rank in a step."""
 
     flops: float  # of matrix products
-    elements: float  # that all other operations write, which memory's speed limits
+    elements: float  # elements that all other operations write; memory bandwidth limits these operations
 
 
 class ObjectiveQuery(NamedTuple):
-    """The objective to count, and at which size."""
+    """The objective to count, and its size."""
 
     config: Config
     world_size: int  # K
-    rows: int  # b of a rank, a multiple of micro_batches
+    rows: int  # rows b per rank, a multiple of micro_batches
     dim: int  # d of the features
-    comm_dtype: torch.dtype  # in which features travel
-    micro_batches: int = 1  # pieces in which they come
-    build: Build = build_objective  # a reference of another scheme has its own
+    comm_dtype: torch.dtype  # dtype in which features are sent
+    micro_batches: int = 1  # number of parts in which features arrive
+    build: Build = build_objective  # reference objectives have a different function
 
 
 def objective_calls(query: ObjectiveQuery) -> list[Call]:
-    """Return the collectives of an average step."""
+    """Return the objective's collectives in an average step."""
     rows, dims = (2 * query.micro_batches, 4 * query.micro_batches), (_DIM, 2 * _DIM, 3 * _DIM)
     columns, share = (1, 2), prototypes_of(query.config) / query.world_size
     by_size = _lagrange(rows, query.rows), _lagrange(dims, query.dim), _lagrange(columns, share)
@@ -216,21 +216,22 @@ def objective_calls(query: ObjectiveQuery) -> list[Call]:
 
 
 def _at_size_of(query: ObjectiveQuery) -> AbstractContextManager[Any]:
-    """Let small runs of the objective choose by the size of the query's batch, not by their own."""
+    """Let small runs of the objective choose algorithms by the query's batch size instead of their own."""
     nets, rows = query.config.objective.amortized, query.rows * query.world_size
     every = amortized.fits_all_rows(nets, query.dim, rows, query.comm_dtype)
     return patch.object(amortized, "fits_all_rows", lambda *_: every)
 
 
 def _lagrange(points: Sequence[int], x: float) -> list[float]:
-    """Return the weights of the values at `points` in the value at x of the polynomial through them."""
+    """Return the weights with which a polynomial's values at `points` add up to its value at x."""
     return [math.prod((x - other) / (point - other) for other in points if other != point) for point in points]
 
 
 def objective_work(query: ObjectiveQuery) -> ObjectiveWork:
-    """Return the operations of an average step, whose features come in one piece.
+    """Return the operations of an average step whose features arrive in one part.
 
-    Both numbers are polynomials in rows b, width d and this rank's prototypes c, whose coefficients small runs give.
+    Both numbers are polynomials in the rows b, the width d and this rank's prototypes c; small runs determine the
+    coefficients.
     """
     sizes = [(b, d, c) for b in (2, 3, 5) for d in (4, 6, 9) for c in (1, 3)]
     with _at_size_of(query):
@@ -243,12 +244,12 @@ def objective_work(query: ObjectiveQuery) -> ObjectiveWork:
 
 
 def _terms(b: float, d: float, c: float) -> list[float]:
-    """Return the terms of pairs, networks, features, prototypes and weights, and of their rows."""
+    """Return the polynomial terms for pairs, networks, features, prototypes, weights and rows."""
     return [b * b * d, b * c * d, b * d * d, b * b, b * d, b * c, c * d, d * d, b, d, c, 1.0]
 
 
 def run_objective(query: ObjectiveQuery, columns: int = 1) -> tuple[list[Call], ObjectiveWork]:
-    """Run steps of the objective with `columns` prototypes a rank; return all their collectives and a step's work."""
+    """Run steps of the objective with `columns` prototypes per rank; return all collectives and the work per step."""
     config, rows = query.config.model_copy(deep=True), query.rows
     config.objective.npn.prototypes = config.objective.queue.size = columns * query.world_size
     rank = SimulatedRank(query.world_size)
@@ -258,13 +259,13 @@ def run_objective(query: ObjectiveQuery, columns: int = 1) -> tuple[list[Call], 
     image, text = normalize(torch.randn(2, rows, query.dim, generator=generator), dim=-1)
     valid = torch.ones(rows, dtype=torch.bool)
     elements = _Elements()
-    logging.getLogger("neuclip_ds.objectives").setLevel(logging.ERROR)  # its warnings about random features mislead
+    logging.getLogger("neuclip_ds.objectives").setLevel(logging.ERROR)  # misleading warnings about random features
     with FlopCounterMode(display=False, custom_mapping=_IN_PLACE) as counter, elements:
         for number in range(_WARM_UP + steps):
             if number == _WARM_UP:
                 rank.calls.clear()
                 before, elements.written = counter.get_total_flops(), 0
-            index = torch.arange(rows) + number * rows  # a queue of samples grows with other samples only
+            index = torch.arange(rows) + number * rows  # new samples, because a queue grows only with new samples
             gather = objective.begin_gather(index, valid)
             if gather is not None:
                 for add, whole in ((gather.add_text, text), (gather.add_image, image)):
@@ -278,13 +279,13 @@ def _addmm_flops(total: torch.Size, left: torch.Size, right: torch.Size, **_: ob
     return 2 * left[0] * left[1] * right[1]
 
 
-_IN_PLACE = {torch.ops.aten.addmm_: _addmm_flops}  # which torch's counter leaves out
-_BY_ROWS = {torch.ops.aten.index_copy_: 3, torch.ops.aten.index_put_: 2}  # place of what is written
+_IN_PLACE = {torch.ops.aten.addmm_: _addmm_flops}  # operations that torch's counter omits
+_BY_ROWS = {torch.ops.aten.index_copy_: 3, torch.ops.aten.index_put_: 2}  # position of the argument that is written
 _PRODUCTS = {*flop_registry, *_IN_PLACE}
 
 
 class _Elements(TorchDispatchMode):
-    """Counts the elements that operations other than views and matrix products write."""
+    """Count the elements that operations other than views and matrix products write."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -296,7 +297,7 @@ class _Elements(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if not func.is_view and func.overloadpacket not in _PRODUCTS:
             outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-            # an operation on a list in place returns nothing; one on some rows returns them all
+            # an in-place operation on a list returns nothing; an operation on some rows returns all rows
             if not outputs:
                 outputs = [leaf for leaf in tree_leaves(args[:1]) if isinstance(leaf, torch.Tensor)]
             elif func.overloadpacket in _BY_ROWS:
@@ -306,10 +307,10 @@ class _Elements(TorchDispatchMode):
 
 
 class TrainedShapes(NamedTuple):
-    """Elements of the trained parameters, by group of the optimizer."""
+    """Numbers of elements of the trained parameters, by optimizer group."""
 
     groups: tuple[tuple[int, ...], ...]
-    adapted: tuple[tuple[int, ...], ...]  # of them, those of matrices, which have a trust ratio in LAMB
+    adapted: tuple[tuple[int, ...], ...]  # only the groups of matrices, which have a trust ratio in LAMB
 
     @staticmethod
     def of(module: nn.Module, config: OptimizerConfig) -> TrainedShapes:
@@ -331,9 +332,9 @@ class TrainedShapes(NamedTuple):
 def engine_calls(
     engine: dict[str, Any], optimizer: str, shapes: TrainedShapes, world_size: int, micro_batches: int = 1
 ) -> list[Call]:
-    """Return DeepSpeed's collectives of a step with so many backward passes; none on one rank.
+    """Return DeepSpeed's collectives in a step with `micro_batches` backward passes; one rank has none.
 
-    A reduction may be split into buckets; its bytes do not depend on that.
+    Splitting a reduction into buckets does not change its total bytes.
     """
     if world_size == 1:
         return []
@@ -343,16 +344,16 @@ def engine_calls(
         *_gathers(rules, shapes, world_size, micro_batches),
         *_norms(rules, shapes, world_size, clips=engine.get("gradient_clipping", 0) > 0),
     ]
-    if optimizer == "lamb" and rules.stage:  # squared norms of matrices and updates, for each step that gets matrices
+    if optimizer == "lamb" and rules.stage:  # squared norms of matrices and updates, once per step on matrices
         steps = optimizer_steps(rules, shapes.adapted, world_size)
         calls += [Call("optimizer", "all_reduce", 2 * _FLOAT * sum(map(len, parts))) for parts in steps]
     return calls
 
 
 def optimizer_steps(rules: ZeroRules, groups: Sequence[Sequence[int]], world_size: int) -> list[list[Sequence[int]]]:
-    """Return the calls of the optimizer's `step` in one update, each with the parts of groups that it gets.
+    """Return the calls of the optimizer's `step` in one update, each with the parts of groups that it updates.
 
-    `groups` holds the number of elements of each group's parameters. ZeRO 3 cuts a group where a rank's shards reach
+    `groups` lists the number of elements of each parameter by group. ZeRO 3 splits a group where a rank's shards reach
     `sub_group_size` elements.
     """
     if rules.wrapper is Wrapper.ZERO_1_2:
@@ -371,14 +372,14 @@ def optimizer_steps(rules: ZeroRules, groups: Sequence[Sequence[int]], world_siz
 
 
 def _reductions(rules: ZeroRules, shapes: TrainedShapes, world_size: int, micro_batches: int) -> Iterator[Call]:
-    """Yield gradients of all parameters, filled into buckets in the order of the backward pass."""
+    """Yield the reductions of all gradients, which fill buckets in the order of the backward pass."""
     op, sizes, passes = "all_reduce", shapes.sizes, 1
     if rules.wrapper is Wrapper.ZERO_3:
         op, sizes = "reduce_scatter", tuple(_round_up(size, world_size) for size in sizes)
     elif rules.wrapper is Wrapper.BF16:
         sizes = tuple(_padded_groups(shapes, world_size))
     if rules.stage > 1:
-        passes = micro_batches  # the gradients of each pass; without, they accumulate first
+        passes = micro_batches  # reduces after each pass; lower stages accumulate gradients first
     filled = 0
     for size in reversed(sizes):
         if filled and filled + size > rules.bucket:
@@ -389,11 +390,11 @@ def _reductions(rules: ZeroRules, shapes: TrainedShapes, world_size: int, micro_
 
 
 def _gathers(rules: ZeroRules, shapes: TrainedShapes, world_size: int, micro_batches: int) -> Iterator[Call]:
-    """Yield weights: of a group after its update, in ZeRO 3 of single parameters.
+    """Yield the gathers of weights: by group after an update, or by parameter in ZeRO 3.
 
-    ZeRO 3 keeps small weights whole and gathers them after the update, large ones where modules run. One micro-batch
-    keeps those of the forward for the backward pass, up to `stage3_max_live_parameters`. Several gather for the first
-    pass, the second and the backward pass of each.
+    ZeRO 3 keeps small weights whole and gathers them after the update; it gathers large weights when modules run. With
+    one micro-batch, weights stay gathered from the forward to the backward pass, up to `stage3_max_live_parameters`.
+    With several, ZeRO 3 gathers for the first, the second and the backward pass of each micro-batch.
     """
     if rules.stage in (1, 2):
         for size in _padded_groups(shapes, world_size):
@@ -408,13 +409,13 @@ def _gathers(rules: ZeroRules, shapes: TrainedShapes, world_size: int, micro_bat
 
 
 def _norms(rules: ZeroRules, shapes: TrainedShapes, world_size: int, clips: bool) -> Iterator[Call]:
-    """Yield the norm of the gradients, of each part that the optimizer steps on, and the flag of an overflow."""
+    """Yield the reductions of the overflow flag and of the gradient norm of each part that the optimizer updates."""
     if rules.checks_overflow:
         yield Call("norm and overflow", "all_reduce", 1)
     if rules.bucketed:
         size = _DOUBLE if rules.wrapper is Wrapper.ZERO_3 and not rules.offloads else _FLOAT
         yield Call("norm and overflow", "all_reduce", size, len(optimizer_steps(rules, shapes.groups, world_size)))
-    elif rules.wrapper is Wrapper.NONE and clips:  # nothing else asks for the norm
+    elif rules.wrapper is Wrapper.NONE and clips:  # only clipping needs the norm
         yield Call("norm and overflow", "all_reduce", _FLOAT)
 
 
@@ -428,45 +429,45 @@ def _round_up(size: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class Network:
-    """The network; seconds and bytes a second, in one direction."""
+    """Network between ranks, in seconds and in bytes per second in one direction."""
 
-    start: float  # of a collective, whatever its size
-    inner_latency: float  # of a message between two ranks of a node
-    inner_bandwidth: float  # of a rank to the next in its node
-    latency: float = 0.0  # of a message between nodes
-    bandwidth: float = math.inf  # of a node, all its adapters together
-    trees: bool = False  # whether small all-reduces go along trees, as NCCL's do
+    start: float  # time to start a collective of any size
+    inner_latency: float  # latency of a message between two ranks of a node
+    inner_bandwidth: float  # bandwidth from a rank to the next rank in its node
+    latency: float = 0.0  # latency of a message between nodes
+    bandwidth: float = math.inf  # bandwidth of all of a node's adapters together
+    trees: bool = False  # whether small all-reduces use trees, as in NCCL
 
 
 @dataclass(frozen=True)
 class Compute:
-    """The computation rates of one rank, in units a second."""
+    """Computation rates of one rank, per second."""
 
-    overhead: float  # seconds of a step that nothing below explains
+    overhead: float  # seconds of a step that the rates below do not explain
     tower_rate: float  # floating-point operations of the towers
-    objective_rate: float  # of the objective's matrix products
+    objective_rate: float  # floating-point operations of the objective's matrix products
     element_rate: float  # elements that the objective's other operations write
     update_rate: float  # elements that the optimizer updates
     hook_rate: float  # parameters that ZeRO 3 fetches and releases one by one
-    skew: float = 0.0  # share of the busy time that a rank waits for others
-    cores: int | None = None  # that the ranks of a node share, one each as long as there are enough
-    sharing: float = 0.0  # share by which all cores at once are slower than one alone
+    skew: float = 0.0  # time that a rank waits for others, as a fraction of its busy time
+    cores: int | None = None  # cores that the ranks of a node share, one per rank if there are enough
+    sharing: float = 0.0  # relative slowdown of a core if all cores work at once
     overlaps_engine: bool = False  # whether DeepSpeed's collectives can run during the backward pass
     loading_rate: float = math.inf  # pairs that a rank's loader supplies
 
     def slowdown(self, ranks_per_node: int) -> float:
-        """Return the factor on everything where ranks outnumber cores."""
+        """Return the factor by which all work slows down if ranks outnumber cores."""
         return 1.0 if self.cores is None else max(1.0, ranks_per_node / self.cores)
 
     def shared(self, ranks_per_node: int) -> float:
-        """Return the factor by which neighbors slow work down."""
+        """Return the factor by which work on other cores slows down a rank."""
         if self.cores is None or self.cores == 1:
             return 1.0
         return 1 + self.sharing * (min(ranks_per_node, self.cores) - 1) / (self.cores - 1)
 
 
 class Cluster(NamedTuple):
-    """Ranks on nodes."""
+    """A number of equal nodes and the network between their ranks."""
 
     nodes: int
     ranks_per_node: int
@@ -478,13 +479,13 @@ class Cluster(NamedTuple):
 
 
 class StepTime(NamedTuple):
-    """Seconds of a step."""
+    """Predicted seconds of a step, by part."""
 
-    computation: float  # with everything else that a rank does alone
+    computation: float  # including all other work that a rank does alone
     communication: float
-    exposed: float  # of it, what no computation hides
+    exposed: float  # the part of communication that no computation hides
     waiting: float
-    loading: float  # until the next batch is there, once all else is done
+    loading: float  # wait for the next batch after all other work
 
     @property
     def total(self) -> float:
@@ -508,7 +509,7 @@ def collective_seconds(op: str, size: int, cluster: Cluster) -> float:
 
 
 def step_time(work: Work, compute: Compute, cluster: Cluster) -> StepTime:
-    """Return the seconds of a step of that work."""
+    """Return the predicted seconds of a step that does this work."""
     slowdown = compute.slowdown(cluster.ranks_per_node)
     shared = slowdown * compute.shared(cluster.ranks_per_node)
     towers = shared * work.tower_flops / compute.tower_rate
@@ -533,7 +534,7 @@ def step_time(work: Work, compute: Compute, cluster: Cluster) -> StepTime:
 
 
 def _window(call: Call) -> tuple[str, float]:
-    """Return the computation that hides a collective, and of how many calls: nothing hides the last features."""
+    """Return the computation that can hide a collective, and how many calls it can hide (not the last features)."""
     if call.purpose == "state":
         return "image tower", call.times
     if call.purpose == "features":

@@ -1,4 +1,4 @@
-"""What DeepSpeed makes of a config, by the rules of the version that `engine/config.py` requires."""
+"""Rules by which DeepSpeed, in the version that `engine/config.py` requires, interprets a config."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from neuclip_ds.engine.config import precision, zero_stage
 from neuclip_ds.engine.zero import Wrapper
 
-# keys of `zero_optimization` that are read here or worth tuning, and what DeepSpeed takes where they are absent
+# keys of `zero_optimization` that are read here or worth tuning, with DeepSpeed's defaults
 _DEFAULTS = {
     "reduce_bucket_size": 500_000_000,
     "contiguous_gradients": True,
@@ -21,26 +21,26 @@ _DEFAULTS = {
     "stage3_max_reuse_distance": 1_000_000_000,
     "stage3_param_persistence_threshold": 100_000,
 }
-_FIXED_BUCKET = 500_000_000  # elements of an all-reduce outside `ZERO_1_2` and `ZERO_3`, which no key sets
-_BYTES = {"fp32": 4, "float32": 4, "float": 4, "torch.float32": 4}  # other names are of 16 bits
+_FIXED_BUCKET = 500_000_000  # elements of an all-reduce under other wrappers than `ZERO_1_2` and `ZERO_3`; no key sets it
+_BYTES = {"fp32": 4, "float32": 4, "float": 4, "torch.float32": 4}  # all other names are 16-bit types
 
 
 @dataclass(frozen=True)
 class ZeroRules:
-    """What DeepSpeed does under a config; sizes are bytes of an element."""
+    """DeepSpeed's behavior under a config; sizes are in bytes per element."""
 
     stage: int
     wrapper: Wrapper
-    offloads: bool  # whether optimizer and masters live on the host
+    offloads: bool  # whether the optimizer state and masters are in host memory
     weight: int
-    accumulated: int  # gradients where they accumulate
-    sent: int  # gradients between ranks
-    checks_overflow: bool  # whether ranks compare a flag before they take the norm of the gradients
+    accumulated: int  # gradients while they accumulate
+    sent: int  # gradients sent between ranks
+    checks_overflow: bool  # whether ranks compare an overflow flag before they compute the gradient norm
     zero: Mapping[str, Any]  # `zero_optimization`, completed by DeepSpeed's defaults
 
     @staticmethod
     def of(engine: dict[str, Any]) -> ZeroRules:
-        """Read DeepSpeed's config."""
+        """Return the rules for a DeepSpeed config."""
         stage, weight = zero_stage(engine), 4 if precision(engine) == "fp32" else 2
         section = engine.get("zero_optimization", {})
         offloads = (section.get("offload_optimizer") or {}).get("device", "none") != "none"
@@ -53,12 +53,12 @@ class ZeroRules:
 
     @property
     def bucketed(self) -> bool:
-        """Whether gradients travel in buckets of the config's size, during the backward pass if it asks for that."""
+        """Whether gradients are sent in buckets of the configured size, which can overlap the backward pass."""
         return self.wrapper in (Wrapper.ZERO_1_2, Wrapper.ZERO_3)
 
     @property
     def bucket(self) -> int:
-        """Elements that are reduced at once."""
+        """Number of elements that are reduced at once."""
         return int(self.zero["reduce_bucket_size"]) if self.bucketed else _FIXED_BUCKET
 
 

@@ -1,6 +1,6 @@
 """Save and load checkpoints, which are complete or absent.
 
-`checkpoints/step_000000100/` holds
+`checkpoints/step_000000100/` contains
 
     meta.json                       step, position in the data, fingerprint of the run (`facts`), and the
                                     checksums of all files (checkpoint/integrity.py)
@@ -8,10 +8,10 @@
                                     (checkpoint/sharded_state.py)
     config.yaml, tokenizer/, model/ config, tokenizer and description of the model
 
-It is written under `.partial-...`, synced to disk and read back, and renamed by rank 0 when all ranks are done. Nothing
-in it depends on the number of ranks that wrote it, their ZeRO stage or their precision, so a run may resume with
-others. No random state is kept: data order and augmentation are functions of (seed, step), dropout of (seed, step,
-rank). No file can run code: all are text or safetensors.
+A checkpoint is written under `.partial-...`, synced to disk and read back; rank 0 renames it when all ranks are done.
+It does not depend on the number of ranks that wrote it, their ZeRO stage or their precision, so a run may resume with
+different ones. No random state is saved: the data order and augmentation are functions of (seed, step), and dropout is
+a function of (seed, step, rank). No file can run code: all of them are text or safetensors.
 
 `checkpoints/best.json` names the step with the best evaluation (`run.best_metric`).
 """
@@ -60,7 +60,7 @@ class Best(NamedTuple):
 
 
 def read_best(folder: Path) -> Best | None:
-    """Read the best checkpoint's step and score from a run's folder `checkpoints`; None if none was kept."""
+    """Read the best checkpoint's step and score from a run's `checkpoints` folder; None if no best was kept."""
     path = folder / "best.json"
     if not path.is_file():
         return None
@@ -71,26 +71,26 @@ def read_best(folder: Path) -> Best | None:
 
 
 def step_folder(folder: Path, step: int) -> Path:
-    """Return the folder of a step's checkpoint in a run's folder `checkpoints`."""
+    """Return the folder of a step's checkpoint in a run's `checkpoints` folder."""
     return folder / f"step_{step:09d}"
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """List the checkpoints in a run's folder `checkpoints`; the newest is the largest path."""
+    """List the complete checkpoints in a run's `checkpoints` folder; the newest is the largest path."""
     return [path for path in folder.glob("step_*") if is_complete(path)]
 
 
 class Checkpoints:
-    """The checkpoints of one run; all ranks call its methods together.
+    """The checkpoints of one run; all ranks must call each method together.
 
     Args:
-        folder: the run's folder `checkpoints`, created with the first one.
-        keep: number of newest checkpoints that are kept.
-        trained_with: further files of each checkpoint, content by name: config, tokenizer, model description.
+        folder: the run's `checkpoints` folder, created with the first checkpoint.
+        keep: number of newest checkpoints to keep.
+        trained_with: contents, by file name, of the config, tokenizer and model description in each checkpoint.
 
     Attributes:
-        changes: number of checkpoints that this object has completed or kept as best.
-        in_use: whether a checkpoint must not be deleted yet, because it is being copied; called on rank 0.
+        changes: number of times that this object has completed a checkpoint or recorded a best one.
+        in_use: function that tells whether a checkpoint is being copied and must be kept; called on rank 0.
     """
 
     def __init__(
@@ -106,9 +106,9 @@ class Checkpoints:
         self.in_use: Callable[[Path], bool] = lambda path: False
 
     def newest(self) -> Path | None:
-        """Return the newest intact checkpoint, or None without checkpoints.
+        """Return the newest intact checkpoint, or None if there are no checkpoints.
 
-        Logs a warning for each damaged one; raises `UserError` if all are damaged.
+        Logs a warning for each newer checkpoint that is damaged; raises `UserError` if all are damaged.
         """
         problem = None
         for name in self._communicator.on_rank_zero(lambda: [path.name for path in _all_of(self._folder)]):
@@ -127,7 +127,7 @@ class Checkpoints:
         return None
 
     def set_aside_beyond(self, step: int) -> None:
-        """Rename the checkpoints of later steps, which are damaged, so that new ones can take their place."""
+        """Rename the damaged checkpoints of later steps so that new checkpoints can use their names."""
 
         def rename() -> None:
             for path in _all_of(self._folder):
@@ -142,9 +142,9 @@ class Checkpoints:
     def save(
         self, step: int, engine: Any, objective: Objective, fingerprint: Fingerprint, data: Mapping[str, Any]
     ) -> Path:
-        """Save the state after `step` steps, and delete the oldest beyond `keep` once the new one is verified.
+        """Save the state after `step` steps; once it is verified, delete the oldest checkpoints beyond `keep`.
 
-        Raises `SaveFailed` on all ranks if any could not write, and removes the partial checkpoint.
+        If any rank could not write, removes the partial checkpoint and raises `SaveFailed` on all ranks.
         """
         target, checksums = step_folder(self._folder, step), dict[str, Checksum]()
         partial, files = _partial(target), self._files(engine, objective)
@@ -163,12 +163,12 @@ class Checkpoints:
         return target
 
     def best(self) -> Best | None:
-        """Return the last argument of `keep_best` if its checkpoint still exists, the same on all ranks."""
+        """Return the best step so far, or None if its checkpoint no longer exists; equal on all ranks."""
         found = self._communicator.on_rank_zero(self._find_best)
         return found and Best(*found)  # JSON makes it a list
 
     def keep_best(self, best: Best) -> None:
-        """Keep this step's checkpoint, even once it is old, instead of the former best."""
+        """Record the best step, whose checkpoint is then kept however old it is, in place of the previous best."""
 
         def write() -> None:
             with explain_failure(self._folder), atomic_write(self._folder / "best.json") as path:
@@ -179,9 +179,9 @@ class Checkpoints:
         log.info("best so far: %s is %.4g at step %d", best.metric, best.value, best.step)
 
     def read(self, path: Path, fingerprint: Fingerprint) -> tuple[int, Mapping[str, Any]]:
-        """Return the number of steps done, and the position in the data (training/schedule.py).
+        """Return a checkpoint's number of completed steps and its position in the data (training/schedule.py).
 
-        Raises `UserError` if the run that wrote the checkpoint has another fingerprint.
+        Raises `UserError` if the run that wrote the checkpoint has a different fingerprint.
         """
         meta = self._communicator.on_rank_zero(lambda: read_meta(path))
         for key, wanted in fingerprint.items():
@@ -194,13 +194,13 @@ class Checkpoints:
         return int(meta["step"]), meta["data"]
 
     def load(self, path: Path, engine: Any, objective: Objective) -> None:
-        """Fill engine and objective from a checkpoint of `newest`; raise `UserError` if files do not match."""
+        """Load the engine and the objective from a verified checkpoint; raise `UserError` if files do not match."""
         files = load_engine(path / STATE, engine, self._communicator)
         files.fill(objective.row_tables())
         objective.load_replicated_state(files.whole(OBJECTIVE))
 
     def _files(self, engine: Any, objective: Objective) -> list[StateFile]:
-        """Return the files that this rank writes, with views of the state."""
+        """Return the files that this rank writes, which refer to the state without copying it."""
         shards = engine_shards(engine, self._communicator) | table_shards(objective.row_tables())
         if self._communicator.rank == 0:
             shards |= whole(OBJECTIVE, objective.replicated_state())
@@ -211,7 +211,7 @@ class Checkpoints:
         return files
 
     def _make_room(self, partial: Path, size: int) -> None:
-        """Create a new folder in place of an interrupted save's; raise `SaveFailed` if the disk has no room."""
+        """Delete partial folders and create a new one; raise `SaveFailed` if the disk has too little free space."""
         needed = sum(self._communicator.gather_objects(size))
 
         def make() -> None:
@@ -261,12 +261,12 @@ def _partial(target: Path) -> Path:
 
 
 def _all_of(folder: Path) -> list[Path]:
-    """List the checkpoints, intact or not, the newest first."""
+    """List all checkpoints, intact or damaged, newest first."""
     return sorted(folder.glob("step_*"), reverse=True)
 
 
 def _write(folder: Path, files: Sequence[StateFile]) -> dict[str, list[int]] | str:
-    """Write this rank's files; return size and CRC-32 of each, or the reason why they could not be written."""
+    """Write this rank's files; return the size and CRC-32 of each file, or the reason why writing failed."""
     try:
         return {name: list(checksum) for name, checksum in write_files(folder, files).items()}
     except SaveFailed as error:
@@ -274,7 +274,7 @@ def _write(folder: Path, files: Sequence[StateFile]) -> dict[str, list[int]] | s
 
 
 def _delete(folder: Path) -> None:
-    """Delete a checkpoint; an interruption leaves no partial one under its name."""
+    """Delete a checkpoint; if interrupted, leave no partial checkpoint under its name."""
     if folder.exists():
         doomed = folder.with_name(f"{_PARTIAL}deleted-{folder.name}")
         folder.rename(doomed)

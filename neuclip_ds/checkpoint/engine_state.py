@@ -1,9 +1,9 @@
 """Save and load DeepSpeed's engine across world sizes, ZeRO stages and precisions.
 
-`engine/zero.py` knows which elements of each parameter a rank holds; all other code is the same for all stages.
+`engine/zero.py` locates the elements of each parameter that a rank stores; all other code is the same for all stages.
 
-checkpoint/sharded_state.py lists the state that is kept. Buffers may differ between ranks, as in batch norm; rank 0's
-are kept. Hyper-parameters belong to the config.
+checkpoint/sharded_state.py lists the state that is saved. Buffers, such as batch norm's, may differ between ranks;
+rank 0's are saved. Hyperparameters belong to the config.
 """
 
 from collections import defaultdict
@@ -20,7 +20,7 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.state.partition import Partition
 from neuclip_ds.state.shards import Shards, shard_key, whole
 
-_WRITERS = 16  # ranks that divide replicated state; all ranks read it, so more would mean more open files
+_WRITERS = 16  # most ranks that split the writing of replicated state; on loading, every rank opens all of their files
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
@@ -41,16 +41,16 @@ def engine_shards(engine: Any, communicator: Communicator) -> Shards:
 
 
 def engine_facts(engine: Any) -> dict[str, Any]:
-    """Return the engine's facts for the index of the shards: shapes of the parameters, and counters."""
+    """Return the engine's entries in the index of the shards: parameter shapes and step counters."""
     counters = {name: int(getattr(engine, name)) for name in _COUNTERS}
     return {"parameters": parameter_shapes(engine.module), "counters": counters}
 
 
 def load_engine(folder: Path, engine: Any, communicator: Communicator) -> StateFiles:
-    """Fill a new engine, on all ranks together, from the files of any number of ranks and any ZeRO stage.
+    """Load a new engine's state from files that any number of ranks wrote under any ZeRO stage; a collective call.
 
-    The caller has verified the files, which are returned. Raises `UserError` on all ranks if any finds files missing or
-    of another model.
+    Returns the files, which the caller must have verified. Raises `UserError` on all ranks if any rank finds files
+    missing or written by a different model.
     """
 
     def read() -> StateFiles:
@@ -68,9 +68,9 @@ def load_engine(folder: Path, engine: Any, communicator: Communicator) -> StateF
 
 
 def load_moments(folder: Path, engine: Any, communicator: Communicator) -> None:
-    """Fill only the optimizer's state of a new engine, on all ranks together.
+    """Load only the optimizer state of a new engine; a collective call.
 
-    Raises `UserError` like `load_engine`, and if the files hold other weights than the engine.
+    Raises `UserError` like `load_engine`, and also if the weights in the files differ from the engine's.
     """
 
     def read() -> None:
@@ -92,7 +92,7 @@ def _check_weights(files: StateFiles, engine: Any, communicator: Communicator) -
 
 
 def _share(place: Placement, communicator: Communicator) -> Placement:
-    """Return the elements that this rank writes: all of its shard, or a share of elements that all ranks hold."""
+    """Return the elements that this rank writes: its whole shard, or a share of the elements that all ranks store."""
     if not place.replicated:
         return place
     part = Partition.of(place.stop - place.start, communicator.rank, min(communicator.world_size, _WRITERS))
@@ -102,7 +102,7 @@ def _share(place: Placement, communicator: Communicator) -> Placement:
 
 @torch.no_grad()
 def _fill(files: StateFiles, engine: Any, communicator: Communicator, weights: bool = True) -> None:
-    """Fill this rank's optimizer state and, on request, masters; padding becomes zero."""
+    """Load this rank's optimizer state and, if `weights`, its master weights; padding becomes zero."""
     optimizer = engine.basic_optimizer
     by_master: defaultdict[Tensor, list[Placement]] = defaultdict(list)
     for place in placements(engine, communicator.rank):
@@ -117,7 +117,7 @@ def _fill(files: StateFiles, engine: Any, communicator: Communicator, weights: b
                 if place.start < place.stop and (kind == WEIGHT or kind in files.kinds(place.name)):
                     place.within(target).copy_(files.read(place.name, kind, place.start, place.stop))
         if state or scalars:
-            # a fused optimizer counts its steps on the device, the others on the CPU
+            # a fused optimizer counts its steps on the device; other optimizers count on the CPU
             counted_on = master.device if optimizer.defaults.get("fused") else torch.device("cpu")
             optimizer.state[master] = {**{kind: x.to(counted_on) for kind, x in scalars.items()}, **state}
 

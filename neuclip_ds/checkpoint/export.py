@@ -1,4 +1,4 @@
-"""Export the model of a run to the file format of another library: weights, temperature and tokenizer."""
+"""Export a run's weights, temperature and tokenizer to the file format of Transformers or open_clip."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,18 +22,18 @@ from neuclip_ds.objectives.temperature import trained_temperature
 def export_run(
     path: Path, form: str, folder: Path, best: bool = False, average: bool = False, license: str | None = None
 ) -> Path:
-    """Export a checkpoint.
+    """Export a run's checkpoint to the file format of another library.
 
     Args:
         path: a run's folder (its newest checkpoint is exported), or a checkpoint in it.
-        form: transformers or open_clip.
-        folder: output folder; absent or empty.
-        best: export the checkpoint that `run.best_metric` kept instead of the newest.
+        form: name of the format, transformers or open_clip.
+        folder: output folder, which must be absent or empty.
+        best: export the best checkpoint by `run.best_metric` instead of the newest.
         average: export the moving average of the weights (`ema.decay`).
         license: identifier for the model card, such as apache-2.0.
 
-    Returns the exported checkpoint. Raises `UserError` if it does not exist or is damaged, or if the format
-    cannot express the model.
+    Returns the exported checkpoint. Raises `UserError` if the checkpoint does not exist or is damaged, or if the format
+    does not support the model.
     """
     check_unused(folder)  # before the checkpoint is read
     if best:
@@ -54,7 +54,7 @@ def export_run(
 
 
 def _logits(state: Mapping[str, Tensor], config: Config, start: LogitParameters) -> LogitParameters:
-    """Return temperature and bias as trained, or the initial ones (individual temperatures, no bias)."""
+    """Return the trained temperature and bias, each replaced by its initial value if it has no single trained value."""
     tau = trained_temperature(state)
     temperature = config.objective.temperature.initial or start.temperature if tau is None else tau.item()
     bias = start.bias if config.model.pretrained else None

@@ -1,6 +1,6 @@
 """Write a checkpoint's files so that they survive a power cut, and verify them by checksums.
 
-meta.json lists size and CRC-32 of every other file, and holds the CRC-32 of its own content.
+meta.json lists the size and CRC-32 of every other file and also contains the CRC-32 of its own content.
 """
 
 import json
@@ -19,7 +19,7 @@ _FIX = "Restore the file, or delete the folder of this checkpoint to use an olde
 
 
 class DamagedCheckpoint(UserError):
-    """A file of a checkpoint is missing or has changed; the message names it."""
+    """A file of a checkpoint is missing or has changed; the message names the file."""
 
 
 class SaveFailed(UserError):
@@ -28,7 +28,7 @@ class SaveFailed(UserError):
 
 @contextmanager
 def explain_failure(folder: Path) -> Iterator[None]:
-    """Turn an error of writing or reading back into `SaveFailed`."""
+    """Convert an error in writing files or reading them back to `SaveFailed`."""
     try:
         yield
     except OSError as error:
@@ -41,7 +41,7 @@ def explain_failure(folder: Path) -> Iterator[None]:
 def write_files(folder: Path, files: Sequence[StateFile]) -> dict[str, Checksum]:
     """Write files, sync them, read them back from the disk and return their checksums by name.
 
-    Raises `SaveFailed`.
+    Raises `SaveFailed` if a file cannot be written or if the content read back differs.
     """
     written: dict[str, Checksum] = {}
     with explain_failure(folder):
@@ -54,17 +54,17 @@ def write_files(folder: Path, files: Sequence[StateFile]) -> dict[str, Checksum]
 
 
 def is_complete(path: Path) -> bool:
-    """Return whether a folder is a checkpoint."""
+    """Return whether a folder is a complete checkpoint."""
     return (path / META).is_file()
 
 
 def sealed(content: Mapping[str, Any]) -> str:
-    """Return a JSON text that holds the CRC-32 of its content."""
+    """Return the content as JSON text with the content's CRC-32 added."""
     return json.dumps({**content, "crc32": zlib.crc32(json.dumps(content).encode())}, indent=2)
 
 
 def read_sealed(path: Path) -> dict[str, Any]:
-    """Read a file that `sealed` made; raise `DamagedCheckpoint` if it is missing or has changed."""
+    """Read a file with the text of `sealed`; raise `DamagedCheckpoint` if the file is missing or has changed."""
     try:
         text = path.read_text(encoding="utf-8")
         content = json.loads(text)
@@ -76,19 +76,19 @@ def read_sealed(path: Path) -> dict[str, Any]:
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """Read meta.json of a checkpoint: `step`, `facts`, `data` and `files`; raise `DamagedCheckpoint`."""
+    """Read a checkpoint's meta.json (`step`, `facts`, `data`, `files`); raise `DamagedCheckpoint` if it has changed."""
     return read_sealed(path / META)
 
 
 def verify(path: Path, rank: int = 0, world_size: int = 1) -> None:
-    """Read a rank's share of a checkpoint's files; raise `DamagedCheckpoint` if one has changed."""
+    """Verify a rank's share of a checkpoint's files; raise `DamagedCheckpoint` if a file has changed."""
     by_size = sorted((Checksum(*written), name) for name, written in read_meta(path)["files"].items())
     for checksum, name in by_size[rank::world_size]:
         verify_file(path / name, checksum)
 
 
 def verify_file(path: Path, written: Checksum) -> None:
-    """Raise `DamagedCheckpoint` if a file has changed."""
+    """Raise `DamagedCheckpoint` if a file is unreadable or differs from the checksum taken when it was written."""
     try:
         found = checksum_of(path)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The model card of an export: origin, method, data, scores and license; no paths of the machine."""
+"""Model card of an exported model: origin, method, data, scores and license, but no local paths."""
 
 import math
 import re
@@ -13,14 +13,14 @@ from neuclip_ds.reporting.metrics import AVERAGED, CHANCE, read_metrics, scores_
 
 
 def model_card(config: Config, checkpoint: Path, form: str, license: str | None = None, average: bool = False) -> str:
-    """Return README.md of an exported checkpoint, with the metadata that the hub reads.
+    """Return the README.md of an exported checkpoint, with the metadata that the Hugging Face Hub reads.
 
     Args:
         config: config of the run.
-        checkpoint: checkpoint in the run's folder; the card has the scores of its step.
-        form: the export's format.
-        license: the hub's identifier of a license, such as apache-2.0; `unknown` by default.
-        average: whether weights and scores are those of the moving average.
+        checkpoint: checkpoint in the run's folder; the card lists the scores at its step.
+        form: format of the export.
+        license: the hub's identifier of the license, such as apache-2.0; `unknown` by default.
+        average: whether the weights and scores are those of the moving average.
     """
     step, model = read_meta(checkpoint)["step"], config.model
     starts = {"model": model.pretrained, "image tower": model.vision.pretrained}
@@ -59,7 +59,7 @@ def model_card(config: Config, checkpoint: Path, form: str, license: str | None 
 
 
 def _eval_result(config: Config, score: str, value: float) -> EvalResult:
-    """Return a score as an entry of the hub's `model-index`, with its data set."""
+    """Return a score and the name of its data set as an entry of the hub's `model-index`."""
     kind, _, key = score.partition("/")
     task, metric = "zero-shot-image-classification", "accuracy"
     if kind == "task":
@@ -82,12 +82,12 @@ def _eval_result(config: Config, score: str, value: float) -> EvalResult:
 
 
 def _held_out(config: Config, source: str | int) -> str:
-    """Return the name of a held-out set, which for `auto` and numbers is that of the training data."""
+    """Return the name of a held-out set; for `auto` or a number, derive it from the name of the training data."""
     named = isinstance(source, str) and source != "auto"
     return public_name(str(source)) if named else f"held out of {public_name(config.data.train_paths[0])}"
 
 
 def public_name(value: str) -> str:
-    """Return a hub or open_clip name unchanged, and the last part of a path or URL."""
+    """Return a hub or open_clip name unchanged, or the last component of a path or URL."""
     is_name = re.fullmatch(r"(open_clip:)?[\w-]+/[\w.-]+", value) and not Path(value).exists()
     return value if is_name else Path(value).name

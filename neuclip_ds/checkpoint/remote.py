@@ -1,11 +1,11 @@
-"""The copy of a run in a store that fsspec supports (S3, GCS, Azure, SFTP, a mounted folder).
+"""Copy of a run in a store that fsspec supports (S3, GCS, Azure, SFTP, a mounted folder).
 
-    URL/checkpoints/step_000000100/    the files of the checkpoint of that name; meta.json is written last
+    URL/checkpoints/step_000000100/    the files of the checkpoint with that name; meta.json is written last
     URL/checkpoints/best.json          as in the run's folder
-    URL/metrics.jsonl, log.txt ...     the other files of the run's folder, without its subfolders
+    URL/metrics.jsonl, log.txt ...     the other files in the run's folder, but no subfolders
 
-A folder without meta.json is not a checkpoint: it is being written, or a write was interrupted. Only one file is ever
-deleted: the meta.json of a checkpoint that another one of the same step replaces.
+A folder without meta.json is not a checkpoint: it is being written, or a write was interrupted. Of a run's files, only
+the meta.json of a checkpoint is ever deleted, when a new checkpoint of the same step replaces it.
 """
 
 import json
@@ -20,34 +20,34 @@ import fsspec
 
 from neuclip_ds.data.children import end_with_parent
 
-_ROOT = Path(__file__).parents[2]  # folder of the package, which may be a checkout that is not installed
-_META, _BEST = "meta.json", "checkpoints/best.json"  # as in checkpoints.py, which imports torch
+_ROOT = Path(__file__).parents[2]  # folder that contains the package, which may be a checkout that is not installed
+_META, _BEST = "meta.json", "checkpoints/best.json"  # repeated here because checkpoints.py imports torch
 
 
 class RemoteRun:
-    """The copy of one run; all methods raise the errors of fsspec's backend.
+    """The remote copy of one run; all methods raise the exceptions of fsspec's backend.
 
     Args:
-        url: its folder in the store; fsspec finds the credentials.
+        url: the run's folder in the store; fsspec finds the credentials.
     """
 
     def __init__(self, url: str) -> None:
-        # no listing is cached, because another machine may have written there
+        # listings are not cached, because another machine may write to the folder
         self._fs, root = fsspec.core.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
         self._root = root.rstrip("/")
         self._checkpoints = f"{self._root}/checkpoints"
 
     def names(self) -> list[str]:
-        """Return the names of its checkpoints, oldest first, after a trial write."""
+        """Return the names of the remote checkpoints, oldest first, after testing that the store is writable."""
         probe = f"{self._root}/.writable"
         self._make_parents([probe])
         self._fs.pipe_file(probe, b"")
         self._fs.rm_file(probe)
-        paths = self._fs.find(self._checkpoints)  # not glob, because a run's name may contain its special characters
+        paths = self._fs.find(self._checkpoints)  # not glob: a run's name may contain special characters
         return sorted(path.split("/")[-2] for path in paths if path.endswith(f"/{_META}"))
 
     def push(self, run: Path, names: Sequence[str]) -> None:
-        """Copy a run's checkpoints that the store lacks, in the given order, and the files next to them.
+        """Copy the checkpoints in `names` that the store lacks, in this order, and then the run's other files.
 
         A checkpoint becomes visible only when it is complete.
         """
@@ -63,7 +63,7 @@ class RemoteRun:
         self._put({path: f"{self._root}/{path.relative_to(run)}" for path in [*files, run / _BEST] if path.is_file()})
 
     def pull(self, name: str, folder: Path) -> None:
-        """Fetch the files of a checkpoint, unverified, into a new folder; raise ValueError for other folders."""
+        """Download a checkpoint's files, unverified, to a new folder; raise `ValueError` if one would be outside it."""
         source = f"{self._checkpoints}/{name}"
         files = [*json.loads(self._fs.cat_file(f"{source}/{_META}"))["files"], _META]
         for file in files:
@@ -73,7 +73,7 @@ class RemoteRun:
         self._fs.get([f"{source}/{file}" for file in files], [str(folder / file) for file in files])
 
     def pull_records(self, run: Path) -> None:
-        """Fetch the files next to the checkpoints into a run's folder."""
+        """Download all remote files that are not part of a checkpoint to a run's folder."""
         files = [info["name"] for info in self._fs.ls(self._root, detail=True) if info["type"] == "file"]
         for name in (*(file.rpartition("/")[2] for file in files), _BEST):
             if (content := self._read(f"{self._root}/{name}")) is not None:
@@ -84,7 +84,7 @@ class RemoteRun:
         self._fs.put(list(map(str, files)), list(files.values()))
 
     def _put_at_once(self, file: Path, place: str) -> None:
-        """Copy a file atomically: object stores do so, file systems need a rename."""
+        """Copy a file atomically: object stores write atomically, but file systems need a rename."""
         if self._fs.async_impl:
             self._put({file: place})
         else:
@@ -92,7 +92,7 @@ class RemoteRun:
             self._fs.mv(f"{place}.part", place)
 
     def _make_parents(self, places: Any) -> None:
-        """Create folders; object stores, whose backends are asynchronous, have none, and would create a bucket."""
+        """Create parent folders, except in object stores (asynchronous backends), which would create a bucket."""
         for parent in {place.rpartition("/")[0] for place in places} if not self._fs.async_impl else ():
             self._fs.makedirs(parent, exist_ok=True)
 
@@ -105,15 +105,15 @@ class RemoteRun:
 
 
 def start_push(url: str, run: Path, names: Sequence[str]) -> "subprocess.Popen[str]":
-    """Start `push` in a process that ends with this one, even if this one is killed; it prints the reason of a failure.
+    """Start `push` in a child process, which prints the reason for a failure and ends even if this process is killed.
 
-    A process can be killed when a store does not answer, and it does not slow down the training process.
+    The child process can be killed if the store does not answer, and it does not slow down training.
     """
     return subprocess.Popen(
         [sys.executable, "-m", __name__, str(os.getpid()), url, str(run), *names],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,  # signals to this process's group do not reach it
+        start_new_session=True,  # signals to this process's group do not reach the child
         env={**os.environ, "PYTHONPATH": f"{_ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
         text=True,
     )

@@ -1,4 +1,4 @@
-"""Open a trained model without DeepSpeed: a run's, a checkpoint's, or a pretrained one."""
+"""Open the model of a run or checkpoint, or a pretrained model, without DeepSpeed."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -17,24 +17,24 @@ from neuclip_ds.recipe import load_saved
 
 
 class SavedModel(NamedTuple):
-    """A model with float32 weights, and the description of its input."""
+    """A model with float32 weights, its tokenizer and its image preprocessing."""
 
     name: str  # the checkpoint's folder, or the pretrained model's name
     model: DualEncoder
     tokenizer: ModelTokenizer
     preprocessing: Preprocessing
-    config: Config | None  # config of the run that trained it
+    config: Config | None  # config of the run that trained the model
     checkpoint: Path | None
 
 
 def open_model(name: str, communicator: Communicator, average: bool = False) -> SavedModel:
-    """Open a model by name, on all ranks together; one rank downloads.
+    """Open a model by name; a collective call in which one rank downloads the files.
 
     Args:
         name: a run's folder (its newest checkpoint is opened), a checkpoint in it, or a value of `model.pretrained`.
-        average: open the moving average of the weights (`ema.decay`) of a run.
+        average: open the moving average of a run's weights (`ema.decay`).
 
-    Raises `UserError` if the model does not exist or its files do not match.
+    Raises `UserError` if the model does not exist or if its files do not match.
     """
     path = Path(name)
     if (path / "checkpoints").is_dir() or is_complete(path):
@@ -60,7 +60,7 @@ def open_model(name: str, communicator: Communicator, average: bool = False) -> 
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Return a run's newest checkpoint, or `path` if it is a checkpoint; raise `UserError` otherwise."""
+    """Return a run's newest checkpoint, or `path` if it is a checkpoint; raise `UserError` if there is none."""
     found = path if is_complete(path) else max((path / "checkpoints").glob("step_*"), default=None)
     if found is None or not is_complete(found):
         raise UserError(f"{path} is neither a run with a checkpoint nor a checkpoint. Name a folder runs/NAME.")
@@ -68,16 +68,16 @@ def find_checkpoint(path: Path) -> Path:
 
 
 class SavedRun(NamedTuple):
-    """Config, tokenizer and temperature that a checkpoint was trained with."""
+    """The config, model source, initial temperature and tokenizer with which a checkpoint was trained."""
 
     config: Config
     source: ModelSource
-    start: LogitParameters  # temperature and bias at its first step
+    start: LogitParameters  # temperature and bias at the first step
     tokenizer: ModelTokenizer
 
 
 def open_run(checkpoint: Path) -> SavedRun:
-    """Open the config and tokenizer of a checkpoint from `find_checkpoint`."""
+    """Open the config, model source and tokenizer of a checkpoint from `find_checkpoint`."""
     config = load_saved(checkpoint / "config.yaml")
     source, start = open_saved(config.model, checkpoint / "model")
     text, folder = config.model.text, checkpoint / "tokenizer"

@@ -1,16 +1,16 @@
-"""The weights, optimizer and objective of a checkpoint, read without DeepSpeed.
+"""Read the weights, optimizer state and objective state of a checkpoint without DeepSpeed.
 
-The folder `state` of a checkpoint has the format of state/shards.py, with these kinds:
+The `state` folder of a checkpoint has the format of state/shards.py, with these kinds of tensors:
 
-    weight       elements of the flattened parameter NAME: its float32 master where it is trained, else as it is
-    exp_avg ...  the same elements of each of the optimizer's tensors, and of the weights' moving average (average)
+    weight       elements of a flattened parameter: of its float32 master if it is trained, else of the parameter
+    exp_avg ...  the same elements of each optimizer tensor, and of the moving average of the weights (average)
     scalar       the optimizer's tensors without dimensions, such as PARAMETER/step
     buffer       the module's persistent buffers
     table        rows of the objective's partitioned tables: per-sample statistics, NPN columns
     objective    the state of the objective that is equal on all ranks: temperature, counters
 
-Alignment padding is not saved. A parameter with only a `weight` was not trained. The index holds `parameters` (name ->
-shape, in the module's order) and `counters` (of steps and samples).
+Alignment padding is not saved. A parameter that has only the kind `weight` was not trained. The index contains
+`parameters` (name -> shape, in the module's order) and `counters` (of steps and samples).
 """
 
 from pathlib import Path
@@ -31,8 +31,8 @@ class StateFiles(ShardFiles):
     """Reader of a checkpoint's state; raises `UserError` if the checkpoint's files have changed.
 
     Args:
-        folder: `state` of a checkpoint.
-        verified: whether the caller has compared the checksums.
+        folder: the `state` folder of a checkpoint.
+        verified: whether the caller has already verified the checksums.
 
     Example:
         files = StateFiles(Path("runs/demo/checkpoints/step_000000100/state"))
@@ -52,9 +52,9 @@ class StateFiles(ShardFiles):
         self.shapes = {name: torch.Size(shape) for name, shape in self.facts["parameters"].items()}
 
     def weights(self, average: bool = False) -> dict[str, Tensor]:
-        """Return all parameters in their shapes, float32 where they were trained, and all buffers, by name.
+        """Return all parameters (in float32 if trained) in their original shapes, and all buffers, by name.
 
-        With `average`, return the moving average of trained weights; raise `UserError` if the checkpoint has none.
+        If `average`, trained weights are their moving averages; raises `UserError` if the checkpoint has no average.
         """
         averaged = {name for name in self.shapes if average and AVERAGE in self.kinds(name)}
         if average and not averaged:

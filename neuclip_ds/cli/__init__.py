@@ -1,1 +1,1 @@
-"""Programs: one module per command, and `main`, which runs a command by name."""
+"""The command line: one module per command, and `main`, which runs a command by name."""

@@ -1,4 +1,4 @@
-"""Build the manifest of a data set: its shards, and the global index at which each of them starts.
+"""Build the manifest of a data set: the list of its shards, and the global index at which each shard starts.
 
 Examples:
   neuclip-ds build-manifest /data/cc12m/manifest '/data/cc12m/{00000..01242}.tar'
@@ -6,7 +6,7 @@ Examples:
   mpirun -n 64 neuclip-ds build-manifest manifests/pool /pool/*.tar --uids dfn_uids.npy
   neuclip-ds build-manifest manifests/dfn shards.txt
 
-The same command resumes a build that was interrupted or had shards that cannot be used.
+The same command resumes a build that was interrupted or that found unusable shards.
 """
 
 import argparse
@@ -26,18 +26,18 @@ from neuclip_ds.data.shards import is_local, resolve_shards
 
 log = logging.getLogger(__name__)
 
-_MANY_SHARDS = 100  # remote ones that are worth a warning
+_MANY_SHARDS = 100  # number of remote shards that triggers a warning
 _MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")  # set by Open MPI, MPICH and SLURM's srun
 
 
 def main(arguments: Sequence[str]) -> None:
     parser = Parser(prog="neuclip-ds build-manifest", description=__doc__)
     parser.add_argument("folder", type=Path, help="folder for the manifest")
-    parser.add_argument("sources", nargs="+", help="tars, folders, globs, brace patterns, URLs or .txt lists of them")
-    parser.add_argument("--no-checksum", action="store_true", help="read only the headers of local shards: no CRC-32")
-    parser.add_argument("--from-side-files", action="store_true", help="read no shard, only img2dataset's counts")
+    parser.add_argument("sources", nargs="+", help="tars, folders, globs, brace patterns, URLs, or .txt lists of these")
+    parser.add_argument("--no-checksum", action="store_true", help="read only the headers of local shards; skip CRC-32")
+    parser.add_argument("--from-side-files", action="store_true", help="read only img2dataset's counts, and no shards")
     parser.add_argument("--skip-unreadable", action="store_true", help="omit unusable shards, and list them in a file")
-    parser.add_argument("--captions", nargs="+", default=["txt"], help="where captions are, as in data.captions")
+    parser.add_argument("--captions", nargs="+", default=["txt"], help="sources of captions, as in data.captions")
     parser.add_argument("--uids", nargs="+", default=[], help=".npy files of sorted 128-bit uids to keep")
     parser.add_argument("--uid-key", default="uid", help="key of the uid in a sample's JSON")
     parser.add_argument("--processes", type=int, help="worker processes on this machine (default: one per core)")
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _workers(processes: int | None) -> AbstractContextManager[Executor | None]:
-    """Return a pool of local processes; under `mpirun`, of the other ranks, or of this one if it is alone."""
+    """Return a pool of local processes or, under `mpirun`, of the other ranks (of this rank if it is the only one)."""
     if not any(name in os.environ for name in _MPI):
         return process_pool(processes or os.cpu_count() or 1)
     from mpi4py.futures import MPICommExecutor

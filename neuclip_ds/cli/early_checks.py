@@ -1,7 +1,7 @@
-"""Check paths and packages in under a second, before the imports of torch and DeepSpeed, which take ten.
+"""Check paths and packages in under a second, before torch and DeepSpeed are imported, which takes ten seconds.
 
-All ranks make these checks, so that all end with the same message. Later checks find the rest, such as whether the hub
-has a model.
+All ranks run these checks, so that all end with the same message. Later checks find the other mistakes, such as a model
+that is not on the hub.
 """
 
 import re
@@ -14,7 +14,7 @@ from neuclip_ds.data.shards import is_local
 from neuclip_ds.errors import UserError, explained, install_command, require_package
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://")
-_NOT_A_PATH = re.compile(r"^demo:|[*?[{]")  # the demo's pairs, or a pattern
+_NOT_A_PATH = re.compile(r"^demo:|[*?[{]")  # the demo data, or a pattern
 _OPEN_CLIP = "open_clip:"
 
 
@@ -50,7 +50,7 @@ def check_model(option: str, name: str) -> None:
 
 
 def check_path(option: str, path: str) -> None:
-    """Raise UserError if a local path does not exist, or the package that reads a remote one is missing.
+    """Raise UserError if a local path does not exist, or if the package that reads a remote path is missing.
 
     A path may take any form that `data.train` accepts; patterns are checked later, when they are expanded.
     """

@@ -1,7 +1,7 @@
 """Write the features of all images and captions of a data set, for filtering, search and analysis.
 
-The features appear in --out, one file per shard. After an interruption the same command writes the missing files, on
-any number of ranks. docs/how-to/prepare_data.md shows how to use them.
+The features appear in --out, one file per shard. After an interruption, the same command writes the missing files, on
+any number of ranks. docs/how-to/prepare_data.md shows how to use the features.
 
 Examples:
   neuclip-ds embed runs/cc3m_neuclip manifests/cc12m --out features/cc12m
@@ -28,19 +28,19 @@ if TYPE_CHECKING:  # torch and deepspeed take seconds to import
 def main(arguments: Sequence[str]) -> None:
     parser = Parser(prog="neuclip-ds embed", description=__doc__)
     parser.add_argument("model", help="a run's folder (its newest checkpoint), a checkpoint, or a pretrained model")
-    parser.add_argument("shards", help="data set in the forms of data.train: folder, glob, braces, manifest")
-    parser.add_argument("--out", type=Path, required=True, help="folder for the features, which all nodes share")
+    parser.add_argument("shards", help="data set, as in data.train: a folder, glob, brace pattern or manifest")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the features, shared by all nodes")
     parser.add_argument("--ema", action="store_true", help="use the moving average of a run's weights (ema.decay)")
     parser.add_argument(
         "--dtype", choices=("float16", "float32"), default="float16", help="dtype of the features on disk"
     )
     parser.add_argument("--batch-size", type=int, default=256, help="rows that each rank encodes at once")
-    parser.add_argument("--workers", type=int, default=4, help="loader processes per rank; 0 loads in this one")
+    parser.add_argument("--workers", type=int, default=4, help="loader processes per rank; 0 loads in the main process")
     parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32", help="dtype of the towers")
-    parser.add_argument("--captions", nargs="+", default=["txt"], help="where captions are, as data.captions")
+    parser.add_argument("--captions", nargs="+", default=["txt"], help="sources of captions, as in data.captions")
     parser.add_argument("--uid-key", default="uid", help="key of the uid in a sample's JSON")
     parser.add_argument("--cache-dir", type=Path, help="folder on each node for copies of remote shards")
-    parser.add_argument("--cache-gb", type=float, default=100, help="size limit of that folder, in GB")
+    parser.add_argument("--cache-gb", type=float, default=100, help="size limit of --cache-dir, in GB")
     options = parser.parse(arguments)
     check_model("MODEL", options.model)
     check_path("SHARDS", options.shards)
@@ -52,11 +52,11 @@ def main(arguments: Sequence[str]) -> None:
         rate = summary.samples / summary.seconds
         print(f"{options.out}: {summary.samples:,} samples of {summary.shards:,} shards, {rate:,.0f} samples/s.")
     if bad := summary.unreadable:
-        raise UserError(f"{len(bad)} shards cannot be read and have no part: run it again. The first: {bad[0]}")
+        raise UserError(f"{len(bad)} shards cannot be read and have no features: try again. The first: {bad[0]}")
 
 
 def write_features(options: argparse.Namespace) -> Summary:
-    """Write the features on all ranks of the launch; raise UserError if model, data or folder cannot be used."""
+    """Write the features on all ranks; raise UserError if the model, the data or the folder cannot be used."""
     import torch
 
     from neuclip_ds.checkpoint.saved_model import open_model

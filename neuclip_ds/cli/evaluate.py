@@ -1,4 +1,4 @@
-"""Score a model on DataComp's evaluation sets, on sets of your own and on shards of pairs.
+"""Score a model on DataComp's evaluation sets, on your own sets and on shards of pairs.
 
 Examples:
   neuclip-ds evaluate runs/cc3m_neuclip --data /data/evalsets
@@ -6,9 +6,9 @@ Examples:
   deepspeed --module neuclip_ds evaluate runs/cc3m_neuclip --data /data/evalsets --tasks 'imagenet*'
   mpirun -n 8 neuclip-ds evaluate openai/clip-vit-base-patch32 --data /data/evalsets --out scores/openai_b32
 
-A set of your own is a folder with a folder of images for each class, a file of pairs (.csv, .tsv, .jsonl, .parquet), or
-a folder in the webdataset layout of CLIP_benchmark under any name. Shards of pairs are tars, a folder of them or a
-manifest, as `data.val` takes them. Tasks with a score in the results folder are not scored again.
+A set of your own is a folder with one subfolder of images per class, a file of pairs (.csv, .tsv, .jsonl, .parquet),
+or a folder of any name in CLIP_benchmark's webdataset layout. Shards of pairs are tar files, a folder of tar files or
+a manifest, as in `data.val`. Tasks with a score in the results folder are not scored again.
 docs/how-to/evaluate.md explains the tasks, their metrics and where to get the data.
 """
 
@@ -41,11 +41,11 @@ _TAR, _BETWEEN = ".tar", "::"
 def main(arguments: Sequence[str]) -> None:
     parser = Parser(prog="neuclip-ds evaluate", description=__doc__)
     parser.add_argument("model", help="a run's folder (its newest checkpoint), a checkpoint, or a pretrained model")
-    parser.add_argument("--data", nargs="+", required=True, help="sets, folders that hold sets, or shards of pairs")
-    parser.add_argument("--tasks", nargs="+", default=[], help="names, keys or patterns (default: all on disk)")
+    parser.add_argument("--data", nargs="+", required=True, help="evaluation sets, folders of sets, or shards of pairs")
+    parser.add_argument("--tasks", nargs="+", default=[], help="names, keys or patterns of tasks (default: all found)")
     parser.add_argument("--out", type=Path, help="folder for results (default: RUN/evaluation/STEP)")
     parser.add_argument("--batch-size", type=int, default=256, help="rows that each rank encodes at once")
-    parser.add_argument("--workers", type=int, default=4, help="loader processes per rank; 0 loads in this one")
+    parser.add_argument("--workers", type=int, default=4, help="loader processes per rank; 0 loads in the main process")
     parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32", help="dtype of the towers")
     parser.add_argument("--ema", action="store_true", help="score the moving average of a run's weights (ema.decay)")
     options = parser.parse(arguments)
@@ -64,9 +64,9 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _partition(places: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
-    """Return names and sources of shards of pairs, in the forms of `data.val`, and the other paths.
+    """Split the paths into named sources of pairs, in a form that `data.val` accepts, and evaluation sets.
 
-    Tars that are named one by one form one source.
+    Individually named tar files form one source.
     """
     from neuclip_ds.data.manifest_file import is_manifest  # pyarrow takes a moment to import
 
@@ -82,7 +82,7 @@ def _partition(places: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]
 
 
 def score(options: argparse.Namespace, communicator: Communicator) -> str:
-    """Score a model on tasks without a score; return the summary on rank 0. Raise UserError for unusable inputs."""
+    """Score a model on tasks without a score, and return the summary on rank 0; raise UserError for unusable inputs."""
     import torch
 
     from neuclip_ds.checkpoint.saved_model import open_model

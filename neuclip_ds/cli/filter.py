@@ -1,8 +1,8 @@
 """Select samples by a column of numbers and write their uids, which `build-manifest --uids` reads.
 
-FILES are features of `neuclip-ds embed`, whose column `similarity` holds the image-caption similarity (the score
-that DFN filters by), or any parquet files with a column of uids, such as DataComp's metadata. A uid is 32 hex
-digits.
+FILES are the features that `neuclip-ds embed` wrote, or other parquet files with a column of uids, such as DataComp's
+metadata. In the features, the column `similarity` is the image-caption similarity, the score by which DFN filters. A
+uid has 32 hex digits.
 
 Examples:
   neuclip-ds filter features/pool --top=0.2 --out=kept.npy
@@ -26,11 +26,11 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--column", default="similarity", help="column of numbers to select by")
     parser.add_argument("--min", type=float, help="smallest value to keep")
     parser.add_argument("--max", type=float, help="largest value to keep")
-    parser.add_argument("--top", type=float, help="share of the samples with the largest values to keep, such as 0.3")
+    parser.add_argument("--top", type=float, help="fraction of samples to keep, the ones with the largest values")
     near = "keep only the best of the samples whose image features have at least this cosine, such as 0.95"
     parser.add_argument("--near-duplicates", type=float, metavar="COSINE", help=near)
-    parser.add_argument("--uid-column", default="uid", help="column of the uids")
-    parser.add_argument("--within", nargs="+", type=Path, default=[], help="keep only uids that all these files list")
+    parser.add_argument("--uid-column", default="uid", help="column of uids")
+    parser.add_argument("--within", nargs="+", type=Path, default=[], help="keep only uids listed in all these files")
     options = parser.parse(arguments)
     if options.min is options.max is options.top is options.near_duplicates is None:
         raise UserError("No rule says which samples to keep: set --min, --max, --top or --near-duplicates.")

@@ -1,4 +1,4 @@
-"""`neuclip-ds COMMAND`: import only that command, and run it."""
+"""The program `neuclip-ds COMMAND`, which imports and runs only that command."""
 
 import importlib
 import logging
@@ -27,8 +27,8 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None, command: str = "") -> None:
     """Run a command, given by name or as the first argument.
 
-    The exit code is 0, 1 (training failed), 2 (a mistake in the input) or 128 + the signal that stopped it. The rank
-    that launchers add as an argument (`--local_rank=0`) is dropped, because the environment has it too.
+    The exit code is 0 (success), 1 (training failed), 2 (a mistake in the input) or 128 plus the number of the signal
+    that stopped the command. The `--local_rank=N` that launchers add is dropped, because the environment has the rank.
     """
     given = [*filter(None, [command]), *(sys.argv[1:] if argv is None else argv)]
     arguments = [argument for argument in given if not re.match(r"--local[-_]rank=", argument)]
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None, command: str = "") -> None:
         print("\n`neuclip-ds COMMAND --help` lists the options of a command.")
         return
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch logs a stack trace when a store's server ends
-    # DeepSpeed's advice if it finds no GPU; a machine with GPUs is refused (distributed/environment.py)
+    # hides DeepSpeed's advice if it finds no GPU; distributed/environment.py refuses machines with unusable GPUs
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.filename != "real_accelerator.py")
     let_idle_threads_sleep()
     with exit_on_mistake():

@@ -17,7 +17,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--pairs", type=int, default=20_000, help="training pairs")
     parser.add_argument("--held-out", type=int, default=1_000, help="held-out pairs")
     parser.add_argument("--zero-shot", type=int, default=2_000, help="images of the zero-shot set")
-    parser.add_argument("--size", type=int, default=64, help="side of the images in pixels")
+    parser.add_argument("--size", type=int, default=64, help="side length of the images in pixels")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random scenes")
     options = parser.parse(arguments)
     with progress_bar("rendering") as on_progress:

@@ -1,12 +1,12 @@
-"""Pack a table of image-caption pairs into shards to train on: CSV, TSV, JSON lines or parquet.
+"""Pack a table of image-caption pairs (CSV, TSV, JSON lines or parquet) into training shards.
 
 Examples:
   neuclip-ds pack pairs.csv /data/mine
   neuclip-ds pack '/data/tables/*.parquet' /data/mine --image jpg --captions txt=alt_text syn.txt=recaption
 
-A cell of the image column is a path (relative to the table's folder), a URL, or the encoded image itself. Rows with the
-same image become one sample with several captions, one per line. Rows that cannot be used are counted, and listed in
-broken.jsonl. Train on the folder, or build a manifest of it first (neuclip-ds build-manifest).
+Each cell of the image column is a path (relative to the table's folder), a URL, or the encoded image itself. Rows with
+the same image become one sample with several captions, one per line. Rows that cannot be used are counted and listed in
+broken.jsonl. Train on the output folder, or build a manifest of it first (neuclip-ds build-manifest).
 """
 
 from collections.abc import Sequence
@@ -18,10 +18,10 @@ from neuclip_ds.errors import UserError
 
 def main(arguments: Sequence[str]) -> None:
     parser = Parser(prog="neuclip-ds pack", description=__doc__)
-    parser.add_argument("table", help="file, folder or glob of files")
+    parser.add_argument("table", help="a file, a folder or a glob of files")
     parser.add_argument("out", type=Path, help="folder for the shards; must be absent or empty")
-    parser.add_argument("--image", help="column of images (default: image, filepath, path or the like)")
-    captions = "columns of captions, and the member that each is written to, txt if omitted (default: caption or text)"
+    parser.add_argument("--image", help="column of images (default: image, filepath, path or a similar name)")
+    captions = "columns of captions, each with the member to write it to (txt if omitted); default: caption or text"
     parser.add_argument("--captions", nargs="+", default=[], metavar="[MEMBER=]COLUMN", help=captions)
     parser.add_argument("--shard-size", type=int, default=10_000, help="samples per shard")
     options = parser.parse(arguments)

@@ -1,4 +1,4 @@
-"""Shared by all commands: their parser, and the end of a program with one message and an exit code."""
+"""Code that all commands share: the argument parser, the progress bar, and the handling of mistakes and signals."""
 
 import argparse
 import logging
@@ -18,9 +18,9 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def exit_on_mistake() -> Iterator[None]:
-    """Print a `UserError` once per node and end every rank with exit code 2; a diverged run ends with 1.
+    """Print a `UserError` once per node, and exit with code 2 on every rank, or with code 1 if training diverged.
 
-    A stop signal ends the program with one line and exit code 128 + its number.
+    A stop signal ends the program with one line and exit code 128 plus the signal's number.
     """
     try:
         with raising_interrupted():
@@ -37,13 +37,13 @@ def exit_on_mistake() -> Iterator[None]:
 
 
 class Parser(argparse.ArgumentParser):
-    """Options of a command, spelled with dashes or underscores; mistakes are `UserError`s, defaults are in the help."""
+    """Argument parser that accepts dashes or underscores, raises `UserError`, and shows defaults in the help."""
 
     def __init__(self, prog: str, **options: Any) -> None:
         super().__init__(prog, formatter_class=_Formatter, **options)
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """Return the values of all options; raise UserError if one is unknown (names the nearest), missing or wrong."""
+        """Return the values of all options; raise UserError for an unknown, missing or invalid option."""
         options, unknown = self.parse_with_overrides(arguments)
         if unknown:
             hint = nearest(unknown[0].split("=")[0], self._option_string_actions) or "."
@@ -65,7 +65,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaults
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar on stderr while the block runs; yield a function of the amounts done and total."""
+    """Show a progress bar on stderr while the block runs; yield a function of the numbers done and in total."""
     from rich.console import Console  # slow to import
     from rich.progress import MofNCompleteColumn, Progress
 

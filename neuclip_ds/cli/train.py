@@ -1,4 +1,4 @@
-"""Train a CLIP model from a recipe: a name in neuclip_ds/recipes/, or the path of a YAML file; by default the demo.
+"""Train a CLIP model from a recipe: a name in neuclip_ds/recipes/, or the path of a YAML file (default: demo).
 
 Examples:
   neuclip-ds train demo --optimizer.lr=1e-3
@@ -46,7 +46,7 @@ Defaults are in parentheses; `neuclip-ds train RECIPE --print-config` prints the
 
 
 def main(arguments: Sequence[str], hooks: Sequence[Any] = ()) -> None:
-    """Run the command; `hooks` (`neuclip_ds.Hook`) are added to those of the config."""
+    """Run `neuclip-ds train`; `hooks` (`neuclip_ds.Hook` objects) are added to those that the config enables."""
     text = requested_help(arguments)
     if text is not None:
         print(text)
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str], hooks: Sequence[Any] = ()) -> None:
 
 
 def requested_help(arguments: Sequence[str]) -> str | None:
-    """Return the help that the arguments request (everyday options or `all`), or None."""
+    """Return the help text that the arguments request, for the everyday options or for all options, or None."""
     place = next((i for i, argument in enumerate(arguments) if argument.split("=")[0] in ("-h", "--help")), None)
     if place is None:
         return None
@@ -80,7 +80,7 @@ def requested_help(arguments: Sequence[str]) -> str | None:
     switches = {name: own[name] for name in own if name not in Config.model_fields and name != "recipe"}
     chosen = {**switches, **(fields if every else {name: fields[name] for name in EVERYDAY})}
     sections: dict[str, list[str]] = {}
-    for name in sorted(chosen, key=lambda name: "." in name):  # general ones first
+    for name in sorted(chosen, key=lambda name: "." in name):  # general options first
         title = with_dashes(name.rpartition(".")[0] if every else name.rpartition(".")[0].split(".")[0]) or "general"
         sections.setdefault(title, [f"{title}:"]).append(_option(name, chosen[name]))
     blocks = ["usage: neuclip-ds train RECIPE [--OPTION=VALUE ...]", (__doc__ or "").rstrip()]

@@ -1,1 +1,1 @@
-"""Data loading: shards -> manifest -> order -> batches. The manifest fixes every sample's index permanently."""
+"""Data loading: tar shards -> manifest -> sample order -> batches. The manifest fixes each sample's global index."""

@@ -15,23 +15,23 @@ from neuclip_ds.files import best_effort, json_lines
 
 log = logging.getLogger(__name__)
 
-_MIN_SAMPLES = 1000  # a fraction of fewer means little: one bad sample among the first 50 is not 2% of the data
-_RECENT_STEPS = 1000  # steps of a rank for which the wider limit holds
-_WIDER = 10  # the wider limit is this times max_fraction: the bad samples of one damaged shard come within few steps
+_MIN_SAMPLES = 1000  # fewer samples say little: one bad sample among the first 50 does not mean 2% of the data
+_RECENT_STEPS = 1000  # number of a rank's latest steps to which the wider limit applies
+_WIDER = 10  # the wider limit is this times max_fraction: the bad samples of one damaged shard come within a few steps
 
-Gather = Callable[[list[Any]], list[list[Any]]]  # a communicator's, from one rank's values to those of all ranks
+Gather = Callable[[list[Any]], list[list[Any]]]  # returns the values of all ranks, given those of this rank
 
 
 class BadSampleLog:
-    """Log of bad samples: each one is listed once in FOLDER/bad_samples.jsonl with index, shard, key and reason.
+    """A log of bad samples: FOLDER/bad_samples.jsonl lists each of them once, with its index, shard, key and reason.
 
-    The run stops if more than `max_fraction` of all samples are bad, or more than ten times that fraction of the
-    samples that one rank has read in its last 1,000 steps, for example because its node has lost its data. Fewer
-    than 1,000 samples count as 1,000. Only rank 0 writes the file, once there is a bad sample.
+    The run stops if more than `max_fraction` of all samples are bad. It also stops if the bad fraction of the samples
+    that one rank has read in its last 1,000 steps exceeds ten times `max_fraction`, for example because a node has lost
+    its data. Fewer than 1,000 samples count as 1,000. Only rank 0 writes the file, after the first bad sample.
 
     Attributes:
-        seen: samples seen by all ranks together, as of the last `merge`.
-        causes: number of bad samples by cause.
+        seen: the number of samples that all ranks together have read, as of the last `merge`.
+        causes: the number of bad samples by cause.
     """
 
     def __init__(self, folder: Path, max_fraction: float, *, writes: bool = True) -> None:
@@ -39,14 +39,14 @@ class BadSampleLog:
         self.seen = 0
         self.causes: Counter[str] = Counter()
         self._max_fraction, self._writes = max_fraction, writes
-        self._recent = deque[tuple[int, int]](maxlen=_RECENT_STEPS)  # samples and bad samples of this rank's steps
+        self._recent = deque[tuple[int, int]](maxlen=_RECENT_STEPS)  # (samples, bad samples) per step of this rank
         self._new_seen, self._new_bad = 0, list[BadSample]()  # counted on this rank since the last merge
         self._recorded = 0
         self._listed = {line["index"] for line in json_lines(self.path)} if writes and self.path.is_file() else set()
 
     @property
     def bad(self) -> int:
-        """Number of bad samples on all ranks together, as of the last `merge`."""
+        """The number of bad samples on all ranks together, as of the last `merge`."""
         return self.causes.total()
 
     def restore(self, seen: int, causes: Mapping[str, int]) -> None:
@@ -61,12 +61,12 @@ class BadSampleLog:
         self._new_bad += batch.bad
         for sample in batch.bad:
             self._recorded += 1
-            if self._recorded & (self._recorded - 1) == 0:  # the 1st, 2nd, 4th, 8th ... keeps the log short
+            if self._recorded & (self._recorded - 1) == 0:  # only the 1st, 2nd, 4th, 8th ..., for a short log
                 values = sample.index, self._recorded, sample.key, sample.shard, sample.reason
                 log.warning("bad sample %d (number %d on this rank): %s in %s: %s", *values)
 
     def merge(self, gather: Gather = lambda own: [own]) -> None:
-        """Merge and list the records of all ranks since the last merge; a collective call.
+        """Merge the records of all ranks since the last merge, and list the bad samples; a collective call.
 
         Raises UserError on all ranks when too many samples are bad.
         """
@@ -88,7 +88,7 @@ class BadSampleLog:
             raise UserError(problem)
 
     def _problem_here(self) -> str | None:
-        """Return a message if too many of the samples of this rank's recent steps are bad."""
+        """Return an error message if too many samples of this rank's recent steps are bad, or None otherwise."""
         seen, bad = (sum(counts) for counts in zip(*self._recent, strict=True)) if self._new_bad else (0, 0)
         if bad <= self._max_fraction * _WIDER * max(seen, _MIN_SAMPLES):
             return None

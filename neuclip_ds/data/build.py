@@ -1,9 +1,9 @@
 """Build manifests: in memory when a run starts, or on disk with many processes for large data sets.
 
-Indices are assigned in the order of the paths, whatever the order in which shards were scanned. If a build on disk was
-interrupted, or is started again with other shards, it scans only the missing ones: each group of shards has a JSON file
-of results, named by a hash of the options, and a file of sample tables. Files that an interrupted write has truncated
-are ignored.
+Indices are assigned in the order of the paths, regardless of the order in which the shards were scanned. If a build on
+disk was interrupted, the next build, even of different shards, scans only shards without results. Each group of shards
+has a JSON file of results, whose name begins with a hash of the options, and may have a file of sample tables. Files
+that an interrupted write truncated are ignored.
 """
 
 import hashlib
@@ -40,20 +40,20 @@ RESUME = "run the same command again, which resumes"
 
 _BUILDING = ".building"  # folder of an unfinished build's results
 _UNREADABLE = "unreadable_shards.jsonl"
-_MOST_COMPARED = 500_000_000  # samples whose images are compared with each other
-_SHARDS_EACH = 16  # scanning this many takes longer than starting a process
-_MAX_GROUP = 64  # shards that a worker scans at once, whose tables are in one file
-GROUPS = 1024  # the number of groups aimed at
-_COUNTED = 512  # shards that a worker counts by their side files at once
+_MOST_COMPARED = 500_000_000  # maximum samples of a manifest whose uids and images are compared
+_SHARDS_EACH = 16  # scanning this many shards takes longer than starting a process
+_MAX_GROUP = 64  # maximum shards per group, which one worker scans, and whose tables are in one file
+GROUPS = 1024  # target number of groups
+_COUNTED = 512  # shards per group if a worker counts samples by side files
 
 
 def build_manifest(
     paths: Sequence[str], processes: int | None = None, options: ScanOptions = ScanOptions()
 ) -> Manifest:
-    """Return a manifest, held in memory, of the tars `paths` in this order.
+    """Build a manifest, in memory, of the tars at `paths`, in the given order.
 
-    By default there is one worker process for each 16 shards, and at most one per CPU; 1 scans in this process. Raises
-    UserError if a shard cannot be read, or no shard has samples, images or captions.
+    By default, there is one worker process per 16 shards, and at most one per CPU; `processes=1` scans in this process.
+    Raises UserError if a shard cannot be read, or if all shards together have no samples, no images or no captions.
     """
     processes = processes or min(os.cpu_count() or 1, 1 + len(paths) // _SHARDS_EACH)
     with process_pool(processes) if processes > 1 else nullcontext() as pool:
@@ -74,11 +74,11 @@ def open_manifest(
     processes: int | None = None,
     options: ScanOptions = ScanOptions(),
 ) -> Manifest:
-    """Open the manifest that `source` names: a manifest folder, or local shards as `resolve_shards` takes them.
+    """Open the manifest folder `source`, or the manifest of the local shards that `resolve_shards` finds for `source`.
 
-    A manifest of local shards is kept in `cache` under a hash of the shards' paths, sizes and times, and reused until
-    one of them changes. Several processes may do this at once. Raises UserError if there is nothing usable, a shard is
-    named twice, or the shards are remote and need a manifest built in advance.
+    A manifest of local shards is stored in `cache` under a hash of the shards' paths, sizes and modification times, and
+    is reused until one of these changes. Several processes may do this at the same time. Raises UserError if there is
+    nothing usable, a shard is listed twice, or shards are remote, which requires a manifest built in advance.
     """
     if source and is_manifest(source):
         manifest = load_manifest(source)
@@ -91,7 +91,7 @@ def open_manifest(
     else:
         paths = resolve_shards(source)
         if remote := next((path for path in paths if not is_local(path)), None):
-            raise UserError(f"{remote} is remote: build the manifest once (neuclip-ds build-manifest), and name that.")
+            raise UserError(f"{remote} is remote: build the manifest once (neuclip-ds build-manifest), and name it.")
         folder = cache / _fingerprint(paths, options)
         manifest = load_manifest(folder) if is_manifest(folder) else build_manifest(paths, processes, options)
         with explain_disk(folder):
@@ -122,15 +122,15 @@ def write_manifest(
     """Build a manifest in `folder`, or resume an interrupted build; raise UserError if an input cannot be used.
 
     Args:
-        folder: folder of the manifest, which must not hold one.
-        paths: shards, in the order in which they get indices.
-        executor: its workers scan the shards: processes on this machine, or MPI ranks.
-        options: what to scan for; with uids or checksums the manifest has sample tables.
-        skip_unreadable: omit shards that cannot be used, and list them in FOLDER/unreadable_shards.jsonl.
-        on_progress: called with the shards done, those of an interrupted build included.
+        folder: the folder for the manifest; it must not contain a manifest yet.
+        paths: the shards, in the order in which they get indices.
+        executor: the executor whose workers (processes on this machine, or MPI ranks) scan the shards.
+        options: the options of the scan; with uids or checksums, the manifest has sample tables.
+        skip_unreadable: whether to omit unusable shards, and list them in FOLDER/unreadable_shards.jsonl.
+        on_progress: called with (shards done, total shards); the shards of an interrupted build count as done.
     """
     if is_manifest(folder):
-        raise UserError(f"{folder} holds a manifest; delete it, or name another folder.")
+        raise UserError(f"{folder} holds a manifest; delete the folder, or name a different one.")
     if options.side_files:
         if options.has_tables:
             raise UserError("Tables and uids are read from the shards; omit --from-side-files or that option.")
@@ -164,7 +164,7 @@ def write_manifest(
         with atomic_write(unreadable) as temporary:
             temporary.write_text("".join(f"{redact(line)}\n" for line in lines), encoding="utf-8")
         log.warning("%d shards cannot be used and are omitted; %s lists them", len(failures), unreadable)
-    write_shards(manifest, folder, places)  # last: now the folder is a manifest
+    write_shards(manifest, folder, places)  # last, because this makes the folder a manifest
     shutil.rmtree(results)
     for part in {*tables.glob("*")} - {place.part for place in places}:
         part.unlink()
@@ -181,18 +181,18 @@ def scan_shards(
     executor: Executor,
     on_progress: OnProgress,
 ) -> Scans:
-    """Scan shards; return their scans, and the reasons why others cannot be used, both in the order of the shards.
+    """Scan shards; return the scans, and a reason for each shard that cannot be used, both in the order of `sizes`.
 
     Args:
-        results: folder for the results of finished groups.
-        tables: folder for the sample tables; None to keep none.
-        sizes: the shards' paths, with their bytes where known.
-        on_progress: called with the shards done, those of an interrupted scan included.
+        results: the folder for the results of finished groups.
+        tables: the folder for the sample tables; None omits the tables.
+        sizes: the paths of the shards, each with the shard's size in bytes if it is known.
+        on_progress: called with (shards done, total shards); the shards of an interrupted scan count as done.
     """
     key = hashlib.sha256(f"{options} {tables is not None}".encode()).hexdigest()[:16]
     with explain_disk(results, "name another folder"):
         (tables or results.parent).mkdir(parents=True, exist_ok=True)
-        results.mkdir(mode=0o700, exist_ok=True)  # URLs may hold secrets
+        results.mkdir(mode=0o700, exist_ok=True)  # URLs may contain secrets
     found = {scan.shard.path: scan for path in results.glob(f"{key}-*.json") for scan in _read(path, tables)}
     found = {path: one for path, one in found.items() if path in sizes and sizes[path] in (None, one.shard.bytes)}
     failures: dict[str, str] = {}
@@ -216,7 +216,7 @@ def scan_shards(
             with explain_disk(path, RESUME):
                 path.write_text(json.dumps(scans), encoding="utf-8")
             on_progress(len(found) + len(failures), len(sizes))
-    finally:  # after Ctrl-C or a worker's error, do not wait for shards that have not started
+    finally:  # after Ctrl-C or a worker's error, do not wait for groups that have not started
         for future in pending:
             future.cancel()
     if changed := next((path for path in found if sizes[path] not in (None, found[path].shard.bytes)), None):
@@ -225,7 +225,7 @@ def scan_shards(
 
 
 def _scan(paths: Sequence[str], options: ScanOptions, part: Path | None) -> Scans:
-    """Scan shards in a worker, and write their sample tables to the file `part`."""
+    """Scan shards in a worker, and write their sample tables to the file `part`, if given."""
     scans: list[Scan] = []
     tables: list[SampleTable] = []
     failures: dict[str, str] = {}
@@ -244,7 +244,7 @@ def _scan(paths: Sequence[str], options: ScanOptions, part: Path | None) -> Scan
 
 
 def _read(path: Path, tables: Path | None) -> list[Scan]:
-    """Return the scans of a group, without those whose sample tables no longer exist."""
+    """Read the scans of a group, omitting scans whose sample tables no longer exist."""
     try:
         scans = [Scan(Shard(*shard), *others) for shard, *others in json.loads(path.read_bytes())]
     except ValueError:
@@ -253,7 +253,7 @@ def _read(path: Path, tables: Path | None) -> list[Scan]:
 
 
 def _warn_of_repeats(manifest: Manifest) -> None:
-    """Log a warning if samples have the same uid, or the same image by their checksums; 8 bytes of memory each."""
+    """Log a warning if samples have the same uid or, by checksum, the same image; takes 8 bytes of RAM per sample."""
     if manifest.samples is None or manifest.n > _MOST_COMPARED:
         return
     tables = manifest.samples
@@ -276,12 +276,12 @@ def _warn_of_repeats(manifest: Manifest) -> None:
 
 
 def _repeats(parts: Iterable[NDArray[np.uint64]]) -> tuple[NDArray[np.uint64], int]:
-    """Return the numbers that repeat an earlier one, and how many numbers there are in all."""
+    """Return each number that repeats an earlier number, and the total count of numbers."""
     found = np.concatenate([*parts, np.empty(0, np.uint64)])
     found.sort()
     return found[1:][found[1:] == found[:-1]], len(found)
 
 
 def _hash(uids: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return a nearly unique number for each of (q, 2) uids, although words may be constant, as in UUIDs."""
+    """Return a nearly unique number for each of the (q, 2) uids, even if some bits are constant, as in UUIDs."""
     return uids[:, 0] * np.uint64(0x9E3779B97F4A7C15) + uids[:, 1]

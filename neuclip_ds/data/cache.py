@@ -1,17 +1,17 @@
-"""Cache remote shards on a node's local disk, shared by its ranks and their loader workers.
+"""Cache remote shards on a node's local disk, for all ranks and loader workers of the node.
 
-The total size is limited. The folder holds
+The total size is limited. The folder contains:
 
-    shards/HASH-NAME      complete shards; the file's modification time is the time of last use
-    fetching/HASH-BYTES/  partial files of a shard that is being fetched; its name reserves the space
+    shards/HASH-NAME      a complete shard; its modification time is the time of its last use
+    fetching/HASH-BYTES/  partial files of a shard that is being fetched; the folder's name reserves the space
     locks/HASH            locked by the process that fetches the shard
-    failed/HASH           why the shard could not be fetched, as JSON
+    failed/HASH           the reason why the shard could not be fetched, as JSON
     outage                its modification time is the time until which the node waits for its storage
     lock                  locked while space is reserved
     tables/               sample tables of the shards (neuclip_ds/data/node_tables.py)
 
-Locks are the kernel's (flock), so a killed process frees its locks. The next process that needs the shard or the
-space removes its partial files.
+The locks are kernel locks (flock), which the kernel releases if a process is killed. The next process that needs the
+shard or the space removes the killed process's partial files.
 """
 
 import json
@@ -34,21 +34,21 @@ from neuclip_ds.files import explain_disk
 
 log = logging.getLogger(__name__)
 
-_RETRY_AFTER = 60.0  # seconds before a shard that could not be fetched is fetched again
+_RETRY_AFTER = 60.0  # seconds after which a shard that could not be fetched is tried again
 _POLL = 0.05  # seconds
 
 
 class ShardCache:
-    """A least-recently-used cache of complete shards; raises UserError if the folder cannot be used as one.
+    """A least-recently-used cache of complete shards. Raises UserError if the folder cannot be used as a cache.
 
     Args:
-        folder: folder of this node alone, on a disk that supports flock. Anyone who can write to it can change the
-            data.
-        capacity_bytes: limit of the total size, shards being fetched included, the sample `tables` excluded.
-        timeout: seconds without a byte after which an attempt to fetch a shard fails.
-        max_outage: seconds for which a reader waits for storage that fails.
-        downloads: maximum concurrent prefetches of the node.
-        backoff: seconds between the first two attempts to fetch a shard.
+        folder: a folder that only this node uses, on a disk that supports flock. Anyone who can write to the folder can
+            change the data.
+        capacity_bytes: the limit of the total size, which includes partial shards but not the sample `tables`.
+        timeout: the seconds without a byte after which an attempt to fetch a shard fails.
+        max_outage: the seconds for which a reader waits for storage that fails.
+        downloads: the maximum number of concurrent prefetches on the node.
+        backoff: the maximum seconds between the first two attempts to fetch a shard.
     """
 
     def __init__(
@@ -74,12 +74,12 @@ class ShardCache:
             )
 
     def path(self, url: str, expected_bytes: int, expected_crc32: int | None = None) -> Path:
-        """Return the path of the shard's local copy, fetched now if absent, until it is evicted; counts as a use.
+        """Return the path of a shard's local copy, fetching it if absent and marking it as used; valid until eviction.
 
         Raises:
             FetchError: the shard does not exist or is damaged, as found now or within the last minute.
-            UserError: the storage refuses access or has failed for too long, this machine cannot fetch the shard, or it
-                is larger than the whole cache.
+            UserError: the storage refuses access or has failed for too long, this machine cannot fetch the shard, or
+                the shard is larger than the whole cache.
         """
         if expected_bytes > self.capacity_bytes:
             raise UserError(
@@ -102,7 +102,7 @@ class ShardCache:
         return self._shard(url)
 
     def open(self, url: str, expected_bytes: int, expected_crc32: int | None = None) -> FileIO:
-        """Open the local copy as `path` does; the file can be read even after the eviction."""
+        """Open a shard's local copy, fetching it as `path` does; the open file stays readable after an eviction."""
         while True:
             with suppress(FileNotFoundError):  # evicted in between
                 return FileIO(self.path(url, expected_bytes, expected_crc32))
@@ -117,12 +117,12 @@ class ShardCache:
         return False
 
     def arrived(self) -> int:
-        """Return the bytes of all complete and partial shards; they change while any process fetches one."""
+        """Return the bytes of all complete and partial shards, a number that changes while any shard is fetched."""
         partial = (self._folder / "fetching").iterdir()
         return sum(status.st_size for folder in (self._folder / "shards", *partial) for _, status in files_in(folder))
 
     def waits_for_storage(self) -> bool:
-        """Whether this node waits for its storage, so that no shard can arrive."""
+        """Return whether this node waits for its storage, so that no shard can arrive."""
         return _modified(self._folder / "outage") > time.time()
 
     def _shard(self, url: str) -> Path:
@@ -130,11 +130,11 @@ class ShardCache:
         return self._folder / "shards" / f"{name_of(url)}-{name[-60:]}"
 
     def _try_to_fetch(self, url: str, size: int, crc32: int | None, retries: Retries) -> float:
-        """Fetch a shard, unless another process does or others use the space; return the seconds until the next try."""
+        """Fetch a shard unless another process does so or no space is free; return the seconds until a retry."""
         name = name_of(url)
         failed = self._folder / "failed" / name
         with suppress(Timeout), FileLock(self._folder / "locks" / name, blocking=False):
-            if self.touch(url, size):  # another process has fetched it meanwhile
+            if self.touch(url, size):  # another process has fetched it in the meantime
                 return 0
             if time.time() - _modified(failed) < _RETRY_AFTER:
                 raise FetchError(*json.loads(failed.read_text(encoding="utf-8")))
@@ -151,7 +151,7 @@ class ShardCache:
         return _POLL
 
     def _pause_after(self, failure: AttemptFailed, retries: Retries) -> float:
-        """Return the seconds to wait after a failed attempt, and let the node's processes know of an outage."""
+        """Return the seconds to wait after a failed attempt, and record an outage for all processes of the node."""
         try:
             pause = retries.pause_after(failure)
         except FetchError as error:
@@ -163,17 +163,17 @@ class ShardCache:
             if _modified(path) < now - _RETRY_AFTER:
                 log.warning("waiting for shards: %s cannot be fetched (%s)", retries.url, failure)
             path.touch()
-            os.utime(path, (now, now + pause + 2 * self.timeout))  # when the next attempt has ended
+            os.utime(path, (now, now + pause + 2 * self.timeout))  # time by which the next attempt has ended
         return pause
 
     def _reserve(self, name: str, size: int) -> Path | None:
-        """Make space for a shard, whose lock the caller holds, by evicting the least recently used ones.
+        """Make space for a shard whose lock the caller holds, by evicting the least recently used shards.
 
-        Returns a folder for its partial file, or None if other shards that are being fetched take the space.
+        Returns a folder for the partial file, or None if shards that other processes are fetching take up the space.
         """
         fetching, free = self._folder / "fetching", self.capacity_bytes
         with FileLock(self._folder / "lock"):
-            for other in list(fetching.iterdir()):  # before the shards, which they become
+            for other in list(fetching.iterdir()):  # first, because they become complete shards
                 owner, _, reserved = other.name.partition("-")
                 lock = FileLock(self._folder / "locks" / owner, blocking=False)
                 try:
@@ -196,7 +196,7 @@ class ShardCache:
 
 
 def _modified(path: Path) -> float:
-    """Return a file's modification time, 0 if it is absent."""
+    """Return a file's modification time, or 0 if the file is absent."""
     try:
         return path.stat().st_mtime
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Child processes that end with their parent, even if it is killed."""
+"""Child processes that end with their parent, even if the parent is killed."""
 
 import ctypes
 import os
@@ -17,26 +17,26 @@ _LIBC = ctypes.CDLL(None)
 
 
 def end_with_parent(parent: int) -> None:
-    """Let the Linux kernel kill this process when its parent process `parent` ends, and only then.
+    """Let the Linux kernel kill this process when its parent process `parent` ends, and not earlier.
 
-    Signals that stop a run are ignored: launchers and terminals send them to every process of the tree, but the parent
-    decides when its helpers end.
+    The signals that stop a run are ignored, because launchers and terminals send them to every process of the tree, but
+    the parent decides when its child processes end.
     """
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it has ended before the call
+    if os.getppid() != parent:  # the parent ended before the call
         os._exit(1)
 
 
 @contextmanager
 def process_pool(processes: int) -> Iterator[ProcessPoolExecutor]:
-    """Yield a pool of processes, which end with the block, and at once when the block fails.
+    """Yield a pool of processes that end with the block, and immediately if the block fails.
 
-    They are spawned, because forks of a process with threads (NCCL, fsspec, the failure detector) may block forever.
+    The processes are spawned, because a fork of a process with threads (NCCL, fsspec, the failure detector) may hang.
 
     Raises:
-        UserError: one of them was killed.
+        UserError: one of the processes was killed.
     """
     others = active_children()
     pool = ProcessPoolExecutor(processes, get_context("spawn"), initializer=end_with_parent, initargs=(os.getpid(),))

@@ -1,4 +1,4 @@
-"""Turn (epoch, index) pairs into a batch of tensors; an unusable sample keeps its row, with valid = False."""
+"""Turn (epoch, index) pairs into a batch of tensors. An unusable sample keeps its row, which is marked as invalid."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,9 +15,9 @@ from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.order import hash64
 from neuclip_ds.data.readers import ChecksumError, TarReader
 
-Tokenize = Callable[[list[str]], Tensor]  # b captions to int64 (b, T); can be pickled
-PADDING = -1  # index of a row without a sample
-_WHICH_CAPTION = 1  # separates the hash that draws a caption from that of the augmentation
+Tokenize = Callable[[list[str]], Tensor]  # maps b captions to int64 (b, T); picklable
+PADDING = -1  # index of a row that has no sample
+_WHICH_CAPTION = 1  # makes the hash that draws a caption differ from the augmentation's hash
 
 
 class BadSample(NamedTuple):
@@ -26,16 +26,16 @@ class BadSample(NamedTuple):
     index: int  # type: ignore[assignment]  # hides tuple.index, which is not used here
     shard: str
     key: str
-    reason: str  # CAUSE, or CAUSE: DETAILS
+    reason: str  # "CAUSE" or "CAUSE: DETAILS"
 
     @property
     def cause(self) -> str:
-        """Kind of error under which the sample is counted."""
+        """The category of the error, by which samples are counted."""
         return self.reason.partition(":")[0]
 
 
 class Batch(NamedTuple):
-    """A batch of b rows. Invalid rows have a zero image and an empty caption; those with index -1 are padding."""
+    """A batch of b rows. An invalid row has an all-zero image and an empty caption; a row with index -1 is padding."""
 
     image: Tensor  # uint8 (b, 3, H, W)
     tokens: Tensor  # int64 (b, T)
@@ -44,15 +44,15 @@ class Batch(NamedTuple):
     bad: tuple[BadSample, ...] = ()
 
     def pin_memory(self) -> "Batch":
-        """Return the batch in pinned memory."""
+        """Return a copy of the batch in pinned memory."""
         image, tokens, index, valid = (column.pin_memory() for column in self[:4])
         return Batch(image, tokens, index, valid, self.bad)
 
 
 class PairDataset:
-    """The pairs of a manifest: a batch depends on its (epoch, index) rows and nothing else.
+    """The image-caption pairs of a manifest. The contents of a batch depend only on its (epoch, index) rows.
 
-    `seed` seeds augmentation and the choice among several captions.
+    `seed` seeds the augmentation and the choice among a sample's captions.
     """
 
     def __init__(
@@ -70,13 +70,13 @@ class PairDataset:
 
     @property
     def folder(self) -> Path:
-        """Folder of the first shard, for messages."""
+        """The folder of the first shard, for messages."""
         return Path(self._manifest.shards[0].path).parent
 
     def batch(self, items: Sequence[tuple[int, int]]) -> Batch:
-        """Return the batch of these (epoch, index) rows, where index -1 gives an empty one.
+        """Return the batch of the given (epoch, index) rows; an index of -1 gives an empty row.
 
-        Raises UserError if a shard differs from the manifest's description.
+        Raises UserError if a shard differs from its description in the manifest.
         """
         side = self._transform.image_size
         images = torch.zeros(len(items), 3, side, side, dtype=torch.uint8)
@@ -96,7 +96,7 @@ class PairDataset:
         return Batch(images, self._tokenize(captions), torch.from_numpy(indices.copy()), valid, tuple(bad))
 
     def _pair(self, index: int, seed: int, which: int) -> tuple[Tensor, str] | str:
-        """Return the pixels and the caption of a sample, or why it cannot be used."""
+        """Return the pixels and the caption of a sample, or the reason why the sample cannot be used."""
         try:
             try:
                 raw = self._reader.read(index)
@@ -120,7 +120,7 @@ class PairDataset:
         shard, _ = self._manifest.locate(index)
         try:
             key = self._reader.key(index)
-        except OSError:  # the shard's headers cannot be read, which is the reason given
+        except OSError:  # the shard's headers cannot be read, and `reason` already says so
             key = ""
         printable = key.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
         return BadSample(index, self._manifest.shards[shard].path, printable, reason)

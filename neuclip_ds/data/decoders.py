@@ -1,22 +1,22 @@
-"""Decode a sample's members: its captions, of which training draws one, and its image.
+"""Decode the captions and the image of a sample; training draws one of the captions.
 
-`data.captions` lists sources: `txt` is the whole text member, `txt:lines` each of its lines, `json:KEY` the string or
-list of strings under a key of the JSON member (where recaptioned data sets keep them). Other members work in the same
-way: `syn.txt`, `blip.json:caption`.
+`data.captions` lists the caption sources: `txt` is the whole text member, `txt:lines` is every line of that member, and
+`json:KEY` is the string or list of strings under a key of the JSON member, where recaptioned data sets keep captions.
+Other members work in the same way, for example `syn.txt` and `blip.json:caption`.
 
-A list of sources draws from all captions with equal probability. With a weight for each source, first a source is drawn
-among those that have a caption of the sample, and then one of its captions: a sample without a synthetic caption always
-shows its original one. The draw is a pure function of a hash of (seed, epoch, index).
+Without weights, all captions of a sample are equally likely. With a weight for each source, training first draws one of
+the sources that have a caption for the sample, and then one of that source's captions. A sample without a synthetic
+caption therefore always keeps its original caption. The draw is a pure function of a hash of (seed, epoch, index).
 
-Every tokenizer takes the captions: invalid UTF-8 and lone surrogates (which JSON can spell) become U+FFFD, NUL becomes
-a space, and captions are cut after 10,000 characters.
+To suit every tokenizer, invalid UTF-8 and lone surrogates (which JSON can encode) become U+FFFD, NUL becomes a space,
+and captions are truncated to 10,000 characters.
 
-Images are decoded with PIL here; `neuclip_ds.data.images` has a faster decoder. PIL reads the header in either case. It
-tries only the formats that web crawls hold (an EPS would start Ghostscript), and refuses more pixels than memory has
-room for. The result is 8-bit RGB: the high byte of 16-bit channels, without alpha as in open_clip and timm, the first
-frame of an animation.
+This module decodes images with PIL; `neuclip_ds.data.images` has a faster decoder. PIL reads the header in either case.
+Only formats that occur in web crawls are tried (an EPS file would start Ghostscript), and images with too many pixels
+are rejected. The result is 8-bit RGB: 16-bit channels keep the high byte, alpha is dropped as in open_clip and timm,
+and an animation is reduced to its first frame.
 
-Nothing here imports torch, which takes seconds in each process that scans or packs shards.
+This module does not import torch, because that takes seconds in each process that scans or packs shards.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CaptionSources = Sequence[str] | Mapping[str, float]
-"""Names of sources, as `data.captions` has them, or the weight of each."""
+"""The names of caption sources as in `data.captions`, or a mapping from these names to weights."""
 
 TEXT, JSON = "txt", "json"
 _LINES = "lines"
@@ -50,13 +50,13 @@ _MAX_CHARACTERS = 10_000  # more than any text tower's context; a tokenizer take
 class _Source(NamedTuple):
     extension: str
     is_json: bool
-    key: str  # key of the JSON; for text `lines` or empty
+    key: str  # key in a JSON member; for a text member, `lines` or empty
 
 
 class Captions:
-    """Caption sources as `data.captions` names them, with or without weights; `extensions` are the members they read.
+    """Caption sources as in `data.captions`, with or without weights; `extensions` are the members that they read.
 
-    Raises UserError if no source is named or one has an unknown form.
+    Raises UserError if there is no source or a source has an unknown form.
     """
 
     def __init__(self, names: CaptionSources = (TEXT,)) -> None:
@@ -67,11 +67,11 @@ class Captions:
         self.extensions = tuple(dict.fromkeys(source.extension for source in self._sources))
 
     def of(self, members: Mapping[str, bytes]) -> list[str]:
-        """Return a sample's captions in the order of the sources, without blank ones; invalid JSON has none."""
+        """Return a sample's captions in the order of the sources, without blank captions; invalid JSON gives none."""
         return [text for found in self._of_sources(members) for text in found]
 
     def draw(self, members: Mapping[str, bytes], number: int) -> str | None:
-        """Choose one of a sample's captions by a random 64-bit number; return None if it has none."""
+        """Choose one of a sample's captions by a random 64-bit number; return None if there are no captions."""
         found = self._of_sources(members)
         if self._weights is None:
             captions = [text for texts in found for text in texts]
@@ -88,7 +88,7 @@ class Captions:
 
 
 def json_object(data: bytes) -> dict[str, Any]:
-    """Return the object of a JSON member, or an empty one if the member holds no valid object."""
+    """Return the object in a JSON member, or an empty dictionary if the member does not contain a valid object."""
     try:
         tree = json.loads(data.decode("utf-8", "replace"))
     except (ValueError, RecursionError):  # ValueError also for numbers of more than 4,300 digits
@@ -101,13 +101,13 @@ def _parse(name: str) -> _Source:
     prefix, kind, key = match.groups("") if match else ("", "", "")
     if (kind == TEXT and key in ("", _LINES)) or (kind == JSON and key):
         return _Source(prefix.lower() + kind, kind == JSON, key)
-    raise UserError(f"data.captions has {name!r}; a source is txt, txt:lines or json:KEY, or of syn.txt and the like.")
+    raise UserError(f"data.captions has {name!r}; a source is txt, txt:lines or json:KEY, or prefixed as in syn.txt.")
 
 
 def _draw(weights: Sequence[float], number: int) -> int:
-    """Choose a position by a random 64-bit number, with probabilities in proportion to the weights.
+    """Choose an index by a random 64-bit number, with probabilities proportional to the weights.
 
-    The draw uses the number's high bits, so that its remainder can still choose among captions.
+    The draw uses the high bits of the number, so that the remainder can still select a caption.
     """
     ends = list(itertools.accumulate(weights))
     return bisect_right(ends, (number >> 11) / 2**53 * ends[-1], hi=len(ends) - 1)
@@ -122,7 +122,7 @@ def _texts(source: _Source, data: bytes) -> list[str]:
 
 
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
-_MAX_PIXELS = 89_478_485  # PIL's own limit, above which it warns; 268 MB of RGB
+_MAX_PIXELS = 89_478_485  # PIL's limit, above which it warns; 268 MB of RGB
 _MAX_ASPECT = 100  # resizing the short side of a longer strip would take gigabytes
 
 
@@ -131,9 +131,9 @@ class DecodeError(Exception):
 
 
 class Decoded(NamedTuple):
-    """An RGB image, possibly scaled down by its decoder, and its original size."""
+    """An RGB image, which the decoder may have scaled down, and its original size."""
 
-    image: Image.Image | Tensor  # a tensor is uint8 (3, H, W), in any order of memory
+    image: Image.Image | Tensor  # a tensor is uint8 (3, H, W), in any memory layout
     full_size: tuple[int, int]  # (width, height) of the file
 
 
@@ -141,22 +141,22 @@ Decode = Callable[[bytes, "int | None"], Decoded]
 
 
 def decode_pil(data: bytes, min_side: int | None = None) -> Decoded:
-    """Decode an image to RGB with PIL; a JPEG twice as large as `min_side` is decoded at a smaller scale.
+    """Decode an image to RGB with PIL; a JPEG at least twice as large as `min_side` is decoded at a smaller scale.
 
     Raises:
-        DecodeError: a format other than JPEG, PNG, WebP, GIF and BMP, truncated or broken data, more than 89 million
-            pixels, or a side beyond 100 times the other.
+        DecodeError: the format is not JPEG, PNG, WebP, GIF or BMP, the data are truncated or broken, there are more
+            than 89 million pixels, or one side is more than 100 times as long as the other side.
     """
     return decode_header(read_header(data), min_side)
 
 
 def read_header(data: bytes) -> Image.Image:
-    """Return an image whose pixels are not decoded yet; raise DecodeError if its format is not allowed."""
+    """Return an image whose pixels are not decoded yet; raise DecodeError if its format or size is not allowed."""
     try:
         image = Image.open(io.BytesIO(data), formats=_FORMATS)
     except MemoryError:
         raise
-    except UnidentifiedImageError as error:  # whose message contains a memory address
+    except UnidentifiedImageError as error:  # its message contains a memory address
         raise DecodeError("unknown image format") from error
     except Exception as error:  # decoders raise many types: OSError, SyntaxError, zlib.error
         raise DecodeError(f"{type(error).__name__}: {error}") from error
@@ -179,5 +179,5 @@ def decode_header(image: Image.Image, min_side: int | None) -> Decoded:
         return Decoded(image.convert("RGB"), full_size)
     except MemoryError:
         raise
-    except Exception as error:  # as above
+    except Exception as error:  # many types, as above
         raise DecodeError(f"{type(error).__name__}: {error}") from error

@@ -1,13 +1,13 @@
-"""Render the demo data set, image-caption pairs and a zero-shot set of colored shapes, from a seed.
+"""Render the demo data set from a seed: image-caption pairs and a zero-shot set, both of colored shapes.
 
     FOLDER/train/00000.tar, ...        img2dataset layout: 000000000.jpg/.json/.txt, 1,000 pairs per shard
     FOLDER/val/00000.tar, ...          held-out pairs
-    FOLDER/zero_shot/                  CLIP_benchmark's webdataset layout; a class is a color and a shape
+    FOLDER/zero_shot/                  CLIP_benchmark's webdataset layout; each class is a color and a shape
 
-A pair is a pure function of (seed, split, index): the number of processes does not matter, a smaller set is the
-beginning of a larger one, and equal versions of Pillow give equal files. One pair in twenty is a near-duplicate: the
-scene of an earlier pair, drawn again and captioned by another template, like the false negatives of scraped data. A
-scene of `val` may by chance have the description of one in `train`, but never the same pixels.
+Each pair is a pure function of (seed, split, index). The number of processes therefore does not matter, a smaller set
+is the beginning of a larger set, and the same version of Pillow gives the same files. One pair in twenty is a
+near-duplicate, like the false negatives in scraped data: it renders the scene of an earlier pair again, with a caption
+from a different template. A `val` scene may by chance match the description of a `train` scene, but not its pixels.
 """
 
 import hashlib
@@ -32,29 +32,29 @@ from neuclip_ds.files import new_folder
 
 Point = tuple[float, float]
 Rgb = tuple[int, int, int]
-Words = Sequence[str]  # the first is the canonical one
+Words = Sequence[str]  # the first word is the canonical one
 
 
 class Group(NamedTuple):
-    """`number` equal objects; shape, color, size and place are keys of the tables below."""
+    """A group of `number` identical objects; shape, color, size and place are keys of the tables below."""
 
     shape: str
     color: str
     size: str
     number: int
     place: str
-    offset: float  # shift of the group's center perpendicular to the row of groups, in image sides; not in captions
+    offset: float  # shift of the center across the row of groups, as a fraction of the image side; not in captions
 
 
 class Scene(NamedTuple):
-    """One to three groups of objects and a key of BACKGROUNDS."""
+    """A scene of one to three groups of objects on a background, which is a key of BACKGROUNDS."""
 
     groups: tuple[Group, ...]
     background: str
 
 
 def _arc(radius: float, points: int = 40) -> tuple[Point, ...]:
-    """Return a closed circle, starting at the top."""
+    """Return the points of a closed circle, starting at the top."""
     angles = (2 * math.pi * i / points for i in range(points + 1))
     return tuple((radius * math.sin(a), -radius * math.cos(a)) for a in angles)
 
@@ -74,7 +74,7 @@ _CROSS = (
     *((_ARM, 1.0), (-_ARM, 1.0), (-_ARM, _ARM), (-1.0, _ARM), (-1.0, -_ARM), (-_ARM, -_ARM)),
 )
 
-# outlines are centered at (0, 0) with a radius of about 1; y points down
+# outlines are centered at (0, 0) with a radius of about 1; the y axis points down
 SHAPES: dict[str, tuple[tuple[Point, ...], Words]] = {
     "circle": (_arc(0.95), ("circle", "disc")),
     "square": (((-0.86, -0.86), (0.86, -0.86), (0.86, 0.86), (-0.86, 0.86)), ("square", "box")),
@@ -87,7 +87,7 @@ SHAPES: dict[str, tuple[tuple[Point, ...], Words]] = {
 }
 _VOCABULARY: Any = yaml.safe_load((Path(__file__).parent / "demo_words.yaml").read_text(encoding="utf-8"))
 COLORS: dict[str, tuple[Rgb, Words]] = _VOCABULARY["colors"]
-SIZES: dict[str, tuple[float, Words]] = _VOCABULARY["sizes"]  # in image sides
+SIZES: dict[str, tuple[float, Words]] = _VOCABULARY["sizes"]  # as fractions of the image side
 NUMBERS: dict[int, Words] = _VOCABULARY["numbers"]
 PLACES: dict[str, Words] = _VOCABULARY["places"]
 BACKGROUNDS: dict[str, tuple[Rgb, Words]] = _VOCABULARY["backgrounds"]
@@ -97,7 +97,7 @@ _INK = (195, 195, 195)  # color of the patterns
 
 _POSITIONS = {"left": 1 / 6, "top": 1 / 6, "centre": 1 / 2, "right": 5 / 6, "bottom": 5 / 6}
 _ROWS = (("left", "centre", "right"), ("top", "centre", "bottom"))
-_MOST_OBJECTS = {1: 4, 2: 3, 3: 2}  # objects in a group, by the number of groups
+_MOST_OBJECTS = {1: 4, 2: 3, 3: 2}  # maximum objects per group, by the number of groups
 _SUPERSAMPLING = 4
 
 SPLITS = ("train", "val", "zero_shot")
@@ -117,12 +117,12 @@ def make_demo_data(
     processes: int | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Write the three splits to a temporary folder and rename it, so that `folder` is complete or absent.
+    """Render the three splits in a temporary folder and rename it, so that `folder` is either complete or absent.
 
-    Processes, by default one per core, are spawned, so a script must call this under `if __name__ == "__main__"`, or
-    with one process. `size` is the side of the images in pixels; the classes of the `zero_shot` images are balanced.
-    `on_progress` takes (images done, total images). Raises UserError if `folder` is not empty or cannot be written, or
-    a number is out of range.
+    The processes (by default one per core) are spawned, so a script must call this function with `processes=1` or under
+    `if __name__ == "__main__"`. `size` is the side of the images in pixels; the `zero_shot` images are balanced over
+    the classes. `on_progress` takes (images done, total images). Raises UserError if `folder` is not empty or cannot be
+    written, or if a number is out of range.
     """
     processes = (os.cpu_count() or 1) if processes is None else processes
     limits = {"pairs": pairs, "held_out": held_out, "zero_shot": zero_shot, "processes": processes, "size": size}
@@ -154,8 +154,8 @@ def make_demo_data(
 def demo_split(source: str, cache: Path) -> Path:
     """Return the folder of `demo:train`, `demo:val` or `demo:zero_shot`; render the data set if `cache` lacks it.
 
-    If several processes render it at the same time, all use the files of the first one to finish. Raises UserError
-    if no split has that name, or `cache` cannot be written.
+    If several processes render the data set at the same time, all of them use the files of the first one to finish.
+    Raises UserError if `source` is not the name of a split, or `cache` cannot be written.
     """
     _, _, split = source.partition(":")
     if split not in SPLITS or source != f"demo:{split}":
@@ -165,18 +165,18 @@ def demo_split(source: str, cache: Path) -> Path:
         try:
             make_demo_data(folder)
         except UserError:
-            if not (folder / split).is_dir():  # else another process was faster
+            if not (folder / split).is_dir():  # otherwise, another process was faster
                 raise
     return folder / split
 
 
-_Sampler = Callable[[int], dict[str, Any]]  # sample by index; can be pickled
+_Sampler = Callable[[int], dict[str, Any]]  # returns the sample at an index; picklable
 
 
 def _write_shard(path: Path, indices: range, sample: _Sampler) -> int:
     from webdataset import TarWriter  # imports torch, which takes seconds
 
-    # fixed time and owner: equal samples give equal files
+    # the time and the owner are fixed, so that equal samples give equal files
     with path.open("wb") as file, TarWriter(file, user="demo", group="demo", mode=0o644, mtime=0, encoder=False) as tar:
         for index in indices:
             tar.write(sample(index))
@@ -184,11 +184,11 @@ def _write_shard(path: Path, indices: range, sample: _Sampler) -> int:
 
 
 def _stream(seed: int, split: str, index: int) -> Random:
-    return Random(f"{seed}/{split}/{index}")  # a string is seeded by its SHA-512, the same on every platform
+    return Random(f"{seed}/{split}/{index}")  # seeded by the string's SHA-512, which is the same on every platform
 
 
 def plan_pair(seed: int, split: str, index: int) -> tuple[Scene, int, int | None, Random]:
-    """Return a pair's scene, its template, the pair that it nearly duplicates, and the generator of later choices."""
+    """Return a pair's scene and template, the index of the pair that it nearly duplicates, and its random generator."""
     rng = _stream(seed, split, index)
     if index == 0 or rng.random() >= _DUPLICATES:
         return random_scene(rng), rng.randrange(len(TEMPLATES)), None, rng
@@ -224,7 +224,7 @@ def _labeled_image(seed: int, size: int, index: int) -> dict[str, Any]:
 
 
 def _key(index: int) -> str:
-    """Return the shard number and the position in it, as img2dataset numbers its samples."""
+    """Return a sample's key in img2dataset's form: the shard number, followed by the position in the shard."""
     return f"{index // PAIRS_PER_SHARD:05d}{index % PAIRS_PER_SHARD:04d}"
 
 
@@ -235,7 +235,7 @@ def _jpeg(image: Image.Image) -> bytes:
 
 
 def random_scene(rng: Random) -> Scene:
-    """Return a random scene, in which no two groups share both shape and color."""
+    """Return a random scene, in which no two groups have both the same shape and the same color."""
     count = rng.choices((1, 2, 3), weights=(4, 4, 2))[0]
     row = rng.choice(_ROWS)
     places = sorted(rng.sample(row, count), key=row.index)
@@ -247,13 +247,13 @@ def random_scene(rng: Random) -> Scene:
 
 
 def single_object(rng: Random, color: str, shape: str) -> Scene:
-    """Return a scene of one object of the given class; place, size and background are random."""
+    """Return a scene of one object of the given class; its place, its size and the background are random."""
     group = _random_group(rng, shape, color, rng.choice(list(PLACES)), number=1)
     return Scene((group,), rng.choice(list(BACKGROUNDS)))
 
 
 def render(scene: Scene, size: int, rng: Random) -> Image.Image:
-    """Draw a scene as a `size` x `size` RGB image; positions, tilt, shades and pixels vary a little with `rng`."""
+    """Render a scene as a `size` x `size` RGB image; positions, tilts, shades and pixels vary a little with `rng`."""
     fine = size * _SUPERSAMPLING
     rgb, _ = BACKGROUNDS[scene.background]
     canvas = Image.new("RGB", (fine, fine), _shade(rgb, rng, 4))
@@ -268,7 +268,7 @@ def render(scene: Scene, size: int, rng: Random) -> Image.Image:
 
 
 def describe(scene: Scene, template: int, rng: Random) -> str:
-    """Return a caption by TEMPLATES[template]: always color, shape and number, usually size, place and background."""
+    """Return a caption from TEMPLATES[template]: it names colors, shapes, numbers and, usually, other attributes."""
     with_background, without = TEMPLATES[template]
     form = with_background if rng.random() < 0.6 else without
     place_may_lead = not any(f"{word} {{objects}}" in form for word in ("of", "with"))  # "of at the top a star"
@@ -309,7 +309,7 @@ def _draw_pattern(draw: ImageDraw.ImageDraw, background: str, side: int, rng: Ra
 
 
 def _draw_group(draw: ImageDraw.ImageDraw, group: Group, sideways: bool, side: int, rng: Random) -> None:
-    """Draw a group inside the image: its objects line up across the row of groups, four of them two by two."""
+    """Draw a group inside the image; its objects line up across the row of groups, but four objects form a square."""
     diameter = SIZES[group.size][0] * rng.uniform(0.95, 1.0)
     pitch = 1.05 * diameter
     lanes = 2 if group.number == 4 else 1
@@ -352,5 +352,5 @@ def _phrase(group: Group, place_may_lead: bool, rng: Random) -> str:
 
 
 def _word(words: Words, rng: Random) -> str:
-    """Return the canonical word or, half of the time, any of them."""
+    """Return the canonical word or, half of the time, a random word from the list."""
     return words[0] if rng.random() < 0.5 else rng.choice(words)

@@ -1,7 +1,7 @@
 """Fetch one shard from a URL that fsspec supports.
 
-A transfer runs in a daemon thread, because a backend's call may never return. A stalled transfer is abandoned: it can
-only write to its own file, which is removed.
+A transfer runs in a daemon thread, because a backend's call may never return. A stalled transfer is abandoned; it can
+write only to a separate file, which the caller removes.
 """
 
 import json
@@ -22,12 +22,12 @@ from neuclip_ds.files import checksum_of
 Kind = Literal["outage", "damaged", "refused", "missing", "setup"]
 
 _LONGEST_PAUSE = 60.0  # seconds between two attempts
-_ATTEMPTS = {"damaged": 5, "refused": 5}  # for permanent errors
+_ATTEMPTS = {"damaged": 5, "refused": 5}  # attempts until an error counts as permanent
 _FIXES = {
     "refused": "Renew the credentials and start again",
-    "setup": f"Fix the address, or this machine ({install_command('remote')})",
+    "setup": f"Fix the address, or install its backend ({install_command('remote')})",
 }
-_IMPORT = 60.0  # seconds that fsspec's backend may take to be imported
+_IMPORT = 60.0  # seconds allowed for the import of fsspec's backend
 _STATUS = r"(?:error|http(?:/[\d.]+)?|status|code|returned)\W{0,3}(?:code\W{0,2})?\(?"
 _MISSING = re.compile(_STATUS + r"(?:404|410)\b|no ?such ?(?:key|file|object|bucket)|not ?found|does not exist", re.I)
 _REFUSED = re.compile(
@@ -37,11 +37,11 @@ _REFUSED = re.compile(
 )
 _URL = re.compile(r"\S+://\S+")
 
-_jitter = random.Random()  # separate from the program's, on which a run's results may depend
+_jitter = random.Random()  # separate from the global generator, on which a run's results may depend
 
 
 class FetchError(OSError):
-    """A shard does not exist, or differs from its manifest (`damaged`)."""
+    """Raised if a shard does not exist or, with `damaged` set, differs from the manifest."""
 
     def __init__(self, message: str, damaged: bool = False) -> None:
         super().__init__(message)
@@ -49,7 +49,7 @@ class FetchError(OSError):
 
 
 class AttemptFailed(Exception):
-    """An attempt to fetch a shard failed; `kind` names the cause: the storage, the shard or this machine."""
+    """Raised if an attempt to fetch a shard fails; `kind` tells whether the storage, shard or machine is the cause."""
 
     def __init__(self, reason: str, kind: Kind = "outage") -> None:
         super().__init__(reason)
@@ -57,9 +57,9 @@ class AttemptFailed(Exception):
 
 
 class Retries:
-    """Exponential backoff between fetches of a shard: about 1, 2, 4 ... 60 s, until an outage lasts for `max_outage` s.
+    """Exponential backoff between fetches of a shard: up to 1, 2, 4 ... 60 s, until an outage lasts `max_outage` s.
 
-    A shard that arrives damaged or is refused by the storage is fetched five times.
+    A shard that arrives damaged, or to which the storage refuses access, is tried five times.
     """
 
     def __init__(self, url: str, max_outage: float, backoff: float = 1.0) -> None:
@@ -80,7 +80,7 @@ class Retries:
         if kind == "outage":
             self._began = self._began or now
             if now - self._began >= self._max_outage:
-                message += f" It failed for data.max_outage={self._max_outage:g} s: check it, and start again."
+                message += f" The storage failed for data.max_outage={self._max_outage:g} s: check it, and start again."
                 raise UserError(message)
         elif self._counts[kind] == _ATTEMPTS.get(kind, 1):
             raise UserError(f"{message} {_FIXES[kind]}.") if kind in _FIXES else FetchError(message, kind == "damaged")
@@ -88,10 +88,10 @@ class Retries:
 
 
 def attempt(url: str, folder: Path, timeout: float, size: int | None = None, crc32: int | None = None) -> Path:
-    """Fetch a shard once, into a new file of a folder, which the caller removes: partial files stay there.
+    """Fetch a shard once, into a new file in `folder`; the caller removes the folder, in which partial files stay.
 
-    Raises AttemptFailed if no file of this size and checksum (None accepts any) has arrived, or for `timeout` seconds
-    no byte.
+    Raises AttemptFailed if the transfer fails, no byte arrives for `timeout` seconds, or the file has a different size
+    or checksum (None accepts any).
     """
     part, errors = folder / uuid4().hex, list[BaseException]()
     thread = threading.Thread(target=_transfer, args=(url, part, timeout, errors), daemon=True)
@@ -112,12 +112,12 @@ def attempt(url: str, folder: Path, timeout: float, size: int | None = None, crc
     if size not in (None, arrived):
         raise AttemptFailed(f"{arrived} bytes arrived, expected {size}", "damaged")
     if crc32 is not None and checksum_of(part).crc32 != crc32:
-        raise AttemptFailed("what arrived differs from the checksum in the manifest", "damaged")
+        raise AttemptFailed("the data does not match the checksum in the manifest", "damaged")
     return part
 
 
 def _transfer(url: str, part: Path, timeout: float, errors: list[BaseException]) -> None:
-    """Write a shard to `part`, in a thread."""
+    """Download a shard to the file `part`; runs in a thread and appends any error to `errors`."""
     try:
         fs, path = open_remote(url, timeout)
         part.touch(exist_ok=False)  # the time-out starts here: backends can take seconds to import
@@ -127,24 +127,24 @@ def _transfer(url: str, part: Path, timeout: float, errors: list[BaseException])
 
 
 def open_remote(url: str, timeout: float) -> tuple[Any, str]:
-    """Return the file system of a URL, and its path there."""
+    """Return the file system of a URL, and the path in that file system."""
     # a new instance reads credentials again and does not reuse a broken connection
     options: dict[str, Any] = {"skip_instance_cache": True}
     if url.startswith("s3://"):
-        options["max_concurrency"] = 1  # by default it holds ten parts of 50 MB in memory
+        options["max_concurrency"] = 1  # the default keeps ten parts of 50 MB in memory
     elif url.startswith(("http://", "https://")):
         import aiohttp
 
-        limits = aiohttp.ClientTimeout(sock_connect=2 * timeout, sock_read=2 * timeout)  # by default 5 min in all
+        limits = aiohttp.ClientTimeout(sock_connect=2 * timeout, sock_read=2 * timeout)  # default: 5 min in total
         options["client_kwargs"] = {"timeout": limits}
     return fsspec.core.url_to_fs(url, **options)
 
 
 def explain(failure: BaseException) -> AttemptFailed:
-    """Classify an error of a backend."""
+    """Classify an error from a storage backend."""
     text = f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}"
     cause = getattr(failure, "__cause__", None)  # s3fs translates the errors of botocore
-    known = _URL.sub("", f"{text} {cause or ''}")  # without digits of URLs
+    known = _URL.sub("", f"{text} {cause or ''}")  # without URLs, whose digits could match a status code
     kind: Kind = "outage"
     if isinstance(failure, (ImportError, ValueError)) and not isinstance(failure, json.JSONDecodeError):
         kind = "setup"

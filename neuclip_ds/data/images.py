@@ -1,12 +1,12 @@
-"""Decode and transform an encoded image to uint8 pixels (3, H, W); the model normalizes them on the device.
+"""Decode an encoded image and transform it to uint8 pixels (3, H, W), which the model normalizes on the device.
 
-simplejpeg decodes JPEGs by default, to tensors, which torch resizes several times as fast as PIL resizes images; the
-kernel is the same, and pixels differ by rounding. PIL decodes images that simplejpeg refuses (PNG, CMYK, broken files).
-Both can decode a large JPEG at 1/2, 1/4 or 1/8 of its size (scaled DCT: much faster, with slightly different pixels).
+By default, simplejpeg decodes JPEGs to tensors. PyTorch resizes tensors several times as fast as PIL resizes images;
+the kernel is the same, and pixels differ only by rounding. PIL decodes PNGs, CMYK JPEGs and files that simplejpeg
+rejects. Both can scale a large JPEG to 1/2, 1/4 or 1/8 in the DCT, which is much faster but changes pixels slightly.
 
-Geometry as in open_clip, with antialiased bicubic interpolation: training takes a random resized crop, evaluation the
-center of the resized image or, for models trained that way, the whole image squashed. Augmentation depends only on the
-given `seed` (a hash of the data seed, epoch and index).
+The geometry is open_clip's, with antialiased bicubic interpolation. Training takes a random resized crop. Evaluation
+takes the center of the resized image, or squashes the whole image to a square for models that were trained that way.
+The augmentation depends only on `seed`, a hash of the data seed, the epoch and the index.
 """
 
 import math
@@ -22,17 +22,17 @@ from torchvision.transforms import functional as F
 
 from neuclip_ds.data.decoders import Decode, Decoded, decode_header, decode_pil, read_header
 
-_JPEG = ("JPEG", "MPO")  # MPO: several JPEGs in a file, as cameras write them
+_JPEG = ("JPEG", "MPO")  # MPO: several JPEGs in one file, as some cameras write them
 _RATIO = (3 / 4, 4 / 3)
 
 
 def decode_simplejpeg(data: bytes, min_side: int | None = None) -> Decoded:
-    """Decode as `decode_pil`, but JPEGs with simplejpeg."""
+    """Decode an image as `decode_pil` does, but decode JPEGs with simplejpeg."""
     header = read_header(data)
     if header.format not in _JPEG:
         return decode_header(header, min_side)
     width, height = header.size
-    # as PIL's `draft`: libjpeg-turbo has no vector code for other scales, and between 1/2 and 1 they take longer than 1
+    # PIL's `draft` uses the same scales: libjpeg-turbo has no SIMD code for others, which can be slower than full size
     factor = 1 if min_side is None else next((n for n in (8, 4, 2) if min(width, height) // n >= min_side), 1)
     try:
         pixels = simplejpeg.decode_jpeg(data, "RGB", min_height=-(-height // factor), min_width=-(-width // factor))
@@ -41,14 +41,14 @@ def decode_simplejpeg(data: bytes, min_side: int | None = None) -> Decoded:
     return Decoded(torch.from_numpy(pixels).permute(2, 0, 1), header.size)
 
 
-DECODERS: dict[str, Decode] = {"simplejpeg": decode_simplejpeg, "pil": decode_pil}  # by `data.decoder`
+DECODERS: dict[str, Decode] = {"simplejpeg": decode_simplejpeg, "pil": decode_pil}  # keys are values of `data.decoder`
 
 
 @dataclass(frozen=True)
 class EvalTransform:
-    """Resize the shorter side to `image_size` and crop the center square, or `squash` the whole image to the square.
+    """Resize the shorter side to `image_size` and crop the center square, or `squash` the whole image to a square.
 
-    SigLIP and DFN were trained on squashed images.
+    SigLIP and DFN models were trained on squashed images.
     """
 
     image_size: int
@@ -66,31 +66,31 @@ class EvalTransform:
 
 @dataclass(frozen=True)
 class RandomCrop:
-    """Crop a random fraction of the area in [crop_scale, 1] with a random aspect ratio, and resize it to the square."""
+    """Crop a random region of relative area in [crop_scale, 1] and aspect ratio 3:4 to 4:3; resize it to a square."""
 
     image_size: int
     crop_scale: float
     decode: Decode = decode_pil
 
     def __call__(self, data: bytes, seed: int = 0) -> Tensor:
-        # the smallest crop of a scaled-down decode still has as many pixels per side as the output
+        # even the smallest crop of a scaled-down image has at least as many pixels per side as the output
         min_side = math.ceil(self.image_size / math.sqrt(self.crop_scale * _RATIO[0]))
         image, (full_width, full_height) = self.decode(data, min_side)
         top, left, height, width = draw_crop(full_height, full_width, (self.crop_scale, 1.0), seed)
         width_now, height_now = F.get_image_size(image)
-        down, across = height_now / full_height, width_now / full_width  # 1 unless decoded at a smaller scale
+        down, across = height_now / full_height, width_now / full_width  # 1 unless the image was scaled down
         top, left = round(top * down), round(left * across)
-        height = min(round(height * down), height_now - top)  # rounding up both would go beyond the border
+        height = min(round(height * down), height_now - top)  # rounding both up could exceed the border
         width = min(round(width * across), width_now - left)
         return _resize(F.crop(image, top, left, height, width), [self.image_size, self.image_size])
 
 
 ImageTransform = RandomCrop | EvalTransform
-"""Turns encoded bytes into a uint8 (3, image_size, image_size) tensor; raises DecodeError for other bytes."""
+"""Transforms an encoded image to a uint8 (3, image_size, image_size) tensor; raises DecodeError if that fails."""
 
 
 def draw_crop(height: int, width: int, scale: tuple[float, float], seed: int) -> tuple[int, int, int, int]:
-    """Draw torchvision's random crop (top, left, height, width): an area within `scale`, a ratio of 3:4 to 4:3."""
+    """Draw torchvision's random crop (top, left, height, width): relative area in `scale`, aspect ratio 3:4 to 4:3."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         image = torch.empty(1, height, width, device="meta")
@@ -99,7 +99,7 @@ def draw_crop(height: int, width: int, scale: tuple[float, float], seed: int) ->
 
 
 def _resize(image: Image.Image | Tensor, size: list[int]) -> Tensor:
-    """Resize an image to `size`, (H, W)."""
+    """Resize an image to `size`, (H, W), and return it as a tensor."""
     if isinstance(image, Tensor):
         return interpolate(image.unsqueeze(0), size, mode="bicubic", antialias=True).squeeze(0)
     return F.pil_to_tensor(F.resize(image, size, InterpolationMode.BICUBIC))
@@ -108,5 +108,5 @@ def _resize(image: Image.Image | Tensor, size: list[int]) -> Tensor:
 def train_transform(
     image_size: int, crop_scale: float, decode: Decode = decode_pil, squash: bool = False
 ) -> ImageTransform:
-    """Return a random resized crop; with `crop_scale` 1 the evaluation transform, without augmentation."""
+    """Return a random resized crop or, if `crop_scale` is 1, the evaluation transform, which does not augment."""
     return RandomCrop(image_size, crop_scale, decode) if crop_scale < 1 else EvalTransform(image_size, squash, decode)

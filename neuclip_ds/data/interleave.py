@@ -1,8 +1,8 @@
-"""Choose how batches interleave shards: few enough shards at a time for a node's cache, many enough to mix well.
+"""Choose how batches interleave shards: few enough at a time for a node's cache, but enough to mix the samples well.
 
-A batch takes equally many samples from each of S streams, and each stream is shuffled in blocks, so S blocks are in use
-at a time: a window of S x block samples. The cache must hold all shards of the window; 8 million samples of 45 kB take
-400 GB.
+A batch takes the same number of samples from each of S streams. Each stream is shuffled in blocks, so S blocks are in
+use at a time; together, they form a window of S x block samples. The caches of the nodes must have room for all shards
+of the window. For a window of 8 million samples of 45 kB each, this takes 400 GB.
 """
 
 import math
@@ -13,15 +13,15 @@ from typing import NamedTuple
 from neuclip_ds.errors import UserError
 
 WINDOW = 8_000_000  # samples that are shuffled together on up to 16 nodes
-_PER_NODE = 500_000  # samples of a larger window on many nodes
-_FINER = 2**-0.125  # ratio of one window that is considered to the next larger one
+_PER_NODE = 500_000  # samples per node in the larger window of more than 16 nodes
+_FINER = 2**-0.125  # ratio of each window size to the next larger one, when several are tried
 _STREAMS = 64
-FULL = 0.9  # share of a cache that may be planned for; the prefetcher fills no more with shards of later batches
+FULL = 0.9  # fraction of a cache that may be planned for, and that shards of later batches may fill
 _SMALLEST_BLOCK = 100
 
 
 class Interleave(NamedTuple):
-    """Number of shard streams and block size of an order."""
+    """The number of shard streams and the block size of a sample order."""
 
     streams: int  # S, a divisor of the global batch
     block: int  # positions of a stream that are shuffled together
@@ -37,19 +37,19 @@ def choose_interleave(
     streams: int | None = None,
     block: int | None = None,
 ) -> Interleave:
-    """Choose the interleave with the largest window for which the cache is large enough.
+    """Choose the interleave with the largest window that the nodes' caches have room for.
 
-    The window has up to 8 million samples, 500,000 per node on more than 16 nodes. If possible, the caches of half of
-    the nodes can hold it, so that the run can move to those nodes. The user may choose `streams` and `block`.
+    The window has up to 8 million samples, or 500,000 per node on more than 16 nodes. If possible, the window also fits
+    into the caches of half as many nodes, on which the run can then resume. The user may set `streams` and `block`.
 
     Args:
-        shards: number of shards, at least as many as streams.
-        cache_bytes: of a node; None if all shards are read in place.
-        resident_bytes: bytes of the shards that a node needs at a time, from the number of nodes
-        (`GlobalOrder.resident_bytes`).
+        shards: the number of shards, which limits the number of streams.
+        cache_bytes: the size of a node's cache in bytes; None if all shards are read in place.
+        resident_bytes: a function of the interleave and the number of nodes that returns the bytes of the shards that
+            a node needs at a time (see `GlobalOrder.resident_bytes`).
 
     Raises:
-        UserError: `streams` does not divide the batch, or no interleave fits into the cache.
+        UserError: `streams` does not divide the batch size, or no interleave fits into the cache.
     """
     if streams is not None and (streams < 1 or batch_size % streams):
         raise UserError(f"data.shard_streams={streams} does not divide data.batch_size={batch_size}; choose a divisor.")
@@ -67,7 +67,7 @@ def choose_interleave(
         best: Interleave | None = None
         for number in numbers:
             candidates = [Interleave(number, size) for size in ([block] if block else _blocks(top, number))]
-            # a smaller block needs fewer bytes, so the largest that fits is found by bisection
+            # a smaller block needs fewer bytes, so the largest block that fits is found by bisection
             at = bisect_left(candidates, -FULL * cache_bytes, key=lambda one: -needed(one))
             if at < len(candidates) and (best is None or math.prod(candidates[at]) > math.prod(best)):
                 best = candidates[at]
@@ -81,7 +81,7 @@ def choose_interleave(
 
 
 def _blocks(window: int, streams: int) -> list[int]:
-    """Return the blocks to consider, the largest first."""
+    """Return the block sizes to try, the largest first."""
     found = [max(window // streams, 1)]
     while found[-1] > _SMALLEST_BLOCK:
         found.append(max(int(window / streams * _FINER ** len(found)), _SMALLEST_BLOCK))
@@ -89,9 +89,9 @@ def _blocks(window: int, streams: int) -> list[int]:
 
 
 def _stream_numbers(batch_size: int, shards: int, nodes: int) -> list[int]:
-    """Return the possible numbers of streams, which divide the batch size, the best first.
+    """Return the numbers of streams to try, the best first; all of them divide the batch size.
 
-    They are multiples of the number of nodes where possible, so that no two nodes read the same streams.
+    If possible, they are also multiples of the number of nodes, so that no two nodes read the same stream.
     """
     most = min(max(_STREAMS, nodes), shards, batch_size)
     divisors = [number for number in range(most, 0, -1) if batch_size % number == 0]

@@ -1,8 +1,8 @@
-"""Load this rank's batches with worker processes, in an order independent of the numbers of ranks and workers.
+"""Load this rank's batches with worker processes, in an order that does not depend on how many ranks or workers run.
 
-The main process sends (epoch, index) lists to the workers. The step is therefore the only state of training's loader,
-and resuming at any step costs no more than starting at the first. A rank's batch comes in parts of bounded size, which
-bounds the memory of prefetched batches. Parts are not joined: that would copy all pixels.
+The main process sends lists of (epoch, index) pairs to the workers. The step is therefore the training loader's only
+state, and resuming at any step costs no more than starting at the first one. A rank's batch is loaded in parts of
+bounded size, to limit the memory of prefetched batches. The parts are never joined, because that would copy all pixels.
 """
 
 import io
@@ -23,28 +23,28 @@ from neuclip_ds.data.mixture import BatchOrder
 from neuclip_ds.data.worker_pool import LoaderOptions, WorkerPool
 from neuclip_ds.errors import UserError
 
-PART_BYTES = 1 << 27  # bytes of pixels; a power of two, to which torch rounds pinned blocks up
+PART_BYTES = 1 << 27  # bytes of pixels per part; a power of two, because torch rounds pinned blocks up to one
 
-Items = list[tuple[int, int]]  # (visit, index) of each row of a rank's batch; the visit is nearly always the epoch
+Items = list[tuple[int, int]]  # (visit, index) of each row of a rank's batch; the visit is the epoch of the data source
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 class Jobs(NamedTuple):
-    """A rank's rows of every batch, in the portions that a worker loads at a time: batches, or parts of them."""
+    """The rows that a rank loads, divided into jobs for its workers. A job is a batch or a part of a batch."""
 
-    number: int  # how many jobs there are
-    items: Callable[[int], Items]  # the rows of a job
-    describe: Callable[[int], str]  # name of a job's batch for messages
+    number: int  # number of jobs
+    items: Callable[[int], Items]  # returns the rows of a job
+    describe: Callable[[int], str]  # returns a name for the batch of a job, for messages
 
 
 def train_jobs(
     order: BatchOrder, rank: int, world_size: int, epoch: int, step: int, steps: int, parts: int = 1
 ) -> Jobs:
-    """Select a rank's B / world_size rows of `steps` global batches, each in `parts` jobs as `part_rows` cuts it.
+    """Select a rank's B / world_size rows of each of `steps` global batches, in `parts` jobs per batch.
 
-    `step` counts within the epoch and may be steps_per_epoch (the next epoch). Raises UserError if the batch is not
-    divisible by the ranks.
+    `step` is the first step's number in the epoch; steps_per_epoch means the start of the next epoch. Raises UserError
+    if the batch size is not divisible by the number of ranks.
     """
     if order.batch_size % world_size:
         raise UserError(f"data.batch_size={order.batch_size} is not divisible by {world_size} ranks; change one.")
@@ -65,9 +65,9 @@ def train_jobs(
 
 
 def eval_jobs(manifest: Manifest, rank: int, world_size: int, batch_size: int) -> Jobs:
-    """Select rank r's samples [r c, (r + 1) c), c = ceil(n / world_size), of the n in use, in equally many batches.
+    """Select rank r's share, the samples [r c, (r + 1) c) with c = ceil(n / world_size), of the n samples in use.
 
-    All ranks have ceil(c / batch_size) batches of `batch_size` rows; padding has index -1.
+    Every rank has ceil(c / batch_size) batches of `batch_size` rows; padding rows have index -1.
     """
     share = -(-manifest.n_used // world_size)
     end = min((rank + 1) * share, manifest.n_used)
@@ -81,9 +81,9 @@ def eval_jobs(manifest: Manifest, rank: int, world_size: int, batch_size: int) -
 
 
 class Loader(WorkerPool):
-    """Loads batches of pairs, or the results of a function, with persistent worker processes.
+    """A loader of image-caption batches, or of the results of a function, with persistent worker processes.
 
-    The processes are forked, so that they inherit the datasets `pairs` (by name), whose manifests may be large.
+    The processes are forked, so that they inherit the data sets in `pairs` (by name), whose manifests may be large.
     """
 
     def __init__(self, options: LoaderOptions, pairs: Mapping[str, PairDataset] | None = None) -> None:
@@ -91,16 +91,16 @@ class Loader(WorkerPool):
         self._pairs = pairs or {}
 
     def batches(self, source: str, jobs: Jobs) -> Generator[Batch, None, None]:
-        """Yield a rank's batches, or parts of them, of a source of pairs; raise UserError as `run` does."""
+        """Yield the batches or parts that `jobs` selects from the data set `source`; raise UserError as `run` does."""
         jobs_of_source = ((source, jobs.items(number)) for number in range(jobs.number))
         return self.run(jobs_of_source, jobs.describe, self._pairs[source].folder)
 
     def map(
         self, function: Callable[[T], R], groups: Iterable[list[T]], folder: Path
     ) -> Generator[list[R], None, None]:
-        """Yield `function` of the items of each group, in order; raise UserError as `run` does.
+        """Apply a function to all items, and yield the results by group, in order; raise UserError as `run` does.
 
-        The function, its arguments and its results can be pickled. `folder` is the source of the items.
+        The function, its arguments and its results must be picklable. `folder` is where the items are, for messages.
         """
         jobs = ((function, items) for items in groups)
         with closing(self.run(jobs, "part {} of an evaluation set".format, folder)) as parts:
@@ -115,28 +115,28 @@ class Loader(WorkerPool):
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles tensors by their bytes, because each tensor in shared memory takes a file descriptor."""
+    """A pickler that copies the bytes of tensors, because each tensor in shared memory takes a file descriptor."""
 
     def reducer_override(self, value: Any) -> Any:
         return (torch.from_numpy, (value.numpy(),)) if isinstance(value, Tensor) else NotImplemented
 
 
-IN_PROCESS = Loader(LoaderOptions(workers=0))  # keeps nothing
+IN_PROCESS = Loader(LoaderOptions(workers=0))  # has no workers and no state
 
 
 def part_count(rows: int, image_size: int) -> int:
-    """Return the number of parts for b rows of (3, image_size, image_size) uint8 pixels."""
-    most = max(1, PART_BYTES // (3 * image_size**2))  # rows of a part
+    """Return the number of parts into which a batch of (rows, 3, image_size, image_size) uint8 pixels is split."""
+    most = max(1, PART_BYTES // (3 * image_size**2))  # rows per part
     return -(-rows // most)
 
 
 def part_rows(rows: int, count: int, number: int) -> slice:
-    """Return the rows of one of `count` parts of nearly equal size."""
+    """Return the rows of part `number` if `rows` rows are split into `count` parts of nearly equal size."""
     return slice(rows * number // count, rows * (number + 1) // count)
 
 
 class RankBatch:
-    """A batch of b rows in consecutive parts; `index` (b,) and `valid` (b,) as in `Batch`, `bad` of all parts."""
+    """A batch of b rows in consecutive parts; `index` (b,), `valid` (b,) and `bad` cover all parts, as in `Batch`."""
 
     def __init__(self, parts: Sequence[Batch]) -> None:
         self._parts: list[Batch | None] = list(parts)
@@ -150,7 +150,7 @@ class RankBatch:
         return self._starts[-1]
 
     def pieces(self, rows: slice) -> list[tuple[Tensor, Tensor]]:
-        """Return views of these rows' pixels, uint8 (r, 3, H, W), and tokens, int64 (r, T), one pair from each part."""
+        """Return views of the given rows, one pair per part: pixels, uint8 (r, 3, H, W), and tokens, int64 (r, T)."""
         found = []
         for part, start, stop in zip(self._parts, self._starts[:-1], self._starts[1:], strict=True):
             if start < rows.stop and rows.start < stop:
@@ -161,15 +161,15 @@ class RankBatch:
         return found
 
     def release(self, rows: int) -> None:
-        """Free the pixels and tokens of all parts that lie within the first `rows` rows."""
+        """Free the pixels and the tokens of all parts that are entirely within the first `rows` rows."""
         for number, stop in enumerate(self._starts[1:]):
             if stop <= rows:
                 self._parts[number] = None
 
 
 def join_parts(parts: Iterator[Batch], count: int) -> Iterator[RankBatch]:
-    """Join every `count` consecutive parts into a batch."""
+    """Yield batches of `count` consecutive parts each, without copying the parts."""
     while found := list(itertools.islice(parts, count)):
         batch = RankBatch(found)
-        del found  # the batch alone decides how long pixels are kept
+        del found  # so that only the batch keeps the pixels alive
         yield batch

@@ -1,8 +1,8 @@
-"""The manifest of a data set: its shards, and the global index at which each one starts.
+"""The manifest of a data set: its shards, and the global index at which each shard starts.
 
-A sample's index is its shard's start plus its row among the shard's samples, incomplete ones included. A manifest with
-sample tables (neuclip_ds/data/sample_table.py) may list only some samples of each shard (a subset of a larger pool,
-indexed separately).
+A sample's index is the start of its shard plus the sample's row among the shard's samples, including incomplete ones. A
+manifest with sample tables (neuclip_ds/data/sample_table.py) may list only some samples of each shard. It then
+describes a subset of a larger pool, with separate indices.
 """
 
 import hashlib
@@ -28,16 +28,16 @@ class Shard(NamedTuple):
     n: int
     bytes: int
     n_bad: int = 0  # samples known to have no image or caption
-    crc32: int | None = None  # checksum of the file, where one was computed
-    selection: int | None = None  # checksum of the listed samples' ordinals, where not all are listed
-    layout: int | None = None  # checksum of all samples' names, offsets and sizes; None where it was not read
+    crc32: int | None = None  # checksum of the file; None if it was not computed
+    selection: int | None = None  # checksum of the listed samples' ordinals; None if all samples are listed
+    layout: int | None = None  # checksum of all samples' names, offsets and sizes; None if they were not read
 
 
 class Manifest:
-    """The shards of a data set in the order of their indices, with sample tables where the manifest has them.
+    """The shards of a data set in the order of their indices, with sample tables if the manifest has them.
 
-    `n` is the number of indices: the size of per-sample tables. `held_out` maps shard numbers to the number of their
-    last samples that are held out for `validation`.
+    `n` is the number of indices, and thus the number of rows of per-sample state. `held_out` maps a shard's number to
+    the number of samples at the end of the shard that are held out for `validation`.
     """
 
     def __init__(
@@ -53,26 +53,26 @@ class Manifest:
 
     @cached_property
     def starts(self) -> NDArray[np.int64]:
-        """Index of each shard's first sample, (n_shards,)."""
+        """The index of each shard's first sample, (n_shards,)."""
         return np.array(self._starts, dtype=np.int64)
 
     @cached_property
     def sizes(self) -> NDArray[np.int64]:
-        """Number of samples in use in each shard, (n_shards,)."""
+        """The number of samples in use in each shard, (n_shards,)."""
         sizes = np.array([shard.n for shard in self.shards], dtype=np.int64)
         for number, count in self.held_out.items():
             sizes[number] -= count
         return sizes
 
     def validation(self) -> "Manifest":
-        """Return the samples that are held out, which keep their indices."""
+        """Return a manifest of the held-out samples, which keep their indices."""
         found = Manifest(self.shards, self.samples)
         found.starts, found.sizes = self.starts + self.sizes, found.sizes - self.sizes
         return found
 
     @property
     def n_used(self) -> int:
-        """Number of samples in use."""
+        """The number of samples in use."""
         return int(self.sizes.sum())
 
     @property
@@ -82,13 +82,13 @@ class Manifest:
 
     @cached_property
     def content_hash(self) -> str:
-        """Identity of the data set: `hash_of_first(n_shards)`."""
+        """The identity of the data set: `hash_of_first(n_shards)`."""
         return self.hash_of_first(self.n_shards)
 
     def hash_of_first(self, count: int) -> str:
-        """Return a hash (32 hex digits) of the file names, counts and sizes of the first shards.
+        """Return a hash (32 hex digits) of the file names, sample counts and sizes of the first `count` shards.
 
-        Folders do not change it: data may move.
+        The folders of the shards do not affect the hash, so the data may be moved.
         """
         digest = hashlib.sha256()
         for shard in self.shards[:count]:
@@ -97,9 +97,9 @@ class Manifest:
         return digest.hexdigest()[:32]
 
     def to_json(self) -> dict[str, Any]:
-        """Return a description for `from_json` on other ranks, whose sample tables are under the same path."""
+        """Return a description for `from_json` on other ranks, which read the sample tables from the same paths."""
         found: dict[str, Any] = {"shards": [list(shard) for shard in self.shards]}
-        if self.samples is not None:  # other ranks then need not open the tables' files
+        if self.samples is not None:  # so that other ranks need not open the tables' files
             found["places"] = [[str(part), group] for part, group in self.samples.places]
             found["members"] = sorted(self.samples.members)
         return found
@@ -112,7 +112,7 @@ class Manifest:
         return cls([Shard(*shard) for shard in found["shards"]], samples)
 
     def locate(self, index: int) -> tuple[int, int]:
-        """Return (shard number, row within it) of a global index; raise IndexError beyond 0 ... n - 1."""
+        """Return the shard number and the row in the shard of a global index; raise IndexError outside 0 ... n - 1."""
         if not 0 <= index < self.n:
             raise IndexError(f"sample index {index} is out of range for a data set of {self.n} samples")
         shard = bisect_right(self._starts, index) - 1
@@ -120,20 +120,20 @@ class Manifest:
 
 
 def indices_at(starts: NDArray[np.int64], sizes: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the (q,) indices at positions in the concatenation of (s,) shards."""
+    """Return the (q,) indices of the samples at `positions` in the concatenation of the (s,) shards."""
     ends = np.cumsum(sizes)
     shards = np.searchsorted(ends, positions, side="right")
     return starts[shards] + positions - (ends - sizes)[shards]
 
 
 def from_shards(found: Sequence[Shard]) -> Manifest:
-    """Return the manifest of shards, which get indices in their order."""
+    """Return a manifest of shards, assigning indices in the given order."""
     starts = itertools.accumulate((shard.n for shard in found), initial=0)
     return Manifest([shard._replace(start=start) for shard, start in zip(found, starts, strict=False)])
 
 
 def join(manifests: Sequence[Manifest]) -> Manifest:
-    """Return the manifest of data sets, whose indices follow each other; raise UserError if some lack tables."""
+    """Join the manifests of data sets, with consecutive indices; raise UserError if required tables are missing."""
     shards: list[Shard] = []
     for manifest in manifests:
         start = shards[-1].start + shards[-1].n if shards else 0
@@ -142,13 +142,13 @@ def join(manifests: Sequence[Manifest]) -> Manifest:
     if len(tables) == len(manifests):
         return Manifest(shards, SampleParts.join(tables))
     if any(shard.selection is not None for shard in shards):
-        raise UserError("A source has no sample tables, which others need: build the manifests of all sources.")
+        raise UserError("One source has no sample tables, but another needs them: build a manifest of each.")
     return Manifest(shards)
 
 
 def check_size(shard: Shard, found: int) -> None:
-    """Raise UserError unless the shard's file has the manifest's size."""
+    """Raise UserError unless `found`, the size of a shard's file, matches the manifest."""
     if found != shard.bytes:
         raise UserError(
-            f"Shard {shard.path} has {found} bytes where the manifest has {shard.bytes}: it has changed; rebuild that."
+            f"Shard {shard.path} has {found} bytes where the manifest has {shard.bytes}; rebuild the manifest."
         )

@@ -1,9 +1,9 @@
-"""Manifests on disk, and the shards that several of them have in common.
+"""Read and write manifests on disk, and find shards that occur more than once.
 
-A manifest is a folder with
+A manifest is a folder that contains these files:
 
-    shards.parquet                      one row per shard; version and totals in the file's metadata
-    samples/part-*.parquet              optional: offsets and keys of the samples (neuclip_ds/data/sample_table.py)
+    shards.parquet                      one row per shard; metadata: the version, n and the content hash
+    samples/part-*.parquet              optional: the offsets and keys of samples (neuclip_ds/data/sample_table.py)
 """
 
 import filecmp
@@ -23,7 +23,7 @@ from neuclip_ds.files import atomic_write
 
 _VERSION = 4
 _TABLE = "shards.parquet"
-_META = "neuclip_ds."  # begins the keys of the table's metadata
+_META = "neuclip_ds."  # prefix of the keys in the table's metadata
 SAMPLES = "samples"  # folder of the sample tables
 _SCHEMA = pa.schema(
     [("path", pa.string())]
@@ -37,25 +37,25 @@ _MAX_SHARD_BYTES = 1 << 40
 
 
 def check_distinct(manifest: Manifest) -> None:
-    """Raise UserError if two shards of a manifest hold the same samples, which would count twice."""
+    """Raise UserError if two shards of a manifest contain the same samples, which would then count twice."""
     for first, second in _repeats(manifest.shards):
         same = "is listed more than once" if first.path == second.path else f"has the same content as {first.path}"
         raise UserError(f"{second.path} {same}, so its samples would count twice; name every shard once.")
 
 
 def check_separate(training: Manifest, validation: Manifest) -> None:
-    """Raise UserError if shards of the validation data are among the training data."""
+    """Raise UserError if any shard of the validation data is also a shard of the training data."""
     found = [second for _, second in _repeats([*training.shards, *validation.shards])]
     if found:
         raise UserError(
             f"{len(found)} of {validation.n_shards} shards of data.val are among the training shards, such as "
-            f"{found[0].path}: their recall would be that of pairs trained on. Name other shards, or set data.val= "
+            f"{found[0].path}: recall would be measured on training pairs. Name different shards, or set data.val= "
             "(empty) for none."
         )
 
 
 def _repeats(shards: Sequence[Shard]) -> Iterator[tuple[Shard, Shard]]:
-    """Yield each shard that holds the samples of an earlier one, preceded by that one."""
+    """Yield each pair of an earlier shard and a later shard that contain the same samples."""
     seen: dict[object, Shard] = {}
     for shard in shards:
         if not shard.n:
@@ -68,9 +68,9 @@ def _repeats(shards: Sequence[Shard]) -> Iterator[tuple[Shard, Shard]]:
 
 
 def _is_same(one: Shard, other: Shard) -> bool:
-    """Whether shards of equal path or layout hold the same samples; without checksums their bytes are compared."""
+    """Return whether shards with equal path or layout have the same samples; without checksums, compare all bytes."""
     if None not in (one.selection, other.selection) and one.selection != other.selection:
-        return False  # different samples of the shard
+        return False  # different samples of the same shard
     if one.path == other.path:
         return True
     if one.crc32 is not None and other.crc32 is not None:
@@ -82,14 +82,14 @@ def _is_same(one: Shard, other: Shard) -> bool:
 
 
 def is_manifest(path: str | os.PathLike[str]) -> bool:
-    """Whether `path` is a manifest folder."""
+    """Return whether `path` is a manifest folder."""
     return (Path(path) / _TABLE).is_file()
 
 
 def write_shards(manifest: Manifest, folder: Path, places: Sequence[Place] = ()) -> None:
-    """Write or replace the manifest's shard table atomically; the sample tables at `places` must already be there.
+    """Write or replace the manifest's shard table atomically; the sample tables at `places` must already exist.
 
-    Only its owner can read a table whose URLs hold secrets.
+    If the URLs of shards contain secrets, only the owner can read the shard table.
     """
     columns = [list(column) for column in zip(*manifest.shards, strict=True)] or [[]] * len(Shard._fields)
     none = [None] * manifest.n_shards
@@ -99,14 +99,14 @@ def write_shards(manifest: Manifest, folder: Path, places: Sequence[Place] = ())
     with atomic_write(folder / _TABLE) as temporary:
         pq.write_table(pa.table(columns, schema=schema), temporary, write_page_checksum=True)
         if any(redact(shard.path) != shard.path for shard in manifest.shards):
-            temporary.chmod(0o600)  # the secrets of its URLs are needed to fetch them
+            temporary.chmod(0o600)  # the secrets in the URLs are needed to fetch the shards
 
 
 def load_manifest(folder: str | os.PathLike[str]) -> Manifest:
-    """Read a manifest folder, and compare its first and its largest shard with the description.
+    """Read a manifest folder, and check the sizes of its first shard and its largest shard.
 
     Raises:
-        UserError: the folder is not a manifest, is damaged or impossible, or a shard differs from its description.
+        UserError: the folder is not a valid manifest, or a checked shard is missing or differs from its description.
     """
     folder = Path(folder)
     if not is_manifest(folder):
@@ -138,13 +138,13 @@ def load_manifest(folder: str | os.PathLike[str]) -> Manifest:
                 check_size(shard, Path(shard.path).stat().st_size if is_local(shard.path) else shard.bytes)
             except (OSError, ValueError) as error:
                 raise UserError(
-                    f"Shard {shard.path} of the manifest in {folder} does not exist; restore or rebuild it."
+                    f"Shard {shard.path} of manifest {folder} does not exist; restore it or rebuild the manifest."
                 ) from error
     return manifest
 
 
 def _check_possible(folder: Path, manifest: Manifest) -> None:
-    """Raise UserError for impossible numbers, because they determine the sizes of allocated tables."""
+    """Raise UserError for impossible numbers, because these determine how much memory is allocated."""
     start = 0
     for shard in manifest.shards:
         least = 0 if shard.selection is not None else shard.n * MIN_SAMPLE_BYTES  # a selection may repeat samples

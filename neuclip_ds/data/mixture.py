@@ -1,9 +1,9 @@
-"""The order of samples from several weighted sources, a pure function of (seed, step) as for one source.
+"""The order of samples from several weighted sources: a pure function of (seed, step), as for one source.
 
-All sources have the same number S of shard streams (neuclip_ds/data/order.py), and each source passes through its own
-epochs. The B rows of a batch are S blocks of B/S rows, one for each stream. A pattern, fixed for all steps, assigns the
-rows of each block to sources, and block j of the pattern serves stream s at step t if j = s + t (mod S). Every batch
-thus has the same numbers of rows of each source, and all streams of a source advance equally fast.
+All sources have the same number S of shard streams (neuclip_ds/data/order.py), and each source has separate epochs. The
+B rows of a batch are S blocks of B/S rows, one block for each stream. A pattern, fixed for all steps, assigns the rows
+of each block to sources. At step t, stream s uses block j = s + t (mod S) of the pattern. The number of rows from a
+source is therefore the same in every batch, and all streams of a source advance equally fast.
 """
 
 from bisect import bisect_right
@@ -18,11 +18,11 @@ from neuclip_ds.errors import UserError
 
 
 class MixtureOrder:
-    """The global sample indices of every batch, with the interface of `GlobalOrder`.
+    """The global sample indices of every batch of a mixture, with the interface of `GlobalOrder`.
 
-    An epoch has as many samples as all sources hold together; there are no empty rows. The orders of all sources have
-    the batch size and the number of streams of the mixture; each source has a share of the mixture's blocks. `weights`
-    are the relative shares of the m sources' rows. Raises UserError if no source has a positive weight.
+    An epoch has about as many samples as all sources together, in full batches. The order of each source must have the
+    mixture's batch size and number of streams; block sizes may differ. `weights` are the relative shares of rows from
+    the m sources. Raises UserError if a weight is negative or not finite, or if no weight is positive.
     """
 
     def __init__(self, sources: Sequence[GlobalOrder], weights: Sequence[float], interleave: Interleave) -> None:
@@ -40,28 +40,28 @@ class MixtureOrder:
         per_block = is_source.sum(axis=2)  # (m, S)
         twice = np.concatenate([per_block, per_block], axis=1)
         self._before = np.concatenate([np.zeros((len(shares), 1), np.int64), twice.cumsum(axis=1)], axis=1)
-        self._per_cycle = per_block.sum(axis=1)  # (m,), of a stream in as many steps as there are blocks
+        self._per_cycle = per_block.sum(axis=1)  # (m,), samples that each stream yields in S steps
 
     @property
     def steps_per_epoch(self) -> int:
-        """Number of steps of an epoch, which has as many samples as all sources together."""
+        """The number of steps of an epoch, which has about as many samples as all sources together."""
         return max(1, self.n // self.batch_size)
 
     @property
     def last_batch_size(self) -> int:
-        """Number of samples in every batch."""
+        """The number of samples in the last batch, which is full like every other batch."""
         return self.batch_size
 
     def batch(self, epoch: int, step: int, rows: slice = slice(None)) -> NDArray[np.int64]:
-        """Return the global indices of a step's rows, by default all B."""
+        """Return the global indices of a step's rows (by default all B)."""
         return self.visits(epoch, step, rows)[1]
 
     def visits(self, epoch: int, step: int, rows: slice = slice(None)) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return how many epochs of its source precede each sample of `batch`, and `batch`."""
+        """Return the current epoch of each row's source, and the result of `batch`."""
         if not 0 <= step < self.steps_per_epoch:
             raise IndexError(f"step {step} is out of range for an epoch of {self.steps_per_epoch} steps")
         number = epoch * self.steps_per_epoch + step
-        stream, place = np.divmod(np.arange(*rows.indices(self.batch_size)), self._lane)  # all arrays (b,) from here on
+        stream, place = np.divmod(np.arange(*rows.indices(self.batch_size)), self._lane)  # all arrays below are (b,)
         block = (stream + number) % self._streams
         source, rank = self._pattern[block, place], self._rank[block, place]
         visits, index = np.zeros(len(stream), dtype=np.int64), np.zeros(len(stream), dtype=np.int64)
@@ -86,9 +86,9 @@ class MixtureOrder:
         return cycles * self._per_cycle[which] + before[stream + rest] - before[stream]
 
     def step_of(self, which: int, stream: int, taken: int) -> int:
-        """Return the step that takes the sample after `taken` others from a stream of a source with a weight."""
+        """Return the step that takes sample number `taken` (from 0) from a stream of a source with positive weight."""
         low = max(0, taken // int(self._per_cycle[which]) - 1) * self._streams
-        # the first of these steps after which more are taken
+        # the first step after which more than `taken` samples have been taken
         return low + bisect_right(
             range(3 * self._streams), 0, key=lambda n: self.taken(which, stream, low + n + 1) > taken
         )
@@ -98,7 +98,7 @@ BatchOrder = GlobalOrder | MixtureOrder
 
 
 def _spread(weights: NDArray[np.float64], rows: int) -> NDArray[np.int64]:
-    """Return the source of each row, (rows,): each source gets its share, within one row, spread evenly."""
+    """Return the source of each row, (rows,); each source gets its share to within one row, spread evenly."""
     shares = weights * rows
     counts = np.floor(shares).astype(np.int64)
     counts[np.argsort(counts - shares, kind="stable")[: rows - counts.sum()]] += 1

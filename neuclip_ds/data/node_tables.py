@@ -1,12 +1,12 @@
-"""Sample tables shared by all processes of a node: each is built once, as a file that they map into memory.
+"""Sample tables that all processes of a node share: each table is built once, as a memory-mapped file.
 
-Private tables would take 50 bytes and more per sample in every worker. Files are named after the shard and what the
-table was made from; the least recently used ones make room. If no file can be written, a table is private to its
-process.
+Private tables would take 50 bytes or more per sample in every worker. A file's name identifies the shard and the source
+of the table. The least recently used files are removed to make room. If no file can be written, each process keeps a
+private table.
 
-A file has a header of 32 bytes (magic, CRC-32 of all that follows, flags, n, bytes of the keys), and the arrays of
-`SampleTable`: extents, ordinals, checksums or none, keys, and at the end the names of the members that are not in
-`MEMBERS`. The lowest bit of the flags says whether there are checksums, the others hold the number of those members.
+A file has a header of 32 bytes: magic, CRC-32 of all later bytes, flags, n, and the length of the keys in bytes. The
+arrays of `SampleTable` follow: extents, ordinals, optional checksums, and keys. The names of the members that are not
+in `MEMBERS` come last; the flags are twice the number of these names, plus 1 if there are checksums.
 """
 
 import hashlib
@@ -29,17 +29,17 @@ from neuclip_ds.data.sample_table import MEMBERS, SampleTable
 
 log = logging.getLogger(__name__)
 
-_LOCKS = 64  # lock files, which tables share
-_TURNS = 64  # one small table in this many checks the free space, because there may be thousands of files
+_LOCKS = 64  # number of lock files; many tables share each file
+_TURNS = 64  # only one in this many small tables checks the free space, because there may be thousands of files
 _MAGIC = b"NDStable"
 _HEADER = struct.Struct("<8sIIqq")
-_SIGNED = 12  # bytes before those that the CRC-32 covers
+_SIGNED = 12  # offset of the first byte that the CRC-32 covers
 
 
 class NodeTables:
-    """A folder of sample tables, at most `capacity_bytes` in all; private to this node, created with the first table.
+    """A folder of sample tables on this node, at most `capacity_bytes` in total; created with the first table.
 
-    Anyone who can write to it can change the data.
+    Anyone who can write to the folder can change the data.
     """
 
     def __init__(self, folder: Path, capacity_bytes: int = 8 * 10**9) -> None:
@@ -47,37 +47,37 @@ class NodeTables:
         self._warned = False
 
     def get(self, shard: str, source: Hashable, make: Callable[[], SampleTable]) -> SampleTable:
-        """Return the table of a shard, mapped from its file; the first process that needs it builds it.
+        """Return the table of a shard, mapped from its file; the first process that needs the table builds it.
 
-        `source` identifies what the table is made from, by a `repr` that is the same in all processes: a table of
-        another source is not used.
+        `source` identifies the data from which the table is built; its `repr` must be the same in all processes.
+        A table that was built from a different source is not used.
         """
         path = self._folder / f"{name_of(shard)}.{name_of(repr(source))}"
         with suppress(OSError, ValueError):
             return _map(path)
         with ExitStack() as stack:
-            with suppress(OSError):  # without locks a table may be made twice
+            with suppress(OSError):  # without locks, a table may be built twice
                 self._folder.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(FileLock(self._folder / f".lock-{int(path.name[:8], 16) % _LOCKS:02d}"))
             with suppress(OSError, ValueError):
-                return _map(path)  # another process has made it meanwhile
+                return _map(path)  # another process has built it in the meantime
             table = make()
             try:
                 self._write(path, dump_table(table))
                 return _map(path)
             except OSError as error:
                 if not self._warned:
-                    log.warning("sample tables cannot be shared between processes, which takes more memory: %s", error)
+                    log.warning("sample tables cannot be shared between processes, so they take more memory: %s", error)
                 self._warned = True
                 return table
 
     def discard(self, shard: str) -> None:
-        """Remove the tables of a shard; processes that use them keep them."""
+        """Remove the tables of a shard; processes that have mapped a table can still use it."""
         for path in self._folder.glob(f"{name_of(shard)}.*"):
             path.unlink(missing_ok=True)
 
     def _write(self, path: Path, data: bytes) -> None:
-        """Write a table, after removing the least recently used ones if there is no room."""
+        """Write a table, after removing the least recently used tables if there is too little room."""
         if len(data) * _TURNS > self._capacity_bytes or secrets.randbelow(_TURNS) == 0:
             files = sorted((status.st_mtime_ns, status.st_size, path) for path, status in files_in(self._folder))
             excess = sum(size for _, size, _ in files) + len(data) - self._capacity_bytes
@@ -94,7 +94,7 @@ class NodeTables:
 
 
 def files_in(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Yield the files of a folder with their status, unless they vanish meanwhile."""
+    """Yield the files of a folder with their status, skipping files that are removed in the meantime."""
     with suppress(FileNotFoundError), os.scandir(folder) as entries:
         for entry in entries:
             with suppress(FileNotFoundError):
@@ -102,24 +102,24 @@ def files_in(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
 
 
 def _map(path: Path) -> SampleTable:
-    """Map a table; raise ValueError if it is damaged, OSError if it is absent or not a file."""
+    """Map a table into memory; raise ValueError if it is damaged, or OSError if it is absent or not a regular file."""
     if not stat.S_ISREG(path.lstat().st_mode):
         raise OSError(f"{path} is not a file")
     with pa.memory_map(str(path)) as file:
         buffer = file.read_buffer()  # stays mapped when the file is closed, and takes no file descriptor
     table = view_table(memoryview(buffer))
     with suppress(OSError):
-        os.utime(path)  # counts as a use
+        os.utime(path)  # marks the table as used
     return table
 
 
 def name_of(text: str) -> str:
-    """Return a short file name that stands for a text."""
+    """Return a short hash of a text, for use as a file name."""
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:24]
 
 
 def dump_table(table: SampleTable) -> bytes:
-    """Return the bytes of a table."""
+    """Serialize a table to bytes."""
     crc32 = b"" if table.crc32 is None else table.crc32.tobytes()
     others = table.members[len(MEMBERS) :]
     header = _HEADER.pack(_MAGIC, 0, (table.crc32 is not None) + 2 * len(others), table.n, len(table.keys))
@@ -129,7 +129,7 @@ def dump_table(table: SampleTable) -> bytes:
 
 
 def view_table(buffer: bytes | memoryview) -> SampleTable:
-    """Return the table whose bytes are in `buffer`, without copying them; raise ValueError if they are damaged."""
+    """Return the table that `dump_table` serialized to `buffer`, without a copy; raise ValueError if it is damaged."""
     view = memoryview(buffer)
     if len(view) < _HEADER.size:
         raise ValueError(f"a table of {len(view)} bytes is truncated")

@@ -1,12 +1,12 @@
-"""The order of samples: a pure function of (manifest, seed, epoch, step), independent of ranks and workers.
+"""The sample order: a pure function of (manifest, seed, epoch, step), independent of the numbers of ranks and workers.
 
-In each epoch the shards are permuted and concatenated, which gives every sample a position 0 ... n - 1. The positions
-are split into S shard streams of n/S (sizes differ by one at most); within a stream, blocks of positions are shuffled.
-A batch of B takes the next B/S positions of every stream. Nothing of size n is ever built: the shuffle of a block is a
-keyed permutation evaluated on demand, so that resuming anywhere is cheap.
+In each epoch, the shards are permuted and concatenated, which gives every sample a position 0 ... n - 1. The positions
+are split into S shard streams whose sizes differ by at most one, and every stream is shuffled in blocks of positions. A
+batch of B samples takes the next B/S positions of every stream. No array of size n is ever built: the shuffle of a
+block is a keyed permutation that is evaluated on demand, so that resuming at any step is cheap.
 
-The streams begin their blocks in different steps: their first blocks have different lengths. A node thus needs new
-shards for one stream at a time, not for all at once.
+The first blocks of the streams have different lengths, so that the streams begin later blocks at different steps. A
+node thus needs new shards for one stream at a time, rather than for all streams at once.
 """
 
 from typing import Any, NamedTuple
@@ -18,34 +18,34 @@ from neuclip_ds.data.interleave import Interleave, choose_interleave
 from neuclip_ds.errors import UserError
 
 _ROUNDS = 6
-_AHEAD = 2  # streams of a node whose next block is fetched before its first use
-_LOOK_UPS, _EPOCHS = 1 << 16, 2  # positions and epochs at which `resident_bytes` counts shards
-_SHARDS, _SAMPLES = 0, 1  # domain separation of the hash
-_SPREAD = np.uint64(0x9E3779B9)  # 2^32 over the golden ratio: its multiples spread neighbors evenly
+_AHEAD = 2  # number of a node's upcoming blocks that are fetched before their first use
+_LOOK_UPS, _EPOCHS = 1 << 16, 2  # numbers of positions and of epochs at which `resident_bytes` adds up shard sizes
+_SHARDS, _SAMPLES = 0, 1  # domain separators for the hash
+_SPREAD = np.uint64(0x9E3779B9)  # 2^32 over the golden ratio: its multiples, modulo 2^32, are spread evenly
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # the increment of splitmix64
 _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
 
 
 class _Layout(NamedTuple):
-    """The shards of one epoch in their permuted order; all arrays (n_shards,)."""
+    """The shards of one epoch in permuted order; all arrays are (n_shards,)."""
 
     shards: NDArray[np.int64]  # shard numbers
-    positions: NDArray[np.int64]  # position of each one's first sample
-    indices: NDArray[np.int64]  # global index of each one's first sample
+    positions: NDArray[np.int64]  # position of each shard's first sample
+    indices: NDArray[np.int64]  # global index of each shard's first sample
 
 
 class GlobalOrder:
-    """The global sample indices of every batch of size B.
+    """An order of samples, which gives the global sample indices of every batch of size B.
 
     Args:
-        shard_starts, shard_sizes: (n_shards,) global index of each shard's first sample, and its number of samples.
-        interleave: streams, a divisor of B, and blocks; by default as for shards on a local disk.
-        drop_last: omit n mod B samples, different ones in every epoch. Otherwise every sample occurs exactly once per
-        epoch, and the last batch is filled with -1.
+        shard_starts, shard_sizes: (n_shards,) the index of each shard's first sample, and each shard's sample count.
+        interleave: the number of streams, a divisor of B, and the block size; the default suits local shards.
+        drop_last: whether to omit n mod B samples, which differ between epochs. Otherwise, every sample occurs exactly
+            once per epoch, and the last batch is padded with -1.
 
     Raises:
-        UserError: fewer than 2 samples, or less than a batch under `drop_last`.
+        UserError: there are fewer than 2 samples or, with `drop_last`, fewer than B.
 
     Example:
         order = GlobalOrder(manifest.starts, manifest.sizes, batch_size=4096, seed=0)
@@ -73,8 +73,8 @@ class GlobalOrder:
         self.interleave = interleave or choose_interleave(len(self._sizes), batch_size)
         streams, block = self.interleave.streams, self.interleave.block
         self._bounds = self.n * np.arange(streams + 1) // streams  # (S + 1,) boundaries of the streams
-        self._lane = batch_size // streams  # positions of a stream in a batch
-        self._phases = np.zeros(streams, dtype=np.int64)  # (S,) positions that each stream's first block lacks
+        self._lane = batch_size // streams  # positions that a batch takes from each stream
+        self._phases = np.zeros(streams, dtype=np.int64)  # (S,) how much shorter each first block is
         if block < self.n // streams:
             parts = (np.arange(streams, dtype=np.uint64) * _SPREAD) % np.uint64(1 << 32)  # fractions of 2^32
             self._phases = (parts * np.uint64(block) >> np.uint64(32)).astype(np.int64)
@@ -82,24 +82,24 @@ class GlobalOrder:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Number of steps: floor(n / B) under `drop_last`, else ceil(n / B)."""
+        """The number of steps per epoch: floor(n / B) with `drop_last`, otherwise ceil(n / B)."""
         return self.n // self.batch_size if self.drop_last else -(-self.n // self.batch_size)
 
     @property
     def stream_lengths(self) -> NDArray[np.int64]:
-        """Number of positions of each stream, (S,)."""
+        """The number of positions in each stream, (S,)."""
         return np.diff(self._bounds)
 
     @property
     def last_batch_size(self) -> int:
-        """Number of samples in an epoch's last batch, which may have empty rows unless `drop_last` is set."""
-        before = (self.steps_per_epoch - 1) * self._lane  # positions of a stream
+        """The number of samples in an epoch's last batch, which may have empty rows unless `drop_last` is set."""
+        before = (self.steps_per_epoch - 1) * self._lane  # positions that earlier batches take from each stream
         return int(np.clip(self.stream_lengths - before, 0, self._lane).sum())
 
     def batch(self, epoch: int, step: int, rows: slice = slice(None)) -> NDArray[np.int64]:
-        """Return the global indices of a step's rows, by default all B, -1 where a stream has ended.
+        """Return the global indices of a step's rows (by default all B), with -1 where a stream has ended.
 
-        Raises IndexError beyond the epoch.
+        Raises IndexError if the step is outside the epoch.
         """
         if not 0 <= step < self.steps_per_epoch:
             raise IndexError(f"step {step} is out of range for an epoch of {self.steps_per_epoch} steps")
@@ -107,49 +107,49 @@ class GlobalOrder:
         return self.samples(epoch, stream, step * self._lane + place)
 
     def visits(self, epoch: int, step: int, rows: slice = slice(None)) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return how often each sample of `batch` was seen before, which selects its augmentation, and `batch`."""
+        """Return the epoch of each row, from which the sample's augmentation is drawn, and the result of `batch`."""
         indices = self.batch(epoch, step, rows)
         return np.full(len(indices), epoch), indices
 
     def samples(self, epoch: int, stream: NDArray[np.int64], within: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the global indices at positions within streams, elementwise, -1 beyond a stream's end."""
+        """Return, elementwise, the global index at position `within` of a stream, or -1 beyond the stream's end."""
         present = within < self.stream_lengths[stream]
         number = (within + self._phases[stream]) // self.interleave.block
         start, end = self._block(stream, number)
         offset = np.where(present, within - start, 0)
         key = hash64(self.seed, _SAMPLES, epoch, stream, number)
         position = self._bounds[stream] + start + permute(offset, np.maximum(end - start, 1), key)
-        # Absent rows are computed like the others, possibly at a position beyond the end, and masked here.
+        # absent rows are computed too; their positions may exceed n - 1, so they are clipped, and the result is masked
         layout, position = self._layout_of(epoch), np.minimum(position, self.n - 1)
         slot = self._slot_of(layout, position)
         index = layout.indices[slot] + position - layout.positions[slot]
         return np.where(present, index, -1)
 
     def block_bounds(self, stream: int, within: int) -> tuple[int, int]:
-        """Return the bounds of the block that contains a position within a stream."""
+        """Return the bounds [start, end) of the block that contains the position `within` of a stream."""
         number = (within + int(self._phases[stream])) // self.interleave.block
         start, end = self._block(np.int64(stream), np.int64(number))
         return int(start), int(end)
 
     def shards_between(self, epoch: int, stream: int, start: int, end: int) -> list[int]:
-        """Return the shards that hold samples of the positions start ... end - 1 within a stream."""
+        """Return the shards that contain the samples at positions start ... end - 1 of a stream."""
         layout = self._layout_of(epoch)
         low, high = self._slot_of(layout, self._bounds[stream] + np.array([start, end - 1]))
         shards = layout.shards[low : high + 1]
         return [int(shard) for shard in shards[self._sizes[shards] > 0]]
 
     def resident_bytes(self, shard_bytes: ArrayLike, nodes: int = 1) -> int:
-        """Return the bytes of the shards that a node needs at a time, the maximum over nodes in the first epochs.
+        """Return the maximum, over nodes and the first epochs, of the bytes of shards that a node needs at a time.
 
-        The node needs the shards of its streams' blocks, and those of the next two blocks that its streams begin.
+        A node needs the shards of the current block of each of its streams and of the next two blocks that begin.
 
         Args:
-            shard_bytes: (n_shards,) bytes of each shard.
+            shard_bytes: (n_shards,) the size of each shard in bytes.
         """
         used = np.where(self._sizes > 0, np.asarray(shard_bytes, dtype=np.int64), 0)
         streams, lengths = self.interleave.streams, self.stream_lengths
         first, end = np.arange(nodes) * streams // nodes, -(-np.arange(1, nodes + 1) * streams // nodes)  # (nodes,)
-        ahead = self.interleave.block * _AHEAD // max(_AHEAD, streams // nodes)  # positions until these blocks begin
+        ahead = self.interleave.block * _AHEAD // max(_AHEAD, streams // nodes)  # positions until the next two begin
         stream, moments = np.arange(streams), max(256, _LOOK_UPS // streams)
         now = np.linspace(0, lengths.max() - 1, moments).astype(np.int64)[:, None]
         now, later = np.minimum(now, lengths - 1), np.minimum(now + ahead, lengths - 1)  # (moments, S)
@@ -165,16 +165,16 @@ class GlobalOrder:
         return min(most, int(used.sum()))
 
     def _block(self, stream: NDArray[np.int64], number: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return the positions within their streams at which blocks begin and end, elementwise."""
+        """Return, elementwise, the positions of a stream at which block `number` begins and ends."""
         begin = number * self.interleave.block - self._phases[stream]
         return np.maximum(begin, 0), np.minimum(begin + self.interleave.block, self.stream_lengths[stream])
 
     def _slot_of(self, layout: _Layout, position: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the place, in the permuted order, of the shard that holds each position."""
+        """Return the index, into the permuted order, of the shard that contains each position."""
         return np.searchsorted(layout.positions, position, side="right") - 1
 
     def _layout_of(self, epoch: int) -> _Layout:
-        """Return the epoch's shard permutation, cached for its other steps and while the next epoch begins."""
+        """Return the shard permutation of an epoch; the permutations of two epochs are cached."""
         if epoch not in self._layouts:
             while len(self._layouts) > 1:
                 del self._layouts[next(iter(self._layouts))]
@@ -194,10 +194,10 @@ def mix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def hash64(*parts: ArrayLike) -> NDArray[np.uint64]:
-    """Return the 64-bit hash of the tuple of non-negative integers `parts`, which broadcast against each other.
+    """Return a 64-bit hash of the tuple of non-negative integers `parts`, which are broadcast against each other.
 
-    It is the only source of randomness of data loading: splitmix64 (Steele, Lea, Flood, "Fast splittable pseudorandom
-    number generators", 2014). numpy's and torch's generators may change between versions, across which runs resume.
+    All randomness of the sample order comes from this hash, splitmix64 (Steele, Lea, Flood, "Fast splittable
+    pseudorandom number generators", 2014), because NumPy's and PyTorch's generators may change between versions.
     """
     digest = np.zeros(1, dtype=np.uint64)
     with np.errstate(over="ignore"):
@@ -209,8 +209,8 @@ def hash64(*parts: ArrayLike) -> NDArray[np.uint64]:
 def permute(values: NDArray[np.int64], sizes: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
     """Apply a keyed permutation of 0 ... size - 1 to each value.
 
-    Elementwise over broadcast arrays, 0 <= value < size; equal (size, key) is one permutation. A Feistel network on
-    the smallest a x b rectangle that holds the range, walked until the image is inside it (Black and Rogaway,
+    The arrays are broadcast, 0 <= value < size, and elements with equal (size, key) share one permutation. A Feistel
+    network on an a x b rectangle that covers the range is applied until the result is in the range (Black and Rogaway,
     "Ciphers with arbitrary finite domains", 2002).
     """
     shape = np.broadcast_shapes(values.shape, sizes.shape, keys.shape)
@@ -225,7 +225,7 @@ def permute(values: NDArray[np.int64], sizes: NDArray[np.int64], keys: NDArray[n
 
 
 def _feistel(values: NDArray[np.uint64], sizes: NDArray[np.uint64], keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Apply a bijection of 0 ... a * b - 1, with a = ceil(sqrt(size)), b = ceil(size / a); all arrays (m,)."""
+    """Apply a bijection of 0 ... a * b - 1 with a = ceil(sqrt(size)) and b = ceil(size / a); all arrays are (m,)."""
     a = np.ceil(np.sqrt(sizes.astype(np.float64))).astype(np.uint64)
     b = (sizes + a - np.uint64(1)) // a
     high, low = values // b, values % b

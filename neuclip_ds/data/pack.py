@@ -1,13 +1,13 @@
-"""Read tables of image-caption pairs, and pack them into tar shards; see neuclip_ds/cli/pack.py for their columns.
+"""Pack tables of image-caption pairs into tar shards; neuclip_ds/cli/pack.py describes the columns of the tables.
 
-    OUT/00000.tar       samples 000000000.jpg (png, webp), .txt (and syn.txt ...), .json; the key is the row's number
-    OUT/broken.jsonl    rows that could not be used, with the reason
+    OUT/00000.tar       samples 000000000.jpg (or png, webp), .txt (or syn.txt ...), .json; the key is the row number
+    OUT/broken.jsonl    rows that could not be used, each with the reason
 
-Rows with the same path or bytes of the image become one sample, because as separate samples they would be negatives of
-each other. The sample has the number, and the other columns, of the first row. The image column is read twice for that.
+Rows with the same image path or bytes become one sample, because separate samples would be negatives of each other. The
+sample takes its number and its other columns from the first of these rows. The image column is read twice to find them.
 
-A sample's uid comes from a column `uid`, or is a hash of image and captions. GIF and BMP become PNG, because shards do
-not hold them. OUT is complete or absent.
+A sample's uid comes from the column `uid` or, without that column, is a hash of the image and the captions. GIF and BMP
+images are converted to PNG, because shards may contain neither. OUT is either complete or absent.
 """
 
 import glob
@@ -41,26 +41,26 @@ TABLES = (".csv", ".tsv", ".jsonl", ".parquet")
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _MAGIC = {"jpg": re.compile(rb"\xff\xd8"), "png": re.compile(rb"\x89PNG"), "webp": re.compile(rb"RIFF....WEBP", re.S)}
 _MEMBER = re.compile(rf"([^.:/]+\.)*{TEXT}")
-_BATCH = 256  # rows read at once, which may hold images
+_BATCH = 256  # rows read at once; few, because they may contain images
 _FIX = "fix or remove that file"
 
 
 class PairTable(NamedTuple):
-    """Rows with images and captions, in a fixed order."""
+    """A table whose rows, in a fixed order, have images and captions."""
 
     name: str  # for messages
     data: pyarrow.dataset.Dataset
     rows: int
-    folder: Path  # where relative paths of images begin
+    folder: Path  # base of relative image paths
 
     def read(self, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """Yield some columns of all rows; raise UserError if they cannot be read."""
+        """Yield every row with only the given columns; raise UserError if the table cannot be read."""
         with explained(f"The table {self.name} cannot be read", _FIX):
             for batch in self.data.to_batches(columns=list(columns), batch_size=_BATCH, fragment_readahead=1):
                 yield from batch.to_pylist()
 
     def find_column(self, usual: Sequence[str], what: str, advice: str) -> str:
-        """Return the first column with one of the usual names; raise UserError, with advice, if none is found."""
+        """Return the table's column that comes first in `usual`; raise UserError with `advice` if there is none."""
         by_name = {column.lower(): column for column in reversed(self.data.schema.names)}
         found = next((by_name[name] for name in usual if name in by_name), None)
         if found is None:
@@ -72,25 +72,25 @@ class PairTable(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """Columns of a table to pack; all others without bytes go to the sample's JSON."""
+    """The columns of a table to pack. All other columns, except binary ones, go into the sample's JSON."""
 
     image: str
-    captions: dict[str, str]  # column by member: {"txt": "caption", "syn.txt": "recaption"}
+    captions: dict[str, str]  # maps each member to a column: {"txt": "caption", "syn.txt": "recaption"}
 
 
 class Packed(NamedTuple):
-    """Counts of a packed table."""
+    """Statistics of a packed table."""
 
     rows: int
-    pairs: int  # samples; rows with the same image are one
-    causes: Counter[str]  # why rows are broken
-    several: int  # samples with several captions, which are lines of a member
+    pairs: int  # samples; all rows with the same image count as one
+    causes: Counter[str]  # number of broken rows by cause
+    several: int  # samples with several captions, which are the lines of one member
 
 
 def open_table(source: str) -> PairTable:
-    """Open a table of pairs; raise UserError if there is none or it cannot be read.
+    """Open a table of image-caption pairs; raise UserError if there is no table or it cannot be read.
 
-    `source` is a CSV, TSV, JSON lines or parquet file, or a folder or a glob of files of one kind.
+    `source` is a CSV, TSV, JSON Lines or Parquet file, or a folder or glob of such files, all of one kind.
     """
     path = Path(source).expanduser()
     if path.is_dir():
@@ -110,12 +110,12 @@ def _open_files(paths: list[str], kind: str) -> pyarrow.dataset.Dataset:
         return pyarrow.dataset.dataset(paths, format="json" if kind == ".jsonl" else "parquet")
     parsing = pyarrow.csv.ParseOptions(delimiter=_DELIMITERS[kind], newlines_in_values=True)
     with pyarrow.csv.open_csv(paths[0], parse_options=parsing) as first:
-        schema = pa.schema([(name, pa.string()) for name in first.schema.names])  # or a caption "7" would be a number
+        schema = pa.schema([(name, pa.string()) for name in first.schema.names])  # so that a caption "7" is text
     return pyarrow.dataset.dataset(paths, schema=schema, format=pyarrow.dataset.CsvFileFormat(parsing))
 
 
 def image_of(value: Any) -> bytes | str | None:
-    """Return the encoded image of a cell's value, or its path or URL; None if there is neither."""
+    """Return the encoded image in a table cell, or the path or URL of the image; None if the cell has neither."""
     if isinstance(value, dict):
         value = value.get("bytes") or value.get("path")
     if isinstance(value, str):
@@ -124,7 +124,7 @@ def image_of(value: Any) -> bytes | str | None:
 
 
 def read_image(source: bytes | str, folder: Path) -> bytes:
-    """Return the encoded image that `image_of` found in a table of a folder; raise OSError if it cannot be read."""
+    """Return the bytes of an image that `image_of` found, at a path relative to `folder`; raise OSError on failure."""
     if isinstance(source, bytes):
         return source
     if is_local(source):
@@ -137,14 +137,14 @@ def read_image(source: bytes | str, folder: Path) -> bytes:
 
 
 def captions_of(value: Any) -> list[str]:
-    """Return the captions of a cell's value, each in one line if there may be several, without blank ones."""
+    """Return the captions in a table cell, without blank captions; each caption of a list is put on one line."""
     if isinstance(value, list):
         return [" ".join(one.split()) for one in value if isinstance(one, str) and one.strip()]
     return [value.strip()] if isinstance(value, str) and value.strip() else []
 
 
 def choose_columns(table: PairTable, image: str | None = None, captions: Sequence[str] = ()) -> Columns:
-    """Return the columns to pack, by default with usual names; `captions` are MEMBER=COLUMN, or COLUMN for txt."""
+    """Choose the columns to pack, or find them by usual names; `captions` are MEMBER=COLUMN, or COLUMN for txt."""
     image = image or table.find_column(IMAGE_COLUMNS, "images", "name it with --image")
     captions = captions or [table.find_column(CAPTION_COLUMNS, "captions", "name it with --captions")]
     by_member = {member or TEXT: column for member, _, column in (text.rpartition("=") for text in captions)}
@@ -164,7 +164,7 @@ def pack(
     shard_size: int = 10_000,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Packed:
-    """Write the samples of a table to `out`, `shard_size` to a shard; `on_progress` takes the rows done and in all.
+    """Write the samples of a table to `out`, `shard_size` per shard; `on_progress` takes (rows done, total rows).
 
     Raises UserError if `out` is not empty or cannot be written, the table cannot be read, or no row can be used.
     """
@@ -204,7 +204,7 @@ def pack(
 
 
 def _groups(table: PairTable, image: str, columns: Sequence[str]) -> Iterator[dict[int, dict[str, Any]]]:
-    """Yield the rows with the same image, a path or bytes, by their numbers, when the last of them has been read."""
+    """Yield each group of rows with the same image path or bytes, keyed by row number, once its last row is read."""
 
     def hash_of(row: Mapping[str, Any]) -> int:
         source = image_of(row[image]) or b""
@@ -226,7 +226,7 @@ def _groups(table: PairTable, image: str, columns: Sequence[str]) -> Iterator[di
 
 
 def _captions(columns: Columns, rows: Collection[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Return the distinct captions of the rows of an image, by member."""
+    """Return the distinct captions in all rows of an image, by member."""
     found = {}
     for member, column in columns.captions.items():
         captions = [captions_of(row[column]) for row in rows]
@@ -238,7 +238,7 @@ def _captions(columns: Columns, rows: Collection[Mapping[str, Any]]) -> dict[str
 def _encode(
     columns: Columns, folder: Path, group: Mapping[int, Mapping[str, Any]], captions: Mapping[str, list[str]]
 ) -> dict[str, bytes] | str:
-    """Return a sample's members, or why it cannot be used: no image or caption, or an image that does not decode."""
+    """Return a sample's members, or the reason why the sample cannot be used, such as a missing or unreadable image."""
     row = group[min(group)]
     source = image_of(row[columns.image])
     texts = {member: "\n".join(lines) for member, lines in captions.items()}
@@ -255,13 +255,13 @@ def _encode(
     content = b"".join(
         len(x).to_bytes(8, "little") + x for item in members.items() for x in (item[0].encode(), item[1])
     )
-    # 32 hex digits, by which `filter` and `build-manifest --uids` select
+    # 32 hex digits, which `filter` and `build-manifest --uids` use to select samples
     others = {"uid": hashlib.blake2b(content, digest_size=16).hexdigest(), **others}
     return {**members, JSON: json.dumps(others, default=str, ensure_ascii=False).encode("utf-8", "replace")}
 
 
 def _image(data: bytes) -> tuple[str, bytes]:
-    """Return extension and bytes of an image as shards hold it; raise DecodeError if it does not decode."""
+    """Return the extension and the bytes of an image as stored in shards; raise DecodeError if it does not decode."""
     decoded = decode_pil(data).image
     extension = next((name for name, magic in _MAGIC.items() if magic.match(data)), None)
     if extension is not None:

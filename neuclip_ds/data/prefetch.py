@@ -1,7 +1,7 @@
-"""Prefetch the shards that a node will read into its cache, in one process per node.
+"""Fill a node's cache with the shards that its ranks will read next, in one process per node.
 
-The order of samples is a pure function (neuclip_ds/data/order.py), so the process only needs the step that training has
-reached.
+The sample order is a pure function (neuclip_ds/data/order.py), so the process needs to know only the step that training
+has reached.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _POLL = 0.1  # seconds between reads of the step
 
 
 class ShardRequest(NamedTuple):
-    """A shard that the batches `first` ... `last` may read; batches are counted across epochs."""
+    """A shard that batches `first` ... `last` may read; batch numbers continue across epochs."""
 
     first: int
     last: int
@@ -43,11 +43,11 @@ class ShardRequest(NamedTuple):
 
 
 def shards_ahead(order: BatchOrder, epoch: int, step: int, rows: Sequence[slice]) -> Iterator[ShardRequest]:
-    """Iterate endlessly over the shards that `rows` of the batches read, from `step` of `epoch` on.
+    """Yield, endlessly, requests for the shards that the given rows of all batches read, from `step` of `epoch` on.
 
-    All shards of a block come with its first batch, once for each block of each stream that the rows are in. No shard
-    is missing or late; those of a short block may not be read by these rows at all. A mixture's source of weight 0
-    yields none. `step` may be steps_per_epoch.
+    All shards of a block are requested with the block's first batch, once for each block of each stream that contains
+    some of the rows. No shard is missing or late, but the rows need not read every shard of a short block. A source of
+    weight 0 in a mixture yields no requests. `step` may be steps_per_epoch.
     """
     number, lane = epoch * order.steps_per_epoch + step, order.batch_size // order.interleave.streams
     streams = np.unique(np.concatenate([np.arange(order.batch_size)[part] // lane for part in rows])).tolist()
@@ -59,8 +59,8 @@ def shards_ahead(order: BatchOrder, epoch: int, step: int, rows: Sequence[slice]
 
 
 def _of_stream(order: GlobalOrder, stream: int, number: int, lane: int) -> Iterator[ShardRequest]:
-    """Iterate over the requests of a stream, of which each batch reads `lane` positions, from batch `number` on."""
-    length = min(int(order.stream_lengths[stream]), order.steps_per_epoch * lane)  # `drop_last` leaves positions out
+    """Yield the requests of a stream from batch `number` on; each batch reads `lane` positions of the stream."""
+    length = min(int(order.stream_lengths[stream]), order.steps_per_epoch * lane)  # `drop_last` omits positions
     epoch, step = divmod(number, order.steps_per_epoch)
     begin = step * lane
     while length:
@@ -75,10 +75,10 @@ def _of_stream(order: GlobalOrder, stream: int, number: int, lane: int) -> Itera
 
 
 def _of_source(mixture: MixtureOrder, which: int, stream: int, number: int) -> Iterator[ShardRequest]:
-    """Iterate over the requests of a stream of a mixture's source from batch `number` on."""
+    """Yield the requests of one stream of a mixture's source from batch `number` on."""
     order = mixture.sources[which]
     length, position = int(order.stream_lengths[stream]), mixture.taken(which, stream, number)
-    if not length or not mixture.taken(which, stream, mixture.interleave.streams):  # a cycle; its weight is 0
+    if not length or not mixture.taken(which, stream, mixture.interleave.streams):  # weight 0: none in a cycle
         return
     while True:
         first = mixture.step_of(which, stream, position)
@@ -91,10 +91,10 @@ def _of_source(mixture: MixtureOrder, which: int, stream: int, number: int) -> I
 
 
 class RequestWindow:
-    """The shard requests from the current batch up to where the cache is full.
+    """The shard requests from the current batch up to the batch at which the cache is full.
 
-    `requests` come in order of their first use. `shards` are the admitted ones, of `bytes` in total; shards of later
-    batches leave a tenth of the `capacity` free. `is_too_small` is true once a batch has needed more.
+    `requests` are in order of first use. `shards` are the admitted shards, and `bytes` is their total size; shards of
+    later batches leave a tenth of `capacity` free. `is_too_small` is true once a batch has needed more than `capacity`.
     """
 
     def __init__(self, requests: Iterator[ShardRequest], sizes: Sequence[int], capacity: int) -> None:
@@ -104,12 +104,12 @@ class RequestWindow:
         self.shards, self.bytes, self.is_too_small = set[int](), 0, False
 
     def move(self, reached: int, end: int) -> list[ShardRequest]:
-        """Drop requests before the batch `reached`; admit and return those before the batch `end`, as many as fit."""
+        """Drop requests that end before batch `reached`; admit and return as many before batch `end` as fit."""
         self._admitted = [request for request in self._admitted if request.last >= reached]
         self.shards = {request.shard for request in self._admitted}
         self.bytes, before = sum(self._sizes[shard] for shard in self.shards), len(self._admitted)
         while (request := self._next) is not None and request.first < end:
-            if request.last >= reached:  # otherwise it never fitted
+            if request.last >= reached:  # otherwise, it never fit
                 is_due = request.first <= reached
                 total = self.bytes + self._sizes[request.shard] * (request.shard not in self.shards)
                 if total > self._capacity * (1 if is_due else FULL):
@@ -123,13 +123,13 @@ class RequestWindow:
 
 
 class Prefetcher(SpawnProcess):
-    """A process that fetches shards ahead of training, in order of their first use; run by local rank 0.
+    """A process that fetches shards ahead of training, in order of first use; local rank 0 runs it.
 
-    A failed fetch is logged and left to the readers, which use the cache too. The process ends with the block, and with
-    its parent even if that is killed. It is spawned: this process has threads, which break under fork.
+    A failed fetch is logged, and the readers then retry it through the same cache. The process ends with the `with`
+    block or with its parent, even if the parent is killed. It is spawned, because threads make forking unsafe.
 
-    `requests` returns the requests of the node's ranks from batch `begin` on, and can be pickled. Local shards
-    are skipped. They are fetched at most `ahead` batches ahead, up to batch `end`.
+    `requests` is a picklable function that returns the requests of the node's ranks from batch `begin` on. Remote
+    shards are fetched at most `ahead` batches ahead, up to batch `end`; local shards are skipped.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Prefetcher(SpawnProcess):
         self.join()
 
     def advance(self, number: int) -> None:
-        """Report that training has reached a batch; does not block."""
+        """Report that training has reached a batch, without blocking."""
         self._reached.value = number
         if self.exitcode is not None and not self._warned:
             self._warned = True
@@ -171,14 +171,14 @@ class Prefetcher(SpawnProcess):
         while True:
             reached = self._reached.value
             if admitted := window.move(reached, min(reached + self._ahead, self._end)):
-                for number in window.shards:  # counts as a use: the new shards evict others, no longer needed
+                for number in window.shards:  # marks them as used, so that new shards evict unneeded ones
                     self._cache.touch(self._shards[number].path, sizes[number])
                 for request in admitted:
                     pool.submit(self._fetch, request)
             if window.is_too_small and not self._warned:
                 self._warned = True
                 text = (
-                    "batches read more shards than data.cache_gb=%g holds, so shards are fetched repeatedly: raise it"
+                    "batches read more shards than fit in data.cache_gb=%g, so shards are fetched repeatedly: raise it"
                 )
                 log.warning(text, self._cache.capacity_bytes / 1e9)
             time.sleep(_POLL)

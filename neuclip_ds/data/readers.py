@@ -1,8 +1,8 @@
 """Read the bytes of a sample by its global index.
 
-Readers run in loader workers. They open a shard on its first sample and keep the recently used ones open; remote shards
-are read from the node's cache. Every read is compared with the manifest's checksums, if it has them. The node's
-processes share the offsets (neuclip_ds/data/node_tables.py).
+Readers run in loader workers. A reader opens a shard when it first reads a sample from the shard, and keeps recently
+used shards open. Remote shards are read from the node's cache. If the manifest has checksums, every read is verified.
+All processes of a node share the offsets of the samples (neuclip_ds/data/node_tables.py).
 """
 
 import logging
@@ -33,12 +33,12 @@ from neuclip_ds.files import private_folder
 
 log = logging.getLogger(__name__)
 
-_MAX_READ = 512 << 20  # bytes read at once; more than the largest image that is decoded
-_MAX_HOLE = 16 << 10  # bytes between members that are read rather than skipped
-MANY_BYTES = 2 << 30  # if a batch lacks shards of this size in total, its samples are fetched individually
-OPEN_SHARDS = 256  # open file descriptors of a worker
-_MAPPED_TABLES = 1 << 14  # mappings of a worker, of the 65,530 that Linux allows a process
-_PRIVATE_TABLES = 1 << 10  # tables in a worker's own memory, of 80 bytes per sample
+_MAX_READ = 512 << 20  # maximum bytes read at once; more than the largest image that is decoded
+_MAX_HOLE = 16 << 10  # maximum bytes between members that are read rather than skipped
+MANY_BYTES = 2 << 30  # if a batch's uncached shards have at least this many bytes, its samples are fetched individually
+OPEN_SHARDS = 256  # maximum number of shards that a worker keeps open
+_MAPPED_TABLES = 1 << 14  # maximum mapped tables per worker; Linux allows a process 65,530 mappings
+_PRIVATE_TABLES = 1 << 10  # maximum tables in a worker's private memory, at 80 bytes per sample
 
 
 class RawSample(NamedTuple):
@@ -49,43 +49,43 @@ class RawSample(NamedTuple):
 
 
 class ChecksumError(OSError):
-    """Raised for bytes that differ from those the manifest was built from."""
+    """Raised for bytes that do not match the manifest's checksum."""
 
 
 class TooLarge(OSError):
-    """Raised for a member above the size limit of a read."""
+    """Raised for a member that exceeds the size limit of a read."""
 
 
 class TarReader:
-    """Read members by offset; if the manifest has no offsets, a shard's headers are walked once on each node.
+    """A reader of tar members at known offsets. If the manifest has no offsets, each node walks a shard's headers once.
 
-    `texts` are the members with captions. Raises UserError if a shard is remote, and there is no cache.
+    `texts` are the members with captions. Raises UserError if a shard is remote and there is no cache.
     """
 
     def __init__(self, manifest: Manifest, texts: Sequence[str] = ("txt",), cache: ShardCache | None = None) -> None:
         remote = [shard.path for shard in manifest.shards if not is_local(shard.path)] if cache is None else []
         if remote:
-            raise UserError(f"Shard {remote[0]} is remote, which needs a cache; set data.cache_dir.")
+            raise UserError(f"Shard {remote[0]} is remote and needs a cache; set data.cache_dir.")
         self._manifest, self._texts, self._cache = manifest, tuple(texts), cache
-        self._apart = dict[int, tuple[int, bytes]]()  # by index: an offset in the shard, and bytes from there
+        self._apart = dict[int, tuple[int, bytes]]()  # by index: an offset in the shard, and bytes from that offset on
         self._has_ranges = manifest.samples is not None
         self._node_tables = _node_tables(cache)
         self._table = lru_cache(_MAPPED_TABLES if self._node_tables is not None else _PRIVATE_TABLES)(self._load_table)
-        # a shard evicted from the cache occupies the disk until it is closed, so only one is open at a time
+        # an evicted shard occupies the disk until it is closed, so only one cached shard is open at a time
         self._file = lru_cache(OPEN_SHARDS if cache is None else 1)(self._open)
 
     def read(self, index: int, with_image: bool = True) -> RawSample:
         """Return the bytes of a sample.
 
-        Raises ChecksumError if they are damaged, another OSError if reading fails, and UserError if the shard is not
-        the one in the manifest.
+        Raises ChecksumError if the bytes are damaged, a different OSError if reading fails, and UserError if the shard
+        is not the one in the manifest.
         """
         shard, row = self._manifest.locate(index)
         table = self._table(shard)
         extents = table.extents[row].tolist()
         members = self._places(table)[0 if with_image else 1 :]
         try:
-            part = self._apart.pop(index, None)  # another attempt reads the shard
+            part = self._apart.pop(index, None)  # a second attempt reads the shard instead
             source = partial(read_at, self._file(shard).fileno()) if part is None else partial(_cut, *part)
             found = _read_members(source, [extents[member] for member in members])
             if table.crc32 is not None:
@@ -97,10 +97,10 @@ class TarReader:
         return RawSample(image, {name: text for name, text in zip(self._texts, found, strict=True) if text is not None})
 
     def announce(self, indices: Iterable[int]) -> None:
-        """Start to read samples, all at once.
+        """Start reading all of the given samples at the same time.
 
-        Cold reads of shards in place are 2 to 4 times faster. If a node starts without the shards of its window, the
-        samples are fetched individually, so that they need not wait for all shards.
+        This makes cold reads of local shards 2 to 4 times faster. If a node starts without the shards of its window in
+        the cache, the samples are fetched individually, so that the first batch need not wait for all these shards.
         """
         self._apart, copied = {}, list[tuple[int, int, int]]()
         for index in indices:
@@ -108,7 +108,7 @@ class TarReader:
             if self._is_copied(self._manifest.shards[shard].path):
                 copied.append((index, shard, row))
                 continue
-            with suppress(OSError, UserError):  # `read` will raise it
+            with suppress(OSError, UserError):  # `read` will raise the error
                 table = self._table(shard)
                 for offset, size in table.extents[row, self._places(table)].tolist():
                     if size > 0:
@@ -118,7 +118,7 @@ class TarReader:
                 self._fetch_apart(copied)
 
     def _fetch_apart(self, rows: Sequence[tuple[int, int, int]]) -> None:
-        """Fetch the samples (index, shard, row) of absent shards, if these are large in total."""
+        """Fetch the samples (index, shard, row) of shards that are not cached, if these shards are large in total."""
         assert self._cache is not None
         shards = {number: self._manifest.shards[number] for number in {shard for _, shard, _ in rows}}
         if sum(shard.bytes for shard in shards.values()) < MANY_BYTES:
@@ -138,24 +138,24 @@ class TarReader:
                     by_storage[path.partition(":")[0]][index] = path, start, end
         for wanted in by_storage.values():
             parts = _fetch_ranges(list(wanted.values()), self._cache.timeout)
-            self._has_ranges = any(part is not None for part in parts)  # else do not wait for the time-out again
+            self._has_ranges = any(part is not None for part in parts)  # if none arrived, do not wait again
             for (index, (_, start, _)), part in zip(wanted.items(), parts, strict=True):
                 if part is not None:
                     self._apart[index] = start, part
 
     def key(self, index: int) -> str:
-        """Return the sample's key: the folder and stem of its members."""
+        """Return the key of a sample: the folder and the stem of its members' names."""
         shard, row = self._manifest.locate(index)
         return self._table(shard).key(row)
 
     def uid(self, index: int, key: str) -> tuple[int, int]:
-        """Return the uid in a sample's JSON (one of `texts`) under a key, else `uid_of_place`; raise as `read` does."""
+        """Return the uid under `key` in a sample's JSON, or else `uid_of_place`; raise as `read` does."""
         shard, row = self._manifest.locate(index)
         found = uid_of(self.read(index, with_image=False).texts.get(JSON, b""), key)
         return found or uid_of_place(self._manifest.shards[shard].path, self._table(shard).place(row))
 
     def keys(self, shard: int, rows: slice) -> list[str]:
-        """Return the keys of neighboring samples of a shard; raise as `read` does."""
+        """Return the keys of consecutive samples of a shard; raise as `read` does."""
         found = self._table(shard).split_keys()[rows]
         return [key.decode("utf-8", "replace") for key in found]
 
@@ -166,7 +166,7 @@ class TarReader:
     def _open(self, shard: int) -> FileIO:
         described = self._manifest.shards[shard]
         if self._cache is None or not self._is_copied(described.path):
-            file = FileIO(described.path)  # closed with the last reference to it
+            file = FileIO(described.path)  # closed when the last reference is gone
             check_size(described, os.fstat(file.fileno()).st_size)
             return file
         try:
@@ -183,7 +183,7 @@ class TarReader:
         status = os.fstat(self._file(shard).fileno())
         others = [name for name in self._texts if name not in MEMBERS]
         source: tuple[object, ...] = (status.st_size, status.st_ino, *others)
-        # a copy's times are those of its uses, and its tables are discarded when it is fetched
+        # the times of a cached copy change with every use; its tables are discarded when the shard is fetched again
         if not self._is_copied(described.path):
             source += (status.st_mtime_ns, status.st_ctime_ns)
         table = self._shared(described.path, source, partial(self._walk, shard))
@@ -203,15 +203,15 @@ class TarReader:
         return tabulate(read_index(self._file(shard).fileno()).samples, self._texts)
 
     def _places(self, table: SampleTable) -> list[int]:
-        """Return the table's columns of the image and the texts."""
+        """Return the indices of the table's columns for the image and the texts."""
         return [table.members.index(name) for name in ("image", *self._texts)]
 
     def _check_layout(self, shard: int, table: SampleTable) -> None:
-        """Raise UserError if a shard has other samples than in the manifest, but as many."""
+        """Raise UserError if a shard has the number of samples in the manifest, but different samples."""
         described = self._manifest.shards[shard]
         if described.layout not in (None, table.layout) and table.n == described.n:
             raise UserError(
-                f"Shard {described.path} has other samples than the manifest, in as many bytes; restore it."
+                f"Shard {described.path} has the size in the manifest but different samples; restore the shard."
             )
 
     def _verify(self, shard: int, members: Iterable[tuple[int, bytes | None, int]]) -> None:
@@ -219,11 +219,11 @@ class TarReader:
             if data is not None and zlib.crc32(data) != expected:
                 self._check_layout(shard, self._walk(shard))  # a replaced shard is a user error, not a bad sample
                 name = self._table(shard).members[member]
-                raise ChecksumError(f"{name} is not what the manifest was built from")
+                raise ChecksumError(f"{name} does not match the checksum in the manifest")
 
 
 def read_at(fd: int, offset: int, size: int) -> bytes:
-    """Read bytes of a shard; raise OSError if the file ends before them, TooLarge if they are more than 512 MiB."""
+    """Read bytes of a shard; raise OSError if the file is too short, or TooLarge if `size` is more than 512 MiB."""
     if size > _MAX_READ:
         raise TooLarge(f"{size} bytes at offset {offset} are more than the limit of {_MAX_READ}")
     data = os.pread(fd, size, offset)
@@ -233,7 +233,7 @@ def read_at(fd: int, offset: int, size: int) -> bytes:
 
 
 def _fetch_ranges(ranges: Sequence[tuple[str, int, int]], timeout: float) -> list[bytes | None]:
-    """Fetch bytes start ... end - 1 of URLs, many at a time; None for those that have not arrived after `timeout` s."""
+    """Fetch bytes start ... end - 1 of each URL concurrently; return None for a range that takes over `timeout` s."""
     found: list[bytes | None] = [None] * len(ranges)
 
     def run() -> None:
@@ -252,12 +252,12 @@ def _fetch_ranges(ranges: Sequence[tuple[str, int, int]], timeout: float) -> lis
 
 
 def _cut(begin: int, part: bytes, offset: int, size: int) -> bytes:
-    """Return bytes of a shard from a part of it that begins at `begin`."""
+    """Return bytes of a shard from `part`, which contains the shard's bytes from offset `begin` on."""
     return part[offset - begin : offset - begin + size]
 
 
 def _read_members(read: Callable[[int, int], bytes], extents: Sequence[Sequence[int]]) -> list[bytes | None]:
-    """Read members of a sample, adjacent ones in one call of `read_at`, None for negative offsets; raise as it does."""
+    """Read the members of a sample, in one call of `read` if they are close together; a negative offset gives None."""
     start, end, size = sys.maxsize, 0, 0
     for offset, length in extents:
         if offset >= 0:
@@ -271,11 +271,11 @@ def _read_members(read: Callable[[int, int], bytes], extents: Sequence[Sequence[
 
 
 def _node_tables(cache: ShardCache | None) -> NodeTables | None:
-    """Return the node's tables, next to its cache or in this user's folder, or None if that is unsafe."""
+    """Return the node's tables, from the cache or from this user's folder, or None if that folder is unsafe."""
     if cache is not None:
         return cache.tables
     try:
         return NodeTables(private_folder() / "tables")
     except UserError as error:
-        log.warning("sample tables are not shared between processes, which takes more memory: %s", error)
+        log.warning("sample tables are not shared between processes, so they take more memory: %s", error)
         return None

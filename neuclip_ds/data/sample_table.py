@@ -1,7 +1,7 @@
-"""Sample tables: offsets, checksums and keys of a shard's samples, on disk as parquet with one row group per shard.
+"""Sample tables: the offsets, checksums and keys of a shard's samples, stored as Parquet, one row group per shard.
 
-A manifest may hold these tables (`samples/part-*.parquet`). Then a shard's headers are not walked when it is first
-opened, every read is compared with its checksum (where one was computed), and the manifest may list only some of the
+A manifest may contain these tables (`samples/part-*.parquet`). In that case, a shard can be opened without walking its
+headers, every read is compared with its checksum (if one was computed), and the manifest may list only some of the
 shard's samples.
 """
 
@@ -24,49 +24,49 @@ from numpy.typing import NDArray
 from neuclip_ds.data.tar import Extent, SampleEntry
 from neuclip_ds.errors import UserError
 
-IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")  # a sample's image is the first of these that it has
-MEMBERS = ("image", "txt", "json")  # members with stored extents, before others that captions are read from
+IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")  # a sample's image is its first member in this order
+MEMBERS = ("image", "txt", "json")  # members that every table lists, before other members with captions
 _NO_OFFSET = -1
 
-_OFFSET, _CRC32 = "_offset", "_crc32"  # suffixes of the names of a member's columns
+_OFFSET, _CRC32 = "_offset", "_crc32"  # suffixes of the names of each member's columns
 _UID = ("uid_high", "uid_low")
 
 
 class SampleTable(NamedTuple):
-    """The n samples of a shard as arrays: 56 bytes and the key per sample, instead of 600 as objects; m members."""
+    """The n samples of a shard as arrays for m members. Each takes 52 bytes and a key, instead of 600 as an object."""
 
     ordinals: NDArray[np.int32]  # (n,) position among all samples of the tar
-    extents: NDArray[np.int64]  # (n, m, 2): offset and size of image, txt, json, others; offset -1 if absent
-    keys: bytes | memoryview  # joined by NUL, which no name contains; a view of a file that is memory-mapped
-    crc32: NDArray[np.uint32] | None = None  # (n, m): checksums of the members; 0 if absent
+    extents: NDArray[np.int64]  # (n, m, 2) offset and size of image, txt, json and others; offset -1 if absent
+    keys: bytes | memoryview  # joined by NUL, which no name contains; may be a view of a memory-mapped file
+    crc32: NDArray[np.uint32] | None = None  # (n, m) checksums of the members; 0 if absent
     members: tuple[str, ...] = MEMBERS
-    uids: NDArray[np.uint64] | None = None  # (n, 2) words of the JSON's uid, 0 if absent; written, not read again
+    uids: NDArray[np.uint64] | None = None  # (n, 2) words of the uid in the JSON, 0 if absent; None in a loaded table
 
     @property
     def n(self) -> int:
-        """Number of samples."""
+        """The number of samples."""
         return len(self.ordinals)
 
     @property
     def layout(self) -> int:
-        """Checksum of all names, offsets and sizes of `MEMBERS`, which almost never agrees for different shards."""
+        """A checksum of all keys and of the extents of `MEMBERS`, which almost always differs between shards."""
         return zlib.crc32(self.extents[:, : len(MEMBERS)].tobytes(), zlib.crc32(self.keys))
 
     def extent(self, row: int, member: str) -> Extent | None:
-        """Return the extent of a sample's member, or None if it has none."""
+        """Return the extent of a sample's member, or None if the sample lacks the member."""
         offset, size = self.extents[row, self.members.index(member)].tolist()
         return None if offset == _NO_OFFSET else Extent(offset, size)
 
     def place(self, row: int) -> NDArray[np.int64]:
-        """Return the (3, 2) extents of a sample's `MEMBERS`; no two samples of a shard have the same ones."""
+        """Return the (3, 2) extents of a sample's `MEMBERS`, which identify the sample in its shard."""
         return self.extents[row, : len(MEMBERS)]
 
     def has(self, member: str) -> NDArray[np.bool_]:
-        """Return which samples have a member, (n,)."""
+        """Return whether each sample has a member, (n,)."""
         return self.extents[:, self.members.index(member), 0] != _NO_OFFSET
 
     def split_keys(self) -> list[bytes]:
-        """Return the keys of all samples, as the tar has them."""
+        """Return the keys of all samples, with the same bytes as in the tar."""
         return bytes(self.keys).split(b"\0") if self.n else []
 
     def key(self, row: int) -> str:
@@ -74,7 +74,7 @@ class SampleTable(NamedTuple):
         return self.split_keys()[row].decode("utf-8", "surrogateescape")
 
     def take(self, rows: NDArray[np.int64]) -> SampleTable:
-        """Return the table of some of the samples."""
+        """Return the table of the samples at `rows`, which may repeat."""
         keys = self.split_keys()
         chosen = b"\0".join(keys[row] for row in rows.tolist())
         crc32 = None if self.crc32 is None else self.crc32[rows]
@@ -83,7 +83,7 @@ class SampleTable(NamedTuple):
 
 
 def tabulate(samples: Sequence[SampleEntry], texts: Sequence[str] = ()) -> SampleTable:
-    """Return the table of all samples of a shard; `texts` are members that captions are read from."""
+    """Return the table of all samples of a shard; `texts` are the members that captions are read from."""
     members = (*MEMBERS, *(member for member in texts if member not in MEMBERS))
     absent, extents = Extent(_NO_OFFSET, 0), []
     for found in (entry.members for entry in samples):
@@ -98,7 +98,7 @@ def tabulate(samples: Sequence[SampleEntry], texts: Sequence[str] = ()) -> Sampl
 
 
 def write_part(path: Path, tables: Iterable[SampleTable]) -> None:
-    """Write sample tables of the same members to a file, one row group each."""
+    """Write sample tables with the same members to a file, one row group per table."""
     remaining = iter(tables)
     first = next(remaining)
     schema = pa.schema([*_schema(first.members), *((name, pa.uint64()) for name in _UID)])
@@ -123,28 +123,28 @@ def write_part(path: Path, tables: Iterable[SampleTable]) -> None:
 
 
 def _schema(members: Sequence[str]) -> pa.Schema:
-    """Return the columns of keys, ordinals, extents and checksums, which are null where none was computed."""
+    """Return the columns of keys, ordinals, extents and checksums; checksums that were not computed are null."""
     extents = [(f"{member}{part}", pa.int64()) for member in members for part in (_OFFSET, "_size")]
     checksums = [(f"{member}{_CRC32}", pa.uint32()) for member in members]
     return pa.schema([("key", pa.binary()), ("ordinal", pa.int32()), *extents, *checksums])
 
 
 class Place(NamedTuple):
-    """Location of a shard's table."""
+    """The location of a shard's table."""
 
     part: Path
     group: int  # number of the row group in the file
 
 
 class SampleParts:
-    """Sample tables of some shards, stored at `places`; `members` are the file types that every table lists."""
+    """The sample tables of some shards, stored at `places`; `members` are the members that all tables list."""
 
     def __init__(self, places: Sequence[Place], members: frozenset[str]) -> None:
         self.places, self.members = tuple(places), members
 
     @classmethod
     def open(cls, places: Sequence[Place], sizes: Sequence[int]) -> SampleParts:
-        """Return the tables; raise UserError if one is missing or has the wrong size. Reads only footers of files."""
+        """Open tables, reading only the files' footers; raise UserError if a table is missing or has the wrong size."""
         rows, members = dict[Path, list[int]](), list[set[str]]()
         for part in dict.fromkeys(place.part for place in places):
             with _opened(part) as file:
@@ -160,7 +160,7 @@ class SampleParts:
 
     @classmethod
     def join(cls, several: Sequence[SampleParts]) -> SampleParts:
-        """Return the tables of several manifests, one after the other."""
+        """Concatenate the tables of several manifests."""
         places = [place for parts in several for place in parts.places]
         return cls(places, frozenset.intersection(*(parts.members for parts in several)))
 
@@ -171,18 +171,18 @@ class SampleParts:
             return _table(file.read_row_group(group))
 
     def image_checksums(self) -> Iterator[NDArray[np.uint64]]:
-        """Yield the known CRC-32 and size of each image as one number, file by file; equal images share it."""
+        """Yield, file by file, a number made of each image's known CRC-32 and size; equal images have equal numbers."""
         for crc32, sizes in self._columns(f"image{_CRC32}", "image_size"):
             yield ((sizes << np.uint64(32)) + crc32)[sizes > 0]
 
     def uids(self) -> Iterator[NDArray[np.uint64]]:
-        """Yield the known uids in the samples' JSON as (q, 2) words, file by file."""
+        """Yield, file by file, the known uids in the samples' JSON as (q, 2) words."""
         for words in self._columns(*_UID):
             uids = np.stack(words, axis=1)
             yield uids[uids.any(axis=1)]
 
     def _columns(self, *names: str) -> Iterator[list[NDArray[np.uint64]]]:
-        """Yield columns of the tables as numbers, by file, without files that lack a value."""
+        """Yield, file by file, columns of the tables as numbers; skip files in which a value is missing."""
         for part, places in groupby(sorted(self.places), key=attrgetter("part")):
             with _opened(part) as file:
                 columns = file.read_row_groups([place.group for place in places], names).columns
@@ -190,7 +190,7 @@ class SampleParts:
                 yield [column.to_numpy().astype(np.uint64) for column in columns]
 
     def source(self, shard: int) -> tuple[object, ...]:
-        """Return the identity of a shard's table: its part's path, size and time, and the row group."""
+        """Return the identity of a shard's table: its file's path, size and modification time, and the row group."""
         part, group = self.places[shard]
         try:
             status = part.stat()
@@ -201,7 +201,7 @@ class SampleParts:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[pq.ParquetFile]:
-    """Open a part; raise UserError if it is unreadable, now or within the block."""
+    """Open a file of sample tables; raise UserError if the file proves unreadable, now or within the block."""
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             yield file

@@ -1,7 +1,7 @@
-"""Scan one shard: its samples and their missing members, and optionally its checksum.
+"""Scan one shard for its samples and their missing members, and optionally compute checksums.
 
-A scan with checksums first reads the whole file; the header walk and the members' checksums then find it in the page
-cache.
+A scan with checksums first reads the whole file, so that the header walk and the checksums of the members find the file
+in the page cache.
 """
 
 import logging
@@ -29,40 +29,40 @@ from neuclip_ds.files import checksum_of
 log = logging.getLogger(__name__)
 
 _STALL_TIMEOUT = 300.0  # seconds without a byte after which a remote shard is fetched again
-_MAX_OUTAGE = 30.0  # seconds for which it is tried again
+_MAX_OUTAGE = 30.0  # seconds for which a fetch is retried while the storage fails
 
 
 class ScanOptions(NamedTuple):
-    """Options of a scan."""
+    """The options of a scan."""
 
-    captions: tuple[str, ...] = ("txt",)  # as `data.captions`; a sample without any of them is bad
+    captions: tuple[str, ...] = ("txt",)  # sources as in `data.captions`; a sample without any of them is bad
     checksum: bool = False  # whether to compute the CRC-32 of the file and of each sample's members
-    uids: tuple[str, ...] = ()  # files of the uids to keep; empty keeps all samples
+    uids: tuple[str, ...] = ()  # files that list the uids to keep; if empty, all samples are kept
     uid_key: str = "uid"  # key of the uid in a sample's JSON
-    side_files: bool = False  # whether to take counts from img2dataset's side files, and read no tar
+    side_files: bool = False  # whether to count samples from img2dataset's side files, without reading tars
 
     @property
     def has_tables(self) -> bool:
-        """Whether offsets and keys of the samples are kept."""
+        """Whether to keep the offsets and keys of the samples."""
         return self.checksum or bool(self.uids)
 
 
 class Scan(NamedTuple):
     """The result of scanning one shard."""
 
-    shard: Shard  # without its start, which is assigned later
+    shard: Shard  # with start 0; the actual start is assigned later
     n_images: int
     n_captions: int
     extensions: Sequence[str] = ()  # extensions of the first samples, for messages
     lost_bytes: int = 0  # bytes in damaged regions
-    place: tuple[str, int] | None = None  # name of the file of its sample table, and the row group there
+    place: tuple[str, int] | None = None  # (file name, row group) of the sample table
 
 
-Scans = tuple[list[Scan], dict[str, str]]  # scans, and by path the reason why a shard cannot be used
+Scans = tuple[list[Scan], dict[str, str]]  # scans, and the path of each unusable shard with the reason
 
 
 def scan_shard(path: str, options: ScanOptions) -> tuple[Scan, SampleTable]:
-    """Scan the tar at `path`, a file or URL; raise UserError if it, or its uids, cannot be read."""
+    """Scan the tar at `path`, a file or a URL; raise UserError if the tar or a uid file cannot be read."""
     try:
         path.encode()
         with local_copy(path) as file:
@@ -76,7 +76,7 @@ def scan_shard(path: str, options: ScanOptions) -> tuple[Scan, SampleTable]:
 
 @contextmanager
 def local_copy(path: str) -> Iterator[Path]:
-    """Yield the shard as a local file; a remote one is fetched and removed after the block."""
+    """Yield a shard as a local file; a remote shard is fetched, and the copy is removed after the block."""
     if is_local(path):
         yield Path(path)
         return
@@ -106,7 +106,7 @@ def _scan(path: str, file: Path, options: ScanOptions) -> tuple[Scan, SampleTabl
         if options.uids:
             found = [uid or uid_of_place(path, table.place(row)) for row, uid in enumerate(uids)]
             counts = UidFiles(options.uids).count(np.array(found, dtype=UID))
-            table = table.take(np.repeat(np.arange(table.n), counts))  # repeated as often as a uid is listed
+            table = table.take(np.repeat(np.arange(table.n), counts))  # each as often as its uid is listed
             selection = zlib.crc32(table.ordinals.tobytes())
         if options.checksum:
             rows = [[zlib.crc32(_read(fd, table, row, member)) for member in table.members] for row in range(table.n)]

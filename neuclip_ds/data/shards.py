@@ -1,4 +1,4 @@
-"""Resolve a user's data source to a list of tar files."""
+"""Resolve a data source, as the user names it, to a list of tar files."""
 
 import glob
 import math
@@ -19,24 +19,24 @@ _MAX_NAMES = 10_000_000
 
 
 def is_local(path: str) -> bool:
-    """Whether a shard is a file, on this machine or mounted, rather than a URL."""
+    """Return whether a shard is a file, on a local or mounted disk, rather than a URL."""
     return not _URL.match(path)
 
 
 def resolve_shards(source: str) -> list[str]:
     """Return the absolute paths or URLs of the tars that `source` names; raise UserError if it names none.
 
-    A source is a tar; a folder (its *.tar sorted by name, or those of its subfolders if it has none); a glob
+    A source is a tar; a folder, whose *.tar files (or, without any, those of all subfolders) are sorted by name; a glob
     (`/data/*.tar`); a brace pattern (`/data/{00000..00127}.tar`), which keeps its order and may contain globs; a URL
-    that fsspec supports, with globs or braces (`s3://bucket/{00000..00127}.tar`); a text file (`shards.txt`) with one
-    of these per line; or several of these joined by `::`.
+    that fsspec supports, with or without globs or braces (`s3://bucket/{00000..00127}.tar`); a text file (`shards.txt`)
+    with one source per line; or several sources joined by `::`.
     """
     try:
         return _resolve(source)
     except RecursionError as error:
         raise UserError(f"{source[:200]!a} is a list that includes itself; name shards in it.") from error
-    except (OSError, ValueError, RuntimeError) as error:  # a name that no file can have, ~ of nobody, no permission
-        raise UserError(f"{source[:200]!a} cannot be looked up ({error}); check path and permissions.") from error
+    except (OSError, ValueError, RuntimeError) as error:  # impossible name, unknown user, no permission
+        raise UserError(f"{source[:200]!a} cannot be looked up ({error}); check the path and permissions.") from error
 
 
 def _resolve(source: str) -> list[str]:
@@ -83,7 +83,7 @@ def _matches(pattern: str) -> list[str]:
         paths += map(Path, sorted(glob.glob(name, recursive=True)) if glob.has_magic(name) else [name])  # noqa: PTH207 - absolute
     missing = [path for path in paths if not path.exists()]
     if missing:
-        raise UserError(f"{missing[0]} does not exist ({len(missing)} of {len(paths)} of {pattern}); correct the path.")
+        raise UserError(f"{missing[0]} does not exist ({len(missing)} of {len(paths)} in {pattern}); fix the path.")
     if not paths:
         raise UserError(f"Nothing matches {pattern}; check the folder and the pattern.")
     return [str(path.absolute()) for path in paths]

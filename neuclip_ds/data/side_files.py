@@ -1,7 +1,7 @@
-"""Count the samples of shards from the files that img2dataset writes next to them, so that no tar is read.
+"""Count the samples of shards without reading the tars, from the files that img2dataset writes next to each tar.
 
-`00000_stats.json` has the number of pairs in `00000.tar` ("successes"); where it is absent, the rows of `00000.parquet`
-whose status is "success" are counted. Requests are made many at a time, so that a store's latency matters little.
+`00000_stats.json` gives the number of pairs in `00000.tar` as "successes". If that file is absent, the rows with status
+"success" in `00000.parquet` are counted. Many requests are made concurrently, so that latency matters little.
 """
 
 import json
@@ -40,9 +40,9 @@ def check_names(paths: Sequence[str]) -> None:
 def count_shards(sizes: Mapping[str, int | None]) -> Scans:
     """Count the samples of shards by their side files; return the scans, and the reason for each shard that fails.
 
-    `sizes` maps a shard's path to its bytes; a size of None is requested from the store.
+    `sizes` maps a shard's path to its size in bytes; a size of None is requested from the store.
     """
-    stores = {folder: _store(folder) for folder in {path.rpartition("/")[0] for path in sizes}}  # not one per thread
+    stores = {folder: _store(folder) for folder in {path.rpartition("/")[0] for path in sizes}}  # shared by all threads
     failures: dict[str, str] = {}
 
     def count(path: str) -> Scan | None:
@@ -75,12 +75,12 @@ def _store(folder: str) -> Any:
 def _size(path: str, store: Any) -> int:
     size = _request(partial(store.size, path))
     if not isinstance(size, int):
-        raise AttemptFailed("the server does not report its size; omit --from-side-files")
+        raise AttemptFailed("the server does not report the shard's size; omit --from-side-files")
     return size
 
 
 def _samples(stem: str, store: Any) -> int:
-    """Return the number of samples that the first side file of a shard gives."""
+    """Return the number of samples in a shard according to the first of its side files that exists."""
     for side, read in ((f"{stem}_stats.json", _successes), (f"{stem}.parquet", _rows)):
         try:
             return _request(partial(read, store, side))
@@ -112,7 +112,7 @@ def _rows(store: Any, path: str) -> int:
 
 
 def _request(work: Callable[[], Value]) -> Value:
-    """Return the result of `work`, repeated after transient errors; raise AttemptFailed."""
+    """Return the result of `work`, which is retried after transient errors; raise AttemptFailed if it still fails."""
     for attempt in range(_ATTEMPTS):
         try:
             return work()

@@ -1,10 +1,10 @@
 """Index tar shards by walking their headers, without losing the samples after a damaged header.
 
-Samples are what webdataset 1.0.2 yields on every well-formed shard. After a bad header Python's `tarfile`, and so
-webdataset, silently drops the rest of the shard; here the walk continues at the next valid header and records the gap.
-Formats: POSIX.1-1988 ustar, POSIX.1-2001 pax, GNU (long names, base-256 numbers). Sparse members are skipped.
+On well-formed shards, the samples are the same as webdataset 1.0.2's. After a bad header, Python's `tarfile`, and thus
+webdataset, silently drops the rest of the shard. This module continues at the next valid header and records the gap. It
+reads POSIX.1-1988 ustar, POSIX.1-2001 pax and GNU tars (long names, base-256 numbers), and skips sparse members.
 
-A name ends at its first NUL and is never used as a path. The work is linear in the size of any tar.
+A name ends at its first NUL and is never used as a path. The running time is linear in the size of the tar.
 """
 
 import os
@@ -16,41 +16,41 @@ from typing import NamedTuple
 
 _BLOCK = 512
 _SCAN_CHUNK = 1 << 20
-_MAX_EXTENSION = 2 << 20  # bytes of a long name or of pax records
+_MAX_EXTENSION = 2 << 20  # maximum bytes of a long name or of pax records
 _REGULAR = b"0\x007"  # type flags of regular files: "0", NUL (before POSIX) and "7" (contiguous)
-_WITHOUT_DATA = b"123456"  # links, devices, folders, pipes: tarfile reads no data after them, whatever their size field
+_WITHOUT_DATA = b"123456"  # links, devices, folders, pipes: tarfile ignores their sizes and reads no data
 _GNU_NAME, _GNU_LINK, _GNU_SPARSE = b"L", b"K", b"S"
 _PAX_LOCAL, _PAX_GLOBAL = b"xX", b"g"
 _EXTENSIONS = _GNU_NAME + _GNU_LINK + _PAX_LOCAL + _PAX_GLOBAL  # headers that describe the next header
 
-_PAX_RECORD = re.compile(rb"([0-9]{1,18}) ([^=]*)=")  # and a value up to the newline at the length's end
+_PAX_RECORD = re.compile(rb"([0-9]{1,18}) ([^=]*)=")  # followed by a value and a newline, at which the record ends
 _SPARSE = "GNU.sparse"
 _META_MEMBER = re.compile(r"__[^/]*__($|/)")
 
 
 class Extent(NamedTuple):
-    """A run of bytes in a shard."""
+    """A range of bytes in a shard."""
 
     offset: int
     size: int
 
 
 class SampleEntry(NamedTuple):
-    """One sample: its key and the extent of each member by extension (lower case, no leading dot)."""
+    """One sample: its key and the extents of its members by extension (in lower case, without the leading dot)."""
 
     key: str
     members: dict[str, Extent]
 
 
 class ShardIndex(NamedTuple):
-    """The samples of a shard in order, incomplete ones included, and the damaged regions between them."""
+    """The samples of a shard in order, including incomplete samples, and the damaged regions of the shard."""
 
     samples: list[SampleEntry]
     gaps: list[Extent]
 
 
 class _Blocks:
-    """Header blocks of a file, read 4096 bytes at a time since headers of small members are close together."""
+    """A reader of header blocks, 4096 bytes at a time, because the headers of small members are close together."""
 
     READ = 4096
 
@@ -58,7 +58,7 @@ class _Blocks:
         self._fd, self._start, self._data = fd, 0, b""
 
     def at(self, offset: int) -> bytes:
-        """Return the 512 bytes at an offset, fewer at the end of the file."""
+        """Return the 512 bytes at an offset, or fewer at the end of the file."""
         within = offset - self._start
         if not 0 <= within <= len(self._data) - _BLOCK:
             self._start, self._data, within = offset, os.pread(self._fd, self.READ, offset), 0
@@ -66,7 +66,7 @@ class _Blocks:
 
 
 class _BadHeader(Exception):
-    """Raised for an invalid tar header; `_member` sets `resume`, the offset at which to look for the next one."""
+    """Raised for an invalid tar header; `_member` sets `resume`, the offset at which to look for the next header."""
 
     resume = 0
 
@@ -78,7 +78,7 @@ class _Header(NamedTuple):
 
 
 def read_index(fd: int) -> ShardIndex:
-    """Index the open tar of a file descriptor; raise OSError if it cannot be read.
+    """Index a tar, given its file descriptor; raise OSError if the tar cannot be read.
 
     A damaged or truncated member is missing from its sample and covered by a gap.
     """
@@ -88,11 +88,11 @@ def read_index(fd: int) -> ShardIndex:
 
 
 def _group_members(members: Iterator[tuple[str, Extent]]) -> list[SampleEntry]:
-    """Group consecutive members with equal key into samples; the first member of an extension counts."""
+    """Group consecutive members with the same key into samples, keeping only the first member per extension."""
     samples: list[SampleEntry] = []
     for name, extent in members:
         key, extension = _split(name)
-        # webdataset's metadata: `__name__` at the top, or anything in such a top folder
+        # webdataset's metadata: a top-level file named `__*__`, or any file in a top-level folder named `__*__`
         if not key or _META_MEMBER.match(name) or ("/" not in name and name[:2] == "__" == name[-2:]):
             continue
         if not samples or samples[-1].key != key:
@@ -102,9 +102,9 @@ def _group_members(members: Iterator[tuple[str, Extent]]) -> list[SampleEntry]:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """Return key and extension, empty for a name that belongs to no sample.
+    """Return the key and the extension of a member's name, both empty if the name does not belong to a sample.
 
-    This is webdataset's `((?:.*/|)[^.]+)[.]([^/]*)`, which takes time quadratic in the number of folders.
+    The result is that of webdataset's `((?:.*/|)[^.]+)[.]([^/]*)`, whose time is quadratic in the number of folders.
     """
     folder, slash, base = name.rpartition("/")
     stem, dot, extension = base.partition(".")
@@ -114,7 +114,7 @@ def _split(name: str) -> tuple[str, str]:
 
 
 def _walk(fd: int, end: int, gaps: list[Extent]) -> Iterator[tuple[str, Extent]]:
-    """Yield (name, extent) of regular members in order; append damaged regions to `gaps`."""
+    """Yield the (name, extent) of each regular member in order; append damaged regions to `gaps`."""
     shared: dict[str, str] = {}  # pax records for all following members
     blocks = _Blocks(fd)
     offset = 0
@@ -123,7 +123,7 @@ def _walk(fd: int, end: int, gaps: list[Extent]) -> Iterator[tuple[str, Extent]]
             header, data, own = _member(blocks, fd, offset, end, shared)
         except _BadHeader as bad:
             resumed = _next_header(fd, bad.resume, end)
-            # the archive ends with zeros (two blocks, or all that is left), which no header follows
+            # an archive ends with zeros (two blocks, or the rest of the file), with no header after them
             if resumed < end or os.pread(fd, 2 * _BLOCK, offset).strip(b"\0"):
                 start = gaps.pop().offset if gaps and sum(gaps[-1]) == offset else offset
                 gaps.append(Extent(start, resumed - start))
@@ -139,7 +139,7 @@ def _member(
 ) -> tuple[_Header, int, dict[str, str]]:
     """Return the header of the member at `offset`, the offset of its data and the pax records that apply to it.
 
-    Extension headers (long names, pax) precede the real one; if two give its name, the first wins, as in tarfile.
+    Extension headers (long names, pax) precede a member's header; if two give the name, the first wins, as in tarfile.
     """
     long_name: str | None = None
     own: dict[str, str] = {}
@@ -149,7 +149,7 @@ def _member(
             if not 0 <= header.size <= min(_MAX_EXTENSION, end - offset - _BLOCK):
                 raise _BadHeader
             payload = os.pread(fd, header.size, offset + _BLOCK)
-            offset = resume = offset + _BLOCK + _padded(header.size)  # nothing is read twice
+            offset = resume = offset + _BLOCK + _padded(header.size)  # so that nothing is read twice
             if header.kind == _GNU_NAME:
                 long_name = long_name or own.get("path") or _text(payload)
             elif header.kind == _PAX_GLOBAL:
@@ -177,17 +177,17 @@ def _parse(block: bytes) -> _Header:
     name, prefix, kind = _text(block[:100]), _text(block[345:500]), block[156:157]
     if prefix and kind not in (_GNU_NAME, _GNU_LINK, _GNU_SPARSE):
         name = f"{prefix}/{name}"
-    if kind == b"\0" and name.endswith("/"):  # pre-POSIX tars mark folders so
+    if kind == b"\0" and name.endswith("/"):  # pre-POSIX tars mark folders this way
         kind = b"5"
     return _Header(name, _number(block[124:136]), kind)
 
 
 def _verify_checksum(block: bytes) -> None:
-    """Check the sum of the header's bytes, with the checksum field as spaces; old tars summed signed bytes."""
+    """Check the sum of a header's bytes, with spaces in place of the checksum field; old tars sum signed bytes."""
     field = block[148:156]
     expected = _number(field)
     rest = sum(field) - 8 * ord(" ")
-    # the low half of Adler-32 is 1 + the sum of the bytes, modulo 65521: ten times as fast as sum()
+    # the low half of Adler-32 is 1 + the sum of the bytes, modulo 65521, and takes a tenth of the time of sum()
     if (zlib.adler32(block) & 0xFFFF) == (expected + rest + 1) % 65521:
         return
     total = sum(block) - rest
@@ -197,7 +197,7 @@ def _verify_checksum(block: bytes) -> None:
 
 
 def _number(field: bytes) -> int:
-    """Parse octal text, or GNU's base-256 if the first bit is set."""
+    """Parse an octal number, or a GNU base-256 number if the first bit is set."""
     if field[0] == 0o200:
         return int.from_bytes(field[1:], "big")
     try:
@@ -218,7 +218,7 @@ def _text(field: bytes) -> str:
 
 
 def _pax_records(payload: bytes) -> dict[str, str]:
-    """Parse records `LENGTH KEYWORD=VALUE\\n`, where LENGTH counts the whole record; return those that matter here."""
+    """Parse records `LENGTH KEYWORD=VALUE\\n`, with the LENGTH of the whole record; return only the relevant ones."""
     records: dict[str, str] = {}
     start, end = 0, len(payload.rstrip(b"\0"))
     while start < end:
@@ -240,8 +240,8 @@ def _padded(size: int) -> int:
 
 
 def _next_header(fd: int, offset: int, end: int) -> int:
-    """Return the offset of the next valid header at `offset` or later in steps of 512 bytes, else `end`."""
-    size = _Blocks.READ  # grows: where every block looks like a header, each search ends at once
+    """Return the offset of the first valid header from `offset` on, in steps of 512 bytes, or else `end`."""
+    size = _Blocks.READ  # small at first: if every block looks like a header, each search ends immediately
     while offset < end:
         chunk = os.pread(fd, size, offset)
         if chunk.strip(b"\0"):

@@ -1,8 +1,8 @@
-"""Select subsets of a pool by uid, as DataComp and DFN publish them: .npy files of sorted 128-bit numbers.
+"""Select subsets of a pool by uid, from .npy files of sorted 128-bit numbers, as DataComp and DFN publish them.
 
-A uid is 32 hex digits in the sample's JSON, or else a hash of the sample's place in its shard, and a pair of 64-bit
-words in the files (dtype `u8,u8`, high word first). A file of a billion uids takes 16 GB: it is memory-mapped and
-searched for all uids of a shard at once.
+A sample's JSON stores the uid as 32 hex digits; without it, the uid is a hash of the sample's place in its shard. The
+files store each uid as a pair of 64-bit words (dtype `u8,u8`, high word first). A file of a billion uids takes 16 GB,
+so files are memory-mapped, and each is searched for all uids of a shard at once.
 """
 
 import hashlib
@@ -25,13 +25,13 @@ UidArray = NDArray[np.void]  # dtype UID
 
 
 class UidFiles:
-    """The sorted uids of some files, memory-mapped; raise UserError if a file is absent or has the wrong dtype."""
+    """The sorted uids in memory-mapped files. Raises UserError if a file is absent or has the wrong dtype."""
 
     def __init__(self, paths: Sequence[str | Path]) -> None:
         self._files = [_map(Path(path)) for path in paths]
 
     def check_order(self) -> None:
-        """Read all files once; raise UserError if one is not sorted."""
+        """Read all files once; raise UserError if a file is not sorted."""
         for file in self._files:
             for start in range(0, len(file), _CHUNK):
                 chunk = file[start : start + _CHUNK + 1]
@@ -41,7 +41,7 @@ class UidFiles:
                     raise UserError(f"{name} is not sorted; sort it with numpy (np.sort) and save it again.")
 
     def count(self, uids: UidArray) -> NDArray[np.int64]:
-        """Return how often each of (q,) uids is listed."""
+        """Return how often the files list each of the (q,) uids."""
         found = np.zeros(len(uids), dtype=np.int64)
         for listed in self._files:
             found += np.searchsorted(listed, uids, side="right") - np.searchsorted(listed, uids, side="left")
@@ -49,14 +49,14 @@ class UidFiles:
 
 
 def parse_uid(text: object) -> tuple[int, int] | None:
-    """Return the two 64-bit words of 32 hex digits, or None for anything else."""
+    """Return the two 64-bit words of a uid of 32 hex digits, or None for anything else."""
     if not isinstance(text, str) or not _HEX.fullmatch(text):
         return None
     return int(text[:16], 16), int(text[16:], 16)
 
 
 def parse_uids(texts: pa.Array) -> UidArray:
-    """Return the uids of an array of strings, without those that are not 32 hex digits."""
+    """Return the uids in an array of strings, without the strings that are not 32 hex digits."""
     texts = pc.cast(texts, pa.string())
     valid = texts.filter(pc.fill_null(pc.match_substring_regex(texts, f"^{_HEX.pattern}$"), False))
     words = np.frombuffer(bytes.fromhex("".join(valid.to_pylist())), dtype=">u8").reshape(-1, 2)
@@ -66,12 +66,12 @@ def parse_uids(texts: pa.Array) -> UidArray:
 
 
 def uid_of(data: bytes, key: str) -> tuple[int, int] | None:
-    """Return the uid in a sample's JSON member, or None if it has none."""
+    """Return the uid under `key` in a sample's JSON member, or None if there is no valid uid."""
     return parse_uid(json_object(data).get(key))
 
 
 def uid_of_place(shard: str, extents: NDArray[np.int64]) -> tuple[int, int]:
-    """Return a uid for a sample that has none: a hash of its shard's file name and its members' (m, 2) extents."""
+    """Return a uid for a sample without one: a hash of its shard's file name and the (m, 2) extents of its members."""
     place = Path(shard).name.encode("utf-8", "surrogateescape") + extents.astype("<i8").tobytes()
     digest = hashlib.md5(place, usedforsecurity=False).digest()
     return int.from_bytes(digest[:8], "big"), int.from_bytes(digest[8:], "big")

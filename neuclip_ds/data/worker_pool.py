@@ -1,4 +1,4 @@
-"""Worker processes that do jobs in order. One that dies or hangs is replaced; all end with the process they serve."""
+"""Worker processes that do jobs in order. A worker that dies or hangs is replaced. All workers end with the parent."""
 
 from __future__ import annotations
 
@@ -31,28 +31,28 @@ from neuclip_ds.errors import UserError
 log = logging.getLogger(__name__)
 
 MAX_FAILURES = 3  # consecutive failures of the worker whose result is due
-PROCESS_NAME = "loader"  # as ps and top show a worker
+PROCESS_NAME = "loader"  # a worker's name in ps and top
 
-_CONTEXT = multiprocessing.get_context("fork")  # workers share the manifest's memory, and import nothing again
-_POLL = 1.0  # seconds between checks of what a worker waits for
+_CONTEXT = multiprocessing.get_context("fork")  # workers share the manifest's memory, and need no imports
+_POLL = 1.0  # seconds between checks while the main process waits for a worker
 
 
 class LoaderOptions(NamedTuple):
-    """How batches are loaded, which does not change their contents."""
+    """Options of the loader. Only `captions` changes the contents of batches."""
 
     workers: int = 2  # number of loader processes; 0 loads in this process
-    prefetch: int = 4  # batches, or parts of them, that each worker prepares ahead
+    prefetch: int = 4  # batches, or parts of batches, that each worker prepares ahead
     timeout: float = 300  # seconds to wait for a batch
-    captions: CaptionSources = ("txt",)  # as `data.captions`
-    cache: ShardCache | None = None  # holds copies of remote shards
+    captions: CaptionSources = ("txt",)  # as in `data.captions`
+    cache: ShardCache | None = None  # for copies of remote shards
     pin_memory: bool = False  # whether batches are in pinned memory
 
 
 class WorkerPool:
-    """Loader processes that do jobs. They are forked for the first series of jobs, and kept for the next ones.
+    """A pool of loader processes, which are forked for the first series of jobs and kept for later series.
 
-    `work` does a job, in a worker; in this process without workers. It may raise `UserError`. Results that have a
-    method `pin_memory` arrive in pinned memory.
+    `work` does a job in a worker or, without workers, in this process; it may raise `UserError`. With the option
+    `pin_memory`, results that have a method of that name arrive in pinned memory.
     """
 
     def __init__(self, work: Callable[[Any], Any], options: LoaderOptions) -> None:
@@ -60,17 +60,17 @@ class WorkerPool:
         self._workers: list[_Worker] = []
 
     def run(self, jobs: Iterable[Any], describe: Callable[[int], str], folder: Path) -> Generator[Any, None, None]:
-        """Yield the results of jobs in order; a worker that fails is replaced, and its jobs are done again.
+        """Yield the results of jobs in order; a worker that fails is replaced, and its unfinished jobs are repeated.
 
-        Jobs can be pickled; they are read as far ahead as the workers may prepare. `describe` names the result of a job
-        by number, and `folder` is that of the shards, for messages. A series that is not read to its end stops the
-        workers; the next one starts others. Raises UserError if a job does, or workers repeatedly die or time out.
+        Jobs must be picklable, and are read only as far ahead as the workers may prepare results. In messages,
+        `describe` names the result of a numbered job, and `folder` is the folder of the shards. If the caller stops
+        early, the next series starts new workers. Raises UserError if a job does, or if workers keep failing.
         """
         count = self._options.workers
         if not count:
             yield from map(self._work, jobs)
             return
-        if any(worker.due for worker in self._workers):  # from a series that nobody reads any more
+        if any(worker.due for worker in self._workers):  # from a series that the caller no longer reads
             self.close()
         if not self._workers:
             atexit.register(self.close)
@@ -120,28 +120,28 @@ def _stop(workers: list[_Worker]) -> None:
 
 
 class _WorkerFailure(Exception):
-    """A worker died or does not respond; the message has the cause and a fix."""
+    """Raised if a worker dies or does not respond; the message gives the cause and a fix."""
 
 
 class _Worker:
-    """A worker process, and the thread that receives its results; `due` are its jobs whose results nobody has taken."""
+    """A worker process and the thread that receives its results; `due` are the jobs whose results are not yet taken."""
 
     def __init__(self, work: Callable[[Any], Any], options: LoaderOptions) -> None:
         self.due: deque[Any] = deque()
         self._options = options
-        get_temp_dir()  # for the sockets that pass tensors; a killed worker would not remove a folder that it made
+        get_temp_dir()  # creates the folder for sockets that pass tensors; a killed worker would not remove it
         self._jobs = _CONTEXT.Queue()
         receiver, sender = _CONTEXT.Pipe(duplex=False)
         arguments = os.getpid(), work, self._jobs, sender
         self._process = _CONTEXT.Process(target=_do_jobs, args=arguments, daemon=True)
         self._process.start()
-        sender.close()  # the worker's end alone is open: it closes when the worker ends
+        sender.close()  # only the worker's end stays open, and closes when the worker ends
         self._results: SimpleQueue[tuple[Any, Exception | None]] = SimpleQueue()
         device = torch.cuda.current_device() if options.pin_memory else None
         threading.Thread(target=_receive, args=(receiver, self._results, device), daemon=True).start()
 
     def give(self, job: Any) -> None:
-        """Send the worker another job."""
+        """Send a job to the worker."""
         self.due.append(job)
         self._jobs.put(job)
 
@@ -149,8 +149,8 @@ class _Worker:
         """Return the next result.
 
         Raises:
-            _WorkerFailure: the worker has died, or no result and no shard has come for `options.timeout` seconds. The
-                time in which the node waits for its storage does not count.
+            _WorkerFailure: the worker has died, or neither a result nor data of a shard has arrived for
+                `options.timeout` seconds, not counting time in which the node waits for its storage.
         """
         cache, timeout = self._options.cache, self._options.timeout
         since, arrived = time.monotonic(), -1
@@ -158,7 +158,7 @@ class _Worker:
             with suppress(Empty):
                 result, end = self._results.get(timeout=min(_POLL, timeout / 2))
                 break
-            if cache is not None and cache.waits_for_storage():  # workers end that after `data.max_outage`
+            if cache is not None and cache.waits_for_storage():  # this ends after `data.max_outage`
                 since = time.monotonic()
                 with deferring(False):  # a signal ends the run now: the next step may be an hour away
                     pass
@@ -187,16 +187,16 @@ class _Worker:
     def stop(self) -> None:
         """Kill the worker."""
         self._process.kill()
-        self._process.join()  # else it stays a zombie
+        self._process.join()  # otherwise, it stays a zombie
         self._jobs.cancel_join_thread()
         self._jobs.close()
 
 
 def _receive(results: Connection, received: SimpleQueue[tuple[Any, Exception | None]], device: int | None) -> None:
-    """Pass on a worker's results, in memory pinned for the device if there is one, and the error that ends them."""
+    """Forward a worker's results, in pinned memory if a device is given, and the error that ends the connection."""
     try:
         if device is not None:
-            torch.cuda.set_device(device)  # for this thread
+            torch.cuda.set_device(device)  # the current device is a setting of each thread
         while True:
             result = results.recv()
             pins = device is not None and hasattr(result, "pin_memory")
@@ -207,7 +207,7 @@ def _receive(results: Connection, received: SimpleQueue[tuple[Any, Exception | N
 
 
 def _do_jobs(parent: int, work: Callable[[Any], Any], jobs: Any, results: Connection) -> None:
-    """Do jobs until this process is killed; an error is a result."""
+    """Do jobs until this process is killed; an error is sent as the result of its job."""
     end_with_parent(parent)
     with suppress(OSError):
         Path("/proc/self/comm").write_text(PROCESS_NAME)

@@ -1,4 +1,4 @@
-"""Collectives of the objectives, the normalizers and the per-sample state, counted by purpose; copies to a GPU."""
+"""Collectives that record their traffic by purpose, and copies between host and GPU memory."""
 
 import copy
 import functools
@@ -20,18 +20,18 @@ ProcessGroup = dist.ProcessGroup
 
 _STAGED = 64 << 10  # bytes of pageable memory that CUDA copies asynchronously; the host waits for larger copies
 
-# ranges in a profiler's trace: a training step, and one of its phases
+# names of ranges in a profiler's trace: a training step, and the prefix of a phase of the step
 STEP, PHASE = "train step", "phase: "
 
 
 def ring_bytes(op: str, size: int, world_size: int) -> int:
-    """Return the bytes that a rank sends in the ring algorithm, whichever the backend uses.
+    """Return the bytes that a rank would send in the ring algorithm, whichever algorithm the backend uses.
 
     Args:
-        op: all_gather, all_reduce, reduce_scatter, all_to_all, or reduce and broadcast, whose ranks differ and for
-            which it is the mean over ranks; others (barrier) count 0.
-        size: bytes of a rank's input: local rows for all_gather, the whole tensor for the others; all_to_all's has
-            nothing for the rank itself.
+        op: all_gather, all_reduce, reduce_scatter, all_to_all, reduce or broadcast. For reduce and broadcast, where
+            ranks send different amounts, the mean over ranks is returned; for any other operation (barrier), 0.
+        size: bytes of a rank's input: the local rows for all_gather, the rows sent to other ranks for all_to_all, and
+            the whole tensor for the remaining operations.
         world_size: number of ranks K.
     """
     if op == "all_to_all":
@@ -43,10 +43,10 @@ def ring_bytes(op: str, size: int, world_size: int) -> int:
 
 @dataclass
 class Traffic:
-    """Cost of one purpose on this rank so far: bytes by `ring_bytes`, and seconds not overlapped by computation."""
+    """Traffic for one purpose on this rank so far: bytes by `ring_bytes`, and seconds not overlapped by computation."""
 
     calls: int = 0
-    bytes_sent: int = 0  # as many are received
+    bytes_sent: int = 0  # equal to the bytes received
     seconds: float = 0.0
 
 
@@ -56,12 +56,12 @@ class Pending:
 
     _result: Tensor  # filled by the collective
     _work: dist.Work | None = None  # torch's handle; None if the result is ready
-    _waiting: Callable[[], AbstractContextManager[None]] = nullcontext  # times `wait` in the traffic
+    _waiting: Callable[[], AbstractContextManager[None]] = nullcontext  # adds the time of `wait` to the traffic
 
     to_host: bool = False  # `wait` blocks the host until the device has finished
 
     def wait(self) -> Tensor:
-        """Wait for the result and return it; on a GPU later kernels wait, not the host."""
+        """Wait for the result and return it; on a GPU, later kernels wait but the host does not."""
         if self._work is not None:
             with self._waiting():
                 self._work.wait()
@@ -72,10 +72,10 @@ class Pending:
 class Communicator(Exchange):
     """Collectives over all ranks of the process group; with one rank, calls return without communication.
 
-    Needs an initialized `torch.distributed` process group when more than one rank runs.
+    With more than one rank, the `torch.distributed` process group must be initialized.
 
     Attributes:
-        traffic: purpose -> `Traffic`; call `collect_times()` before reading times on a GPU.
+        traffic: `Traffic` by purpose; on a GPU, call `collect_times()` before reading the times.
     """
 
     def __init__(
@@ -88,9 +88,9 @@ class Communicator(Exchange):
         """
         Args:
             device: device of the tensors.
-            group: process group of the ranks; None is the default one.
-            host_group: process group of the same ranks for objects and tensors in host memory; None is `group`.
-            store: store of the same ranks, for `count`.
+            group: process group of the ranks; None for the default group.
+            host_group: process group of the same ranks for objects and tensors in host memory; None for `group`.
+            store: store that the same ranks share, for `count`.
         """
         super().__init__(torch.device(device), group if host_group is None else host_group, store)
         self._group = group
@@ -98,7 +98,7 @@ class Communicator(Exchange):
         self._unread_events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     def alone(self) -> "Communicator":
-        """Return a communicator of this rank alone, whose calls send nothing."""
+        """Return a communicator for this rank alone; its calls send nothing."""
         lone = copy.copy(self)
         lone.rank, lone.world_size, lone.traffic = 0, 1, defaultdict(Traffic)
         return lone
@@ -110,29 +110,29 @@ class Communicator(Exchange):
 
     @functools.cached_property
     def own_group(self) -> ProcessGroup | None:
-        """A process group of this rank alone, created without the other ranks.
+        """Process group of this rank alone, created without the other ranks.
 
-        It uses gloo on GPUs too: NCCL would split it from the group of all ranks, so all ranks would have to take part.
+        It uses gloo even on GPUs: NCCL would split it from the global group, and all ranks would have to take part.
         """
         if self.world_size == 1:
             return self.group
         return cast(ProcessGroup, dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True))
 
     def all_gather(self, x: Tensor, purpose: str) -> Tensor:
-        """Gather (b, ...) of every rank to (K b, ...) in rank order; shapes must be equal on all ranks."""
+        """Gather the (b, ...) tensors of all K ranks into (K b, ...), in rank order; all shapes must be equal."""
         return self.begin_all_gather(x, purpose).wait()
 
     def begin_all_gather(self, x: Tensor, purpose: str) -> Pending:
-        """Start an `all_gather` that overlaps computation; ranks begin and wait in the same order."""
+        """Start an `all_gather` that overlaps computation; all ranks must begin and wait in the same order."""
         if self.world_size == 1:
             return Pending(x)
         result = x.new_empty((self.world_size * x.shape[0], *x.shape[1:]))
         return self._begin("all_gather", x, purpose, result, all_gather_single, x.contiguous())
 
     def begin_host_gather(self, x: Tensor, purpose: str) -> Pending:
-        """Start an `all_gather` of a tensor in host memory, without the GPU.
+        """Start an `all_gather` of a tensor in host memory, if possible without the GPU.
 
-        If the group carries only GPU tensors (NCCL), the tensor is sent through the GPU, and `wait` waits for it.
+        If the group supports only GPU tensors (NCCL), the tensor is sent through the GPU, and `wait` waits for the GPU.
         """
         if self.world_size == 1:
             return Pending(x)
@@ -141,7 +141,7 @@ class Communicator(Exchange):
         return pending
 
     def all_reduce(self, x: Tensor, purpose: str) -> Tensor:
-        """Sum x over ranks, with the same bits on each; x itself is not changed."""
+        """Return the sum of x over ranks, bit-identical on every rank; x is not modified."""
         return self.begin_all_reduce(x, purpose).wait()
 
     def begin_all_reduce(self, x: Tensor, purpose: str) -> Pending:
@@ -152,7 +152,7 @@ class Communicator(Exchange):
         return self._begin("all_reduce", x, purpose, result, dist.all_reduce)
 
     def reduce_scatter(self, x: Tensor, purpose: str) -> Tensor:
-        """Sum (K b, ...) over ranks and return this rank's rows (b, ...)."""
+        """Sum x, (K b, ...), over all K ranks and return this rank's rows (b, ...)."""
         return self.begin_reduce_scatter(x, purpose).wait()
 
     def begin_reduce_scatter(self, x: Tensor, purpose: str) -> Pending:
@@ -165,9 +165,9 @@ class Communicator(Exchange):
         return self._begin("reduce_scatter", x, purpose, result, reduce_scatter_single, x.contiguous())
 
     def reduce_scatter_among(self, ranks: range, x: Tensor, purpose: str) -> Tensor:
-        """Sum x, (len(ranks) b, ...), over consecutive ranks that include this one; return this rank's rows (b, ...).
+        """Sum x, (len(ranks) b, ...), over consecutive `ranks` that include this rank; return its rows (b, ...).
 
-        All ranks must call it, each with its own group, because one all-to-all of all ranks serves every group.
+        All ranks must call this method, each with the ranks of its group: one global all-to-all serves every group.
         """
         parts = dict(zip(ranks, x.chunk(len(ranks)), strict=True))
         own = parts.pop(self.rank)
@@ -194,12 +194,12 @@ class Communicator(Exchange):
         self._unread_events.clear()
 
     def seconds(self) -> float:
-        """Return the time that all counted calls have taken so far."""
+        """Return the total time of all counted calls so far, in seconds."""
         self.collect_times()
         return sum(traffic.seconds for traffic in self.traffic.values())
 
     def _begin(self, op: str, x: Tensor, purpose: str, result: Tensor, launch: Any, *inputs: Tensor) -> Pending:
-        """Count a collective and launch it; `launch` is torch's function of the result and its inputs."""
+        """Count and launch a collective; `launch` is torch's function, called with the result and the inputs."""
         self.begun += 1
         traffic = self.traffic[purpose]
         traffic.calls += 1
@@ -211,7 +211,7 @@ class Communicator(Exchange):
 
     @contextmanager
     def _timed(self, purpose: str, device: torch.device) -> Iterator[None]:
-        """Add the time that this rank spends launching or waiting for a collective, without overlapped time."""
+        """Add the time that this rank spends launching a collective or waiting for it, but no overlapped time."""
         if device.type == "cuda":
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
@@ -233,12 +233,12 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """
     if device.type == "cuda" and tensor.device.type == "cpu" and tensor.nbytes > _STAGED:
         tensor = tensor.pin_memory()
-    # torch would not wait for a copy to the host either, so that the host could read it too early
+    # torch would not wait for a non-blocking copy to the host either, so the host could read the copy too early
     return tensor.to(device, non_blocking=device.type == "cuda")
 
 
 class HostCopy:
-    """An asynchronous copy of a tensor to host memory; a tensor that is already there is not copied."""
+    """An asynchronous copy of a tensor to host memory; a tensor that is already in host memory is not copied."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._copy = tensor
@@ -250,7 +250,7 @@ class HostCopy:
             self._arrived.record()
 
     def wait(self) -> Tensor:
-        """Wait for the copy, but not for later work of the device, and return it."""
+        """Wait for the copy, but not for later work on the device, and return the copy."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._copy

@@ -1,4 +1,4 @@
-"""Read the launcher's environment variables, without torch so that mistakes are reported at once."""
+"""Read the launcher's environment variables. The module does not import torch, so it reports mistakes at once."""
 
 import os
 import re
@@ -13,8 +13,8 @@ import psutil
 
 from neuclip_ds.errors import UserError
 
-# (rank, local rank, world size) as the DeepSpeed and torch launchers, Open MPI and a step of SLURM's srun name them.
-# SLURM_NTASKS does not mark a step: a batch script, which is one process, has it too.
+# Variables of rank, local rank and world size: the DeepSpeed and torch launchers, Open MPI, and an srun step of SLURM.
+# SLURM_NTASKS does not identify an srun step, because it is also set in a batch script, which is a single process.
 _SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS")
 _LAUNCHERS = (
     ("RANK", "LOCAL_RANK", "WORLD_SIZE"),
@@ -34,7 +34,7 @@ class RankEnvironment(NamedTuple):
 
 
 def read_environment(env: MutableMapping[str, str] = os.environ) -> RankEnvironment:
-    """Return rank, local rank and world size, (0, 0, 1) without a launcher."""
+    """Return the rank, local rank and world size; without a launcher, return (0, 0, 1)."""
     names = _launcher(env)
     if names is None:
         return RankEnvironment(0, 0, 1)
@@ -46,10 +46,10 @@ def read_environment(env: MutableMapping[str, str] = os.environ) -> RankEnvironm
 
 
 def complete_environment(env: MutableMapping[str, str] = os.environ) -> None:
-    """Set variables of the process group that the launcher leaves unset: for a single rank, and for a step of srun.
+    """Set the process group's variables that the launcher left unset, for a single rank and for an srun step.
 
-    The rendezvous of a step of srun is its first node, at a port derived from the job. Under mpirun without
-    MASTER_ADDR and MASTER_PORT nothing is set: MPI must provide the address. Raises `UserError` for other launchers.
+    An srun step uses its first node as MASTER_ADDR and a port derived from the job ID. Without an address, mpirun's
+    ranks ask MPI for one, so nothing is set; under other launchers, this function raises `UserError`.
     """
     names = _launcher(env)
     if names is None:
@@ -66,14 +66,14 @@ def complete_environment(env: MutableMapping[str, str] = os.environ) -> None:
 
 
 def find_gpus(devices: Path = Path("/dev")) -> list[str]:
-    """Return the device files of NVIDIA's and AMD's compute drivers; files in dri/ may belong to displays."""
+    """Return the device files of NVIDIA's and AMD's compute drivers; skip dri/, whose files may be displays."""
     return sorted(str(path) for path in devices.glob("*") if re.fullmatch(r"nvidia\d+|kfd", path.name))
 
 
 def let_idle_threads_sleep(env: MutableMapping[str, str] = os.environ) -> None:
-    """Let idle OpenMP threads of a CPU run sleep unless the user has chosen; has no effect once torch is imported.
+    """Let idle OpenMP threads of a CPU run sleep unless the user has configured them; call it before importing torch.
 
-    Threads that spin while they wait for the next parallel part take the cores from other ranks and from loaders.
+    Threads that spin until the next parallel region take cores away from other ranks and from data loaders.
     """
     chosen = env.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}
     if not chosen and (env.get("DS_ACCELERATOR") == "cpu" or not find_gpus()):
@@ -83,11 +83,11 @@ def let_idle_threads_sleep(env: MutableMapping[str, str] = os.environ) -> None:
 def refuse_missing_gpus(torch_build: str) -> None:
     """Raise `UserError` if DeepSpeed finds no GPU and would train on the CPU by mistake.
 
-    It does so if the machine has GPUs, or if `deepspeed --num_gpus N` started this process;
-    `--num_accelerators`, its other name, also means CPU ranks. DS_ACCELERATOR=cpu chooses the CPU.
+    The function raises if the machine has GPUs, or if `deepspeed --num_gpus N` started this process. The alias
+    `--num_accelerators` is accepted because it can also mean CPU ranks. DS_ACCELERATOR=cpu selects the CPU.
 
     Args:
-        torch_build: torch's version and the platform it was built for.
+        torch_build: torch's version and the platform that it was built for.
     """
     if os.environ.get("DS_ACCELERATOR"):
         return
@@ -113,20 +113,20 @@ def refuse_missing_gpus(torch_build: str) -> None:
 def use_interface_of(address: str) -> None:
     """Let gloo use the network interface that has this address, unless GLOO_SOCKET_IFNAME names one.
 
-    By default gloo uses the interface of the host name's address, which may belong to another network or, like Debian's
-    127.0.1.1, to none.
+    By default, gloo uses the interface of the address that the host name resolves to. That address may belong to a
+    different network or, like Debian's 127.0.1.1, to no network.
     """
     wanted = ip_address(address)
     for name, addresses in psutil.net_if_addrs().items():
         for one in addresses:
             if one.family in (socket.AF_INET, socket.AF_INET6):
-                found = ip_address(one.address.partition("%")[0])  # a link-local one ends with %INTERFACE
+                found = ip_address(one.address.partition("%")[0])  # a link-local address ends with %INTERFACE
                 if found == wanted or (found.is_loopback and wanted.is_loopback):
                     os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def free_port() -> int:
-    """Return a free TCP port of this machine."""
+    """Return a free TCP port on this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -16,18 +16,18 @@ T = TypeVar("T")
 
 PURPOSE = "purpose: "  # prefix of the range that names a collective's purpose in a profiler's trace
 
-# torch 2.14 renames both and warns on every rank of the old names, which are all that torch 2.6 has
+# torch 2.14 renamed both functions and warns about the old names on every rank; torch 2.6 has only the old names
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Exchange:
-    """Messages over all ranks of a process group; with one rank none is sent.
+    """Messages between all ranks of a process group; with one rank, nothing is sent.
 
     Attributes:
         rank: rank of this process, 0 <= rank < world_size.
         device: device of the tensors.
-        begun: number of collectives that this rank has begun; the others wait for a rank with a smaller number.
+        begun: number of collectives that this rank has begun; ranks with a larger number wait for this rank.
     """
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None, store: dist.Store | None) -> None:
@@ -36,13 +36,13 @@ class Exchange:
         self.rank: int = dist.get_rank(group) if connected else 0
         self.world_size: int = dist.get_world_size(group) if connected else 1
         self.device, self.begun, self._host_group = device, 0, group
-        self._host = torch.device("cpu") if reaches_hosts else device  # device that sends tensors of the host
+        self._host = torch.device("cpu") if reaches_hosts else device  # device through which host tensors are sent
         self._store = dist.HashStore() if store is None and self.world_size == 1 else store
 
     def on_rank_zero(self, work: Callable[[], T]) -> T:
         """Run `work` on rank 0 and return its JSON-serializable result on all ranks.
 
-        A `UserError` of rank 0 is raised on every rank, so that none waits for a failed rank.
+        A `UserError` on rank 0 is raised on every rank, so that no rank waits for a failed one.
         """
         outcome: dict[str, Any] = {}
         if self.rank == 0:
@@ -63,7 +63,7 @@ class Exchange:
         return self._exchange(x, self._gather)
 
     def _exchange(self, x: Any, collective: Callable[[Tensor], list[Tensor]]) -> list[Any]:
-        """Send x as bytes, and return the objects of all ranks; raise TypeError if x is not JSON-serializable."""
+        """Send x as JSON and return the objects received; raise `TypeError` if x is not JSON-serializable."""
         self.begun += 1
         own = torch.frombuffer(bytearray(json.dumps(x).encode()), dtype=torch.uint8).to(self._host)
         with record_function(f"{PURPOSE}control"):
@@ -90,7 +90,7 @@ class Exchange:
         return [row[:size] for row, size in zip(rows, sizes.tolist(), strict=True)]
 
     def agree(self, problem: str | None) -> None:
-        """Raise `UserError` on all ranks if any rank has a problem, with the first such rank, its host and message."""
+        """Raise `UserError` on all ranks if any rank has a problem; name the first such rank and its host."""
         for rank, found in enumerate(self.gather_objects({"host": socket.gethostname(), "problem": problem})):
             if (text := found["problem"]) is not None:
                 raise UserError(text if self.world_size == 1 else f"rank {rank} on {found['host']}: {text}")
@@ -106,8 +106,8 @@ class Exchange:
         return result
 
     def count(self, name: str, amount: int = 1) -> int:
-        """Add to a counter that all ranks share, and return its new value; no rank waits for another."""
-        assert self._store is not None, "several ranks count through a store: make the Communicator with one"
+        """Add to a counter that all ranks share and return its new value, without waiting for other ranks."""
+        assert self._store is not None, "with several ranks, `count` needs a store: create the Communicator with one"
         return self._store.add(f"counters/{name}", amount)
 
     def ranks_of_node(self) -> list[int]:

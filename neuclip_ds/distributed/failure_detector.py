@@ -1,12 +1,12 @@
 """Failure detector: when a rank fails, all ranks exit under any launcher, and the reason is logged once.
 
-A dead rank leaves the others in a collective: NCCL does not notice, and under `--no_ssh` or pdsh no launcher informs
-the other nodes. So each rank has a connection to the rank before it: TCP without traffic, which the kernel
-closes when that process dies or when its node does not answer for 20 s, whatever Python is doing. The first failure is
-the store's key `error`, which a thread of every rank reads twice a second; the store ends with rank 0.
+When a rank dies, the others hang in a collective: NCCL does not notice, and under `--no_ssh` or pdsh no launcher
+informs the other nodes. Each rank therefore keeps an idle TCP connection to the rank before it. The kernel closes the
+connection when that process dies or when its node does not answer for 20 s, whatever Python is doing. The first failure
+is stored under the key `error`, which a thread of every rank reads twice a second; the store ends with rank 0.
 
-The log names a rank that hangs: after 10 minutes at the same place, ranks publish how many collectives they have begun.
-The ranks with fewer, or without an answer, keep the others waiting.
+The log also names hung ranks. A rank that stays at the same line of code for 10 minutes publishes how many collectives
+it has begun. Ranks that have begun fewer, or have published nothing, keep the others waiting.
 """
 
 import json
@@ -31,11 +31,11 @@ from neuclip_ds.errors import Interrupted, TrainingDiverged, UserError
 log = logging.getLogger(__name__)
 
 _PERIOD = 0.5  # seconds
-_WINDOW = 1.0  # seconds until a failed rank reports, since the end of a rank makes others fail
+_WINDOW = 1.0  # seconds before a failed rank reports, because its error may result from another rank's death
 _SILENCE = 30.0  # seconds after which a store that does not answer counts as lost
-_LONGEST_START = 300.0  # seconds in which the ranks must have connected their process groups
+_LONGEST_START = 300.0  # seconds within which the ranks must connect their process groups
 _PATIENCE = 600.0  # seconds after which a stuck rank is reported
-_SPREAD = 60.0  # seconds within which ranks that wait for the same one have all stopped
+_SPREAD = 60.0  # seconds within which all ranks that wait for the same rank have stopped
 _NOT_CONNECTED = (
     "the ranks have not connected to each other by NCCL and gloo in 5 minutes. Set NCCL_SOCKET_IFNAME and "
     "GLOO_SOCKET_IFNAME to the network interface that all nodes share (ip addr lists them), under deepspeed --hostfile "
@@ -46,7 +46,7 @@ _DIED = "it was killed and reported no error (out of memory, a signal, or a lost
 
 
 class Failure(NamedTuple):
-    """Why a rank has ended early."""
+    """The reason why a rank ended early."""
 
     rank: int
     host: str
@@ -58,17 +58,17 @@ class Failure(NamedTuple):
 class FailureDetector:
     """End all ranks when the block fails on one of them.
 
-    The exit code is 2 for a `UserError`, 128 + its number for a signal (`Interrupted`), else 1. Rank 0 reports these
-    and `TrainingDiverged` in one line. Any other exception is logged with its traceback by the rank that failed first,
-    and in one line by the first rank of each node.
+    The exit code is 2 for a `UserError`, 128 + the signal's number for `Interrupted`, and otherwise 1. Rank 0 reports
+    these two and `TrainingDiverged` in one line. The rank that failed first logs any other exception with its
+    traceback, and the first rank of each node logs it in one line.
 
     Args:
-        environment: this rank; all ranks (two or more) enter the block.
-        store: a connection to the launch's store that nothing else uses; rank 0's process or torchrun serves it.
+        environment: rank and world size of this process; all ranks (at least two) must enter the block.
+        store: a dedicated connection to the launch's store, which rank 0 or torchrun serves.
         address: address at which the other nodes reach this machine.
 
     Attributes:
-        communicator: set it once the ranks have connected their process groups, which must happen in 5 minutes.
+        communicator: set by the caller once the ranks have connected their process groups, within 5 minutes.
 
     Raises:
         UserError: the rank before this one cannot be reached.
@@ -79,17 +79,17 @@ class FailureDetector:
     def __init__(self, environment: RankEnvironment, store: dist.Store, address: str) -> None:
         self._rank, self._local_rank, self._world_size = environment
         self._store, self._host = store, socket.gethostname()
-        self._error: BaseException | None = None  # of this rank
+        self._error: BaseException | None = None  # raised on this rank
         self._failed_at = 0.0
         self._before_ended = self._leaving = False
         self._silence = 0  # periods since the store last answered
         self._wake, self._left = threading.Event(), threading.Event()
         self._began = self._since = time.monotonic()
         self._place: list[object] = []  # where the main thread has been since `_since`
-        self._standing = self._named = False  # whether this is published, and whether the awaited ranks are logged
+        self._standing = self._named = False  # whether `_place` is published, and whether the awaited ranks are logged
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._held = socket.create_server(("", 0), family=family)  # never accepts: the kernel completes connections
-        os.register_at_fork(after_in_child=self._held.close)  # a loader process must not keep it open
+        os.register_at_fork(after_in_child=self._held.close)  # a loader process must not keep the socket open
         store.set(f"rank/{self._rank}", json.dumps([self._host, address, self._held.getsockname()[1]]))
         self._before = (self._rank - 1) % self._world_size
         self._hosts = {rank: json.loads(store.get(f"rank/{rank}"))[0] for rank in (0, self._before)}
@@ -111,7 +111,7 @@ class FailureDetector:
         self._held.close()
 
     def _find_failure(self) -> Failure | None:
-        """Return the failure of this rank or the previous one, or None; called repeatedly."""
+        """Return the failure of this rank or of the previous rank, or None; called repeatedly."""
         if self._before_ended and not self._store.check([f"left/{self._before}"]):
             return Failure(self._before, self._hosts[self._before], _DIED)
         error = self._error
@@ -134,23 +134,23 @@ class FailureDetector:
                     self._store.compare_set("error", "", json.dumps(found))  # unless another rank was first
                 elif self._leaving:
                     self._store.set(f"left/{self._rank}", "")
-                    # rank 0's end closes the store, so it leaves last
+                    # the store closes when rank 0 ends, so rank 0 leaves last
                     if self._rank or self._store.check([f"left/{rank}" for rank in range(self._world_size)]):
                         self._left.set()
                         return
-                elif self.communicator is not None and dist.is_initialized():  # else rank 0 works alone
+                elif self.communicator is not None and dist.is_initialized():  # otherwise only rank 0 is working
                     self._watch_progress(self.communicator)
                 self._wake.wait(0.05 if self._leaving else _PERIOD)
                 self._wake.clear()
             failure = Failure(*json.loads(self._store.get("error")))
-            # rank 0 reports before another rank ends, after which launchers stop all, and ends when all have read it
+            # rank 0 reports before any rank exits, because launchers then stop all; it exits once all have read `error`
             wait = 2 * _PERIOD if self._rank else 3 * _PERIOD
         except dist.DistError:
             failure = Failure(0, self._hosts[0], _DIED)
         self._end(failure, wait)
 
     def _watch_connection(self) -> None:
-        """Record the end of the previous rank; end the process when the store has not answered for long."""
+        """Record the end of the previous rank; end the process when the store has not answered for too long."""
         poll = select.poll()
         poll.register(self._connection, select.POLLIN)
         while not self._left.is_set():
@@ -159,12 +159,12 @@ class FailureDetector:
             elif poll.poll(1000 * _PERIOD):
                 self._before_ended = True
                 self._wake.set()
-            self._silence += 1  # counted in this thread, which a pause of the process stops as well
+            self._silence += 1  # counted in this thread, which also stops while the process is paused
             if self._silence * _PERIOD > _SILENCE:
                 self._end(Failure(0, self._hosts[0], f"it has not answered for {_SILENCE:.0f} s"))
 
     def _watch_progress(self, communicator: Communicator) -> None:
-        """Publish where this rank is stuck; the first such rank logs which ranks keep the others waiting."""
+        """Publish where this rank is stuck; the lowest stuck rank logs which ranks keep the others waiting."""
         frame = sys._current_frames()[threading.main_thread().ident or 0]
         calls = [f"{of.f_code.co_filename}:{line} in {of.f_code.co_name}" for of, line in traceback.walk_stack(frame)]
         still, key = time.monotonic() - self._since, f"standing/{self._rank}"
@@ -182,7 +182,7 @@ class FailureDetector:
             self._name_awaited()
 
     def _name_awaited(self) -> None:
-        """Log which ranks are behind the others, unless a rank below this one does."""
+        """Log which ranks are behind the others, unless a lower rank is stuck, which then logs them."""
         if any(self._standing_place(rank) for rank in range(self._rank)):
             return
         places = {rank: self._standing_place(rank) for rank in range(self._world_size)}
@@ -206,14 +206,14 @@ class FailureDetector:
         return found or None
 
     def _end(self, failure: Failure, wait: float = 0.0) -> NoReturn:
-        """Report, and end this process from a thread, as the main thread may be stuck in a collective."""
+        """Report the failure and end the process; called in a thread, because the main thread may be stuck."""
         rank, host, text, code, is_message = failure
         if is_message and self._rank == 0:
             text = text if text == str(self._error)[:2000] else f"rank {rank} on {host}: {text}"
             log.warning("%s", text) if code > 128 else print(f"error: {text}", file=sys.stderr)
         elif not is_message and rank == self._rank:
             log.error("rank %d on %s failed; ending all ranks:", rank, host, exc_info=self._error)
-        elif not is_message and self._local_rank == 0:  # once per node, each of which may have its own log
+        elif not is_message and self._local_rank == 0:  # once per node, because each node may have a separate log
             log.error("ended because rank %d on %s failed: %s", rank, host, text)
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,7 +1,7 @@
-"""The launch: separate processes rendezvous, compare code and config, join one process group and end together.
+"""Launch of a run: its processes rendezvous, compare code and config, join one process group and end together.
 
-The rendezvous precedes the process group, which would wait half an hour without naming the missing rank, and deadlock
-if ranks run different configs.
+The rendezvous comes before the process group is created, because torch would wait half an hour without naming the
+missing rank, and would deadlock if the ranks ran different configs.
 """
 
 import difflib
@@ -35,7 +35,7 @@ from neuclip_ds.distributed.environment import (
 from neuclip_ds.distributed.failure_detector import FailureDetector
 from neuclip_ds.errors import UserError, explained
 
-TIMEOUT = timedelta(minutes=5)  # between the first rank's arrival and the last one's
+TIMEOUT = timedelta(minutes=5)  # between the arrivals of the first rank and the last rank
 _COLLECTIVE_LIMIT = timedelta(minutes=30)
 _SEEN_WITHIN = 15.0  # seconds until a network file system shows a file that another node has written
 
@@ -44,18 +44,18 @@ _SEEN_WITHIN = 15.0  # seconds until a network file system shows a file that ano
 def connected(task: str, max_outage: float = 0.0) -> Iterator[Communicator]:
     """Join the ranks of the launch in a process group, which ends with the block.
 
-    Subnormal numbers count as zero from then on, in this thread and those that it starts: moments of weights that get
-    no more gradients decay into them, and CPUs compute slowly with them.
+    Within the block, this thread and the threads that it starts flush subnormal numbers to zero. The moments of weights
+    that no longer receive gradients decay to subnormal numbers, which slow down CPUs.
 
     Args:
-        task: description of the work, equal on all ranks, in lines such as a config's.
+        task: description of the work as lines of text, such as a config; must be equal on all ranks.
         max_outage: seconds that a node may wait for its storage while the others wait in a collective.
 
     Raises:
-        UserError: ranks are missing, have no GPU where others have one, or run other code or another task.
+        UserError: ranks are missing, have no GPU although others do, or run different code or a different task.
     """
     complete_environment()
-    if "RANK" not in os.environ:  # MPI's launchers set no address
+    if "RANK" not in os.environ:  # mpirun set no address
         deepspeed.comm.mpi_discovery(int(os.environ.get("MASTER_PORT", "29500")), verbose=False)
     environment = read_environment()
     problem = ""
@@ -64,7 +64,7 @@ def connected(task: str, max_outage: float = 0.0) -> Iterator[Communicator]:
     except UserError as error:
         if environment.world_size == 1:
             raise
-        problem = str(error)  # rank 0 reports it, so no other node waits for this one
+        problem = str(error)  # rank 0 reports it, so that the other nodes do not wait for this rank
     with ExitStack() as stack:
         store = detector = None
         if environment.world_size > 1:
@@ -78,11 +78,11 @@ def connected(task: str, max_outage: float = 0.0) -> Iterator[Communicator]:
         stack.callback(torch.set_flush_denormal, bool(torch.tensor(2.0**-126).div(2) == 0))
         torch.set_flush_denormal(True)
         communicator = join(max_outage, store)
-        communicator.barrier()  # NCCL connects some ranks in their first collective
+        communicator.barrier()  # NCCL connects some ranks only in their first collective
         if detector is not None:
             detector.communicator = communicator
         yield communicator
-        leave()  # not after a failure: the other ranks would fail before they know the reason
+        leave()  # not after a failure: the other ranks would fail before they learned the reason
 
 
 def join(max_outage: float = 0.0, store: dist.Store | None = None) -> Communicator:
@@ -91,12 +91,12 @@ def join(max_outage: float = 0.0, store: dist.Store | None = None) -> Communicat
     device = torch.device(accelerator.current_device_name())
     limit = _COLLECTIVE_LIMIT + timedelta(seconds=max_outage)
     if not dist.is_initialized():
-        # bound to its GPU, a rank connects at once
+        # NCCL connects a rank at once if the group is bound to the rank's GPU
         bound = device if device.type == "cuda" and read_environment().world_size > 1 else None
         dist.init_process_group(accelerator.communication_backend_name(), timeout=limit, device_id=bound)
     if device.type == "cpu" or dist.get_world_size() == 1:
         return Communicator("cpu" if device.type == "cpu" else device, store=store)
-    # hosts exchange their own data, such as which rows count, without a wait for the GPUs
+    # hosts exchange data in host memory, such as which rows are valid, without waiting for the GPUs
     hosts: Any = dist.new_group(backend="gloo", timeout=limit)
     return Communicator(device, host_group=hosts, store=store)
 
@@ -104,7 +104,7 @@ def join(max_outage: float = 0.0, store: dist.Store | None = None) -> Communicat
 def leave() -> None:
     """Leave the process group and drop DeepSpeed's references to it.
 
-    A process that ends with the group's threads running would abort instead of exiting.
+    A process that ended while the group's threads were running would abort instead of exiting.
     """
     if deepspeed.comm.is_initialized():
         deepspeed.comm.destroy_process_group()
@@ -113,7 +113,7 @@ def leave() -> None:
 
 
 def _choose_device(local_rank: int) -> None:
-    """Give each rank of a node a separate GPU, before anything touches one."""
+    """Give each rank of a node a separate GPU before anything uses a GPU."""
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         refuse_missing_gpus(_torch_build())
@@ -149,10 +149,10 @@ def _torch_build() -> str:
 
 
 def open_store(rank: int, timeout: timedelta = TIMEOUT, serve: bool = True) -> dist.Store:
-    """Connect to the launch's store: torchrun's, or rank 0's, which it opens and the process group will share.
+    """Connect to the launch's store: torchrun's, or one that rank 0 opens and the process group will share.
 
     Args:
-        timeout: how long to wait for rank 0.
+        timeout: longest time to wait for rank 0.
         serve: False opens a second connection, whose calls do not wait for those of the first.
 
     Raises:
@@ -183,15 +183,15 @@ def rendezvous(
     """Wait for all ranks and compare their `facts`, which must be equal.
 
     Returns:
-        The address of this machine in the network in which ranks reach rank 0.
+        The address of this machine on the network over which ranks reach rank 0.
 
     Raises:
-        UserError: on every present rank, if one has a `problem`, ranks are missing, two have the same number, or facts
-        differ.
+        UserError: on every rank that arrived, if a rank has a `problem`, is missing or appears twice, or if the facts
+            differ.
     """
     with socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))) as probe:
         address, of_rank_zero = probe.getsockname()[0], probe.getpeername()[0]
-    is_loopback = ip_address(address).is_loopback  # which other nodes cannot reach; MASTER_ADDR is this machine's name
+    is_loopback = ip_address(address).is_loopback  # if so, other nodes cannot reach it; MASTER_ADDR names this machine
     if not is_loopback:
         store.set("address of rank 0", of_rank_zero)
     arrival = [environment.rank, socket.gethostname(), {"number of ranks": str(environment.world_size), **facts}]
@@ -199,7 +199,7 @@ def rendezvous(
     if environment.rank == 0:
         problem = _find_problem(store, environment.world_size, timeout)
         store.set("verdict", problem)
-        deadline = time.monotonic() + 3  # its end closes the store, which the others read the verdict from
+        deadline = time.monotonic() + 3  # the store, from which the others read the verdict, closes when rank 0 ends
         while problem and store.add("read", 0) < store.add("arrivals", 0) - 1 and time.monotonic() < deadline:
             time.sleep(0.05)
     else:
@@ -218,7 +218,7 @@ def rendezvous(
 
 
 def _find_problem(store: dist.Store, world_size: int, timeout: timedelta) -> str:
-    """Return why the ranks cannot work together, or an empty string once all are there; called by rank 0."""
+    """Return the reason why the ranks cannot run together, or "" once all have arrived; called on rank 0."""
     hosts: dict[int, str] = {}
     expected: dict[str, str] = {}
     deadline, number = time.monotonic() + timeout.total_seconds(), 1
@@ -270,7 +270,7 @@ def check_shared(folder: Path, communicator: Communicator) -> None:
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
-    """Return slots by node name, read by DeepSpeed; raise UserError if the file is missing or not a hostfile."""
+    """Return the slots by node name, as DeepSpeed reads them; raise `UserError` if the file is missing or invalid."""
     if not path.is_file():
         raise UserError(f"The hostfile {path} does not exist; hostfiles/ has examples.")
     with explained(f"DeepSpeed cannot read the hostfile {path}", "write one line `NAME slots=N` for each node"):

@@ -1,4 +1,4 @@
-"""Signals that stop a program: raised as `Interrupted`, or only noted while the program chooses when to stop.
+"""Signals that stop a program: raised as `Interrupted`, or only recorded while the program chooses when to stop.
 
 Python runs a signal's handler in the main thread, between two instructions. A rank that waits in a collective
 reacts when the collective ends, or when another rank that received a signal ends all ranks.
@@ -18,15 +18,15 @@ _AGAIN = 1.0  # seconds after which the same signal counts as a second request; 
 
 
 class _StopSignals:
-    """The signals that this process has received so far."""
+    """The stop signals that this process has received so far."""
 
     def __init__(self) -> None:
-        self.received: signal.Signals | None = None  # the first one
+        self.received: signal.Signals | None = None  # the first signal
         self.deferred = False
         self._times: dict[int, float] = {}
 
     def receive(self, number: int, frame: object) -> None:
-        """Handle a signal; the same one again ends the process at once."""
+        """Handle a signal; a second signal of the same kind ends the process at once."""
         now = time.monotonic()
         if now - self._times.setdefault(number, now) > _AGAIN:
             signal.signal(number, signal.SIG_DFL)
@@ -36,7 +36,7 @@ class _StopSignals:
             self.raise_received()
 
     def raise_received(self) -> None:
-        """Raise the signal that was received, if any, unless it waits for the end of a deferral."""
+        """Raise the signal that was received, if any, unless signals are deferred."""
         if self.received is not None and not self.deferred:
             raise Interrupted(self.received)
 
@@ -48,8 +48,8 @@ _installed: _StopSignals | None = None
 def raising_interrupted() -> Iterator[None]:
     """Raise `Interrupted` in the main thread when a stop signal arrives during the block.
 
-    The same signal again, a second later or more, ends the process at once. Within another such block, or outside the
-    main thread, this does nothing.
+    If the same signal arrives again a second or more later, the process ends at once. A nested block, or one outside
+    the main thread, does nothing.
     """
     global _installed
     if _installed is not None or threading.current_thread() is not threading.main_thread():
@@ -67,9 +67,9 @@ def raising_interrupted() -> Iterator[None]:
 
 @contextmanager
 def deferring(deferred: bool = True) -> Iterator[None]:
-    """Only note stop signals during the block, for `take_signal`; `deferring(False)` within it raises them again.
+    """Record stop signals for `take_signal` during the block; within it, `deferring(False)` raises them again.
 
-    A signal that was noted and not taken is raised when the deferral ends.
+    A recorded signal that was not taken is raised when the deferral ends.
     """
     signals = _installed or _StopSignals()
     before, signals.deferred = signals.deferred, deferred
@@ -82,7 +82,7 @@ def deferring(deferred: bool = True) -> Iterator[None]:
 
 
 def take_signal() -> signal.Signals | None:
-    """Return the stop signal that was noted, if any, and forget it."""
+    """Return the recorded stop signal, if any, and forget it."""
     signals = _installed or _StopSignals()
     received, signals.received = signals.received, None
     return received

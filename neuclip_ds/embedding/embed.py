@@ -1,11 +1,11 @@
-"""Write the features of a data set, shard by shard, on many ranks.
+"""Write the features of a data set shard by shard, distributed over the ranks.
 
     OUT/embedding.json                  model, data and options that produced the parts
     OUT/part-00000012.parquet           index, key, uid, image, text, similarity of the samples of shard 12
 
-Each free rank takes the next shard, and no rank waits for another before the end. A shard's features
-depend on the model, the shard and the batch size alone, so a restarted job, on any number of ranks, writes the missing
-parts and the same files. A part appears when it is complete.
+A rank that is free takes the next shard, and no rank waits for the other ranks before the end. A shard's features
+depend only on the model, the shard and the batch size, so a restarted job on any number of ranks writes only the
+missing parts, with the same contents. A part's file appears once the part is complete.
 """
 
 import json
@@ -44,20 +44,20 @@ _EVERY = 10.0  # seconds between lines of progress
 
 
 class Summary(NamedTuple):
-    """Totals over all ranks."""
+    """Totals of a call of `embed` over all ranks."""
 
-    shards: int  # shards whose parts this call has written
+    shards: int  # shards whose parts this call wrote
     samples: int  # samples in these parts
     bad: int  # samples that were omitted
-    unreadable: list[str]  # shards without a part, with the reasons
+    unreadable: list[str]  # shards that could not be read, with the reasons
     seconds: float
 
 
 class Block(NamedTuple):
-    """Neighboring samples of a shard, which are encoded together."""
+    """Consecutive samples of a shard, which are encoded together."""
 
     shard: int  # number in the manifest
-    start: int  # global index of the first one
+    start: int  # global index of the first sample
     stop: int
 
 
@@ -68,11 +68,11 @@ class Rows(NamedTuple):
     batch: Batch
     key: Sequence[str] = ()
     uid: Sequence[str | None] = ()  # 32 hex digits
-    unreadable: str | None = None  # why the shard cannot be read
+    unreadable: str | None = None  # the reason why the shard cannot be read, if any
 
 
 class RowReader:
-    """Reads the rows of a block, in loader processes; `uid_key` is the key of the uid in a sample's JSON."""
+    """Reader of blocks, called in loader processes; `uid_key` is the key of the uid in a sample's JSON."""
 
     def __init__(
         self, manifest: Manifest, transform: ImageTransform, tokenize: Tokenize, uid_key: str, options: LoaderOptions
@@ -82,7 +82,7 @@ class RowReader:
         self._reader = TarReader(manifest, (JSON,), options.cache)
 
     def __call__(self, block: Block) -> Rows:
-        """Read a block; raise UserError if the shard differs from the manifest's description."""
+        """Read a block's samples; raise UserError if the shard differs from the manifest's description."""
         first, indices = int(self._starts[block.shard]), range(block.start, block.stop)
         batch = self._pairs.batch([(0, index) for index in indices])
         if failed := next((bad.reason for bad in batch.bad if bad.cause == "read failed"), None):
@@ -94,7 +94,7 @@ class RowReader:
             return Rows(block, batch, unreadable=str(error))
 
     def _uid(self, index: int) -> str | None:
-        """Return the uid of a sample as 32 hex digits, None if it cannot be read."""
+        """Return the uid of a sample as 32 hex digits, or None if the uid cannot be read."""
         try:
             return "{:016x}{:016x}".format(*self._reader.uid(index, self._uid_key))
         except ChecksumError:
@@ -102,13 +102,13 @@ class RowReader:
 
 
 class Parts:
-    """The parts in a folder."""
+    """The part files in a folder of features."""
 
     def __init__(self, folder: Path, identity: Mapping[str, Any]) -> None:
         self.folder, self._identity = folder, identity
 
     def create(self, manifest: Manifest) -> list[int]:
-        """Make or open the folder; return the numbers of its parts, or raise UserError if they are not of this job."""
+        """Open or create the folder; return its parts' numbers, or raise UserError if a different job wrote them."""
         written = {**self._identity, "shards": manifest.n_shards, "data": manifest.content_hash}
         path = self.folder / IDENTITY
         if path.is_file():
@@ -126,7 +126,7 @@ class Parts:
         return [int(match[1]) for match in tables if match]
 
     def write(self, number: int, rows: list[Rows], features: list[tuple[Tensor, Tensor]]) -> int:
-        """Write the part of a shard from its blocks and their (b, d) float32 features; return the number of samples."""
+        """Write a shard's part from the shard's blocks and (b, d) float32 features; return the number of samples."""
         valid = torch.cat([one.batch.valid for one in rows]).numpy()
         image, text = (torch.cat(found).cpu()[valid] for found in zip(*features, strict=True))
         columns: dict[str, pa.Array] = {
@@ -152,14 +152,14 @@ def embed(
     options: LoaderOptions,
     communicator: Communicator,
 ) -> Summary:
-    """Write the missing parts; all ranks call it together and receive the same summary.
+    """Write the missing parts; all ranks call this function together and receive the same summary.
 
     `encode` must not run collectives, because ranks call it different numbers of times. Raises UserError if the folder
-    has other features, a shard differs from the manifest, the disk is full, or loader processes die repeatedly.
+    has a different job's features, a shard differs from the manifest, the disk is full, or loaders die repeatedly.
     """
     present = {*communicator.on_rank_zero(lambda: parts.create(manifest))}
     missing = [n for n, size in enumerate(manifest.sizes.tolist()) if size and n not in present]
-    turns = communicator.on_rank_zero(lambda: f"embed-{secrets.token_hex(4)}")  # counter of the shards begun
+    turns = communicator.on_rank_zero(lambda: f"embed-{secrets.token_hex(4)}")  # name of the counter of shards begun
     began = logged = time.monotonic()
     written, samples, bad, unreadable = 0, 0, 0, list[str]()
 
@@ -167,7 +167,7 @@ def embed(
         while (turn := communicator.count(turns) - 1) < len(missing):
             shard = missing[turn]
             start, stop = int(manifest.starts[shard]), int(manifest.starts[shard] + manifest.sizes[shard])
-            for low in range(start, stop, batch_size):  # depends on nothing but the shard
+            for low in range(start, stop, batch_size):  # blocks do not depend on the ranks
                 yield Block(shard, low, min(low + batch_size, stop))
 
     with closing(WorkerPool(reader, options)) as pool:
@@ -196,7 +196,7 @@ def embed(
 def _by_shard(
     results: Iterable[Rows], encode: Encode, manifest: Manifest
 ) -> Iterator[tuple[int, list[Rows], list[tuple[Tensor, Tensor]]]]:
-    """Encode blocks; yield number, blocks and features of a shard, which stay on the device until it is complete."""
+    """Encode blocks; for each complete shard, yield the shard's number, blocks and features (on the device)."""
     blocks, features = list[Rows](), list[tuple[Tensor, Tensor]]()
     for rows in results:
         image, text, *_ = encode_batch(encode, rows.batch)

@@ -1,8 +1,8 @@
-"""Keep one of several samples with nearly equal images, by the features that `neuclip-ds embed` has written.
+"""Drop samples whose images are nearly identical to a kept image, by the features that `neuclip-ds embed` wrote.
 
-Samples are visited by decreasing value, and a sample is dropped if the cosine between its image and a kept one reaches
-the threshold. SemDeDup (Abbas et al., 2023) does this within clusters; here all samples are compared, which takes at
-most n^2 d multiplications, on a GPU if there is one.
+Samples are visited by decreasing value, and a sample is dropped if the cosine similarity between its image and a kept
+image reaches the threshold. SemDeDup (Abbas et al., 2023) does this within clusters; here all n samples are compared,
+on a GPU if one is available, which takes at most n^2 d multiplications.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,17 +23,17 @@ _ROWS = 4096  # samples in a block
 
 
 def drop_near_duplicates(folders: Sequence[Path], column: str, threshold: float, uids: UidArray) -> UidArray:
-    """Return those of the n distinct `uids` to keep, in their order.
+    """Return the uids of the samples to keep, in the order of the n distinct `uids`.
 
-    `column` has the values, and near-duplicates have at least the cosine `threshold`. The features take n d numbers of
-    memory in their stored type. Raises UserError if a source holds no features, or cannot be read.
+    `column` has the values; near-duplicates have a cosine similarity of at least `threshold`. All n features of width d
+    stay in memory, in their stored type. Raises UserError if a folder has no features or cannot be read.
     """
     places = {(int(high), int(low)): place for place, (high, low) in enumerate(uids.tolist())}
     values, features = np.full(len(uids), -np.inf), np.empty((0, 0))
     for table, image in _parts(folders, column):
         features = features if features.size else np.zeros((len(uids), image.shape[1]), image.dtype)
         if image.shape[1] != features.shape[1]:
-            raise UserError(f"The folders have features of {image.shape[1]} and {features.shape[1]} numbers; name one.")
+            raise UserError(f"The folders have features of widths {image.shape[1]} and {features.shape[1]}; name one.")
         found = [places.get(uid, -1) if (uid := parse_uid(text)) else -1 for text in table.column("uid").to_pylist()]
         rows, place = np.arange(table.num_rows), np.array(found, dtype=np.int64)
         value = table.column(column).cast(pa.float64()).to_numpy()
@@ -48,7 +48,7 @@ def drop_near_duplicates(folders: Sequence[Path], column: str, threshold: float,
 
 
 def _parts(folders: Sequence[Path], column: str) -> Iterator[tuple[pa.Table, NDArray[np.floating]]]:
-    """Yield the uids and values of each part, and its image features, (n, d)."""
+    """Yield each part's table of uids and values, and the part's (n, d) image features."""
     for folder in folders:
         if not (folder / IDENTITY).is_file():
             raise UserError(f"{folder} lacks features: name the --out folder of neuclip-ds embed.")
@@ -61,7 +61,7 @@ def _parts(folders: Sequence[Path], column: str) -> Iterator[tuple[pa.Table, NDA
 
 
 def _distinct(features: Tensor, threshold: float) -> Tensor:
-    """Return the rows to keep of (n, d) L2-normalized features: those that are not near an earlier kept one."""
+    """Return the indices of the (n, d) L2-normalized features to keep: those that are not near an earlier kept one."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kept = features.new_empty(features.shape, device=device)
     numbers, count = list[Tensor](), 0

@@ -1,7 +1,7 @@
-"""Select samples by a column of parquet files, as DataComp and DFN filter their pools, and write their uids.
+"""Select samples by a column of parquet files, as DataComp and DFN filter their pools, and write the samples' uids.
 
-The files may be features of `neuclip-ds embed`, or any others with a column of uids, such as DataComp's or
-img2dataset's metadata. Only the two columns are read.
+The files may be features written by `neuclip-ds embed`, or any other parquet files with a column of uids, such as
+DataComp's or img2dataset's metadata. Only the column of values and the column of uids are read.
 """
 
 import math
@@ -19,12 +19,12 @@ from neuclip_ds.data.uids import UID, UidArray, UidFiles, parse_uids
 from neuclip_ds.errors import UserError, explained
 from neuclip_ds.files import atomic_write
 
-IDENTITY = "embedding.json"  # file in a folder of features
-_BATCH = 1 << 17  # rows at once
+IDENTITY = "embedding.json"  # file that marks a folder of features
+_BATCH = 1 << 17  # rows that are read at once
 
 
 class Rule(NamedTuple):
-    """Rule for the values to keep; bounds are inclusive, and `top` is a fraction of all numeric values."""
+    """Rule for which values to keep; bounds are inclusive, and `top` is a fraction of all numeric values."""
 
     minimum: float = -math.inf
     maximum: float = math.inf
@@ -32,14 +32,14 @@ class Rule(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """Result of a selection."""
+    """Counts and lower bound of a selection."""
 
-    kept: int  # different uids
+    kept: int  # distinct uids written
     samples: int  # rows in the files
     without_value: int  # rows whose value is absent or NaN
-    without_uid: int  # rows that the rule keeps, but that have no uid
+    without_uid: int  # rows that the rule keeps but that have no uid
     minimum: float  # smallest value that the rule keeps
-    refined: int = 0  # different uids that `refine` has dropped
+    refined: int = 0  # distinct uids that `refine` dropped
 
 
 def select(
@@ -51,12 +51,12 @@ def select(
     within: Sequence[Path] = (),
     refine: Callable[[UidArray], UidArray] = lambda uids: uids,
 ) -> Selection:
-    """Write the sorted, distinct uids of the rows that a rule keeps, as `build-manifest --uids` reads them.
+    """Write the sorted, distinct uids of the rows that a rule keeps, in the format that `build-manifest --uids` reads.
 
-    A rule with `top` needs 8 bytes of memory per row, and each uid that is kept takes 16. Sources are parquet files, or
-    folders of them at any depth. `out` is a .npy file of pairs of 64-bit words (dtype `u8,u8`), and so are those of
-    `within`: uids that one of them lacks are not kept. `refine` selects from the other ones. Raises UserError if files
-    cannot be read, nothing is kept, or no row has a uid.
+    A rule with `top` needs 8 bytes of memory per row, and each kept uid takes 16 bytes. Sources are parquet files, or
+    folders with such files at any depth. `out` and the files in `within` are .npy files of pairs of 64-bit words (dtype
+    `u8,u8`). A uid must be in every `within` file; `refine` then selects from the uids left. Raises UserError if a file
+    cannot be read, or no row with a uid is kept.
     """
     files = [file for source in sources for file in _files(source)]
     data = ds.dataset([str(file) for file in files], format="parquet")
@@ -86,12 +86,12 @@ def select(
     selected, found = len(found), refine(found)
     out.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(out) as temporary, temporary.open("wb") as file:
-        np.save(file, found.view(np.dtype("u8,u8")))  # the names of DataComp's files
+        np.save(file, found.view(np.dtype("u8,u8")))  # the field names in DataComp's files
     return Selection(len(found), samples, without_value, without_uid, minimum, selected - len(found))
 
 
 def _rows(data: ds.Dataset, column: str, other: str) -> Iterator[tuple[NDArray[np.float64], pa.Array]]:
-    """Yield a column of numbers, NaN for missing ones, and another column of the same rows."""
+    """Yield the values of a numeric column, NaN if missing, and of a second column, for the same rows."""
     with explained("A parquet file cannot be read", "write or download it again"):
         for batch in data.to_batches(columns=list({column: 0, other: 0}), batch_size=_BATCH):
             with explained(f"Column {column} lacks numbers", "choose another --column"):
@@ -100,7 +100,7 @@ def _rows(data: ds.Dataset, column: str, other: str) -> Iterator[tuple[NDArray[n
 
 
 def _threshold(data: ds.Dataset, column: str, share: float) -> float:
-    """Return the quantile above which a fraction of the values lies; ties may keep slightly more."""
+    """Return the smallest value in the top fraction `share` of a column; because of ties, more values may reach it."""
     values = np.concatenate([found for found, _ in _rows(data, column, column)] or [np.empty(0)])
     values = values[~np.isnan(values)]
     count = math.ceil(share * len(values))

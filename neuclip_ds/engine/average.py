@@ -1,7 +1,7 @@
-"""The exponential moving average (EMA) of the weights, in float32.
+"""Exponential moving average (EMA) of the weights, in float32.
 
-It is part of the optimizer's state of each master. So it is sharded like the masters under every ZeRO stage, and saved,
-restored and resharded like the moments.
+The average is part of the optimizer state of each master weight. It is therefore sharded like the master weights under
+every ZeRO stage, and saved, restored and resharded like the moments.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ import torch
 
 from neuclip_ds.engine.zero import refresh_weights, release_gathered
 
-AVERAGE = "average"  # its key in the optimizer's state
+AVERAGE = "average"  # key of the average in the optimizer state
 
 
 class WeightAverage:
@@ -28,21 +28,21 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Move the average toward the weights after `step` steps; the first call starts it at the weights.
+        """Move the average toward the weights after `step` steps; the first call sets it to the weights.
 
         The decay of a step is at most (1 + step) / (10 + step), so that the initial weights are soon forgotten.
         """
         share = 1 - min(self._decay, (1 + step) / (10 + step))
         for master, state in self._engine.basic_optimizer.state.items():
-            if AVERAGE not in state:  # after the optimizer has made its state, which it makes only if none exists
+            if AVERAGE not in state:  # only after a step: optimizers initialize only an empty state
                 state[AVERAGE] = master.detach().clone()
             state[AVERAGE].lerp_(master.detach(), share)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Let the module compute with the average; afterward the weights have the same bits as before.
+        """Use the average as the module's weights during the block; afterward, restore the weights bit for bit.
 
-        A collective call. An error leaves the average in place: the other ranks would not take part in the return.
+        A collective call. An error leaves the average in place, because the other ranks would not join the restore.
         """
         self._exchange()
         yield
@@ -60,6 +60,6 @@ class WeightAverage:
 
 
 def discard_average(engine: Any) -> None:
-    """Drop the average that a checkpoint contains if the run keeps none."""
+    """Drop the average that was loaded from a checkpoint; called if the run itself keeps no average."""
     for state in engine.basic_optimizer.state.values():
         state.pop(AVERAGE, None)

@@ -1,7 +1,7 @@
-"""The DeepSpeed JSON of a run: the user's file, completed by the recipe. The module does not import torch.
+"""DeepSpeed config of a run: the user's JSON file, completed by the recipe. The module does not import torch.
 
-The recipe owns the batch, learning rate, optimizer and clipping; the JSON owns precision, ZeRO and offload. If a JSON
-sets one of the recipe's options, it must set the same value (or "auto").
+The recipe owns the batch, learning rate, optimizer and clipping; the JSON owns precision, ZeRO and offload. If the JSON
+sets an option that the recipe owns, both values must be equal (or the JSON's must be "auto").
 """
 
 from importlib.metadata import PackageNotFoundError, version
@@ -48,20 +48,20 @@ class _Engine(_Part):
 
 
 FOLDER = Path(__file__).parents[1] / "ds_configs"
-_FEW = 4  # micro-batches whose gradients may be added in 16 bits
-DEEPSPEED = "0.19.8"  # the version whose private fields and gradients are tested, as in requirements.txt
+_FEW = 4  # maximum number of micro-batches whose gradients may be summed in 16 bits
+DEEPSPEED = "0.19.8"  # version whose private fields and gradients are tested; the same as in requirements.txt
 
 
 def load_engine_config(config: Config, world_size: int) -> dict[str, Any]:
     """Return DeepSpeed's config for this run.
 
-    Raises `UserError` if the version of DeepSpeed is not the tested one, or if its JSON file is missing, is damaged or
-    contradicts the recipe.
+    Raises `UserError` if the installed DeepSpeed is not the tested version, or if the JSON file is missing, damaged,
+    unsupported or inconsistent with the recipe.
     """
     _require_version()
     path, engine = read_engine_file(config.deepspeed)
     ours = {
-        # the engine must not average over micro-batches: the feature gradients are already those of the whole batch
+        # the engine must not average over micro-batches: the feature gradients already refer to the whole batch
         "train_micro_batch_size_per_gpu": config.rank_batch(world_size),
         "train_batch_size": config.data.batch_size,
         "gradient_accumulation_steps": 1,
@@ -90,7 +90,7 @@ def load_engine_config(config: Config, world_size: int) -> dict[str, Any]:
 
 
 def accumulates_in_float32(engine: dict[str, Any]) -> bool:
-    """Return whether micro-batches' gradients are added in float32; without ZeRO they have the weights' dtype."""
+    """Return whether micro-batch gradients are summed in float32; without ZeRO, the sum has the weights' dtype."""
     dtype = engine.get("data_types", {}).get("grad_accum_dtype") if zero_stage(engine) else None
     return precision(engine) == "fp32" or dtype in ("fp32", "float32", "float")
 

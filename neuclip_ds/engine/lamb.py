@@ -1,7 +1,7 @@
-"""LAMB (You et al. 2020, Algorithm 2) whose trust ratios stay those of whole parameters under ZeRO.
+"""LAMB (You et al. 2020, Algorithm 2) that computes trust ratios of whole parameters even under ZeRO.
 
-The trust ratio is a norm over a parameter, but ZeRO 1-3 hand an optimizer this rank's flat shard of a parameter group.
-The squared norm of a parameter is therefore summed over its parts on all ranks.
+The trust ratio needs norms of a whole parameter, but ZeRO 1-3 give the optimizer only this rank's flat shard of a
+parameter group. The squared norm of a parameter is therefore summed over its parts on all ranks.
 """
 
 import math
@@ -15,7 +15,7 @@ from neuclip_ds.distributed.communicator import Communicator
 
 
 class Lamb(torch.optim.Optimizer):
-    """Adam's direction plus decoupled decay, rescaled to the parameter's own norm in groups with `adapt`."""
+    """LAMB: Adam's direction plus decoupled decay, rescaled to the norm of the parameter in groups with `adapt`."""
 
     def __init__(self, groups: Iterable[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float) -> None:
         self._parts: Mapping[Tensor, Sequence[slice]] = {}
@@ -23,10 +23,10 @@ class Lamb(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0, "adapt": True})
 
     def shard(self, parts: Mapping[Tensor, Sequence[slice]], communicator: Communicator) -> None:
-        """Step on flat shards of several parameters, with one all-reduce over the ranks that hold the other shards.
+        """Prepare for flat shards of several parameters; each step then all-reduces once over all ranks.
 
-        `parts` are the slices of each shard that belong to one parameter each, in the same order on all ranks; the
-        other elements, which pad the shard, do not change.
+        `parts` lists the slices of each shard, one slice per parameter, in the same order on all ranks. Elements
+        outside the slices are padding and do not change.
         """
         self._parts, self._communicator = parts, communicator
 
@@ -42,7 +42,7 @@ class Lamb(torch.optim.Optimizer):
             weight.sub_(update, alpha=group["lr"])
 
     def _directions(self, group: dict[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Move the moments and yield a group's parameters, or their parts, with the direction of each."""
+        """Update the moments and yield each of a group's parameters, or its local part, with its update direction."""
         beta1, beta2 = group["betas"]
         for p in (p for p in group["params"] if p.grad is not None):
             state = self.state[p]
@@ -59,7 +59,7 @@ class Lamb(torch.optim.Optimizer):
                 yield weight, update.mul_(moment).div_(1 - beta1**t).add_(weight, alpha=group["weight_decay"])
 
     def _trust_ratios(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """(P,) norm of each of P parameters over that of its direction."""
+        """Return the (P,) ratios of the norm of each of P parameters to the norm of its update direction."""
         sides = zip(*pairs, strict=True)
         norms = torch.stack([torch.stack([torch.linalg.vector_norm(x) for x in side]) for side in sides])
         if self._communicator is not None:  # offloaded shards are on the CPU, but the collective needs the device

@@ -1,4 +1,4 @@
-"""The numerics of a run: precision of towers, matrix products and gathered features; deterministic algorithms."""
+"""Numerics of a run: the precision of towers, matrix products and gathered features, and deterministic algorithms."""
 
 import logging
 import os
@@ -22,7 +22,7 @@ def towers_dtype(engine: dict[str, Any]) -> torch.dtype:
 
 
 def require_precision(engine: dict[str, Any], name: str) -> None:
-    """Raise `UserError` if this device cannot run towers in the precision of DeepSpeed's config, which is `name`."""
+    """Raise `UserError` if this device cannot run towers in the precision of the DeepSpeed config called `name`."""
     accelerator = get_accelerator()
     if precision(engine) == "bf16" and not accelerator.is_bf16_supported():
         raise UserError(
@@ -40,7 +40,7 @@ def resolve_comm_dtype(config: Config, engine: dict[str, Any]) -> torch.dtype:
 def set_matmul_precision(config: Config, engine: dict[str, Any], device: torch.device) -> None:
     """Set and log the precision in which a GPU multiplies float32 matrices; does nothing on a CPU or for bf16 towers.
 
-    The setting is torch's for the whole process. The loss chooses the precision of its products itself.
+    The setting applies to the whole process. The loss overrides it for its own matrix products.
     """
     if device.type == "cuda" and towers_dtype(engine) is torch.float32:
         torch.backends.cuda.matmul.allow_tf32 = config.model.matmul_precision == "tf32"
@@ -48,18 +48,18 @@ def set_matmul_precision(config: Config, engine: dict[str, Any], device: torch.d
 
 
 def fix_library_algorithms() -> None:
-    """Let cuBLAS and NCCL use the same algorithms in every launch, unless the user's variables choose others.
+    """Make cuBLAS and NCCL use the same algorithms in every launch, unless the user's environment sets others.
 
-    NCCL reads its variables when ranks connect, cuBLAS at its first call.
+    NCCL reads its variables when ranks connect; cuBLAS reads its variable at its first call.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    os.environ.setdefault("NCCL_ALGO", "Ring")  # trees, switches and their choice depend on the nodes of the launch
+    os.environ.setdefault("NCCL_ALGO", "Ring")  # other algorithms, and NCCL's choice, depend on the launch's nodes
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 
 
 @contextmanager
 def deterministic_algorithms(enabled: bool) -> Iterator[None]:
-    """Make torch use deterministic algorithms in the block, if `enabled`: equal inputs give equal bits, also on GPUs.
+    """If `enabled`, use deterministic algorithms in the block: equal inputs give equal bits, even on GPUs.
 
     Raises:
         UserError: the block called an operation without a deterministic algorithm.

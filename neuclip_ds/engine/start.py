@@ -1,4 +1,4 @@
-"""DeepSpeed's engine around the encoders, and their optimizer."""
+"""Start DeepSpeed's engine and build the optimizer of the encoders."""
 
 import copy
 from collections import defaultdict
@@ -21,7 +21,7 @@ from neuclip_ds.models.trained_parts import learning_rate_scales
 
 
 def check_engine_config(engine_config: dict[str, Any], name: str) -> None:
-    """Raise `UserError` if DeepSpeed refuses its own part of the config called `name`; needs no rank."""
+    """Raise `UserError` if DeepSpeed rejects the config called `name`; needs no process group."""
     one_rank = {**engine_config, "train_batch_size": engine_config["train_micro_batch_size_per_gpu"]}
     try:
         DeepSpeedConfig(copy.deepcopy(one_rank))
@@ -32,13 +32,13 @@ def check_engine_config(engine_config: dict[str, Any], name: str) -> None:
 def start_engine(
     model: nn.Module, config: OptimizerConfig, engine_config: dict[str, Any], communicator: Communicator
 ) -> Any:
-    """Return the engine, with float32 masters equal to the weights and an optimizer without moments or learning rate.
+    """Return an engine with float32 masters equal to the weights and an optimizer without moments or learning rate.
 
-    DeepSpeed's config is from `load_engine_config`. The engine shares the communicator's process group.
+    `engine_config` comes from `load_engine_config`. The engine shares the communicator's process group.
     """
     optimizer = build_optimizer(model, config)
-    # without ZeRO, DeepSpeed fills a bf16 optimizer's state by a step with zero gradients, which would decay the
-    # weights and count as the first: at a learning rate of zero it moves nothing, and its state is cleared below
+    # without ZeRO, DeepSpeed initializes a bf16 optimizer by a step with zero gradients, which would decay the weights
+    # and count as the first step; a learning rate of zero keeps the weights, and the optimizer state is cleared below
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     skip_unused_kernel(communicator.device)
@@ -65,9 +65,9 @@ def start_engine(
 
 
 class _Float32BatchNorm:
-    """Batch normalization that computes in float32 and keeps its statistics in float32, as under autocast.
+    """Batch normalization with float32 computation and float32 statistics, as under autocast.
 
-    Its input and output have the towers' dtype. A statistic of 16 bits would lose updates below 0.4% of its value.
+    The input and output have the towers' dtype. A 16-bit statistic would lose updates below 0.4% of its value.
     """
 
     _keep_in_fp32_modules_strict = ("running_mean", "running_var")  # DeepSpeed does not cast these buffers
@@ -87,9 +87,9 @@ class _Float32BatchNorm:
 
 
 def parameter_groups(module: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
-    """Return the trained parameters in two groups for each share `lr_scale` of the learning rate, the largest first.
+    """Return the trained parameters in groups by learning-rate factor `lr_scale` (largest first) and weight decay.
 
-    Matrices and embeddings decay; gains, biases and other vectors do not.
+    Weight decay applies to matrices and embeddings, but not to gains, biases and other vectors.
     """
     scales = learning_rate_scales(module, config)
     found: dict[tuple[float, bool], list[nn.Parameter]] = {}
@@ -106,7 +106,7 @@ def build_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.O
     """Return the optimizer that the config names, over `parameter_groups`; the trainer sets its learning rate."""
     groups = parameter_groups(module, config)
     match config.name:
-        case "adamw":  # fused, a step reads and writes each number once, also that of offloaded masters on the CPU
+        case "adamw":  # a fused step reads and writes each number once, even for offloaded masters on the CPU
             return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
         case "lamb":  # vectors keep Adam's step (trust ratio 1), as in EVA-CLIP
             adapted = [{**group, "adapt": group["params"][0].ndim >= 2} for group in groups]

@@ -10,12 +10,12 @@ from neuclip_ds.engine.zero import forget_gradients
 
 
 def update_weights(engine: Any) -> tuple[float, bool]:
-    """Step DeepSpeed's engine after a backward pass; a skipped update leaves weights and moments as they were.
+    """Step DeepSpeed's engine after a backward pass; a skipped update leaves the weights and moments unchanged.
 
-    Returns the gradient's norm, not finite if the update was skipped, and whether the weights have moved; both are
-    equal on all ranks.
+    Returns the gradient norm, which is not finite if the update was skipped, and whether the weights were updated;
+    both are equal on all ranks.
     """
-    if engine.optimizer is not engine.basic_optimizer:  # DeepSpeed's wrappers skip by themselves
+    if engine.optimizer is not engine.basic_optimizer:  # DeepSpeed's wrappers decide whether to skip
         engine.step()
         if not engine.was_step_applied():
             forget_gradients(engine)

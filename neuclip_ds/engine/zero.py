@@ -1,4 +1,4 @@
-"""Where DeepSpeed's engine keeps weights: the only module that reads its private fields.
+"""Locate the weights in DeepSpeed's engine; only this module reads the engine's private fields.
 
 The fields are those of the DeepSpeed version that `engine/config.py` requires.
 """
@@ -19,7 +19,7 @@ from neuclip_ds.distributed.communicator import Communicator
 
 
 class Wrapper(Enum):
-    """DeepSpeed's class around the optimizer, by its name."""
+    """DeepSpeed's wrapper class around the optimizer, by class name."""
 
     NONE = ""  # the optimizer alone: float32 without ZeRO
     UNFUSED = "FP16_UnfusedOptimizer"  # bf16 without ZeRO: every rank has all float32 masters
@@ -31,28 +31,28 @@ class Wrapper(Enum):
 class Placement(NamedTuple):
     """Elements [start, stop) of the flattened parameter `name` are [offset, offset + stop - start) of `master`.
 
-    Empty if this rank holds no element of a parameter in the master's group.
+    The range is empty if this rank stores no element of a parameter in the master's group.
     """
 
     name: str
     start: int
     stop: int
-    master: Tensor  # the tensor that the optimizer updates; for a frozen parameter its weights
+    master: Tensor  # the tensor that the optimizer updates; for a frozen parameter, its weights
     offset: int
-    replicated: bool  # whether all ranks hold the same elements
+    replicated: bool  # whether all ranks store the same elements
 
     @property
     def elements(self) -> slice:
-        """Slice of these elements in the flattened master, and in tensors with its layout."""
+        """Slice of these elements in the flattened master or in a tensor with the master's layout."""
         return slice(self.offset, self.offset + self.stop - self.start)
 
     def within(self, tensor: Tensor) -> Tensor:
-        """(stop - start,) view of these elements in the master, or in a tensor with its layout."""
+        """Return a (stop - start,) view of these elements in the master or in a tensor with the master's layout."""
         return tensor.detach().view(-1)[self.elements]
 
 
 def placements(engine: Any, rank: int) -> Iterator[Placement]:
-    """Yield this rank's part of every parameter, in the same order on all ranks."""
+    """Yield the placement of this rank's part of every parameter, in the same order on all ranks."""
     optimizer, module, wrapper = engine.optimizer, engine.module, _wrapper_of(engine)
     names = {parameter: name for name, parameter in module.named_parameters()}
     if wrapper is Wrapper.ZERO_3:
@@ -78,7 +78,7 @@ def placements(engine: Any, rank: int) -> Iterator[Placement]:
 def replicas(engine: Any, rank: int) -> dict[str, Tensor]:
     """Return the tensors that must be bit-identical on all ranks.
 
-    These are frozen weights, all weights below ZeRO 3, and masters and moments without ZeRO.
+    These are the frozen weights; below ZeRO 3, all weights; and without ZeRO, also the masters and moments.
     """
     weights = dict(engine.module.named_parameters())
     if _wrapper_of(engine) is Wrapper.ZERO_3:
@@ -94,12 +94,12 @@ def replicas(engine: Any, rank: int) -> dict[str, Tensor]:
 
 
 def parameter_shapes(module: nn.Module) -> dict[str, list[int]]:
-    """Return the full shapes by name, also of parameters that ZeRO 3 has partitioned."""
+    """Return the full shapes of all parameters by name, including parameters that ZeRO 3 has partitioned."""
     return {name: list(getattr(p, "ds_shape", p.shape)) for name, p in module.named_parameters()}
 
 
 def fetches_weights(module: nn.Module) -> bool:
-    """Whether ZeRO 3 fetches weights as modules run, in an order that it records and that every pass must keep."""
+    """Return whether ZeRO 3 fetches weights as modules run, in a recorded order that every pass must keep."""
     return any(hasattr(weight, "ds_tensor") for weight in module.parameters())
 
 
@@ -110,13 +110,13 @@ def release_gathered(engine: Any) -> None:
 
 
 def refresh_weights(engine: Any) -> None:
-    """Copy changed masters, cast to the module's dtype, into the weights that it computes with, on all ranks."""
+    """Copy changed masters, cast to the module's dtype, to the module's weights; a collective call."""
     optimizer, wrapper = engine.optimizer, _wrapper_of(engine)
     if wrapper is Wrapper.ZERO_3:
         for number in range(len(optimizer.fp16_groups)):
             optimizer._reassign_or_swap_out_partitioned_parameters(number)
-        # Nothing is gathered yet, as in a new engine: its first forward pass notes which parameters a module reads of
-        # its children (CLIP's position embedding) by finding them absent, and fetches those in time from then on.
+        # No weight is gathered now, as in a new engine. The next forward pass detects which parameters a module reads
+        # from its children (CLIP's position embedding) because they are missing; later passes fetch them in time.
         optimizer.invalidate_secondary_tensor()
     elif wrapper in (Wrapper.BF16, Wrapper.ZERO_1_2):
         optimizer.update_lp_params()
@@ -126,14 +126,14 @@ def refresh_weights(engine: Any) -> None:
 
 
 def forget_gradients(engine: Any) -> None:
-    """Drop the refused gradient that ZeRO 2 with offload keeps and would add to every later one."""
+    """Drop the rejected gradient, which ZeRO 2 with offload keeps and would add to every later gradient."""
     if _wrapper_of(engine) is Wrapper.ZERO_1_2:
         gradients = engine.optimizer.averaged_gradients
         gradients.update(dict.fromkeys(gradients))
 
 
 def keep_frozen_whole(module: nn.Module, communicator: Communicator) -> None:
-    """Let ZeRO 3 partition frozen weights over each rank alone, so that no pass gathers them; before it starts."""
+    """Make ZeRO 3 store frozen weights whole on each rank, so that no pass gathers them; call before it starts."""
     for parameter in module.parameters():
         if not parameter.requires_grad:
             parameter.ds_zero_partition_process_group = communicator.own_group  # type: ignore[attr-defined]
@@ -142,15 +142,15 @@ def keep_frozen_whole(module: nn.Module, communicator: Communicator) -> None:
 def share_process_group(communicator: Communicator) -> None:
     """Let the engine use the communicator's process group instead of a copy of it.
 
-    NCCL executes the collectives of one group in the order of their launch, but those of two groups (ZeRO 3's weights
-    and our features) in any order; ranks with different orders would deadlock.
+    NCCL executes the collectives of one group in launch order, but the collectives of two groups (for ZeRO 3's weights
+    and for our features) in any order; ranks with different orders would deadlock.
     """
     deepspeed.utils.groups._WORLD_GROUP = communicator.group
 
 
 def skip_unused_kernel(device: torch.device) -> None:
-    """Keep DeepSpeed from compiling a kernel of tensor-parallel inference, which takes up to a minute on a CPU."""
-    if device.type == "cpu":  # looking it up on a GPU machine would start the CUDA compiler
+    """Keep DeepSpeed from compiling a tensor-parallel inference kernel, which takes up to a minute on a CPU."""
+    if device.type == "cpu":  # on a GPU machine, this lookup would start the CUDA compiler
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
@@ -161,7 +161,7 @@ def _wrapper_of(engine: Any) -> Wrapper:
 
 
 def _replicas(optimizer: Any, wrapper: Wrapper) -> Iterator[tuple[Any, Tensor]]:
-    """Yield each parameter and its master without ZeRO."""
+    """Yield each parameter and its master weight in an engine without ZeRO."""
     masters = [group["params"] for group in optimizer.param_groups]
     for group, of_group in zip(optimizer.fp16_groups if wrapper is Wrapper.UNFUSED else masters, masters, strict=True):
         yield from zip(group, of_group, strict=True)
@@ -176,7 +176,7 @@ def _whole(name: str, master: Tensor) -> Placement:
 
 
 def _shard(name: str, parameter: Any, master: Tensor, offset: int, rank: int) -> Placement:
-    """ZeRO 3 cuts each parameter into equal shards, the last of which are padded."""
+    """Return a rank's shard under ZeRO 3, which cuts a parameter into equal shards and pads the last ones."""
     start, stop = (min(edge * parameter.partition_numel(), parameter.ds_numel) for edge in (rank, rank + 1))
     return Placement(name, start, stop, master, offset, replicated=False)
 
@@ -184,7 +184,7 @@ def _shard(name: str, parameter: Any, master: Tensor, offset: int, rank: int) ->
 def _cut(
     group: Sequence[Any], offsets: Sequence[int], master: Tensor, rank: int, names: Mapping[Any, str]
 ) -> Iterator[Placement]:
-    """ZeRO 1 and 2 lay a group's parameters end to end, each at its offset, and cut that into equal shards."""
+    """Yield a rank's shards under ZeRO 1 or 2, which concatenate a group's parameters and cut them equally."""
     first, end = rank * master.numel(), (rank + 1) * master.numel()
     for parameter, offset in zip(group, offsets, strict=True):
         start = min(max(first - offset, 0), parameter.numel())

@@ -1,1 +1,1 @@
-"""Evaluation on held-out data, shared by all ranks: retrieval, zero-shot classification, DataComp's tasks."""
+"""Evaluation on held-out data, sharded over all ranks: retrieval, zero-shot classification and DataComp's tasks."""

@@ -1,4 +1,4 @@
-"""The model as a function from images and tokens to features, called equally often, with equal shapes, on all ranks."""
+"""Encode images and texts into features, with the same number of calls, of the same shapes, on every rank."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ from neuclip_ds.data.loader import IN_PROCESS, Loader
 from neuclip_ds.distributed.communicator import Communicator, to_device
 
 Encode = Callable[[Tensor | None, Tensor | None], tuple[Tensor | None, Tensor | None]]
-"""(images uint8 (b, 3, H, W) or None, tokens (b, T) or None) -> their float32 L2-normalized features (b, d) or None.
+"""Function (uint8 images (b, 3, H, W) or None, tokens (b, T) or None) -> L2-normalized float32 features (b, d) or None.
 
-It moves its input to the model's device, puts the model into evaluation mode and may run collectives of its own
-(ZeRO-3): evaluators call it equally often, with equal shapes, on every rank.
+The function moves its inputs to the model's device and puts the model into evaluation mode. It may run collectives
+(under ZeRO-3), so all ranks must call it the same number of times, with inputs of the same shapes.
 """
 
 
 def encoder_of(model: Any, device: torch.device) -> Encode:
-    """Return the `Encode` of a `DualEncoder`, or of the engine around one: evaluation mode, without gradients."""
+    """Return the `Encode` function of a `DualEncoder`, or of the engine that wraps one; it computes no gradients."""
 
     def encode(image: Tensor | None, tokens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         model.eval()
@@ -31,7 +31,7 @@ def encoder_of(model: Any, device: torch.device) -> Encode:
 
 
 def encode_batch(encode: Encode, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return image and text features (b, d) on the device, and in host memory index (b,) and valid (b,)."""
+    """Return image and text features, (b, d), on the device, and the batch's index and valid, (b,), in host memory."""
     image, text = encode(batch.image, batch.tokens)
     assert image is not None and text is not None
     return image, text, batch.index, batch.valid
@@ -39,11 +39,11 @@ def encode_batch(encode: Encode, batch: Batch) -> tuple[Tensor, Tensor, Tensor, 
 
 @dataclass(frozen=True)
 class BatchEncoder:
-    """Model that encodes any number of rows in batches of one shape, equally often on every rank (ZeRO-3 needs it)."""
+    """Encoder of any number of rows in batches of one shape; all ranks make the same number of calls (for ZeRO-3)."""
 
     encode: Encode
     tokenize: Callable[[list[str]], Tensor]  # n texts -> (n, T) tokens
-    communicator: Communicator  # the ranks, which call `encode_images` and `encode_texts` together
+    communicator: Communicator  # all its ranks call `encode_images` and `encode_texts` together
     size: int  # rows per call
     transform: Callable[[bytes], Tensor]  # encoded image -> (3, H, W) uint8
     loader: Loader = IN_PROCESS  # reads evaluation sets
@@ -57,7 +57,7 @@ class BatchEncoder:
         return self._encode_batches(lambda batch: self.encode(None, self.tokenize(batch))[1], rows)
 
     def _encode_batches(self, encode: Callable[[list], Tensor | None], rows: Sequence) -> Tensor:
-        """Encode batches that are padded with the first row, as many as the rank with the most rows needs."""
+        """Encode rows in batches padded with the first row; all ranks run as many batches as the fullest rank."""
         most = max(self.communicator.gather_objects(len(rows)))
         features = []
         for low in range(0, most, self.size):

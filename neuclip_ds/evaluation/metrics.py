@@ -1,8 +1,8 @@
-"""Metrics as pure functions of counts, their chance levels, and accumulators whose size does not grow with the data.
+"""Metrics and chance levels as pure functions of counts, and accumulators whose size does not grow with the data.
 
-The counts are float64, (C,) by class or (G,) by group: samples that are predicted correctly (`hits`), that are
-predicted as the class (`predicted`), and all (`support`, `counts`). They may be fractions: if two classes have equal
-scores, each counts as predicted by a half. scikit-learn and WILDS compute the same from lists of predictions.
+Counts are float64, (C,) by class or (G,) by group: `hits` of correctly predicted samples, `predicted` of samples that
+are predicted as the class, `support` and `counts` of all samples. Counts may be fractional: if two classes have equal
+scores, each gets half a prediction. scikit-learn and WILDS compute the same metrics from lists of predictions.
 """
 
 from math import comb
@@ -25,9 +25,9 @@ def mean_recall(hits: Tensor, support: Tensor) -> float:
 
 
 def macro_f1(hits: Tensor, predicted: Tensor, support: Tensor) -> float:
-    """Return F1 = 2 hits / (predicted + support) averaged over the classes that occur, as WILDS does for iWildCam.
+    """Return F1 = 2 hits / (predicted + support), averaged over the classes that occur, as WILDS does for iWildCam.
 
-    A class that is predicted but never occurs has no F1 and lowers no other class's precision.
+    A class that is predicted but never occurs is excluded and does not affect the precision of other classes.
     """
     occurs = support > 0
     return float((2 * hits[occurs] / (predicted[occurs] + support[occurs])).mean())
@@ -53,12 +53,12 @@ def hit_probability(ahead: Tensor, tied: Tensor, k: int, matches: Tensor | int =
     """Return the probability that a match is among the first k candidates when ties are broken at random.
 
     Args:
-        ahead: (n,) negatives with a higher score than the match.
-        tied: (n,) negatives with exactly the same score.
-        matches: (n,) matches with that score, of which one suffices.
+        ahead: (n,) counts of negatives with a higher score than the match.
+        tied: (n,) counts of negatives with exactly the same score as the match.
+        matches: (n,) counts of matches with this score; one match among the first k suffices.
 
     Returns:
-        (n,) float64: the k - ahead places left are filled at random from tied + matches; not all go to negatives.
+        (n,) float64 probabilities that the k - ahead positions left, filled at random from the ties, include a match.
     """
     missed = torch.ones_like(ahead, dtype=torch.float64)
     for place in range(k):
@@ -69,28 +69,28 @@ def hit_probability(ahead: Tensor, tied: Tensor, k: int, matches: Tensor | int =
 
 
 def chance_recall(k: int, candidates: int) -> float:
-    """Return the recall@k of a random ranking with one match among the candidates; also chance for top-k accuracy."""
+    """Return the expected recall@k of a random ranking with one match, also the chance level of top-k accuracy."""
     return min(1.0, k / candidates)
 
 
 def chance_macro_f1(support: Tensor) -> float:
-    """Return the macro F1 of random predictions, which predict each class equally often, from (C,) samples by class."""
+    """Return the macro F1 of uniformly random predictions; `support` is the (C,) number of samples by class."""
     share = support[support > 0] / support.sum()
     return float((2 * share / (share * len(support) + 1)).mean())
 
 
 def chance_jaccard(candidates: int, right: int) -> float:
-    """Return the expected Jaccard index of a random choice of as many candidates as are right."""
+    """Return the expected Jaccard index of the `right` correct candidates and `right` candidates chosen at random."""
     overlaps = range(max(0, 2 * right - candidates), right + 1)
     ways = {overlap: comb(right, overlap) * comb(candidates - right, right - overlap) for overlap in overlaps}
     return sum(n * overlap / (2 * right - overlap) for overlap, n in ways.items()) / comb(candidates, right)
 
 
 class ClassAccumulator:
-    """Counts per class, each (C,) float64.
+    """Accumulator of counts per class, each (C,) float64.
 
-    `support` are the samples of a class, `top1` and `top5` those for which the first, or one of the first five,
-    predictions is right; `predicted` are the samples that are predicted as the class.
+    `support` counts the samples of a class, `top1` those whose class is predicted first, `top5` those whose class is
+    among the first five predictions, and `predicted` the samples that are predicted as the class.
     """
 
     def __init__(self, classes: int, device: torch.device | str = "cpu") -> None:
@@ -103,8 +103,8 @@ class ClassAccumulator:
     def add(self, scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Add a batch of (n, C) scores and (n,) int64 labels.
 
-        Ties count by expectation, and a sample with a NaN score is predicted as no class. Returns the (n,) float64
-        probabilities that each sample's label is predicted first, and among the first five.
+        Ties count by their expectation, and a sample with a NaN score is predicted as no class. Returns two (n,)
+        float64 tensors: the probabilities that a label is predicted first and that it is among the first five.
         """
         label_score = scores.gather(1, labels[:, None])
         ahead = (~(scores <= label_score)).sum(dim=1)
@@ -116,12 +116,12 @@ class ClassAccumulator:
         return top1, top5
 
     def all_reduce(self, communicator: Communicator) -> None:
-        """Replace this rank's sums by the sums over all ranks."""
+        """Replace this rank's counts with the sums over all ranks."""
         self._hold(communicator.all_reduce(self._sums, "evaluation"))
 
 
 class GroupAccumulator:
-    """Hits and counts per group, each (G,) float64; groups are numbered from 0, and G grows with the groups added."""
+    """Accumulator of hits and counts per group, each (G,) float64; groups are numbered from 0, and G grows to fit."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._hold(torch.zeros((2, 0), dtype=torch.float64, device=device))
@@ -131,14 +131,14 @@ class GroupAccumulator:
         self.hits, self.counts = sums.unbind()  # views
 
     def add(self, hits: Tensor, groups: Tensor) -> None:
-        """Add a batch: (n,) probability of a hit and, in host memory, (n,) int64 group of each sample."""
+        """Add a batch of (n,) hit probabilities and (n,) int64 group numbers; `groups` is in host memory."""
         if len(groups):
             self._grow(int(groups.max()) + 1)
             numbers = groups.to(hits.device, non_blocking=True)
             self._sums.index_add_(1, numbers, torch.stack([hits, torch.ones_like(hits)]))
 
     def all_reduce(self, communicator: Communicator) -> None:
-        """Replace this rank's sums by the sums over all ranks."""
+        """Replace this rank's counts with the sums over all ranks."""
         self._grow(max(communicator.gather_objects(self._sums.shape[1])))
         self._hold(communicator.all_reduce(self._sums, "evaluation"))
 

@@ -1,16 +1,16 @@
-"""Error of a method's normalizers against those over the whole training set (NeuCLIP Figures 2c and 4).
+"""Error of a method's normalizer estimates against normalizers over the whole training set (NeuCLIP Figures 2c and 4).
 
-With the current model and temperatures, an anchor's true normalizer is the mean over all n samples
+With the current model and temperatures, an anchor's true normalizer is the mean over its negatives among all n samples
 
     g_i = 1/(n-1) sum_{j != i} exp(l(s_ij - s_ii) / tau_i)
 
-for an image anchor against the texts, and for a text anchor against the images; l is the method's pair loss. The error
-is the difference between the logarithms of the method's estimate of g_i and of g_i itself. An estimate is of g_i alone:
-without the eps of NeuCLIP's alpha_i, and without the positive's share c/(B-1) in AmorLIP's lambda_i.
+where an image anchor's negatives are texts, a text anchor's negatives are images, and l is the method's pair loss. The
+error is the logarithm of the method's estimate of g_i minus the logarithm of g_i. The estimate excludes the eps in
+NeuCLIP's alpha_i and the positive's share, c/(B-1), of AmorLIP's lambda_i.
 
-A fixed sample of A anchors is encoded first, in batches like those of the training, for which the method gives
-estimates. All ranks then hold all anchors, O(A d), and each streams its n/K samples past them, one batch in memory at a
-time. The sums over negatives are taken in the log domain, within and across ranks.
+A fixed sample of A anchors is encoded first, in batches of the training batch size, and the method estimates their
+normalizers. Every rank then stores all anchors, in O(A d) memory, and compares its n/K samples with them, one batch at
+a time. The sums over negatives are computed in the log domain, within and across the K ranks.
 """
 
 import math
@@ -29,16 +29,16 @@ from neuclip_ds.objectives.pair_arithmetic import products_exact_for
 from neuclip_ds.objectives.pair_loss import PairLoss
 
 EstimateNormalizers = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Image features (b, d), text features (b, d), and in host memory index (b,) and valid (b,) of this rank's rows of a
-batch -> for the valid rows the log of the method's estimate of g (2, local), -inf where there is none yet, and tau
-(2, local).
+"""Function (image features (b, d), text features (b, d), index (b,), valid (b,)) -> (log of the method's estimate of g,
+tau), both (2, local), for the valid rows of this rank's part of a batch. An estimate that does not exist yet is -inf.
 
-Direction 0 means image anchors, 1 text anchors. It runs collectives, so all ranks call it equally often.
+Direction 0 has image anchors, direction 1 text anchors. Index and valid are in host memory. The function runs
+collectives, so all ranks must call it the same number of times.
 """
 
 
 class _Anchors(NamedTuple):
-    """All A anchors, equal on all ranks; the first dimension of every tensor but `sample` is the direction."""
+    """All A anchors, identical on all ranks; the first dimension of every tensor except `sample` is the direction."""
 
     features: Tensor  # (2, A, d)
     sample: Tensor  # (A,) global indices
@@ -58,22 +58,22 @@ def normalizer_error(
     chunk: int = 4096,
     parts: int = 1,
 ) -> dict[str, float]:
-    """Return the errors of the estimates for the first `anchors` valid samples of `anchor_batches`.
+    """Return the errors of a method's estimates for the first `anchors` valid samples of `anchor_batches`.
 
-    All batches are equally many and equally shaped on every rank. `parts` of the `anchor_batches` make a batch of the
-    training's size; `all_batches` hold every training sample once over all ranks. Logits are computed for `chunk`
-    anchors at a time. Raises UserError if there are fewer than two valid samples.
+    All ranks must have the same number of batches, of the same shapes. `parts` consecutive `anchor_batches` form one
+    batch of the training batch size; over all ranks, `all_batches` contain every training sample once. Logits are
+    computed for `chunk` anchors at a time. Raises UserError if there are fewer than two valid samples.
 
     Returns:
-        Equal on all ranks: `normalizer_mse`, the mean over both directions of `normalizer_mse_image` and
-        `normalizer_mse_text`; `normalizer_bias`, the mean of log estimate - log g; `normalizer_anchors`, how many
-        anchors enter these means (NaN if none); and `normalizer_unseen`, how many others have no estimate: not
-        yet, or because AmorLIP's lambda is below the positive's share.
+        Metrics, equal on all ranks: `normalizer_mse`, the mean of `normalizer_mse_image` and `normalizer_mse_text`;
+        `normalizer_bias`, the mean of log estimate - log g; `normalizer_anchors`, the number of anchors in these means
+        (which are NaN if it is 0); and `normalizer_unseen`, the number of anchors that have no estimate yet, or whose
+        AmorLIP lambda is below the positive's share.
     """
     encoded = _encode_anchors(encode, estimate, anchor_batches, parts, communicator, anchors)
     log_sum, samples = _log_sum_over_negatives(encode, encoded, pair_loss, all_batches, communicator, chunk)
     if samples < 2:
-        raise UserError("The training data has no two readable pairs to contrast; check data.train.")
+        raise UserError("The training data has fewer than two readable pairs to contrast; check data.train.")
     log_g = log_sum - math.log(samples - pair_loss.excluded)  # (2, A)
     seen = ~torch.isneginf(encoded.log_estimate).any(dim=0)
     error = (encoded.log_estimate.double() - log_g)[:, seen]
@@ -96,7 +96,7 @@ def _encode_anchors(
     communicator: Communicator,
     limit: int,
 ) -> _Anchors:
-    """Encode the first `limit` valid rows of the batches, each batch being all ranks' rows in rank order."""
+    """Encode the first `limit` valid rows of the batches; a batch consists of all ranks' rows in rank order."""
     all_rows, all_index = [], []
     encoded = (encode_batch(encode, batch) for batch in batches)
     while whole := list(islice(encoded, parts)):
@@ -108,7 +108,7 @@ def _encode_anchors(
         padded = torch.where(valid, index, PADDING).to(image.device, non_blocking=True)
         all_index.append(communicator.all_gather(padded, "evaluation"))
     if not all_rows:
-        raise UserError("The training data gives no batch of anchors; check data.train.")
+        raise UserError("The training data yields no batch of anchors; check data.train.")
     rows, index = torch.cat(all_rows), torch.cat(all_index)
     first = torch.nonzero(index != PADDING).squeeze(1)[:limit]
     rows, dim = rows[first], (rows.shape[1] - 4) // 2
@@ -124,7 +124,7 @@ def _log_sum_over_negatives(
     communicator: Communicator,
     chunk: int,
 ) -> tuple[Tensor, int]:
-    """Return the (2, A) float64 log of the sum over each anchor's negatives and the number of valid samples."""
+    """Return the log of each anchor's sum over negatives, (2, A) float64, and the number of valid samples."""
     log_sum = torch.full_like(anchors.tau, -math.inf, dtype=torch.float64)
     samples = torch.zeros((), dtype=torch.int64, device=log_sum.device)
     chunks = [slice(low, low + chunk) for low in range(0, len(anchors.sample), chunk)]
@@ -145,7 +145,7 @@ def _log_sum_over_negatives(
 
 @products_exact_for(torch.float32)
 def _logits(anchors: _Anchors, part: slice, partners: Tensor, pair_loss: PairLoss) -> Tensor:
-    """Return l(s_ij - s_ii) / tau_i, (2, chunk, b), of the anchors `part` with (2, b, d) partners: texts, images."""
+    """Return l(s_ij - s_ii) / tau_i, (2, chunk, b), of the anchors `part` with (2, b, d) partners (texts, images)."""
     features = anchors.features[:, part]
     positive = (features[0] * features[1]).sum(dim=1)  # (chunk,)
     differences = (features @ partners.mT).sub_(positive.unsqueeze(1))

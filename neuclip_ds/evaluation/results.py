@@ -1,8 +1,8 @@
-"""Scores on disk in the layout of DataComp's evaluation, their averages, and their summary as Markdown.
+"""Scores on disk in the layout of DataComp's evaluation, averages over tasks, and a summary in Markdown.
 
-`eval_results.jsonl` has a line for each task, {"key": ..., "dataset": ..., "metrics": {..., "main_metric": ...}}, and
-grows as tasks are done; `model.json` identifies the model, so that scores of different models are never mixed. Lines of
-sets of your own also have "data", which distinguishes sets of the same name.
+`eval_results.jsonl` has one line per task, {"key": ..., "dataset": ..., "metrics": {..., "main_metric": ...}}, appended
+when the task is done. `model.json` identifies the model, so that scores of different models are never mixed. The lines
+of your own sets also have "data", which distinguishes sets of the same name.
 """
 
 import json
@@ -22,15 +22,15 @@ class Average(NamedTuple):
     """Mean score of a group of tasks."""
 
     value: float | None  # the mean; None unless every task of the group has a score
-    partial: float | None  # mean of the existing scores, or None
+    partial: float | None  # mean of the available scores, or None
     missing: tuple[str, ...]  # names of the tasks without a score
     tasks: int  # size of the group
 
 
 class Results:
-    """Scores of the model `model` in a folder; raises UserError if the folder has scores of another model.
+    """Scores of the model `model` in a folder; raises UserError if the folder has scores of a different model.
 
-    `metrics` holds the latest ones by task key, and `data` the identity of your own sets.
+    `metrics` maps a task key to the task's latest metrics, and `data` maps it to the identity of your own set, or None.
     """
 
     def __init__(self, folder: Path, model: Mapping[str, Any]) -> None:
@@ -43,7 +43,7 @@ class Results:
             if found != json.loads(json.dumps(model)):
                 raise UserError(f"{folder} has scores of another model or precision ({found}); choose another --out.")
             with explained(f"{self._path} cannot be read as scores", "choose another --out"):
-                lines = json_lines(self._path)  # a task whose line was cut off is measured again
+                lines = json_lines(self._path)  # a task whose line is truncated is measured again
                 self.metrics = {line["key"]: line["metrics"] for line in lines}
                 self.data = {line["key"]: line.get("data") for line in lines}
         self._model_path.write_text(json.dumps(model, indent=2) + "\n", encoding="utf-8")
@@ -57,7 +57,7 @@ class Results:
 
 
 def averages(tasks: TaskList, metrics: Mapping[str, Metrics]) -> dict[str, Average]:
-    """Return every average of the task list from its tasks' metrics, without a value where a task is missing."""
+    """Return all averages of the task list by name; an average has no value unless all of its tasks have scores."""
     found = {}
     for name in tasks.averages:
         group = tasks.in_average(name)
@@ -70,7 +70,7 @@ def averages(tasks: TaskList, metrics: Mapping[str, Metrics]) -> dict[str, Avera
 
 
 def summary_text(tasks: TaskList, metrics: Mapping[str, Metrics]) -> str:
-    """Return scores and averages in percent as Markdown tables, without averages of which no task is scored."""
+    """Return Markdown tables of scores and averages in percent; averages without any scored task are omitted."""
     lines = ["| task | metric | score | chance |", "|---|---|---|---|"]
     for task in tasks.tasks:
         if task.key in metrics:

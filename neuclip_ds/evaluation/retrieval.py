@@ -1,11 +1,11 @@
-"""Image-text retrieval: how often a match is among the first k of all candidates (recall@k).
+"""Image-text retrieval: the fraction of queries with a match among the first k candidates (recall@k).
 
-`retrieval` takes pairs, each image with one caption. `caption_retrieval` takes sets in which an image may have several
-captions, as CLIP_benchmark and DataComp define them: an image is a hit at k if one of its captions is among the first k
-of all captions, a caption if its image is among the first k of all images; recall is the mean over images, or captions.
-Every rank holds all features, but only blocks of the scores.
+`retrieval` evaluates pairs of one image and one caption. `caption_retrieval` evaluates sets in which an image may have
+several captions, as CLIP_benchmark and DataComp do: an image is a hit at k if one of its captions is among the first k
+captions, and a caption is a hit if its image is among the first k images. Recall is the mean over the images or over
+the captions. Every rank stores all features, but only blocks of the score matrix.
 
-Ties count by expectation (`hit_probability`): a collapsed model, all of whose features are equal, scores chance, k / n.
+Ties count by their expectation (`hit_probability`): a collapsed model, with equal features for all inputs, gets k / n.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -23,7 +23,7 @@ from neuclip_ds.evaluation.metrics import chance_recall, hit_probability
 from neuclip_ds.evaluation.sets import EvaluationSet, Sample
 from neuclip_ds.evaluation.sharded_batches import decode, sharded_batches
 
-_ANCHORS, _CHUNK = 4096, 1024  # queries and candidates that are compared at once
+_ANCHORS, _CHUNK = 4096, 1024  # numbers of queries and candidates that are compared at once
 
 
 @torch.no_grad()
@@ -34,14 +34,14 @@ def retrieval(
     ks: Sequence[int] = (1, 5, 10),
     chunk: int = _CHUNK,
 ) -> dict[str, float]:
-    """Return recall@k in both directions over the valid pairs of all ranks, whose batches agree in number and shape.
+    """Return recall@k in both directions over the valid pairs of all ranks.
 
-    Scores of `chunk` candidates take O(n / K x chunk) memory per rank, gathered features O(n d). Raises UserError if no
-    rank has a valid pair.
+    All ranks need the same number of batches, of the same shapes. For n pairs on K ranks, scores take O(n / K x chunk)
+    memory per rank, and the gathered features take O(n d). Raises UserError if no rank has a valid pair.
     """
     columns = [encode_batch(encode, batch) for batch in batches]
     if not columns:
-        raise UserError("The held-out data gives no batch to retrieve from; check data.val.")
+        raise UserError("The held-out data yields no batch to retrieve from; check data.val.")
     image, text, _, valid = map(torch.cat, zip(*columns, strict=True))
     image, text = image.float(), text.float()
     pair = communicator.rank * len(valid) + torch.arange(len(valid))
@@ -60,27 +60,27 @@ def retrieval(
 
 
 class _Queries(NamedTuple):
-    """This rank's anchors of one direction; rows with the same label match."""
+    """This rank's anchors in one direction; an anchor matches the candidates with the same label."""
 
     features: Tensor  # (n, d)
     label: Tensor  # (n,) int64
-    score: Tensor  # (n,) with the best match
-    matches: Tensor  # (n,) matches with that score
+    score: Tensor  # (n,) score of the best match
+    matches: Tensor  # (n,) number of matches with this score
 
 
 @torch.no_grad()
 def caption_retrieval(encoder: BatchEncoder, folder: EvaluationSet, ks: Sequence[int] = (1, 5, 10)) -> dict[str, float]:
-    """Return recall@k in both directions, each image and each caption counted once.
+    """Return recall@k in both directions, counting each image and each caption once.
 
     Returns:
-        `image_retrieval_recall@k` (captions find images), `text_retrieval_recall@k` (images find captions),
-        `mean_recall@1` and its `chance`, in [0, 1] and equal on all ranks. Raises UserError if the set is empty, or a
-        sample is broken or has no caption.
+        Scores in [0, 1], equal on all ranks: `image_retrieval_recall@k` (captions as queries),
+        `text_retrieval_recall@k` (images as queries), `mean_recall@1` and `chance`, the chance level of
+        `mean_recall@1`. Raises UserError if the set is empty, or a sample is broken or has no caption.
     """
     communicator = encoder.communicator
     images, captions, image_of = _encode_all(encoder, folder)
     rows = torch.arange(len(images), device=images.device)
-    score = inner_products(images[image_of], captions)  # each caption with its image
+    score = inner_products(images[image_of], captions)  # of each caption with its image
     best = torch.full((len(images),), -torch.inf, device=images.device).scatter_reduce(0, image_of, score, "amax")
     best_captions = torch.zeros_like(rows).index_add_(0, image_of, (score == best[image_of]).long())
     label = rows * communicator.world_size + communicator.rank
@@ -92,26 +92,26 @@ def caption_retrieval(encoder: BatchEncoder, folder: EvaluationSet, ks: Sequence
     for name, (queries, candidates) in directions.items():
         sums[name] = _count_hits(queries, _gather(candidates.features, candidates.label, communicator), ks, _CHUNK)
     count, found = _recalls(sums, ks, communicator)
-    found["chance"] = chance_recall(1, int(count))  # equal in both directions, for any distribution of the captions
+    found["chance"] = chance_recall(1, int(count))  # equal in both directions, for any number of captions per image
     found["mean_recall@1"] = (found["image_retrieval_recall@1"] + found["text_retrieval_recall@1"]) / 2
     return found
 
 
 def read_captions(sample: Sample) -> list[str]:
-    """Return the captions of a sample, the lines of its .txt member; raise UserError if it has none."""
+    """Return a sample's captions, the lines of the .txt member; raise UserError if there are none."""
     captions = [line.strip() for line in sample.text("txt").splitlines() if line.strip()]
     if not captions:
-        raise UserError(f"{sample.name} has no caption; its .txt member must hold one per line.")
+        raise UserError(f"{sample.name} has no caption; its .txt member must contain one caption per line.")
     return captions
 
 
 def _count_hits(queries: _Queries, candidates: tuple[Tensor, Tensor], ks: Sequence[int], chunk: int) -> Tensor:
-    """Return (1 + K,) float64: the number of queries, and for each k how many have a match among the first k.
+    """Return the number of queries and, for each k, of queries with a match among the first k, (1 + len(ks),) float64.
 
-    The candidates are (m, d) features and (m,) labels of all ranks.
+    `candidates` are the (m, d) features and (m,) labels of all ranks.
     """
     sums = torch.zeros(1 + len(ks), dtype=torch.float64, device=queries.features.device)
-    sums[0].fill_(len(queries.label))  # an assignment copies the number from the host, which waits
+    sums[0].fill_(len(queries.label))  # unlike an assignment, does not copy the number from the host and wait
     for anchors, label, score, matches in zip(*(part.split(_ANCHORS) for part in queries), strict=True):
         ahead, tied = count_negatives(anchors, score, label, *candidates, chunk)
         sums[1:] += torch.stack([hit_probability(ahead, tied, k, matches).sum() for k in ks])
@@ -119,7 +119,7 @@ def _count_hits(queries: _Queries, candidates: tuple[Tensor, Tensor], ks: Sequen
 
 
 def _recalls(sums: dict[str, Tensor], ks: Sequence[int], communicator: Communicator) -> tuple[float, dict[str, float]]:
-    """Return the number of the last direction's queries on all ranks, and `NAME_recall@k` of each direction."""
+    """Return the number of queries in the last direction over all ranks, and `NAME_recall@k` for each direction."""
     totals = communicator.all_reduce(torch.stack(list(sums.values())), "evaluation").tolist()
     if not totals[0][0]:
         raise UserError("The held-out data has no readable pair to retrieve; check data.val.")
@@ -130,7 +130,7 @@ def _recalls(sums: dict[str, Tensor], ks: Sequence[int], communicator: Communica
 
 
 def _encode_all(encoder: BatchEncoder, folder: EvaluationSet) -> tuple[Tensor, Tensor, Tensor]:
-    """Return this rank's (n, d) images, (m, d) captions, and (m,) int64 row of each caption's image."""
+    """Return this rank's (n, d) image features, (m, d) caption features, and (m,) int64 row of each caption's image."""
     prepare = partial(_prepare, transform=encoder.transform)
     images, captions, image_of, seen = [], [], [], 0
     for batch in sharded_batches(folder, prepare, encoder.communicator, encoder.size, encoder.loader):
@@ -151,7 +151,7 @@ def _prepare(sample: Sample, transform: Callable[[bytes], Tensor]) -> tuple[Tens
 
 
 def _gather(rows: Tensor, labels: Tensor, communicator: Communicator) -> tuple[Tensor, Tensor]:
-    """Gather all ranks' rows (m, d) and labels (m,), whose numbers may differ, with padding."""
+    """Gather all ranks' rows (m, d) and labels (m,), padded because m may differ between ranks."""
     counts = communicator.all_gather(torch.tensor([len(rows)], device=rows.device), "evaluation")
     missing = int(counts.max()) - len(rows)
     rows = torch.cat([rows, rows.new_zeros((missing, rows.shape[1]))])
@@ -160,34 +160,34 @@ def _gather(rows: Tensor, labels: Tensor, communicator: Communicator) -> tuple[T
 
 
 def inner_products(a: Tensor, b: Tensor) -> Tensor:
-    """Return the (n,) float32 scores of rows (n, d) with rows (n, d).
+    """Return the (n,) float32 scores, which are inner products of corresponding rows of `a` and `b`, both (n, d).
 
-    Inner products are summed in float64 and then rounded to float32, so that equal features give equal scores in
-    whatever order a kernel sums: ties do not depend on chunks or ranks.
+    Inner products are summed in float64 and then rounded to float32, so that equal features give equal scores whatever
+    a kernel's summation order. Ties therefore do not depend on chunks or ranks.
     """
     return (a.double() * b.double()).sum(dim=1).float()
 
 
 def score_matrix(a: Tensor, b: Tensor) -> Tensor:
-    """Return the (n, m) float32 scores of rows (n, d) with rows (m, d), rounded as in `inner_products`."""
+    """Return the (n, m) float32 scores of the rows of `a` (n, d) with those of `b` (m, d), as in `inner_products`."""
     return (a.double() @ b.double().T).float()
 
 
 def count_negatives(
     anchors: Tensor, score: Tensor, label: Tensor, candidates: Tensor, labels: Tensor, chunk: int = _CHUNK
 ) -> tuple[Tensor, Tensor]:
-    """Count the negatives that score higher than each anchor's match, and those that score exactly the same.
+    """Count, for each anchor, the negatives that score higher than the best match and those with exactly its score.
 
-    A NaN score counts as higher. Scores are held for `chunk` candidates at a time.
+    A NaN score counts as higher. Scores are computed for `chunk` candidates at a time.
 
     Args:
-        anchors: (n, d) float32 features, with the `score` (n,) of their best match, from `inner_products`.
-        label: (n,) int64 of the anchors: candidates with the same label do not count as negatives.
+        anchors, score: (n, d) float32 features and the (n,) scores of their best matches, from `inner_products`.
+        label: (n,) int64 labels of the anchors; candidates with the same label are not negatives.
         candidates: (m, d) float32 features.
-        labels: (m,) int64 of the candidates; those labeled `PADDING` do not count.
+        labels: (m,) int64 labels of the candidates; candidates labeled `PADDING` are ignored.
 
     Returns:
-        (n,) int64 `ahead` and (n,) int64 `tied`.
+        `ahead` and `tied`, the two counts, each (n,) int64.
     """
     ahead, tied = torch.zeros_like(label), torch.zeros_like(label)
     exact, match = anchors.double(), score[:, None]

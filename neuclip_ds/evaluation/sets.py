@@ -1,16 +1,16 @@
 """Evaluation sets on disk: CLIP_benchmark's webdataset layout, a folder of images by class, or a table of pairs.
 
-    SET/classnames.txt  zeroshot_classification_templates.txt    prompts, of labeled sets
+    SET/classnames.txt  zeroshot_classification_templates.txt    prompts of labeled sets
     SET/dataset_type.txt                                         `retrieval` for captioned sets, otherwise absent
     SET/test/nshards.txt  0.tar  1.tar ...                       samples KEY.jpg (png, webp), KEY.cls, KEY.txt ...
 
     SET/red_fox/a.jpg  SET/red_fox/more/b.png  SET/wolf/1.webp   images by class, as in torchvision's ImageFolder
     SET/classnames.txt  zeroshot_classification_templates.txt    optional: names in the folders' order, prompts with {c}
 
-    SET.csv (.tsv, .jsonl, .parquet)                             a column of images and one of captions
+    SET.csv (.tsv, .jsonl, .parquet)                             a column of images and a column of captions
 
-A shard is indexed when it is read, and bytes are read on demand. A damaged shard is an error, because scores of an
-incomplete set are not comparable.
+A shard is indexed when iteration reaches it, and samples are read on demand. A damaged shard is an error, because
+scores on an incomplete set are not comparable.
 """
 
 import zlib
@@ -35,20 +35,20 @@ LAYOUT = (
     "and test/0.tar, test/1.tar, ...; a retrieval set has dataset_type.txt (retrieval) in place of the first two"
 )
 FORMS = f"{LAYOUT}; or a folder has a folder of images for each class; or a file ({', '.join(TABLES)}) has pairs"
-# TIFF cannot be decoded, but is listed, so that such a file is an error instead of missing from the score
+# TIFF files cannot be decoded; they are listed so that they raise an error instead of being silently omitted
 _IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 Member = bytes | Callable[[], bytes]  # the bytes of a member, or a function that reads them in any process
 
 
 class Sample:
-    """One sample of a set, called `name` in messages; its members are read on demand, in any process that has it."""
+    """A sample of a set, called `name` in messages; any process can read the sample's members on demand."""
 
     def __init__(self, name: str, members: Mapping[str, Member]) -> None:
-        """`members` are named as in a tar: an image (`jpg`, `png` ...), `cls`, `txt`, `npy`."""
+        """Initialize a sample with `members` named as in a tar: an image (`jpg`, `png` ...), `cls`, `txt`, `npy`."""
         self.name, self._members = name, members
 
     def image(self, prefix: str = "") -> bytes:
-        """Return the encoded image whose extension begins with `prefix`; raise UserError if none can be read."""
+        """Return the encoded image whose extension begins with `prefix`; raise UserError if no image can be read."""
         names = [prefix + extension for extension in IMAGE_EXTENSIONS]
         for name in names:
             if name in self._members:
@@ -56,7 +56,7 @@ class Sample:
         raise UserError(f"{self.name} has no image; add one of {', '.join(names)}.")
 
     def read(self, extension: str) -> bytes:
-        """Return the bytes of a member; raise UserError if the sample has no such member, or it cannot be read."""
+        """Return the bytes of a member; raise UserError if the member is missing or cannot be read."""
         if extension not in self._members:
             raise UserError(f"{self.name} has no {extension} member; download the set again.")
         member = self._members[extension]
@@ -64,36 +64,36 @@ class Sample:
             return member if isinstance(member, bytes) else member()
 
     def text(self, extension: str) -> str:
-        """Return the text of a member, stripped; raises as `read` does."""
+        """Return the stripped text of a member; raise UserError if the member is missing or cannot be read."""
         return self.read(extension).decode("utf-8", "replace").strip()
 
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """A set on disk, in one of the forms above."""
+    """An evaluation set on disk, in one of the module's three forms."""
 
-    path: Path  # its folder or file
+    path: Path  # folder or file of the set
     kind: str  # `classification`, `retrieval` or `multilabel`
-    contents: Hashable  # differs between copies with different contents
+    contents: Hashable  # fingerprint for detecting copies with different contents
     samples: Callable[[], Iterator[Sample]]  # iterates over all samples, in order; raises UserError
-    class_names: tuple[str, ...] = ()  # label -> name, of labeled sets
-    templates: tuple[str, ...] = ()  # prompts with `{c}` for the class name, of labeled sets
+    class_names: tuple[str, ...] = ()  # label -> name, for labeled sets
+    templates: tuple[str, ...] = ()  # prompts with `{c}` in place of the class name, for labeled sets
 
     def prompt(self, index: int) -> str:
-        """Return prompt `index` of len(class_names) * len(templates), sorted by class."""
+        """Return prompt `index` of the len(class_names) * len(templates) prompts, which are sorted by class."""
         label, template = divmod(index, len(self.templates))
         return self.templates[template].replace(PLACEHOLDER, self.class_names[label])
 
 
 def is_set(path: Path) -> bool:
-    """Whether a path is a set itself, and not a folder of sets."""
+    """Whether a path is an evaluation set rather than a folder of sets."""
     if path.is_file():
         return path.suffix.lower() in TABLES
     return path.is_dir() and ((path / _SHARD_COUNT).is_file() or _is_image_folder(path))
 
 
 def open_set(path: Path) -> EvaluationSet:
-    """Open a set; raise UserError if a file is missing or malformed."""
+    """Open an evaluation set of any form; raise UserError if a file is missing or malformed."""
     if path.is_file():
         return _open_pairs(path)
     if not path.is_dir():
@@ -102,7 +102,7 @@ def open_set(path: Path) -> EvaluationSet:
 
 
 def open_captioned(path: Path) -> EvaluationSet:
-    """Open a retrieval set; raise UserError if it lacks its files."""
+    """Open a retrieval set; raise UserError if a file is missing or the set is of a different kind."""
     found = open_set(path)
     if found.kind != "retrieval":
         raise UserError(f"{path} is a {found.kind} set, not a retrieval set; write retrieval to its dataset_type.txt.")
@@ -110,7 +110,7 @@ def open_captioned(path: Path) -> EvaluationSet:
 
 
 def open_labeled(path: Path) -> EvaluationSet:
-    """Open a zero-shot set with its class names and templates; raise UserError if it lacks its files."""
+    """Open a zero-shot set with class names and templates; raise UserError if files are missing or the kind differs."""
     found = open_set(path)
     if found.kind != "classification":
         raise UserError(f"{path} is a {found.kind} set; name a zero-shot set.")
@@ -153,7 +153,7 @@ def _read_extent(shard: Path, extent: Extent) -> bytes:
 
 
 def _open_images(path: Path) -> EvaluationSet:
-    """Open a folder of images by class; raise UserError if classnames.txt does not fit its folders."""
+    """Open a folder of images by class; raise UserError if classnames.txt does not match the class folders."""
     folders = _class_folders(path)
     names, templates = path / _CLASS_NAMES, path / _TEMPLATES
     class_names = _read_lines(names) if names.is_file() else tuple(one.name.replace("_", " ") for one in folders)
@@ -162,7 +162,7 @@ def _open_images(path: Path) -> EvaluationSet:
             f"{names} has {len(class_names)} names for {len(folders)} folders of classes; write one for each, in order."
         )
     labels = {folder.name: label for label, folder in enumerate(folders)}
-    # a class may have no image
+    # a class may have no images
     images = make_dataset(str(path), labels, is_valid_file=lambda file: _is_image(Path(file)), allow_empty=True)
 
     def samples() -> Iterator[Sample]:
@@ -175,10 +175,10 @@ def _open_images(path: Path) -> EvaluationSet:
 
 
 def _open_pairs(path: Path) -> EvaluationSet:
-    """Open captioned images of a table; raise UserError if it cannot be read, or has none of the usual columns.
+    """Open a table of captioned images; raise UserError if it cannot be read or lacks columns with the usual names.
 
-    Rows that name the same image file together have its captions, as in Flickr30k's tables. If the table holds the
-    images themselves, each row is one image, with a caption or a list of them.
+    Rows that name the same image file form one sample with all of their captions, as in Flickr30k's tables. If the
+    table contains the images themselves, each row is one sample, with one caption or a list of captions.
     """
     table, advice = open_table(str(path)), "rename one of them"
     image_column = table.find_column(IMAGE_COLUMNS, "images", advice)
@@ -189,11 +189,11 @@ def _open_pairs(path: Path) -> EvaluationSet:
         return Sample(f"{path}: {name}", {"jpg": partial(read_image, image, path.parent), "txt": lines.encode()})
 
     def samples() -> Iterator[Sample]:
-        captions: dict[str, list[str]] = {}  # by the image's name
+        captions: dict[str, list[str]] = {}  # by image file name
         for row, values in enumerate(open_table(str(path)).read([image_column, caption_column])):
             image, texts = image_of(values[image_column]), captions_of(values[caption_column])
             if image is None:
-                raise UserError(f"{path}: row {row} has no image in the column {image_column}; remove it.")
+                raise UserError(f"{path}: row {row} has no image in the column {image_column}; remove the row.")
             if isinstance(image, str):
                 captions.setdefault(image, []).extend(texts)
             else:
@@ -215,7 +215,7 @@ def _read_lines(path: Path) -> tuple[str, ...]:
 
 
 def _is_image_folder(path: Path) -> bool:
-    """Whether at least half of the subfolders, and more than one, contain images."""
+    """Whether at least half of a folder's subfolders, and at least two, contain images."""
     has_images = [any(_is_image(entry) for entry in folder.iterdir()) for folder in _class_folders(path)]
     return sum(has_images) > max(1, (len(has_images) - 1) // 2)
 

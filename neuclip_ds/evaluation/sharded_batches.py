@@ -1,8 +1,8 @@
-"""Batches of an evaluation set sharded over the ranks: each sample goes to one rank, once.
+"""Batches of an evaluation set, sharded over the ranks so that exactly one rank processes each sample.
 
-A global batch is `world_size * size` samples of the set, of which rank r takes every K-th from the r-th on. All ranks
-reach the end in the same batch without counting samples first, so models that run collectives (ZeRO-3) can be called
-once per batch. A sample that cannot be used stops all ranks together, in its batch.
+A global batch contains `world_size * size` samples of the set; rank r takes samples r, r + world_size, and so on. All
+ranks finish in the same batch without counting the samples first, so models that run collectives (ZeRO-3) can be called
+once per batch. If a sample cannot be used, all ranks stop together in the batch with that sample.
 """
 
 from collections import deque
@@ -20,11 +20,11 @@ from neuclip_ds.evaluation.sets import EvaluationSet, Sample
 
 T = TypeVar("T")
 
-_AT_ONCE = 32  # samples that a worker prepares at a time: small sets keep all workers busy
+_AT_ONCE = 32  # samples that a worker prepares at a time; few, so that small sets keep all workers busy
 
 
 class ShardedBatch(NamedTuple, Generic[T]):
-    """This rank's rows of a global batch. The first `n_valid` count; a rank without any has one row of padding."""
+    """This rank's rows of a global batch. The first `n_valid` are valid; a rank with no valid row has a padding row."""
 
     rows: list[T]
     n_valid: int
@@ -37,12 +37,12 @@ def sharded_batches(
     size: int,
     loader: Loader = IN_PROCESS,
 ) -> Iterator[ShardedBatch[T]]:
-    """Yield this rank's batches of `size` samples; the loader's workers prepare the next ones meanwhile.
+    """Yield this rank's batches of `size` samples while the loader's workers prepare the next batches.
 
-    `prepare` reads and decodes a sample. It can be pickled, and raises `UserError` if the sample cannot be used.
+    `prepare` reads and decodes a sample. It must be picklable, and raise `UserError` if the sample cannot be used.
 
     Raises:
-        UserError: on all ranks, with the problem of the first rank that has one.
+        UserError: a rank failed; raised on all ranks, with the message of the first rank that failed.
     """
     copies = set(communicator.gather_objects(repr(folder.contents)))
     if len(copies) > 1:  # ranks with different copies would wait for each other forever
@@ -54,7 +54,7 @@ def sharded_batches(
 
 
 def decode(sample: Sample, transform: Callable[[bytes], Tensor], prefix: str = "") -> Tensor:
-    """Decode a sample's image, `sample.image(prefix)`, to (3, H, W) uint8 pixels; raise UserError if that fails."""
+    """Decode a sample's image, `sample.image(prefix)`, to (3, H, W) uint8 pixels; raise UserError if decoding fails."""
     encoded = sample.image(prefix)
     with explained(f"{sample.name} cannot be decoded", "fix or remove it"):
         return transform(encoded)
@@ -63,7 +63,7 @@ def decode(sample: Sample, transform: Callable[[bytes], Tensor], prefix: str = "
 def _prepared(
     folder: EvaluationSet, prepare: Callable[[Sample], T], communicator: Communicator, size: int, loader: Loader
 ) -> Generator[ShardedBatch[T], None, None]:
-    under_way: deque[ShardedBatch[Sample]] = deque()  # batches whose samples the loader has taken
+    under_way: deque[ShardedBatch[Sample]] = deque()  # batches whose samples the loader is preparing
 
     def groups() -> Iterator[list[Sample]]:
         samples = folder.samples()

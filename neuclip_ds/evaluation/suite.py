@@ -1,4 +1,4 @@
-"""Measurement of a task, whose metrics are named as in DataComp's evaluation (eval_utils/, eval_results.jsonl)."""
+"""Measure a task; the metrics have the names used in DataComp's evaluation (eval_utils/, eval_results.jsonl)."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -25,10 +25,10 @@ Metrics = dict[str, float | None]
 
 
 def measure(task: Task, folder: Path, encoder: BatchEncoder) -> Metrics:
-    """Return the metrics of a task from its folder, equal on all ranks.
+    """Return a task's metrics on the set in `folder`, equal on all ranks.
 
-    `main_metric` is its score, `chance` the score of a random choice, if known. Raises UserError on all ranks
-    if the data are incomplete or broken.
+    `main_metric` is the task's score, and `chance` is the score of a random choice, if known. Raises UserError on all
+    ranks if the data are incomplete or broken.
     """
     openers = {"classification": open_labeled, "retrieval": open_captioned, "winogavil": open_shards}
     data = encoder.communicator.on_every_rank(lambda: openers[task.kind](folder))
@@ -43,7 +43,7 @@ def measure(task: Task, folder: Path, encoder: BatchEncoder) -> Metrics:
 
 
 def measure_pairs(batches: Iterable[Batch], encoder: BatchEncoder) -> Metrics:
-    """Return the retrieval metrics of this rank's batches of pairs, equal on all ranks, as of a set on disk.
+    """Return retrieval metrics over all ranks' batches of pairs, equal on all ranks and named as for a set on disk.
 
     Raises UserError if no pair can be read.
     """
@@ -74,9 +74,9 @@ def _classification(task: Task, counts: ClassAccumulator, by_group: Sequence[Gro
 
 
 def _group_accuracies(rule: GroupRule, groups: GroupAccumulator) -> Metrics:
-    """Return the accuracy of every group that occurs.
+    """Return the accuracy and size of every group that occurs, and the average and worst accuracy.
 
-    WILDS omits FMoW's region "Other" by its name. DataComp's sets have no names, so published scores count it, as here.
+    WILDS omits FMoW's region "Other" by name. DataComp's sets lack group names, so its scores include it, as here.
     """
     metrics: Metrics = {f"{rule.accuracy}_avg": ratio(groups.hits, groups.counts)}
     for number, (hits, count) in enumerate(zip(groups.hits.tolist(), groups.counts.tolist(), strict=True)):

@@ -1,4 +1,4 @@
-"""DataComp's tasks (datacomp.yaml), and sets of your own, on disk."""
+"""Evaluation tasks on disk: DataComp's tasks (datacomp.yaml) and your own sets."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from neuclip_ds.evaluation.sets import FORMS, is_set, open_set
 log = logging.getLogger(__name__)
 
 DATACOMP = "datacomp"  # the average of all tasks
-_OWN = "own/"  # prefix of the keys of other sets than DataComp's
+_OWN = "own/"  # prefix of the keys of sets that are not DataComp's
 _RECALL = "mean_recall@1"
 _FILES = Path(__file__).parent
 
 
 class GroupRule(BaseModel):
-    """Accuracies per group; a column of the npy member holds the groups."""
+    """Rule for computing accuracies per group; the groups are in a column of the npy member."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     field: str
     column: int
-    worst: str  # name of the smallest accuracy
+    worst: str  # name of the metric for the smallest accuracy
     accuracy: str = "acc"  # prefix of the other accuracies' names
     top: Literal[1, 5] = 1
 
 
 class Task(BaseModel):
-    """Entry of datacomp.yaml, which explains the fields, or a set of your own, without source and size."""
+    """An entry of datacomp.yaml, which explains the fields, or one of your own sets, which has no source or size."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -59,13 +59,13 @@ class Task(BaseModel):
         return cls(key=f"{_OWN}{name}", name=name, folder=name, kind=kind, metric=metric)
 
     def find(self, places: Sequence[Path]) -> Path | None:
-        """Return the first folder that is named after the task's set, or None."""
+        """Return the first folder in `places` that is named after the task's set, or None."""
         names = (self.folder, self.folder.removesuffix("_test"))
         return next((place for name in names for place in places if place.name == name and place.is_dir()), None)
 
 
 class TaskList(BaseModel):
-    """Content of datacomp.yaml, and sets of your own."""
+    """The contents of datacomp.yaml, optionally with your own sets."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -73,30 +73,30 @@ class TaskList(BaseModel):
     tasks: tuple[Task, ...]
 
     def choose(self, names: Sequence[str]) -> list[Task]:
-        """Return the tasks with these names, keys or patterns such as imagenet*, by default all, in the list's order.
+        """Return the tasks that match `names`, in the list's order, or all tasks if `names` is empty.
 
-        Raises UserError if a name matches no task.
+        `names` are task names, keys, folders or patterns such as imagenet*. Raises UserError if a name matches no task.
         """
         if unknown := next((name for name in names if not any(_fits(task, name) for task in self.tasks)), None):
             raise UserError(f"Unknown task {unknown}; the tasks are {', '.join(task.key for task in self.tasks)}.")
         return [task for task in self.tasks if not names or any(_fits(task, name) for name in names)]
 
     def with_own(self, others: Sequence[Task]) -> TaskList:
-        """Return the list with further tasks at its end."""
+        """Return the list with more tasks appended."""
         return self.model_copy(update={"tasks": (*self.tasks, *others)})
 
     def with_scored(self, metrics: Mapping[str, Mapping[str, Any]]) -> TaskList:
-        """Return the list with the sets of your own that have metrics, by key."""
+        """Return the list extended with your own sets that have metrics; `metrics` is indexed by task key."""
         own = {key.removeprefix(_OWN): found for key, found in metrics.items() if key.startswith(_OWN)}
         return self.with_own(
             [Task.own(name, "retrieval" if _RECALL in own[name] else "classification") for name in own]
         )
 
     def on_disk(self, places: Sequence[Path], names: Sequence[str] = ()) -> list[tuple[Task, Path]]:
-        """Return the tasks with these names, keys or patterns (by default all on disk) and their paths.
+        """Return the tasks that match `names` (see `choose`; by default all tasks on disk), with their paths.
 
-        `places` are sets, of any form and name, or folders of sets. If some of DataComp's are there, the others are
-        logged as missing. Raises UserError if there is no set, a name matches none, or two sets have the same name.
+        `places` are sets of any form and name, or folders of sets. If only some of DataComp's sets are found, a warning
+        lists the others. Raises UserError if no set is found, a name matches no set, or two sets share a name.
         """
         found = [path for place in places for path in _sets(place)]
         known = {task.key: task.find(found) for task in self.tasks}
@@ -119,7 +119,7 @@ class TaskList(BaseModel):
     def on_disk_of_all(
         self, places: Sequence[Path], names: Sequence[str], communicator: Communicator
     ) -> list[tuple[Task, Path]]:
-        """Return rank 0's result of `on_disk` on all ranks."""
+        """Call `on_disk` on rank 0 and return its result on all ranks."""
 
         def find() -> list[Any]:
             return [[task.model_dump(mode="json"), str(path)] for task, path in self.on_disk(places, names)]
@@ -133,11 +133,11 @@ class TaskList(BaseModel):
 
 
 def _sets(place: Path) -> list[Path]:
-    """Return the sets that a path names: itself, or those in a folder."""
+    """Return the path itself if it is a set, or else the sets and subfolders in it."""
     if is_set(place):
         return [place.absolute()]
     if not place.is_dir():
-        raise UserError(f"{place} is not a folder; name the one that holds the evaluation sets' folders, or a set.")
+        raise UserError(f"{place} is not a folder; name the one that contains the evaluation sets, or a set.")
     return sorted(path for path in place.iterdir() if path.is_dir() or is_set(path))
 
 
@@ -153,5 +153,5 @@ def _fits(task: Task, name: str) -> bool:
 
 
 def load_tasks() -> TaskList:
-    """Read datacomp.yaml."""
+    """Return the task list in datacomp.yaml."""
     return TaskList.model_validate(yaml.safe_load((_FILES / "datacomp.yaml").read_text(encoding="utf-8")))

@@ -1,9 +1,9 @@
 """WinoGAViL (Bitton et al. 2022): choose the images, out of 5 to 12, that are associated with a cue word.
 
-The model chooses the K images nearest to the prompt "A CUE" (or "An CUE"), where K is the number of associated ones.
-The score is the Jaccard index of both sets, as in DataComp's eval_utils/wino_eval.py.
+The model chooses the K images nearest to the prompt "A CUE" (or "An CUE"), where K is the number of associated images.
+The score is the Jaccard index of the chosen and the associated images, as in DataComp's eval_utils/wino_eval.py.
 
-No webdataset form is published; ours is that of all evaluation sets (test/nshards.txt, test/0.tar, ...) with
+No webdataset version is published; ours has the layout of all evaluation sets (test/nshards.txt, test/0.tar, ...) with
 
     KEY.json     {"cue": "pogonophile", "candidates": ["bison", "beard", ...], "associations": ["beard", ...]}
     KEY.0.jpg    image of the first candidate (jpeg, png, webp), KEY.1.jpg of the second, ...
@@ -28,7 +28,7 @@ _SIZES = {"5": (5, 5), "6": (6, 6), "10": (10, 10), "12": (12, 12), "5-6": (0, 6
 
 
 class Instance(NamedTuple):
-    """Cue word with the images to choose from."""
+    """A cue word with the images to choose from."""
 
     cue: str
     images: list[Tensor]  # (3, H, W) uint8
@@ -37,12 +37,12 @@ class Instance(NamedTuple):
 
 @torch.no_grad()
 def winogavil(encoder: BatchEncoder, folder: EvaluationSet) -> dict[str, float | None]:
-    """Return the mean Jaccard index over all instances, and by the number of images to choose from.
+    """Return the mean Jaccard index over all instances, and over the instances with a given number of images.
 
     Returns:
-        `avg_jaccard_score` and `jaccard_score_N` for N of 5, 6, 10, 12, 5-6 and 10-12, None if no instance has that
-        many images, and `chance`, the expected score of the last; equal on all ranks. Raises UserError if the set is
-        empty, or an instance is broken.
+        Metrics, equal on all ranks: `avg_jaccard_score`; `jaccard_score_N` for N = 5, 6, 10, 12, 5-6 and 10-12 images
+        (None if no instance has N images); and `chance`, the expected score of random choices from 10-12 images.
+        Raises UserError if the set is empty or an instance is broken.
     """
     communicator, device = encoder.communicator, encoder.communicator.device
     by_size, by_chance = GroupAccumulator(device), GroupAccumulator(device)
@@ -72,7 +72,7 @@ def prompt(cue: str) -> str:
 
 
 def _jaccard(cue: Tensor, images: Tensor, instance: Instance) -> float:
-    """Return the Jaccard index of the choice for one cue (d,) among its images (n, d)."""
+    """Return the Jaccard index of the associated images and the images (n, d) chosen for the cue (d,)."""
     associated = torch.tensor(instance.associated)
     scores = score_matrix(cue[None], images)[0].cpu()
     chosen = torch.zeros_like(associated)

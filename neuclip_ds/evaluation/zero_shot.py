@@ -1,6 +1,6 @@
-"""Zero-shot classification: an image is predicted as the class with the nearest mean of prompts (CLIP, sec. 3.1).
+"""Zero-shot classification: predict the class whose mean prompt feature is nearest to the image (CLIP, sec. 3.1).
 
-Ties between classes, such as two classes with the same name, count by expectation, as in retrieval.
+Ties between classes, for example two classes with the same name, count by their expectation, as in retrieval.
 """
 
 import io
@@ -27,8 +27,8 @@ def classify(
 ) -> tuple[ClassAccumulator, list[GroupAccumulator]]:
     """Classify every image of a set once.
 
-    Return counts over the whole set by class, and by group for each of the rules, as in DataComp's WILDS and fairness
-    sets. Raise UserError on all ranks if the set is empty, or one of its samples is unreadable.
+    Return counts over the whole set, by class and, for each rule, by group, as in DataComp's WILDS and fairness sets.
+    Raise UserError on all ranks if the set is empty or one of its samples is unreadable.
     """
     classes = class_embeddings(encoder, image_set)
     counts = ClassAccumulator(len(classes), classes.device)
@@ -52,7 +52,7 @@ def classify(
 
 
 def zero_shot(encoder: BatchEncoder, image_set: EvaluationSet) -> dict[str, float]:
-    """Return top-1 and top-5 accuracy over the whole set, and the number of images; equal on all ranks."""
+    """Return the top-1 and top-5 accuracy over the whole set and the number of images, equal on all ranks."""
     counts, _ = classify(encoder, image_set)
     return {
         "zero_shot_top1": ratio(counts.top1, counts.support),
@@ -63,9 +63,9 @@ def zero_shot(encoder: BatchEncoder, image_set: EvaluationSet) -> dict[str, floa
 
 @torch.no_grad()
 def class_embeddings(encoder: BatchEncoder, image_set: EvaluationSet) -> Tensor:
-    """Return (C, d) float32: for each class the normalized mean of its prompts' normalized features.
+    """Return the (C, d) float32 class embeddings: the normalized mean of each class's normalized prompt features.
 
-    Prompts are sharded over ranks and summed in float64, so that the result does not depend on the number of ranks.
+    Prompts are sharded over the ranks. Features are summed in float64, so that the number of ranks has no effect.
     """
     classes, templates = len(image_set.class_names), len(image_set.templates)
     rank, world_size, size = encoder.communicator.rank, encoder.communicator.world_size, encoder.size
@@ -77,14 +77,14 @@ def class_embeddings(encoder: BatchEncoder, image_set: EvaluationSet) -> Tensor:
             sums = features.new_zeros((classes, features.shape[1]), dtype=torch.float64)
         labels = torch.tensor(local, dtype=torch.int64) // templates
         sums.index_add_(0, labels.to(features.device, non_blocking=True), features.double())
-    assert sums is not None  # no set is without classes or templates
+    assert sums is not None  # every set has classes and templates
     return functional.normalize(encoder.communicator.all_reduce(sums, "evaluation"), dim=1).float()
 
 
 def _prepare(
     sample: Sample, classes: int, transform: Callable[[bytes], Tensor], columns: list[int]
 ) -> tuple[Tensor, list[int]]:
-    """Return the pixels of a sample, and its label followed by its groups, from the numbers in its .npy member."""
+    """Return a sample's pixels, and its label followed by its groups, which are `columns` of the .npy member."""
     pixels, label = decode(sample, transform), sample.text("cls")
     if not label.isdecimal() or int(label) >= classes:
         raise UserError(f"{sample.name} has label '{label}', but the classes are 0 to {classes - 1}; fix one of them.")

@@ -1,4 +1,4 @@
-"""The objectives as a loss for other training loops."""
+"""The training objectives as a loss module for other training loops."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ __all__ = ["ContrastiveLoss", "IndexedDataset", "add_index"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name when it is first used: the trainer needs two_pass.py alone."""
+    """Import a public name when it is first used, because the trainer needs only two_pass.py."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{'contrastive_loss' if name == 'ContrastiveLoss' else 'index'}"), name)

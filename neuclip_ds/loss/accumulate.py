@@ -1,4 +1,4 @@
-"""`ContrastiveLoss.accumulate`: a batch that goes through another loop's model one micro-batch at a time."""
+"""The two passes of `ContrastiveLoss.accumulate`, which computes exact gradients in micro-batches."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from neuclip_ds.models.batch_norm import batch_norms
 if TYPE_CHECKING:
     from neuclip_ds.loss.contrastive_loss import ContrastiveLoss
 
-_SAME = 0.05  # largest distance between a row's features in the two passes, which differ by rounding
+_SAME = 0.05  # largest distance between a row's features in the two passes, which differ only by rounding
 _ONCE_EACH = (
     "run features() with one add() for each micro-batch, loss() once, then gradients() with one backward() for each"
 )
 
 
 class TwoPass(MicroBatches):
-    """Collect features without a graph, compute the loss of the whole batch, then back-propagate each micro-batch.
+    """Two passes: the first collects features without a graph, and the second back-propagates each micro-batch.
 
-    `ContrastiveLoss.accumulate` yields it. Both passes draw the same random numbers, so dropout masks agree. A
-    missing, extra or out-of-order call raises `RuntimeError`.
+    `ContrastiveLoss.accumulate` yields this object. The whole batch's loss is computed between the passes. Both passes
+    draw the same random numbers, so dropout masks agree. A missing, extra or out-of-order call raises `RuntimeError`.
     """
 
     def __init__(self, loss_fn: ContrastiveLoss, model: nn.Module | None, scale: float) -> None:
         super().__init__([] if model is None else batch_norms(model))
         self._loss_fn, self._model, self._scale = loss_fn, model, scale
-        self._others: list[tuple[Tensor | None, Tensor | None]] = []  # index and valid
+        self._others: list[tuple[Tensor | None, Tensor | None]] = []  # index and valid of each micro-batch
         self._ends: list[int] = []  # rows up to the end of each micro-batch
         self._first: tuple[Tensor, Tensor] | None = None  # features of the first pass, once the loss is computed
 
     def add(
         self, image_features: Tensor, text_features: Tensor, index: Tensor | None = None, valid: Tensor | None = None
     ) -> None:
-        """Keep the features of a micro-batch; takes the arguments of the loss."""
+        """Keep the features of a micro-batch; the arguments are those of the loss."""
         super().add(image_features, text_features)
         self._others.append((index, valid))
         self._ends.append(sum(len(image) for image, _ in self._features))
@@ -61,7 +61,7 @@ class TwoPass(MicroBatches):
 
     @contextmanager
     def gradients(self) -> Iterator[None]:
-        """Run each micro-batch of the second pass in this context, in the order of the first pass, up to `backward`.
+        """Run each micro-batch of the second pass in this context, up to `backward`, in the order of the first pass.
 
         The model reduces its gradients over ranks in the last micro-batch only (DDP's `no_sync`, FSDP2's
         `set_requires_gradient_sync`).
@@ -82,7 +82,7 @@ class TwoPass(MicroBatches):
         torch.autograd.backward(*learning)
 
     def finish(self) -> None:
-        # raises RuntimeError if a call is missing; `accumulate` calls it
+        # raises RuntimeError if a call is missing; called by `accumulate`
         self._require(self._first is not None and self._micro == len(self._ends), _ONCE_EACH)
 
     def _require(self, holds: bool, order: str) -> None:

@@ -1,4 +1,4 @@
-"""Check the arguments of a loss on all ranks at once, so that none waits for a rank that has failed."""
+"""Check the arguments of a loss on all ranks at once, so that no rank waits for a rank that has failed."""
 
 from typing import Any
 
@@ -15,12 +15,12 @@ def problem_with(image: Any, text: Any, index: Any, valid: Any, dim: int, sample
     """Return a message about the first invalid argument of this rank, or None.
 
     Args:
-        image, text: features; must be floating-point (b, dim), with rows of norm 1 where `valid`.
+        image, text: floating-point (b, dim) features, whose valid rows must have norm 1.
         index: (b,) integers in [0, samples) in host memory, or None.
-        valid: (b,) bool in host memory, or None if all rows count.
-        dim: width d.
+        valid: (b,) bool in host memory, or None if all rows are valid.
+        dim: required width of the features.
         samples: size n of the data set.
-        not_finite: accept rows with NaN.
+        not_finite: accept rows with NaN or infinite values.
     """
     given = {"image_features": image, "text_features": text, "index": index, "valid": valid}
     given = {name: x for name, x in given.items() if x is not None or name.endswith("features")}
@@ -50,7 +50,7 @@ def problem_with(image: Any, text: Any, index: Any, valid: Any, dim: int, sample
 
 
 def agree_on_call(rows: int, problem: str | None, learns: bool, dtype: torch.dtype, communicator: Communicator) -> int:
-    """Return the largest number of rows on any rank.
+    """Compare a call of the loss across ranks, and return the largest number of rows on any rank.
 
     Raises:
         ValueError: on all ranks, if any rank has a problem, or if ranks differ in training mode or feature dtype.

@@ -27,17 +27,17 @@ from neuclip_ds.state.shards import INDEX, ShardFiles, shard_files, table_shards
 
 log = logging.getLogger(__name__)
 
-_REPLICATED = "objective"  # kind of the shard that holds the state equal on all ranks
+_REPLICATED = "objective"  # kind of the shard with the state that is equal on all ranks
 
 
 class ContrastiveLoss(nn.Module):
     """Contrastive loss over the global batch of all ranks, with the exact gradient of its method.
 
-    Each call also trains the temperature and the method's networks with their own optimizers, as the papers' algorithms
-    do, so the module has no parameters and needs no DDP or FSDP.
+    Each training call also updates the temperature and the method's networks with separate optimizers, as the papers'
+    algorithms do. The module therefore has no parameters and needs no DDP or FSDP.
 
-    A call in training is one step. Under `eval()` or `torch.no_grad()` the loss updates no state, and `index` may be
-    None.
+    Each call in training mode is one step. Under `eval()` or `torch.no_grad()`, the loss updates no state, and `index`
+    may be None.
 
     Example:
         ```python
@@ -47,9 +47,9 @@ class ContrastiveLoss(nn.Module):
         ```
 
     Attributes:
-        lr: current learning rate of the encoders; the temperature's follows it. Set it after each step of your
-            scheduler: `loss_fn.lr = scheduler.get_last_lr()[0]`.
-        scaler: the training loop's `torch.amp.GradScaler`, if it has one. The loss then reverts the state updates of a
+        lr: current learning rate of the encoders, which by default the temperature's follows. Set `lr` after each step
+            of your scheduler: `loss_fn.lr = scheduler.get_last_lr()[0]`.
+        scaler: the training loop's `torch.amp.GradScaler`, if any. The loss then reverts the state updates of a
             call whose step the scaler skipped, and accepts features that are not finite.
         validates: whether calls check their arguments.
         metrics: values of the last call by name, such as `tau` and `batch_loss` (InfoNCE over the same batch).
@@ -77,21 +77,21 @@ class ContrastiveLoss(nn.Module):
         Args:
             method: name of a loss, such as `openclip` or `fastclip_v3`.
             dim: width d of the features.
-            samples: size n of the training set. Methods that keep statistics per sample need it, and so does
+            samples: size n of the training set, required by methods that keep statistics per sample and by
                 `temperature={"rule": "learned"}`.
-            epochs: length of the run, for schedules.
+            epochs: length of the run in epochs, for schedules.
             steps_per_epoch: training calls per epoch, for schedules.
             lr: peak learning rate of the encoders.
             betas: decay rates of the temperature's Adam.
             adam_eps: epsilon of the temperature's Adam.
             reduction: `ddp_mean` if the encoders' gradients are averaged over ranks (DDP, FSDP, DeepSpeed), which
                 multiplies the gradients of the features by the world size; `sum` if they are summed.
-            group: process group of the global batch. By default the default group, or this process if there is none.
-            scaler: see above.
+            group: process group of the global batch; by default all ranks, or this process if it runs alone.
+            scaler: see the attribute of the same name.
             validate: check the arguments of each call on all ranks. This costs one small collective and, on a GPU, one
                 host wait. Without it, all ranks must pass the same number of rows.
-            device: device of the state until the first call moves it to that of the features.
-            options: options of the method, as below `objective:` in a recipe: `temperature={"rho": 6.5}` or
+            device: device of the state until the first call moves the state to the features' device.
+            options: options of the method, as under `objective:` in a recipe, such as `temperature={"rho": 6.5}` or
                 `npn={"lr": 0.05}`.
 
         Raises:
@@ -116,7 +116,7 @@ class ContrastiveLoss(nn.Module):
         self._adam = AdamSettings(betas, adam_eps)
         self._averages, self._group = reduction == "ddp_mean", group
         self.validates, self.scaler = validate, scaler
-        self._undo: tuple[Callable[[], None], float] | None = None  # reverts the last call; the scale at that time
+        self._undo: tuple[Callable[[], None], float] | None = None  # reverts the last call, and the scale then
         self._warned = False
         self._calls = 0  # training calls so far
         self._metrics: dict[str, Tensor] = {}
@@ -139,8 +139,8 @@ class ContrastiveLoss(nn.Module):
             image_features: (b, d) normalized rows of any floating dtype; b may differ between ranks.
             text_features: (b, d) normalized rows.
             index: (b,) positions of the samples in the training set, in [0, samples). Methods that keep statistics per
-                sample need it; if an index occurs twice, its last row counts. Keep it in host memory: the host would
-                wait for a copy from a GPU.
+                sample need it; if an index occurs twice, its last row is stored. Keep the tensor in host memory,
+                because the host would wait for a copy from a GPU.
             valid: (b,) bool in host memory, False for rows to ignore.
 
         Raises:
@@ -149,7 +149,7 @@ class ContrastiveLoss(nn.Module):
             RuntimeError: activation checkpointing includes the loss, which would learn from the batch again.
         """
         learns = self.training and torch.is_grad_enabled()
-        if learns and torch._C._current_graph_task_id() >= 0:  # in a backward pass, which no public function tells
+        if learns and torch._C._current_graph_task_id() >= 0:  # in a backward pass; no public function reports this
             raise RuntimeError("A backward pass repeats the loss: keep it out of activation checkpointing.")
         inputs = (image_features, text_features)
         index, valid = (x.cpu() if isinstance(x, Tensor) else x for x in (index, valid))
@@ -196,11 +196,11 @@ class ContrastiveLoss(nn.Module):
     def log_normalizers(self, image_features: Tensor, text_features: Tensor, index: Tensor | None = None) -> Tensor:
         """Return the method's current estimates of log g for the anchors of a batch, without changing any state.
 
-        g_i is the mean of exp((s_ij - s_ii)/tau) over the training set's other samples j; OpenCLIP estimates it from
-        the batch alone. All ranks must call this method, with equal numbers of rows and arguments as `forward` takes.
+        g_i is the mean of exp((s_ij - s_ii)/tau) over the training set's other samples j; OpenCLIP estimates g_i from
+        the batch alone. All ranks must call this method, with the same number of rows. Arguments are as in `forward`.
 
         Returns:
-            (2, b) estimates for images and texts, -inf where the method has none yet.
+            (2, b) estimates for images and texts, -inf where the method has no estimate yet.
 
         Raises:
             UserError: the method is SigLIP, whose loss has no normalizer.
@@ -285,7 +285,7 @@ class ContrastiveLoss(nn.Module):
         self._objective: Objective = compose_objective(self._config, context)
 
     def _move(self, device: torch.device, dtype: torch.dtype, keep: bool) -> None:
-        """Rebuild the objective if device, dtype or ranks have changed; `keep` its state."""
+        """Rebuild the objective if device, dtype or ranks have changed; with `keep`, preserve the state."""
         before, was, ranks = self._objective, self._communicator, Communicator(device, self._group)
         same_ranks = (was.rank, was.world_size) == (ranks.rank, ranks.world_size)
         if same_ranks and (was.device, self._dtype) == (device, dtype):
@@ -302,7 +302,7 @@ class ContrastiveLoss(nn.Module):
                 _fill(self._objective, _state_of(before))
 
     def _facts(self) -> dict[str, Any]:
-        """Return the metadata of saved state."""
+        """Return the metadata that is saved with the state."""
         built = {"dim": self._dim, "samples": self._samples}
         options = self._config.model_dump(
             mode="json", exclude={"chunk_size": True, "comm_dtype": True, "npn": {"replicas": True}}
@@ -312,7 +312,7 @@ class ContrastiveLoss(nn.Module):
         return {"built_with": built, "calls": self._calls, "dtype": str(self._dtype).removeprefix("torch.")}
 
     def _prepare_for(self, saved: dict[str, Any], where: str) -> None:
-        """Adopt dtype and call count of saved state, before its tensors; raise `UserError` if it is of another loss."""
+        """Adopt the dtype and call count of saved state; raise `UserError` if a different loss saved the state."""
         own, given = self._facts()["built_with"], saved.get("built_with", {})
         for key in sorted(own, key="method".__ne__):  # the method first
             if given.get(key) != own[key]:
@@ -324,7 +324,7 @@ class ContrastiveLoss(nn.Module):
         self._calls, self._undo = saved["calls"], None
 
     def _settle(self) -> None:
-        """Revert the last call's updates if the scaler has lowered its scale since, because it skipped the step."""
+        """Revert the last call's updates if the scaler has since lowered the scale, that is, skipped the step."""
         undo, self._undo = self._undo, None
         if undo is not None and self.scaler is not None and self.scaler.get_scale() < undo[1]:
             undo[0]()

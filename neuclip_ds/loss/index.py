@@ -1,4 +1,4 @@
-"""Add to each sample the index under which a loss keeps its statistics."""
+"""Add to each sample the index that losses with per-sample statistics need."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -7,7 +7,7 @@ from torch.utils.data import Dataset
 
 
 class IndexedDataset(Dataset[Any]):
-    """A map-style dataset whose samples carry their index.
+    """A map-style dataset that adds the index to each sample.
 
     A sample that is a mapping gets the key `index`; a tuple or list gets the index as its last element.
 
@@ -34,12 +34,12 @@ class IndexedDataset(Dataset[Any]):
 def add_index(samples: Iterable[dict[str, Any]], starts: Mapping[str, int]) -> Iterator[dict[str, Any]]:
     """Add `__index__` to webdataset samples: the shard's first index plus the sample's position in the shard.
 
-    Put it right after `wds.tarfile_to_samples()`, before samples are shuffled, dropped or renamed. `wds.decode`
-    ignores keys with two underscores; `wds.to_tuple("image", "text", "__index__")` selects the index.
+    Apply this function right after `wds.tarfile_to_samples()`, before samples are shuffled, dropped or renamed.
+    `wds.decode` ignores keys with two underscores; `wds.to_tuple("image", "text", "__index__")` selects the index.
 
     Args:
-        samples: webdataset samples with `__url__` and `__key__`, in the order of their tars.
-        starts: index of the first sample of each shard, by URL; shards must not overlap.
+        samples: webdataset samples with `__url__` and `__key__`, in the order of the tar files.
+        starts: index of the first sample of each shard, by URL; the shards' index ranges must not overlap.
 
     Raises:
         KeyError: a shard is not in `starts`.

@@ -18,8 +18,8 @@ def with_gradients(loss: Tensor, inputs: Sequence[Tensor], gradients: Sequence[T
     Args:
         loss: 0-dim.
         inputs: tensors of any floating dtype; those that require no gradient get none.
-        gradients: gradients of the loss, shaped like the inputs. They are multiplied by the incoming gradient in their
-            own dtype, and the product is returned in that of the input.
+        gradients: gradients of the loss, shaped like the inputs. The product with the incoming gradient is computed in
+            the dtype of `gradients` and returned in the dtype of the input.
     """
     result: Tensor = _WithGradients.apply(loss, len(inputs), *inputs, *gradients)
     return result
@@ -42,25 +42,25 @@ class _WithGradients(torch.autograd.Function):
 
 
 class MicroBatches:
-    """Two passes over a batch that goes through a model one micro-batch at a time, as in GradCache.
+    """Two passes over a batch that is split into micro-batches, as in GradCache.
 
-    The first pass keeps features without a graph. Once the gradient of the whole batch's loss with respect to them is
-    known, the second pass runs each micro-batch again and back-propagates its rows. Both passes draw the same random
-    numbers, so dropout masks agree, and running statistics of batch normalization change in the second pass only: the
-    result is that of one large pass.
+    The first pass keeps features without a graph. Once the gradient of the whole batch's loss with respect to these
+    features is known, the second pass runs each micro-batch again and back-propagates its rows of the gradient. Both
+    passes draw the same random numbers, so dropout masks agree. The running statistics of batch normalization change in
+    the second pass only. Without batch normalization, the result is that of one large pass.
     """
 
     def __init__(self, layers: Sequence[BatchNorm]) -> None:
-        """`layers` are the model's `batch_norms`."""
+        """Prepare the passes; `layers` are the model's `batch_norms`."""
         self._layers = layers
         self._features: list[tuple[Tensor, Tensor]] = []
-        self._random: list[tuple[Tensor, Tensor | None]] = []  # generator states before the micro-batches
+        self._random: list[tuple[Tensor, Tensor | None]] = []  # generator states before each micro-batch
         self._gradients: tuple[Tensor, Tensor] | None = None
         self._micro, self._row = 0, 0  # position in the second pass
 
     @contextmanager
     def features(self) -> Iterator[None]:
-        """Run a micro-batch of the first pass within this context; pass its features to `add`."""
+        """Run each micro-batch of the first pass in this context, and pass its features to `add`."""
         of_device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
         self._random.append((torch.get_rng_state(), of_device))
         with torch.no_grad(), kept_statistics(self._layers):
@@ -97,7 +97,7 @@ class MicroBatches:
     def learning(self, image: Tensor | None, text: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
         """Return the micro-batch's features that have a graph, and their rows of the gradients.
 
-        A frozen tower's features have no graph; they may be None if the tower has not run again.
+        A frozen tower's features have no graph and may be None if the tower has not run again.
         """
         if self._gradients is None:
             raise RuntimeError("Compute the loss of the whole batch before the second pass.")

@@ -1,4 +1,4 @@
-"""Batch normalization in forward passes that run twice."""
+"""Keep batch-norm statistics correct when a forward pass runs twice."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ def batch_norms(module: nn.Module) -> list[BatchNorm]:
 
 @contextmanager
 def kept_statistics(layers: Sequence[BatchNorm]) -> Iterator[None]:
-    """Freeze the running statistics of batch-norm layers, which still normalize by the batch, as in training."""
+    """Freeze the running statistics of batch-norm layers; the layers still normalize by batch statistics."""
     momenta = [layer.momentum for layer in layers]
     for layer in layers:
         layer.momentum = 0.0

@@ -1,4 +1,4 @@
-"""Train a byte-level BPE on the captions of a run."""
+"""Train a byte-level BPE tokenizer on a run's captions."""
 
 from collections.abc import Iterable
 from itertools import chain
@@ -10,16 +10,16 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.models.tokenizer import CaptionTokenizer
 
 BOS, EOS = "<|startoftext|>", "<|endoftext|>"
-_SMALLEST_BPE = 258  # every byte and the two special tokens, so that no caption is out of vocabulary
+_SMALLEST_BPE = 258  # 256 bytes and the two special tokens, so that no caption is out of vocabulary
 
 
 def train_bpe(captions: Iterable[str], vocab_size: int, context_length: int) -> CaptionTokenizer:
-    """Train a byte-level BPE deterministically on captions normalized to NFC and lower case.
+    """Train a byte-level BPE tokenizer deterministically on captions normalized to NFC and lowercase.
 
     Args:
-        captions: read once as a stream.
-        vocab_size: maximum number of tokens; few captions give fewer.
-        context_length: number of tokens per row.
+        captions: training captions, read once as a stream.
+        vocab_size: maximum number of tokens; a small set of captions yields fewer.
+        context_length: number of tokens per caption, including special tokens and padding.
 
     Raises:
         UserError: no caption has text, or the vocabulary is too small for 256 bytes, BOS and EOS.
@@ -33,7 +33,7 @@ def train_bpe(captions: Iterable[str], vocab_size: int, context_length: int) -> 
     backend.normalizer = normalizers.Sequence(
         [normalizers.NFC(), normalizers.Lowercase(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip()]
     )
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)  # a word has the same tokens anywhere
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)  # a word has the same tokens everywhere
     backend.decoder = decoders.ByteLevel()
     backend.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A {EOS}", special_tokens=[(BOS, 0), (EOS, 1)]

@@ -1,4 +1,4 @@
-"""Build the dual encoder of a config, and apply the options that every model has."""
+"""Build the dual encoder that a config describes, and apply the options common to all models."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,18 +18,18 @@ from neuclip_ds.models.trained_parts import TOWERS, add_adapters, freeze, lock_p
 def build_dual_encoder(
     config: ModelConfig, tokenizer: CaptionTokenizer, image_weights: Mapping[str, Tensor] | None = None
 ) -> DualEncoder:
-    """Build the dual encoder of a config; random weights depend on torch's seed only.
+    """Build the dual encoder that a config describes; random weights depend only on torch's seed.
 
-    Both towers use OpenAI's quick GELU if the image model is one of timm's `quickgelu` variants, else GELU, as in
-    open_clip's configs.
+    The text tower uses OpenAI's quick GELU if the image model is one of timm's `quickgelu` variants, and GELU
+    otherwise, as in open_clip's configs.
 
     Args:
-        config: config of the towers.
-        tokenizer: tokenizer of the text tower.
+        config: the model config, which describes both towers.
+        tokenizer: the tokenizer of the text tower.
         image_weights: initial weights of the image tower; random by default.
 
     Raises:
-        UserError: the towers cannot be built, or do not support an option of the config.
+        UserError: a tower cannot be built or does not support an option in the config.
     """
     vision = new_vision_tower(config.vision, config.embed_dim, image_weights)
     activation = "quick_gelu" if "quickgelu" in config.vision.name else "gelu"
@@ -40,7 +40,7 @@ def build_dual_encoder(
 
 
 def prepare(model: DualEncoder, config: ModelConfig) -> DualEncoder:
-    """Apply the options that every model has, in place: activation checkpointing, freezing, LoRA adapters."""
+    """Apply the options common to all models in place: activation checkpointing, freezing and LoRA adapters."""
     for name in TOWERS:
         checkpoint_activations(model.get_submodule(name), name, config.activation_checkpointing)
     freeze(model, config)
@@ -52,13 +52,13 @@ def prepare(model: DualEncoder, config: ModelConfig) -> DualEncoder:
 def new_text_tower(
     config: TextConfig, tokenizer: CaptionTokenizer, embed_dim: int, activation: str = "gelu"
 ) -> TextTower:
-    """Build CLIP's causal text transformer, whose feature is read at the first EOS.
+    """Build CLIP's causal text transformer, which pools its output at the first EOS token.
 
     Args:
-        config: config of the tower.
-        tokenizer: tokenizer of the captions, with rows of at most `config.context_length` tokens.
-        embed_dim: width of the joint space.
-        activation: activation of the MLPs; `quick_gelu` is OpenAI's x sigmoid(1.702 x).
+        config: the config of the text tower.
+        tokenizer: the caption tokenizer, with a context length of at most `config.context_length`.
+        embed_dim: width of the joint embedding space.
+        activation: activation function of the MLPs; `quick_gelu` is OpenAI's x sigmoid(1.702 x).
     """
     trunk = CLIPTextModel(
         CLIPTextConfig(
@@ -76,15 +76,15 @@ def new_text_tower(
         )
     )
     _init_attention(trunk)
-    # pooled here, because the trunk itself pools at the largest id if EOS is 2, to support old files
+    # TextTower pools, because the trunk would pool at the largest id if the EOS id is 2, to support old checkpoints
     return TextTower(trunk, new_projection(config.width, embed_dim), tokenizer.eos_id)
 
 
 @torch.no_grad()
 def _init_attention(model: Any) -> None:
-    """Initialize attention as CLIP does: std width^-1/2 for q, k, v and (2 layers width)^-1/2 for the output.
+    """Initialize attention as CLIP does, with std width^-1/2 for q, k, v and (2 * layers * width)^-1/2 for the output.
 
-    Transformers swaps the two, unlike OpenAI's code and open_clip.
+    The transformers library swaps the two values, unlike OpenAI's code and open_clip.
     """
     inwards = model.config.hidden_size**-0.5
     outwards = inwards * (2 * model.config.num_hidden_layers) ** -0.5

@@ -1,8 +1,8 @@
-"""Export trained models to the files of other libraries.
+"""Export trained models to the file formats of other libraries.
 
-CLIP's config and weights are converted from timm's ViT to transformers' CLIPModel, and from that to open_clip's ViT.
-Tables map the names of tensors. open_clip and timm store q, k and v in one tensor, and open_clip transposes
-projections.
+The config and weights of a CLIP model are converted from timm's ViT to transformers' CLIPModel, and from CLIPModel to
+open_clip's ViT. Tables map the tensor names. open_clip and timm store q, k and v in one tensor, and open_clip stores
+projections transposed.
 """
 
 import re
@@ -29,8 +29,8 @@ from neuclip_ds.models.towers import DualEncoder, VisionTower
 
 _ACTIVATIONS = {"quick_gelu": True, "gelu": False}  # transformers' name -> open_clip's `quick_gelu`
 _DEFAULT_EPS = 1e-5
-_LEGACY_EOS = 2  # EOS id of old configs, with which CLIPModel reads the feature at the largest token id
-# transformers' options of a tower -> open_clip's options with the same values
+_LEGACY_EOS = 2  # EOS id in old configs, for which CLIPModel pools at the largest token id
+# transformers' tower options -> open_clip's options with the same values
 _VISION_OPTIONS = {"hidden_size": "width", "num_hidden_layers": "layers", "patch_size": "patch_size"}
 _TEXT_OPTIONS = {
     "hidden_size": "width",
@@ -39,9 +39,9 @@ _TEXT_OPTIONS = {
     "max_position_embeddings": "context_length",
     "vocab_size": "vocab_size",
 }
-_QKV = re.compile(r"\.self_attn\.([qkv])_proj\.")  # one tensor in the other libraries
-_TRANSPOSED = ("visual.proj", "text.text_projection")  # as open_clip stores them
-# pattern in transformers' names -> open_clip's name, and that of our tower with timm's ViT; replaced in this order
+_QKV = re.compile(r"\.self_attn\.([qkv])_proj\.")  # the other libraries store these in one tensor
+_TRANSPOSED = ("visual.proj", "text.text_projection")  # transposed in open_clip
+# (pattern in transformers' names, replacement for open_clip, replacement for our timm towers), applied in this order
 _NAMES = (
     (_QKV.pattern, ".attn.in_proj_", ".attn.qkv."),
     ("self_attn", "attn", "attn"),
@@ -65,7 +65,7 @@ _NAMES = (
 
 
 def timm_name(clip: str) -> str:
-    """Return the name that a tensor of transformers' CLIPModel has in our towers, with timm's ViT for images."""
+    """Convert a tensor name of transformers' CLIPModel to the name in our towers, with timm's ViT for images."""
     if clip.startswith("text_"):
         return clip.replace("text_model", "text.trunk").replace("text_projection", "text.projection")
     return _renamed(clip, 2)
@@ -78,7 +78,7 @@ def _renamed(clip: str, column: int) -> str:
 
 
 def from_clip(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return transformers' tensors under open_clip's names."""
+    """Convert transformers' CLIP tensors to open_clip's names and layout."""
     found: dict[str, Tensor] = {}
     for name, tensor in weights.items():
         key, part = _renamed(name, 1), _QKV.search(name)
@@ -89,7 +89,7 @@ def from_clip(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def to_clip(config: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return our towers' tensors under the names of transformers' model for a config."""
+    """Convert our towers' tensors to the names and layout of transformers' model for a config."""
     found = {}
     for name, wanted in _meta_state(config).items():
         key, part = timm_name(name), _QKV.search(name)
@@ -111,7 +111,7 @@ def clip_to_open_clip(package: Package) -> Package:
     """Convert transformers' CLIPModel or MetaClip2Model to open_clip.
 
     Raises:
-        UserError: the model is a SiglipModel, or has an unknown activation.
+        UserError: the model is a SiglipModel, or its towers do not share one known activation.
     """
     tree = package.config
     if tree["model_type"] not in ("clip", "metaclip_2"):
@@ -123,7 +123,7 @@ def clip_to_open_clip(package: Package) -> Package:
     acts = {part["hidden_act"] for part in (vision, text)}
     if len(acts) != 1 or not acts <= _ACTIVATIONS.keys():
         raise UserError(
-            f"open_clip has one GELU or quick GELU for both towers, not {' and '.join(sorted(acts))}; export with "
+            f"open_clip needs GELU, or quick GELU, in both towers, not {' and '.join(sorted(acts))}; export with "
             "--format=transformers."
         )
     head_width, eos = vision["hidden_size"] // vision["num_attention_heads"], text["eos_token_id"]
@@ -139,7 +139,7 @@ def clip_to_open_clip(package: Package) -> Package:
         "text_cfg": {
             **_open_clip_options(text, _TEXT_OPTIONS),
             **({"pool_type": "argmax"} if at_largest_id else {"pool_type": "eos", "eos_id": eos}),
-            "hf_tokenizer_name": "tokenizer",  # open_clip looks for it in the local folder
+            "hf_tokenizer_name": "tokenizer",  # open_clip reads the tokenizer from the local folder
         },
     }
     weights = from_clip(package.weights)
@@ -152,7 +152,7 @@ def _open_clip_options(part: Mapping[str, Any], options: Mapping[str, str]) -> d
     """Convert a tower's config from transformers to open_clip."""
     found = {theirs: part[ours] for ours, theirs in options.items()}
     width, inner = part["hidden_size"], part["intermediate_size"]
-    exact = int(width * (inner / width)) == inner  # as open_clip computes it
+    exact = int(width * (inner / width)) == inner  # the width as open_clip computes it
     found["mlp_ratio"] = (inner if exact else inner + 0.5) / width
     if part["layer_norm_eps"] != _DEFAULT_EPS:
         found["norm_kwargs"] = {"eps": part["layer_norm_eps"]}
@@ -166,9 +166,9 @@ def towers_to_clip(
     preprocessing: Preprocessing,
     tokenizer: ModelTokenizer,
 ) -> Package:
-    """Convert a model that was built from the config to CLIPModel; `model` may be on the meta device.
+    """Convert a model built from a run's config to CLIPModel or MetaClip2Model; `model` may be on the meta device.
 
-    A bias is kept for open_clip; CLIPModel has none. Raises `UserError` unless the towers are CLIP's transformers.
+    A logit bias is kept for open_clip, though both classes lack one. Raises `UserError` unless both towers are CLIP's.
     """
     image_tower = model.vision
     vision = _clip_vision_config(image_tower, preprocessing.size)
@@ -180,7 +180,7 @@ def towers_to_clip(
         )
     text = {**model.text.trunk.config.to_dict(), "eos_token_id": model.text.eos_id}
     del text["model_type"]
-    kind = "metaclip_2" if model.text.eos_id == _LEGACY_EOS else "clip"  # CLIPModel does not read at an EOS of id 2
+    kind = "metaclip_2" if model.text.eos_id == _LEGACY_EOS else "clip"  # CLIPModel does not pool at EOS id 2
     config = MODEL_TYPES[kind].config(
         projection_dim=cast(nn.Linear, image_tower.projection).out_features, vision_config=vision, text_config=text
     )
@@ -189,7 +189,7 @@ def towers_to_clip(
 
 
 def _clip_vision_config(tower: VisionTower, image_size: int) -> dict[str, Any] | None:
-    """Return the tower as transformers' CLIPVisionConfig, or None if it is not CLIP's vision transformer."""
+    """Return a tower's options for transformers' CLIPVisionConfig, or None if the tower is not CLIP's ViT."""
     trunk = tower.trunk
     if not isinstance(trunk, VisionTransformer) or trunk.global_pool != "token":
         return None
@@ -213,11 +213,11 @@ def _clip_vision_config(tower: VisionTower, image_size: int) -> dict[str, Any] |
 
 
 def export(package: Package, form: str, folder: Path) -> None:
-    """Write a model into a folder.
+    """Write a model to a folder, converted to the requested format if needed.
 
     Args:
-        package: the model in its family's form.
-        form: `transformers` or `open_clip`.
+        package: the model in its library's format.
+        form: the format to write, `transformers` or `open_clip`.
         folder: an empty folder.
 
     Raises:
@@ -228,14 +228,14 @@ def export(package: Package, form: str, folder: Path) -> None:
     elif package.family == form:
         write_transformers(package, folder)
     else:
-        raise UserError("A model of open_clip is not converted to transformers; export it with --format=open_clip.")
+        raise UserError("An open_clip model cannot be converted to transformers; export it with --format=open_clip.")
 
 
 def write_transformers(package: Package, folder: Path) -> None:
-    """Write config, weights, preprocessor and tokenizer for transformers' `AutoModel` and `AutoProcessor`."""
+    """Write the config, weights, preprocessor and tokenizer for transformers' `AutoModel` and `AutoProcessor`."""
     kind = MODEL_TYPES[package.config["model_type"]]
     config = kind.config.from_dict({**package.config, "architectures": [kind.model.__name__], "dtype": "float32"})
-    if hasattr(config, "projection_dim"):  # single-tower classes read it from the tower's config
+    if hasattr(config, "projection_dim"):  # single-tower classes read it from their tower's config
         config.vision_config.projection_dim = config.text_config.projection_dim = config.projection_dim
     wanted = _meta_state(config)
     weights = {name: value for name, value in package.weights.items() if name in wanted or name != "logit_bias"}

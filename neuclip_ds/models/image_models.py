@@ -1,4 +1,4 @@
-"""timm's image models as image towers: creation, checks, and initial weights, which timm knows by a tag."""
+"""Build image towers from timm's models, check their options, and locate pretrained weights (timm tags or files)."""
 
 import difflib
 from collections.abc import Mapping
@@ -19,16 +19,16 @@ from neuclip_ds.models.towers import VisionTower, new_projection
 def new_vision_tower(config: VisionConfig, embed_dim: int, weights: Mapping[str, Tensor] | None = None) -> VisionTower:
     """Build an image tower from a timm model, followed by a linear projection without bias.
 
-    Models with attention pooling (CLIP's ResNets) use the projection in their pooling, which has a bias, instead
+    Models with attention pooling (CLIP's ResNets) instead use the projection in the pooling layer, which has a bias
     (Radford et al. 2021, sec. 2.4).
 
     Args:
-        config: name and options of the model.
-        embed_dim: width of the joint space.
-        weights: initial weights, for any image resolution; random by default.
+        config: name and options of the timm model.
+        embed_dim: width of the joint embedding space.
+        weights: initial weights, trained at any image resolution; random by default.
 
     Raises:
-        UserError: timm does not have the model or refuses the options, or the image size or the weights do not fit it.
+        UserError: timm lacks the model or rejects its options, or the image size or the weights do not fit the model.
     """
     width = _checked_width(config)
     trunk = _create(config) if weights is None else _create_from(config, weights)
@@ -47,15 +47,15 @@ def _create(config: VisionConfig, **options: Any) -> Any:
 
 
 def _weights_name(config: VisionConfig) -> str:
-    """Return timm's name of the image model, with `pretrained` appended if that is a tag of timm's weights."""
+    """Return timm's name for the image model, with `pretrained` appended if it is one of timm's weight tags."""
     tagged = f"{config.name}.{config.pretrained}"
     return tagged if timm.models.is_model_pretrained(tagged) else config.name
 
 
 def _create_from(config: VisionConfig, weights: Mapping[str, Tensor]) -> Any:
-    """Create the image model without a classifier and load weights; timm resamples position embeddings.
+    """Create the image model without a classifier and load its weights; timm resamples the position embeddings.
 
-    timm loads matching tensors and keeps random values elsewhere; a comparison with a second random model finds those.
+    timm leaves tensors without matching weights random; a comparison with a second random model finds these tensors.
     """
     with torch.random.fork_rng(devices=[]):  # the models are created on the CPU
         torch.manual_seed(0)
@@ -84,7 +84,7 @@ def _create_from(config: VisionConfig, weights: Mapping[str, Tensor]) -> Any:
 
 
 def _checked_width(config: VisionConfig) -> int:
-    """Return the width of the pooled feature, from a trial run on the meta device."""
+    """Return the width of the pooled feature, found by a trial run on the meta device."""
     _check_names(config)
     drop = f", patch_drop={config.patch_drop}" if config.patch_drop else ""
     attempt = f"{config.name!r} with model.vision.image_size={config.image_size}{drop} and options={config.options}"
@@ -123,7 +123,7 @@ def _check_names(config: VisionConfig) -> None:
 
 
 def _check_size(size: int, model: Any) -> None:
-    """Raise UserError for image sizes that timm silently crops to whole patches or reduces below one position."""
+    """Raise UserError if timm would silently crop images to whole patches or reduce them below one position."""
     reduction = model.feature_info[-1]["reduction"] if getattr(model, "feature_info", None) else 1
     if size < reduction:
         raise UserError(
@@ -141,18 +141,18 @@ def _check_size(size: int, model: Any) -> None:
 
 
 class ImageWeights(NamedTuple):
-    """Location of an image tower's weights, as found by `locate_image_weights`; can be sent to other ranks."""
+    """Location and pixel statistics of an image tower's weights; can be sent to other ranks."""
 
     path: str  # the weights file
-    mean: Channels  # per channel, of the pixels that they were trained on
+    mean: Channels  # per channel, of the pixels that the weights were trained on
     std: Channels
 
 
 def locate_image_weights(vision: VisionConfig) -> ImageWeights:
-    """Locate the weights, downloading them from the hub if needed; call on one rank only.
+    """Locate an image tower's pretrained weights, downloading them from the hub if needed; call on one rank only.
 
     Raises:
-        UserError: no weights have that name, or they cannot be downloaded.
+        UserError: no weights have the configured name, or the weights cannot be downloaded.
     """
     known = timm.get_pretrained_cfg(_weights_name(vision))
     path = Path(vision.pretrained).expanduser()
@@ -163,7 +163,7 @@ def locate_image_weights(vision: VisionConfig) -> ImageWeights:
 
 
 def _download(vision: VisionConfig, known: Any) -> Path:
-    """Download the weights of a tag, which timm's config `known` describes; return the file."""
+    """Download the weights with a timm tag, described by timm's config `known`; return the path of the file."""
     tagged = _weights_name(vision)
     if known is None or tagged == vision.name:
         tags = [name.partition(".")[2] for name in timm.list_pretrained(f"{vision.name}.*")]

@@ -1,4 +1,4 @@
-"""Activation checkpointing: recompute the activations of blocks in the backward pass instead of keeping them."""
+"""Activation checkpointing: recompute the activations of blocks in the backward pass instead of storing them."""
 
 from contextlib import nullcontext
 from types import MethodType
@@ -14,14 +14,14 @@ from neuclip_ds.models.trained_parts import block_names
 
 
 def checkpointed_blocks(tower: nn.Module, name: str, wanted: bool | int) -> list[str]:
-    """Return the names of the blocks of a tower that `model.activation_checkpointing` checkpoints: the first ones.
+    """Return the names of a tower's blocks to checkpoint, starting from the first block.
 
-    The last blocks keep their activations, because the backward pass frees these before it recomputes others.
+    The last blocks keep their activations, because the backward pass frees them before it recomputes earlier blocks.
 
     Args:
-        tower: a tower of any library.
+        tower: a tower from any library.
         name: name of the tower in messages.
-        wanted: value of the option: all blocks, none, or their number.
+        wanted: value of `model.activation_checkpointing`: whether to checkpoint all blocks, or how many.
 
     Raises:
         UserError: the tower has no blocks.
@@ -35,7 +35,7 @@ def checkpointed_blocks(tower: nn.Module, name: str, wanted: bool | int) -> list
 
 
 def checkpoint_activations(tower: nn.Module, name: str, wanted: bool | int) -> None:
-    """Checkpoint the activations of `checkpointed_blocks`, in place; parameters keep their names."""
+    """Enable activation checkpointing in `checkpointed_blocks`, in place; parameters keep their names."""
     for block in map(tower.get_submodule, checkpointed_blocks(tower, name, wanted)):
         block.forward = MethodType(_checkpointed_forward, block)
 

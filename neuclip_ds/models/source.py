@@ -1,6 +1,6 @@
-"""The source of a run's dual encoder: the config, with random or pretrained image weights, or a checkpoint.
+"""Sources of a run's dual encoder: the config, with random or pretrained image weights, or a pretrained checkpoint.
 
-Readers and writers of other libraries' models are imported when used, because most runs need neither.
+The readers and writers for other libraries' models are imported when used, because most runs need neither.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ INITIAL_LOGITS = LogitParameters(temperature=0.07, bias=-10.0)  # CLIP's and Sig
 
 
 class FromConfig(ModelSource):
-    """A model built from the config, with pretrained or random image weights; random weights depend on torch's seed."""
+    """Source of a model built from the config, with random weights (from torch's seed) or pretrained image weights."""
 
     def __init__(self, config: ModelConfig, image: ImageWeights | None = None) -> None:
         self._image = image
@@ -74,7 +74,7 @@ ModelRef = CheckpointRef | ImageWeights | None
 
 
 def locate_model(config: ModelConfig, weights: bool = True) -> ModelRef:
-    """Locate the weights that the config's model starts from, like `locate`; call on one rank only.
+    """Locate the initial weights of the config's model, downloading them if needed; call on one rank only.
 
     Returns:
         A reference for `model_source` on every rank; None if all weights are random.
@@ -87,7 +87,7 @@ def locate_model(config: ModelConfig, weights: bool = True) -> ModelRef:
 
 
 def locate_on_rank_zero(config: ModelConfig, communicator: Communicator) -> ModelRef:
-    """Call `locate_model`, which may download, on rank 0 and return its result on all ranks."""
+    """Call `locate_model`, which may download weights, on rank 0 and return its result on all ranks."""
     found: Any = communicator.on_rank_zero(lambda: locate_model(config))
     if config.pretrained:
         return CheckpointRef(*found)
@@ -106,7 +106,7 @@ def model_source(config: ModelConfig, ref: ModelRef) -> ModelSource:
 def merged(
     source: ModelSource, tokenizer: ModelTokenizer, weights: dict[str, Tensor]
 ) -> tuple[ModelSource, dict[str, Tensor]]:
-    """Merge LoRA adapters into the weights; return the source of the model without adapters, and its weights."""
+    """Merge any LoRA adapters into the weights; return the source and the weights of the model without adapters."""
     if not source.config.lora.rank:
         return source, weights
     model = source.build(tokenizer)
@@ -118,9 +118,9 @@ def merged(
 
 
 def open_saved(config: ModelConfig, folder: Path) -> tuple[ModelSource, LogitParameters]:
-    """Open the model of a run and its initial logit parameters, without a pretrained checkpoint's weights.
+    """Open the source of a saved run's model and its initial logit parameters; pretrained weights are not needed.
 
-    `ModelSource.save` wrote the folder. Raises UserError if files are missing.
+    The folder was written by `ModelSource.save`. Raises UserError if files are missing.
     """
     start = read_json(folder / START_FILE)
     logits = LogitParameters(**start["logits"])

@@ -1,6 +1,6 @@
 """Tokenize captions with any transformers tokenizer.
 
-Special tokens spelled in a caption are treated as plain text.
+Special tokens that are spelled out in a caption are treated as plain text.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from neuclip_ds.errors import UserError, explained, install_command
 
-# Loader processes are forked after the tokenizer's threads may have started; without this, each one warns.
+# Loader processes are forked after the tokenizer's threads may have started; without this setting, each process warns.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 _FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model")
 
 
 class ModelTokenizer(Protocol):
-    """Turn captions into token ids for a text tower; can be pickled.
+    """Interface of tokenizers, which convert captions to token ids for a text tower and can be pickled.
 
     Attributes:
-        context_length: number T of tokens per row.
+        context_length: number T of tokens per caption, including special tokens and padding.
     """
 
     context_length: int
 
     def __call__(self, captions: list[str]) -> Tensor:
-        """Return (b, T) int64 ids."""
+        """Return the (b, T) int64 token ids of b captions."""
 
     def save(self, folder: Path | str) -> None:
         """Save the tokenizer's files for `transformers.AutoTokenizer`; raise OSError if that fails."""
 
 
 class CaptionTokenizer:
-    """A transformers tokenizer, with its special tokens, that pads captions to one length; can be pickled.
+    """A transformers tokenizer that adds its special tokens and pads captions to one length; can be pickled.
 
     Args:
-        tokenizer: if it has no `pad_token`, EOS becomes it.
-        context_length: number T of tokens per row.
+        tokenizer: the transformers tokenizer; if it lacks a `pad_token`, its EOS or SEP token becomes the `pad_token`.
+        context_length: number T of tokens per caption, including special tokens and padding.
 
     Example:
         >>> tokenize = train_bpe(["a dog", "a cat"], vocab_size=300, context_length=8)
@@ -57,7 +57,7 @@ class CaptionTokenizer:
             tokenizer.pad_token = tokenizer.eos_token or tokenizer.sep_token
 
     def __call__(self, captions: list[str]) -> Tensor:
-        """Return (b, context_length) int64 ids; long captions are truncated, the special tokens are not."""
+        """Return (b, context_length) int64 ids; long captions are truncated, but their special tokens are kept."""
         ids: list[list[int]] = []
         if captions:  # transformers raises IndexError for an empty list
             options = {"truncation": True, "split_special_tokens": True, "return_attention_mask": False}
@@ -66,7 +66,7 @@ class CaptionTokenizer:
 
     @property
     def bos_id(self) -> int | None:
-        """Id of the first token of a row, BOS or BERT's CLS; None if EOS is the only special token (GPT-2)."""
+        """Id of the token that begins a caption, BOS or BERT's CLS; None if it is absent or equals EOS (GPT-2)."""
         bos = self.inner.bos_token_id
         bos = self.inner.cls_token_id if bos is None else bos
         return None if bos == self.eos_id else bos
@@ -84,35 +84,35 @@ class CaptionTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of rows that an embedding of these ids needs; ids may have gaps."""
+        """Number of rows in an embedding table for the ids: the largest id plus 1, because ids may have gaps."""
         return max(self.inner.get_vocab().values()) + 1
 
     def save(self, folder: Path | str) -> None:
         self.inner.model_max_length = self.context_length
         # text towers take no padding mask, and SigLIP's features would change with one
-        if self.inner.is_fast:  # calls leave their options there; equal tokenizers must give equal files
+        if self.inner.is_fast:  # calls store their options there, but equal tokenizers must give equal files
             self.inner.backend_tokenizer.no_truncation()
             self.inner.backend_tokenizer.no_padding()
         self.inner.model_input_names = self.inner.init_kwargs["model_input_names"] = ["input_ids"]
         try:
             self.inner.save_pretrained(folder)
         except Exception as error:
-            if type(error) is Exception:  # the tokenizers library raises it for errors of the file system
+            if type(error) is Exception:  # the tokenizers library raises this for file-system errors
                 raise OSError(str(error)) from error
             raise
 
     @classmethod
     def load(cls, name_or_folder: Path | str, context_length: int) -> CaptionTokenizer:
-        """Load a tokenizer from a folder or the hub, with rows of BOS, caption, EOS and padding.
+        """Load a tokenizer from a folder or the hub; its output is BOS, the caption, EOS and padding.
 
-        The text tower reads its feature at the first EOS. Raises `UserError` if it cannot be loaded or has
-        neither an EOS nor a SEP token.
+        The text tower pools at the first EOS. Raises `UserError` if the tokenizer cannot be loaded or has neither an
+        EOS nor a SEP token.
         """
         return cls.closed(load_tokenizer(name_or_folder), context_length)
 
     @classmethod
     def closed(cls, tokenizer: PreTrainedTokenizerBase, context_length: int) -> CaptionTokenizer:
-        """Return a tokenizer like that of `load`, even if the given one adds other special tokens or none."""
+        """Make a tokenizer return BOS, the caption, EOS and padding, whichever special tokens it adds by default."""
         found = cls(tokenizer, context_length)
         if found.eos_id is None:
             raise UserError(
@@ -133,7 +133,7 @@ class CaptionTokenizer:
 def load_tokenizer(name_or_folder: Path | str, vocab_size: int | None = None) -> PreTrainedTokenizerBase:
     """Load a transformers tokenizer from a folder or the hub.
 
-    Raises `UserError` if it cannot be read, or has ids beyond the `vocab_size` embeddings of its model.
+    Raises `UserError` if the tokenizer cannot be read or has ids beyond the model's `vocab_size` embeddings.
     """
     folder, name = Path(name_or_folder), str(name_or_folder)
     with explained(
@@ -142,7 +142,7 @@ def load_tokenizer(name_or_folder: Path | str, vocab_size: int | None = None) ->
         f"merges.txt, or spiece.model, which needs {install_command('siglip')}), or omit model.text.tokenizer to train "
         "a BPE on the captions",
     ):
-        if folder.is_dir() and not any((folder / file).is_file() for file in _FILES):  # else it creates an empty one
+        if folder.is_dir() and not any((folder / file).is_file() for file in _FILES):  # else an empty one is created
             raise FileNotFoundError("it has no tokenizer files")
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, local_files_only=folder.is_dir())
         largest = max(tokenizer.get_vocab().values())

@@ -1,7 +1,7 @@
-"""CLIP's dual encoder: two towers, each an encoder from any library with a projection to the joint space.
+"""CLIP's dual encoder: two towers, each an encoder from any library and a projection to the joint embedding space.
 
-It computes no loss. The temperature is a float32 parameter of the objective, outside DeepSpeed's engine, because ZeRO
-supports no 0-dimensional parameters and none that are used outside the forward pass of their own module.
+The model computes no loss. The temperature is a float32 parameter of the objective, outside DeepSpeed's engine, because
+ZeRO supports neither 0-dimensional parameters nor parameters that are used outside their module's forward pass.
 """
 
 from abc import ABC, abstractmethod
@@ -14,11 +14,11 @@ from torch.nn import functional
 
 
 class Encoder(nn.Module, ABC):
-    """A tower: maps uint8 pixels (b, 3, H, W) or int64 ids (b, T) to features (b, d) in the dtype of its weights.
+    """Tower that maps uint8 pixels (b, 3, H, W) or int64 ids (b, T) to features (b, d) in the dtype of its weights.
 
     Args:
         trunk: the encoder.
-        projection: maps its feature to the joint space; None if the trunk does.
+        projection: maps the trunk's feature to the joint embedding space; None if the trunk does so itself.
     """
 
     def __init__(self, trunk: Any, projection: nn.Module | None) -> None:
@@ -28,15 +28,15 @@ class Encoder(nn.Module, ABC):
 
     @abstractmethod
     def feature(self, x: Tensor) -> Tensor:
-        """Return the (b, width) feature of the trunk."""
+        """Return the trunk's features, (b, width)."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.projection(self.feature(x))
 
     def train(self, mode: bool = True) -> "Encoder":
-        """Set training mode, except for modules whose weights are all frozen: these stay in evaluation mode.
+        """Set training mode, but keep modules whose weights are all frozen in evaluation mode.
 
-        They apply no dropout and keep their batch-norm statistics.
+        These modules apply no dropout and do not update their batch-norm statistics.
         """
         super().train(mode)
         for module in self.modules() if mode else ():
@@ -47,11 +47,11 @@ class Encoder(nn.Module, ABC):
 
 
 class VisionTower(Encoder):
-    """An image model of timm, transformers or open_clip.
+    """Image tower whose trunk comes from timm, transformers or open_clip.
 
     Args:
-        trunk, projection: the trunk returns the pooled feature, or an output with it as `pooler_output`.
-        mean, std: statistics per channel of the pixels in [0, 1] that the trunk was trained on.
+        trunk, projection: as in `Encoder`; the trunk returns the pooled feature, either directly or as `pooler_output`.
+        mean, std: per-channel statistics of the pixels, in [0, 1], that the trunk was trained on.
     """
 
     def __init__(self, trunk: Any, projection: nn.Module | None, mean: Sequence[float], std: Sequence[float]) -> None:
@@ -69,19 +69,19 @@ class VisionTower(Encoder):
         return pixels
 
     def feature(self, x: Tensor) -> Tensor:
-        # Channels-last saves cuDNN a transposition around each convolution. Activations follow the pixels; weights stay
-        # contiguous, as ZeRO flattens them, and are transposed in each convolution.
+        # Channels-last saves cuDNN a transposition around each convolution. Activations inherit the pixels' layout;
+        # weights stay contiguous, because ZeRO flattens them, and are transposed in each convolution.
         layout = torch.channels_last if x.is_cuda and self._is_convolutional else torch.preserve_format
         pixels = self.normalize(x).to(next(self.parameters()).dtype, memory_format=layout)
         return _pooled(self.trunk(pixels))
 
 
 class TextTower(Encoder):
-    """A text encoder of transformers or open_clip.
+    """Text tower whose trunk comes from transformers or open_clip.
 
     Args:
         trunk, projection: the trunk returns the pooled feature, as in `VisionTower`, or hidden states (b, T, width).
-        eos_id: token at whose first place in a row the feature is read; None if the trunk returns the feature.
+        eos_id: id of the token at whose first position hidden states are pooled; None if the trunk pools them itself.
     """
 
     def __init__(self, trunk: Any, projection: nn.Module | None, eos_id: int | None = None) -> None:
@@ -102,14 +102,14 @@ def _pooled(output: Any) -> Tensor:
 
 
 def new_projection(width: int, embed_dim: int) -> nn.Linear:
-    """Return a projection to the joint space with random weights, as CLIP initializes it."""
+    """Return a projection to the joint embedding space, with random weights as CLIP initializes them."""
     projection = nn.Linear(width, embed_dim, bias=False)
     nn.init.normal_(projection.weight, std=width**-0.5)
     return projection
 
 
 class DualEncoder(nn.Module):
-    """An image and a text tower with features of width d."""
+    """An image tower and a text tower whose features have the same width d."""
 
     def __init__(self, vision: VisionTower, text: TextTower) -> None:
         super().__init__()
@@ -118,17 +118,17 @@ class DualEncoder(nn.Module):
     def forward(
         self, image: Tensor | None, tokens: Tensor | None, text_ready: Callable[[Tensor], None] | None = None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the features of images and captions, or None where the input is None.
+        """Return the features of the images and of the captions, or None for an input that is None.
 
         Args:
             image: (b, 3, H, W) uint8 pixels.
             tokens: (b, T) int64 ids of a `CaptionTokenizer`.
-            text_ready: called with the text features before the image tower runs.
+            text_ready: function that is called with the text features before the image tower runs.
 
         Returns:
-            (b, d) image and text features of unit norm in float32, whatever the dtype of the weights.
+            Image and text features, each (b, d), of unit norm and in float32, whatever the dtype of the weights.
         """
-        # The text tower, the faster one, runs first: the gather of its features can overlap the image tower.
+        # The text tower runs first because it is faster: the gather of its features can overlap the image tower.
         text_features = None if tokens is None else _to_sphere(self.text(tokens))
         if text_ready is not None and text_features is not None:
             text_ready(text_features)
@@ -136,7 +136,7 @@ class DualEncoder(nn.Module):
         return image_features, text_features
 
     def compile_towers(self) -> None:
-        """Compile the towers with torch.compile at their first call; parameter names do not change."""
+        """Compile the towers with torch.compile on their first call; parameter names do not change."""
         self.vision.compile()
         self.text.compile()
 

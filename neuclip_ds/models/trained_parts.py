@@ -1,11 +1,11 @@
 """Freeze parameters of a dual encoder, scale their learning rates by layer, and add LoRA adapters.
 
-A tower's layers are derived from the module structure of any library's model. Blocks are the elements of its outermost
-lists of modules of one class: transformer blocks, residual blocks of a ResNet, stages of ConvNeXt or Swin. Parameters
-registered before them form the first layer (embeddings, stem), later ones the last (norm, pooling, projection).
+A tower's layers are derived from its module structure, in any library. Blocks are the elements of the outermost lists
+of same-class modules: transformer blocks, ResNet's residual blocks, ConvNeXt's or Swin's stages. The first layer has
+the parameters before the blocks (embeddings, stem); the last has those after (norm, pooling, projection).
 
-LoRA (Hu et al. 2022) uses peft, which replaces a linear layer by one that adds `alpha / rank * B A x`. Adapters are
-ordinary parameters: they are trained, saved and resumed like others, and merged into the weights for an export.
+LoRA (Hu et al. 2022) uses peft, which replaces a linear layer with one that adds `alpha / rank * B A x`. Adapters are
+ordinary parameters: they are trained, saved and resumed like any others, and merged into the weights for export.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,7 @@ from neuclip_ds.config import LoraConfig, ModelConfig, OptimizerConfig
 from neuclip_ds.errors import UserError, require_package
 
 TOWERS: tuple[Literal["vision", "text"], ...] = ("vision", "text")
-# projections that open_clip's towers register as parameters of their own, before the blocks
+# projections that open_clip's towers register as bare parameters, before the blocks
 _AFTER_BLOCKS = {"proj", "text_projection"}
 
 
@@ -30,7 +30,7 @@ class Parameters(NamedTuple):
 
     @staticmethod
     def of(module: nn.Module) -> "Parameters":
-        """Measure a module's parameters."""
+        """Return the sizes of a module's parameters."""
         frozen = sum(p.numel() for p in module.parameters() if not p.requires_grad)
         return Parameters(tuple(p.numel() for p in module.parameters() if p.requires_grad), frozen)
 
@@ -52,7 +52,7 @@ def freeze(model: nn.Module, config: ModelConfig) -> None:
         model: model with the towers `vision` and `text`.
 
     Raises:
-        UserError: a tower has fewer blocks than the option asks for.
+        UserError: a tower has fewer blocks than the option requests.
     """
     for name in TOWERS:
         tower, trained = model.get_submodule(name), config.trained(name)
@@ -71,10 +71,10 @@ def freeze(model: nn.Module, config: ModelConfig) -> None:
 
 
 def lock_projection(tower: nn.Module) -> None:
-    """Set the new projection of a frozen, pretrained image tower to the identity, to use its own feature (LiT).
+    """Set the new projection of a frozen, pretrained image tower to the identity, to use the trunk's feature (LiT).
 
     Raises:
-        UserError: the projection is not square, so its random weights would be frozen.
+        UserError: the projection is not a square linear layer, so its random weights would be frozen.
     """
     projection = tower.get_submodule("projection")
     if not isinstance(projection, nn.Linear) or projection.in_features != projection.out_features:
@@ -87,10 +87,10 @@ def lock_projection(tower: nn.Module) -> None:
 
 
 def learning_rate_scales(model: nn.Module, config: OptimizerConfig) -> dict[str, float]:
-    """Return factors on the scheduled learning rate by parameter name; parameters that are absent have 1.
+    """Return factors on the scheduled learning rate by parameter name; the factor of an absent parameter is 1.
 
     Args:
-        model: must have the towers `vision` and `text` if the config sets their learning rates or a layer decay.
+        model: needs the towers `vision` and `text` if the config sets per-tower learning rates or a layer decay.
     """
     scales: dict[str, float] = {}
     for name, own in zip(TOWERS, (config.vision_lr, config.text_lr), strict=True):
@@ -107,7 +107,7 @@ def learning_rate_scales(model: nn.Module, config: OptimizerConfig) -> dict[str,
 
 
 def parameter_layers(tower: nn.Module, name: str) -> list[list[str]]:
-    """Return the names of a tower's parameters by layer: those before the blocks, of each block, and after the blocks.
+    """Return the names of a tower's parameters by layer: before the blocks, in each block, and after the blocks.
 
     Raises:
         UserError: the tower, called `name` in the message, has no blocks.
@@ -129,7 +129,7 @@ def parameter_layers(tower: nn.Module, name: str) -> list[list[str]]:
 
 
 def block_names(module: nn.Module, prefix: str = "") -> Iterator[str]:
-    """Yield the names of a module's blocks in their order."""
+    """Yield the names of a module's blocks in order."""
     for name, child in module.named_children():
         if _is_list_of_blocks(child):
             yield from (f"{prefix}{name}.{number}" for number, _ in child.named_children())
@@ -138,20 +138,20 @@ def block_names(module: nn.Module, prefix: str = "") -> Iterator[str]:
 
 
 def _is_list_of_blocks(module: nn.Module) -> bool:
-    """Whether a container's elements are of one class, and more than single operations."""
+    """Whether a module is a container whose elements have the same class and are more than single operations."""
     children = list(module.children())
     alike = isinstance(module, nn.ModuleList | nn.Sequential) and len({type(child) for child in children}) == 1
     return alike and len(list(children[0].modules())) > 2
 
 
 def add_adapters(towers: Mapping[str, nn.Module], config: LoraConfig) -> None:
-    """Insert adapters into the frozen linear layers of towers' blocks, in place; trainable parameters stay trainable.
+    """Add LoRA adapters, in place, to the frozen linear layers in towers' blocks; trainable parameters stay trainable.
 
     Args:
-        towers: towers by their names in messages, with weights loaded, and frozen where adapters go.
+        towers: towers by their names in messages, with weights loaded and the layers to adapt frozen.
 
     Raises:
-        UserError: peft is not installed, or no tower has such layers.
+        UserError: peft is not installed, or no tower has blocks with frozen linear layers.
     """
     require_package("peft", "model.lora.rank", "lora")
     import peft
@@ -170,7 +170,7 @@ def add_adapters(towers: Mapping[str, nn.Module], config: LoraConfig) -> None:
 
 
 def merge_adapters(module: nn.Module) -> None:
-    """Add all adapters to the weights that they adapt, and remove them, in place."""
+    """Merge all LoRA adapters into the weights that they adapt and remove the adapters, in place."""
     from peft.tuners.lora import LoraLayer
 
     for name, layer in list(module.named_modules()):
@@ -182,8 +182,8 @@ def merge_adapters(module: nn.Module) -> None:
 def _frozen_linear_layers(tower: nn.Module) -> Iterator[str]:
     """Yield the names of the frozen linear layers in a tower's blocks that an adapter can replace.
 
-    An adapter cannot replace layers whose weights another module reads, as torch's attention does (in open_clip's
-    transformers) and the attention with separate biases of timm's BEiT and EVA.
+    An adapter cannot replace a layer whose weights are read directly by its parent, such as torch's attention (in
+    open_clip's transformers) or the attention with separate biases in timm's BEiT and EVA.
     """
     blocks = tuple(f"{block}." for block in block_names(tower))
     for name, layer in tower.named_modules():

@@ -1,4 +1,4 @@
-"""Training objectives: every method of the table, built from its parts. Importing this does not import torch."""
+"""Training objectives: the table of methods and the function that builds one. Importing this does not import torch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["METHODS", "build_objective", "find_method"]
 
 
 def build_objective(config: Any, context: Context, comm_dtype: torch.dtype) -> Objective:
-    """Build the objective of a run.
+    """Build the training objective of a run.
 
     Args:
-        config: the run's `Config`; its optimizer section has the betas and epsilon of the temperature's Adam.
-        context: width, size of the data set, ranks.
+        config: the run's `Config`; the optimizer section has the betas and epsilon of the temperature's Adam.
+        context: sizes, communicator and settings.
         comm_dtype: dtype in which features are sent between ranks.
     """
     from neuclip_ds.objectives.compose import compose_objective  # imports torch

@@ -1,7 +1,7 @@
-"""Inputs and outputs of an objective, and the base classes of its parts.
+"""Inputs and outputs of an objective, and the base classes of its components.
 
-Shapes: b rows on this rank, K ranks, B valid rows over all ranks, d features. Direction 0 means image anchors
-(contrasted with texts), direction 1 text anchors (contrasted with images); `(2, B)` tensors hold one row for each.
+Shapes: b rows on this rank (`local` of them valid), K ranks, B valid rows on all ranks, feature width d. A `(2, B)`
+tensor has one row per direction: image anchors, contrasted with texts, and text anchors, contrasted with images.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,50 +19,50 @@ from neuclip_ds.state.sample_store import SampleStore
 
 
 class Step(NamedTuple):
-    """Position of a call in the run."""
+    """Position of a call in the training run."""
 
     number: int  # 0-based
     epoch: int
-    lr: float  # the encoders' learning rate of this step
-    peak_lr: float  # peak of its schedule
+    lr: float  # the encoders' learning rate at this step
+    peak_lr: float  # peak of the encoders' learning rate
     progress: float = 0.0  # completed fraction of the run, in [0, 1)
-    learn: bool = True  # False computes the loss without updating normalizer or temperature
+    learn: bool = True  # False computes the loss without updating the normalizer and the temperature
 
 
 class FeatureGradients(NamedTuple):
-    """Gradient of the global-batch loss with respect to this rank's features, and metrics."""
+    """Gradient of the global-batch loss with respect to this rank's features, with the loss and metrics."""
 
     image: Tensor  # (b, d)
     text: Tensor  # (b, d)
-    loss: Tensor  # 0-dim, of the global batch, equal on all ranks
+    loss: Tensor  # 0-dim: loss of the global batch, equal on all ranks
     metrics: dict[str, Tensor]  # name -> 0-dim, equal on all ranks
 
 
 class Context(NamedTuple):
-    """Sizes, ranks and settings that the parts of an objective are built with, in addition to their own options."""
+    """Sizes, communicator and settings from which an objective's components are built, in addition to their options."""
 
     dim: int  # d
     samples: int  # n, the size of the data set
     communicator: Communicator
     dtype: torch.dtype = torch.float32
-    temperature: float | None = 0.07  # initial tau of the encoders; None if their checkpoint has none
-    bias: float | None = -10.0  # initial bias of SigLIP's logits; None if the checkpoint has none
+    temperature: float | None = 0.07  # initial tau of the encoders; None if the checkpoint has no tau
+    bias: float | None = -10.0  # initial bias of SigLIP's logits; None if the checkpoint has no bias
     comm_dtype: torch.dtype = torch.float32  # dtype in which features are sent
-    adam: AdamSettings = AdamSettings()  # for the temperature
-    spare_rows: int = 0  # extra rows of per-sample tables, after those of the data set
+    adam: AdamSettings = AdamSettings()  # constants for the temperature, and for the NPN with order=joint
+    spare_rows: int = 0  # extra rows at the end of every per-sample table
 
 
 class Stateful:
-    """Base class of parts with state (by default none): replicated on all ranks, partitioned by rows, or trained."""
+    """Base class of components that may have state, replicated on all ranks or partitioned over them by rows."""
 
-    _stores: Sequence[SampleStore] = ()  # hold the per-sample state
+    _stores: Sequence[SampleStore] = ()  # stores of the per-sample state
     needs_index = False  # whether training needs each row's sample index
 
     def prefetch(self, padded_index: Tensor) -> None:
-        """Start reading the per-sample state for the next call, while the encoders still run.
+        """Start to read the per-sample state for the next call while the encoders are still running.
 
         Args:
-            padded_index: (K b,) indices of the batch in host memory, -1 for rows that do not count.
+            padded_index: (K b,) sample indices of the batch in host memory, -1 for invalid rows.
         """
 
     def replicated_state(self) -> dict[str, Tensor]:
@@ -75,7 +75,7 @@ class Stateful:
         return {}
 
     def restore_point(self) -> Callable[[], None]:
-        """Return a closure that restores the state as of now; per-sample stores restore their own rows."""
+        """Return a closure that restores the current state; each per-sample store undoes its last write."""
         replicated = {name: value.clone() for name, value in self.replicated_state().items()}
         tables = [table.tensors.values() for table in self.row_tables().values() if not table.per_sample]
         rows = [(tensor, tensor.clone()) for tensors in tables for tensor in tensors]
@@ -91,7 +91,7 @@ class Stateful:
 
 
 def adam_state(adam: torch.optim.Optimizer, parameter: Parameter, prefix: str = "adam.") -> dict[str, Tensor]:
-    """Return a parameter's step count and moments for `replicated_state`; empty before the optimizer's first step."""
+    """Return a parameter's optimizer state for `replicated_state`; it is empty before the optimizer's first step."""
     return {f"{prefix}{key}": value for key, value in adam.state[parameter].items()}
 
 
@@ -102,27 +102,27 @@ def load_adam_state(
     values = {key.removeprefix(prefix): value.clone() for key, value in state.items() if key.startswith(prefix)}
     steps = values.pop("step", None)
     adam.state[parameter] = {key: value.to(parameter) for key, value in values.items()}
-    if steps is not None:  # a fused Adam counts steps on the parameter's device, others on the CPU
+    if steps is not None:  # a fused Adam counts steps on the parameter's device, an unfused Adam on the CPU
         adam.state[parameter]["step"] = steps.to(parameter.device if adam.defaults["fused"] else "cpu")
 
 
 class NormalizerOutput(NamedTuple):
     """Estimated normalizers of one batch.
 
-    The feature gradient is that of `1/B sum_i exp(log_weight_i) g_i` over both directions with the weights held
-    constant, plus `feature_grad` if the estimate itself depends on the features.
+    The feature gradient is the gradient of `1/B sum_i exp(log_weight_i) g_i`, summed over both directions with the
+    weights held constant. If the estimate itself depends on the features, `feature_grad` is added.
     """
 
     log_weight: Tensor  # (2, B): log w of every anchor of the global batch
-    value: Tensor  # (2, local): per-anchor loss, whose mean over anchors the method reports
-    tau_term: Tensor  # (2, local): per-anchor part of d (tau loss) / d tau that is not the data term
+    value: Tensor  # (2, local): per-anchor loss, before the method's scale
+    tau_term: Tensor  # (2, local): per-anchor part of d(tau loss)/dtau without the data term
     metrics: dict[str, Tensor]  # name -> 0-dim, equal on all ranks
-    feature_grad: tuple[Tensor, Tensor] | None = None  # (local, d) image, (local, d) text; before the method's scale
-    local_metrics: Mapping[str, Tensor] = {}  # name -> (2, local): logged as their mean over all anchors
+    feature_grad: tuple[Tensor, Tensor] | None = None  # (local, d) for images and for texts, before the method's scale
+    local_metrics: Mapping[str, Tensor] = {}  # name -> (2, local) values; their mean over all anchors is logged
 
 
 class Normalizer(Stateful):
-    """Estimator of the anchors' normalizers; `objectives/normalizers/` has one module for each.
+    """Base class of the estimators of the anchors' normalizers, which are in `objectives/normalizers/`.
 
     Attributes:
         always_gathers: whether every step needs the features of all ranks.
@@ -131,7 +131,7 @@ class Normalizer(Stateful):
     always_gathers = True
 
     def gathers(self, step: Step) -> bool:
-        """Whether this step needs the features of all ranks, not only this rank's; the same on all ranks."""
+        """Return whether this step needs the features of all ranks; the result is the same on all ranks."""
         return True
 
     def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> NormalizerOutput:
@@ -139,25 +139,25 @@ class Normalizer(Stateful):
 
         Args:
             batch: the gathered features.
-            log_g: (2, local), log of the batch's mean over negatives for this rank's anchors.
+            log_g: (2, local) log of g, the mean over the batch's negatives, for this rank's anchors.
             tau: temperature, 0-dim if shared by all anchors, else (2, B).
             step: position in the run.
         """
         raise NotImplementedError
 
     def log_estimate(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor) -> Tensor:
-        """Return (2, local) log of the current estimate of g for this rank's anchors, -inf where there is none yet.
+        """Return the (2, local) log of the current estimate of g for this rank's anchors, -inf where there is none yet.
 
-        g is the mean over negatives alone: terms that a method adds (eps, a share of the positive) are removed, so that
-        methods are comparable. This changes no state; the arguments are those of `__call__`.
+        g is the mean over negatives alone. Terms that a method adds, such as eps or the positive's, are removed, so
+        that methods are comparable. The arguments are those of `__call__`; no state changes.
         """
         raise NotImplementedError
 
 
 class Objective(Stateful):
-    """Function from this rank's features to the gradient of the global loss with respect to them.
+    """Function that maps this rank's features to the gradient of the global loss with respect to these features.
 
-    Its own parameters (temperature, NPN) live outside the DeepSpeed engine; each call updates them.
+    The objective's parameters (temperature, NPN) are outside the DeepSpeed engine; each training call updates them.
 
     Attributes:
         comm_dtype: dtype in which features are sent between ranks.
@@ -166,24 +166,24 @@ class Objective(Stateful):
     def __init__(self, context: Context, parts: dict[str, Stateful]) -> None:
         """
         Args:
-            context: width, size of the data set, ranks.
-            parts: the parts with state, by the prefix of their state's names.
+            context: sizes, communicator and settings.
+            parts: the components with state, keyed by the prefix of their names in the state.
         """
         self._communicator, self._parts = context.communicator, parts
         self.needs_index = any(part.needs_index for part in parts.values())
         self.comm_dtype = context.comm_dtype
 
     def begin_gather(self, index: Tensor, valid: Tensor) -> FeatureGather | None:
-        """Return a `FeatureGather` for these rows, or None if the objective gathers on its own.
+        """Return a `FeatureGather` for these rows, or None if the objective gathers the features itself.
 
-        `index` is (b,) int64, `valid` (b,) bool, both in host memory.
+        `index` is (b,) int64 and `valid` is (b,) bool; both are in host memory.
         """
         return FeatureGather(index, valid, self._communicator, self.comm_dtype, self.prefetch)
 
     def __call__(self, features: Features, step: Step) -> FeatureGradients:
-        """Return the gradient of the global loss for this rank's features, and update the objective's state.
+        """Return the gradient of the global loss with respect to this rank's features, and update the state.
 
-        Raises `UserError` if fewer than two rows of the batch count, so that no anchor has a negative.
+        Raises `UserError` if fewer than two rows of the batch are valid, because no anchor would have a negative.
         """
         raise NotImplementedError
 

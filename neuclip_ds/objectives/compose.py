@@ -1,21 +1,21 @@
 """Build the objective of a method from its row in the table.
 
-`objective.temperature.rule` offers two ways to learn the single temperature of the global contrastive loss, each with
-its own eps and scale of the loss.
+`objective.temperature.rule` selects one of two ways to learn the single temperature of the global contrastive loss.
+They differ in eps and in the scale of the loss.
 
-`robust` is RGCL-g (FastCLIP eq. 10, NeuCLIP eq. 12): tau is learned from tau times the loss + 2 rho tau.
+`robust` is RGCL-g (FastCLIP eq. 10, NeuCLIP eq. 12): tau is learned from tau times the loss plus 2 rho tau.
 
-`learned` needs no rho. With eps = 1/(n-1) and the mean g_i over the n-1 negatives of the whole data set,
+`learned` needs no rho. With eps = 1/(n-1), and with g_i the mean over the n-1 negatives of the whole data set,
 
     (n-1) (eps + g_i) = 1 + sum_{j != i} exp((s_ij - s_ii)/tau),
     L = 1/2 1/n sum_i [ log(eps + g1_i) + log(eps + g2_i) ] + log(n-1)
 
-is OpenCLIP's cross-entropy with the data set as the batch. The positive's own term keeps the loss bounded
-below as tau decreases, so log(1/tau) can follow L's own gradient, as in OpenCLIP. With NeuCLIP's alpha_i,
+so L is OpenCLIP's cross-entropy with the data set as the batch. The positive's term keeps L bounded below as tau
+decreases, so log(1/tau) can follow the gradient of L, as in OpenCLIP. With NeuCLIP's alpha_i,
 
     dL/dlog(1/tau) = 1/2 1/B sum_i [ mean logit_i - r_i tau dalpha_i/dtau ]         (both directions)
 
-where the mean logit is exp(-alpha_i)/(B-1) sum_{j != i} exp(x_ij) x_ij, x_ij = (s_ij - s_ii)/tau.
+where mean logit_i is exp(-alpha_i)/(B-1) sum_{j != i} exp(x_ij) x_ij, with x_ij = (s_ij - s_ii)/tau.
 """
 
 import math
@@ -71,7 +71,7 @@ def compose_objective(config: ObjectiveConfig, context: Context) -> Objective:
 
 
 def _other_samples(context: Context) -> int:
-    """Return n - 1."""
+    """Return n - 1, the number of negatives in the data set."""
     if not context.samples:
         raise UserError(
             "objective.temperature.rule=learned has eps = 1/(n-1), but n is unknown: pass ContrastiveLoss the number "

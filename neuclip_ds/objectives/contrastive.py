@@ -1,4 +1,4 @@
-"""A contrastive objective: pair loss x normalizer x temperature rule x scale."""
+"""Contrastive objectives, composed of a pair loss, a normalizer, a temperature rule and a scale."""
 
 import math
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from neuclip_ds.objectives.pair_loss import PairLoss
 from neuclip_ds.objectives.temperature import Temperature, TemperatureSignal
 
 Scale = Callable[[Tensor], Tensor]
-"""The loss's leading factor, as a function of tau."""
+"""Leading factor of the loss, as a function of tau."""
 SCALES: dict[str, Scale] = {
     "half": lambda tau: torch.full_like(tau, 0.5),  # OpenCLIP's mean over the two directions
     "one": torch.ones_like,
@@ -27,7 +27,7 @@ SCALES: dict[str, Scale] = {
 
 
 class ContrastiveObjective(Objective):
-    """Contrastive objective: feature gradient, normalizer update and temperature step of each batch."""
+    """Contrastive objective: for each batch, the feature gradient, the normalizer update and the temperature step."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class ContrastiveObjective(Objective):
     ) -> None:
         """
         Args:
-            constant: term of the loss that depends on no learned value.
+            constant: constant that is added to the reported loss.
         """
         super().__init__(context, {"normalizer.": normalizer, "temperature.": temperature})
         self.pair_loss, self._normalizer, self._temperature = pair_loss, normalizer, temperature
@@ -64,7 +64,7 @@ class ContrastiveObjective(Objective):
         if estimate.feature_grad is not None:
             image = image.add(estimate.feature_grad[0] * scale)
             text = text.add(estimate.feature_grad[1] * scale)
-        if batch.total != batch.size:  # turns the mean over this rank's anchors into its part of the global mean
+        if batch.total != batch.size:  # make the mean over local anchors a share of the global mean
             image, text = (grad * (batch.size / batch.total) for grad in (image, text))
         log_divisor = math.log(batch.total - self.pair_loss.excluded)
         local_tau, local_scale = (x if x.ndim == 0 else x[:, batch.local] for x in (tau, scale))
@@ -75,7 +75,7 @@ class ContrastiveObjective(Objective):
         sums = torch.stack(
             [
                 (local_scale * estimate.value + self._temperature.rho(step) * local_tau).sum(),
-                # OpenCLIP's loss of the same batch and tau, comparable between methods
+                # OpenCLIP's loss for the same batch and tau, comparable across methods
                 torch.logaddexp(log_g + log_divisor, torch.zeros_like(log_g)).sum() / 2,
                 local_mean_logit.sum(),
                 estimate.tau_term.sum(),
@@ -109,9 +109,9 @@ class ContrastiveObjective(Objective):
         return step if length is None else step._replace(epoch=step.number // length)
 
     def _batch(self, features: Features, step: Step) -> GatheredFeatures:
-        """Gather the features of all ranks, or take only this rank's if the step needs no others.
+        """Gather the features of all ranks, or use only this rank's features if the step needs no others.
 
-        All ranks gather if any rank has fewer than two rows that count, and therefore no negatives.
+        All ranks gather if any rank has fewer than two valid rows, because that rank would have no negatives.
         """
         if not self._normalizer.gathers(self._in_epoch(step)):
             count = features.valid.sum().view(1)
@@ -125,12 +125,12 @@ class ContrastiveObjective(Objective):
     @torch.no_grad()
     @products_exact_for(torch.float32)
     def log_normalizers(self, features: Features) -> tuple[Tensor, Tensor]:
-        """Return the method's current estimates of the normalizers of a batch's anchors; changes no state.
+        """Return the current estimates of the normalizers of a batch's anchors, without changing any state.
 
-        Features are sent in their own dtype, so that the error is that of the estimate alone.
+        Features are sent in their original dtype, so that the only error is that of the estimate.
 
         Returns:
-            For this rank's valid rows (2, local) log of the estimated g, -inf where there is none, and (2, local) tau.
+            For this rank's valid rows: (2, local) log of the estimated g, -inf without an estimate, and (2, local) tau.
         """
         batch = GatheredFeatures(features, self._communicator, features.image.dtype, self.prefetch)
         tau = self._temperature.of(batch)

@@ -1,7 +1,7 @@
 """Gather the features of all ranks, and remove padding and undecodable rows before any arithmetic.
 
-The loader knows on the host which rows count. Hosts exchange this while the towers run, so that shapes are known
-without waiting for the device.
+The loader knows on the host which rows are valid. The hosts exchange this information while the towers run, so that
+shapes are known without waiting for the device.
 """
 
 from collections.abc import Callable
@@ -16,10 +16,10 @@ from neuclip_ds.errors import UserError
 
 
 class FeatureGather:
-    """Gathers the features of all ranks while the towers still run.
+    """All-gather of the features that overlaps the towers' forward passes.
 
-    Rows are added in pieces (micro-batches), images and texts separately, in ascending order and with equal sizes on
-    all ranks. Each piece is gathered while the towers compute the next one.
+    Rows are added one micro-batch at a time, images and texts separately, in ascending order and in equal numbers on
+    all ranks. Each micro-batch is gathered while the towers compute the next micro-batch.
     """
 
     def __init__(
@@ -33,11 +33,11 @@ class FeatureGather:
         """
         Args:
             index: (b,) int64 global sample indices in host memory; b must be equal on all ranks.
-            valid: (b,) bool in host memory, which rows count.
+            valid: (b,) bool in host memory, True for valid rows.
             communicator: the ranks.
-            comm_dtype: dtype in which features are sent. Local rows are rounded to it as well, so that all ranks see
-                the same numbers and K ranks give the result of one.
-            prefetch: called with the (K b,) indices, -1 for rows that do not count, when the first features are added.
+            comm_dtype: dtype in which features are sent. Local rows are rounded to this dtype as well, so that all
+                ranks see the same numbers and K ranks give the same result as one rank.
+            prefetch: called with the (K b,) indices, -1 for invalid rows, when the first features are added.
         """
         self._communicator, self._comm_dtype, self._prefetch = communicator, comm_dtype, prefetch
         self._index = communicator.begin_host_gather(torch.where(valid, index, -1), "features")
@@ -46,7 +46,7 @@ class FeatureGather:
 
     @property
     def padded_index(self) -> Tensor:
-        """(K b,) indices in host memory, -1 for rows that do not count."""
+        """(K b,) indices in host memory, -1 for invalid rows."""
         return self._index.wait()
 
     def add_text(self, rows: Tensor) -> None:
@@ -58,7 +58,7 @@ class FeatureGather:
         self._images.append(self._begin(rows))
 
     def features(self, dtype: torch.dtype, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Wait for and return (K b, d) image and text features in rank order, or the (B, d) given `rows` of them."""
+        """Wait for the (K b, d) image and text features in rank order; return all of them, or the given (B,) `rows`."""
         whole = (self._joined(pieces) for pieces in (self._images, self._texts))
         image, text = ((x if rows is None else x.index_select(0, rows)).to(dtype) for x in whole)
         return image, text
@@ -81,25 +81,25 @@ class FeatureGather:
 
 @dataclass(frozen=True)
 class Features:
-    """One rank's share of the batch: L2-normalized float rows, their global sample index, and whether they count."""
+    """One rank's rows of the batch: L2-normalized features, global sample indices, and which rows are valid."""
 
     image: Tensor  # (b, d)
     text: Tensor  # (b, d)
     index: Tensor  # (b,) int64, in host memory
     valid: Tensor  # (b,) bool, in host memory
-    gather: FeatureGather | None = None  # gathers these rows, if that began before all of them were computed
+    gather: FeatureGather | None = None  # gather of these rows, if it began before all of them were computed
 
 
 class GatheredFeatures:
-    """The B valid rows of all ranks in rank order.
+    """Features of the B valid rows of all ranks, in rank order.
 
     Attributes:
-        image, text: (B, d) rows of the whole batch.
+        image, text: (B, d) features of the whole batch.
         index: (B,) int64 global sample indices, in host memory.
-        local: which of the B rows are this rank's.
-        padded_index: (K b,) indices with -1 for rows that do not count, in host memory.
-        total: number of rows that count on all ranks: B, or more if these are one rank's rows only.
-        comm_dtype: dtype in which the rows were sent, which represents them exactly.
+        local: slice of the B rows that belongs to this rank.
+        padded_index: (K b,) indices in host memory, -1 for invalid rows.
+        total: number of valid rows on all ranks: B, or more if this object has one rank's rows only.
+        comm_dtype: dtype in which the rows were sent; it represents them exactly.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class GatheredFeatures:
         comm_dtype: torch.dtype,
         prefetch: Callable[[Tensor], None] | None = None,
     ) -> None:
-        """Gather the ranks' rows, b on each. The other arguments are for a `FeatureGather`, if `features` has none."""
+        """Gather b rows per rank. Without `features.gather`, a new `FeatureGather` gets the other arguments."""
         self._communicator, self.comm_dtype = communicator, comm_dtype
         gather = features.gather
         if gather is None:
@@ -118,11 +118,11 @@ class GatheredFeatures:
             gather.add_image(features.image)
         self.padded_index = gather.padded_index
         self._count = len(features.index)
-        start = communicator.rank * self._count  # first of this rank's rows among the K b
+        start = communicator.rank * self._count  # first of this rank's rows among the K b rows
         valid = self.padded_index >= 0
-        self._host_rows: Tensor | None = None  # positions of the valid rows among the K b, on the host
+        self._host_rows: Tensor | None = None  # positions of the valid rows among the K b rows, on the host
         self._rows: Tensor | None = None  # the same on the device
-        self._own_rows: Tensor | None = None  # positions of this rank's valid rows among its b, on the device
+        self._own_rows: Tensor | None = None  # positions of the valid rows among this rank's b rows, on the device
         self.index = self.padded_index
         if not bool(valid.all()):  # complete batches, by far the usual case, need no compaction
             self._host_rows = rows = valid.nonzero().squeeze(1)
@@ -135,7 +135,7 @@ class GatheredFeatures:
 
     @property
     def size(self) -> int:
-        """B, the number of rows that count."""
+        """Number of valid rows, B."""
         return self.index.shape[0]
 
     @cached_property
@@ -144,7 +144,7 @@ class GatheredFeatures:
         return torch.bmm(self.image.unsqueeze(1), self.text.unsqueeze(2)).flatten()
 
     def anchors(self) -> Tensor:
-        """(2, local, d) features of this rank's anchors."""
+        """Return the (2, local, d) features of this rank's anchors."""
         return torch.stack([self.image[self.local], self.text[self.local]])
 
     def require_pairs(self, step: int) -> None:
@@ -156,20 +156,20 @@ class GatheredFeatures:
             )
 
     def gather(self, values: Tensor, purpose: str) -> Tensor:
-        """Gather (c, local) values of this rank's valid rows to (c, B) values of all ranks."""
+        """Gather the (c, local) values of this rank's valid rows into the (c, B) values of all ranks."""
         padded = self.expand(values.T)
         return self.compact_all(self._communicator.all_gather(padded, purpose)).T.contiguous()
 
     def rows_of(self, ranks: range) -> slice:
-        """Return the slice of the B rows that belongs to consecutive ranks."""
+        """Return the slice of the B rows that belongs to the given consecutive ranks."""
         edges = [ranks.start * self._count, ranks.stop * self._count]
         rows = self._host_rows
         return slice(*(edges if rows is None else torch.searchsorted(rows, torch.tensor(edges)).tolist()))
 
     def sum_local(self, rows: Tensor, ranks: range, purpose: str) -> Tensor:
-        """Sum the partial rows that each of these ranks has for all their anchors; return this rank's (local, ...).
+        """Sum, over `ranks`, the partial rows for the anchors of these ranks; return this rank's (local, ...) rows.
 
-        `ranks` are consecutive and include this one, and `rows` are those of `rows_of(ranks)`.
+        The ranks are consecutive and include this rank; `rows` are this rank's partial rows for `rows_of(ranks)`.
         """
         places = None if self._rows is None else self._rows[self.rows_of(ranks)] - ranks.start * self._count
         padded = self._spread(rows, places, len(ranks) * self._count)
@@ -184,7 +184,7 @@ class GatheredFeatures:
         return rows if self._own_rows is None else rows.index_select(0, self._own_rows)
 
     def expand(self, rows: Tensor) -> Tensor:
-        """Place (local, ...) valid rows in the (b, ...) rows of this rank's batch; the others become zero."""
+        """Place (local, ...) valid rows in the (b, ...) rows of this rank's batch; the other rows are zero."""
         return self._spread(rows, self._own_rows, self._count)
 
     def _spread(self, rows: Tensor, places: Tensor | None, count: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The weighted-pair gradient for any pair loss and temperatures, with block-wise operations that a GPU fuses."""
+"""Gradient of the weighted pairs for any pair loss and temperatures, with operations that are fused on a GPU."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from neuclip_ds.objectives.pair_loss import PairLoss
 
 log = logging.getLogger(__name__)
 
-Buffers = Sequence[Tensor | None]  # for results of operations; None for new tensors, which torch.compile omits
+Buffers = Sequence[Tensor | None]  # outputs of operations; None allocates a tensor, which torch.compile avoids
 
 
 class GeneralSimilarities:
     """Similarities of a batch for any pair loss and temperatures.
 
-    Each pair has one exponential for each of its anchors. Each anchor's sum is taken relative to its largest term, and
-    a pair's weight is one exponential of a sum of logarithms, so that no significant term underflows or overflows. On
-    a GPU, the host never waits for the device.
+    Each pair takes one exponential for each of its two anchors. Each anchor's sum is computed relative to the largest
+    term, and a pair's weight is one exponential of a sum of logarithms, so that no significant term underflows or
+    overflows. On a GPU, the host never waits for the device.
     """
 
     def __init__(self, grid: PairGrid, pair_loss: PairLoss, tau: Tensor) -> None:
-        """`tau` is 0-dim if all anchors share it, else (2, B)."""
+        """Prepare the two passes; `tau` is 0-dim if all anchors share one, else (2, B)."""
         self._divisor = grid.size - pair_loss.excluded
         self._grid, self._pair_loss = grid, pair_loss
         self._tau, self._shared = tau, tau.ndim == 0
@@ -39,7 +39,7 @@ class GeneralSimilarities:
 
     @cached_property
     def _scale(self) -> Tensor:
-        return self._tau.pow(1 / self._pair_loss.power).expand(2, self._grid.size)  # divides similarities
+        return self._tau.pow(1 / self._pair_loss.power).expand(2, self._grid.size)  # divisor of similarities
 
     @cached_property
     def _origin(self) -> Tensor:
@@ -47,11 +47,11 @@ class GeneralSimilarities:
 
     @cached_property
     def _sample(self) -> Tensor:
-        # in the dtype of the other numbers; exact up to 2^24 rows in float32
+        # row numbers, in the dtype of the other numbers of an anchor; exact up to 2^24 rows in float32
         return torch.arange(self._grid.size, device=self._tau.device).to(self._tau.dtype).expand(2, -1)
 
     def log_mean_exp(self) -> Tensor:
-        """(2, local): log g of this rank's anchors."""
+        """Return the (2, local) log g of this rank's anchors."""
         grid = self._grid
         result = grid.per_anchor(-math.inf)
         log_sums = fused(_log_sums) if grid.fuses else _log_sums
@@ -68,12 +68,12 @@ class GeneralSimilarities:
         return log_sum - math.log(self._divisor)
 
     def gradient(self, log_weight: Tensor) -> PairGradient:
-        """Return the gradient of L for weights W = exp(log_weight), (2, B)."""
+        """Return the gradient of L for the (2, B) weights W = exp(log_weight)."""
         grid, pair_loss = self._grid, self._pair_loss
         log_share = log_weight - math.log(self._divisor * grid.size)
-        # log of the factor on exp(l/tau) l'/power in the derivative by a similarity
+        # log of the factor on exp(l/tau) l'/power in the derivative with respect to a similarity
         log_factor = log_share + (pair_loss.power / self._scale).log()
-        pull, products = grid.per_anchor(0.0), grid.per_anchor(0.0)  # sums of weights, of weights x similarities
+        pull, products = grid.per_anchor(0.0), grid.per_anchor(0.0)  # sums of weights, and of weights x similarities
         weights = fused(_weights) if grid.fuses else _weights
         numbers = torch.stack([self._sample, self._scale, self._origin, log_factor])
 
@@ -96,7 +96,7 @@ class GeneralSimilarities:
 
     @property
     def _divides(self) -> bool:
-        """Whether similarities are divided by the scale as they are computed, as all anchors share it."""
+        """Whether similarities are divided by the scale when they are computed, because all anchors share one scale."""
         return self._shared and not self._grid.fuses
 
     def _similarity(self, block: Block) -> Tensor:
@@ -104,12 +104,12 @@ class GeneralSimilarities:
         return similarity.div_(self._scale[0, 0]) if self._divides else similarity
 
     def _of_block(self, numbers: Tensor, block: Block) -> BlockAnchors:
-        """Return the anchors of a block, with their entries of the (numbers, 2, B) tensor."""
+        """Return the anchors of a block with their values from the (numbers, 2, B) tensor."""
         diagonal = None if self._grid.fuses or block.local is None else block.rows.start - block.local.start
         return BlockAnchors(*self._grid.of_anchors(numbers, block), block.local is not None, diagonal, self._divides)
 
     def _views(self, block: Block, count: int) -> Buffers:
-        """Return buffers in the shape of a block, which all blocks of a pass share, or None if operations are fused."""
+        """Return buffers in the shape of a block, reused for all blocks of a pass, or Nones if operations are fused."""
         if self._grid.fuses:
             return [None] * count
         if not self._buffers:
@@ -120,21 +120,21 @@ class GeneralSimilarities:
 class BlockAnchors(NamedTuple):
     """The anchors of a block, in the form that the fused functions take.
 
-    The numbers of an anchor are its sample, tau^(1/power), the origin as in `PairLoss.exponent`, and its log weight.
+    An anchor's numbers are the sample's row, tau^(1/power), the origin (see `PairLoss.exponent`) and the log factor.
     """
 
     rows: Tensor  # (numbers, rows, 1)
     columns: Tensor  # (numbers, 1, columns)
-    all_local: bool  # whether the columns are this rank's anchors too, as the rows always are
-    diagonal: int | None  # offset of the positives; None if there are none or sample numbers are compared
-    divided: bool  # whether similarities are divided already
+    all_local: bool  # whether the columns, like the rows, are this rank's anchors
+    diagonal: int | None  # offset of the positives' diagonal; None if there is none, or if sample rows are compared
+    divided: bool  # whether similarities are already divided
 
     def exponents(self, similarity: Tensor, scale: Tensor, out: Tensor | None) -> Tensor:
-        """Return similarities divided by tau^(1/power), in `out`, or unchanged if they are divided already."""
+        """Return similarities divided by tau^(1/power), in `out`, or unchanged if they are already divided."""
         return similarity if self.divided else torch.div(similarity, scale, out=out)
 
     def negatives(self, x: Tensor, value: float) -> Tensor:
-        """Return x with `value` for positives; x itself is overwritten if their diagonal is known."""
+        """Return x with the positives replaced by `value`; x is overwritten if the positives' diagonal is known."""
         if self.diagonal is not None:
             x.diagonal(self.diagonal).fill_(value)
         elif self.all_local:
@@ -143,9 +143,9 @@ class BlockAnchors(NamedTuple):
 
 
 def _log_sums(pair_loss: PairLoss, similarity: Tensor, block: BlockAnchors, buffers: Buffers) -> list[Tensor]:
-    """Return logsumexp of the exponents over the negatives of a block's local anchors: its rows, then its columns.
+    """Return the logsumexp over the negatives of a block's local anchors: the rows, then the columns if local.
 
-    `buffers` are overwritten: one tensor in the shape of the block, or None.
+    `buffers` contains one tensor in the shape of the block, which is overwritten, or None.
     """
     (out,) = buffers
     found = []
@@ -159,10 +159,10 @@ def _log_sums(pair_loss: PairLoss, similarity: Tensor, block: BlockAnchors, buff
 def _weights(
     pair_loss: PairLoss, similarity: Tensor, block: BlockAnchors, buffers: Buffers, with_products: bool
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Return the derivative with respect to a block's similarities, and sums over its local anchors' negatives.
+    """Return the derivative with respect to a block's similarities, and sums over the local anchors' negatives.
 
-    These are sums of weights and, if `with_products`, of weights x similarities. `buffers` are overwritten:
-    three tensors, or three times None.
+    The sums are over weights and, if `with_products`, over weights x similarities. `buffers` contains three tensors,
+    which are overwritten, or three Nones.
     """
     *outs, other = buffers
     parts, pulls, products = [], [], []
@@ -180,7 +180,7 @@ def _weights(
 
 @cache
 def fused(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function with torch.compile for tensors of any size; without a working compiler, call it directly.
+    """Compile a function with torch.compile for tensors of any size; if that fails, call the function directly.
 
     The function must leave its arguments unchanged.
     """

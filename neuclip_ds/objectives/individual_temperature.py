@@ -1,12 +1,12 @@
-"""A temperature for each sample and direction, learned by its own Adam: iSogCLR, FastCLIP-v2 (FastCLIP eq. 6-7, 9).
+"""A temperature for each sample and direction, learned by Adam: iSogCLR and FastCLIP-v2 (FastCLIP eq. 6-7, 9).
 
-tau_{1,i}, tau_{2,i} and their moments live in a per-sample store, partitioned over ranks. Each time a
-sample is seen, Adam moves its temperatures with the gradient
+The temperatures tau_{1,i} and tau_{2,i} and their Adam moments are kept in a per-sample store, partitioned over ranks.
+Each time a sample is seen, Adam updates the sample's temperatures with the gradient
 
     G_i = log(eps + u_i) + rho - mean logit of anchor i            (the factor 1/n is dropped: Adam is scale-free)
 
-The released code differs from textbook Adam: it clamps G to [-5, 5], corrects the bias by the epoch instead of
-the number of visits, and takes beta_1 = beta_2 = 0 in epoch 0, so that the first step is the sign of G.
+The released code differs from textbook Adam. It clamps G to [-5, 5], uses the epoch instead of the number of visits for
+bias correction, and sets beta_1 = beta_2 = 0 in epoch 0, so that the first step follows the sign of G.
 """
 
 import torch
@@ -25,7 +25,7 @@ _RELEASED_CLAMP = 5.0
 
 
 class IndividualTemperature(Temperature):
-    """One temperature per sample and direction, by global sample index, within [minimum, maximum]."""
+    """One temperature per sample and direction, stored by global sample index, within [minimum, maximum]."""
 
     needs_index = True
     _rho_share = 1.0
@@ -57,7 +57,7 @@ class IndividualTemperature(Temperature):
         return batch.compact_all(self._reading.wait()).T.contiguous()
 
     def update(self, batch: GatheredFeatures, signal: TemperatureSignal, step: Step) -> None:
-        """Take an Adam step on the ranks that own the samples and their moments, so that only gradients are sent."""
+        """Take an Adam step on the ranks that store the samples' temperatures, so that only gradients are sent."""
         own_gradient = signal.local_tau_term + self.rho(step) - signal.local_mean_logit
         gradient = batch.gather(own_gradient, "temperature")
         tau, moment, square, visits = self._store.local_rows(batch.index).T.split((2, 2, 2, 1))
@@ -73,7 +73,7 @@ class IndividualTemperature(Temperature):
         self._store.write(batch.index, torch.cat([tau, moment, square, visits + 1]).T)
 
     def _corrections(self, visits: Tensor, step: Step) -> tuple[Tensor, Tensor]:
-        """Return 1 - beta^t of both moments, t being the sample's visits, or the epoch in the released code."""
+        """Return 1 - beta^t for both moments, where t counts the sample's visits, or epochs in the released code."""
         times = torch.full_like(visits, step.epoch + 1 if step.epoch else torch.inf) if self._released else visits
         beta1, beta2 = self._betas
         return 1 - beta1**times, 1 - beta2**times

@@ -1,4 +1,4 @@
-"""Options of the objectives: those that all methods share, and one section per estimator; does not import torch."""
+"""Options that all objectives share, and sections that only some methods read. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from neuclip_ds.section import Section, merge
 
 
 class AdamSettings(NamedTuple):
-    """Constants of the Adam that learns the temperature."""
+    """Constants of the Adam optimizer that learns the temperature."""
 
     betas: tuple[float, float] = (0.9, 0.98)
     eps: float = 1e-6
@@ -20,27 +20,27 @@ class AdamSettings(NamedTuple):
 
 class TemperatureConfig(Section):
     initial: float | None = Field(None, gt=0)
-    """Temperature tau at step 0. By default a pretrained checkpoint's, else the method's."""
+    """Temperature tau at step 0. By default, the pretrained checkpoint's tau, else the method's default."""
     minimum: float = Field(0.01, gt=0)
     """Lower bound of tau; 0.01 is CLIP's clamp of 1/tau at 100."""
     maximum: float = Field(1.0, gt=0)
     """Upper bound of tau."""
     optimizer: Literal["adam", "lion", "sgd"] = "adam"
     """Optimizer of a global temperature, and of SigLIP's bias: Adam, or Lion or SGD as in FastCLIP's study of
-    optimizers. The decay rates are the encoders' betas; SGD takes the first as its momentum."""
+    optimizers. The decay rates are the encoders' betas; SGD uses the first beta as momentum."""
     variable: Literal["log", "tau"] = "log"
     """Variable that the optimizer of a global temperature updates: log(1/tau), as in all released code, or tau itself
     (FastCLIP Procedure 5). With individual temperatures it is always tau."""
     lr: float | None = Field(None, ge=0)
-    """Learning rate of `variable`. By default the encoders'."""
+    """Learning rate of `variable`. By default, the encoders' learning rate."""
     rule: Literal["robust", "learned"] | None = None
-    """How neuclip and neuclip_queue learn tau: `robust` with rho (NeuCLIP eq. 12), the default for neuclip; `learned`
-    like OpenCLIP, with eps = 1/(n-1) and no rho, the default for neuclip_queue."""
+    """How neuclip and neuclip_queue learn tau. `robust` uses rho (NeuCLIP eq. 12) and is neuclip's default. `learned`
+    works as in OpenCLIP, with eps = 1/(n-1) and without rho, and is neuclip_queue's default."""
     schedule: Literal["encoder", "constant", "third_below_0.03"] = "encoder"
-    """`encoder` follows the encoders' schedule; `third_below_0.03` uses lr, and lr/3 while tau < 0.03 (FastCLIP)."""
+    """`encoder` follows the encoders' schedule; `third_below_0.03` divides lr by 3 while tau < 0.03 (FastCLIP)."""
     rho: float | Annotated[list[float], Field(min_length=1)] = 0.0
-    """Margin rho of the robust contrastive loss (FastCLIP eq. 10). Each entry of a list applies to an equal part of
-    the run."""
+    """Margin rho of the robust contrastive loss (FastCLIP eq. 10). In a list, each entry applies to an equal fraction
+    of the run."""
 
     @model_validator(mode="after")
     def _bounds_hold_initial(self) -> TemperatureConfig:
@@ -54,32 +54,32 @@ class TemperatureConfig(Section):
 
 class SiglipConfig(Section):
     bias: float | None = None
-    """Learned bias of the logits at step 0. By default a pretrained checkpoint's, else -10."""
+    """Learned bias of the logits at step 0. By default, the pretrained checkpoint's bias, else -10."""
 
 
 class MovingAverageConfig(Section):
     gamma: Literal["cosine", "constant"] = "cosine"
     """Schedule of gamma: FastCLIP's cosine, or SogCLR's constant gamma_min. Gamma is 1 when a sample is first seen."""
     gamma_min: float = Field(0.2, gt=0, le=1)
-    """Weight of the new estimate at the end of the schedule."""
+    """Weight of the current batch's estimate at the end of the schedule."""
     gamma_epochs: float = Field(18, ge=0)
     """Epochs E over which gamma falls from 1 to gamma_min on a cosine, in steps of one epoch."""
 
 
 class AmortizedConfig(Section):
     width: float = Field(1.0, gt=0)
-    """Hidden units of the amortization MLP as a multiple f_d of the feature width."""
+    """Hidden units of the amortization MLP, as a multiple f_d of the feature width."""
     loss: Literal["l2_log", "kl", "js"] = "l2_log"
-    """Loss that fits lambda: squared error of logarithms, or KL or Jensen-Shannon divergence plus a tenth of the
-    squared error."""
+    """Loss that fits lambda: the squared error of the logarithms, or the KL or Jensen-Shannon divergence plus a tenth
+    of the squared error."""
     amortizes: Literal["partition", "negatives"] = "partition"
-    """Target of lambda: the partition function, or its negatives alone, to which each batch's positives are added back
-    (AmorLIP Table 3)."""
+    """Target of lambda: the partition function, or its sum over negatives alone, to which the positive of each anchor
+    is then added (AmorLIP Table 3)."""
     gather: Literal["every_step", "fits"] = "every_step"
-    """Which steps gather the features of all ranks: each, or only those that fit the nets; in the others, each
-    rank contrasts its own rows (AmorLIP section 3.3)."""
+    """Steps that gather the features of all ranks: every step, or only steps that fit the nets. In the other steps,
+    each rank contrasts only its local rows (AmorLIP section 3.3)."""
     lr: float = Field(1e-3, gt=0)
-    """Adam's learning rate (the released code multiplies it by the number of ranks)."""
+    """Learning rate of the MLPs' Adam (the released code multiplies it by the number of ranks)."""
     max_grad_norm: float = Field(1.0, ge=0)
     """Maximum gradient norm of the MLPs; 0 disables clipping."""
     inner_steps: int = Field(3, ge=0)
@@ -89,47 +89,48 @@ class AmortizedConfig(Section):
     target_every: int = Field(2, ge=1)
     """Steps T_target between updates of the EMA target nets."""
     ema: float = Field(0.999, ge=0, le=1)
-    """Decay alpha of the EMA."""
+    """Decay alpha of the target nets' EMA."""
     previous_weight: float = Field(0.8, ge=0, lt=1)
     """Largest weight beta_T of the previous epoch's net in the target."""
     previous_epochs: float = Field(16, ge=0)
-    """Epochs over which that weight rises from 0 on a cosine: the whole run in the paper, 16 of 33 in the README."""
+    """Epochs in which the weight rises from 0 to `previous_weight` on a cosine: all in the paper, 16 of 33 in the
+    README."""
     positive_weight: float = Field(1.0, ge=0)
-    """Weight c of an anchor's own pair in the partition: 1 in the paper, 1e-3 in the released scripts."""
+    """Weight c of the positive pair in the partition function: 1 in the paper, 1e-3 in the released scripts."""
     encoder_normalizer: Literal["ema", "combined"] = "ema"
     """Normalizer of the encoders' loss: the EMA target net (paper), or the combined batch target (released code)."""
 
 
 class NpnConfig(Section):
     prototypes: int = Field(4096, ge=1, le=1 << 24)
-    """Prototypes m of each side."""
+    """Number of prototypes m per direction."""
     network: Literal["prototypes", "mlp"] = "prototypes"
     """Form of the network: prototypes (NeuCLIP eq. 10), or AmorLIP's MLP fitted to the same objective (ablation)."""
     optimizer: Literal["scaled", "adagrad"] = "scaled"
-    """Update of the prototypes: AdaGrad (NeuCLIP), or the gradient scaled so that no logit changes by more than lr,
-    which neither depends on the batch size nor amplifies rounding errors at low temperatures (this project)."""
+    """Update of the prototypes: AdaGrad (NeuCLIP), or `scaled` (this project), whose steps change no logit by more than
+    about lr at any batch size. At low temperatures, `scaled` amplifies rounding errors far less than AdaGrad."""
     inner_steps: int = Field(10, ge=0)
-    """Updates T_u per step."""
+    """Number of updates T_u per training step."""
     redraw_every: int = Field(500, ge=0)
     """Steps T_r between re-draws of the prototypes from recent features; 0 draws them once, as order=joint does."""
     lr: float | None = Field(None, gt=0)
-    """Step size of an update. By default 0.3 with `scaled`, with AdaGrad the published 1.0, which holds for
-    B >= 1024 and m = 4096 (use a smaller one below), and 1e-3 for the Adam of network=mlp."""
+    """Step size of an update. By default, 0.3 for `scaled`, 1e-3 for the Adam of network=mlp, and the published 1.0 for
+    AdaGrad. The latter is meant for B >= 1024 and m = 4096; use less for smaller settings."""
     weight_decay: float = Field(0.0, ge=0)
     """Weight decay of the network: coupled with the gradient in AdaGrad and in the MLP's Adam, decoupled with
-    order=joint. NeuCLIP searched 0 to 1 and uses 0; optimizer=scaled has none."""
+    order=joint. NeuCLIP searched values from 0 to 1 and uses 0; optimizer=scaled has no weight decay."""
     alpha_grad: Literal["full", "positive", "stop"] = "full"
-    """Part of alpha's gradient that encoders and tau receive: all of it (NeuCLIP eq. 12), the part along the positive,
-    or none."""
+    """Part of alpha's gradient that the encoders and tau receive: all of it (NeuCLIP eq. 12), only the part along the
+    positive, or none."""
     objective: Literal["unified", "separate"] = "unified"
     """Objective that the network is fitted to: the loss itself, or (alpha - log(eps + g))^2 (ablation)."""
     replicas: int | None = Field(None, ge=1)
-    """Maximum number of ranks that hold and fit the same prototypes: by default 4, on 64 or more ranks 8. The largest
-    divisor of the world size up to it is used. With more replicas, alpha_grad=full sends less and each rank computes
-    more."""
+    """Maximum number of ranks that store and fit the same prototypes: by default 4, or 8 on 64 or more ranks. The run
+    uses the largest divisor of the world size up to this number. With more replicas, alpha_grad=full sends less and
+    each rank computes more."""
     order: Literal["alternating", "joint"] = "alternating"
-    """Update the network first and the encoders with its new prediction (Algorithm 1), or both from the old one
-    (`joint`): the network then takes one AdamW step at the encoders' learning rate, without re-draws (Algorithm 3)."""
+    """`alternating` updates the network, then the encoders with the new prediction (Algorithm 1). `joint` updates both
+    from the old prediction; the network takes one AdamW step at the encoders' lr, without re-draws (Algorithm 3)."""
 
     @model_validator(mode="after")
     def _order_fits_the_network(self) -> NpnConfig:
@@ -141,14 +142,14 @@ class NpnConfig(Section):
         return self
 
     def replicas_on(self, world_size: int) -> int:
-        """Return the number of ranks with the same prototypes; only the full gradient has a use for more than one."""
+        """Return the number of ranks with the same prototypes; only alpha_grad=full benefits from more than one."""
         most = self.replicas or (4 if world_size < 64 else 8)
         most = most if self.alpha_grad == "full" else 1
         return max(count for count in range(1, most + 1) if world_size % count == 0)
 
     @property
     def rate(self) -> float:
-        """Step size of an update."""
+        """Step size of an update, given by `lr` or its default."""
         if self.lr is not None:
             return self.lr
         return 1e-3 if self.network == "mlp" else {"scaled": 0.3, "adagrad": 1.0}[self.optimizer]
@@ -156,7 +157,7 @@ class NpnConfig(Section):
 
 class QueueConfig(Section):
     size: int = Field(4096, ge=1, le=1 << 24)
-    """Samples m that the queue holds."""
+    """Number of samples m in the queue."""
     kappa: float = Field(1.0, gt=0, le=1e6)
     """Weight of the queue's estimate when pooled with the batch's, whose weight is 1."""
 
@@ -170,21 +171,21 @@ class ObjectiveConfig(Section):
     method: str = DEFAULT
     """Method to train with: a name in the table of docs/reference/losses.md."""
     eps: float = Field(1e-14, gt=0)
-    """Added to every normalizer (FastCLIP App. D: 1e-6 beyond about 100M samples)."""
+    """Constant added to the estimated normalizers (FastCLIP App. D: 1e-6 beyond about 100M samples)."""
     chunk_size: int | None = Field(None, ge=1)
-    """Columns of the similarity matrix that are computed at once. The default suits the device; rows are limited so
-    that a block has at most 128 MiB on a GPU, 1 MiB per thread on a CPU."""
+    """Columns of the similarity matrix that are computed at once; the default depends on the device. The number of rows
+    is limited so that a block has at most 128 MiB on a GPU or 1 MiB per thread on a CPU."""
     comm_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision in which features are sent between ranks; `auto` is the towers' precision."""
     reference: Literal["paper", "released_code"] = "paper"
-    """Version to follow where a paper and its released code differ. FastCLIP's code has no leading tau in losses with
-    constant or individual tau, counts the data term in the gradient of a robust tau twice, and clamps the gradients of
-    individual temperatures and corrects their Adam's bias by epochs. AmorLIP's code starts an epoch's nets near
-    log lambda = 0 instead of at the first batch's mean log Z, and divides the divergences by B^2 and the squared error
-    by B, not 2 B."""
+    """Version to follow where a paper and its released code differ. FastCLIP's code omits the leading tau of losses
+    with constant or individual tau and counts the data term in the gradient of a robust tau twice. For individual
+    temperatures, it clamps gradients and bases Adam's bias correction on epochs. AmorLIP's code starts the nets of an
+    epoch near log lambda = 0 instead of the first batch's mean log Z, divides divergences by B^2 instead of B, and
+    divides the squared error by B instead of 2 B."""
     epoch_steps: int | None = Field(None, ge=1)
-    """Training steps that count as an epoch of gamma's schedule and of amorlip's nets, for runs that see each sample
-    about once. By default those of the data."""
+    """Training steps per epoch of gamma's schedule and of amorlip's nets, for runs that see each sample about once. By
+    default, the steps of an epoch of the data."""
     temperature: TemperatureConfig = Field(default_factory=TemperatureConfig)
     siglip: SiglipConfig = Field(default_factory=SiglipConfig)
     moving_average: MovingAverageConfig = Field(default_factory=MovingAverageConfig)
@@ -196,7 +197,7 @@ class ObjectiveConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _over_the_methods_defaults(cls, tree: Any) -> Any:
-        """Refuse sections that the method does not read, and put the method's defaults under the rest."""
+        """Reject sections that the method does not read, and merge the other options over the method's defaults."""
         if not isinstance(tree, dict):
             return tree
         method = method_of(tree)

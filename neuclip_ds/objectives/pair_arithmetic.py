@@ -1,12 +1,12 @@
-"""Arithmetic of pairs: exponentials that are never subnormal, and the precision of matrix products.
+"""Arithmetic for pairs: exponentials that are never subnormal, and the precision of matrix products.
 
-Most pairs weigh too little to change a sum. Their exponentials would be subnormal numbers (below 1.2e-38 in float32),
-with which CPUs compute many times slower. Bounding the exponents avoids them without flush-to-zero, which is a mode of
-each thread of the caller's process.
+Most pairs contribute too little to change a sum. Their exponentials would be subnormal numbers (below 1.2e-38 in
+float32), with which CPUs compute many times slower. Bounding the exponents avoids subnormal numbers without the
+flush-to-zero mode, which would have to be set in every thread of the caller's process.
 
-A GPU multiplies float32 matrices several times faster if it may round them to TF32, which has 11 significant bits, and
-bf16 or float16 matrices faster still; in both cases it accumulates in float32. Features that were sent as bf16 or
-float16 lose nothing by this. torch's switch for TF32 is process-wide.
+A GPU multiplies float32 matrices several times faster if it may round them to TF32, which has 11 significant bits. It
+multiplies bf16 or float16 matrices even faster. In both cases, the GPU accumulates in float32, so features that were
+sent as bf16 or float16 lose no precision. torch's switch for TF32 is process-wide.
 """
 
 import math
@@ -23,28 +23,28 @@ _MM_WIDENS = torch.version.cuda is not None and torch.__version__ >= (2, 8)  # t
 
 
 def lowest_exponent(dtype: torch.dtype) -> float:
-    """Return the lower bound of exponents, whose exp is 3e-27 in float32.
+    """Return the lower bound on exponents, for which exp is 3e-27 in float32.
 
-    That number can still be divided by 1e11 without becoming subnormal.
+    The number 3e-27 can be divided by 1e11 without becoming subnormal.
     """
     return 0.7 * math.log(torch.finfo(dtype).tiny)
 
 
 def exp_(x: Tensor) -> Tensor:
-    """Overwrite x with exp(x); in float32 with a relative error of 1e-7 (|x| + 1)."""
+    """Overwrite x with exp(x), in float32 with a relative error of 1e-7 (|x| + 1)."""
     # on some CPUs torch's exp takes three times as long as its exp2
     return x.mul_(_LOG2_E).exp2_() if x.device.type == "cpu" else x.exp_()
 
 
 def bounded_exp_(x: Tensor) -> Tensor:
-    """Overwrite x with exp(max(x, `lowest_exponent`)), as `exp_` does."""
+    """Overwrite x with exp(max(x, `lowest_exponent`)), computed by `exp_`."""
     return exp_(x.clamp_(min=lowest_exponent(x.dtype)))
 
 
 def log_sum_exp(x: Tensor, dim: int, out: Tensor | None) -> Tensor:
-    """Return log of the sum of exp along a dimension, finfo.min where all x are -inf.
+    """Return the log of the sum of exp(x) along a dimension, or finfo.min where all x are -inf.
 
-    `out`, which may be x or None, is overwritten with the terms relative to the largest.
+    `out`, which may be x or None, is overwritten with the terms of the sum, relative to the largest term.
     """
     largest = x.amax(dim, keepdim=True).clamp_(min=torch.finfo(x.dtype).min)
     return bounded_exp_(torch.sub(x, largest, out=out)).sum(dim).log_().add_(largest.squeeze(dim))
@@ -57,12 +57,12 @@ def log_eps_plus(log_x: Tensor, eps: float) -> Tensor:
 
 @contextmanager
 def products_exact_for(dtype: torch.dtype) -> Iterator[None]:
-    """Multiply float32 matrices on GPUs in the fastest precision that holds numbers of `dtype` without rounding.
+    """Multiply float32 matrices on GPUs in the fastest precision that represents numbers of `dtype` without rounding.
 
-    torch's switch is restored afterward.
+    torch's switch for TF32 is restored afterward.
     """
     before, wanted = _allows_tf32(), dtype in _TF32_HOLDS
-    if before == wanted:  # as always on a CPU; torch's switch is slow
+    if before == wanted:  # usual on a CPU; torch's switch is slow
         yield
         return
     _allow_tf32(wanted)
@@ -73,10 +73,9 @@ def products_exact_for(dtype: torch.dtype) -> Iterator[None]:
 
 
 def pair_products(rows: Tensor, columns: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return rows @ columns.T of float32 features that `dtype` represents exactly; only the sums are rounded.
+    """Return rows @ columns.T for float32 features that `dtype` represents exactly; only the sums are rounded.
 
-    A GPU multiplies 16-bit numbers directly and returns float32. torch before 2.8 and ROCm cannot do this, so TF32 is
-    used there.
+    A GPU multiplies 16-bit numbers directly and returns float32. With torch before 2.8 or ROCm, TF32 is used instead.
     """
     if _MM_WIDENS and rows.is_cuda and dtype in _TF32_HOLDS and rows.dtype == torch.float32:
         return torch.mm(rows.to(dtype), columns.to(dtype).T, out_dtype=torch.float32)

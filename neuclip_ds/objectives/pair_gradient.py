@@ -1,18 +1,18 @@
-"""The weighted-pair gradient in closed form: this rank's rows against gathered columns, block by block.
+"""Closed-form gradient of the weighted pairs: this rank's rows against the gathered columns, block by block.
 
-Every contrastive method has the feature gradient of
+All contrastive methods share the gradient, with respect to the features, of
 
     L = 1/B sum_i [ W1_i g1_i + W2_i g2_i ],   g1_i = 1/(B-1) sum_{j != i} exp(l(s_ij - s_ii) / tau),
                                                g2_i = 1/(B-1) sum_{j != i} exp(l(s_ji - s_ii) / tau)
 
-with the weights W = scale w held constant. For l(x) = x its gradient with respect to an image feature is
+with the weights W = scale w held constant. For l(x) = x, the gradient of L with respect to an image feature is
 
     dL/de1_i = 1/(B (B-1) tau) [ sum_{j != i} (W1_i a_ij + W2_j b_ij) e2_j - p_i e2_i ],
     a_ij = exp((s_ij - s_ii)/tau),   b_ij = exp((s_ij - s_jj)/tau),   a'_ij = exp((s_ji - s_ii)/tau),
     p_i = sum_{j != i} (W1_i a_ij + W2_i a'_ij)
 
-and that with respect to a text feature is the same with the roles exchanged. Another l multiplies a, a' and b by its
-slope l'(x). A rank needs only the gathered features and weights: ranks exchange no gradients.
+and the gradient with respect to a text feature is the same with the roles exchanged. For a different l, the exponents
+contain l(x), and a, a' and b are multiplied by l'(x). A rank needs only gathered features and weights, no gradients.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from neuclip_ds.objectives.pair_loss import PairLoss
 
 
 class FactoredSimilarities:
-    """Similarities for l(x) = x and one temperature: exp((s_ij - s_ii)/tau) = exp(s_ij/tau - c) exp(c - s_ii/tau).
+    """Similarities with l(x) = x and one temperature: exp((s_ij - s_ii)/tau) = exp(s_ij/tau - c) exp(c - s_ii/tau).
 
-    The first factor is the same for both anchors of a pair and in both passes, so a pair costs one exponential.
-    It must be representable: c lowers the largest possible exponent 1/tau to `_limit`. If significant terms would
-    still underflow, the general form takes over; to find out, the host reads the sums.
+    The first factor is the same for both anchors of a pair and in both passes, so a pair costs one exponential. To keep
+    this factor representable, c lowers the largest possible exponent 1/tau to `_limit`. If significant terms would
+    still underflow, `GeneralSimilarities` takes over; the host reads the sums to decide this.
     """
 
     def __init__(self, grid: PairGrid, pair_loss: PairLoss, tau: Tensor) -> None:
         self._grid, self._pair_loss, self._tau = grid, pair_loss, tau
         self._divisor = grid.size - pair_loss.excluded
-        self._kept: deque[Tensor] = deque()  # the blocks' exponentials
+        self._kept: deque[Tensor] = deque()  # exponentials of the blocks, for the second pass
         # leaves room for a sum of B terms and for the product with the anchor's factor
         self._limit = 0.8 * math.log(torch.finfo(tau.dtype).max)
         self._tiny = torch.finfo(tau.dtype).tiny
@@ -51,7 +51,7 @@ class FactoredSimilarities:
         self._suffices = True
 
     def log_mean_exp(self) -> Tensor:
-        """(2, local): log g of this rank's anchors."""
+        """Return the (2, local) log g of this rank's anchors."""
         for block in self._grid.blocks():
             exponential = self._exponential(block)
             if self._grid.keeps:
@@ -65,7 +65,7 @@ class FactoredSimilarities:
         return self._general.log_mean_exp()
 
     def gradient(self, log_weight: Tensor) -> PairGradient:
-        """Return the gradient of L for weights W = exp(log_weight), (2, B)."""
+        """Return the gradient of L for the (2, B) weights W = exp(log_weight)."""
         grid = self._grid
         log_factor = log_weight - math.log(self._divisor * grid.size) + self._log_factor
         if not self._suffices or not float(log_factor.abs().max()) < 1.1 * self._limit:
@@ -86,12 +86,12 @@ class FactoredSimilarities:
 
     @cached_property
     def _general(self) -> GeneralSimilarities:
-        """The general similarities, which replace these for the rest of the batch."""
+        """General similarities, which replace the factored similarities for the rest of the batch."""
         self._kept.clear()
         return GeneralSimilarities(self._grid, self._pair_loss, self._tau)
 
     def _exponential(self, block: Block) -> Tensor:
-        """exp(s/tau - c) of a block, zero for positives."""
+        """Return exp(s/tau - c) of a block, with zeros for the positives."""
         exponent = self._grid.similarity(block).div_(self._tau)
         if self._shift:
             exponent.sub_(self._shift)
@@ -103,14 +103,14 @@ class FactoredSimilarities:
 
 
 def pair_similarities(grid: PairGrid, pair_loss: PairLoss, tau: Tensor) -> FactoredSimilarities | GeneralSimilarities:
-    """Return the cheapest form of a batch's similarities; on a GPU, the host would wait for the factored one.
+    """Return the cheapest form of a batch's similarities: on a GPU the general form, which never blocks the host.
 
-    They are used in two passes: once for `log_mean_exp`, then once for `gradient`. In between they are kept if they
-    fit into the grid's budget, and recomputed if not, so that memory is O(block) + budget.
+    The caller uses the similarities in two passes: once for `log_mean_exp`, then once for `gradient`. In between, they
+    are kept if they fit into the grid's budget, and are recomputed otherwise, so memory is O(block) + budget.
 
     Args:
-        grid, pair_loss: the pairs, and their loss.
-        tau: 0-dim if all anchors share it, else (2, B).
+        grid, pair_loss: the pairs and their loss l.
+        tau: temperature, 0-dim if all anchors share one, else (2, B).
     """
     factors = tau.ndim == 0 and pair_loss.is_identity and tau.device.type == "cpu"
     return (FactoredSimilarities if factors else GeneralSimilarities)(grid, pair_loss, tau)

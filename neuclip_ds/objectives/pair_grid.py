@@ -1,7 +1,7 @@
 """The pairs of a batch that one rank computes, cut into blocks.
 
-A rank needs only its local rows of S = E1 E2^T and of T = E2 E1^T. Where both anchor and partner are local, T is the
-transpose of S, so that block is multiplied once and serves both.
+A rank needs only its local rows of S = E1 E2^T and of T = E2 E1^T. Where both the anchor and the partner are local, T
+is the transpose of S, so one product gives the blocks of both.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,18 +16,18 @@ from neuclip_ds.objectives.pair_arithmetic import pair_products, products_exact_
 IMAGE, TEXT = 0, 1
 
 _CPU_BLOCK = 1 << 20  # bytes per thread, so that the block stays in the core's cache after the matmul
-# bytes; smaller blocks take the host longer to launch than the GPU to compute: on an H200, a step of 16,384 pairs takes
-# 17 ms with these blocks, not compiled, and 71 ms with 16 MiB, although these fit into its L2 cache
+# bytes; the host takes longer to launch smaller blocks than the GPU takes to compute them: on an H200, a step of 16,384
+# pairs takes 17 ms with these blocks (not compiled) and 71 ms with 16 MiB blocks, although those fit into the L2 cache
 _GPU_BLOCK = 1 << 27
-# B^2/K from which compiled kernels save about 1 ms per step, by proportion: on an H200, 7.6 ms for 2^28 pairs in bf16
-# (tools/measurements/objective_h200.csv)
+# number of pairs B^2/K from which compiled kernels save about 1 ms per step, scaled from 7.6 ms for 2^28 pairs in bf16
+# on an H200 (tools/measurements/objective_h200.csv)
 _FUSED_PAIRS = 1 << 25
 KEPT_BYTES = 1_024_000_000
-"""Bytes per rank for keeping similarities between the two passes; if they need more, they are recomputed."""
+"""Bytes per rank for similarities between the two passes; similarities that need more are recomputed."""
 
 
 def block_bytes(device_type: str) -> int:
-    """Return the size of the largest block of similarities on a device, whatever the batch."""
+    """Return the maximum size in bytes of a block of similarities on a device."""
     return _CPU_BLOCK * torch.get_num_threads() if device_type == "cpu" else _GPU_BLOCK
 
 
@@ -37,23 +37,23 @@ def fuses(device_type: str, pairs: int) -> bool:
 
 
 def slices(start: int, stop: int, size: int) -> list[slice]:
-    """Cut a range into slices of at most `size`."""
+    """Cut the range [start, stop) into slices of at most `size`."""
     return [slice(low, min(low + size, stop)) for low in range(start, stop, size)]
 
 
 class Block(NamedTuple):
-    """A block of the similarities: some of this rank's rows on one side, some columns of the other side."""
+    """A block of the similarity matrix: some of this rank's rows on one side, some columns of the other side."""
 
-    side: int  # IMAGE: rows are images and columns texts; TEXT: vice versa
+    side: int  # IMAGE: rows are images and columns are texts; TEXT: vice versa
     rows: slice  # among this rank's rows
     columns: slice  # among the B rows of the batch
-    local: slice | None  # the columns among this rank's rows, None if they are another rank's
+    local: slice | None  # the columns among this rank's rows; None if another rank has them
 
     @property
     def local_anchors(self) -> list[tuple[int, slice]]:
-        """Side and slice of this rank's anchors: the rows, and the columns if these are local.
+        """Sides and slices of this rank's anchors: the rows, and also the columns if the columns are local.
 
-        Partners of row anchors lie along dimension 1, those of column anchors along dimension 0.
+        The partners of row anchors are along dimension 1, and the partners of column anchors along dimension 0.
         """
         return [(self.side, self.rows), *([(1 - self.side, self.local)] if self.local is not None else [])]
 
@@ -64,10 +64,10 @@ class Block(NamedTuple):
 
 
 class PairGradient(NamedTuple):
-    """Gradient of L (pair_gradient.py), and the statistic that the temperature needs.
+    """Gradient of L (pair_gradient.py), and the statistic that the temperature update needs.
 
-    `mean_logit` is W_i/(B-1) sum_j exp(y_ij) y_ij with y_ij = l(x_ij)/tau, (2, local); if all anchors share one tau,
-    this rank's 0-dim share of the sum over all anchors. -tau dL/dtau is its mean over anchors.
+    `mean_logit` is (2, local) W_i/(B-1) sum_j exp(y_ij) y_ij with y_ij = l(s_ij - s_ii)/tau or, if all anchors share
+    one tau, this rank's 0-dim share of the sum over all anchors. The mean over anchors is -tau dL/dtau.
     """
 
     image: Tensor  # (local, d)
@@ -76,18 +76,18 @@ class PairGradient(NamedTuple):
 
 
 class PairGrid:
-    """Features of a batch of B >= 2 valid rows and the blocks of their similarities.
+    """Features of a batch with B >= 2 valid rows, and the blocks of their similarities.
 
     Attributes:
-        local: which of the B rows are this rank's.
-        size: B.
-        positive: (B,) s_ii.
+        local: slice of the B rows that belongs to this rank.
+        size: number of valid rows, B.
+        positive: (B,) similarities s_ii of the positive pairs.
         keeps: whether the similarities of all blocks fit into the budget.
         fuses: whether a block's elementwise operations are compiled.
     """
 
     def __init__(self, batch: GatheredFeatures, columns: int | None, budget: float) -> None:
-        """Cut blocks at most `columns` wide and of at most `block_bytes`; keep `budget` bytes of similarities."""
+        """Cut blocks of at most `columns` columns and `block_bytes`; `budget` limits the bytes of kept similarities."""
         self._features = (batch.image, batch.text)
         self._dtype = batch.comm_dtype
         self.local, self.size = batch.local, batch.size
@@ -99,7 +99,7 @@ class PairGrid:
         device_type = batch.image.device.type
         self.fuses = fuses(device_type, self._count * self.size)
         elements = block_bytes(device_type) // itemsize
-        square = 1 << (elements.bit_length() - 1) // 2  # columns of a block with at least as many rows
+        square = 1 << (elements.bit_length() - 1) // 2  # columns of a block that has at least this many rows
         if self.fuses:
             square *= 2  # code compiled for a square block would work for square blocks only
         self._columns = min(columns or max(square, elements // max(1, self._count)), self.size)
@@ -122,10 +122,10 @@ class PairGrid:
         return pair_products(rows, self._features[1 - block.side][block.columns], self._dtype)
 
     def of_anchors(self, values: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-        """Return values of a block's anchors, (..., rows, 1) and (..., 1, columns), taken from (..., 2, B)."""
+        """Return a block's values, (..., rows, 1) and (..., 1, columns), from (..., 2, B) values of all anchors."""
         rows = values[..., block.side, self.local][..., block.rows].unsqueeze(-1)
         columns = values[..., 1 - block.side, block.columns].unsqueeze(-2)
-        # a view at another offset of the same memory would be recompiled
+        # torch.compile would recompile for a view at a different offset of the same memory
         return (rows.clone(), columns.clone()) if self.fuses else (rows, columns)
 
     def per_anchor(self, value: float) -> Tensor:
@@ -133,20 +133,20 @@ class PairGrid:
         return self.positive.new_full((2, self._count), value)
 
     def buffers(self, count: int) -> list[Tensor]:
-        """Return flat buffers of a block's size; reused for every block, they stay in a CPU's cache."""
+        """Return flat buffers of a block's size, to be reused for every block so that they stay in a CPU's cache."""
         size = min(self._rows, self._count) * self._columns
         return [self.positive.new_empty(size) for _ in range(count)]
 
     def positives(self, x: Tensor, block: Block) -> Tensor:
-        """Return a view of the elements of a block where anchor and partner are the same sample."""
+        """Return a view of the elements of a block where the anchor and the partner are the same sample."""
         if block.local is None:
             return x.new_empty(0)
         return x.diagonal(offset=block.rows.start - block.local.start)
 
     def gradient(self, weight: Callable[[Block], Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the feature gradient of a function of the similarities: (local, d) rows for images and texts.
+        """Return the feature gradient of a function of the similarities: (local, d) for images and for texts.
 
-        `weight` returns the (rows, columns) derivative with respect to a block's similarities.
+        `weight` returns the (rows, columns) derivative of the function with respect to a block's similarities.
         """
         grads = tuple(features.new_zeros((self._count, features.shape[1])) for features in self._features)
         for block in self.blocks():
@@ -156,17 +156,17 @@ class PairGrid:
                 if block.local is not None:
                     rows = self._own[block.side][block.rows]
                     grads[1 - block.side][block.local].addmm_(grad_similarity.T, rows)
-            del grad_similarity  # makes room for the next block
+            del grad_similarity  # frees the memory for the next block
         return grads[IMAGE], grads[TEXT]
 
     def weighted_sum(self, grads: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the sum over this rank's images and all texts of derivative x similarity, given `gradient`'s result.
+        """Return the sum of derivative x similarity over local images and all texts, given the result of `gradient`.
 
-        Over all ranks each pair counts once.
+        Summed over ranks, the result includes each pair once.
         """
         return (self._own[IMAGE] * grads[IMAGE]).sum()
 
     def add_positives(self, grads: tuple[Tensor, Tensor], by_positive: Tensor) -> None:
-        """Add the gradients of a function of the positives s_ii, which has the (local,) derivative `by_positive`."""
+        """Add the gradients of a function of the positives s_ii, given its (local,) derivative `by_positive`."""
         for side, grad in enumerate(grads):
             grad.addcmul_(by_positive.unsqueeze(1), self._own[1 - side])

@@ -1,4 +1,4 @@
-"""Pair losses: the function l of x = s_ij - s_ii that a contrastive loss sums over an anchor's negatives."""
+"""Pair losses: the function l of x = s_ij - s_ii in the terms exp(l(x)/tau) of a contrastive loss."""
 
 import torch
 from torch import Tensor
@@ -7,14 +7,14 @@ from neuclip_ds.objectives.pair_arithmetic import bounded_exp_
 
 
 class PairLoss:
-    """Pair loss l(x) of x = s_ij - s_ii: the identity, as in every method but TuneCLIP.
+    """Pair loss l(x) of x = s_ij - s_ii: here the identity, as in every method except `tuneclip`.
 
-    (x + margin) l'(x) = power l(x), so that l(x)/tau is l of a difference whose distance from -margin is divided by
-    tau^(1/power).
+    Every pair loss satisfies (x + margin) l'(x) = power l(x). Dividing x + margin by tau^(1/power) therefore divides
+    l(x) by tau.
 
     Attributes:
-        margin, power: 0 and 1 for the identity.
-        excluded: a sum over negatives in a batch of B rows is divided by B - 1, or in TuneCLIP's losses by B - 0.
+        margin, power: constants of this equation; 0 and 1 for the identity.
+        excluded: 1, or 0 in TuneCLIP's losses. The sum over negatives in a batch of B rows is divided by B - excluded.
         is_identity: whether l(x) = x.
     """
 
@@ -37,7 +37,7 @@ class PairLoss:
 
         Args:
             y: (rows, columns) similarities of a block, divided by tau^(1/power).
-            origin: the anchors' s_ii - margin, divided in the same way, (rows, 1) or (1, columns).
+            origin: (rows, 1) or (1, columns) values s_ii - margin of the anchors, divided in the same way.
             out: (rows, columns) buffer to overwrite, which may be y; None for a new tensor.
         """
         return y
@@ -45,14 +45,14 @@ class PairLoss:
     def weight(self, y: Tensor, origin: Tensor, log_factor: Tensor, out: Tensor | None, spare: Tensor | None) -> Tensor:
         """Return the (rows, columns) exp(l/tau + log_factor) times l'/power at y - origin.
 
-        Arguments are those of `exponent`, the anchors' log_factor, and `spare`, a second buffer or None,
-        which must not be y.
+        The arguments are those of `exponent`, the anchors' `log_factor`, and `spare`, which is None or a second buffer
+        other than y.
         """
         return bounded_exp_(torch.add(y, log_factor - origin, out=out))
 
 
 class Hinge(PairLoss):
-    """l(x) = max(x + margin, 0)^2 (TuneCLIP eq. 8): pairs beyond the margin contribute no gradient."""
+    """Hinge pair loss l(x) = max(x + margin, 0)^2 (TuneCLIP eq. 8); pairs with x < -margin contribute no gradient."""
 
     is_identity = False
     power = 2.0

@@ -1,10 +1,10 @@
-"""SigLIP's pairwise sigmoid loss (Zhai et al. 2023, eq. 1) in closed form.
+"""SigLIP's pairwise sigmoid loss (Zhai et al. 2023, eq. 1), with the gradient in closed form.
 
     L = -1/B sum_{i, j} log sigmoid(z_ij (s_ij / tau + bias)),   z_ij = 1 where i = j, else -1
 
-A pair's derivative needs only its own similarity, so each block is visited once. Pairs of local images with other
-ranks' texts count toward the loss; pairs of local texts with other ranks' images count only toward the
-gradient, since those ranks add their loss.
+A pair's derivative needs only the pair's similarity, so each block is computed once. Pairs of local images with all
+texts count toward the loss. Pairs of local texts with other ranks' images count only toward the gradient, because the
+other ranks add the loss of these pairs.
 """
 
 import torch
@@ -21,7 +21,7 @@ from neuclip_ds.objectives.temperature import LearnableTemperature
 
 
 class SigmoidObjective(Objective):
-    """SigLIP's objective: feature gradient of each batch, and an Adam step on temperature and bias."""
+    """SigLIP's objective: the feature gradient of each batch, and an optimizer step on the temperature and the bias."""
 
     def __init__(self, config: ObjectiveConfig, context: Context) -> None:
         bias = context.bias if config.siglip.bias is None else config.siglip.bias

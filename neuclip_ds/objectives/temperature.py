@@ -1,8 +1,8 @@
 """Update rules for the temperature, one per class.
 
-The trained variable is theta = log(1/tau), whose gradient is -tau d/dtau, as in every published code base, or tau
-itself (FastCLIP Procedure 5). It is float32, lives outside the DeepSpeed engine, and is the same on all ranks because
-its gradient is.
+The trained variable is theta = log(1/tau), whose gradient is -tau dL/dtau, as in every published code base, or tau
+itself (FastCLIP Procedure 5). The variable is kept outside the DeepSpeed engine, in float32 or float64. It has the same
+value on all ranks, because all ranks compute the same gradient.
 """
 
 import math
@@ -21,43 +21,43 @@ from neuclip_ds.objectives.options import ObjectiveConfig, TemperatureConfig
 
 
 class TemperatureSignal(NamedTuple):
-    """Statistics of one step that a rule may use.
+    """Statistics of one step that a temperature rule may use.
 
-    `mean_logit` is w/(B-1) sum_j exp(y_ij) y_ij with y = l(x)/tau: -tau times the data term d g / d tau. `tau_term` is
-    the per-anchor part of d (tau loss) / d tau that is not the data term.
+    `mean_logit` is w_i/(B-1) sum_j exp(y_ij) y_ij with y_ij = l(s_ij - s_ii)/tau: the data term w_i dg_i/dtau times
+    -tau. `tau_term` is the per-anchor part of d(tau loss)/dtau without the data term.
     """
 
-    mean_logit: Tensor  # 0-dim, global mean over anchors of the sum of both directions, equal on all ranks
-    tau_term: Tensor  # 0-dim, same mean
-    grad_log_scale: Tensor  # 0-dim, d loss / d log(1/tau), if the loss's scale does not depend on tau
-    local_mean_logit: Tensor  # (2, local) of this rank's anchors
+    mean_logit: Tensor  # 0-dim: sum over both directions, averaged over the global batch; equal on all ranks
+    tau_term: Tensor  # 0-dim: the same mean of the per-anchor term
+    grad_log_scale: Tensor  # 0-dim: d loss / d log(1/tau), for losses whose scale does not depend on tau
+    local_mean_logit: Tensor  # (2, local) with individual temperatures; with one tau, a 0-dim share of the sum
     local_tau_term: Tensor  # (2, local)
 
 
 class Temperature(Stateful):
-    """Base class of the rules for tau."""
+    """Base class of the update rules for the temperature tau."""
 
-    _rho_share = 0.0  # share of the config's rho for each anchor and direction
+    _rho_share = 0.0  # factor on the configured rho, for each anchor and direction
 
     def __init__(self, config: ObjectiveConfig, context: Context) -> None:
-        """Start from the config's tau, or from the encoders'."""
+        """Keep the options; subclasses also set the initial temperature."""
         self._config, self._released = config.temperature, config.reference == "released_code"
 
     def of(self, batch: GatheredFeatures) -> Tensor:
-        """Return the temperature of the batch's anchors: 0-dim if all share one, else (2, B)."""
+        """Return the temperature of the batch's anchors: 0-dim if all anchors share one, else (2, B)."""
         raise NotImplementedError
 
     def rho(self, step: Step) -> float:
-        """Return rho at a step; the loss has a term rho tau for each anchor and direction.
+        """Return the margin rho at a step; the loss has a term rho tau for each anchor and direction.
 
-        Each entry of a list applies to an equal part of the run (AmorLIP's annealing).
+        If the configured rho is a list, each entry applies to an equal fraction of the run (AmorLIP's annealing).
         """
         rho = self._config.rho
         present = rho if isinstance(rho, float) else rho[min(int(step.progress * len(rho)), len(rho) - 1)]
         return self._rho_share * present
 
     def update(self, batch: GatheredFeatures, signal: TemperatureSignal, step: Step) -> None:
-        """Take one optimizer step, after the gradient of the batch."""
+        """Take one optimizer step after the batch's gradient is known; by default, do nothing."""
 
     def _lr(self, step: Step) -> float:
         """Return the temperature's learning rate at a step, before `third_below_0.03` reduces it."""
@@ -68,10 +68,10 @@ class Temperature(Stateful):
 
 
 def initial_temperature(config: TemperatureConfig, context: Context, learned: bool = True) -> float:
-    """Return tau at step 0, from the config or the encoders.
+    """Return tau at step 0, from the config or else from the encoders.
 
     Raises:
-        UserError: neither has one, or that of a learned temperature is outside the bounds.
+        UserError: neither specifies a temperature, or a learned temperature starts outside its bounds.
     """
     tau = context.temperature if config.initial is None else config.initial
     if tau is None:
@@ -80,7 +80,7 @@ def initial_temperature(config: TemperatureConfig, context: Context, learned: bo
             "--objective.temperature.initial (OpenAI's models have 0.01)."
         )
     bounded = min(max(tau, config.minimum), config.maximum)
-    if learned and not math.isclose(tau, bounded, rel_tol=1e-3):  # OpenAI's clamp at 100 leaves 0.0099999
+    if learned and not math.isclose(tau, bounded, rel_tol=1e-3):  # clamped at 1/tau = 100, OpenAI's is 0.0099999
         raise UserError(
             f"The pretrained checkpoint's temperature {tau:.4g} is outside [minimum={config.minimum}, "
             f"maximum={config.maximum}] of objective.temperature; change one of them, or set initial."
@@ -89,7 +89,7 @@ def initial_temperature(config: TemperatureConfig, context: Context, learned: bo
 
 
 class ConstantTemperature(Temperature):
-    """tau stays at its initial value: SogCLR, FastCLIP-v1, TuneCLIP."""
+    """Temperature that stays at its initial value, as in SogCLR, FastCLIP-v1 and TuneCLIP."""
 
     def __init__(self, config: ObjectiveConfig, context: Context) -> None:
         super().__init__(config, context)
@@ -107,7 +107,7 @@ class ConstantTemperature(Temperature):
 
 
 class LearnableTemperature(Temperature):
-    """Learned theta = log(1/tau), or tau, with its optimizer, schedule and bounds, and optionally further scalars."""
+    """Global temperature that is learned as theta = log(1/tau) or as tau, optionally with further scalars."""
 
     def __init__(self, config: ObjectiveConfig, context: Context, **further: float) -> None:
         super().__init__(config, context)
@@ -125,17 +125,17 @@ class LearnableTemperature(Temperature):
 
     @property
     def tau(self) -> Tensor:
-        """0-dim temperature, within its bounds."""
+        """Current temperature: 0-dim, within its bounds."""
         return self.scalar("tau") if self._by_tau else self.scalar("theta").neg().exp()
 
     def scalar(self, name: str) -> Tensor:
-        """0-dim copy of a learned scalar."""
+        """Return a 0-dim copy of a learned scalar."""
         return self._scalars[name].detach().squeeze(0).clone()
 
     def descend(self, step: Step, **gradients: Tensor) -> None:
-        """Take an optimizer step with each scalar's 0-dim d loss / d scalar, by name, and clamp tau.
+        """Take an optimizer step with the 0-dim gradient of each scalar, given by name, and clamp tau.
 
-        The temperature's derivative is with respect to theta, whichever variable is learned.
+        The temperature's gradient is always passed as `theta`, with respect to theta, even if tau is learned.
         """
         if self._by_tau:
             gradients["tau"] = gradients.pop("theta") / -self.tau
@@ -153,9 +153,9 @@ class LearnableTemperature(Temperature):
 
     @contextmanager
     def _third_below(self) -> Iterator[None]:
-        """Take a third of the enclosed step if tau is below 0.03 (FastCLIP section 5).
+        """Scale the enclosed optimizer step by 1/3 if tau is below 0.03 (FastCLIP section 5).
 
-        A step is proportional to the learning rate, so it can be shortened afterward without reading tau on the host.
+        The step is proportional to the learning rate, so it can be scaled afterward, without reading tau on the host.
         """
         share = 1 - 2 / 3 * (self.tau < 0.03).to(self.tau.dtype)
         before = {name: scalar.detach().clone() for name, scalar in self._scalars.items()}
@@ -170,7 +170,7 @@ class LearnableTemperature(Temperature):
         return state
 
     def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the result of `replicated_state`; raise `UserError` if it has the other variable."""
+        """Restore the result of `replicated_state`; raise `UserError` if a different variable was learned."""
         if not self._scalars.keys() <= state.keys():
             other = "log" if self._by_tau else "tau"
             raise UserError(
@@ -184,18 +184,18 @@ class LearnableTemperature(Temperature):
 
 
 class LogTemperature(LearnableTemperature):
-    """Follow the gradient of the method's own loss: OpenCLIP, with 1/tau clamped (at 100); FastCLIP-v0 (eq. 8)."""
+    """Temperature that follows the gradient of the method's loss, as in OpenCLIP and FastCLIP-v0 (eq. 8)."""
 
     def update(self, batch: GatheredFeatures, signal: TemperatureSignal, step: Step) -> None:
         self.descend(step, theta=signal.grad_log_scale)
 
 
 class RobustTemperature(LearnableTemperature):
-    """The robust global contrastive loss with one temperature, RGCL-g (FastCLIP eq. 10, NeuCLIP eq. 12).
+    """Temperature of RGCL-g, the robust global contrastive loss (FastCLIP eq. 10, NeuCLIP eq. 12).
 
-    d/dtau = mean over anchors of both directions' log-normalizer terms + 2 rho - c * mean logit
+    The gradient is dL/dtau = tau_term + 2 rho - c mean_logit, with the fields of `TemperatureSignal`.
 
-    c is 1 in the papers, 2 in FastCLIP's released code.
+    c is 1 in the papers and 2 in FastCLIP's released code.
     """
 
     _rho_share = 1.0
@@ -207,7 +207,7 @@ class RobustTemperature(LearnableTemperature):
 
 
 class RescaledTemperature(RobustTemperature):
-    """AmorLIP's rescaled loss tau l + rho tau: like RGCL-g, but with rho counted once instead of per direction."""
+    """Temperature of AmorLIP's rescaled loss tau L + rho tau: as in RGCL-g, but with one rho for both directions."""
 
     _rho_share = 0.5
 
@@ -225,6 +225,6 @@ def _optimizer(scalars: list[Parameter], name: str, context: Context) -> torch.o
 
 
 def trained_temperature(state: Mapping[str, Tensor]) -> Tensor | None:
-    """Return tau from an objective's replicated state; None if samples have their own."""
+    """Return tau from an objective's replicated state; None if each sample has separate temperatures."""
     theta = state.get("temperature.theta", state.get("theta"))
     return state.get("temperature.tau", state.get("tau")) if theta is None else theta.neg().exp()

@@ -1,9 +1,8 @@
-"""The memory of a forward and backward pass of the towers, counted without allocating it and without a device.
+"""Count the memory of the towers' forward and backward passes without allocating it and without a device.
 
-The module runs on tensors that have shapes but no bytes (torch's FakeTensorMode), so that recomputation under
-activation checkpointing, views and in-place operations count as they happen. Kernels are those that torch uses on a
-CPU, where attention is flash attention, which keeps O(T) values per head as on a GPU. Memory that a kernel allocates
-internally does not count.
+The model runs on tensors that have shapes but no data (torch's FakeTensorMode), so that recomputation under activation
+checkpointing, views and in-place operations are counted as they happen. The kernels are torch's CPU kernels, whose
+flash attention keeps O(T) values per head, as on a GPU. Memory that a kernel allocates internally is not counted.
 """
 
 import weakref
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode  # torch's docs explain it; no public name has it
+from torch._subclasses.fake_tensor import FakeTensorMode  # described in torch's docs, but without a public name
 from torch.utils._python_dispatch import TorchDispatchMode  # as above
 from torch.utils._pytree import tree_leaves  # as above
 
@@ -20,16 +19,16 @@ from neuclip_ds.models.towers import DualEncoder
 
 
 class Activations(NamedTuple):
-    """Bytes at the peak of one micro-batch's forward and backward pass, beyond weights and inputs."""
+    """Peak bytes of one micro-batch's forward and backward passes, excluding weights and inputs."""
 
     alone: int
-    with_gradients: int  # activations and weight gradients, each from the moment when the backward pass makes it
+    with_gradients: int  # including weight gradients, each from the moment when the backward pass computes it
 
 
 def count_activations(
     model: DualEncoder, rows: int, image_size: int, context_length: int, dtype: torch.dtype
 ) -> Activations:
-    """Count a pass through a model on the meta device, which is unusable afterward."""
+    """Count the activations of a model on the meta device; the model is unusable afterward."""
     model = model.to(dtype).train()
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = model.to_empty(device="cpu")
@@ -46,12 +45,12 @@ def count_activations(
 
 
 class LiveBytes(TorchDispatchMode):
-    """Count the storages that operations allocate on one kind of device, until they are freed.
+    """Count the bytes of storages that operations allocate on one type of device, until the storages are freed.
 
     Attributes:
         now: bytes of the storages that exist now.
         peak: maximum of `now`.
-        peak_with_gradients: the same, with gradients that `take_gradient` has freed.
+        peak_with_gradients: maximum of `now` plus the gradients that `take_gradient` has freed.
     """
 
     def __init__(self, device_type: str = "cpu") -> None:
@@ -65,7 +64,7 @@ class LiveBytes(TorchDispatchMode):
     ) -> Any:
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor):
-                self._known.add(leaf.untyped_storage())  # weights and inputs, made outside
+                self._known.add(leaf.untyped_storage())  # weights and inputs, allocated elsewhere
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             is_here = isinstance(leaf, Tensor) and leaf.device.type == self._device_type
@@ -74,7 +73,7 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def take_gradient(self, parameter: Tensor) -> None:
-        """Free a parameter's gradient, and count it separately from then on."""
+        """Free a parameter's gradient and count its bytes separately from then on."""
         assert parameter.grad is not None
         self._gradients += parameter.grad.nbytes
         parameter.grad = None

@@ -1,4 +1,4 @@
-"""The dry run (`--dry-run`): check what can be checked without training, and print what the run would cost."""
+"""Dry run (`--dry-run`): check a run without training, and print its length, traffic and memory."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -36,10 +36,10 @@ def print_dry_run(
 ) -> None:
     """Print the report of a dry run on rank 0.
 
-    It describes the running ranks or a hostfile's nodes. With `gpu_memory` (GB per rank) it also reports what fits.
+    The report describes the current ranks or a hostfile's nodes, and whether the run fits `gpu_memory` (GB per rank).
 
     Raises:
-        UserError: config, DeepSpeed JSON, hostfile or data is invalid.
+        UserError: the config, DeepSpeed JSON, hostfile or data is invalid.
     """
     nodes = read_hostfile(hostfile) if hostfile else {}
     world_size = sum(nodes.values()) or environment.world_size
@@ -50,7 +50,7 @@ def print_dry_run(
     def attempt(work: Callable[[], T]) -> T | None:
         try:
             return work()
-        except UserError as error:  # the other parts of the plan are still printed
+        except UserError as error:  # the other parts of the report are still printed
             problems.append(error)
             return None
 
@@ -122,10 +122,10 @@ def _data_lines(config: Config, manifest: Manifest, order: BatchOrder) -> list[s
 
 
 def _memory_lines(query: MemoryQuery, gpu_memory: float | None, nodes: dict[str, int]) -> Iterator[str]:
-    """Yield the memory estimates, and the smallest ZeRO stage for GPUs of that size; `nodes` are other machines."""
+    """Yield the memory estimates and, for `gpu_memory`, the smallest ZeRO stage; `nodes` are other machines."""
     towers = count_towers(query)
     found = account(query, towers)
-    unknown = "" if query.samples else ", u not counted as n is unknown"
+    unknown = "" if query.samples else ", without u because n is unknown"
     yield f"memory     of each rank's {'GPU' if query.device == 'cuda' else 'CPU'} in MB, computed{unknown}:"
     yield from found.lines()
     loaders = loader_memory(query, max(nodes.values(), default=local_ranks()))

@@ -1,4 +1,4 @@
-"""The host memory of a run's loaders, and warnings if this machine has too little memory."""
+"""Estimate the host memory of a run's loaders, and warn if this machine has too little memory."""
 
 import os
 from pathlib import Path
@@ -11,13 +11,13 @@ from neuclip_ds.data.loader import part_count
 from neuclip_ds.planning.memory import MemoryAccount, MemoryQuery
 
 SHARED_MEMORY = Path("/dev/shm")  # torch shares tensors between processes here
-_PROCESS = 300_000_000  # measured: 0.05 GB at first, 0.2 once garbage collection has copied pages; 0.5 are inherited
+_PROCESS = 300_000_000  # measured: 0.05 GB at first, 0.2 GB after garbage collection copies pages; 0.5 GB is inherited
 FIX = "use a smaller data.micro_batch, model.activation_checkpointing=true, a higher ZeRO stage, or more ranks"
 _FIX_OF_HOST = "use fewer data.workers or data.prefetch, a smaller data.batch_size, or more nodes"
 
 
 class LoaderMemory(NamedTuple):
-    """Peak bytes of all ranks of a node."""
+    """Peak bytes of the loaders of all ranks of a node."""
 
     shared: int  # bytes in /dev/shm
     total: int
@@ -28,21 +28,21 @@ class LoaderMemory(NamedTuple):
 
     @property
     def advice(self) -> str:
-        """Return the container option with room for a node's batches, in whole gigabytes."""
+        """Container option that reserves enough shared memory for a node's batches, in whole gigabytes."""
         return f"--shm-size={-(-self.shared // 10**9)}g"
 
 
 def loader_memory(query: MemoryQuery, ranks: int) -> LoaderMemory:
-    """Estimate the loaders' memory of a node with a number of ranks.
+    """Estimate the memory of the loaders on a node with `ranks` ranks.
 
-    Each worker has `data.prefetch` parts of batches ready in shared memory and builds one more, for training and for a
-    concurrent evaluation. One pass takes the next batch while it still holds its own; the second of two passes frees
-    what it has used. With a GPU, what is ready or in use is in pinned memory as well.
+    For training and for a concurrent evaluation, each worker keeps `data.prefetch` parts of batches in shared memory
+    and builds one more. A single pass over a batch keeps it while fetching the next batch; the second of two passes
+    frees rows after use. With a GPU, parts that are ready or in use are in pinned memory as well.
     """
     data, rows, micro, on_gpu = query.config.data, query.rank_batch, query.micro_batch, query.device == "cuda"
     pair = 3 * query.image_size**2 + 8 * query.tokenizer.context_length + 9
     sides = [rows, micro] if data.val or data.zero_shot or data.evaluation_sets else [rows]
-    parts = sum(pair * -(-side // part_count(side, query.image_size)) for side in sides)  # one of each loader
+    parts = sum(pair * -(-side // part_count(side, query.image_size)) for side in sides)  # one part of each loader
     ready, in_use = data.workers * data.prefetch * parts, pair * rows * (2 if rows == micro else 1)
     shared = ready + (in_use if data.workers and not on_gpu else 0)
     private = data.workers * (len(sides) * _PROCESS + parts)
@@ -51,12 +51,12 @@ def loader_memory(query: MemoryQuery, ranks: int) -> LoaderMemory:
 
 
 def local_ranks() -> int:
-    """Return how many ranks of this launch run on this machine."""
+    """Return the number of ranks of this launch that run on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)  # torchrun's, DeepSpeed's
 
 
 def shortages(found: MemoryAccount, loaders: LoaderMemory, device: str) -> list[str]:
-    """Return a warning for each of GPU, RAM and shared memory that is smaller than the estimate."""
+    """Return a warning for each memory (GPU, RAM, shared memory) that is smaller than its estimate."""
     on_gpu = device == "cuda"
     machine = f"this machine for its {loaders.ranks} ranks" if loaders.ranks > 1 else "this machine"
     ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -64,7 +64,7 @@ def shortages(found: MemoryAccount, loaders: LoaderMemory, device: str) -> list[
     needs = [(of_machine, ram, machine, _FIX_OF_HOST if on_gpu else FIX)]
     if on_gpu:
         needs.append((found.peak, torch.cuda.get_device_properties(0).total_memory, "each rank's GPU", FIX))
-    if SHARED_MEMORY.is_dir():  # some systems keep it elsewhere
+    if SHARED_MEMORY.is_dir():  # some systems have it elsewhere
         fix = f"start the container with {loaders.advice}, or lower data.workers or data.prefetch"
         needs.append((loaders.shared, disk_usage(SHARED_MEMORY).free, str(SHARED_MEMORY), fix))
     return [

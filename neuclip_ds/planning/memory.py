@@ -1,9 +1,9 @@
-"""The memory estimate of a run: the bytes of one rank, part by part, before anything is allocated.
+"""Estimate the memory of a run on one rank, by component, before anything is allocated.
 
-The peak is the largest of three moments of a step: the towers' forward and backward, the objective on the whole batch,
-and the optimizer's step. Gradients count as a whole in all three, except those that a backward pass makes one by one
-and that do not outlast the step. The estimate excludes memory outside torch's allocator (CUDA's context, NCCL,
-libraries); host_memory.py estimates the loaders' host memory.
+The peak is the largest of three moments of a step: the towers' forward and backward passes, the objective on the whole
+batch, and the optimizer's step. All gradients are counted in each moment, except gradients that a backward pass creates
+one by one and the step frees. The estimate excludes memory outside torch's allocator (CUDA's context, NCCL, libraries);
+host_memory.py estimates the loaders' host memory.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode  # torch's docs explain it; no public name has it
+from torch._subclasses.fake_tensor import FakeTensorMode  # described in torch's docs, but without a public name
 
 from neuclip_ds.config import Config, TextConfig
 from neuclip_ds.distributed.communicator import Communicator
@@ -32,35 +32,35 @@ from neuclip_ds.state.sample_store import MAX_DEVICE_BYTES
 
 _MOMENTS = {"adamw": 2, "lamb": 2, "lion": 1, "sgd": 1}
 _USABLE = 0.9  # fraction of a GPU's memory; the rest is for CUDA's context, NCCL's buffers and fragmentation
-_ALL_REDUCED = 500_000_000  # elements that DeepSpeed copies together and reduces at once where it has no buckets
-_BLOCK_COPIES = 3  # tensors of a block's size in work, besides similarities that are kept or computed again
-_COMPILED_COPIES = 2  # the same, where torch.compile fuses a block's operations
-_NPN_BLOCK = 2**26  # elements that NeuCLIP's network works on at once
+_ALL_REDUCED = 500_000_000  # elements that DeepSpeed copies and reduces at once if it uses no buckets
+_BLOCK_COPIES = 3  # temporary tensors of a block's size, in addition to stored or recomputed similarities
+_COMPILED_COPIES = 2  # the same if torch.compile fuses a block's operations
+_NPN_BLOCK = 2**26  # elements that NeuCLIP's network processes at once
 
 
 class MemoryAccount(NamedTuple):
-    """Bytes on one rank, by part."""
+    """Memory estimate of one rank, in bytes by component."""
 
     device: Mapping[str, int]
-    host: Mapping[str, int]  # bytes of offloaded parts
+    host: Mapping[str, int]  # bytes of offloaded components
     moments: Mapping[str, int]  # bytes on the device at the three moments that can be the peak
 
     @property
     def peak(self) -> int:
-        """Bytes on the device."""
+        """Peak bytes on the device."""
         return max(self.moments.values())
 
     @property
     def on_host(self) -> int:
-        """Bytes of offloaded parts at their peak."""
+        """Peak bytes of offloaded components."""
         return sum(self.host.values())
 
     def fits(self, gigabytes: float) -> bool:
-        """Return whether the peak leaves a tenth of a GPU of that size free."""
+        """Return whether the peak leaves a tenth of the memory of a GPU of this size free."""
         return self.peak <= _USABLE * gigabytes * 1e9
 
     def lines(self) -> list[str]:
-        """Return a table of the parts, in MB."""
+        """Return the lines of a table of the components, in MB."""
         moment = max(self.moments, key=self.moments.__getitem__)
         rows = [(name, size, self.host.get(name, 0)) for name, size in self.device.items()]
         rows.append((f"peak, {moment}", self.peak, self.on_host))
@@ -71,7 +71,7 @@ class MemoryAccount(NamedTuple):
 
 
 class StandInTokenizer:
-    """Stand-in for a tokenizer that has not been trained yet."""
+    """Placeholder for a tokenizer that has not been trained yet."""
 
     def __init__(self, text: TextConfig) -> None:
         self.vocab_size, self.context_length = text.vocab_size, text.context_length
@@ -80,7 +80,7 @@ class StandInTokenizer:
 
 @dataclass(frozen=True)
 class MemoryQuery:
-    """The run to estimate; its model is located when first needed."""
+    """The run to estimate; the model is located when first needed."""
 
     config: Config
     world_size: int
@@ -93,17 +93,17 @@ class MemoryQuery:
 
     @property
     def rank_batch(self) -> int:
-        """Pairs of the global batch on each rank."""
+        """Number of pairs of the global batch on each rank."""
         return self.config.rank_batch(self.world_size)
 
     @property
     def micro_batch(self) -> int:
-        """Pairs that go through the towers at once on a rank."""
+        """Number of pairs that go through the towers at once on a rank."""
         return self.config.micro_batch(self.world_size)
 
     @property
     def image_size(self) -> int:
-        """Side of the square input, in pixels."""
+        """Side of the square input image, in pixels."""
         return self.source.preprocessing.size
 
     @cached_property
@@ -112,20 +112,20 @@ class MemoryQuery:
         return self.source.tokenizer(lambda: stand_in)
 
     def build(self) -> DualEncoder:
-        """Build the towers without memory."""
+        """Build the towers on the meta device, without allocating memory."""
         with torch.device("meta"):
             return self.source.build(self.tokenizer)
 
 
 class Towers(NamedTuple):
-    """The part that depends on the model and the micro-batch, and takes seconds to count."""
+    """The input to the estimate that depends on the model and the micro-batch; counting it takes seconds."""
 
     parameters: Parameters
     activations: Activations
 
 
 def count_towers(query: MemoryQuery) -> Towers:
-    """Count parameters and activations on the meta device, without allocating them."""
+    """Count the towers' parameters and activations on the meta device, without allocating them."""
     model = query.build()
     parameters = Parameters.of(model)
     dtype = towers_dtype(load_engine_config(query.config, query.world_size))
@@ -134,24 +134,24 @@ def count_towers(query: MemoryQuery) -> Towers:
 
 
 class EngineMemory(NamedTuple):
-    """Bytes that DeepSpeed holds on one rank."""
+    """Bytes that DeepSpeed allocates on one rank."""
 
     weights: int
     gradients: int
-    passing: int  # the part of the gradients that a backward pass makes and the step frees
+    passing: int  # the part of `gradients` that a backward pass creates and the step frees
     optimizer: int  # float32 masters and moments, and the moving average
-    working: int  # during forward and backward: a bucket of gradients, gathered weights
-    step: int  # from the last gradient to the end of the update: a copy of gradients, to reduce or to step with
-    host: int  # optimizer and gradients where they are offloaded
+    working: int  # during the forward and backward passes: a gradient bucket and gathered weights
+    step: int  # from the last gradient to the end of the update: a copy of gradients for the reduction or the step
+    host: int  # optimizer state and gradients if they are offloaded
 
 
 def engine_memory(
     engine: dict[str, Any], optimizer: str, parameters: Parameters, ranks: int, averages: bool = False
 ) -> EngineMemory:
-    """Return the bytes that DeepSpeed holds under its config, divided as in ZeRO (arXiv:1910.02054, Figure 1).
+    """Return the bytes that DeepSpeed allocates under its config, partitioned as in ZeRO (arXiv:1910.02054, Figure 1).
 
-    Stage 1 divides the optimizer's states by the number of ranks, stage 2 gradients as well, and stage 3 weights as
-    well. `averages` counts the weights' moving average.
+    Stage 1 partitions the optimizer state over the ranks, stage 2 also the gradients, and stage 3 also the weights.
+    `averages` adds the moving average of the weights.
     """
     stage, width = zero_stage(engine), 4 if precision(engine) == "fp32" else 2
     zero = engine.get("zero_optimization", {})
@@ -159,15 +159,15 @@ def engine_memory(
     accumulated = 4 if accumulates_in_float32(engine) else width
     trained = parameters.trained
     share = trained // ranks if stage else trained
-    whole, gathered = trained, 0  # weights that stay whole, and those that are gathered when modules run
+    whole, gathered = trained, 0  # weights that stay whole, and weights that are gathered when modules run
     if stage == 3 and ranks > 1:
         threshold = zero.get("stage3_param_persistence_threshold", 100_000)
         whole = share + sum(size for size in parameters.sizes if size < threshold)
         gathered = min(trained, zero.get("stage3_max_live_parameters", 10**9))
-    # BF16_Optimizer keeps float32 gradients of all weights in one buffer, in addition to those of a backward pass
+    # BF16_Optimizer keeps float32 gradients of all weights in one buffer, in addition to a backward pass's gradients
     buffered = stage == 1 and accumulated > width and not offloads
     bucket = accumulated * min(trained, zero.get("reduce_bucket_size", 500_000_000)) if stage and not buffered else 0
-    # stage 1 reduces after the last gradient; without a float32 copy, the backward pass makes them one by one
+    # stage 1 reduces after the last gradient; without a float32 copy, the backward pass creates gradients one by one
     late = stage == 1 and not zero.get("overlap_comm", False)
     arriving = stage == 0 or buffered or (late and accumulated == width and not offloads)
     masters = stage > 0 or width == 2  # without ZeRO, float32 weights are their own masters
@@ -190,7 +190,7 @@ def account(query: MemoryQuery, towers: Towers) -> MemoryAccount:
     """Return the memory estimate of a run.
 
     Raises:
-        UserError: config or DeepSpeed JSON is invalid.
+        UserError: the config or the DeepSpeed JSON is invalid.
     """
     config, rows, batch = query.config, query.rank_batch, query.config.data.batch_size
     loaded, state = load_engine_config(config, query.world_size), objective_state(query)
@@ -202,7 +202,7 @@ def account(query: MemoryQuery, towers: Towers) -> MemoryAccount:
         "gradients": engine.gradients,
         "optimizer": engine.optimizer,
         "pixels and tokens": _inputs(query),
-        # local ones and gradients in float32, and gathered ones in float32 and as sent
+        # local features and their gradients in float32; gathered features in float32 and in the dtype that was sent
         "features": 2 * query.source.embed_dim * (8 * rows + (4 + itemsize) * batch),
         "u, NPN, nets": state.device,
     }
@@ -214,7 +214,7 @@ def account(query: MemoryQuery, towers: Towers) -> MemoryAccount:
     }
     one_pass = rows == query.micro_batch
     kept = towers.activations.alone if one_pass else 0  # activations that stay while the objective runs
-    # gradients of one micro-batch still exist while those of the next one are computed
+    # gradients of one micro-batch still exist while the next micro-batch's gradients are computed
     passes, in_pass = engine.passing, towers.activations.with_gradients
     if not engine.passing or not one_pass:
         passes, in_pass = 0, towers.activations.alone
@@ -229,12 +229,12 @@ def account(query: MemoryQuery, towers: Towers) -> MemoryAccount:
 
 
 def smallest_that_fits(query: MemoryQuery, towers: Towers, gigabytes: float) -> tuple[str, MemoryAccount] | None:
-    """Return the first file of ds_configs/ in the run's precision, by stage, then offload, that fits these GPUs."""
+    """Return the first fitting config in ds_configs/ with the run's precision, ordered by stage, then offload."""
     kind = precision(load_engine_config(query.config, query.world_size))
     names = [f"zero{stage}_{kind}" for stage in range(4)]
     names += ["zero2_bf16_offload", "zero3_bf16_offload"] if kind == "bf16" else []
     for name in names:
-        with suppress(UserError):  # this stage refuses so many micro-batches
+        with suppress(UserError):  # this stage does not support this many micro-batches
             found = account(replace(query, config=query.config.model_copy(update={"deepspeed": name})), towers)
             if found.fits(gigabytes):
                 return name, found
@@ -242,18 +242,18 @@ def smallest_that_fits(query: MemoryQuery, towers: Towers, gigabytes: float) -> 
 
 
 def _inputs(query: MemoryQuery) -> int:
-    """Return bytes of pixels and tokens: on a GPU those of a micro-batch and of the next one, else of the batch."""
+    """Return the bytes of pixels and tokens: on a GPU, of two micro-batches (one prefetched); else, of the batch."""
     rows = 2 * query.micro_batch if query.device == "cuda" else query.rank_batch
     return rows * (3 * query.image_size**2 + 8 * query.tokenizer.context_length)
 
 
 def _similarities(query: MemoryQuery, itemsize: int) -> int:
-    """Return bytes of similarities at their peak, less those of the sent form of gathered features, free by then.
+    """Return the peak bytes of similarities, less the gathered features in the dtype as sent, which are free by then.
 
-    These are kept between the two passes over the pairs if they fit the budget, and blocks are in work in the second.
-    NeuCLIP's network takes its share between the passes: that of each anchor against a rank's prototypes, in both
-    directions, with a block in work, or the rows of a group's anchors, of which there are nine copies. Local features
-    and their gradients are free then, too.
+    Similarities are stored between the two passes over the pairs if they fit the budget; the second pass adds temporary
+    blocks. Between the passes, NeuCLIP's network needs the similarities of all anchors with a rank's prototypes in both
+    directions, plus the larger of a temporary block and nine copies of the features of a group's anchors. At that
+    point, local features and their gradients are free, too.
     """
     objective, batch = query.config.objective, query.config.data.batch_size
     rows, method = batch // query.world_size, find_method(objective.method)
@@ -266,8 +266,8 @@ def _similarities(query: MemoryQuery, itemsize: int) -> int:
         if fuses(query.device, rows * batch):
             copies = _COMPILED_COPIES
         if kept > KEPT_BYTES:
-            kept, copies = 0, copies + 1  # the similarities of a block
-    # features sent in float32 are the gathered ones, which are still needed
+            kept, copies = 0, copies + 1  # plus the similarities of a block
+    # features sent in float32 are the gathered features themselves, which are still needed
     pairs = max(0, kept + copies * block - (sent if itemsize < 4 else 0))
     if "npn" not in method.sections or objective.npn.network == "mlp":
         return pairs
@@ -280,14 +280,14 @@ def _similarities(query: MemoryQuery, itemsize: int) -> int:
 
 
 class ObjectiveState(NamedTuple):
-    """Bytes of an objective's state on one rank, with the copies on the device that undo a skipped step."""
+    """Bytes of an objective's state on one rank, including the device copies that serve to undo a skipped step."""
 
     device: int
     host: int
 
 
 def objective_state(query: MemoryQuery) -> ObjectiveState:
-    """Return the size of the objective's state, which is built from fake tensors."""
+    """Return the size of the objective's state, which is measured on fake tensors."""
     one_of_all = Communicator()
     one_of_all.world_size = query.world_size
     with FakeTensorMode():

@@ -1,22 +1,21 @@
-"""Breakdown of a training step's time as in FastCLIP's Tables 15-22 and of its traffic by purpose.
+"""Breakdown of a training step's time, as in FastCLIP's Tables 15-22, and of its traffic by purpose.
 
     total = computation + pure communication + others,    communication = pure communication + overlap
 
-Overlap is communication while the rank also computes; others is the rest (loading, Python, waiting for the GPU). A rank
-that reaches a collective early waits in it for the last one, and this wait counts as communication; the last rank does
-not wait, so the shortest duration of a collective over ranks is its transfer time.
+Overlap is communication during which the rank also computes; "others" is the remaining time (loading, Python, waiting
+for the GPU). A rank that reaches a collective early waits for the last rank, and this wait counts as communication. The
+last rank does not wait, so the shortest duration of a collective over the ranks is its transfer time.
 
 `breakdown` returns the content of breakdown.json:
 
     steps, world_size     number of profiled steps, number of ranks
-    seconds               each of COLUMNS -> mean and deviation over steps of the mean over ranks
-    phases                forward, objective, normalizer, backward, optimizer -> the same
-    purposes              purpose -> per step and rank: calls, bytes_sent (as many are received), seconds (simultaneous
-                          collectives add up), hidden_seconds (part of it during which the rank computes) and
-                          transfer_seconds (without waiting)
-    collectives           the same calls by purpose, op and size (bytes of a rank's input): calls and transfer_seconds
-                          per step
-    ranks                 for each rank and step its seconds by COLUMNS
+    seconds               for each of COLUMNS: mean and deviation over the steps of the mean over the ranks
+    phases                the same for forward, objective, normalizer, backward and optimizer
+    purposes              for each purpose, per step and rank: calls, bytes_sent (equal to the bytes received), seconds
+                          (simultaneous collectives add up), hidden_seconds (the part of `seconds` during which the rank
+                          computes) and transfer_seconds (without waiting)
+    collectives           calls and transfer_seconds per step, by purpose, op and size (bytes of a rank's input)
+    ranks                 for each rank and step, its seconds by COLUMNS
 """
 
 import statistics
@@ -46,7 +45,7 @@ def step_seconds(step: StepTrace) -> dict[str, float]:
 
 
 def rank_record(steps: Sequence[StepTrace]) -> Record:
-    """Return the times, phases and collectives of a rank's steps, as JSON can hold them."""
+    """Return the times, phases and collectives of a rank's steps in a JSON-serializable form."""
     return {
         "steps": [step_seconds(step) for step in steps],
         "phases": [step.phases for step in steps],
@@ -61,7 +60,7 @@ def _collective(one: Collective, step: StepTrace) -> list[Any]:
 
 
 def breakdown(ranks: Sequence[Record]) -> Record:
-    """Combine the ranks' records."""
+    """Combine the records of all ranks into the content of breakdown.json."""
     steps, phases = ([rank[part] for rank in ranks] for part in ("steps", "phases"))
     phase_names = {name: None for rank in phases for step in rank for name in step}
     purposes = _by_purpose([rank["collectives"] for rank in ranks])
@@ -85,7 +84,7 @@ def _over_steps(ranks: Sequence[Sequence[dict[str, float]]], name: str) -> dict[
 
 
 def _by_purpose(ranks: Sequence[Sequence[Sequence[Sequence[Any]]]]) -> dict[str, dict[str, float]]:
-    """Return calls, bytes and times by purpose, per step and rank."""
+    """Return the calls, bytes and times of each purpose, averaged over steps and ranks."""
     sums: defaultdict[str, Counter[str]] = defaultdict(Counter)
     steps = [step for rank in ranks for step in rank]
     for purpose, _, _, sent, seconds, hidden in chain.from_iterable(steps):
@@ -95,7 +94,7 @@ def _by_purpose(ranks: Sequence[Sequence[Sequence[Sequence[Any]]]]) -> dict[str,
 
 
 def _by_size(ranks: Sequence[Sequence[Sequence[Sequence[Any]]]]) -> list[Record]:
-    """Return calls and transfer times by purpose, op and size; all ranks run the same collectives in the same order."""
+    """Return calls and transfer times by purpose, op and size; the order of collectives must be equal on all ranks."""
     sums: defaultdict[tuple[str, str, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for step in zip(*ranks, strict=True):
         for collective in zip(*step, strict=False):  # for every rank
@@ -111,7 +110,7 @@ def _by_size(ranks: Sequence[Sequence[Sequence[Sequence[Any]]]]) -> list[Record]
 
 
 def report(breakdowns: Sequence[Record]) -> str:
-    """Return the tables of times (as FastCLIP Tables 15-22) and of traffic from contents of breakdown.json files."""
+    """Return tables of times (as in FastCLIP's Tables 15-22) and traffic from the contents of breakdown.json files."""
     times = []
     for found in breakdowns:
         seconds = (found["seconds"][column] for column in COLUMNS)
@@ -129,7 +128,7 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _traffic(found: Record) -> Iterator[list[str]]:
-    """Yield calls, bytes and times of each purpose."""
+    """Yield a table row of calls, bytes and times for each purpose."""
     for purpose, values in found["purposes"].items():
         counts = f"{values['calls']:g}", f"{values['bytes_sent'] / 1e3:,.3f}"
         milliseconds = (f"{1e3 * values[key]:.2f}" for key in ("seconds", "transfer_seconds"))

@@ -1,4 +1,4 @@
-"""Unions and intersections of time intervals, and values that hold during intervals."""
+"""Unions and intersections of time intervals, and lookup of the interval that contains a time."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the union of intervals as disjoint ones in ascending order, without empty ones."""
+    """Return the union of intervals as disjoint, nonempty intervals in ascending order."""
     found: list[Interval] = []
     for start, end in sorted(intervals):
         if end <= start:
@@ -22,7 +22,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def intersection(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
-    """Return the intersection of two unions."""
+    """Return the intersection of two results of `union`."""
     found: list[Interval] = []
     i = j = 0
     while i < len(a) and j < len(b):
@@ -37,12 +37,12 @@ def intersection(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]
 
 
 def length(disjoint: Iterable[Interval]) -> float:
-    """Return the total duration of a union."""
+    """Return the total duration of disjoint intervals."""
     return sum(end - start for start, end in disjoint)
 
 
 class Timeline(Generic[T]):
-    """Values that hold during disjoint intervals."""
+    """Values that apply during disjoint intervals."""
 
     def __init__(self, entries: Iterable[tuple[Interval, T]]) -> None:
         self._entries = sorted(entries, key=lambda entry: entry[0])

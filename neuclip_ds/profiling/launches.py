@@ -1,8 +1,8 @@
 """Collectives in a profiler's events: the operators that launch them, matched with their execution.
 
-A launch is an operator `c10d::...`, whose shapes the profiler records. gloo executes it as a range `gloo:...` on one
-of its threads, in the order of the launches. NCCL executes it as a kernel `nccl...` with the correlation number of the
-runtime call that started it inside the operator.
+A launch is an operator `c10d::...`, whose shapes the profiler records. With gloo, its execution is a range `gloo:...`
+on one of gloo's threads, in launch order. With NCCL, its execution is a kernel `nccl...` with the correlation number of
+the runtime call inside the operator that started the kernel.
 """
 
 import logging
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 Thread = tuple[Any, Any]
 
-# start of the operator's name -> operation (as in `ring_bytes`), and the position of the argument with the rank's input
+# prefix of the operator's name -> operation (as in `ring_bytes`), and position of the argument with the rank's input
 _OPERATORS: dict[str, tuple[str, int]] = {
     "allgather": ("all_gather", 1),
     "reduce_scatter": ("reduce_scatter", 1),
@@ -61,7 +61,7 @@ class Launch:
 
 
 def read_events(trace: Mapping[str, Any]) -> list[Event]:
-    """Return the complete events of a chrome trace in the order of their starts."""
+    """Return the complete events of a Chrome trace in order of start time."""
     found = []
     for event in trace["traceEvents"]:
         if event.get("ph") == "X":
@@ -72,9 +72,9 @@ def read_events(trace: Mapping[str, Any]) -> list[Event]:
 
 
 def find_launches(events: Sequence[Event]) -> list[Launch]:
-    """Return all collectives in the order of their launch, with the intervals of their execution.
+    """Return all collectives in launch order, with the intervals of their execution.
 
-    An execution without a launch is not counted; it is logged as a warning.
+    Executions without a launch are omitted; their number is logged as a warning.
     """
     launches = [_launch(event) for event in events if event.category == "cpu_op" and event.name.startswith("c10d::")]
     lost = _match_gloo(launches, events) + _match_nccl(launches, events)
@@ -84,7 +84,7 @@ def find_launches(events: Sequence[Event]) -> list[Launch]:
 
 
 def launching_calls(events: Iterable[Event]) -> dict[Any, Event]:
-    """Return the host's calls that started GPU work, by their correlation number."""
+    """Return the host calls that started GPU work, by correlation number."""
     calls = [event for event in events if event.category in ("cuda_runtime", "cuda_driver")]
     return {event.arguments["correlation"]: event for event in calls if "correlation" in event.arguments}
 
@@ -127,7 +127,7 @@ def _match_gloo(launches: Iterable[Launch], events: Iterable[Event]) -> int:
 
 
 def _match_nccl(launches: Iterable[Launch], events: Sequence[Event]) -> int:
-    """Add the kernels to their launches, a kernel of grouped calls to the last; return the number without a launch."""
+    """Add NCCL kernels to their launches (for grouped calls, to the last); return the number of unmatched kernels."""
     by_thread: defaultdict[Thread, list[Launch]] = defaultdict(list)
     for launch in launches:
         by_thread[launch.thread].append(launch)

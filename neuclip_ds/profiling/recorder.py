@@ -1,4 +1,4 @@
-"""Profiler of some steps of a run on all ranks; it writes tables and a trace to a folder."""
+"""Profile some steps of a run on all ranks, and write tables and a trace to a folder."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ TRACE, BREAKDOWN, REPORT = "trace.json.gz", "breakdown.json", "report.md"
 
 
 class Recorder:
-    """Profiler of `steps` steps after the first `after` ones, the same on all ranks; with steps = 0 it does nothing.
+    """Profiler of the `steps` steps that follow the first `after` steps, on all ranks; if `steps` is 0, does nothing.
 
-    Rank 0 writes breakdown.json (with `labels` such as method and ZeRO stage), report.md and its trace.json.gz to the
-    folder. The profiler starts one step early, because starting it slows down that step. On a GPU each profiled step
-    begins and ends with a synchronization, so that its kernels, and no others, run within it.
+    Rank 0 writes breakdown.json (with `labels` such as the method and ZeRO stage), report.md and its trace.json.gz to
+    the folder. The profiler starts one step early, because starting it slows down that step. On a GPU, each profiled
+    step begins and ends with a synchronization, so that only its own kernels run within the step.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Recorder:
         self._on_gpu = communicator.device.type == "cuda"
         name = torch.cuda.get_device_name(communicator.device) if self._on_gpu else platform.machine()
         self._labels = {**(labels or {}), "device": name, "torch": torch.__version__}
-        self._done = 0  # steps
+        self._done = 0  # number of steps so far
         self._profiler: profile | None = None
 
     def __enter__(self) -> Recorder:
@@ -55,7 +55,7 @@ class Recorder:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Wrap each step, including its waits."""
+        """Enclose each training step, including its waits."""
         if self._done >= self._end:
             yield
             return
@@ -76,7 +76,7 @@ class Recorder:
             self._finish()
 
     def _finish(self) -> None:
-        """Stop, read the trace of each rank, and write the breakdown over ranks."""
+        """Stop the profiler, read the trace of each rank and write the breakdown over all ranks."""
         profiler, self._profiler = self._profiler, None
         assert profiler is not None
         profiler.stop()

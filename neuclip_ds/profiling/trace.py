@@ -1,8 +1,8 @@
-"""Training steps in a chrome trace of `torch.profiler`: computation, and every collective with its purpose.
+"""Training steps in a Chrome trace of `torch.profiler`: computation, and every collective with its purpose.
 
-Computation is the time of ATen's operators on a CPU and of kernels other than NCCL's on a GPU. A collective has the
-purpose of the `Communicator` call around its launch. Collectives outside such calls are DeepSpeed's: their purpose
-follows from the phase of the step and the operation.
+Computation is the time of ATen's operators on a CPU, and of kernels other than NCCL's on a GPU. A collective has the
+purpose of the `Communicator` call that launched it. Collectives outside `Communicator` calls are DeepSpeed's: their
+purpose follows from the phase of the step and the operation.
 """
 
 import gzip
@@ -24,10 +24,10 @@ log = logging.getLogger(__name__)
 
 Phase = tuple[Interval, str]
 
-_SCALARS = 64  # smaller reductions in the optimizer are norms and overflow flags (elements)
-_WRAPPERS = ("c10d", "autograd", "torch")  # operators that wait, or contain others and Python
-_WORK = ("kernel", "gpu_memset")  # what counts as a phase's work; copies may belong to the next batch
-_TRANSFERS = ("Memcpy HtoD", "Memcpy DtoH")  # between host and GPU: not computation
+_SCALARS = 64  # reductions of at most this many elements in the optimizer phase are norms and overflow flags
+_WRAPPERS = ("c10d", "autograd", "torch")  # operators that only wait, or that enclose other operators and Python code
+_WORK = ("kernel", "gpu_memset")  # events that count as a phase's work; copies may belong to the next batch
+_TRANSFERS = ("Memcpy HtoD", "Memcpy DtoH")  # copies between host and GPU, which are not computation
 _ITEM_SIZES = {
     **dict.fromkeys(("double", "long int", "long", "complexfloat"), 8),
     **dict.fromkeys(("float", "int", "unsigned int"), 4),
@@ -43,8 +43,8 @@ class Collective:
     purpose: str
     op: str  # as in `ring_bytes`
     size: int  # bytes of the rank's input
-    sent: int  # bytes by the ring algorithm; as many are received
-    intervals: tuple[Interval, ...]  # when it was executed, in seconds; empty if the trace lacks it
+    sent: int  # bytes by the ring algorithm; equal to the bytes received
+    intervals: tuple[Interval, ...]  # when it was executed, in seconds; empty if not in the trace
 
 
 class StepTrace(NamedTuple):
@@ -53,7 +53,7 @@ class StepTrace(NamedTuple):
     window: Interval
     computation: list[Interval]  # disjoint, within the window
     collectives: list[Collective]
-    phases: dict[str, float]  # name -> seconds (on a GPU: of its kernels)
+    phases: dict[str, float]  # name -> seconds (on a GPU, the time of the phase's kernels)
 
 
 def read_trace(path: Path) -> list[StepTrace]:
@@ -63,7 +63,7 @@ def read_trace(path: Path) -> list[StepTrace]:
 
 
 def parse_trace(trace: Mapping[str, Any]) -> list[StepTrace]:
-    """Return the training steps of a trace, as `torch.profiler.profile.export_chrome_trace` writes it."""
+    """Return the training steps of a trace that `torch.profiler.profile.export_chrome_trace` wrote."""
     events = read_events(trace)
     annotations = [event for event in events if event.category == "user_annotation"]
     world_size = int(trace.get("distributedInfo", {}).get("world_size", 1))
@@ -99,18 +99,18 @@ def parse_trace(trace: Mapping[str, Any]) -> list[StepTrace]:
 
 
 def _executed(host: list[Phase], events: Sequence[Event]) -> list[Phase]:
-    """Return the times at which the phases' work is executed; on a GPU they may overlap.
+    """Return the intervals in which the work of each phase is executed; on a GPU, they may overlap.
 
     A GPU works tens of milliseconds behind the host. The profiler repeats a host range as `gpu_user_annotation`, but
     only for work that the range's own thread launches directly. It omits work of autograd's thread in the backward pass
-    (github.com/pytorch/kineto/issues/1022) and of nested ranges. This function finds such work by the correlation
-    number of the call that launched it.
+    (github.com/pytorch/kineto/issues/1022) and work of nested ranges. This function finds the omitted work by the
+    correlation number of the call that launched it.
     """
     return _annotated(events, "gpu_user_annotation") + _launched_in(host, events) or host
 
 
 def _cut(phases: Sequence[Phase]) -> list[Phase]:
-    """Return disjoint phases: those that have others inside are cut there."""
+    """Return disjoint phases: a phase that contains other phases is split around them."""
     found = []
     for (start, end), name in phases:
         inside = sorted(span for span, _ in phases if start < span[0] and span[1] < end)
@@ -125,7 +125,7 @@ def _annotated(events: Sequence[Event], category: str) -> list[Phase]:
 
 
 def _launched_in(host: Sequence[Phase], events: Sequence[Event]) -> list[Phase]:
-    """Return each phase's interval from the first start to the last end of GPU work launched during it."""
+    """Return each phase's interval from the first start to the last end of GPU work launched during the phase."""
     calls, timeline = launching_calls(events), Timeline((phase[0], phase) for phase in host)
     spans: dict[Phase, Interval] = {}
     for event in events:
@@ -139,7 +139,7 @@ def _launched_in(host: Sequence[Phase], events: Sequence[Event]) -> list[Phase]:
 
 
 def engine_purpose(phase: str | None, op: str, elements: int) -> str:
-    """Return the purpose of one of DeepSpeed's collectives, which have no names."""
+    """Infer the purpose of a DeepSpeed collective, which the trace does not name."""
     reduces = op in ("all_reduce", "reduce_scatter", "reduce")
     if phase == "optimizer" and reduces and elements <= _SCALARS:
         return "norm and overflow"
@@ -161,7 +161,7 @@ def _computing(events: Sequence[Event]) -> list[Interval]:
     device = [event for event in events if event.category in ("kernel", "gpu_memcpy", "gpu_memset")]
     if any(event.category == "kernel" for event in device):
         return [event.span for event in device if not (event.is_nccl or event.name.startswith(_TRANSFERS))]
-    gloo_threads = {event.thread for event in events if event.is_gloo}  # their copies are part of a collective
+    gloo_threads = {event.thread for event in events if event.is_gloo}  # gloo's copies are part of a collective
     operators = [event for event in events if event.category == "cpu_op" and event.thread not in gloo_threads]
     names = ((event, event.name.split("::")) for event in operators)
     return [event.span for event, parts in names if len(parts) > 1 and parts[0] not in _WRAPPERS]

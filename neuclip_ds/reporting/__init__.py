@@ -1,1 +1,1 @@
-"""Reports of a run: log, progress line, metrics, warnings, HTML report."""
+"""Reports of a run: the log, metrics, events and HTML report."""

@@ -1,8 +1,8 @@
-"""Events of a run, such as loss spikes: a message in the log, and a line in events.jsonl for the report and programs.
+"""Events of a run, such as loss spikes: each event is logged and written to events.jsonl, which the report reads.
 
     {"step": 1234, "rank": 0, "kind": "loss_spike", "message": "...", "indices": [17, 4711, ...]}
 
-Steps count from 1, as in metrics.jsonl; `message` is the text of the log, `indices` are the samples of the step.
+Steps count from 1, as in metrics.jsonl; `message` is the logged text, and `indices` are the step's sample indices.
 """
 
 import json
@@ -20,7 +20,7 @@ FILE = "events.jsonl"
 
 
 class Event(NamedTuple):
-    """Line of events.jsonl."""
+    """A line of events.jsonl."""
 
     step: int
     rank: int
@@ -30,14 +30,14 @@ class Event(NamedTuple):
 
 
 class EventLog:
-    """One rank's events; rank 0 writes its own to FOLDER/events.jsonl at once, and those of the others in `merge`."""
+    """One rank's events; rank 0 writes its events to FOLDER/events.jsonl at once, and other ranks' in `merge`."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._path, self._rank = folder / FILE, rank
         self._pending: list[Event] = []
 
     def resume(self, done: int) -> None:
-        """Drop events after step `done`, which a resumed run repeats; 0 drops all."""
+        """Drop the events of the steps after `done`, which a resumed run repeats; 0 drops all events."""
         if self._rank == 0 and self._path.exists():
             drop_from(self._path, done + 1 if done else 0)
 
@@ -61,9 +61,9 @@ class EventLog:
             self._pending.append(event)
 
     def merge(self, gather: Callable[[list[dict[str, Any]]], list[list[dict[str, Any]]]]) -> None:
-        """Write the other ranks' events to the file; all ranks call it before a checkpoint.
+        """Write the other ranks' events to the file; all ranks must call this method before a checkpoint.
 
-        A resumed run repeats the steps of later events, so none is lost. `gather` is the communicator's method.
+        A resumed run repeats the steps of later events, so no event is lost. `gather` gathers objects over all ranks.
         """
         gathered = gather([event._asdict() for event in self._pending])
         self._pending = []
@@ -77,7 +77,7 @@ class EventLog:
 
 
 def read_events(folder: Path) -> Iterator[Event]:
-    """Yield the events of a run in order of steps."""
+    """Yield the events of a run in step order."""
     path = folder / FILE
     if path.is_file():
         yield from sorted(Event(**record) for _, record in step_records(path))

@@ -1,4 +1,4 @@
-"""Logging: rank 0 logs to the console and to log.txt, the other ranks log only warnings."""
+"""Configure logging: rank 0 logs to the console and to log.txt; the other ranks log only warnings."""
 
 import logging
 import sys
@@ -12,10 +12,10 @@ _LAYOUT = "%(asctime)s %(levelname)s %(message)s"
 
 
 def configure_logging(rank: int, log_file: Path | None = None) -> None:
-    """Send log messages and Python warnings to stderr, and on rank 0 to `log_file`, which is appended to.
+    """Send log messages and Python warnings to stderr and, on rank 0, append them to `log_file`.
 
-    Rank 0 logs INFO of this package and WARNING of all others; other ranks log WARNING only, as `[rank r] ...`.
-    A second call replaces the handlers of the first. Earlier messages of rank 0 are also written to the first file.
+    Rank 0 logs INFO for this package and WARNING for all others; other ranks log only WARNING, as `[rank r] ...`.
+    A second call replaces the first call's handlers. Rank 0's earlier messages are also written to the first file.
     """
     root = logging.getLogger()
     former = [handler for handler in root.handlers if handler.name == __name__]
@@ -51,7 +51,7 @@ def configure_logging(rank: int, log_file: Path | None = None) -> None:
 
 
 class _Redacting(logging.Formatter):
-    """Formats messages, tracebacks included, without secrets."""
+    """Formatter that removes secrets from messages and tracebacks."""
 
     def format(self, record: logging.LogRecord) -> str:
         return redact(super().format(record))

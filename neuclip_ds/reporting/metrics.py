@@ -1,4 +1,4 @@
-"""Metrics of a run, written by rank 0: a JSON object per line in metrics.jsonl, and the same numbers in TensorBoard."""
+"""Metrics of a run, written by rank 0 to metrics.jsonl (one JSON object per line) and to TensorBoard."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 AVERAGED = "ema/"  # prefix of metrics of the averaged weights
 CHANCE = "chance/"  # prefix of the chance level of a score
-_SCORES = ("average/", "zero_shot_top", "image_to_text_recall@", "text_to_image_recall@", "task/")  # in their order
+_SCORES = ("average/", "zero_shot_top", "image_to_text_recall@", "text_to_image_recall@", "task/")  # in display order
 
 Series = tuple[list[int], list[float]]
 """Steps and values of a metric."""
@@ -30,7 +30,7 @@ class MetricsLog:
     """Writer of FOLDER/metrics.jsonl and FOLDER/tensorboard/.
 
     `write` hands a line to the operating system before it returns, so a killed run loses at most the line that it was
-    writing. Steps after `resume_step` are dropped, as the resumed run writes them again; None starts empty files.
+    writing. Steps after `resume_step` are dropped, because the resumed run writes them again; None drops all steps.
     """
 
     def __init__(self, folder: Path, resume_step: int | None = None) -> None:
@@ -41,14 +41,14 @@ class MetricsLog:
             drop_from(self._path, first_new_step)
         self._lines = self._path.open("a", encoding="utf-8", newline="\n", buffering=1)
         self._board_path.mkdir(exist_ok=True)
-        with tempfile.TemporaryFile(dir=self._board_path) as room:  # a thread of TensorBoard prints a traceback for it
+        with tempfile.TemporaryFile(dir=self._board_path) as room:  # else TensorBoard's thread prints a traceback
             room.write(bytes(4096))
         self._board = SummaryWriter(str(self._board_path), purge_step=first_new_step)  # hides the later points
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write a step's metrics; in metrics.jsonl NaN and infinities become "nan", "inf" and "-inf"."""
+        """Write a step's metrics; in metrics.jsonl, NaN and infinities become "nan", "inf" and "-inf"."""
         finite = {name: value if math.isfinite(value) else str(float(value)) for name, value in metrics.items()}
-        with best_effort(self._path):  # the next line writes the rest of the buffer
+        with best_effort(self._path):  # if it fails, the next line writes the rest of the buffer
             self._lines.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
         with best_effort(self._board_path):
             for name, value in metrics.items():
@@ -66,13 +66,13 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, float]]:
-    """Yield the records of a metrics.jsonl, with NaN and infinities restored and without a partial last line."""
+    """Yield the records of a metrics.jsonl file, restoring NaN and infinities and omitting a partial last line."""
     for _, record in step_records(path):
         yield {name: float(value) if isinstance(value, str) else value for name, value in record.items()}
 
 
 def read_series(run: Path) -> dict[str, Series]:
-    """Read steps and values of each metric of a run; raise UserError if its folder has no metrics."""
+    """Read the steps and values of each metric of a run; raise `UserError` if the folder has no metrics."""
     path = run / "metrics.jsonl"
     if not path.is_file():
         raise UserError(f"{run} has no metrics.jsonl; name the folder of a run.")
@@ -93,7 +93,7 @@ def scores_among(names: Iterable[str]) -> list[str]:
 
 
 def score_lines(results: Mapping[str, float]) -> Iterator[str]:
-    """Yield a line of the log for each result of an evaluation, next to the chance level."""
+    """Yield a log line for each result of an evaluation, with the chance level if it is known."""
     for name, value in results.items():
         if not name.startswith(CHANCE):
             chance = results.get(CHANCE + name.removeprefix(AVERAGED))
@@ -108,7 +108,7 @@ def step_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith("\n"):
-                return  # the writer was killed while writing it
+                return  # the writer was killed while writing the line
             try:
                 record = json.loads(line)
                 record["step"]
@@ -119,7 +119,7 @@ def step_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def drop_from(path: Path, first_step: int) -> None:
-    """Drop the records of step >= first_step, replacing the file atomically."""
+    """Drop the records with step >= first_step, replacing the file atomically."""
     partial = path.with_suffix(".jsonl.partial")
     with partial.open("w", encoding="utf-8", newline="\n") as kept:
         kept.writelines(line for line, record in step_records(path) if record["step"] < first_step)

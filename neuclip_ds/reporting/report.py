@@ -1,4 +1,4 @@
-"""report.html of a run: scores, plots, events, last values, config and environment in one file."""
+"""Write a run's report.html: scores, plots, events, last values, config and environment in one file."""
 
 import fnmatch
 import html
@@ -16,9 +16,9 @@ import yaml
 from neuclip_ds.reporting.events import read_events
 from neuclip_ds.reporting.metrics import AVERAGED, CHANCE, Series, read_series, scores_among
 
-_EVENTS = 200  # at most this many are listed; the others are counted
-_CURVES = 8  # curves per plot, which has as many colors
-_POINTS = 1000  # points per curve; a longer one shows the extremes of neighboring points
+_EVENTS = 200  # maximum number of events listed; the others are only counted
+_CURVES = 8  # maximum number of curves per plot, one for each color
+_POINTS = 1000  # points per curve; a longer curve is reduced to the extremes of neighboring points
 
 _FILES = Path(__file__).parent
 _PAGE = Template((_FILES / "page.html").read_text(encoding="utf-8"))
@@ -29,7 +29,7 @@ class Plot(NamedTuple):
     """A plot of curves that share an axis; plots.yaml explains the fields."""
 
     title: str
-    metrics: Sequence[str]  # also shows metrics of the averaged weights
+    metrics: Sequence[str]  # name patterns; they also match metrics of the averaged weights
     unit: str
     meaning: str
     log_scale: bool = False
@@ -44,7 +44,7 @@ _COUNTS = ("retrieval_pairs", "zero_shot_images", "normalizer_anchors", "normali
 
 
 def write_report(run: Path) -> Path:
-    """Write RUN/report.html from the files of a run's folder and return its path; raise UserError without metrics."""
+    """Write RUN/report.html from the files in a run's folder and return its path; raise `UserError` without metrics."""
     series = read_series(run)
     config = (run / "config.yaml").read_text(encoding="utf-8")
     environment = run / "environment.json"
@@ -58,7 +58,7 @@ def write_report(run: Path) -> Path:
     ]
     path = run / "report.html"
     heading = f"{run.name}: {yaml.safe_load(config)['objective']['method']}"
-    data = json.dumps(list(_plots(series)), allow_nan=False).replace("<", "\\u003c")  # which would end the script
+    data = json.dumps(list(_plots(series)), allow_nan=False).replace("<", "\\u003c")  # "</" would end the script
     content = {"title": html.escape(heading), "scores": "\n".join(scores), "tables": "\n".join(tables)}
     path.write_text(_PAGE.substitute(content, data=data, script=_SCRIPT), encoding="utf-8")
     return path
@@ -80,15 +80,15 @@ def _scores(series: Mapping[str, Series], val: str | int) -> Iterator[str]:
         yield _table("Scores, %", ["score", "last", "at step", "best", "at step", "chance"], rows)
     if "retrieval_pairs" in series:
         origin = "held out of data.train" if isinstance(val, int) else f"of {html.escape(val)}"
-        yield f"<p>Recall is that among {series['retrieval_pairs'][1][-1]:,.0f} pairs {origin}.</p>"
+        yield f"<p>Recall is measured on {series['retrieval_pairs'][1][-1]:,.0f} pairs {origin}.</p>"
     elif val == "":
         yield "<p>There is no recall: no pairs were held out (data.val is empty).</p>"
 
 
 def _plots(series: Mapping[str, Series]) -> Iterator[dict[str, Any]]:
-    """Yield the plots for page.js: `PLOTS`, and single ones for other metrics or if a plot has too many curves.
+    """Yield the plots for page.js: `PLOTS`, and single-curve plots for other metrics and for overfull plots.
 
-    A metric with fewer than two finite values has no curve; the tables show it.
+    A metric with fewer than two finite values has no curve; only the tables show the metric.
     """
     shown = (name for name in series if name not in _COUNTS and not name.startswith(CHANCE))
     # natural order: recall@5 before recall@10
@@ -134,7 +134,7 @@ def _events(run: Path) -> Iterator[str]:
 
 
 def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table as HTML below its title, with its cells escaped."""
+    """Return the HTML of a title and a table with escaped cells."""
     lines = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows]
     names = "".join(f"<th>{html.escape(name)}</th>" for name in header)
     table = f"<table><tr>{'</tr><tr>'.join([names, *lines])}</tr></table>"

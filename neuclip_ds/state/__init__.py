@@ -1,1 +1,1 @@
-"""State partitioned over ranks by rows: per-sample statistics, NPN columns, and their files."""
+"""State whose rows are partitioned over ranks (per-sample statistics, NPN columns), and its files."""

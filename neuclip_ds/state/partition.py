@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Partition(NamedTuple):
-    """Rows [start, stop) of `rows`: rank r of K has [r * ceil(rows/K), (r+1) * ceil(rows/K)), clipped to `rows`."""
+    """One rank's rows [start, stop): rank r of K has [r * ceil(rows/K), (r+1) * ceil(rows/K)), clipped to `rows`."""
 
     rows: int
     start: int
@@ -28,10 +28,10 @@ class Partition(NamedTuple):
 
 
 class RowTable(NamedTuple):
-    """This rank's rows of a partitioned table: each tensor is (partition.size, ...).
+    """This rank's rows of a partitioned table; each tensor has the shape (partition.size, ...).
 
-    If the table is `per_sample`, its store restores the rows after a skipped step. If several ranks hold the same rows,
-    one of them has `saved` set.
+    If the table is `per_sample`, its store restores the rows after a skipped step. If several ranks store the same
+    rows, only one of these ranks has `saved` set.
     """
 
     partition: Partition

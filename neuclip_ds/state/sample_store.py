@@ -1,9 +1,9 @@
 """Store per-sample statistics by global index, partitioned over ranks.
 
-Reading the rows of a rank's samples is one reduce-scatter of (B, f), reading those of the whole batch one all-reduce:
-each rank puts the rows it holds into a zero buffer. A read can overlap the encoders. A write needs no communication,
-because all ranks know the values and each stores its local rows. Shapes never depend on which rank holds a row, and
-values for a table in host memory are stored when they have arrived, so nothing waits for the device.
+Reading f fields of each rank's samples takes one reduce-scatter of (B, f), and reading the whole batch takes one
+all-reduce: each rank adds its local rows to a buffer of zeros. A read can overlap the encoders. A write needs no
+communication, because all ranks know the values. Shapes do not depend on which rank stores a row, and a table in host
+memory is updated once the new values have arrived there, so the host never waits for the device.
 """
 
 from collections.abc import Mapping
@@ -19,14 +19,14 @@ MAX_DEVICE_BYTES = 2 << 30  # larger tables are kept in pinned host memory
 
 
 class SampleStore:
-    """Float fields of n samples; a rank holds 4 f ceil(n / K) bytes.
+    """Table of f floating-point fields for n samples; each of K ranks stores 4 f ceil(n / K) bytes in float32.
 
     Args:
         n: number of samples in the data set; a global index is in [0, n).
         fields: name -> initial value (`-inf` for a logarithm that has no value yet).
         communicator: the ranks over which rows are partitioned.
         dtype: dtype of the rows.
-        max_device_bytes: a rank's rows are kept on its device up to this size, else in pinned host memory.
+        max_device_bytes: largest size of a rank's rows that is kept on the device instead of in pinned host memory.
     """
 
     def __init__(
@@ -47,12 +47,12 @@ class SampleStore:
         self._table = torch.empty(shape, dtype=dtype, device="cpu" if pinned else device, pin_memory=pinned)
         for column, initial in enumerate(fields.values()):
             self._table[:, column] = initial
-        self._arriving: tuple[Tensor, HostCopy] | None = None  # rows of a table in host memory, and their new values
-        self._overwritten: tuple[Tensor, Tensor]  # after a write: row numbers, and the rows before it
+        self._arriving: tuple[Tensor, HostCopy] | None = None  # if in host memory: row numbers, and their new values
+        self._overwritten: tuple[Tensor, Tensor]  # row numbers of the last write, and the rows' previous values
 
     @property
     def _rows(self) -> Tensor:
-        """The table, with the values of the last write."""
+        """The table, including the values of the last write."""
         if self._arriving is not None:
             rows, values = self._arriving
             self._arriving = None
@@ -60,39 +60,39 @@ class SampleStore:
         return self._table
 
     def begin_read(self, index: Tensor) -> Pending:
-        """Start reading the fields of this rank's samples of the batch.
+        """Start reading the fields of this rank's samples in the batch.
 
         Args:
-            index: (B,) int64 in host memory, the global indices of all ranks in rank order, B a multiple of the world
-                size; -1 is an empty row.
+            index: (B,) int64 in host memory: the global sample indices of all ranks in rank order, where -1 marks an
+                empty row; B must be a multiple of the world size.
 
         Returns:
-            (B / K, f): the rank's rows; zeros for empty rows.
+            A pending (B / K, f) tensor with this rank's rows, and zeros for empty rows.
         """
         return self._communicator.begin_reduce_scatter(self._contribution(index, len(self.fields)), "state")
 
     def begin_read_all(self, index: Tensor, count: int) -> Pending:
-        """Start reading the first `count` fields of the whole batch: (B, count), zeros for empty rows."""
+        """Start reading the first `count` fields of the whole batch as (B, count), with zeros for empty rows."""
         return self._communicator.begin_all_reduce(self._contribution(index, count), "state")
 
     def local_rows(self, index: Tensor) -> Tensor:
-        """Return the batch's rows that are local, (B, f); rows of other ranks have undefined values."""
+        """Return the batch's rows, (B, f), where only rows stored on this rank have defined values."""
         return to_device(self._rows.index_select(0, self._locate(index)[0]), self._communicator.device)
 
     def _contribution(self, index: Tensor, count: int) -> Tensor:
-        """Return this rank's summand of a read, (B, count): its local rows, zeros for the others."""
+        """Return this rank's (B, count) term in the sum of a read: its local rows, and zeros elsewhere."""
         rows, is_local = self._locate(index)
         found = self._rows[:, :count].index_select(0, rows)
         return to_device(found.masked_fill_(~is_local[:, None], 0.0), self._communicator.device)
 
     def write(self, index: Tensor, values: Tensor) -> None:
-        """Write (B, f) values of all ranks' samples `index` (B,); if an index repeats, its last row counts.
+        """Write the (B, f) values of the samples `index` (B,) of all ranks; for a repeated index, store the last row.
 
-        Rows of other ranks and empty rows are skipped.
+        Rows that other ranks store and empty rows are skipped.
         """
         rows, _ = self._locate(index)
         self._overwritten = rows, self._rows.index_select(0, rows)
-        last = _last_of_each(rows)  # on a GPU index_copy_ writes a repeated row in no defined order
+        last = _last_of_each(rows)  # on a GPU, index_copy_ writes repeated rows in an undefined order
         values = values.to(self._table.dtype).index_select(0, to_device(last, values.device))
         if values.device == self._table.device:
             self._table.index_copy_(0, rows, values)
@@ -109,9 +109,9 @@ class SampleStore:
         return RowTable(self.partition, {",".join(self.fields): self._rows[:-1]}, per_sample=True)
 
     def _locate(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the (B,) local row numbers and which rows are local; the others map to the extra last row.
+        """Return (B,) local row numbers and a (B,) mask of local rows; all other rows map to the extra last row.
 
-        Both are on the table's device.
+        Both tensors are on the table's device.
         """
         index = to_device(index, self._table.device)
         low, high = self.partition.start, self.partition.stop
@@ -120,16 +120,16 @@ class SampleStore:
 
 
 def _last_of_each(rows: Tensor) -> Tensor:
-    """Return (B,) the last position of each row number, without a synchronization with the host."""
+    """Return, for each of B row numbers, its last position in `rows`, without synchronizing with the host."""
     places = torch.arange(len(rows), device=rows.device)
     bits = len(rows).bit_length()
-    keys = (rows << bits) + places  # in the order of row numbers, then of places
+    keys = (rows << bits) + places  # ordered by row number, then by position
     # numpy sorts ten times as fast as torch on the CPU
     keys = torch.from_numpy(np.sort(keys.numpy())) if keys.device.type == "cpu" else keys.sort().values
     ordered, order = keys >> bits, keys & ((1 << bits) - 1)
     ends = torch.ones_like(ordered, dtype=torch.bool)
     ends[:-1] = ordered[1:] != ordered[:-1]
-    if ends.device.type == "cpu" and bool(ends.all()):  # no repetition, by far the usual case
+    if ends.device.type == "cpu" and bool(ends.all()):  # no row repeats, by far the most common case
         return places
-    last = torch.where(ends, places, len(rows)).flip(0).cummin(0).values.flip(0)  # of each run in sorted order
+    last = torch.where(ends, places, len(rows)).flip(0).cummin(0).values.flip(0)  # end of each run of equal rows
     return torch.empty_like(order).scatter_(0, order, order.index_select(0, last))

@@ -1,16 +1,16 @@
-"""State in shards of rows, which any number of ranks write and any number read.
+"""Files of state in shards of rows, which any number of ranks can write and any number can read.
 
-The folder of K ranks holds
+A folder written by K ranks contains
 
     RRRRR-of-KKKKK.safetensors    rank R's shards, with the keys below
-    index.json                    `keys` of each file, and further facts of the writer
+    index.json                    the `keys` of each file, and other facts from the writer
 
 with the keys
 
     KIND/NAME/START-STOP    rows [START, STOP) of the tensor NAME of this KIND
-    KIND/NAME/whole         a whole tensor, which all ranks hold; only in rank 0's file
+    KIND/NAME/whole         a whole tensor that is equal on all ranks; only in rank 0's file
 
-The shards of a tensor cover each of its rows once, over all files. KIND holds no slash. A reader opens only
+Over all files, the shards of a tensor cover each of its rows exactly once. KIND contains no slash. A reader opens only
 the files that it needs.
 """
 
@@ -45,12 +45,12 @@ def shard_key(kind: str, name: str, start: int, stop: int) -> str:
 
 
 def whole(kind: str, tensors: Mapping[str, Tensor]) -> Shards:
-    """Return tensors that all ranks hold, for the shards of rank 0."""
+    """Return the shards, written by rank 0, of tensors that are equal on all ranks."""
     return {f"{kind}/{name}/{_WHOLE}": tensor for name, tensor in tensors.items()}
 
 
 def table_shards(tables: Mapping[str, RowTable]) -> Shards:
-    """Return this rank's rows of partitioned tables, given by name."""
+    """Return the shards of this rank's rows of partitioned tables, which are given by name."""
     return {
         shard_key(TABLE, f"{name}/{key}", table.partition.start, table.partition.stop): tensor
         for name, table in tables.items()
@@ -69,13 +69,13 @@ def shard_files(shards: Shards, facts: Mapping[str, Any], communicator: Communic
 
 
 class ShardFiles:
-    """Reader of the shards of K ranks, for any number of readers; a file is opened when it is first read.
+    """Reader of shards that any number of ranks wrote; each file is opened when it is first needed.
 
     Raises `UserError` if a file is missing or cannot be read.
 
     Attributes:
         folder: folder of the files.
-        facts: facts of the writer.
+        facts: facts that the writer stored in the index.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -84,7 +84,7 @@ class ShardFiles:
             self.facts: dict[str, Any] = json.loads((folder / INDEX).read_text(encoding="utf-8"))
             keys = self.facts.pop("keys")
         self._count = len(keys)
-        self._files: dict[int, Any] = {}  # open ones by number
+        self._files: dict[int, Any] = {}  # open files by number
         self._wholes: defaultdict[str, list[str]] = defaultdict(list)  # kind -> names
         # name -> kind -> (start, stop, number of the file) in order of start
         self._places: defaultdict[str, dict[str, list[tuple[int, int, int]]]] = defaultdict(dict)
@@ -112,7 +112,7 @@ class ShardFiles:
         return {name.removeprefix(prefix): self._file(0).get_tensor(f"{kind}/{name}/{_WHOLE}") for name in names}
 
     def read(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Read rows [start, stop) of a tensor (by default all) from disk, and no others."""
+        """Read rows [start, stop) of a tensor (by default, all rows) from disk, without reading other rows."""
         places = self._places.get(name, {}).get(kind, [])
         stop = max((last for _, last, _ in places), default=0) if stop is None else stop
         parts, filled = [], start
@@ -132,17 +132,17 @@ class ShardFiles:
         return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty(0)
 
     def fill(self, tables: Mapping[str, RowTable]) -> None:
-        """Read this rank's rows of tables in place.
+        """Read this rank's rows into the tensors of partitioned tables.
 
         Raises:
-            UserError: the files do not cover the rows, or hold different tensors.
+            UserError: the files do not cover the rows, or contain different tensors.
         """
         for table_name, table in tables.items():
             prefix = f"{table_name}/"
             known = {name.removeprefix(prefix) for name in self.names(TABLE) if name.startswith(prefix)}
             if known != set(table.tensors):
                 raise UserError(
-                    f"{self.folder} holds {sorted(known)}, but this run needs {sorted(table.tensors)}; set "
+                    f"{self.folder} contains {sorted(known)}, but this run needs {sorted(table.tensors)}; set "
                     "objective.method to that of the checkpoint."
                 )
             for key, target in table.tensors.items():

@@ -1,8 +1,8 @@
-"""Files of a state before they are written: tensors in the safetensors format, or bytes.
+"""Files of state to be written: tensors in the safetensors format, or bytes.
 
-The format (https://huggingface.co/docs/safetensors): 8 bytes of length, little-endian; a JSON header with dtype, shape
-and byte range of each tensor; the tensors' bytes. The safetensors library reads the files. They are written in chunks,
-so that saving a table of gigabytes needs no second copy in memory.
+A safetensors file (https://huggingface.co/docs/safetensors) consists of the header's length in 8 little-endian bytes, a
+JSON header with the dtype, shape and byte range of each tensor, and the tensors' bytes. The safetensors library reads
+the files; this module writes them in chunks, so that saving a large table needs no second copy in memory.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ _DTYPES = {
 
 
 class TensorFile(NamedTuple):
-    """A safetensors file of a folder: tensors of any device by key."""
+    """A safetensors file to be written, with tensors on any device by key."""
 
     name: str  # relative to the folder
     tensors: Mapping[str, Tensor]
 
     @property
     def bytes(self) -> int:
-        """Size without the header."""
+        """Size in bytes, without the header."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
     def write(self, folder: Path) -> Checksum:
-        """Write the file with at most one chunk of 64 MB in extra memory, and return its checksum."""
+        """Write the file, using at most 64 MB of extra memory for one chunk, and return its checksum."""
         header: dict[str, object] = {}
         end = 0
         for name, tensor in self.tensors.items():
@@ -63,7 +63,7 @@ class TensorFile(NamedTuple):
 
 
 class BytesFile(NamedTuple):
-    """A small file of a folder by its content."""
+    """A small file to be written, given by its content."""
 
     name: str  # relative to the folder
     content: bytes
@@ -73,7 +73,7 @@ class BytesFile(NamedTuple):
         return len(self.content)
 
     def write(self, folder: Path) -> Checksum:
-        """Write the file."""
+        """Write the file and return its checksum."""
         with (folder / self.name).open("wb") as file:
             writer = ChecksumWriter(file)
             writer.write(self.content)
@@ -84,7 +84,7 @@ StateFile = TensorFile | BytesFile
 
 
 def row_chunks(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return views of a tensor's rows in chunks of about 64 MB at most."""
+    """Return views of a tensor's rows in chunks of at most about 64 MB."""
     if tensor.numel() == 0 or tensor.ndim == 0:
         return (tensor,)
     row = tensor[0].numel() * tensor.element_size()

@@ -1,1 +1,1 @@
-"""A training run: loop, step, hooks, data order, recovery."""
+"""Training runs: the loop and its steps, hooks, the order of the samples, and the recovery of statistics."""

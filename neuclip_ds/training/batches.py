@@ -1,9 +1,9 @@
 """Load batches in worker processes and copy them to the device while the towers compute.
 
-On a GPU copies run on a side stream, from pinned memory, so that neither the host nor the computation waits for them.
+On a GPU, copies run on a side stream, from pinned memory, so that neither the host nor the computation waits for them.
 The next batch is fetched once a step has been launched, so a late batch delays only its own step. Pixels stay on the
-host, and each micro-batch is copied while the one before it is computed, even across passes and steps.
-On a CPU nothing is copied, and a batch is fetched when its step begins.
+host, and each micro-batch is copied while the previous one is computed, even across passes and steps.
+On a CPU, nothing is copied, and a batch is fetched when its step begins.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from neuclip_ds.models.tokenizer import ModelTokenizer
 
 
 class TrainingData(NamedTuple):
-    """The training samples of a run, their order, and their loader."""
+    """The training samples of a run, their order, and how to load them."""
 
     manifest: Manifest
     order: BatchOrder
@@ -35,11 +35,11 @@ class TrainingData(NamedTuple):
     tokenizer: ModelTokenizer
 
     def record(self) -> dict[str, Any]:
-        """Return the record of the data for a checkpoint."""
+        """Return the data's content hash and held-out counts, which a checkpoint stores."""
         return {"hash": self.manifest.content_hash, "held_out": sorted(self.manifest.held_out.items())}
 
     def batches(self, communicator: Communicator, begin: int, steps: int) -> Generator[RankBatch, None, None]:
-        """Yield a rank's batches of `steps` training steps from step `begin` on, counted from 0."""
+        """Yield a rank's batches for `steps` training steps, starting at step `begin`, counted from 0."""
         order = self.order
         epoch, step = divmod(begin, order.steps_per_epoch)
         parts = part_count(order.batch_size // communicator.world_size, self.transform.image_size)
@@ -51,7 +51,7 @@ class TrainingData(NamedTuple):
 
 
 class DeviceBatches(Iterator["DeviceBatch"]):
-    """Fetch batches and copy them to a device.
+    """Iterator that fetches batches and copies them to a device.
 
     Attributes:
         micro_batch: rows that go through the towers at once.
@@ -63,7 +63,7 @@ class DeviceBatches(Iterator["DeviceBatch"]):
         self.start(iter(()))
 
     def start(self, source: Iterator[RankBatch]) -> None:
-        """Take all further batches from this iterator."""
+        """Take all subsequent batches from `source`."""
         self._source = source
         self._prefetched: DeviceBatch | Exception | None = None
 
@@ -74,7 +74,7 @@ class DeviceBatches(Iterator["DeviceBatch"]):
         return batch
 
     def prefetch(self) -> None:
-        """On a GPU, fetch the next batch and start to copy it; call this when a step has been launched.
+        """On a GPU, fetch the next batch and start copying it; call this after a step has been launched.
 
         An error, or the end of the batches, is raised at the step that needs the batch.
         """
@@ -90,7 +90,7 @@ class DeviceBatches(Iterator["DeviceBatch"]):
         fetched.record()
 
     def copy(self, pieces: Sequence[tuple[Tensor, Tensor]]) -> tuple[tuple[Tensor, Tensor], torch.cuda.Event | None]:
-        """Start to copy two tensors, which come in consecutive pieces of rows; a GPU's event is recorded at the end."""
+        """Start copying two tensors, given in pieces of rows; on a GPU, also return an event that marks the end."""
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             first, second = (self._joined(tensors) for tensors in zip(*pieces, strict=True))
             return (first, second), None if self._stream is None else self._stream.record_event()
@@ -112,11 +112,11 @@ class DeviceBatches(Iterator["DeviceBatch"]):
 
 
 class DeviceBatch:
-    """A batch of b rows whose micro-batches arrive on the device one after the other.
+    """A batch of b rows whose micro-batches arrive on the device one after another.
 
     Attributes:
         host: the batch on the host.
-        rows: the rows of each micro-batch.
+        rows: the slice of rows of each micro-batch.
         seconds: time that the host waited for the batch.
         idle: for a prefetched batch, two GPU events with only the wait for the batch between them.
     """
@@ -131,17 +131,17 @@ class DeviceBatch:
 
     @property
     def waited(self) -> float:
-        """Seconds that its step lost to waiting for the batch; a GPU loses none while it computes the previous step."""
+        """Seconds that the step lost waiting for the batch; a GPU loses none while it computes the previous step."""
         if self.idle is None:
             return self.seconds
         launched, fetched = self.idle
-        fetched.synchronize()  # the step before has read its gradient's norm, which was computed later
+        fetched.synchronize()  # does not wait: the previous step has read its gradient norm, which was computed later
         return launched.elapsed_time(fetched) / 1e3
 
     def micro_batches(self, passes: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (m, 3, H, W) pixels and (m, T) tokens of each micro-batch in each of `passes` passes; call it once.
+        """Yield the (m, 3, H, W) pixels and (m, T) tokens of each micro-batch, `passes` times over; call this once.
 
-        The current stream, not the host, waits for the copies. The last pass frees them on the host as they are used.
+        The current stream, not the host, waits for the copies. The last pass frees the host's pixels as they are used.
         """
         visits = list(range(len(self.rows))) * passes
         for visit, number in enumerate(visits, start=1):
@@ -154,7 +154,7 @@ class DeviceBatch:
                 stream = torch.cuda.current_stream(tensors[0].device)
                 stream.wait_event(copied)
                 for tensor in tensors:
-                    tensor.record_stream(stream)  # the side stream may reuse the memory only after the current one
+                    tensor.record_stream(stream)  # reuse of this memory waits for the current stream
             yield tensors
 
     def _begin(self, number: int) -> tuple[tuple[Tensor, Tensor], torch.cuda.Event | None]:

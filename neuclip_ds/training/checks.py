@@ -13,7 +13,7 @@ from neuclip_ds.models.trained_parts import TOWERS
 from neuclip_ds.training.data_order import source_facts
 from neuclip_ds.training.schedule import fitted_warmup
 
-# options that may change between starts, and options that the fingerprint lists separately
+# options that may change between launches, and options that the fingerprint lists separately
 _NOT_ARCHITECTURE: Any = {
     "vision": {"pretrained", "patch_drop", "trainable"},
     "text": {"tokenizer", "trainable"},
@@ -21,7 +21,7 @@ _NOT_ARCHITECTURE: Any = {
 
 
 def check_config(config: Config, world_size: int) -> None:
-    """Raise `UserError` for configs that fail with any data; needs no other rank."""
+    """Raise `UserError` for a config that would fail with any data, without communicating with other ranks."""
     config.micro_batch(world_size)
     check_engine_config(load_engine_config(config, world_size), config.deepspeed)
 
@@ -52,7 +52,7 @@ def likely_slips(config: Config, steps: int) -> list[str]:
     if optimizer.min_lr > 0 and optimizer.schedule == "constant":
         found.append("optimizer.min_lr has no effect with optimizer.schedule=constant; cooldown decays to it.")
     elif optimizer.min_lr > optimizer.lr:
-        found.append(f"optimizer.min_lr={optimizer.min_lr:g} is above optimizer.lr={optimizer.lr:g}: exchange them.")
+        found.append(f"optimizer.min_lr={optimizer.min_lr:g} is above optimizer.lr={optimizer.lr:g}: swap them.")
     return found + config.objective.slips()
 
 
@@ -74,7 +74,7 @@ def fingerprint(config: Config) -> Fingerprint:
 
 
 def _architecture(model: ModelConfig) -> Fingerprint:
-    """Return the trained parts, adapters, and options of a model built from the config; file names may change."""
+    """Return the settings of trained parts, adapters and, unless pretrained, the architecture, without file names."""
     trains: dict[str, Any] = {f"model.{name}.trainable": model.trained(name) for name in TOWERS}
     if model.lora.rank:
         trains["model.lora"] = model.lora.model_dump()

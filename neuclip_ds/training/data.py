@@ -1,4 +1,4 @@
-"""Open the data of a run: paths, splits, manifests, the order of samples, and the rendered demo."""
+"""Open the data of a run: its paths, splits and manifests, the order of its samples, and the rendered demo."""
 
 import logging
 import shutil
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 CACHE = Path(".cache")
 _SHARDS_FOR_CAPTIONS = 100
-_CHECKED = 50  # samples that show which sources of captions exist
+_CHECKED = 50  # samples that are read to find unused caption sources
 _TOKENIZER_CAPTIONS = 200_000  # enough for a vocabulary of CLIP's size
 
 
@@ -44,10 +44,10 @@ def open_training_data(
     staged: Path,
     resumed: Path | None,
 ) -> TrainingData:
-    """Open the training data of a run, and its tokenizer if the model has none.
+    """Open the training data of a run, and create a tokenizer if the model has none.
 
-    New files go to `staged` instead of the run's folder. `resumed` is the checkpoint that the run resumes from, whose
-    order it keeps.
+    New files go to `staged` instead of the run's folder. The checkpoint `resumed`, if any,
+    determines the order of the samples.
     """
     data, preprocessing = config.data, source.preprocessing
     meta = communicator.on_rank_zero(lambda: read_meta(resumed) if resumed is not None else None)
@@ -74,13 +74,13 @@ def open_training_data(
     transform = train_transform(preprocessing.size, data.crop_scale, DECODERS[data.decoder], preprocessing.squash)
 
     def kept_tokenizer() -> CaptionTokenizer:
-        """Return the checkpoint's tokenizer, CLIP's, or a new one trained on the captions."""
+        """Return the checkpoint's tokenizer, CLIP's tokenizer, or a new one trained on the captions."""
         text, kept = config.model.text, staged / TOKENIZER
 
         def make() -> None:
             with explain_disk(kept):
                 if resumed is not None:
-                    # links, which fit on a full disk
+                    # hard links, which work on a full disk
                     shutil.copytree(resumed / TOKENIZER, kept, copy_function=link_or_copy)
                 else:
                     captions = iter_captions(manifest, _TOKENIZER_CAPTIONS, loading.captions, loading.cache)
@@ -97,7 +97,7 @@ def _new_tokenizer(text: TextConfig, captions: Iterator[str]) -> CaptionTokenize
     reason = "model.text.tokenizer is not set"
     if text.tokenizer == CLIP_BPE:
         if find_spec("open_clip"):
-            from neuclip_ds.models.pretrained.open_clip_models import clip_bpe  # models of another library
+            from neuclip_ds.models.pretrained.open_clip_models import clip_bpe  # optional dependency
 
             return clip_bpe(text.context_length)
         reason = "open_clip_torch, which has CLIP's vocabulary, is not installed"
@@ -109,7 +109,7 @@ def resolve(source: str) -> str:
     """Return the path of a source; render it first if it is a demo split that does not exist yet."""
     if not source.startswith("demo:"):
         return source
-    from neuclip_ds.data.demo import demo_split  # imports the renderer, which other runs do not need
+    from neuclip_ds.data.demo import demo_split  # imports the renderer, which only demo runs need
 
     return str(demo_split(source, CACHE))
 
@@ -118,7 +118,7 @@ def open_data(source: str, data: DataConfig, communicator: Communicator, folder:
     """Open the manifest of a data set on all ranks; rank 0 builds it in `folder` if it does not exist."""
 
     def read() -> dict[str, Any]:
-        from neuclip_ds.data.build import open_manifest  # scans shards, which no other rank does
+        from neuclip_ds.data.build import open_manifest  # scans shards, which only rank 0 does
         from neuclip_ds.data.scan import ScanOptions
 
         options, path = ScanOptions(tuple(data.captions)), resolve(source)
@@ -131,9 +131,9 @@ def open_data(source: str, data: DataConfig, communicator: Communicator, folder:
 
 
 def _missing_here(manifest: Manifest) -> str | None:
-    """Return the local shards that this node lacks."""
+    """Return a message about local shards that are missing on this node, or None."""
     paths = [Path(shard.path) for shard in manifest.shards if is_local(shard.path)]
-    folders = {path.parent for path in paths}  # listed, which is faster than a stat call per shard
+    folders = {path.parent for path in paths}  # listing them is faster than a stat call per shard
     present = {path for folder in folders if folder.is_dir() for path in folder.iterdir()}
     missing = [path for path in paths if path not in present]
     if not missing:
@@ -145,11 +145,11 @@ def _missing_here(manifest: Manifest) -> str | None:
 
 
 def loader_options(data: DataConfig, communicator: Communicator, *manifests: Manifest) -> LoaderOptions:
-    """Return the options of a loader of these manifests; with a cache if any of their shards needs one."""
+    """Return the options of a loader for these manifests, with a shard cache if any shard is remote."""
     cache = None
     if any(map(needs_cache, manifests)):
         folder = data.cache_dir or private_folder()
-        # an attempt that stalls fails long before the loader's own time-out
+        # a stalled download fails long before the loader's own timeout
         cache = ShardCache(
             folder,
             int(data.cache_gb * 1e9),
@@ -172,7 +172,7 @@ def iter_captions(
 ) -> Iterator[str]:
     """Yield all captions of up to `limit` samples, evenly spaced within at most 100 evenly spaced shards.
 
-    The captions are the same for the same manifest, unless a shard cannot be read, which is logged as a warning.
+    A manifest always yields the same captions, unless a shard cannot be read, which is logged as a warning.
     """
     sources = Captions(captions)
     for texts in _iter_texts(manifest, limit, sources, cache, _SHARDS_FOR_CAPTIONS):
@@ -180,7 +180,7 @@ def iter_captions(
 
 
 def unused_sources(manifest: Manifest, captions: CaptionSources, cache: ShardCache | None = None) -> list[str]:
-    """Return the caption sources, if there are several, that no checked sample has; reads at most one remote shard."""
+    """Return the caption sources that no checked sample has, if several are given; read at most one remote shard."""
     if len(captions) < 2:
         return []
     sources = {name: Captions([name]) for name in captions}
@@ -192,7 +192,7 @@ def unused_sources(manifest: Manifest, captions: CaptionSources, cache: ShardCac
 def _iter_texts(
     manifest: Manifest, limit: int, captions: Captions, cache: ShardCache | None, most_shards: int
 ) -> Iterator[Mapping[str, bytes]]:
-    """Yield the members with captions of evenly spaced samples, as `iter_captions` chooses them."""
+    """Yield the caption members of evenly spaced samples, chosen as in `iter_captions`."""
     reader = TarReader(manifest, captions.extensions, cache)
     filled = np.flatnonzero(manifest.sizes)
     shards = filled[_evenly_spaced(len(filled), most_shards)]
@@ -214,6 +214,6 @@ def _iter_texts(
 
 
 def _evenly_spaced(n: int, count: int) -> np.ndarray:
-    """Return min(n, count) distinct numbers of 0 ... n - 1 in ascending order."""
+    """Return min(n, count) evenly spaced integers from 0 to n - 1, distinct and in ascending order."""
     count = min(n, count)
     return np.arange(count) * n // max(count, 1)

@@ -1,6 +1,6 @@
-"""The training set of a run, one data set or a weighted mixture, and the order of its samples.
+"""The training set of a run (one data set or a weighted mixture) and the order of its samples.
 
-The order is chosen when the run starts and kept by its checkpoints.
+The order is chosen when the run starts, and is stored in the run's checkpoints.
 """
 
 import logging
@@ -21,26 +21,26 @@ from neuclip_ds.errors import UserError
 
 log = logging.getLogger(__name__)
 
-_LEAST, _SHARE, _MOST = 200, 1000, 10_000  # held-out pairs: one of a thousand, within these bounds
-LEAST_PAIRS = 10 * _LEAST  # training sets with held-out pairs
-_HELD_OUT_SHARDS = 100  # shards that held-out pairs come from; each may have to be fetched
+_LEAST, _SHARE, _MOST = 200, 1000, 10_000  # held-out pairs: one in a thousand, within these bounds
+LEAST_PAIRS = 10 * _LEAST  # smallest training set from which `auto` holds out pairs
+_HELD_OUT_SHARDS = 100  # shards from which held-out pairs are taken; each may have to be fetched
 
 
 class TrainingSet:
-    """The shards of a run's sources.
+    """The training shards of all sources of a run.
 
     Attributes:
         manifest: manifest of all sources, concatenated, without the held-out pairs.
         sources: options of each source; empty for a single data set.
-        parts: for each source, (n_shards,) number of used samples of each shard, 0 for shards of other sources.
+        parts: for each source, the (n_shards,) counts of used samples per shard, 0 for the shards of other sources.
     """
 
     def __init__(
         self, data: DataConfig, open_one: Callable[[str], Manifest], held_out: Mapping[int, int] | None = None
     ) -> None:
-        """`open_one` opens a source by its path, `held_out` is that of a resumed run; None chooses it.
+        """Open all sources with `open_one`; `held_out` contains a resumed run's held-out counts by shard number.
 
-        Raises `UserError` if no source exists, or `data.val` holds out too many pairs or others than the checkpoint.
+        Raises `UserError` if `data.train` is empty, or `data.val` is too large or differs from the checkpoint's value.
         """
         if not data.train_paths:
             raise UserError("Name the training data: --data.train=FOLDER_OF_TARS (or demo:train).")
@@ -85,7 +85,7 @@ class TrainingSet:
         return MixtureOrder(self.orders(batch_size, seed, interleave), self.weights(), interleave)
 
     def describe(self) -> list[str]:
-        """Return a line for each source: its samples, and its share of the batches."""
+        """Return a line for each source, with its number of samples and its share of each batch."""
         weights = self.weights()
         return [
             f"  {source.path:<12} {int(part.sum()):,} samples, {weight / sum(weights):.1%} of each batch"
@@ -94,7 +94,7 @@ class TrainingSet:
 
 
 def find_split(source: str | int, name: str, train_paths: Sequence[str]) -> str:
-    """Return the path of a held-out set: as named, or for `auto` the folder `name` next to the first training data."""
+    """Return the path of a held-out set: `source`, or, for `auto`, a folder `name` next to the first training data."""
     train = next(iter(train_paths), "")
     if source != "auto":
         return source if isinstance(source, str) else ""
@@ -105,7 +105,7 @@ def find_split(source: str | int, name: str, train_paths: Sequence[str]) -> str:
 
 
 def find_validation(data: DataConfig, training: Manifest | None) -> str | int:
-    """Return the path of a run's validation pairs, or the number of training pairs held out; empty for none."""
+    """Return the path of a run's validation pairs, or the number of training pairs held out, or an empty string."""
     path = find_split(data.val, "val", data.train_paths)
     held_out = sum(training.held_out.values()) if training is not None and data.val != "" else 0
     return path or held_out or ""
@@ -134,11 +134,11 @@ def _choose_held_out(data: DataConfig, sizes: NDArray[np.int64]) -> dict[int, in
 def open_order(
     config: Config, training_set: TrainingSet, nodes: int = 1, saved: Interleave | None = None
 ) -> BatchOrder:
-    """Return the order of a run's samples, with its checkpoint's interleave if it resumes.
+    """Return the order of a run's samples, with the `saved` interleave if the run resumes.
 
     Raises:
-        UserError: the batch does not fit the data or streams, or a new run needs more shards at a time than the cache
-            holds.
+        UserError: the batch size does not fit the data or the shard streams, or a new run reads more shards at a time
+            than fit into the cache.
     """
     data, manifest, seed = config.data, training_set.manifest, config.run.seed
     cache = data.cache_gb * 1e9 if needs_cache(manifest) else None
@@ -183,16 +183,16 @@ def open_order(
 
 
 def needs_cache(manifest: Manifest) -> bool:
-    """Return whether a node keeps copies of shards."""
+    """Return whether any shard is remote, so that each node caches shards."""
     return not all(is_local(shard.path) for shard in manifest.shards)
 
 
 def order_facts(interleave: Interleave) -> dict[str, int]:
-    """Return the interleave's options that a checkpoint keeps."""
+    """Return the options of the interleave that a checkpoint stores."""
     return {"shard_streams": interleave.streams, "shuffle_block_size": interleave.block}
 
 
 def source_facts(data: DataConfig) -> dict[str, object]:
-    """Return the facts of a mixture that a checkpoint keeps; none for a single data set."""
+    """Return the weights of a mixture's sources that a checkpoint stores, or nothing for a single data set."""
     described = [source.model_dump(mode="json", exclude={"path"}) for source in data.sources]
     return {"sources": described} if described else {}

@@ -1,4 +1,4 @@
-"""Evaluate a run's model: held-out retrieval, zero-shot accuracy, evaluation sets, the normalizers' error."""
+"""Evaluate a run's model: held-out retrieval, zero-shot accuracy, evaluation sets and the normalizers' error."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -34,14 +34,14 @@ from neuclip_ds.training.data import loader_options, open_data, resolve
 from neuclip_ds.training.data_order import find_split, find_validation
 
 _ANCHOR_SEED = 2_718_281  # the same anchors for every method and seed, independent of the run's order
-_VAL, _TRAIN, _ANCHORS = "val", "train", "anchors"  # sources of pairs
+_VAL, _TRAIN, _ANCHORS = "val", "train", "anchors"  # the loader's sources of pairs
 
 
 class Evaluator:
-    """Evaluate on the held-out sets of a run, which are opened before the first step.
+    """Evaluates a model on the held-out sets of a run, which are opened before the first step.
 
-    The first evaluation starts loader processes, as many as training has; they wait for the next one. `close` stops
-    them. Images are decoded as in training, but always at full size.
+    The first evaluation starts as many loader processes as training has. These wait for the next evaluation until
+    `close` stops them. Images are decoded as in training, but always at full size.
     """
 
     def __init__(
@@ -52,12 +52,12 @@ class Evaluator:
         communicator: Communicator,
         folder: Path,
     ) -> None:
-        """Raise `UserError` if a set is unusable, or for normalizer errors of a method without normalizers."""
+        """Raise `UserError` if a set is unusable, or `run.normalizer_anchors` needs a method that has normalizers."""
         anchors, method = config.run.normalizer_anchors, config.objective.method
         if anchors and find_method(method).normalizer is None:
             raise UserError(
                 f"run.normalizer_anchors={anchors} measures normalizers, but objective.method={method} has none. "
-                "Set it to 0."
+                "Set run.normalizer_anchors=0."
             )
         self._config, self._communicator = config, communicator
         self._manifest, self._tokenizer, self._interleave = data.manifest, data.tokenizer, data.order.interleave
@@ -65,7 +65,7 @@ class Evaluator:
         self._transform = EvalTransform(preprocessing.size, preprocessing.squash, decode)
         self._rank_batch = config.rank_batch(communicator.world_size)
         micro = config.micro_batch(communicator.world_size)
-        self._rows = -(-micro // part_count(micro, preprocessing.size))  # that are loaded and encoded at once
+        self._rows = -(-micro // part_count(micro, preprocessing.size))  # rows that are loaded and encoded at once
         held_out = open_held_out(config, communicator, folder, data.manifest)
         self._val, self._zero_shot, self._on_disk = held_out.pairs, held_out.zero_shot, held_out.on_disk
         self.describe = held_out.describe
@@ -77,7 +77,7 @@ class Evaluator:
         self._loader = self._start_loader()
 
     def __call__(self, engine: Any, objective: Objective) -> dict[str, float]:
-        """Return results by name, equal on all ranks, with the score of a random choice as `chance/NAME`."""
+        """Return the results by name, equal on all ranks, and their chance levels as `chance/NAME`."""
         results: dict[str, float] = {}
         encode = encoder_of(engine, self._communicator.device)
         encoder = BatchEncoder(encode, self._tokenizer, self._communicator, self._rows, self._transform, self._loader)
@@ -98,7 +98,7 @@ class Evaluator:
         self._loader.close()
 
     def _scores(self, encoder: BatchEncoder) -> dict[str, float]:
-        """Return `task/KEY` of every evaluation set, `average/NAME` of complete averages, and chance levels."""
+        """Return each evaluation set's score as `task/KEY`, complete averages as `average/NAME`, and chance levels."""
         metrics = {task.key: measure(task, place, encoder) for task, place in self._on_disk}
         random = {key: {"main_metric": found["chance"]} for key, found in metrics.items()}
         scores: dict[str, float | None] = {}
@@ -109,7 +109,7 @@ class Evaluator:
         return {name: score for name, score in scores.items() if score is not None}
 
     def _normalizer_error(self, encode: Encode, objective: ContrastiveObjective) -> dict[str, float]:
-        """Compare the normalizers of a fixed sample of anchors with those over the whole training set."""
+        """Compare the estimated normalizers of a fixed sample of anchors with the exact ones over the training set."""
         data, manifest = self._config.data, self._manifest
         order = GlobalOrder(manifest.starts, manifest.sizes, data.batch_size, _ANCHOR_SEED, self._interleave)
         anchors = min(self._config.run.normalizer_anchors, manifest.n_used)
@@ -132,7 +132,7 @@ class Evaluator:
         return self._loader.batches(source, eval_jobs(manifest, ranks.rank, ranks.world_size, self._rows))
 
     def _start_loader(self) -> Loader:
-        sources: dict[str, tuple[Manifest, int]] = {}  # with the seeds of their captions
+        sources: dict[str, tuple[Manifest, int]] = {}  # each with the seed that draws its captions
         if self._val is not None:
             sources[_VAL] = self._val, 0
         if self._config.run.normalizer_anchors:
@@ -146,7 +146,7 @@ class Evaluator:
 
 
 def _chance(results: Mapping[str, float], candidates: int) -> dict[str, float]:
-    """Return the chance level of the scores whose names end in k, for lists of that many candidates."""
+    """Return the chance levels of the scores whose names end in @k or topk, for lists of `candidates` items."""
     lengths = {name: re.search(r"(?:@|top)(\d+)$", name) for name in results}
     return {f"{CHANCE}{name}": chance_recall(int(k[1]), candidates) for name, k in lengths.items() if k}
 
@@ -155,12 +155,12 @@ class HeldOut(NamedTuple):
     """The held-out sets of a run."""
 
     pairs: Manifest | None
-    origin: str  # where these pairs come from
+    origin: str  # where the pairs come from
     zero_shot: EvaluationSet | None
     on_disk: list[tuple[Task, Path]]
 
     def describe(self) -> str:
-        """Return a description for the log."""
+        """Return a description of the held-out sets for the log."""
         parts = [f"{self.pairs.n_used:,} pairs {self.origin}" if self.pairs is not None else "no pairs"]
         if self.zero_shot is not None:
             parts.append(f"zero-shot images in {self.zero_shot.path}")
@@ -168,9 +168,9 @@ class HeldOut(NamedTuple):
 
 
 def open_held_out(config: Config, communicator: Communicator, folder: Path, train: Manifest | None) -> HeldOut:
-    """Open the held-out sets of a run on all ranks: validation, zero-shot images, and evaluation sets on disk.
+    """Open the held-out sets of a run on all ranks: validation pairs, zero-shot images, and evaluation sets on disk.
 
-    Raises `UserError` if a named set does not exist, or validation contains shards of the training data.
+    Raises `UserError` if a named set does not exist, or if the validation pairs are in shards of the training data.
     """
     options = config.data
     val = find_validation(options, train)

@@ -1,7 +1,7 @@
-"""The training loop: steps of one objective over the data, from the newest checkpoint to the last step.
+"""The training loop, which runs the steps of one objective from the newest checkpoint to the last step.
 
-Training is one loop; the recovery of an optimizer's state before fine-tuning is another one. Each has a folder with its
-checkpoints, metrics and logs.
+Training is one loop; the recovery of optimizer state before fine-tuning is a second loop. Each loop has a folder with
+its checkpoints, metrics and logs.
 """
 
 import logging
@@ -45,57 +45,57 @@ class RunContext(NamedTuple):
     communicator: Communicator
     folder: Path
     data: TrainingData
-    engine: Any  # DeepSpeed's, around the encoders
+    engine: Any  # DeepSpeed's engine around the encoders
     objective_context: Context
     comm_dtype: torch.dtype
     fingerprint: Fingerprint
     trained_with: Mapping[
         str, bytes
-    ]  # the checkpoints' other files, content by name: config, tokenizer, model description
+    ]  # contents of the checkpoints' other files (config, tokenizer, model description) by name
 
 
 @dataclass(frozen=True)
 class StepResult(StepOutcome):
     """Result of a training step, and its position in the run."""
 
-    step: int  # number of steps done, this one included
-    last: bool  # whether it is the run's last
-    logs: bool  # whether metrics are logged after it
-    saves: bool  # whether a checkpoint is saved after it
-    rest: bool  # whether its batch is a small last batch of an epoch, whose loss is not comparable with a full batch's
+    step: int  # number of steps done, including this one
+    last: bool  # whether this is the last step of the loop
+    logs: bool  # whether metrics are logged after this step
+    saves: bool  # whether a checkpoint is saved after this step
+    rest: bool  # whether the batch is the small last one of an epoch, whose loss is not comparable to a full batch's
     batch: RankBatch  # this rank's samples, whose pixels have been released
     lr: float  # learning rate of the encoders
-    skipped: int  # steps of the run that were skipped
+    skipped: int  # number of steps skipped in the run so far
     waited: float  # seconds lost to waiting for the batch
     seconds: float  # duration of the whole step
-    samples_per_second: float  # rate of all ranks over the last steps
+    samples_per_second: float  # throughput of all ranks over the last steps
 
     @cached_property
     def metrics(self) -> dict[str, float]:
-        """All metrics of the step by name; the first use waits for the device."""
+        """All metrics of the step, by name; the first access waits for the device."""
         found = {"loss": self.loss, "lr": self.lr, "grad_norm": self.grad_norm, "skipped_steps": self.skipped}
         values = torch.stack([value.double() for value in self.gradients.metrics.values()]).tolist()
         return found | dict(zip(self.gradients.metrics, values, strict=True))
 
 
 class Loop:
-    """Steps of one objective, with hooks around them.
+    """A loop over the training steps of one objective, with hooks around each step.
 
     Attributes:
         context: the objects that the loops of the run share.
         objective: computes the gradients of the features.
-        folder: folder of this loop's records; exists on rank 0.
+        folder: folder for the checkpoints and records of this loop; rank 0 creates it.
         fingerprint: settings that a resumed loop must share with its checkpoint.
         checkpoints: checkpoints of this loop.
         order: the order of the samples.
         done: number of steps done.
         total: number of steps after which the loop ends.
         saved: last step with a checkpoint.
-        stop_requested: set it on all ranks to end the loop after this step, with a checkpoint.
-        stop_signal: the signal that requested it, if one did; the loop then ends with `Interrupted`.
-        resources: context managers that hooks enter as they start; they end with the loop.
+        stop_requested: set this to True on all ranks to end the loop after the current step, with a checkpoint.
+        stop_signal: the signal that requested the stop, if any; the loop then raises `Interrupted`.
+        resources: stack of the context managers that hooks enter when they start; the stack closes with the loop.
         events: the log of problems.
-        metrics: metrics.jsonl and TensorBoard, open on rank 0 while the loop runs.
+        metrics: the log of metrics (metrics.jsonl and TensorBoard), open on rank 0 while the loop runs.
     """
 
     metrics: MetricsLog | None
@@ -130,13 +130,13 @@ class Loop:
         self._failed_at = -1  # steps done at the last rollback
         self.stop_signal: int | None = None
         self._hooks: list[Hook] = []
-        self._hook_states: dict[str, Any] = {}  # from the checkpoint, by class
+        self._hook_states: dict[str, Any] = {}  # from the checkpoint, by class name
         self.resources = ExitStack()
 
     def resume(self, checkpoint: Path) -> None:
-        """Fill engine and objective from an intact checkpoint, and continue after its step.
+        """Load the engine and the objective from an intact checkpoint, and continue after its step.
 
-        Writes nothing; raises `UserError` if the checkpoint belongs to another run, model or data set.
+        Writes nothing; raises `UserError` if the checkpoint belongs to a different run, model or data set.
         """
         self.done, saved = self.checkpoints.read(checkpoint, self.fingerprint)
         check_data(saved, self.context.data.manifest)
@@ -149,11 +149,11 @@ class Loop:
     def run(
         self, evaluate: Evaluate | None = None, hooks: Sequence[Hook] = (), average: WeightAverage | None = None
     ) -> bool:
-        """Train from `done` to `total` steps; return False when a stop was requested before the end.
+        """Train from `done` to `total` steps; return False if a stop was requested before the end.
 
-        Calls `evaluate`, if given, runs `hooks` around the standard ones, and updates `average` after each step that
-        was not skipped. After a `roll_back` it resumes, and all hooks start again. Raises `Interrupted`
-        after a stop that a signal requested.
+        Calls `evaluate` if given, runs `hooks` before the standard hooks, and updates `average` after each step that
+        was not skipped. After a `roll_back`, the loop resumes from the checkpoint, and all hooks start again. Raises
+        `Interrupted` if a signal requested the stop.
         """
         while True:
             try:
@@ -182,7 +182,7 @@ class Loop:
                 self.resources.push(lambda kind, error, trace, hook=hook: hook.close(self, error))
             batches = self._step.batches
             batches.start(source)
-            ends: deque[float] = deque(maxlen=51)  # times of the last steps; the first, which compiles, does not count
+            ends: deque[float] = deque(maxlen=51)  # end times of recent steps; excludes the first step, which compiles
             while self.done < self.total and not self.stop_requested:
                 for hook in every_hook:
                     hook.before_step(self)
@@ -206,10 +206,10 @@ class Loop:
         return not self.stop_requested
 
     def save(self) -> None:
-        """Save a checkpoint of the steps done, on all ranks together.
+        """Save a checkpoint after the last completed step; all ranks call this together.
 
-        Compares the ranks first. Raises `SaveFailed` on all ranks if any could not write, and `TrainingDiverged` if
-        their replicated state differs.
+        Compares the ranks' replicated state first, and raises `TrainingDiverged` if it differs. Raises `SaveFailed` on
+        all ranks if any rank could not write.
         """
         compare_replicas(self.done, self.context.engine, self.objective, self.context.communicator)
         self._tried = self.done
@@ -225,8 +225,8 @@ class Loop:
         """Return to the newest checkpoint, on all ranks, after `run.max_skipped_steps` skipped steps.
 
         Raises:
-            RollBack: ends these steps, for `run` to resume.
-            TrainingDiverged: no checkpoint exists, or the steps have failed at the same place before.
+            RollBack: always; `run` catches it and resumes from the checkpoint.
+            TrainingDiverged: no checkpoint exists, or training has failed at the same step before.
         """
         newest, before = self.checkpoints.newest(), self.done - self.context.config.run.max_skipped_steps
         advice = "lower optimizer.lr, or objective.npn.lr if npn_ratio_mean left 0.5 to 2, and start the run again."

@@ -1,9 +1,9 @@
-"""Recover optimizer statistics (TuneCLIP's first stage): moments and u for a checkpoint that lacks them.
+"""Recover the optimizer's moments and each sample's moving average u for a checkpoint without them (TuneCLIP stage 1).
 
-The weights are frozen (learning rate 0, which also switches decoupled weight decay off) while u of every sample and
-the optimizer's moments accumulate (TuneCLIP Algorithm 1). A method without u recovers the moments of its own loss. The
-last checkpoint of this loop holds them; fine-tuning reads them from there, as can other runs from the same weights and
-data (`recovery.reuse`).
+The weights are frozen (by a learning rate of 0, which also disables decoupled weight decay) while u of every sample and
+the moments accumulate (TuneCLIP Algorithm 1). For a method without u, only the moments of the method's own loss are
+recovered. Fine-tuning reads the recovered state from the last checkpoint of this loop, and so can other runs with the
+same initial weights and data (`recovery.reuse`).
 """
 
 import logging
@@ -32,22 +32,22 @@ log = logging.getLogger(__name__)
 
 RECOVERY = "recovery"
 _METHODS = {"gcl": "gcl", "hgcl": "tuneclip"}  # recovery.loss -> method
-_TABLE = "samples"  # u
-_TAU = "temperature.tau"  # in methods with a constant temperature
+_TABLE = "samples"  # the table that contains u
+_TAU = "temperature.tau"  # key of tau in methods with a constant temperature
 
 
 def keeps_u(method: str) -> bool:
-    """Return whether a method keeps u of each sample; without it, only the optimizer's moments are recovered."""
+    """Return whether a method keeps u for each sample; without u, only the optimizer's moments are recovered."""
     return "moving_average" in find_method(method).sections
 
 
 def recovered_objective(config: Config) -> ObjectiveConfig:
-    """Return the objective whose gradients the recovery averages: that of `recovery.loss`, at a fixed temperature."""
+    """Return the config of the objective whose gradients are averaged: `recovery.loss` at a fixed temperature."""
     objective, loss = config.objective, config.recovery.loss
     if loss is None:
         loss = "gcl" if keeps_u(objective.method) else "method"
     chosen: dict[str, Any] = {}
-    if loss == "method":  # with the encoders' rate of 0, tau does not move either
+    if loss == "method":  # with the encoders' learning rate of 0, tau does not change either
         chosen["temperature"] = objective.temperature.model_copy(update={"schedule": "encoder"})
     else:
         chosen["method"] = _METHODS[loss]
@@ -55,7 +55,7 @@ def recovered_objective(config: Config) -> ObjectiveConfig:
 
 
 def recovery_loop(context: RunContext, checkpoint: Path | None) -> Loop:
-    """Return the loop of the recovery, from the weights in the engine or from its checkpoint."""
+    """Return the recovery loop, which starts from the engine's weights or resumes from `checkpoint`."""
     at_rest = context.config.optimizer.model_copy(update={"lr": 0.0, "min_lr": 0.0})
     length: dict[str, Any] = {"epochs": context.config.recovery.epochs, "max_steps": None}
     chosen = {"objective": recovered_objective(context.config), "optimizer": at_rest, **length}
@@ -82,7 +82,7 @@ def recover(loop: Loop, hooks: Sequence[Hook] = ()) -> Path | None:
 def take_over(checkpoint: Path, context: RunContext, objective: Objective) -> None:
     """Load the recovered state that `recovery.restore` selects into a new engine and objective.
 
-    Raises `UserError` if the state belongs to other weights, another optimizer, or (for u) other data.
+    Raises `UserError` if the state belongs to different weights or a different optimizer, or u to different data.
     """
     recovery = context.config.recovery
     meta = read_meta(checkpoint)
@@ -90,8 +90,8 @@ def take_over(checkpoint: Path, context: RunContext, objective: Objective) -> No
     if "moments" in recovery.restore:
         if meta["facts"]["optimizer"] != wanted:
             raise UserError(
-                f"{checkpoint} holds moments of optimizer.name={meta['facts']['optimizer']}, this run has {wanted}: "
-                "set it back, or pass --recovery.restore='[\"statistics\"]'."
+                f"{checkpoint} holds moments of optimizer.name={meta['facts']['optimizer']}, "
+                f"but this run has {wanted}: set it back, or pass --recovery.restore='[\"statistics\"]'."
             )
         load_moments(checkpoint / STATE, context.engine, context.communicator)
     transferred = [kind for kind in recovery.restore if kind == "moments" or _TABLE in objective.row_tables()]
@@ -115,14 +115,14 @@ def take_over(checkpoint: Path, context: RunContext, objective: Objective) -> No
 
 
 def epochs_behind(config: Config) -> int:
-    """Return the epochs of gamma's schedule that training need not repeat: at gamma's start a visit would replace u."""
+    """Return the epochs of gamma's schedule to skip: gamma starts at 1, which would replace the recovered u."""
     recovery = config.recovery
     continues = "statistics" in recovery.restore and keeps_u(config.objective.method)
     return int(recovery.epochs) if continues else 0
 
 
 def find_reused(context: RunContext) -> Path:
-    """Return the checkpoint that `recovery.reuse` names, or the newest one of the run that it names."""
+    """Return the checkpoint, or the newest checkpoint of the run, that `recovery.reuse` names."""
     path = context.config.recovery.reuse
     assert path is not None
 

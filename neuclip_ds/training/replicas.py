@@ -13,13 +13,13 @@ from neuclip_ds.errors import TrainingDiverged
 from neuclip_ds.objectives.base import Objective
 
 _SHOWN = 3  # names of tensors in a message
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
-_ODD = 0x1E3779B97F4A7C15  # its double fits int64
-_CHUNK = 2**22  # elements, which take 64 MB of int64
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by element size in bytes
+_ODD = 0x1E3779B97F4A7C15  # twice this number fits into int64
+_CHUNK = 2**22  # elements per chunk, whose two int64 tensors take 64 MB
 
 
 def compare_replicas(step: int, engine: Any, objective: Objective, communicator: Communicator) -> None:
-    """Compare replicated tensors (temperature, nets, counters, weights) on all ranks; each sends one 64-bit hash.
+    """Compare replicated tensors (temperature, MLPs, counters, weights) across ranks; each rank sends a 64-bit hash.
 
     Raises:
         TrainingDiverged: on all ranks, if any tensor differs between ranks.
@@ -27,7 +27,7 @@ def compare_replicas(step: int, engine: Any, objective: Objective, communicator:
     if communicator.world_size == 1:
         return
     tensors = {**objective.replicated_state(), **replicas(engine, communicator.rank)}
-    if not tensors:  # ZeRO 3 divides all weights, and individual temperatures are stored with their samples
+    if not tensors:  # ZeRO 3 partitions all weights, and individual temperatures are stored with their samples
         return
     hashes = torch.stack([bit_hash(tensor).to(communicator.device) for tensor in tensors.values()])
     found = communicator.all_gather(bit_hash(hashes)[None], "control")
@@ -37,7 +37,7 @@ def compare_replicas(step: int, engine: Any, objective: Objective, communicator:
 
 
 def _difference(ranks: Sequence[Mapping[str, int]]) -> str:
-    """Describe which tensors differ, by their hashes on each rank, and on which ranks."""
+    """Describe which tensors differ and on which ranks, given their hashes on each rank."""
     names, odd = [], set()
     for name in {name: None for hashes in ranks for name in hashes}:
         values = [hashes.get(name) for hashes in ranks]
@@ -57,14 +57,14 @@ def _difference(ranks: Sequence[Mapping[str, int]]) -> str:
 
 
 def bit_hash(x: Tensor) -> Tensor:
-    """Return the 0-dim int64 sum, modulo 2^64, of the elements' bits times an odd weight of each position.
+    """Return a 0-dim int64 hash: the sum, modulo 2^64, of each element's bits times an odd weight for its position.
 
-    It does not depend on the order of summation. A change of one element always changes it, as the weights are odd.
+    The order of summation does not matter. Because the weights are odd, changing one element always changes the hash.
     """
     words = x.detach().reshape(-1).view(_WORDS[x.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     for start in range(0, len(words), _CHUNK):
         part = words[start : start + _CHUNK].long()
         weights = torch.arange(start, start + len(part), device=x.device).mul_(2 * _ODD).add_(_ODD)
-        total += weights.mul_(part).sum()  # `part` is the tensor itself where that is int64
+        total += weights.mul_(part).sum()  # overwrites `weights`, because an int64 `part` is a view of `x`
     return total

@@ -1,7 +1,7 @@
-"""The folder of a run. A launch writes to it only after all checks have passed.
+"""The folder of a run, to which a launch writes only after all checks have passed.
 
-A launch makes manifests, tokenizer and model description in a folder next to it, which is deleted if the launch is
-refused and moved in when all ranks are ready to train.
+A launch writes the manifests, the tokenizer and the model description to a staging folder next to the run's folder.
+These files are moved into the run's folder when all ranks are ready to train, and deleted if the launch is refused.
 """
 
 import json
@@ -30,7 +30,7 @@ CONFIG, MANIFESTS, MODEL, TOKENIZER, COMPLETE = "config.yaml", "manifests", "mod
 
 @contextmanager
 def staging(config: Config, folder: Path, communicator: Communicator) -> Iterator[Path]:
-    """Yield a folder next to a run's, the same on all ranks, with its manifests; the folder is deleted in the end.
+    """Yield the staging folder of a launch, which all ranks share, with the run's manifests, and delete it at the end.
 
     Raises `UserError` if the folder cannot be written.
     """
@@ -53,7 +53,7 @@ def staging(config: Config, folder: Path, communicator: Communicator) -> Iterato
 
 
 def take_in(staged: Path, folder: Path, config: Config) -> None:
-    """Move a launch's new files to the run's folder; called on one rank."""
+    """Move a launch's staged files into the run's folder, and write the config; called on one rank."""
     with explain_disk(folder):
         folder.mkdir(exist_ok=True)
         for path in sorted(staged.iterdir()):
@@ -72,7 +72,7 @@ def write_complete(folder: Path, step: int) -> None:
 
 
 def read_complete(folder: Path) -> int | None:
-    """Return the step of `write_complete`, or None."""
+    """Return the step that `write_complete` recorded, or None."""
     try:
         return int(json.loads((folder / COMPLETE).read_text(encoding="utf-8"))["step"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -80,7 +80,7 @@ def read_complete(folder: Path) -> int | None:
 
 
 def trained_with(staged: Path, folder: Path, config: Config) -> dict[str, bytes]:
-    """Return a checkpoint's files other than the state, content by name: config, tokenizer, model description."""
+    """Return the contents, by name, of a checkpoint's config, tokenizer and model description."""
     content = {CONFIG: dump(config).encode()}
     for name in (MODEL, TOKENIZER):
         place = next((home / name for home in (staged, folder) if (home / name).is_dir()), None)
@@ -90,7 +90,7 @@ def trained_with(staged: Path, folder: Path, config: Config) -> dict[str, bytes]
 
 
 def link_or_copy(source: str, target: str) -> None:
-    """Link a file to a second name, or copy it if the file system does not support links."""
+    """Create a hard link to a file, or copy it if the file system does not support hard links."""
     try:
         os.link(source, target)
     except OSError:
@@ -104,7 +104,7 @@ def record_environment(folder: Path, communicator: Communicator) -> None:
     nodes = communicator.gather_objects(f"{platform.node()} ({device})")
     if communicator.rank > 0:
         return
-    call = ["git", "describe", "--always", "--dirty"]  # of a checkout
+    call = ["git", "describe", "--always", "--dirty"]  # the commit of a checkout
     commit = subprocess.run(call, cwd=Path(__file__).parent, capture_output=True, text=True, check=False).stdout
     found = {
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),

@@ -1,4 +1,4 @@
-"""The lock of a run's folder: one process at a time may train in it."""
+"""The lock on a run's folder, which lets one launch at a time train in it."""
 
 import errno
 import fcntl
@@ -20,17 +20,17 @@ from neuclip_ds.training.recovery import RECOVERY
 
 LOCK = "lock.json"
 _HELD = (errno.EACCES, errno.EAGAIN)
-_BEAT = 10.0  # seconds between two heartbeats
-_SILENCE = 25.0  # seconds without a heartbeat, after which a process on another host counts as dead
-_ENDING = 5.0  # seconds in which a stopped process may end
+_BEAT = 10.0  # seconds between heartbeats
+_SILENCE = 25.0  # seconds without a heartbeat after which a process on another host is considered dead
+_ENDING = 5.0  # seconds that a stopped process has to exit
 
 
 @contextmanager
 def locked(folder: Path, communicator: Communicator) -> Iterator[None]:
-    """Hold the lock of a run's folder on rank 0 during the block, which all ranks enter together.
+    """Hold the lock on a run's folder on rank 0 during the block, which all ranks enter together.
 
     Raises:
-        UserError: another process holds the lock, the folder has files but is not a run's, or it cannot be written.
+        UserError: another process holds the lock, or the folder cannot be written or does not belong to a run.
     """
     with ExitStack() as stack:
 
@@ -43,10 +43,10 @@ def locked(folder: Path, communicator: Communicator) -> Iterator[None]:
 
 @contextmanager
 def _lock(folder: Path) -> Iterator[None]:
-    """Hold the kernel's lock of FOLDER/lock.json, which names this host and process.
+    """Hold the kernel's lock on FOLDER/lock.json, and record this host and process in the file.
 
     The kernel releases the lock of a process that dies. Hosts that share a file system may not share its locks, so the
-    time at which the file was changed is a heartbeat. After a clean end the file is empty: it marks a run's folder.
+    file's modification time serves as a heartbeat. After a clean exit, the empty file marks the folder of a run.
     """
     path, ended = folder / LOCK, threading.Event()
     _check_is_run(folder)
@@ -66,7 +66,7 @@ def _lock(folder: Path) -> Iterator[None]:
             beats.join()
             with suppress(OSError):
                 os.ftruncate(handle, 0)
-                if is_new and list(folder.iterdir()) == [path]:  # the start was refused
+                if is_new and list(folder.iterdir()) == [path]:  # the launch was refused
                     path.unlink()
                     folder.rmdir()
     finally:
@@ -74,7 +74,7 @@ def _lock(folder: Path) -> Iterator[None]:
 
 
 def _check_is_run(folder: Path) -> None:
-    """Raise `UserError` if a folder has files but neither a lock nor a checkpoint."""
+    """Raise `UserError` if a folder contains files but neither a lock nor a checkpoint."""
     with explain_disk(folder):
         foreign = folder.is_dir() and not (folder / LOCK).exists() and any(folder.iterdir())
     if foreign and not any(complete_checkpoints(at / "checkpoints") for at in (folder, folder / RECOVERY)):
@@ -85,11 +85,11 @@ def _check_is_run(folder: Path) -> None:
 
 
 def _take(handle: int, path: Path) -> None:
-    """Take the kernel's lock and write this process into the file; wait a little for a process that is ending."""
+    """Take the kernel's lock and record this process in the file; wait briefly for a process that is exiting."""
     deadline = time.monotonic() + _ENDING
     while True:
         try:
-            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, forked loader processes do not hold it
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike a flock, loader processes do not inherit it
             break
         except OSError as error:
             if error.errno not in _HELD:  # a file system without locks
@@ -103,7 +103,7 @@ def _take(handle: int, path: Path) -> None:
 
 
 def _wait_for_other_hosts(path: Path) -> None:
-    """Raise `UserError` if a process on another host changes the file within a heartbeat."""
+    """Raise `UserError` if a process on another host updates the file within `_SILENCE` seconds."""
     holder, first = _read(path)
     if not holder or _parse(holder).get("host") in (None, platform.node()):
         return
@@ -116,7 +116,7 @@ def _wait_for_other_hosts(path: Path) -> None:
 
 
 def _read(path: Path) -> tuple[bytes, int]:
-    """Return the content of the lock and when it was changed; opening a file makes NFS ask its server for both."""
+    """Return the lock file's content and modification time; opening the file makes NFS ask its server for both."""
     try:
         with path.open("rb") as file:
             return file.read(), os.fstat(file.fileno()).st_mtime_ns
@@ -139,5 +139,5 @@ def _in_use(path: Path, holder: bytes) -> UserError:
 
 def _beat(handle: int, ended: threading.Event) -> None:
     while not ended.wait(_BEAT):
-        with suppress(OSError):  # the next one may succeed
+        with suppress(OSError):  # the next update may succeed
             os.utime(handle)

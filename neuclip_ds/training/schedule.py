@@ -1,12 +1,12 @@
-"""The number of a run's steps, and the learning rate of each."""
+"""Compute the number of steps in a run and the learning rate at each step."""
 
 import math
 
 from neuclip_ds.config import OptimizerConfig
 from neuclip_ds.data.mixture import BatchOrder
 
-_FITTED_WARMUP = 10  # a warm-up that does not fit into the run becomes this fraction of it
-_COOLDOWN = 5  # by default the last fifth
+_FITTED_WARMUP = 10  # a warm-up that does not fit into the run is shortened to a tenth of the run
+_COOLDOWN = 5  # the default cooldown is a fifth of the run
 
 
 def run_length(order: BatchOrder, epochs: float, max_steps: int | None = None) -> int:
@@ -21,10 +21,10 @@ def is_rest(order: BatchOrder, number: int) -> bool:
 
 
 def learning_rate(step: int, total: int, config: OptimizerConfig) -> float:
-    """Return the learning rate of a step: lr (step + 1) / warmup, then `config.schedule` from lr to min_lr at `total`.
+    """Return the learning rate at a step: a linear warm-up to lr, then `config.schedule` until step `total`.
 
-    Warm-up, cosine and cooldown have the form of open_clip's. `wsd` is warm-up, stable, decay (Hu et al. 2024,
-    MiniCPM), with the decay of Haegele et al. 2024, arXiv:2405.18392.
+    The warm-up, `cosine` and `cooldown` are open_clip's. `wsd` is the warm-up-stable-decay schedule of Hu et al. 2024
+    (MiniCPM), with the decay of Haegele et al. 2024 (arXiv:2405.18392).
     """
     warmup = fitted_warmup(config.warmup_steps, total)
     if step < warmup:
@@ -32,7 +32,7 @@ def learning_rate(step: int, total: int, config: OptimizerConfig) -> float:
     cooldown = max(1, total // _COOLDOWN) if config.cooldown_steps is None else config.cooldown_steps
     step, total = step - warmup, max(1, total - warmup)
     cooldown = min(cooldown, total)
-    cooled = min(1.0, max(0, step - (total - cooldown)) / cooldown)  # share of the cooldown that is done
+    cooled = min(1.0, max(0, step - (total - cooldown)) / cooldown)  # fraction of the cooldown that is done
     match config.schedule:
         case "cosine":
             height = 0.5 * (1 + math.cos(math.pi * min(1.0, step / total)))
@@ -46,5 +46,5 @@ def learning_rate(step: int, total: int, config: OptimizerConfig) -> float:
 
 
 def fitted_warmup(steps: int, total: int) -> int:
-    """Return the warm-up steps in a run of `total`: as given if shorter than the run, else a tenth of it."""
+    """Return the number of warm-up steps: `steps` if the run of `total` steps is longer, else a tenth of the run."""
     return steps if steps < total else total // _FITTED_WARMUP

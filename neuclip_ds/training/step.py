@@ -1,15 +1,15 @@
-"""Run one training step: features out of the engine, feature gradients back into it.
+"""Run one training step: take the features from the engine, and pass their gradients back to the engine.
 
-The engine does not know the objective. It back-propagates K times a scalar whose gradient the objective has computed
-in closed form; the factor K cancels DeepSpeed's mean over ranks.
+The engine does not know the objective: it backpropagates a scalar whose gradients the objective has computed in closed
+form. The scalar is multiplied by the number of ranks, which cancels DeepSpeed's mean over ranks.
 
-A batch larger than the micro-batch takes two passes (loss/two_pass.py), with the objective between them. Dropout is
-seeded by (seed, step, rank, micro-batch). A frozen tower runs in the first pass only, except under ZeRO 3. The device
-holds the pixels of two micro-batches at a time (batches.py).
+If a rank's batch is larger than the micro-batch, the towers run twice (loss/two_pass.py), with the objective between
+the two passes. Dropout is seeded by (seed, step, rank, micro-batch). A frozen tower runs only in the first pass, except
+under ZeRO 3. The device stores the pixels of at most two micro-batches (batches.py).
 
-A step whose loss or gradient is not finite is skipped. The host reads no extra number for this: a non-finite loss
-or norm makes the gradient NaN, and the optimizer refuses such a gradient on all ranks. By then the objective has
-updated its state, so its state and batch-norm statistics are restored.
+A step whose loss or gradient is not finite is skipped without an extra read by the host: a non-finite loss or norm
+makes the gradient NaN, which the optimizer rejects on all ranks. By then the objective and batch norm have updated
+their state, so both are restored.
 """
 
 from collections.abc import Callable
@@ -43,14 +43,14 @@ class StepOutcome:
     tau: float  # the mean if samples have individual temperatures
     grad_norm: float  # norm of the encoders' gradient; not finite if the step was skipped
     applied: bool  # False if the step was skipped and left all state unchanged
-    not_finite: list[int]  # samples of all ranks whose features are not finite, if the step was skipped
+    not_finite: list[int]  # indices of samples on all ranks with non-finite features, if the step was skipped
 
 
 class TrainStep:
-    """Run batches through engine, objective and optimizers.
+    """Runs batches through the engine, the objective and the optimizers.
 
     Attributes:
-        batches: copies batches to the device; each step prefetches the next.
+        batches: copies batches to the device; each step prefetches the next batch.
     """
 
     def __init__(
@@ -59,9 +59,9 @@ class TrainStep:
         """
         Args:
             engine: DeepSpeed's engine around a `DualEncoder`, with gradient_accumulation_steps 1.
-            objective, communicator: the objective, which computes feature gradients, and its ranks.
-            micro_batch: rows that go through the towers at once; divides the rank's batch.
-            seed: seed of dropout.
+            objective, communicator: the objective, which computes feature gradients, and the communicator of its ranks.
+            micro_batch: rows that go through the towers at once; must divide the rank's batch.
+            seed: seed for dropout.
         """
         self._engine, self._objective, self._communicator = engine, objective, communicator
         self.batches, self._seed = DeviceBatches(communicator.device, micro_batch), seed
@@ -72,7 +72,7 @@ class TrainStep:
         self._runs_twice = [every or any(weight.requires_grad for weight in tower.parameters()) for tower in towers]
 
     def __call__(self, batch: Batch | DeviceBatch, step: Step) -> StepOutcome:
-        """Update encoders, temperature and normalizer with one global batch, or skip it if it is not finite."""
+        """Update the encoders, temperature and normalizers with one global batch; skip the step if it is not finite."""
         if isinstance(batch, Batch):
             self.batches.start(iter([RankBatch([batch])]))
             batch = next(self.batches)
@@ -94,7 +94,7 @@ class TrainStep:
         with record_function(f"{PHASE}objective"):
             gradients = self._objective(Features(*collected, index, valid, gather), step)
         passes.differentiated(gradients.image, gradients.text)
-        scalars = HostCopy(torch.stack([gradients.loss, gradients.metrics["tau"]]))  # arrive during the backward pass
+        scalars = HostCopy(torch.stack([gradients.loss, gradients.metrics["tau"]]))  # copied during the backward pass
         one_or_nan = 1 + 0 * (gradients.loss + gradients.metrics["feature_grad_norm"])
         if len(rows) == 1:
             self._backward(gradients.loss, passes.learning(*features), one_or_nan, last=True)
@@ -125,7 +125,7 @@ class TrainStep:
         return restore
 
     def _forward(self, image: Tensor, tokens: Tensor, gather: FeatureGather | None = None) -> tuple[Tensor, Tensor]:
-        """Return (b, d) image and text features; `gather` receives each as soon as it is computed."""
+        """Return the (b, d) features of images and texts; `gather` receives each tensor as soon as it is computed."""
         with record_function(f"{PHASE}forward"):
             text_ready = gather.add_text if gather is not None else None
             features: tuple[Tensor, Tensor] = self._engine(image, tokens, text_ready)
@@ -134,31 +134,31 @@ class TrainStep:
         return features
 
     def _second_pass(self, image: Tensor, tokens: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return features with a graph; None for a frozen tower that need not run again."""
+        """Return the features with their autograd graph, or None for a frozen tower that need not run again."""
         inputs = [x if again else None for x, again in zip((image, tokens), self._runs_twice, strict=True)]
         with record_function(f"{PHASE}forward"):
             features: tuple[Tensor | None, Tensor | None] = self._engine(*inputs, None)
         return features
 
     def _backward(self, loss: Tensor, learning: tuple[list[Tensor], list[Tensor]], factor: Tensor, last: bool) -> None:
-        """Back-propagate features with their gradients, times a factor; `last` of the step."""
+        """Backpropagate the gradients of the features, times a factor; `last` marks the last call of a step."""
         scalar = with_gradients(loss, *learning)
         self._engine.set_gradient_accumulation_boundary(last)
         with record_function(f"{PHASE}backward"):
             self._engine.backward(scalar * (self._communicator.world_size * factor))
 
     def _fix_dropout(self, step: Step, micro: int) -> None:
-        """Seed dropout by (seed, step, rank, micro-batch): equal in both passes and after a resume."""
+        """Seed dropout with (seed, step, rank, micro-batch): both passes and a resumed run draw the same masks."""
         place = step.number * self._communicator.world_size + self._communicator.rank
         seed = ((self._seed * 1_000_003 + place) * 65_537 + micro) % 2**63
-        # torch.manual_seed seeds every kind of device, which takes 0.3 ms even without one
+        # torch.manual_seed seeds every kind of device, which takes 0.3 ms even without a GPU
         torch.default_generator.manual_seed(seed)
         if self._communicator.device.type == "cuda":
             torch.cuda.manual_seed(seed)
 
     @torch.no_grad()
     def _not_finite(self, features: tuple[Tensor, Tensor], batch: RankBatch) -> list[int]:
-        """Return the indices of samples with (b, d) features that are not finite, over all ranks."""
+        """Return the indices of the samples on all ranks whose features, (b, d) on each rank, are not finite."""
         finite = torch.stack([side.isfinite().all(dim=1) for side in features]).all(dim=0).cpu()
         found = self._communicator.gather_objects(batch.index[batch.valid & ~finite].tolist())
         return [index for of_rank in found for index in of_rank]

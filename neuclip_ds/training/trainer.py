@@ -1,7 +1,7 @@
 """Build and run a training job from a config.
 
-The trainer knows only a list of hooks and a function that opens an evaluation. Its caller adds other parts of a run,
-such as a report or remote copies (training/hooks/optional.py).
+The trainer knows only a list of hooks and a function that opens the evaluation. Its caller passes optional features,
+such as the report or remote copies, as hooks (training/hooks/optional.py).
 """
 
 import logging
@@ -69,12 +69,12 @@ log = logging.getLogger(__name__)
 
 
 class Evaluation(Protocol):
-    """Evaluation of a run's model."""
+    """An evaluation of a run's model."""
 
     measures: bool  # whether there is anything to measure
 
     def __call__(self, engine: Any, objective: Objective) -> dict[str, float]:
-        """Return results by name, equal on all ranks; a collective call."""
+        """Return the results by name, equal on all ranks; all ranks call this together."""
 
     def describe(self) -> str:
         """Return a description of the evaluation sets for the log."""
@@ -84,7 +84,7 @@ class Evaluation(Protocol):
 
 
 OpenEvaluation = Callable[[Config, TrainingData, Preprocessing, Communicator, Path], Evaluation]
-"""Opens the data of an evaluation, before the engine starts; new files of the run go to the folder."""
+"""Function that opens the data of an evaluation before the engine starts, and writes new files to the folder."""
 
 
 def train(
@@ -93,17 +93,17 @@ def train(
     hooks: Sequence[Hook] = (),
     open_evaluation: OpenEvaluation | None = None,
 ) -> None:
-    """Train and evaluate; all results are in the run's folder.
+    """Train and evaluate a model, and write all results to the run's folder.
 
     Args:
-        config, environment: config of the run, and environment of this rank.
-        hooks: hooks in addition to those of every run.
-        open_evaluation: opens the evaluation of the run; by default nothing is measured.
+        config, environment: the config of the run, and the environment of this rank.
+        hooks: hooks in addition to the standard hooks of every run.
+        open_evaluation: opens the evaluation of the run; by default, nothing is evaluated.
 
     Raises:
-        UserError: config or data are invalid; raised before the first step where possible.
+        UserError: the config or the data are invalid; raised before the first step where possible.
         TrainingDiverged: steps stay non-finite after a rollback, or replicated state differs between ranks.
-        Interrupted: a signal stopped the run; during training it has saved a checkpoint.
+        Interrupted: a signal stopped the run; if the run was training, it has saved a checkpoint.
     """
     check_config(config, environment.world_size)  # a mistake in the config is reported before ranks connect
     folder = config.run.output_dir / str(config.run.name)
@@ -137,11 +137,11 @@ def train(
 
 
 class Trainer(NamedTuple):
-    """A built run, resumed from its checkpoint if it has one."""
+    """A run that is ready to train, resumed from its checkpoint if it has one."""
 
     loop: Loop
     evaluation: Evaluation | None
-    recovery: Loop | None  # that comes first
+    recovery: Loop | None  # runs before training
 
     def is_complete(self) -> bool:
         """Return whether an earlier launch has trained and evaluated to the end."""
@@ -151,11 +151,11 @@ class Trainer(NamedTuple):
         )
 
     def run(self, hooks: Sequence[Hook] = ()) -> bool:
-        """Train, after the recovery of statistics if the config enables it; return False if training was stopped."""
+        """Recover statistics if the config enables it, then train; return False if the recovery was stopped early."""
         context, objective = self.loop.context, self.loop.objective
         if self.recovery is not None:
             recovered = recover(self.recovery, [hook for hook in hooks if hook.in_recovery])
-            if recovered is None:  # stopped before its end
+            if recovered is None:  # stopped early
                 return False
             take_over(recovered, context, objective)
         ema = context.config.ema
@@ -172,7 +172,7 @@ class Trainer(NamedTuple):
         return True
 
     def _evaluate(self, evaluation: Evaluation, average: WeightAverage | None) -> dict[str, float]:
-        """Evaluate the weights, and their average as `ema/NAME`."""
+        """Evaluate the weights, and their moving average under the names `ema/NAME`."""
         engine, objective = self.loop.context.engine, self.loop.objective
         results = evaluation(engine, objective)
         if average is not None:
@@ -189,10 +189,10 @@ def build(
     staged: Path,
     open_evaluation: OpenEvaluation | None = None,
 ) -> Trainer:
-    """Build a run, and resume it; all ranks build it together.
+    """Build a run and resume it from its newest checkpoint, if any; all ranks call this together.
 
-    Writes nothing into the run's folder: new files go to `staged`. Raises `UserError` for invalid config, data or
-    checkpoints.
+    Writes nothing into the run's folder: new files go to `staged`. Raises `UserError` if the config, the data or a
+    checkpoint is invalid.
     """
     engine_config = load_engine_config(config, communicator.world_size)
     resumed = newest_checkpoint(config, communicator, folder)
@@ -231,7 +231,7 @@ def build(
 
 
 def newest_checkpoint(config: Config, communicator: Communicator, folder: Path) -> Path | None:
-    """Find the newest intact checkpoint that a run resumes from, of its training, otherwise of its recovery.
+    """Return the newest intact checkpoint of a run's training, else of its recovery, else None.
 
     Raises `UserError` if the checkpoint contradicts the config, before anything is built.
     """
@@ -255,9 +255,9 @@ def start_encoders(
     communicator: Communicator,
     folder: Path,
 ) -> tuple[Any, LogitParameters, int]:
-    """Build or load the encoders, write the files that reopen them to a folder, and start DeepSpeed's engine.
+    """Build or load the encoders, write a description of them to `folder`, and start DeepSpeed's engine.
 
-    Returns the engine, the encoders' temperature and bias, and their number of parameters.
+    Returns the engine, the encoders' temperature and bias, and the number of parameters.
     """
     torch.manual_seed(config.run.seed)  # the same weights on every rank
     model, logits = source.load(tokenizer)

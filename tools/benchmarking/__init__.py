@@ -1,4 +1,4 @@
-"""Code that benchmarks share: new processes, interleaved runs, peak memory, and random inputs."""
+"""Code shared by the benchmarks: new processes, interleaved runs, peak memory, and random inputs."""
 
 import argparse
 import json
@@ -26,13 +26,12 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.objectives.gather import Features
 
 FEATURES = ("random", "matched", "collapsed", "opposed")  # opposed: collapsed onto two opposite directions
-PEER = "open_clip ClipLoss"  # the loss of `clip_loss` in tables
+PEER = "open_clip ClipLoss"  # name of the loss from `clip_loss` in tables
 EOS = 1  # EOS id of tokenizers that this project trains, and of random tokens
 
 
 def on_ranks(ranks: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Run `work(*arguments)` in each of `ranks` fresh processes of this machine; return the results after a pass
-    through JSON."""
+    """Run `work(*arguments)` in each of `ranks` fresh processes; return the results, sent as JSON, by rank."""
     with socket.socket() as probe, tempfile.TemporaryDirectory() as folder:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -45,14 +44,14 @@ def _run_rank(rank: int, ranks: int, port: int, folder: str, work: Callable[...,
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # otherwise gloo may spend long on looking up the machine's name
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # otherwise gloo may take long to look up the host name
     Path(folder, str(rank)).write_text(json.dumps(work(*arguments)))
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def connect(device: str) -> Communicator:
-    """Join the ranks of `on_ranks`, by gloo on the CPU or by NCCL with one GPU for each rank."""
+    """Join the ranks of `on_ranks`, over gloo on the CPU or over NCCL with one GPU for each rank."""
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
@@ -69,14 +68,14 @@ def alone(work: Callable[..., Any], *arguments: Any) -> Any:
 
 def _prepare() -> None:
     multiprocessing.set_start_method("fork", force=True)  # start method of loader workers, as in training
-    del sys.modules["__main__"].__file__  # processes that this one spawns need not import the benchmark
+    del sys.modules["__main__"].__file__  # spawned processes then need not import the benchmark
     torch.set_num_threads(1)
 
 
 def in_turns(works: Mapping[str, Callable[[], object]], turns: int, wait: Callable[[], None]) -> dict[str, list[float]]:
-    """Run works interleaved; return the seconds of each in every turn. `wait` is called before each.
+    """Run the works interleaved; return the seconds of each work in every turn. `wait` is called before each work.
 
-    A work ends when the GPU, if one is in use, has finished.
+    If a GPU is in use, a work ends when the GPU has finished.
     """
     finish = torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
     seconds: dict[str, list[float]] = {name: [] for name in works}
@@ -92,7 +91,7 @@ def in_turns(works: Mapping[str, Callable[[], object]], turns: int, wait: Callab
 
 
 def sync(path: Path, forget: bool = False) -> None:
-    """Write a file to the disk, and with `forget` drop it from the page cache, so that it is read from the disk."""
+    """Flush a file to disk and, if `forget`, drop it from the page cache, so that the next read uses the disk."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
         if forget:
@@ -105,7 +104,7 @@ def machine(device: str = "cpu") -> str:
 
 
 def resident(field: str) -> int:
-    """Return bytes of a line of /proc/self/status: `VmRSS`, or `VmHWM` for the peak since `reset_peak`."""
+    """Return a field of /proc/self/status in bytes: `VmRSS`, or `VmHWM` for the peak since `reset_peak`."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
@@ -115,7 +114,7 @@ def reset_peak() -> None:
 
 
 def peak_bytes(work: Callable[[], object], communicator: Communicator) -> int:
-    """Return the peak memory of some work, minus the memory at its start: allocated on the GPU, or resident."""
+    """Return the peak memory of `work` minus the memory at its start: allocated GPU memory, or resident memory."""
     communicator.barrier()
     if communicator.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -129,13 +128,13 @@ def peak_bytes(work: Callable[[], object], communicator: Communicator) -> int:
 
 
 def random_features(rows: int, dim: int, communicator: Communicator, kind: str = "random") -> Features:
-    """Return this rank's random rows; the other `FEATURES` have similarities that training may reach."""
+    """Return this rank's random features; the kinds other than `random` imitate features during training."""
     generator = torch.Generator().manual_seed(communicator.rank)
     image, text = (torch.randn(rows, dim, generator=generator) for _ in range(2))
     center = torch.ones(dim)
     match kind:
         case "matched":
-            text += image  # positives of about 0.7
+            text += image  # positive pairs have a similarity of about 0.7
         case "collapsed":
             image, text = image + 5 * center, text + 5 * center
         case "opposed":
@@ -148,7 +147,7 @@ def random_features(rows: int, dim: int, communicator: Communicator, kind: str =
 
 
 def random_pair(config: Config, rows: int) -> tuple[Tensor, Tensor]:
-    """Return (b, 3, H, W) float32 pixels and (b, T) ids of noise, in pinned memory if there is a GPU."""
+    """Return random (b, 3, H, W) float32 pixels and (b, T) token ids, in pinned memory if there is a GPU."""
     size, text = config.model.vision.image_size, config.model.text
     tokens = torch.randint(2, text.vocab_size, (rows, text.context_length))
     tokens[:, 0], tokens[:, -1] = 0, EOS
@@ -157,12 +156,12 @@ def random_pair(config: Config, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def initial_logit_scale(config: Config) -> float:
-    """Return the peers' initial log(1/tau): CLIP's if the config leaves it to the method."""
+    """Return the peers' initial log(1/tau): CLIP's value if the config leaves it to the method."""
     return math.log(1 / (config.objective.temperature.initial or 0.07))
 
 
 def clip_loss(communicator: Communicator) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return open_clip's (image, text, logit_scale) -> loss of this rank, in the form that open_clip recommends."""
+    """Return open_clip's loss of this rank as a function of (image, text, logit_scale), in its recommended form."""
     from open_clip.loss import ClipLoss
 
     ranks = {"rank": communicator.rank, "world_size": communicator.world_size}
@@ -170,10 +169,10 @@ def clip_loss(communicator: Communicator) -> Callable[[Tensor, Tensor, Tensor], 
 
 
 def program_parser(description: str | None) -> argparse.ArgumentParser:
-    """Return the arguments of one rank of a program of tools/benchmark_step.py."""
+    """Return the argument parser for one rank of a program that tools/benchmark_step.py runs."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("config", type=Path, help="a run's config")
-    parser.add_argument("out", type=Path, help="its folder")
-    parser.add_argument("--random", action="store_true", help="one batch of random pairs again and again")
-    parser.add_argument("--bf16", action="store_true", help="autocast")
+    parser.add_argument("config", type=Path, help="config of the run")
+    parser.add_argument("out", type=Path, help="folder of the run")
+    parser.add_argument("--random", action="store_true", help="repeat one batch of random pairs")
+    parser.add_argument("--bf16", action="store_true", help="run under bf16 autocast")
     return parser

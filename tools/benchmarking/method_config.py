@@ -1,4 +1,4 @@
-"""The config of a command line that several methods share."""
+"""Build each method's config from a command line that several methods share."""
 
 from collections.abc import Sequence
 
@@ -8,9 +8,9 @@ from neuclip_ds.recipe import load_recipe, parse
 
 
 def config_for(method: str | None, argv: Sequence[str]) -> Config:
-    """Return the config of a recipe with options NAME=VALUE, except those in sections that the method does not read.
+    """Return the config of a recipe with options NAME=VALUE, omitting options that the method does not read.
 
-    With None, the method is the recipe's.
+    If `method` is None, the recipe's method is used.
     """
     recipe, *options = argv
     chosen = find_method(method) if method else method_of(load_recipe(recipe).get("objective", {}))

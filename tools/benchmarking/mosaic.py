@@ -1,4 +1,4 @@
-"""Samples in the format of MosaicML streaming (MDS), if its library is installed."""
+"""Write samples in the format of MosaicML streaming (MDS), if the library is installed."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -7,19 +7,19 @@ from pathlib import Path
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.readers import RawSample, TarReader
 
-_OVERHEAD, _HEADER = 16, 1 << 12  # bytes that MDS adds to a sample and to a shard, roughly
+_OVERHEAD, _HEADER = 16, 1 << 12  # approximate bytes that MDS adds to a sample and to a shard
 
 
 def has_mosaic() -> bool:
-    """Whether MosaicML streaming is installed; if it is not, print how to install it."""
+    """Return whether MosaicML streaming is installed; if not, print how to install it."""
     if importlib.util.find_spec("streaming") is not None:
         return True
-    print("MosaicML streaming is not installed and is left out (make peers, or pip install mosaicml-streaming).")
+    print("MosaicML streaming is omitted: it is not installed (make peers, or pip install mosaicml-streaming).")
     return False
 
 
 def write_mds(manifest: Manifest, folder: Path) -> None:
-    """Write image and first caption of all samples, in about as many shards as the manifest has."""
+    """Write the image and first caption of every sample, in about as many shards as the manifest has."""
     from streaming import MDSWriter
 
     total = sum(payload_bytes(sample) + _OVERHEAD for sample in samples_of(manifest))
@@ -35,5 +35,5 @@ def samples_of(manifest: Manifest) -> Iterator[RawSample]:
 
 
 def payload_bytes(sample: RawSample) -> int:
-    """Return the bytes of the members that training uses."""
+    """Return the number of bytes of a sample that training uses."""
     return len(sample.image or b"") + sum(map(len, sample.texts.values()))

@@ -1,8 +1,8 @@
 """Serve the subfolders of a folder as S3 buckets, with the latency and bandwidth of a distant store.
 
-It answers the requests with which boto3, s3fs and curl read: GET and HEAD of an object, with ranges, and ListObjectsV2,
-all path-style and with any signature. `GET /?counters` returns the requests answered and the body bytes sent so far as
-JSON, without delay and not counted. It listens on 127.0.0.1 and ends with the program that starts it.
+The server answers the read requests of boto3, s3fs and curl: GET and HEAD of an object, with ranges, and ListObjectsV2,
+all path-style and with any signature. `GET /?counters` returns as JSON the number of requests answered and of body
+bytes sent so far; it is neither delayed nor counted. The server listens on 127.0.0.1 and ends with its parent program.
 
     python tools/benchmarking/object_store.py FOLDER --latency-ms 50 --bandwidth-mb 20
 """
@@ -24,13 +24,13 @@ from urllib.request import urlopen
 from xml.sax.saxutils import escape
 
 _PIECE = 1 << 16  # bytes sent at once
-_BURST = 0.05  # seconds for which unused bandwidth is kept
+_BURST = 0.05  # seconds of unused bandwidth that may be used later
 _DATE = "Thu, 01 Jan 2026 00:00:00 GMT"
 _ISO_DATE = "2026-01-01T00:00:00.000Z"
 
 
 class Counters(NamedTuple):
-    """Counts of a store's answers."""
+    """Numbers of requests that a store has answered and of bytes that it has sent."""
 
     requests: int
     bytes: int  # bytes in the bodies
@@ -42,11 +42,11 @@ class Counters(NamedTuple):
 class Store(NamedTuple):
     """A running store."""
 
-    endpoint: str  # its URL, without a slash at the end
+    endpoint: str  # URL of the store, without a trailing slash
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables with which boto3, s3fs and MosaicML streaming read from it."""
+        """Environment variables with which boto3, s3fs and MosaicML streaming read from the store."""
         keys = {"AWS_ACCESS_KEY_ID": "any", "AWS_SECRET_ACCESS_KEY": "any", "AWS_DEFAULT_REGION": "us-east-1"}
         return {**keys, "AWS_ENDPOINT_URL": self.endpoint, "S3_ENDPOINT_URL": self.endpoint}
 
@@ -61,7 +61,7 @@ def object_store(folder: Path, latency_ms: float, bandwidth_mb: float) -> Iterat
 
     Args:
         latency_ms: milliseconds before each answer.
-        bandwidth_mb: MB per second that all connections share; 0 does not limit them.
+        bandwidth_mb: MB per second that all connections share; 0 for no limit.
     """
     options = [f"--latency-ms={latency_ms}", f"--bandwidth-mb={bandwidth_mb}"]
     command = [sys.executable, str(Path(__file__)), str(folder), *options]
@@ -74,7 +74,7 @@ def object_store(folder: Path, latency_ms: float, bandwidth_mb: float) -> Iterat
 
 
 class _Link:
-    """Bandwidth that all connections share: a token bucket."""
+    """Token bucket that limits the bandwidth of all connections together."""
 
     def __init__(self, bytes_per_second: float) -> None:
         self._rate = bytes_per_second
@@ -198,14 +198,14 @@ def _listing(folder: Path, prefix: str, delimiter: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="its subfolders are the buckets")
-    parser.add_argument("--latency-ms", type=float, default=50, help="before each answer (50)")
+    parser.add_argument("folder", type=Path, help="folder whose subfolders are the buckets")
+    parser.add_argument("--latency-ms", type=float, default=50, help="milliseconds before each answer (50)")
     parser.add_argument("--bandwidth-mb", type=float, default=0, help="MB/s of all connections together (0: no limit)")
     options = parser.parse_args()
     server = _Server(options.folder, options.latency_ms / 1e3, _Link(options.bandwidth_mb * 1e6))
     print(f"http://127.0.0.1:{server.server_port}", flush=True)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    sys.stdin.read()  # returns when the program that has started this one is killed
+    sys.stdin.read()  # returns when the parent program ends, even if it is killed
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""OpenCLIP's loss in OpenCLIP's own communication scheme, a baseline for the closed form, not a method to train with.
+"""OpenCLIP's loss with OpenCLIP's communication scheme: a baseline for the closed form, not a method for training.
 
-Features are gathered with gradient (`--gather-with-grad`), so that autograd sends a reduce-scatter of (B, d) back for
-images and one for texts. With a local loss (`--local-loss`) a rank contrasts its own rows with all columns. Gradients
-and temperature are those of the method `openclip`.
+Features are gathered with gradients (`--gather-with-grad`), so that autograd runs a reduce-scatter of (B, d) for images
+and one for texts. With a local loss (`--local-loss`), a rank contrasts its local rows with all columns. The gradients
+and the temperature equal those of the method `openclip`.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from neuclip_ds.objectives.temperature import LearnableTemperature
 
 
 class _GatherWithGradient(torch.autograd.Function):
-    """(b, d) of every rank -> (K b, d); the gradient of a rank's rows is the sum over all ranks' copies of them."""
+    """All-gather (b, d) to (K b, d); the gradient of a rank's rows is summed over the copies on all ranks."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, communicator: Communicator) -> Tensor:
@@ -35,7 +35,7 @@ class _GatherWithGradient(torch.autograd.Function):
 
 
 class OpenClipReference(Objective):
-    """Feature gradients by autograd through the gather; a rank computes the loss of its rows."""
+    """Objective that computes feature gradients by autograd through the gather; a rank computes the loss of its rows."""
 
     def __init__(self, config: Config, context: Context, comm_dtype: torch.dtype) -> None:
         adam = AdamSettings(config.optimizer.betas, config.optimizer.eps)
@@ -44,13 +44,13 @@ class OpenClipReference(Objective):
         self.comm_dtype = comm_dtype
 
     def begin_gather(self, index: Tensor, valid: Tensor) -> None:
-        """Start nothing: the gather needs its gradient, so features are sent when all are computed."""
+        """Do nothing: autograd must record the gather, so features are sent once all of them are computed."""
 
     def __call__(self, features: Features, step: Step) -> FeatureGradients:
         """Return the gradient of the global loss; update the temperature.
 
         Raises:
-            ValueError: a row is invalid, which this scheme cannot skip.
+            ValueError: the batch has an invalid row, which this scheme cannot skip.
         """
         if not bool(features.valid.all()):
             raise ValueError(
@@ -72,7 +72,7 @@ class OpenClipReference(Objective):
         return FeatureGradients(image, text, mean_loss, metrics)
 
     def _local_loss(self, *features: Tensor, scale: Tensor) -> Tensor:
-        """Return the loss of this rank's (b, d) image and text features against those of all ranks."""
+        """Return the loss of this rank's (b, d) image and text features against the features of all ranks."""
         sent = (_GatherWithGradient.apply(x.to(self.comm_dtype), self._communicator) for x in features)
         columns = [x.to(features[0].dtype) for x in sent]
         labels = self._communicator.rank * len(features[0]) + torch.arange(len(features[0]), device=scale.device)
@@ -81,4 +81,4 @@ class OpenClipReference(Objective):
 
 
 REFERENCES: dict[str, Callable[[Config, Context, torch.dtype], Objective]] = {"openclip_reference": OpenClipReference}
-"""Objectives that profiles compare with, by name."""
+"""Reference objectives for comparison in profiles, by name."""

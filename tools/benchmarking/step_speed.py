@@ -1,7 +1,7 @@
-"""Compare training programs: in fresh processes, interleaved, timed by the points that they write to TensorBoard.
+"""Compare the speeds of training programs by the points that the programs write to TensorBoard.
 
-The programs need no timing code: each records its loss at regular steps, and the wall times of those points give its
-speed, including everything in between.
+The programs need no timing code: each program records its loss at regular steps, and the wall times of these points
+give its speed, including everything between the points.
 """
 
 import statistics
@@ -13,18 +13,18 @@ from neuclip_ds.errors import UserError
 
 
 class Program(NamedTuple):
-    """A training program."""
+    """A training program to compare."""
 
     name: str
     script: Path
     options: tuple[str, ...]
-    tag: str  # tag of the scalar that it writes at regular steps
+    tag: str  # tag of the scalar that the program writes at regular steps
     warmup: int  # steps that are not timed
-    absent: str = ""  # why it cannot run here; empty if it can
+    absent: str = ""  # reason why the program cannot run here, or empty
 
 
 def samples_per_second(folder: Path, tag: str, warmup: int, batch: int) -> float:
-    """Return the speed between the first point of a scalar from step `warmup` on and the last one.
+    """Return the samples/s between a scalar's first point at step `warmup` or later and its last point.
 
     Raises:
         UserError: there are fewer than two such points.
@@ -35,18 +35,18 @@ def samples_per_second(folder: Path, tag: str, warmup: int, batch: int) -> float
     points = events.Scalars(tag) if tag in events.Tags()["scalars"] else []
     counted = [(point.step, point.wall_time) for point in points if point.step >= warmup]
     if len(counted) < 2:
-        raise UserError(f"{folder} holds fewer than two points of {tag} from step {warmup} on; ask for more steps.")
+        raise UserError(f"{folder} has fewer than two points of {tag} from step {warmup} on; run more steps.")
     (first, began), (last, ended) = counted[0], counted[-1]
     return (last - first) * batch / (ended - began)
 
 
-Speeds = Mapping[str, Sequence[float]]  # program -> samples/s of its runs; none if it cannot run
+Speeds = Mapping[str, Sequence[float]]  # program -> samples/s of its runs; empty if it cannot run
 
 
 def table(found: Mapping[int, Speeds], references: Sequence[str], absent: Mapping[str, str]) -> list[str]:
-    """Return lines of a Markdown table of the speeds by number of ranks, with `references` divided by each program.
+    """Return a Markdown table of the speeds by number of ranks, with the ratios of `references` to each program.
 
-    A ratio is the median of the ratios of the turns; all programs run once in each turn.
+    A ratio is the median over the turns, in each of which all programs run once.
     """
     head = ["program", "ranks", "samples/s", "lowest - highest", *(f"{name} / it" for name in references)]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]

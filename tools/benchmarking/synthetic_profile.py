@@ -1,6 +1,6 @@
-"""The synthetic profile: training steps on random pairs, to measure a configuration without data.
+"""Synthetic profile: training steps on random pairs, to measure a configuration without data.
 
-Everything from the towers onward is as in a run; there is no loader, so steps do not include its time.
+Everything from the towers onward is the same as in a run. There is no loader, so steps exclude its time.
 """
 
 import math
@@ -23,30 +23,30 @@ from neuclip_ds.profiling.recorder import Recorder
 from neuclip_ds.training.step import TrainStep
 
 Build = Callable[[Config, Context, torch.dtype], Objective]
-CONFIG = "config.yaml"  # next to the breakdown
+CONFIG = "config.yaml"  # file next to breakdown.json
 EPOCH = 100  # steps per epoch of the data set that the indices are drawn from
-_TOKENS = 512  # vocabulary of a pretrained tokenizer that does not report its own
+_TOKENS = 512  # vocabulary size assumed for a pretrained tokenizer that does not report one
 
 
 def prototypes_of(config: Config) -> int:
-    """Return the number m of prototypes that the method has, or of entries of its queue; 0 without."""
+    """Return the method's number m of prototypes or of queue entries, or 0 if it has neither."""
     sections, objective = find_method(config.objective.method).sections, config.objective
     sizes = {"npn": objective.npn.prototypes, "queue": objective.queue.size}
     return max((size for name, size in sizes.items() if name in sections), default=0)
 
 
 def first_prediction(config: Config) -> int:
-    """Return the first step at which all prototypes are drawn from samples; 0 without prototypes."""
+    """Return the first step at which all prototypes are drawn from samples, or 0 if there are no prototypes."""
     prototypes = prototypes_of(config)
     return math.ceil(prototypes / config.data.batch_size) + 1 if prototypes else 0
 
 
 class SyntheticSteps:
-    """The steps of a run on random pairs, with random weights; `data.train` is not read.
+    """Training steps on random pairs, with random weights; `data.train` is not read.
 
     Attributes:
         engine: DeepSpeed's engine around the towers.
-        parameters: their number.
+        parameters: number of parameters of the towers.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class SyntheticSteps:
         self._step = TrainStep(self.engine, objective, communicator, query.micro_batch, config.run.seed)
 
     def batch(self, number: int) -> Batch:
-        """Return this rank's rows of a global batch of noise with distinct indices, a function of the step."""
+        """Return this rank's rows of global batch `number`, which is noise with distinct indices."""
         query, rows, size = self._query, self._query.rank_batch, self._query.config.data.batch_size
         generator = torch.Generator().manual_seed(number)
         index = torch.randperm(EPOCH * size, generator=generator)[self._rank * rows : (self._rank + 1) * rows]
@@ -79,14 +79,14 @@ class SyntheticSteps:
         return Batch(image, tokens, index, torch.ones(rows, dtype=torch.bool))
 
     def run(self, number: int, batch: Batch) -> FeatureGradients:
-        """Run a step."""
+        """Run a training step and return the feature gradients."""
         return self._step(batch, Step(number, number // EPOCH, self._lr, self._lr)).gradients
 
 
 def run_synthetic_profile(
     config: Config, communicator: Communicator, folder: Path, name: str, after: int, build: Build = build_objective
 ) -> None:
-    """Profile `run.profile_steps` steps after `after` others; write to `folder`, with `name` in its tables."""
+    """Profile `run.profile_steps` steps after the first `after` steps; write tables with `name` to `folder`."""
     steps, count = SyntheticSteps(config, communicator, build=build), config.run.profile_steps
     engine_config = load_engine_config(config, communicator.world_size)
     facts = {

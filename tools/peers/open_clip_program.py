@@ -1,9 +1,8 @@
-"""One rank of open_clip's own training program for tools/benchmark_step.py, on a config of this project.
+"""Run one rank of open_clip's training program on a config of this project, for tools/benchmark_step.py.
 
-open_clip's `open_clip_train.main` runs as it is, but for what it cannot do by itself: it is told of a model whose image
-tower is this project's timm trunk and whose text tower is open_clip's own of the same size; random pairs come in place
-of its loader; on CPUs its DistributedDataParallel, which it gives a device, which only GPUs may have, gets none; and
-webdataset 1.0 leaves out its marks at the end of shards, which open_clip, made for 0.2, stumbles over.
+`open_clip_train.main` runs with four changes. Its model combines this project's timm trunk with open_clip's text tower
+of the same size. Random pairs can replace its loader. On CPUs, DistributedDataParallel receives no device, which only
+GPUs may have. webdataset 1.0 omits its marks at the end of shards, which open_clip, written for 0.2, cannot read.
 """
 
 import argparse
@@ -51,7 +50,7 @@ def main() -> None:
 
 
 def add_model(config: Config, folder: Path) -> None:
-    """Tells open_clip of the model under the name `benchmark_dual_encoder`."""
+    """Register the model with open_clip under the name `benchmark_dual_encoder`."""
     tower = new_vision_tower(config.model.vision, config.model.embed_dim)
 
     def benchmark_vision(pretrained: bool = False, **_: Any) -> nn.Module:
@@ -87,7 +86,7 @@ def add_model(config: Config, folder: Path) -> None:
 
 
 def command_line(config: Config, arguments: argparse.Namespace, world_size: int) -> list[str]:
-    """open_clip's options for the config; its pass over the data is as long as the run."""
+    """Return open_clip's options for the config; one epoch in open_clip is as long as the run."""
     data, optimizer, steps = config.data, config.optimizer, config.max_steps or 0
     options: dict[str, Any] = {
         "model": _NAME,
@@ -120,13 +119,13 @@ def command_line(config: Config, arguments: argparse.Namespace, world_size: int)
 
 
 class _Again(list[Any]):
-    """A loader's batches with what open_clip asks of a loader."""
+    """A list of batches with the attributes that open_clip expects of a loader."""
 
     num_batches = num_samples = 0
 
 
 def random_pairs(config: Config, rows: int) -> loading.DataInfo:
-    """One batch, as often as the run has steps."""
+    """Return a loader that repeats one random batch for every step of the run."""
     steps = config.max_steps or 0
     loader = _Again([random_pair(config, rows)] * steps)
     loader.num_batches, loader.num_samples = steps, steps * config.data.batch_size
@@ -138,7 +137,7 @@ def _without_device(model: nn.Module, device_ids: Any, **options: Any) -> Distri
 
 
 def _noted(made: tuple[Any, ...], facts: Path | None) -> tuple[Any, ...]:
-    """Notes the size of the model that open_clip has made."""
+    """Write the number of parameters of open_clip's model to `facts`, and return `made` unchanged."""
     if facts is not None:
         count = sum(parameter.numel() for parameter in made[0].parameters())
         facts.write_text(json.dumps({"parameters": count}), encoding="utf-8")

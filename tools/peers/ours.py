@@ -1,8 +1,8 @@
-"""One rank of this project's training for tools/benchmark_step.py: train.py itself, steps on random pairs, or less.
+"""Run one rank of this project for tools/benchmark_step.py: train.py, steps on random pairs, or only the objective.
 
-With --objective it is the objective without towers, random features in and gradients out; OUT/seconds.json holds for
-each method the seconds of the slowest rank. On a CPU the time is that of the processor, so that more ranks than cores
-can be measured: waiting for other ranks is not in it, the transport of features is.
+With --objective, the program runs objectives without towers (random features in, gradients out) and writes each
+method's seconds on the slowest rank to OUT/seconds.json. On a CPU, it measures CPU time, so that there may be more
+ranks than cores: CPU time excludes waiting for other ranks but includes the transport of features.
 """
 
 import argparse
@@ -34,7 +34,7 @@ SECONDS = "seconds.json"
 def main() -> None:
     parser = program_parser(__doc__)
     parser.add_argument("--objective", nargs="+", default=[], help="methods whose objectives to measure")
-    parser.add_argument("--repeats", type=int, default=2, help="steps of an objective that count")
+    parser.add_argument("--repeats", type=int, default=2, help="timed steps of an objective")
     arguments = parser.parse_args()
     if arguments.objective or arguments.random:
         with exit_on_mistake():
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def random_steps(arguments: argparse.Namespace) -> None:
-    """Run the steps of a run on one random batch, which leaves loading out."""
+    """Run the steps of a run on one random batch, without loading data."""
     config = validate(load_recipe(str(arguments.config)))
     with connected(dump(config)) as communicator, deterministic_algorithms(config.run.deterministic):
         steps = SyntheticSteps(config, communicator, config.optimizer.lr)
@@ -58,7 +58,7 @@ def random_steps(arguments: argparse.Namespace) -> None:
 
 
 def objectives(arguments: argparse.Namespace) -> None:
-    """Measure the objective of every method."""
+    """Measure the objective of every method, and write the seconds on the slowest rank."""
     config = validate(load_recipe(str(arguments.config)))
     with connected(dump(config)) as communicator, deterministic_algorithms(config.run.deterministic):
         found = {}
@@ -70,7 +70,7 @@ def objectives(arguments: argparse.Namespace) -> None:
 
 
 def objective_seconds(config: Config, communicator: Communicator, repeats: int) -> float:
-    """Return the median over steps of this rank's time, once the network of NeuCLIP predicts."""
+    """Return this rank's median seconds per step of the objective, once NeuCLIP's network predicts."""
     dim = config.model.embed_dim
     comm_dtype = resolve_comm_dtype(config, load_engine_config(config, communicator.world_size))
     objective = build_objective(config, Context(dim, EPOCH * config.data.batch_size, communicator), comm_dtype)

@@ -1,6 +1,6 @@
-"""One rank of a plain training loop for tools/benchmark_step.py: DistributedDataParallel and OpenCLIP's loss.
+"""Run one rank of a plain training loop for tools/benchmark_step.py: DistributedDataParallel and OpenCLIP's loss.
 
-The towers are this project's; webdataset loads as in open_clip: torchvision's transforms on PIL images, float32 pixels.
+The towers are this project's; webdataset loads as in open_clip, with torchvision's transforms and float32 pixels.
 """
 
 import argparse
@@ -30,12 +30,12 @@ from neuclip_ds.models.towers import DualEncoder
 from neuclip_ds.planning.memory import StandInTokenizer
 from neuclip_ds.recipe import load_recipe, validate
 
-_SHUFFLED, _SHUFFLED_AT_FIRST = 5000, 1000  # samples, as in open_clip
+_SHUFFLED, _SHUFFLED_AT_FIRST = 5000, 1000  # samples in the shuffle buffer, as in open_clip
 _LARGEST_SCALE = math.log(100)
 
 
 class FloatTowers(nn.Module):
-    """The towers as fed by torchvision, and the temperature beside them."""
+    """The towers with torchvision's float32 pixels as input, and the temperature."""
 
     def __init__(self, towers: DualEncoder, logit_scale: float) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class FloatTowers(nn.Module):
         self.logit_scale = nn.Parameter(torch.tensor(logit_scale))
 
     def forward(self, image: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(b, 3, H, W) normalized pixels and (b, T) ids -> (b, d) image and text features, scale of the logits."""
+        """Map (b, 3, H, W) normalized pixels and (b, T) ids to (b, d) image and text features and the logit scale."""
         vision: Any = self.vision
         image_features = normalize(vision.projection(vision.trunk(image)), dim=-1)
         return image_features, normalize(self.text(tokens), dim=-1), self.logit_scale.exp()
@@ -104,7 +104,7 @@ def train(arguments: argparse.Namespace, environment: RankEnvironment, device: t
 def batches(
     config: Config, tokenizer: CaptionTokenizer, environment: RankEnvironment
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield batches without end; every rank and every worker draws separate shards, as with --dataset-resampled."""
+    """Yield batches endlessly; every rank and worker draws shards independently, as with --dataset-resampled."""
     vision, data, bicubic = config.model.vision, config.data, transforms.InterpolationMode.BICUBIC
     crop = transforms.RandomResizedCrop(vision.image_size, (data.crop_scale, 1.0), interpolation=bicubic)
     transform = transforms.Compose([crop, transforms.ToTensor(), transforms.Normalize(*vision.statistics())])

@@ -1,1 +1,1 @@
-"""Pretrained dual encoders and towers of other libraries."""
+"""Pretrained dual encoders and towers from other libraries."""

@@ -1,8 +1,8 @@
 """Attention masks for transformers' text encoders, built without waiting for the device.
 
-transformers reads the padding mask back from the device to find out whether anything is padded. The masks here depend
-on shapes alone. Causal encoders take no mask, which allows flash attention: captions are padded at the end, and none of
-their tokens attends there. Others take one mask of (b, 1, T, T) for all their layers.
+transformers copies the padding mask back from the device to find out whether any caption is padded. The masks here
+depend only on shapes. Causal encoders get no mask, which allows flash attention: captions are padded at the end, and no
+caption token attends to the padding. Other encoders get one (b, 1, T, T) mask for all layers.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ _NAME = "neuclip_ds_sdpa"
 
 
 def use_static_masks(encoder: PreTrainedModel) -> None:
-    """Make an encoder with SDPA attention build its masks without reading the padding, which must be at the end."""
+    """Make an encoder with SDPA build its masks without reading the padding, which must be at the end of captions."""
     if encoder.config._attn_implementation == "sdpa":
         encoder.set_attn_implementation(_NAME)
 

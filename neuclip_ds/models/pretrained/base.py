@@ -1,7 +1,7 @@
-"""The interface of model sources, and code that pretrained checkpoints share.
+"""The interface of model sources, and code shared by the sources of pretrained checkpoints.
 
-The trunks of the towers are the library's modules, so features equal the library's. Logit scale and bias belong to the
-objective.
+The towers' trunks are modules of the checkpoint's library, so the features equal that library's features. The logit
+scale and the bias belong to the objective.
 """
 
 import json
@@ -23,15 +23,15 @@ START_FILE = "start.json"  # a run's initial logit parameters and preprocessing,
 
 
 class CheckpointRef(NamedTuple):
-    """Location of a checkpoint, as found by `locate`; can be sent to other ranks."""
+    """Location of a checkpoint, returned by `locate`; can be sent to other ranks."""
 
     family: str  # a key of LIBRARIES
-    path: str  # its folder, or its weights file if `name` gives the architecture; empty without weights
+    path: str  # folder, or weights file if `name` gives the architecture; empty if no weights are needed
     name: str = ""  # ARCHITECTURE/TAG, for checkpoints that the library lists by name
 
 
 class LogitParameters(NamedTuple):
-    """Temperature and bias of the logits s / temperature + bias; None if not in the checkpoint."""
+    """Temperature and bias of the logits s / temperature + bias; each is None if absent from the checkpoint."""
 
     temperature: float | None
     bias: float | None
@@ -40,10 +40,10 @@ class LogitParameters(NamedTuple):
 class Preprocessing(NamedTuple):
     """The image size and normalization that a model expects."""
 
-    size: int  # side of the square, pixels
+    size: int  # side of the square image, in pixels
     mean: tuple[float, float, float]  # per channel, of pixels in [0, 1]
     std: tuple[float, float, float]
-    squash: bool = False  # whether to resize the whole image to the square, instead of a center crop
+    squash: bool = False  # whether to resize the whole image to a square instead of cropping its center
 
 
 class LoadedModel(NamedTuple):
@@ -54,7 +54,7 @@ class LoadedModel(NamedTuple):
 
 
 class Package(NamedTuple):
-    """A model in the form of a library's files."""
+    """A model in the file format of a library."""
 
     family: str
     config: dict[str, Any]  # config of the architecture
@@ -64,13 +64,13 @@ class Package(NamedTuple):
 
 
 class ModelSource(ABC):
-    """Source through which a run builds, loads and saves its model.
+    """Interface through which a run builds, loads, converts and describes its model.
 
     Attributes:
-        config: the model's config; some options apply to every source.
-        name: name for messages.
-        preprocessing: preprocessing of its images.
-        embed_dim: width d of the joint space.
+        config: the model config, some of whose options apply to every source.
+        name: name of the model in messages.
+        preprocessing: preprocessing of the model's images.
+        embed_dim: width d of the joint embedding space.
     """
 
     config: ModelConfig
@@ -80,14 +80,14 @@ class ModelSource(ABC):
 
     @abstractmethod
     def tokenizer(self, of_run: Callable[[], CaptionTokenizer]) -> ModelTokenizer:
-        """Return the model's tokenizer, from `of_run` if the run has its own; raise UserError if there is none."""
+        """Return the model's tokenizer, or `of_run()` if the run provides it; raise UserError if there is none."""
 
     @abstractmethod
     def build(self, tokenizer: ModelTokenizer) -> DualEncoder:
-        """Build the architecture with random weights, or without memory under `torch.device("meta")`.
+        """Build the model with random weights, or without allocating memory under `torch.device("meta")`.
 
         Raises:
-            UserError: it cannot be built, or does not fit the tokenizer.
+            UserError: the model cannot be built, or does not fit the tokenizer.
         """
 
     @abstractmethod
@@ -95,19 +95,19 @@ class ModelSource(ABC):
         """Load the model that the run starts from, in float32.
 
         Raises:
-            UserError: as `build`, or the weights are missing or do not fit.
+            UserError: as in `build`, or the weights are missing or do not fit the model.
         """
 
     @abstractmethod
     def package(self, tokenizer: ModelTokenizer, weights: Mapping[str, Tensor], logits: LogitParameters) -> Package:
-        """Convert weights, named as in `build` without adapters, to the form of a library's files.
+        """Convert weights, named as in a model from `build` without adapters, to the file format of a library.
 
         Raises:
             UserError: no library can express the model.
         """
 
     def save(self, folder: Path, logits: LogitParameters) -> None:
-        """Save the files from which `open_saved` reopens the source without weights, next to config and tokenizer."""
+        """Save the files from which `open_saved`, given the model config, reopens the source without weights."""
         folder.mkdir(parents=True, exist_ok=True)
         self.save_files(folder)
         start = {"logits": logits._asdict(), "preprocessing": self.preprocessing._asdict()}
@@ -115,11 +115,11 @@ class ModelSource(ABC):
 
     @abstractmethod
     def save_files(self, folder: Path) -> None:
-        """Save the files that describe the model to its library, without the weights."""
+        """Save all files that the model's library needs to build the model, except the weights."""
 
 
 def read_logit_parameters(weights: Mapping[str, Tensor]) -> LogitParameters:
-    """Read temperature exp(-logit_scale) and bias from a checkpoint's tensors, if present."""
+    """Read the temperature, exp(-logit_scale), and the bias from a checkpoint's tensors, if present."""
     scale, bias = (weights.get(name) for name in ("logit_scale", "logit_bias"))
     return LogitParameters(
         temperature=None if scale is None else math.exp(-scale.item()), bias=None if bias is None else bias.item()
@@ -127,7 +127,7 @@ def read_logit_parameters(weights: Mapping[str, Tensor]) -> LogitParameters:
 
 
 def logit_tensors(logits: LogitParameters, shape: Sequence[int]) -> dict[str, Tensor]:
-    """Return logit_scale and logit_bias as tensors, without unknown ones; the inverse of `read_logit_parameters`."""
+    """Return logit_scale and logit_bias as tensors, omitting unknown values; inverts `read_logit_parameters`."""
     tensors = {}
     if logits.temperature is not None:
         tensors["logit_scale"] = torch.full(shape, -math.log(logits.temperature))
@@ -137,7 +137,7 @@ def logit_tensors(logits: LogitParameters, shape: Sequence[int]) -> dict[str, Te
 
 
 def rename_prefixes(tensors: Mapping[str, Tensor], prefixes: Mapping[str, str]) -> dict[str, Tensor]:
-    """Return tensors with renamed prefixes; tensors without any of the given prefixes are omitted."""
+    """Replace the prefixes of tensor names, omitting tensors whose names have none of the prefixes."""
     return {
         new + name.removeprefix(old): tensor
         for name, tensor in tensors.items()
@@ -147,7 +147,7 @@ def rename_prefixes(tensors: Mapping[str, Tensor], prefixes: Mapping[str, str]) 
 
 
 def check_tensors(where: str, wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
-    """Raise UserError if tensors are missing, unexpected or of another shape."""
+    """Raise UserError if tensors are missing, unexpected or of the wrong shape."""
     shapes = [
         f"{name} is {tuple(found[name].shape)} instead of {tuple(tensor.shape)}"
         for name, tensor in wanted.items()
@@ -157,10 +157,10 @@ def check_tensors(where: str, wanted: Mapping[str, Tensor], found: Mapping[str, 
 
 
 def raise_on_mismatch(where: str, missing: Sequence[str], unexpected: Sequence[str], shapes: Sequence[str]) -> None:
-    """Raise UserError with the count and the first name of mismatched tensors, unless all lists are empty."""
+    """Raise UserError if a list is not empty, with the number of tensors and the first name in each list."""
     problems = [
         f"{len(names)} tensors {kind} (first {names[0]})"
-        for kind, names in (("are missing", missing), ("are unexpected", unexpected), ("have another shape", shapes))
+        for kind, names in (("are missing", missing), ("are unexpected", unexpected), ("have the wrong shape", shapes))
         if names
     ]
     if problems:

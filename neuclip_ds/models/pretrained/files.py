@@ -1,4 +1,4 @@
-"""Read JSON and tensors of checkpoints without running code, and download files from the hub."""
+"""Read the JSON files and tensors of checkpoints without running code from them, and download files from the hub."""
 
 import json
 import shutil
@@ -17,7 +17,7 @@ SMALL_FILES = ("*.json", "*.txt", "*.model")  # configs and tokenizers; no weigh
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file; raise UserError if the file is missing or is not a JSON object."""
+    """Read a JSON object from a file; raise UserError if the file is missing or contains no JSON object."""
     if not path.is_file():
         raise UserError(f"{path.parent} has no {path.name}; put the checkpoint's file there.")
     with explained(f"{path} is not valid JSON or not an object", "put the checkpoint's file there"):
@@ -25,9 +25,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Read the tensors of a safetensors or torch file; raise UserError if it is missing, broken, or would run code."""
+    """Read the tensors in a safetensors or torch file; raise UserError if it is missing, corrupt or would run code."""
     if not path.is_file():
-        raise UserError(f"The weights file {path} does not exist; put it there or name another one.")
+        raise UserError(f"The weights file {path} does not exist; put it there or name a different one.")
     with explained(
         f"The weights file {path} cannot be read as plain tensors", "use a safetensors file or a plain state dict"
     ):
@@ -38,26 +38,26 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def first_file(folder: Path, names: Sequence[str]) -> Path | None:
-    """Return the first of these files that exists in the folder."""
+    """Return the path of the first file in `names` that exists in the folder, or None."""
     return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
 def save_small_files(source: Path, folder: Path) -> None:
-    """Copy a checkpoint's files to a folder: everything but the weights."""
+    """Copy a checkpoint's files, except the weights, to a folder."""
     for path in (path for pattern in SMALL_FILES for path in source.glob(pattern)):
         if not path.name.endswith(".index.json"):
             shutil.copy(path, folder)
 
 
 def fetch(name: str, weights: Sequence[str] = ()) -> Path:
-    """Return the folder of a local or hub checkpoint with its small files; call on one rank only.
+    """Return a checkpoint's local folder, downloading files from the hub if needed; call on one rank only.
 
     Args:
         name: the value of `model.pretrained`.
-        weights: file patterns, one for each format of weights (gigabytes); only the first with files is downloaded.
+        weights: file patterns, one per weights format; only the first format that exists is downloaded (gigabytes).
 
     Raises:
-        UserError: no such folder exists, and it cannot be downloaded.
+        UserError: no such folder exists, and the checkpoint cannot be downloaded.
     """
     folder = Path(name).expanduser()
     if not folder.is_dir():
@@ -69,7 +69,7 @@ def fetch(name: str, weights: Sequence[str] = ()) -> Path:
 
 
 def download(name: str, patterns: Sequence[str], option: str) -> Path:
-    """Return the local folder of a hub repository's files; raise UserError if neither hub nor cache has it."""
+    """Download files of a hub repository; return their folder, or raise UserError if neither hub nor cache has them."""
     with explained(
         f"{option}={name} is not a local folder and cannot be downloaded from the hub",
         "download the repository on a machine with network and name its folder, or copy it into the hub's cache "

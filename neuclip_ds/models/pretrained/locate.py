@@ -1,6 +1,6 @@
-"""Open pretrained dual encoders by `model.pretrained`: a local folder, a hub name, or `open_clip:...`.
+"""Open the pretrained dual encoder that `model.pretrained` names: a local folder, a hub name, or `open_clip:...`.
 
-There are two steps, so that a run downloads only once: `locate` on rank 0, `open_checkpoint` on all ranks.
+There are two steps, so that a run downloads only once: `locate` on rank 0, then `open_checkpoint` on all ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ def locate(name: str, weights: bool = True) -> CheckpointRef:
 
     Args:
         name: the value of `model.pretrained`.
-        weights: False locates the architecture only, which planning needs.
+        weights: whether to locate the weights as well; planning needs only the architecture.
 
     Raises:
         UserError: the checkpoint does not exist, or cannot be downloaded.

@@ -1,7 +1,7 @@
-"""Checkpoints of open_clip: ARCHITECTURE/TAG, ARCHITECTURE/FILE, or a folder with open_clip_config.json and weights.
+"""open_clip checkpoints: ARCHITECTURE/TAG, ARCHITECTURE/FILE, or a folder with open_clip_config.json and weights.
 
 Every model is built with its text tower as a separate module (open_clip's CustomTextCLIP), because ZeRO-3 gathers a
-parameter when its module runs. Exported files have the names that open_clip expects: `config_names` converts back.
+parameter when its module runs. For exported files, `config_names` restores the tensor names that open_clip expects.
 """
 
 import json
@@ -35,7 +35,7 @@ from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer
 from neuclip_ds.models.towers import DualEncoder, TextTower, VisionTower
 
 CONFIG_FILE = "open_clip_config.json"
-WEIGHT_PATTERNS = ("open_clip*.safetensors", "open_clip*.bin")  # only the first with files is downloaded
+WEIGHT_PATTERNS = ("open_clip*.safetensors", "open_clip*.bin")  # only the first that matches is downloaded
 _WEIGHTS = (
     "open_clip_model.safetensors",
     "open_clip_pytorch_model.safetensors",
@@ -54,11 +54,11 @@ def library() -> Any:
 
 
 def locate_by_name(name: str, weights: bool) -> CheckpointRef:
-    """Locate ARCHITECTURE/FILE, or download ARCHITECTURE/TAG if the cache lacks it.
+    """Locate the weights ARCHITECTURE/FILE or ARCHITECTURE/TAG, downloading a tag's weights if the cache lacks them.
 
     Raises:
-        UserError: neither exists, the download fails, or the architecture does not have the activation that the
-            weights were trained with (open_clip only warns about that).
+        UserError: no such file or tag exists, the download fails, or the architecture lacks the activation function
+            that the weights were trained with (open_clip only warns about this).
     """
     architecture, _, rest = name.partition("/")
     known = library().get_pretrained_cfg(architecture, rest) if rest else None
@@ -105,10 +105,10 @@ class OpenClipTokenizer:
 
 
 class OpenClipCheckpoint(ModelSource):
-    """An open_clip checkpoint, whose architecture comes from a config or from open_clip's list of names.
+    """An open_clip checkpoint whose architecture is given by a config file or by a name that open_clip knows.
 
     Raises:
-        UserError: open_clip is not installed, or the config lacks what the run needs.
+        UserError: open_clip is not installed, or the config is incomplete or unsupported.
     """
 
     def __init__(self, config: ModelConfig, ref: CheckpointRef) -> None:
@@ -173,7 +173,7 @@ class OpenClipCheckpoint(ModelSource):
 
 
 def architecture(config: Mapping[str, Any], where: str) -> Any:
-    """Build open_clip's model of a config with random weights; raise UserError if open_clip cannot."""
+    """Build open_clip's model for a config with random weights; raise UserError if open_clip cannot build it."""
     open_clip = library()
     parts = {key: value for key, value in config.items() if key != "custom_text"}
     text = parts.get("text_cfg", {})
@@ -186,7 +186,7 @@ def architecture(config: Mapping[str, Any], where: str) -> Any:
 
 
 def _refuse_foreign_code(name: str, where: str) -> None:
-    """Raise UserError unless transformers itself has the text encoder: open_clip would ask whether to run others."""
+    """Raise UserError unless the text encoder is part of transformers: open_clip would prompt to run custom code."""
     from transformers import MODEL_MAPPING, AutoConfig
 
     with explained(
@@ -195,11 +195,11 @@ def _refuse_foreign_code(name: str, where: str) -> None:
     ):
         is_own = type(AutoConfig.from_pretrained(name, trust_remote_code=False)) in MODEL_MAPPING
     if not is_own:
-        raise UserError(f"transformers has no model of the type of {name}, the text encoder of {where}; use another.")
+        raise UserError(f"transformers does not include the text encoder {name} of {where}; use a different encoder.")
 
 
 def config_names(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors under the names that open_clip uses for a config: undo `convert_to_custom_text_state_dict`."""
+    """Return tensors under open_clip's names for a config, undoing `convert_to_custom_text_state_dict`."""
     if config.get("custom_text") or "hf_model_name" in config.get("text_cfg", {}):
         return dict(tensors)
     return {name.removeprefix("text."): value for name, value in tensors.items()}
@@ -218,12 +218,12 @@ def write_config(folder: Path, config: Mapping[str, Any], preprocessing: Preproc
 
 
 def clip_bpe(context_length: int) -> CaptionTokenizer:
-    """Return CLIP's tokenizer, with the vocabulary in the open_clip package."""
+    """Return CLIP's BPE tokenizer, with the vocabulary from the open_clip package."""
     return CaptionTokenizer.closed(transformers_form(library().SimpleTokenizer()), context_length)
 
 
 def transformers_form(tokenizer: Any) -> Any:
-    """Convert an open_clip tokenizer to transformers, with the same ids except for padding."""
+    """Convert an open_clip tokenizer to a transformers tokenizer that returns the same ids, except for padding."""
     inner = getattr(tokenizer, "tokenizer", None)
     if inner is not None:
         return inner
@@ -239,7 +239,7 @@ def transformers_form(tokenizer: Any) -> Any:
 
 
 def _config_of(ref: CheckpointRef) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return `model_cfg` and `preprocess_cfg`."""
+    """Return a checkpoint's `model_cfg` and `preprocess_cfg`."""
     if not ref.name:
         tree = read_json(Path(ref.path) / CONFIG_FILE)
         if not isinstance(tree.get("model_cfg"), dict):
@@ -250,12 +250,12 @@ def _config_of(ref: CheckpointRef) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _preprocessing(vision: Mapping[str, Any], preprocess: Mapping[str, Any], where: str) -> Preprocessing:
-    size = vision.get("image_size", 224)  # open_clip's own default
+    size = vision.get("image_size", 224)  # open_clip's default
     sides = set(size) if isinstance(size, list | tuple) else {size}
     mean, std = tuple(preprocess.get("mean", OPENAI_MEAN)), tuple(preprocess.get("std", OPENAI_STD))
     if len(sides) != 1 or len(mean) != 3 or len(std) != 3:
         raise UserError(
-            f"{where} takes images of {size} pixels with mean {mean} and std {std}; only square ones of three channels "
-            "are supported."
+            f"{where} takes images of {size} pixels with mean {mean} and std {std}; only square images with three "
+            "channels are supported."
         )
     return Preprocessing(int(sides.pop()), mean, std, preprocess.get("resize_mode") == "squash")

@@ -1,7 +1,7 @@
-"""Checkpoints of transformers' dual encoders: CLIP, MetaCLIP 2, SigLIP and SigLIP 2 of fixed resolution.
+"""Checkpoints of transformers' dual encoders: CLIP, MetaCLIP 2, SigLIP and fixed-resolution SigLIP 2.
 
-A checkpoint is a folder with config.json, weights, preprocessor and tokenizer files. SigLIP 2 of fixed resolution has
-the model type `siglip`.
+A checkpoint is a folder with config.json, the weights, and the preprocessor's and tokenizer's files. Fixed-resolution
+SigLIP 2 models have the model type `siglip`.
 """
 
 from collections.abc import Mapping
@@ -34,22 +34,22 @@ from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer, load_t
 from neuclip_ds.models.towers import DualEncoder, TextTower, VisionTower
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-WEIGHT_PATTERNS = ("model*.safetensors", "pytorch_model*.bin")  # only the first with files is downloaded
+WEIGHT_PATTERNS = ("model*.safetensors", "pytorch_model*.bin")  # only the first that matches is downloaded
 _PROCESSOR = "preprocessor_config.json"
-_LEGACY_EOS = 2  # EOS id of old CLIP configs, with which transformers reads the feature at the largest token id
+_LEGACY_EOS = 2  # EOS id in old CLIP configs, for which transformers pools at the largest token id
 
 
 class ModelType(NamedTuple):
-    """transformers' classes for a `model_type` in config.json, and the differences between the types."""
+    """The transformers classes for a `model_type` in config.json, and the properties in which the types differ."""
 
     config: Any
     model: Any
     image_processor: Any
-    siglip: bool = False  # no projections; logit scale and bias of shape (1,); texts read at the last position
-    legacy_eos: bool = False  # whether an EOS of 2 means that texts are read at the largest id
+    siglip: bool = False  # no projections; logit scale and bias of shape (1,); text pooled at the last position
+    legacy_eos: bool = False  # whether an EOS id of 2 means that text is pooled at the largest id
 
     def processor(self, preprocessing: Preprocessing) -> Any:
-        """Return the image processor for square images."""
+        """Return transformers' image processor for the given preprocessing."""
         size, mean, std, squash = preprocessing
         square = {"height": size, "width": size}
         resized = square if squash else {"shortest_edge": size}
@@ -63,7 +63,7 @@ class ModelType(NamedTuple):
         )
 
 
-_PREFIXES = {  # prefixes of our parameters -> the library's
+_PREFIXES = {  # prefixes of our parameter names -> transformers' prefixes
     "vision.trunk.": "vision_model.",
     "text.trunk.": "text_model.",
     "vision.projection.": "visual_projection.",
@@ -77,10 +77,10 @@ MODEL_TYPES = {
 
 
 class TransformersCheckpoint(ModelSource):
-    """A checkpoint folder, as written by `save_pretrained`.
+    """A checkpoint folder in the format of transformers' `save_pretrained`.
 
     Raises:
-        UserError: config.json or preprocessor_config.json is missing or lacks what the run needs.
+        UserError: config.json or preprocessor_config.json is missing, incomplete or unsupported.
     """
 
     def __init__(self, config: ModelConfig, ref: CheckpointRef) -> None:
@@ -126,7 +126,7 @@ class TransformersCheckpoint(ModelSource):
                 weights_only=True,
                 trust_remote_code=False,
                 dtype=torch.float32,
-                ignore_mismatched_sizes=True,  # refused below
+                ignore_mismatched_sizes=True,  # rejected below
                 output_loading_info=True,
             )
         missing = set(info["missing_keys"])
@@ -154,7 +154,7 @@ class TransformersCheckpoint(ModelSource):
 
 
 def _preprocessing(folder: Path, image_size: Any) -> Preprocessing:
-    nested = folder / "processor_config.json"  # where transformers 5 keeps the image processor
+    nested = folder / "processor_config.json"  # where transformers 5 stores the image processor
     if nested.is_file() and not (folder / _PROCESSOR).is_file():
         tree = read_json(nested).get("image_processor", {})
     else:
@@ -163,7 +163,7 @@ def _preprocessing(folder: Path, image_size: Any) -> Preprocessing:
     if not (isinstance(mean, list) and isinstance(std, list) and len(mean) == len(std) == 3):
         raise UserError(f"{folder}/{_PROCESSOR} has no image_mean and image_std of three channels; add them.")
     if not isinstance(image_size, int):
-        raise UserError(f"config.json in {folder} has images of {image_size} pixels; only square ones are supported.")
+        raise UserError(f"config.json in {folder} has images of {image_size} pixels; only square images work.")
     size = tree.get("size")
     squash = isinstance(size, dict) and "height" in size and not tree.get("do_center_crop", False)
     return Preprocessing(image_size, tuple(mean), tuple(std), squash)

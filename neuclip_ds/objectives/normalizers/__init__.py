@@ -1,1 +1,1 @@
-"""Estimators of the anchors' normalizers, one per module."""
+"""Estimators of the anchors' normalizers, one per module, and the code that they share."""

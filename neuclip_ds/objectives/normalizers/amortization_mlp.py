@@ -1,9 +1,9 @@
-"""The amortization network of AmorLIP: log lambda of an anchor from its feature, a net for images and one for texts.
+"""AmorLIP's amortization networks, one for images and one for texts: log lambda of an anchor from its feature.
 
     x -> Linear(d, h) -> ReLU -> LayerNorm -> Linear(h, d) -> ReLU -> LayerNorm -> + x -> ReLU -> Linear(d, 1)
 
-The paper has a "three-layer MLP"; residual and normalization are the released code's. The weights of both nets are
-views of one flat vector, so that copying, averaging and clipping a net, and its Adam, are one operation each.
+The paper has a "three-layer MLP"; the residual connection and the normalization are from the released code. The weights
+of both nets are views of one flat vector, so copying, averaging, clipping and an Adam step are one operation each.
 """
 
 import math
@@ -15,11 +15,11 @@ from torch.nn.functional import layer_norm
 
 
 class Weights(NamedTuple):
-    """Views of a flat vector; the first dimension is the direction, 0 images and 1 texts."""
+    """Views of a flat weight vector; the first dimension is the direction, 0 for images and 1 for texts."""
 
     up: Tensor  # (2, d, h)
     up_bias: Tensor  # (2, 1, h)
-    up_gain: Tensor  # (2, 1, h), of the LayerNorm after it
+    up_gain: Tensor  # (2, 1, h), of the LayerNorm after the layer
     up_shift: Tensor  # (2, 1, h)
     down: Tensor  # (2, h, d)
     down_bias: Tensor  # (2, 1, d)
@@ -30,7 +30,7 @@ class Weights(NamedTuple):
 
 
 class AmortizationMlp:
-    """The architecture; each call passes its weights.
+    """Architecture of the networks; each call takes the weights as an argument.
 
     Attributes:
         size: length of the flat vector of weights.
@@ -49,7 +49,7 @@ class AmortizationMlp:
         return Weights(*(part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)))
 
     def draw(self, seed: int) -> Tensor:
-        """Draw (size,) float32 weights on the CPU as torch's layers are initialized, from a separate generator."""
+        """Return (size,) float32 weights on the CPU, initialized as torch's layers are, from a separate generator."""
         generator = torch.Generator().manual_seed(seed)
         flat = torch.empty(self.size)
         w = self.weights(flat)
@@ -63,7 +63,7 @@ class AmortizationMlp:
         return flat
 
     def raise_level(self, flat: Tensor, by: Tensor) -> None:
-        """Add a constant for each direction, (2,), to the nets' output."""
+        """Add a (2,) constant, one value per direction, to the outputs of the nets."""
         self.weights(flat).out_bias.add_(by.view(2, 1, 1))
 
     def __call__(self, flat: Tensor, features: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ class AmortizationMlp:
         w = self.weights(flat)
         x = torch.baddbmm(w.up_bias, features, w.up).relu_()
         x = layer_norm(x, x.shape[2:])
-        # gain and shift are folded into the next layer: a pass over its weights, not over the rows
+        # the gain and the shift are folded into the next layer's weights, which saves a pass over the rows
         x = torch.baddbmm(torch.baddbmm(w.down_bias, w.up_shift, w.down), x, w.up_gain.mT * w.down).relu_()
         x = layer_norm(x, x.shape[2:])
         x = torch.addcmul(features + w.down_shift, x, w.down_gain).relu_()

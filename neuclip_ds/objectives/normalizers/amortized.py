@@ -1,27 +1,27 @@
 """Normalizers amortized by a small network: AmorLIP (arXiv 2505.18983).
 
-With L = 1/tau and c the weight of the positive, an anchor's partition function over the global batch is
+With L = 1/tau, and with c the weight of the positive, the partition function of anchor i over the global batch is
 
     C_i = 1/(B-1) [sum_{j != i} exp(L s_ij) + c exp(L s_ii)]          (the released code omits the 1/(B-1))
 
-Stage I fits the online net's log lambda_i to log Z_i, Z_i = (1 - beta_t) C_i + beta_t lambda'_i, where lambda' is the
-target net at the end of the previous epoch. The target net is a moving average of the online net; both restart each
-epoch. Stage II gives encoders and temperature the gradient, with lambda and the leading tau constant, of
+Stage I fits the online net's log lambda_i to log Z_i, where Z_i = (1 - beta_t) C_i + beta_t lambda'_i and lambda' is
+the output of the previous epoch's final target net. The target net is a moving average of the online net; both nets are
+reinitialized in each epoch. Stage II trains the encoders and the temperature with the gradient of
 
     tau (-2 L mean s_ii + mean C1_i/lambda1_i + mean C2_i/lambda2_i) + rho tau                  (eq. 6, rescaled)
 
-with lambda the target net's or, as in the released code, Z itself. With `amortizes=negatives` (Table 3) the nets are
-fitted to the sum over j != i alone, and lambda is their output plus the anchor's own term c exp(L s_ii)/(B-1).
+where lambda and the leading tau are constant; lambda is the target net's output or, as in the released code, Z. With
+`amortizes=negatives` (Table 3), the nets fit the sum over j != i alone, and lambda adds the positive's term.
 
-An anchor's negatives weigh exp(L s_ij)/lambda_i, so log w_i = L s_ii - log lambda_i in the common gradient. That weight
-depends on s_ii, but the common gradient holds it constant; the rest is C_i/lambda_i - 1 for each direction, along the
-partner. A step updates the online net, then the target net, and then runs stage II.
+Negative j of anchor i has the weight exp(L s_ij)/lambda_i, so log w_i = L s_ii - log lambda_i in the gradient that all
+methods share. That gradient holds w_i constant; the remaining derivative with respect to s_ii, L (C_i/lambda_i - 1) in
+each direction, is added. A step updates the online net, then the target net, and then runs stage II.
 
-Ranks. Every rank holds bit-identical copies of both nets. It fits them either to all rows of the batch, after an
-all-gather of log Z and log C, or to its own rows, and sums the gradient of each update over ranks (4 MB at d = 512).
-`fits_all_rows` decides: the former repeats the same work on every rank, the latter sends more than OpenCLIP does unless
-the batch is large. With `gather=fits` (section 3.3) the steps without a fit contrast each rank's own rows; their C has
-the mean over b - 1 negatives, and the share of the positive that the global batch has.
+All ranks have bit-identical copies of both nets. `fits_all_rows` decides how the nets are fitted. Either every rank
+fits them to all rows of the batch, after an all-gather of log Z and log C, and all ranks repeat the same work. Or each
+rank fits them to its local rows, and the gradient of each update is summed over ranks (4 MB at d = 512), which sends
+more than OpenCLIP does unless the batch is large. With `gather=fits` (section 3.3), steps without a fit contrast local
+rows only: C_i then averages over b - 1 negatives, but the positive's term keeps the factor 1/(B-1).
 """
 
 import math
@@ -41,12 +41,12 @@ from neuclip_ds.objectives.normalizers.prediction import partner_gradient, repre
 from neuclip_ds.objectives.options import AmortizedConfig, ObjectiveConfig
 from neuclip_ds.objectives.pair_arithmetic import lowest_exponent
 
-# The derivative of a divergence by log lambda_i is C_i/lambda_i times this function of log lambda_i - log Z_i. With
-# P = exp(L s)/lambda and Q = exp(L s)/Z, not normalized, P/Q is the same for all pairs of an anchor, so that no pair
-# is needed:
+# The derivative of a divergence with respect to log lambda_i is C_i/lambda_i times this function of the gap
+# log lambda_i - log Z_i. The divergence compares P = exp(L s)/lambda and Q = exp(L s)/Z without normalizing them. P/Q
+# is the same for all pairs of an anchor, so the divergences need no sum over pairs:
 #   kl  C/lambda (log Z - log lambda)
 #   js  1/2 [C/lambda log(P/M) + C/Z log(Q/M)],  M = (P + Q)/2,  P/M = 2/(1 + lambda/Z),  Q/M = 2/(1 + Z/lambda)
-_DIVERGENCE_L2 = 0.1  # weight of the squared error in addition to a divergence
+_DIVERGENCE_L2 = 0.1  # weight of the squared error that is added to a divergence
 _DIVERGENCE_SLOPES: dict[str, Callable[[Tensor], Tensor]] = {
     "kl": lambda gap: gap - 1,
     "js": lambda gap: (softplus(gap) - math.log(2)) / 2,
@@ -54,7 +54,7 @@ _DIVERGENCE_SLOPES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def previous_weight(epoch: int, config: AmortizedConfig) -> float:
-    """Return beta_t, which rises from 0 to its largest value on a half cosine over `previous_epochs` epochs."""
+    """Return beta_t, which rises from 0 to `previous_weight` on a half cosine over `previous_epochs` epochs."""
     if epoch >= config.previous_epochs:
         return config.previous_weight
     return config.previous_weight / 2 * (1 - math.cos(math.pi * epoch / config.previous_epochs))
@@ -63,17 +63,17 @@ def previous_weight(epoch: int, config: AmortizedConfig) -> float:
 def fit_gradient(
     log_lambda: Tensor, log_target: Tensor, log_total: Tensor, size: int, loss: str, released: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return the derivative of the amortization loss (AmorLIP eq. 8-10), summed over both directions, by log lambda.
+    """Return the derivative of the amortization loss (AmorLIP eq. 8-10) with respect to log lambda, in both directions.
 
     Args:
-        log_lambda, log_target, log_total: (2, rows) log of lambda, Z and C; there may be no rows.
-        size: B.
+        log_lambda, log_target, log_total: (2, rows) logarithms of lambda, Z and C; there may be no rows.
+        size: number of rows of the global batch, B.
         loss: value of `objective.amortized.loss`.
-        released: whether the losses have the released code's scale: divergences are divided by B^2 instead of B, and
-            the squared error has no factor 1/2.
+        released: whether to scale the losses as in the released code, which divides divergences by B^2 instead of B and
+            omits the factor 1/2 of the squared error.
 
     Returns:
-        x (2, rows) and p (0-dim, at least 0): the derivative is exp(p) x, which need not be representable.
+        (2, rows) x and 0-dim p >= 0. The derivative is exp(p) x, which may overflow the dtype.
     """
     gap = log_lambda - log_target
     squared = gap * ((2 if released else 1) / size)
@@ -87,17 +87,17 @@ def fit_gradient(
 
 
 def _bounded_exp(x: Tensor) -> Tensor:
-    """Return exp(x) for x <= 0; never subnormal."""
+    """Return exp(x) for x <= 0, bounded so that the result is never subnormal."""
     return x.clamp(min=lowest_exponent(x.dtype)).exp()
 
 
 def fits_all_rows(config: AmortizedConfig, dim: int, rows: int, comm_dtype: torch.dtype) -> bool:
-    """Whether each rank fits the nets to all `rows` of the global batch instead of its own.
+    """Return whether each rank fits the nets to all `rows` of the global batch instead of its local rows.
 
-    It does if the float32 gradients of a batch's updates are larger than the features in `comm_dtype`.
+    This is the case if sending the float32 gradients of a batch's updates takes more bytes than sending the features.
     """
     gradients = config.inner_steps * _mlp(config, dim).size * torch.float32.itemsize  # an all-reduce sends them twice
-    return gradients > rows * dim * comm_dtype.itemsize  # images' features; the texts' are as large
+    return gradients > rows * dim * comm_dtype.itemsize  # image features alone; with text features, twice as much
 
 
 def _mlp(config: AmortizedConfig, dim: int) -> AmortizationMlp:
@@ -109,13 +109,13 @@ class _FitRows(NamedTuple):
 
     features: Tensor  # (2, rows, d)
     log_target: Tensor  # (2, rows): log Z
-    log_total: Tensor  # (2, rows): log C, or its negatives if the nets amortize only these
+    log_total: Tensor  # (2, rows): log of C, or of its sum over negatives if the nets amortize only that sum
     size: int  # B
-    ranks: Communicator  # ranks to sum over: all, or this one if it has all rows
+    ranks: Communicator  # ranks to sum over: all ranks, or only this rank if it has all rows
 
 
 class AmortizedNormalizer(Normalizer):
-    """AmorLIP's normalizer: w_i = exp(L s_ii) / lambda_i, where a net predicts lambda_i."""
+    """AmorLIP's normalizer: w_i = exp(s_ii/tau)/lambda_i, where a net predicts lambda_i."""
 
     def __init__(self, config: ObjectiveConfig, eps: float, context: Context) -> None:
         """Create the nets; `eps` is ignored, because AmorLIP's loss has none."""
@@ -130,11 +130,11 @@ class AmortizedNormalizer(Normalizer):
         self._target = blank.clone()
         self._previous: Tensor | None = None  # the target net at the end of the previous epoch
         self._adam = self._new_adam()
-        self._epoch = -1  # in which the nets were drawn; -1 before the first
-        self._steps = 0  # since the nets were drawn
+        self._epoch = -1  # epoch in which the nets were initialized; -1 before the first
+        self._steps = 0  # training steps since the nets were initialized
 
     def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> NormalizerOutput:
-        """Fit the nets if the step learns, then estimate from them, or from the batch if none are drawn yet."""
+        """Fit the nets if the step learns, then estimate with the nets, or with the batch while there are no nets."""
         features, positive, own_pair, log_total, log_fitted = self._inputs(batch, log_g, tau)
         if step.learn:
             log_target = self._learn(step, batch, features, log_fitted)
@@ -150,13 +150,13 @@ class AmortizedNormalizer(Normalizer):
         error = (predicted - log_target).square()
         metrics = {"amortization_ratio": ratio, "amortization_error": error, "log_lambda": log_lambda}
         feature_grad = partner_gradient(batch, 1 - ratio, tau)
-        # the data term of d/dtau has the logits L (s_ij - s_ii); this loss has L s_ij, and -2 L s_ii
+        # the data term of tau's gradient has logits L (s_ij - s_ii), but this loss has L s_ij, and -2 L s_ii
         tau_term = positive * (1 - ratio)
         log_weight = batch.gather(positive - log_lambda, "normalizer")
         return NormalizerOutput(log_weight, ratio - positive, tau_term, {}, feature_grad, metrics)
 
     def log_estimate(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor) -> Tensor:
-        """log (lambda_i - c exp(L s_ii)/(B-1)) - L s_ii; only if lambda includes the positive is it subtracted."""
+        """Return log(lambda_i - c exp(L s_ii)/(B-1)) - L s_ii, without the c term if lambda excludes the positive."""
         if self._epoch < 0:
             return torch.full_like(log_g, -math.inf)
         features, positive, own_pair, _, log_fitted = self._inputs(batch, log_g, tau)
@@ -164,7 +164,7 @@ class AmortizedNormalizer(Normalizer):
             log_lambda = self._mlp(self._target, features)
         else:
             log_lambda = self._log_target(log_fitted, features, self._epoch)
-        if self._amortizes_positives:  # log(lambda - own pair), or -inf where that is not larger
+        if self._amortizes_positives:  # log(lambda - own pair), or -inf where lambda is not larger
             log_lambda = log_lambda + torch.log1p(-(own_pair - log_lambda).clamp(max=0).exp())
         return log_lambda - positive
 
@@ -178,11 +178,11 @@ class AmortizedNormalizer(Normalizer):
         return self._config.amortizes == "partition"
 
     def _inputs(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor) -> tuple[Tensor, ...]:
-        """Return features and logarithms of this rank's anchors.
+        """Return the features of this rank's anchors, and the logarithms of C and of its terms.
 
         Returns:
-            (2, local, d) features; (local,) L s_ii and log of the anchor's own term in C; (2, local) log C, and the
-            part of it that the nets amortize.
+            (2, local, d) features; (local,) L s_ii; (local,) log of the positive's term in C; and, both (2, local), log
+            C and the log of the part of C that the nets amortize.
         """
         positive = batch.positive[batch.local] / tau
         own_pair = positive + self._log_positive_weight - math.log(batch.total - 1)
@@ -191,14 +191,14 @@ class AmortizedNormalizer(Normalizer):
         return batch.anchors(), positive, own_pair, log_total, log_fitted
 
     def _log_target(self, log_total: Tensor, features: Tensor, epoch: int) -> Tensor:
-        """(2, local) log Z."""
+        """Return (2, local) log Z, to which the nets are fitted."""
         if self._previous is None or not (weight := previous_weight(epoch, self._config)):
             return log_total
         log_previous = self._mlp(self._previous, features)
         return torch.logaddexp(log_total + math.log1p(-weight), log_previous + math.log(weight))
 
     def _learn(self, step: Step, batch: GatheredFeatures, features: Tensor, log_total: Tensor) -> Tensor:
-        """Draw the nets of a new epoch, fit them to the batch, and return (2, local) log Z."""
+        """Initialize the nets in a new epoch, fit them to the batch if due, and return (2, local) log Z."""
         epoch = step.epoch
         starts = epoch != self._epoch
         if starts and self._epoch >= 0:
@@ -215,7 +215,7 @@ class AmortizedNormalizer(Normalizer):
         return log_target
 
     def _fit_rows(self, batch: GatheredFeatures, features: Tensor, log_target: Tensor, log_total: Tensor) -> _FitRows:
-        """Return the anchors to fit the nets to: those of all ranks if `fits_all_rows`, else this rank's."""
+        """Return the anchors to fit the nets to: all ranks' anchors if `fits_all_rows`, else this rank's anchors."""
         ranks, size = self._communicator, len(batch.padded_index)
         if ranks.world_size == 1 or not fits_all_rows(self._config, self._dim, size, batch.comm_dtype):
             return _FitRows(features, log_target, log_total, batch.size, ranks)
@@ -223,7 +223,7 @@ class AmortizedNormalizer(Normalizer):
         return _FitRows(torch.stack([batch.image, batch.text]), values[:2], values[2:], batch.size, ranks.alone())
 
     def _draw(self, epoch: int, rows: _FitRows) -> None:
-        """Draw new nets, which depend only on the epoch except for their level, and create a new Adam optimizer."""
+        """Initialize the nets with the epoch as seed, and Adam; `reference=paper` also matches the mean log Z."""
         self._target.copy_(self._mlp.draw(epoch))
         if not self._released:
             gap = (rows.log_target - self._mlp(self._target, rows.features)).sum(dim=1)
@@ -246,16 +246,16 @@ class AmortizedNormalizer(Normalizer):
             self._adam.step()
 
     def _sum_over_ranks(self, gradient: Tensor, peak: Tensor, ranks: Communicator) -> tuple[Tensor, Tensor]:
-        """Sum gradients that each rank has divided by exp(peak) of its local rows; return the sum and its peak."""
+        """Sum gradients, each divided by exp(peak) of its rank's local rows; return the sum and the global peak."""
         if self._config.loss in _DIVERGENCE_SLOPES:
             highest = ranks.all_gather(peak.view(1), "network gradients").max()
             gradient, peak = gradient * _bounded_exp(peak - highest), highest
         return ranks.all_reduce(gradient, "network gradients"), peak
 
     def _log_scale(self, gradient: Tensor, peak: Tensor) -> Tensor:
-        """Return the log of the factor on a gradient that was divided by exp(peak): peak, or less if it is clipped.
+        """Return the log of the factor on a gradient that was divided by exp(peak): peak, or less if clipping applies.
 
-        The gradient of a new net's divergence may overflow float32; its clipped gradient does not.
+        With a new net, the gradient of a divergence may overflow float32, but the clipped gradient does not.
         """
         if not self._config.max_grad_norm:
             return peak

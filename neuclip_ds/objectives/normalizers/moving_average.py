@@ -1,6 +1,6 @@
-"""A moving average of each sample's normalizer over the times it is seen: SogCLR, FastCLIP (FastCLIP eq. 1).
+"""Moving average of each sample's normalizer over the steps that see the sample: SogCLR and FastCLIP (eq. 1).
 
-u_i <- (1 - gamma) u_i + gamma g_i, kept as log u in the per-sample store; u_i starts as g_i.
+The update is u_i <- (1 - gamma) u_i + gamma g_i; u_i starts as g_i. The per-sample store contains log u.
 """
 
 import math
@@ -18,7 +18,7 @@ from neuclip_ds.state.sample_store import SampleStore
 
 
 def gamma_of(step: Step, config: MovingAverageConfig) -> float:
-    """Return gamma at a step: gamma_min, or on a half cosine from 1 to it over E = gamma_epochs (FastCLIP eq. 2).
+    """Return gamma at a step: gamma_min, or a half cosine from 1 to gamma_min over E = gamma_epochs (FastCLIP eq. 2).
 
     gamma = 1/2 (1 + cos(pi epoch/E)) (1 - gamma_min) + gamma_min,   gamma_min from epoch E on
     """
@@ -36,7 +36,7 @@ def moving_average(log_u: Tensor, log_g: Tensor, gamma: float) -> Tensor:
 
 
 class MovingAverageNormalizer(Normalizer):
-    """w_i = 1 / (eps + u_i), with u by global sample index in a store partitioned over ranks."""
+    """Moving-average normalizer, w_i = 1/(eps + u_i), with u in a per-sample store that is partitioned over ranks."""
 
     needs_index = True
 
@@ -65,7 +65,7 @@ class MovingAverageNormalizer(Normalizer):
         return self._read(batch)
 
     def _read(self, batch: GatheredFeatures) -> Tensor:
-        """(2, local) log u of this rank's anchors."""
+        """Return the (2, local) log u of this rank's anchors."""
         return batch.compact(self._reading.wait()).T
 
     def row_tables(self) -> dict[str, RowTable]:

@@ -1,21 +1,21 @@
 """NeuCLIP's normalizer-prediction network (NPN): NeuCLIP eq. 10-12 and Algorithm 1.
 
-Eq. 10. The network predicts the log-normalizer of an image anchor from its feature e1_i and m prototypes W1_k; for a
-text anchor it reads e2_i and W2_k:
+Eq. 10: The network predicts the log-normalizer of an image anchor from the anchor's feature e1_i and m prototypes W1_k.
+For a text anchor, it uses e2_i and W2_k. The functions on the right compute the equations:
 
     z1_ik  = (cos(e1_i, W1_k) - s_ii) / tau                                                 `_side`
     alpha1_i = log(eps + ghat1_i),   ghat1_i = 1/m sum_k exp(z1_ik)                         `_predict`
 
-Eq. 11 and 12. Encoders, temperature and network minimize one objective; over a batch, with g_i its mean over negatives,
+Eq. 11 and 12: The encoders, the temperature and the network minimize J. Over a batch, with g_i as in pair_gradient.py,
 
     J = tau/B sum_i sum_{1, 2} [ exp(-alpha_i) (eps + g_i) + alpha_i - 1 ] + 2 rho tau
 
-whose minimum over alpha_i is alpha_i = log(eps + g_i), where the bracket is log(eps + g_i). With
+Over alpha_i, J is minimal at alpha_i = log(eps + g_i), where the bracket equals log(eps + g_i). With
 
     r_i  = 1 - (eps + g_i) / (eps + ghat_i) = 1 - exp(log(eps + g_i) - alpha_i)
     p_ik = exp(z_ik) / (m (eps + ghat_i))                                                   `_log_mass`
 
-its derivatives are, e_i being the anchor and t_i its partner:
+the derivatives of J are, where e_i is the anchor and t_i the anchor's partner,
 
     dJ/dW_k   = 1/(B |W_k|) sum_i r_i p_ik (e_i - cos(e_i, W_k) W_k/|W_k|)                  `_update`
     dJ/de_i   = tau/B [ exp(-alpha_i) dg_i/de_i + r_i dalpha_i/de_i ]                       first term: pair_gradient.py
@@ -24,34 +24,34 @@ its derivatives are, e_i being the anchor and t_i its partner:
     dalpha_i/de_i = 1/tau (sum_k p_ik W_k/|W_k| - t_i sum_k p_ik),   dalpha_i/dt_i = -1/tau e_i sum_k p_ik,
     dalpha_i/dtau = -1/tau sum_k p_ik z_ik                                                  `_full_gradient`
 
-`alpha_grad` selects the term r_i grad alpha_i of the encoders' and tau's gradient: `full` keeps all of it, `stop` none.
-`positive` holds beta_i = alpha_i + s_ii/tau constant, the network's prediction of log Z_i = log(eps + g_i) + s_ii/tau,
-which depends on the anchor alone. The remaining part of alpha_i = beta_i - s_ii/tau acts along the positive,
+`alpha_grad` selects how much of r_i grad alpha_i the encoders and tau receive: `full` keeps the term, `stop` drops it,
+and `positive` holds beta_i = alpha_i + s_ii/tau constant. beta_i predicts log Z_i = log(eps + g_i) + s_ii/tau and
+depends on the anchor alone. The rest of alpha_i = beta_i - s_ii/tau acts along the positive,
 
     dalpha_i/de_i = -t_i/tau,   dalpha_i/dt_i = -e_i/tau,   tau dalpha_i/dtau = s_ii/tau            prediction.py
 
-so that the positive's weight, r_i/tau plus the (1 - r_i)/tau of the first term, is 1/tau for any r_i (up to eps).
+so the weight of the positive is r_i/tau plus the first term's (1 - r_i)/tau, which is 1/tau for any r_i (up to eps).
 
-Algorithm 1, one step (`NpnNormalizer.__call__`), once the features and g_i of the batch are computed:
+One step of Algorithm 1 (`NpnNormalizer.__call__`), after the features and g_i of the batch are computed:
 
     every T_r steps: W1 <- text features, W2 <- image features of the same samples          `_redraw_if_due`
-    (of this batch where B >= m, else of the last m samples before it)
+    (of this batch if B >= m, else of the last m samples before this batch)
     T_u times: W1, W2 <- AdaGrad on dJ/dW, or the scaled update                             `_fit`
     alpha_i from the new W1, W2                                                             `_predict`
     gradient of J for encoders and tau                                                      `_estimate`
 
-The scaled update (ours), which docs/reference/losses.md compares with AdaGrad:
+The scaled update is ours; docs/reference/losses.md compares it with AdaGrad. With delta = 1e-3 B/m,
 
     W_k <- W_k/|W_k| - lr tau B |W_k| dJ/dW_k / (sum_i p_ik (1 + |1 - r_i|) + delta), then to unit length  `_scaled`
 
-The quotient is shorter than 1, as |r_i| <= 1 + |1 - r_i|, so no logit cos(e_i, W_k)/tau moves by more than about lr.
+The quotient is shorter than 1, since |r_i| <= 1 + |1 - r_i|, so no logit cos(e_i, W_k)/tau moves by more than about lr.
 
-K ranks form R groups of S = K/R consecutive ones, R being `replicas`. A group has all prototypes; each rank has m/S of
-W1 and of W2, with their AdaGrad state and their rows of the feature queue. An update needs the 2B sums over all
-prototypes and nothing of size d x m: one all-reduce with bit-identical results. The gradient of an anchor needs sum_k
-p_ik W_k, which the ranks of its group add up: S - 1 blocks of b x d reach a rank instead of K - 1, and an update
-computes R times as much. The sums are sent as float64, relative to the largest possible exponent (1 - s_ii)/tau. With
-tau >= 0.003 they neither overflow nor underflow, which saves a second all-reduce for the maximum.
+K ranks form R groups of S = K/R consecutive ranks, where R is the number of replicas. Each rank of a group stores m/S
+rows of W1 and of W2, with the AdaGrad state and the queue rows of these prototypes. An update needs the 2B sums over
+all prototypes but nothing of size d x m, so one all-reduce with bit-identical results suffices. The gradient of an
+anchor needs sum_k p_ik W_k over the anchor's group: each rank receives S - 1 blocks of b x d instead of K - 1, but
+computes R times as much per update. The sums are sent as float64, relative to (1 - s_ii)/tau, the largest possible
+exponent. For tau >= 0.003, they neither overflow nor underflow, which saves a second all-reduce for the maximum.
 """
 
 import math
@@ -75,17 +75,17 @@ from neuclip_ds.objectives.pair_arithmetic import log_eps_plus, lowest_exponent
 from neuclip_ds.objectives.pair_grid import IMAGE, TEXT, slices
 from neuclip_ds.state.partition import Partition, RowTable
 
-# Elements per block: on a CPU they stay in the core's cache after a matmul, on a GPU they limit the memory of
-# intermediate results.
+# Elements per block. On a CPU, a block stays in the core's cache after a matmul; on a GPU, the block size limits the
+# memory of intermediate results.
 _CPU_BLOCK, _GPU_BLOCK = 2**20, 2**26
-_ADAGRAD_EPS = 1e-10  # torch's
-_DELTA = 1e-3  # share of the prototypes' mean mass; those with far less mass hardly move
-_SHORTEST = 1e-12  # lower bound of |W_k| as a divisor
+_ADAGRAD_EPS = 1e-10  # torch's default
+_DELTA = 1e-3  # fraction of the prototypes' mean mass; prototypes with far less mass hardly move
+_SHORTEST = 1e-12  # lower bound on |W_k| as a divisor
 _LOG_NOTHING = -1e4  # log of a sum without terms; finite, so that its product with zero is zero
 
 
 class _Side(NamedTuple):
-    """One direction's anchors against this rank's prototypes: exp(cos(e_i, W_k)/tau) = share_ik exp(log_sum_i)."""
+    """Softmax of one direction's anchors over local prototypes: exp(cos(e_i, W_k)/tau) = share_ik exp(log_sum_i)."""
 
     unit: Tensor  # (local prototypes, d): W_k / |W_k|
     norm: Tensor  # (local prototypes, 1): |W_k|
@@ -94,7 +94,7 @@ class _Side(NamedTuple):
 
 
 class _Prediction(NamedTuple):
-    """Prediction for all anchors; direction 0 reads W1, direction 1 W2."""
+    """Predictions for all anchors; direction 0 reads W1, and direction 1 reads W2."""
 
     alpha: Tensor  # (2, B)
     log_ghat: Tensor  # (2, B): alpha without eps
@@ -103,10 +103,10 @@ class _Prediction(NamedTuple):
 
 
 class NpnNormalizer(NetworkNormalizer):
-    """w_i = exp(-alpha_i), with alpha predicted from the anchor's feature.
+    """Normalizer w_i = exp(-alpha_i), where prototypes predict alpha_i from the anchor's feature.
 
-    The queue holds the last m samples, since a batch may have fewer. Until m samples have been seen, prototypes cannot
-    be drawn, and alpha_i is log(eps + g_i), the optimum that the network would be fitted to.
+    The queue contains the last m samples, because a batch may have fewer. Until m samples have been seen, prototypes
+    cannot be drawn; alpha_i is then log(eps + g_i), the optimum to which the network would be fitted.
     """
 
     def __init__(self, options: ObjectiveConfig, eps: float, context: Context) -> None:
@@ -119,7 +119,7 @@ class NpnNormalizer(NetworkNormalizer):
         empty = torch.zeros((self._partition.size, context.dim), dtype=context.dtype, device=ranks.device)
         self._prototypes = [empty.clone() for _ in (IMAGE, TEXT)]  # W1, W2, one row per prototype
         self._queue = [empty.clone() for _ in (IMAGE, TEXT)]
-        self._seen = 0  # samples that have gone into the queue
+        self._seen = 0  # samples that have entered the queue
         self._drawn = False
         self._joint, self._adam = config.order == "joint", context.adam
         # AdamW's moments, or AdaGrad's sum of squared gradients
@@ -127,10 +127,10 @@ class NpnNormalizer(NetworkNormalizer):
         if self._joint:
             moments = {"moment": 0.0, "square": 0.0}
         self._moments = [{key: torch.full_like(empty, x) for key, x in moments.items()} for _ in (IMAGE, TEXT)]
-        self._steps = 0  # taken by AdamW
+        self._steps = 0  # updates so far, for AdamW's bias correction
 
     def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> NormalizerOutput:
-        """Take one step of Algorithm 1; with `order=joint`, of Algorithm 3, whose update of W comes last."""
+        """Take one step of Algorithm 1 or, with `order=joint`, of Algorithm 3, which updates W last."""
         log_target = log_eps_plus(batch.gather(log_g, "normalizer"), self._eps)  # log(eps + g), (2, B)
         fills_queue = batch.size >= self._config.prototypes
         if step.learn and fills_queue:
@@ -158,10 +158,10 @@ class NpnNormalizer(NetworkNormalizer):
         return self._predict(batch, tau).log_ghat[:, batch.local]
 
     def _redraw_if_due(self, step: Step) -> None:
-        """Every T_r steps, or once in Algorithm 3, set W1 to the queue's m texts and W2 to the same samples' images.
+        """Every T_r steps, or once in Algorithm 3, set W1 to the queue's texts and W2 to the images of these samples.
 
-        They come from this batch if it has m pairs (Algorithm 1, line 4), so that each anchor's partner is among them.
-        A smaller batch would give some anchors their partner and others not, so the samples before it are used then.
+        The samples come from this batch if it has at least m pairs (Algorithm 1, line 4). With B = m, each anchor's
+        partner is then among the prototypes. If the batch is smaller, the samples are the last m before this batch.
         """
         if self._seen < self._config.prototypes:
             return
@@ -173,26 +173,26 @@ class NpnNormalizer(NetworkNormalizer):
         self._drawn = True
 
     def _fit(self, batch: GatheredFeatures, log_target: Tensor, tau: Tensor, lr: float) -> None:
-        """Take T_u updates, or one of AdamW; g_i is this batch's in all of them."""
+        """Take T_u updates or, with `order=joint`, one AdamW update, all with the g_i of this batch."""
         for _ in range(1 if self._joint else self._config.inner_steps):
             self._update(self._predict(batch, tau), batch, log_target, tau, lr)
 
     def _predict(self, batch: GatheredFeatures, tau: Tensor) -> _Prediction:
-        """Eq. 10: alpha_i = log(eps + 1/m sum_k exp(z_ik)), the sum over all ranks' prototypes."""
+        """Compute eq. 10, alpha_i = log(eps + 1/m sum_k exp(z_ik)), with the sum over the prototypes of all ranks."""
         anchors, positive = (batch.image, batch.text), batch.positive
         image, text = (self._side(e, w, tau) for e, w in zip(anchors, self._prototypes, strict=True))
         log_sum = torch.stack([image.log_sum, text.log_sum]) - positive / tau
         ceiling = ((1 - positive) / tau).double()
         total = self._communicator.all_reduce((log_sum.double() - ceiling).exp(), "normalizer")  # over all replicas
         count = self._replicas * self._config.prototypes
-        log_ghat = (total.log() + ceiling - math.log(count)).to(positive.dtype)  # 1/m sum_k exp(z_ik)
+        log_ghat = (total.log() + ceiling - math.log(count)).to(positive.dtype)  # log(1/m sum_k exp(z_ik))
         return _Prediction(log_eps_plus(log_ghat, self._eps), log_ghat, log_sum, (image, text))
 
     def _side(self, anchors: Tensor, prototypes: Tensor, tau: Tensor) -> _Side:
-        """exp(cos(e_i, W_k)/tau) of one direction, relative to each row's sum."""
+        """Return exp(cos(e_i, W_k)/tau) of one direction, relative to the sum of each row."""
         norm = torch.linalg.vector_norm(prototypes, dim=1, keepdim=True).clamp_(min=_SHORTEST)
         unit = prototypes / norm
-        cold = unit / tau  # dividing here is a pass over the prototypes instead of the logits
+        cold = unit / tau  # dividing here takes a pass over the prototypes instead of one over the logits
         share = anchors.new_empty((len(anchors), len(unit)))
         log_sum = anchors.new_full((len(anchors),), _LOG_NOTHING)
         lowest = lowest_exponent(anchors.dtype)
@@ -200,16 +200,16 @@ class NpnNormalizer(NetworkNormalizer):
             logit = torch.mm(anchors[rows], cold.T)
             logit.clamp_(min=logit.amax(dim=1, keepdim=True) + lowest)
             block = torch.softmax(logit, dim=1, out=share[rows])
-            log_sum[rows] = logit[:, 0] - block[:, 0].log()  # log share_ik = logit_ik - log_sum_i of any k
+            log_sum[rows] = logit[:, 0] - block[:, 0].log()  # log share_ik = logit_ik - log_sum_i for any k
         return _Side(unit, norm, share, log_sum)
 
     def _update(
         self, prediction: _Prediction, batch: GatheredFeatures, log_target: Tensor, tau: Tensor, lr: float
     ) -> None:
-        """Step along dJ/dW_k = 1/(B |W_k|) sum_i r_i p_ik (e_i - cos(e_i, W_k) W_k/|W_k|).
+        """Update the prototypes with dJ/dW_k = 1/(B |W_k|) sum_i r_i p_ik (e_i - cos(e_i, W_k) W_k/|W_k|).
 
-        That is the part of V_k = sum_i r_i p_ik e_i that is orthogonal to W_k. The ablation's separate objective
-        1/B sum_i (alpha_i - log(eps + g_i))^2 has r_i = 2/tau (alpha_i - log(eps + g_i)).
+        Multiplied by B |W_k|, this is the component of V_k = sum_i r_i p_ik e_i orthogonal to W_k. The ablation's
+        separate objective, 1/B sum_i (alpha_i - log(eps + g_i))^2, has r_i = 2/tau (alpha_i - log(eps + g_i)).
         """
         if self._config.objective == "separate":
             residual = 2 / tau * (prediction.alpha - log_target)  # (2, B) r_i
@@ -231,13 +231,13 @@ class NpnNormalizer(NetworkNormalizer):
                     self._scaled(prototype[columns], gradient, bound, tau)
 
     def _scaled(self, prototype: Tensor, gradient: Tensor, bound: Tensor, tau: Tensor) -> None:
-        """Step in place by at most lr tau against the gradient, on the unit sphere.
+        """Move prototypes in place by at most lr tau against the gradient, on the unit sphere.
 
         Args:
-            prototype: (columns, d).
+            prototype: (columns, d) prototypes.
             gradient: (columns, d) dJ/dW_k, overwritten.
-            bound: (columns,) 1/B sum_i p_ik (1 + |1 - r_i|), an upper bound of |W_k| times the gradient's norm.
-            tau: 0-dim.
+            bound: (columns,) 1/B sum_i p_ik (1 + |1 - r_i|), an upper bound on |W_k| times the gradient's norm.
+            tau: 0-dim temperature.
         """
         norm = torch.linalg.vector_norm(prototype, dim=1, keepdim=True).clamp_(min=_SHORTEST)
         step = gradient.mul_(norm * tau * self._config.rate / (bound + _DELTA / self._config.prototypes).unsqueeze(1))
@@ -245,7 +245,7 @@ class NpnNormalizer(NetworkNormalizer):
         prototype.div_(torch.linalg.vector_norm(prototype, dim=1, keepdim=True))
 
     def _adagrad(self, prototype: Tensor, gradient: Tensor, accumulator: Tensor) -> None:
-        """Take a step of torch's AdaGrad in place; the accumulator sums squared gradients."""
+        """Take an AdaGrad step in place, as torch does; the accumulator sums squared gradients."""
         if self._config.weight_decay:
             gradient.add_(prototype, alpha=self._config.weight_decay)
         accumulator.addcmul_(gradient, gradient)
@@ -257,8 +257,8 @@ class NpnNormalizer(NetworkNormalizer):
             M <- beta_1 M + (1 - beta_1) dJ/dW,   V <- beta_2 V + (1 - beta_2) (dJ/dW)^2
             W <- (1 - lr lambda) W - lr M/(1 - beta_1^t) / (sqrt(V/(1 - beta_2^t)) + epsilon)
 
-        lr, betas and epsilon are the encoders', since Algorithm 3 has one optimizer for both; the paper gives no value
-        for lambda.
+        The learning rate, the betas and epsilon are the encoders', because Algorithm 3 has one optimizer for both. The
+        paper gives no value for the weight decay lambda.
         """
         (beta1, beta2), eps = self._adam
         correction1, correction2 = 1 - beta1**self._steps, 1 - beta2**self._steps
@@ -268,14 +268,14 @@ class NpnNormalizer(NetworkNormalizer):
         prototype.mul_(1 - lr * self._config.weight_decay).addcdiv_(moment, denominator, value=-lr / correction1)
 
     def _log_mass(self, prediction: _Prediction) -> Tensor:
-        """Return (2, B) log of the sum of p_ik = exp(z_ik) / (m (eps + ghat_i)) over this rank's prototypes."""
+        """Return the (2, B) log of the sum of p_ik = exp(z_ik) / (m (eps + ghat_i)) over this rank's prototypes."""
         mass = prediction.log_sum - prediction.alpha - math.log(self._config.prototypes)
         return mass.clamp_(min=lowest_exponent(mass.dtype))
 
     def _full_gradient(
         self, prediction: _Prediction, batch: GatheredFeatures, residual: Tensor, tau: Tensor
     ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        """Return r_i/B grad alpha_i for the local features, and r_i tau dalpha_i/dtau; `residual` (2, local) is r_i."""
+        """Return r_i/B grad alpha_i for the local features, and r_i tau dalpha_i/dtau; `residual` is (2, local) r_i."""
         rows = batch.rows_of(self._group)
         mass, log_sum = self._log_mass(prediction)[:, rows].exp(), prediction.log_sum[:, rows]
         parts = []
@@ -289,9 +289,9 @@ class NpnNormalizer(NetworkNormalizer):
         return prediction_gradient(residual, drawn, mass, batch, tau), -residual * mean_logit
 
     def _enqueue(self, batch: GatheredFeatures) -> None:
-        """Write the batch over the oldest rows of the queue; each rank keeps the rows of its own prototypes."""
+        """Write the batch over the oldest rows of the queue; each rank stores the rows of its prototypes."""
         m, end = self._config.prototypes, self._seen + batch.size
-        begin = max(self._seen, end - m)  # first sample to keep; sample number i of the run has place i mod m
+        begin = max(self._seen, end - m)  # first sample to keep; the run's i-th sample is stored in row i mod m
         for lap in (begin // m * m, begin // m * m + m):
             low, high = max(begin, lap + self._partition.start), min(end, lap + self._partition.stop)
             if low < high:
@@ -316,12 +316,12 @@ class NpnNormalizer(NetworkNormalizer):
 
 
 def build(config: ObjectiveConfig, eps: float, context: Context) -> Normalizer:
-    """Build the network that `objective.npn` names."""
+    """Build the normalizer with the network that `objective.npn.network` selects."""
     return (MlpNpnNormalizer if config.npn.network == "mlp" else NpnNormalizer)(config, eps, context)
 
 
 def _gradients(side: _Side, weighted: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yield dJ/dW_k block by block of prototypes; `weighted` (B, d) is r_i p_ik e_i / (B share_ik)."""
+    """Yield dJ/dW_k for one block of prototypes at a time; `weighted` is (B, d) r_i p_ik e_i / (B share_ik)."""
     for columns in _blocks(len(side.unit), weighted, weighted.shape[1]):
         unit = side.unit[columns]
         pull = side.share[:, columns].T @ weighted  # V_k / B
@@ -330,6 +330,6 @@ def _gradients(side: _Side, weighted: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def _blocks(count: int, like: Tensor, width: int) -> list[slice]:
-    """Cut `count` rows of `width` elements into blocks for the device of a tensor."""
+    """Cut `count` rows of `width` elements into blocks that suit the device of `like`."""
     elements = _CPU_BLOCK if like.device.type == "cpu" else _GPU_BLOCK
     return slices(0, count, max(1, elements // max(1, width)))

@@ -1,9 +1,9 @@
-"""NeuCLIP's ablation of the network's form: an MLP instead of prototypes (NeuCLIP section 5.2).
+"""NeuCLIP's ablation that predicts the normalizer with an MLP instead of prototypes (NeuCLIP section 5.2).
 
     alpha_i = log(eps + exp(f(e_i) - s_ii / tau)),   f: the amortization MLP of AmorLIP, one for each direction
 
-fitted to the same objective as the prototypes, by Adam. The last bias starts at the batch's mean, so that the first
-predictions have the right level. Each rank fits the nets to its own rows; their gradient is summed over ranks.
+Adam fits f to the same objective as the prototypes. The output bias is initialized so that the mean prediction matches
+the first batch. Each rank computes the gradient of its local rows, and the gradients are summed over ranks.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ _SEED = 0
 
 
 class MlpNpnNormalizer(NetworkNormalizer):
-    """w_i = exp(-alpha_i); only f and its gradient differ from the prototypes' (npn.py)."""
+    """Normalizer predicted by an MLP, w_i = exp(-alpha_i); only the prediction and its gradient differ from npn.py."""
 
     def __init__(self, config: ObjectiveConfig, eps: float, context: Context) -> None:
         super().__init__(config, eps, context)
@@ -51,7 +51,7 @@ class MlpNpnNormalizer(NetworkNormalizer):
             return batch_output(batch.gather(log_target, "normalizer"), log_target)
 
         def estimate() -> NormalizerOutput:
-            """Estimate as with prototypes; each rank has its anchors' whole gradient, so none is sent."""
+            """Estimate as with prototypes, but without sending gradients: each rank has those of its anchors."""
             log_ghat = self._log_ghat(features, positive)
             predicted = log_eps_plus(log_ghat, self._eps)
 
@@ -70,15 +70,15 @@ class MlpNpnNormalizer(NetworkNormalizer):
         return self._log_ghat(*self._inputs(batch, tau)) if self._started else log_g
 
     def _inputs(self, batch: GatheredFeatures, tau: Tensor) -> tuple[Tensor, Tensor]:
-        """(2, local, d) features and (local,) s_ii / tau."""
+        """Return the (2, local, d) features and the (local,) s_ii/tau of this rank's anchors."""
         return batch.anchors(), batch.positive[batch.local] / tau
 
     def _log_ghat(self, features: Tensor, positive: Tensor) -> Tensor:
-        """(2, local) f(e_i) - s_ii/tau."""
+        """Return (2, local) log ghat_i = f(e_i) - s_ii/tau."""
         return self._mlp(self._weights.detach(), features) - positive
 
     def _gradient_of_f(self, features: Tensor, weight: Tensor) -> Tensor:
-        """(2, local, d) gradient of sum_i weight_i f(e_i) with respect to the features; `weight` is (2, local)."""
+        """Return the (2, local, d) gradient of sum_i weight_i f(e_i) with respect to the features."""
         with torch.enable_grad():
             leaf = features.detach().requires_grad_()
             total = self._mlp(self._weights.detach(), leaf)

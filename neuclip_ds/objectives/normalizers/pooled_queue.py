@@ -1,25 +1,25 @@
-"""Normalizers pooled from the batch and a queue of recent features, without parameters and per-sample state.
+"""Normalizers pooled from the batch and a queue of recent features, without parameters or per-sample state.
 
-The queue holds the last m texts, which an image anchor is compared with, and the last m images; a batch enters it after
-use. An anchor skips entries of its own sample, which would count its positive as a negative; m_i is the number of the
-others. With W_k the queue's features, moved as below, and t_i the anchor's partner,
+The queue contains the last m texts, with which image anchors are compared, and the last m images; a batch enters the
+queue after use. An anchor skips entries of the same sample, which would count the positive as a negative; m_i is the
+number of remaining entries. With W_k the queue's features, shifted as below, and t_i the anchor's partner,
 
-    z_ik = e_i . (W_k - t_i)/tau,   ghat_i = 1/m_i sum_k exp(z_ik)                 (k over other samples' entries)
+    z_ik = e_i . (W_k - t_i)/tau,   ghat_i = 1/m_i sum_k exp(z_ik)                 (k: entries of other samples)
     alpha_i = log(eps + (g_i + kappa ghat_i)/(1 + kappa)),   loss = mean_i alpha_i over both directions
 
-W is constant, and so is t_i in z_ik: ghat_i trains the anchor alone. In the batch, a feature is repelled as an anchor
-and as a negative of others, and attracted as an anchor and as a partner. The queue's entries are not anchors, so a
-partner attracted by ghat_i would be attracted without being repelled. With q_ik the softmax of z_ik over k,
+W and the t_i in z_ik are held constant, so ghat_i trains the anchor alone. In the batch, a feature is repelled both as
+an anchor and as a negative, and attracted both as an anchor and as a partner. The queue's entries are not anchors, so
+ghat_i would attract the partner without repelling it. With q_ik the softmax of z_ik over k,
 
     v_i = kappa ghat_i/((1 + kappa) exp(alpha_i)),   grad_{e_i} += v_i (sum_k q_ik W_k - t_i)/tau
 
-and the batch's negatives together weigh g_i/((1 + kappa) exp(alpha_i)), at most 1. Each rank holds a bit-identical copy
-of the queue and computes the rows of its own anchors.
+and the total weight of the batch's negatives is g_i/((1 + kappa) exp(alpha_i)), at most 1. Each rank has a
+bit-identical copy of the queue and computes the terms of its local anchors.
 
-Entries move with the mean of the features: W_k is the feature when it entered, minus the mean at that time, plus the
-current mean. Without this, features that all move in one direction are repelled from where they were a few steps ago,
-and so gain speed: towers that train from scratch collapse. The mean is a running one over about 256 samples, because
-the mean of a small batch is noisy and would shift all entries at once.
+Entries move with the mean of the features: W_k is the feature as it entered, minus the mean at that time, plus the
+current mean. Without this shift, features that all drift in one direction are repelled from their positions of a few
+steps ago and drift ever faster, so towers trained from scratch collapse. The running mean covers about 256 samples,
+because the mean of a small batch is noisy and would shift all entries at once.
 """
 
 import math
@@ -37,14 +37,14 @@ from neuclip_ds.objectives.pair_arithmetic import log_eps_plus, log_sum_exp, pai
 from neuclip_ds.objectives.pair_grid import block_bytes, slices
 
 _SHARE = "batch_share"  # mean of g_i/(g_i + kappa ghat_i)
-_WINDOW = 256  # samples in the running mean of the features; that of a larger batch is its own mean
+_WINDOW = 256  # samples in the running mean of the features; a larger batch replaces the running mean
 
 
 class PooledQueueNormalizer(Normalizer):
-    """w_i = exp(-alpha_i)/(1 + kappa), with alpha from a queue of features and the batch.
+    """Normalizer from a queue of features and the batch: w_i = exp(-alpha_i)/(1 + kappa).
 
-    Until m samples have been seen, the queue holds fewer, and that number replaces m. An anchor for which the queue has
-    no entries of other samples, as in the first step, has alpha_i = log(eps + g_i) and w_i = exp(-alpha_i).
+    Until m samples have been seen, the queue has fewer entries, and their number replaces m. If the queue has no
+    entries of other samples for an anchor, as in the first step, alpha_i = log(eps + g_i) and w_i = exp(-alpha_i).
     """
 
     needs_index = True
@@ -53,17 +53,17 @@ class PooledQueueNormalizer(Normalizer):
         self._size, self._kappa = config.queue.size, config.queue.kappa
         self._eps = eps
         empty = torch.zeros((self._size, context.dim), dtype=context.dtype, device=context.communicator.device)
-        self._images, self._texts = empty, empty.clone()  # minus the mean when they entered
-        self._means = empty.new_zeros((2, context.dim))  # of images and of texts
-        self._index = torch.full((self._size,), -1)  # the entries' sample indices, in host memory like the batch's
-        self._seen = 0  # samples that have gone into the queue
+        self._images, self._texts = empty, empty.clone()  # features minus the mean when they entered
+        self._means = empty.new_zeros((2, context.dim))  # running means of images and texts
+        self._index = torch.full((self._size,), -1)  # sample indices of the entries, in host memory
+        self._seen = 0  # samples that have entered the queue
 
     def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> NormalizerOutput:
         anchors, means = batch.anchors(), self._means_with(batch)
         log_ghat, drawn = self._estimate(batch, anchors, means, tau)
         pooled, log_scale = self._pooled(log_g, log_ghat)
         alpha = log_eps_plus(pooled, self._eps)
-        pull = (log_ghat + math.log(self._kappa) + log_scale - alpha).exp()  # v_i, 0 without entries
+        pull = (log_ghat + math.log(self._kappa) + log_scale - alpha).exp()  # v_i; 0 without entries
         away = drawn - anchors.flip(0)  # the partner of an anchor is the anchor of the other direction
         gradient = (pull / (batch.size * tau)).unsqueeze(2) * away
         mean_logit = torch.einsum("sid,sid->si", anchors, away) / tau  # sum_k q_ik z_ik
@@ -78,26 +78,26 @@ class PooledQueueNormalizer(Normalizer):
         return self._pooled(log_g, self._estimate(batch, batch.anchors(), self._means_with(batch), tau)[0])[0]
 
     def _pooled(self, log_g: Tensor, log_ghat: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (2, local) log of (g + kappa ghat)/(1 + kappa), and the log of its factor of g."""
+        """Return (2, local) log((g + kappa ghat)/(1 + kappa)) and the log of the factor on g, 1/(1 + kappa) or 1."""
         log_scale = torch.full_like(log_ghat, -math.log1p(self._kappa)).masked_fill_(log_ghat.isneginf(), 0.0)
         return torch.logaddexp(log_g, log_ghat + math.log(self._kappa)) + log_scale, log_scale
 
     def _means_with(self, batch: GatheredFeatures) -> Tensor:
-        """Return (2, d) running means of the images and the texts that include this batch."""
+        """Return the (2, d) running means of the image and text features, including this batch."""
         means = torch.stack([batch.image.mean(dim=0), batch.text.mean(dim=0)])
         return self._means.lerp(means, min(1.0, batch.size / _WINDOW)) if self._seen else means
 
     def _estimate(self, batch: GatheredFeatures, anchors: Tensor, means: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
         """Return (2, local) log ghat_i of (2, local, d) anchors, and (2, local, d) sum_k q_ik W_k.
 
-        Without entries of other samples these are -inf and 0.
+        For anchors without entries of other samples, the results are -inf and 0.
         """
         log_ghat, drawn = anchors.new_full(anchors.shape[:2], -math.inf), torch.zeros_like(anchors)
         count = min(self._seen, self._size)
         if not count:
             return log_ghat, drawn
         owners, copies = self._copies(batch, count)
-        first = torch.searchsorted(owners, torch.arange(anchors.shape[1] + 1))  # of an anchor's own entries
+        first = torch.searchsorted(owners, torch.arange(anchors.shape[1] + 1))  # start of each anchor's entries
         others = to_device(count - first.diff(), anchors.device)
         owners, copies = (to_device(x, anchors.device) for x in (owners, copies))
         offset = batch.positive[batch.local] / tau + others.clamp(min=1).to(anchors.dtype).log()
@@ -108,30 +108,30 @@ class PooledQueueNormalizer(Normalizer):
                 masked = slice(int(first[rows.start]), int(first[rows.stop]))
                 if masked.start < masked.stop:
                     logit[owners[masked] - rows.start, copies[masked]] = -math.inf
-                log_ghat[side, rows] = log_sum_exp(logit, 1, logit)  # leaves the terms relative to the largest
+                log_ghat[side, rows] = log_sum_exp(logit, 1, logit)  # overwrites `logit` with the relative terms
                 with products_exact_for(batch.comm_dtype):
                     drawn[side, rows] = (logit @ prototypes).div_(logit.sum(dim=1, keepdim=True))
         empty = others == 0
         return log_ghat.masked_fill_(empty, -math.inf), drawn.masked_fill_(empty.unsqueeze(1), 0.0)
 
     def _copies(self, batch: GatheredFeatures, count: int) -> tuple[Tensor, Tensor]:
-        """Return positions of this rank's anchors and of queue entries of the same sample, one of each per pair.
+        """Return the pairs of a local anchor and a queue entry with the same sample, as two tensors of positions.
 
-        The anchors' positions ascend.
+        The positions of the anchors are in ascending order.
         """
         index, order = batch.index[batch.local].sort(stable=True)
         entries = self._index[:count]
         first = torch.searchsorted(index, entries)
-        copies = torch.searchsorted(index, entries, right=True) - first  # anchors of each entry's sample
+        copies = torch.searchsorted(index, entries, right=True) - first  # number of anchors of each entry's sample
         places = torch.arange(count).repeat_interleave(copies)
-        number = torch.arange(len(places)) - torch.searchsorted(places, places)  # within an entry's anchors
+        number = torch.arange(len(places)) - torch.searchsorted(places, places)  # position among the entry's anchors
         anchors, by_anchor = order[first[places] + number].sort(stable=True)
         return anchors, places[by_anchor]
 
     def _enqueue(self, batch: GatheredFeatures, means: Tensor) -> None:
-        """Write the batch's last m samples over the oldest rows; sample number i of the run has place i mod m.
+        """Write the batch's last m samples over the oldest rows; the run's i-th sample is stored in row i mod m.
 
-        A batch with the same samples as the last one replaces it, as in a second forward pass on one batch.
+        A batch with the same samples as the previous batch replaces that batch, as in a second forward pass.
         """
         kept = min(batch.size, self._size)
         places, index = torch.arange(self._seen - kept, self._seen) % self._size, batch.index[-kept:]
@@ -164,5 +164,5 @@ build = PooledQueueNormalizer
 
 
 def _blocks(rows: int, prototypes: Tensor) -> list[slice]:
-    """Cut rows of logits into blocks that stay in a CPU's cache, or are small next to a GPU's memory."""
+    """Cut rows of logits into blocks that stay in a CPU's cache or are small relative to a GPU's memory."""
     return slices(0, rows, max(1, block_bytes(prototypes.device.type) // (prototypes.element_size() * len(prototypes))))

@@ -1,7 +1,7 @@
-"""Code shared by predictions of the normalizer: the bound of their ratio to the batch's, and gradients.
+"""Code shared by the networks that predict normalizers: a bound on the ratio to the target, and gradients.
 
-The encoders' gradient weighs an anchor's negatives by the ratio q_i = (eps + g_i)/(eps + ghat_i), C_i/lambda_i in
-AmorLIP. A moving average bounds it by 1/gamma; a network does not.
+In the encoders' gradient, an anchor's negatives are weighted by the ratio q_i = (eps + g_i)/(eps + ghat_i), or by
+C_i/lambda_i in AmorLIP. With a moving average, the ratio is at most 1/gamma; with a network, it has no bound.
 """
 
 import math
@@ -17,24 +17,24 @@ from neuclip_ds.objectives.pair_grid import IMAGE, TEXT
 
 
 def representable(log_estimate: Tensor, log_target: Tensor) -> Tensor:
-    """Return the estimates, raised where sums of squares of the ratio target/estimate would overflow their dtype.
+    """Return the log estimates, raised where sums of squares of the ratio target/estimate would overflow the dtype.
 
-    Norms and optimizers square gradients. In float32 this keeps the ratio below 3e15, which an unfitted network
-    exceeds at tau <= 0.03. A raised estimate keeps its derivatives. A NaN stays one.
+    Norms and optimizers square gradients. In float32, the bound keeps the ratio below 3e15, which an unfitted network
+    exceeds at tau <= 0.03. The derivatives of a raised estimate do not change. A NaN stays NaN.
     """
     return torch.maximum(log_estimate, log_target - 0.4 * math.log(torch.finfo(log_estimate.dtype).max))
 
 
 def partner_gradient(batch: GatheredFeatures, weight: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradient of -1/B sum_i (weight1_i + weight2_i) s_ii/tau for this rank's rows.
+    """Return the gradient of -1/B sum_i (weight1_i + weight2_i) s_ii/tau with respect to this rank's rows.
 
     Args:
         batch: the gathered features.
-        weight: (2, local), held constant.
-        tau: 0-dim.
+        weight: (2, local) weights, held constant.
+        tau: 0-dim temperature.
 
     Returns:
-        (local, d) for images, along their texts, and (local, d) for texts.
+        (local, d) gradient of the images, along their texts, and (local, d) gradient of the texts.
     """
     pull = weight.sum(dim=0).div(-batch.size * tau).unsqueeze(1)
     return pull * batch.text[batch.local], pull * batch.image[batch.local]
@@ -43,34 +43,34 @@ def partner_gradient(batch: GatheredFeatures, weight: Tensor, tau: Tensor) -> tu
 def prediction_gradient(
     residual: Tensor, drawn: Tensor, mass: Tensor, batch: GatheredFeatures, tau: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient of 1/B sum_i residual_i alpha_i over both directions, residual held constant.
+    """Return the gradient of 1/B sum_i residual_i alpha_i, summed over both directions, with constant residuals.
 
     With alpha_i = log(eps + sum_k c_k exp(z_ik)), z_ik = (cos(e_i, W_k) - s_ii)/tau and
-    p_ik = c_k exp(z_ik - alpha_i), an anchor e_i and its partner t_i have
+    p_ik = c_k exp(z_ik - alpha_i), the derivatives with respect to an anchor e_i and its partner t_i are
 
         tau dalpha_i/de_i = sum_k p_ik W_k/|W_k| - t_i sum_k p_ik,   tau dalpha_i/dt_i = -e_i sum_k p_ik
 
     Args:
-        residual: (2, local) of this rank's anchors.
+        residual: (2, local) residuals of this rank's anchors.
         drawn: (2, local, d) sum_k p_ik W_k/|W_k|.
         mass: (2, local) sum_k p_ik.
         batch: the gathered features.
-        tau: 0-dim.
+        tau: 0-dim temperature.
 
     Returns:
-        (local, d) for images and for texts.
+        (local, d) gradients of the images and of the texts.
     """
-    image, text = partner_gradient(batch, residual * mass, tau)  # both directions' alpha_i fall with s_ii
+    image, text = partner_gradient(batch, residual * mass, tau)  # alpha_i decreases with s_ii in both directions
     weight = residual.unsqueeze(2) / (batch.size * tau)
     return image + weight[IMAGE] * drawn[IMAGE], text + weight[TEXT] * drawn[TEXT]
 
 
 FullGradient = Callable[[Tensor], tuple[tuple[Tensor, Tensor], Tensor]]
-"""(2, local) r_i -> r_i/B grad alpha_i for images and texts (local, d), and r_i tau dalpha_i/dtau (2, local)."""
+"""Maps (2, local) r_i to (local, d) r_i/B grad alpha_i for images and texts, and (2, local) r_i tau dalpha_i/dtau."""
 
 
 class NetworkNormalizer(Normalizer):
-    """w_i = exp(-alpha_i) for a network that predicts alpha_i, of any form; npn.py has the equations."""
+    """Base class of the normalizers w_i = exp(-alpha_i) whose alpha_i a network predicts; npn.py has the equations."""
 
     def __init__(self, config: ObjectiveConfig, eps: float, context: Context) -> None:
         self._config, self._eps, self._communicator = config.npn, eps, context.communicator
@@ -78,7 +78,7 @@ class NetworkNormalizer(Normalizer):
     def _in_order(
         self, fit: Callable[[], None], estimate: Callable[[], NormalizerOutput], step: Step
     ) -> NormalizerOutput:
-        """Fit the network to the batch and then estimate, or vice versa, as `order` says."""
+        """Fit the network to the batch and then estimate or, with `order=joint`, estimate and then fit."""
         first = self._config.order == "alternating"
         if step.learn and first:
             fit()
@@ -92,14 +92,14 @@ class NetworkNormalizer(Normalizer):
     ) -> NormalizerOutput:
         """Return w_i = exp(-alpha_i) and the part of r_i grad alpha_i that `alpha_grad` selects (NeuCLIP eq. 12).
 
-        `alpha` and `log_target`, log(eps + g_i), are (2, B).
+        `alpha` and `log_target`, which is log(eps + g_i), are (2, B).
         """
         alpha = representable(alpha, log_target)
         ratios = (log_target - alpha).exp()  # (eps + g)/(eps + ghat)
         metrics = {"npn_ratio_mean": ratios.mean(), "npn_ratio_max": ratios.max()}
         metrics["alpha"] = alpha.mean()
         ratio = (log_target - alpha).exp()[:, batch.local]  # exp(-alpha_i) (eps + g_i) = 1 - r_i
-        value = ratio + alpha[:, batch.local] - 1  # the bracket of J, which is also its part of dJ/dtau
+        value = ratio + alpha[:, batch.local] - 1  # the bracket of J, which also appears in dJ/dtau
         if self._config.alpha_grad == "stop":
             return NormalizerOutput(-alpha, value, value, metrics)
         if self._config.alpha_grad == "positive":
@@ -111,5 +111,5 @@ class NetworkNormalizer(Normalizer):
 
 
 def batch_output(log_target: Tensor, local: Tensor) -> NormalizerOutput:
-    """Return the output for alpha_i = log(eps + g_i), the optimum, before the first fit: (2, B) and (2, local)."""
+    """Return the output before the first fit, for the optimal alpha_i = log(eps + g_i), (2, B) and (2, local)."""
     return NormalizerOutput(-log_target, local, local, {"alpha": log_target.mean()})

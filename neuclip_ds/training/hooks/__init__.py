@@ -1,4 +1,4 @@
-"""Base class of hooks, which act around training steps; one hook per concern."""
+"""The base class of hooks, which run code around training steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Hook:
-    """Run your own code before and after the steps of a training loop: override the methods you need.
+    """Base class for code that runs before and after the steps of a training loop; override the methods you need.
 
     All ranks have the same hooks and call them in the same order, so a hook may use collectives. Hooks that you pass to
     `train` run before the built-in ones (health, metrics, signals, checkpoints, evaluation) and close after them.
@@ -26,7 +26,7 @@ class Hook:
     in_recovery = False
 
     def before_run(self, config: Config, communicator: Communicator, folder: Path) -> None:
-        """Called before data and model are opened; the folder of the run may not exist yet."""
+        """Called before the data and the model are opened; the folder of the run may not exist yet."""
 
     def start(self, loop: Loop) -> None:
         """Called before the first step after a launch, a resume or a rollback, when `loop.done` steps are done."""
@@ -44,20 +44,20 @@ class Hook:
         """Called after the last step, unless the loop was stopped earlier."""
 
     def state(self, loop: Loop) -> dict[str, Any]:
-        """Return the state to save in a checkpoint, as JSON that is equal on all ranks; called on all ranks."""
+        """Return the hook's state for a checkpoint, JSON-compatible and equal on all ranks; called on all ranks."""
         return {}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Called before `start` with the state in the checkpoint, if it has any of this hook."""
+        """Called before `start` with this hook's state from the checkpoint, if the checkpoint contains one."""
 
     def close(self, loop: Loop, error: BaseException | None) -> None:
-        """Release the resources of `start`; always called, with the exception that ended the loop, if any.
+        """Release the resources acquired by `start`; always called, with the exception that ended the loop, if any.
 
         A `RollBack` means that the run returns to its newest checkpoint.
         """
 
     def after_run(self, loop: Loop) -> None:
-        """Called when the run is complete, also if an earlier launch completed it.
+        """Called after training, whether it completed or a hook stopped it, and if an earlier launch completed the run.
 
-        The ranks have left their process group: a collective would fail.
+        The ranks have left their process group, so a collective would fail.
         """

@@ -1,4 +1,4 @@
-"""The hook that evaluates the model, and keeps the best checkpoint."""
+"""The hook that evaluates the model and keeps the best checkpoint."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ Evaluate = Callable[[], dict[str, float]]
 
 
 class EvaluateModel(Hook):
-    """Evaluate every `run.evaluate_every` steps and after the last one, and before step 1 for `run.best_metric`.
+    """Evaluates every `run.evaluate_every` steps and after the last step, and before step 1 for `run.best_metric`.
 
-    An evaluation that was due at the resumed checkpoint's step is done first, unless metrics.jsonl has it.
+    A resumed run first runs an evaluation that was due at the checkpoint's step, unless metrics.jsonl contains it.
     """
 
     def __init__(self, evaluate: Evaluate, saver: SaveCheckpoints) -> None:
@@ -51,7 +51,7 @@ class EvaluateModel(Hook):
     def _measure(self, loop: Loop) -> None:
         """Evaluate now, and keep a checkpoint of this step if its metric is the best so far.
 
-        A signal ends the evaluation at once, so there is a checkpoint before it.
+        A stop signal ends the evaluation at once, so a checkpoint is saved first.
         """
         results, name = self._recorded(loop), loop.context.config.run.best_metric
         if not results or name not in (None, *results):
@@ -74,14 +74,14 @@ class EvaluateModel(Hook):
             self._keep_if_best(loop, Best(loop.done, name, results[name]))
 
     def _recorded(self, loop: Loop) -> dict[str, float]:
-        """Return an earlier launch's evaluation of this step, if any."""
+        """Return the results of an earlier launch's evaluation at this step, if any."""
         if loop.done != self._began or loop.done == 0:
             return {}
 
         def read() -> dict[str, float]:
             found: dict[str, float] = {}
             for record in read_metrics(loop.folder / "metrics.jsonl"):
-                if record.pop("step") == loop.done and "lr" not in record:  # which those of training have
+                if record.pop("step") == loop.done and "lr" not in record:  # training records have it
                     found |= record
             return found
 

@@ -1,6 +1,6 @@
 """Report loss spikes, skipped steps, divergence and slow data, with the step and its samples.
 
-Every rank watches its own loader. Loss and gradient norms are equal on all ranks, so all ranks detect the same
+Every rank monitors its own loader. The loss and the gradient norms are equal on all ranks, so all ranks detect the same
 events and rank 0 reports them. Nothing here communicates with other ranks or waits for a GPU.
 """
 
@@ -21,18 +21,18 @@ from neuclip_ds.training.hooks import Hook
 if TYPE_CHECKING:
     from neuclip_ds.training.loop import Loop, StepResult
 
-_SHOWN = 8  # sample indices in a message; events.jsonl has all of them
+_SHOWN = 8  # sample indices in a message; events.jsonl contains all of them
 _VALUES = {
     "tau": "temperature",
     "feature_grad_norm": "feature-gradient norm",
     "grad_norm": "the encoders' gradient norm",
     "lr": "learning rate",
 }
-_WINDOW, _MIN_LOSSES = 100, 50  # window of the loss's level in steps, and the fewest steps that define a level
-_DEVIATIONS = 10.0  # above the level, from which a loss is a spike
-_MIN_DEVIATION = 1e-3  # as a share of the level, for losses that hardly vary
-_USUAL, _MIN_STEPS = 50, 5  # window of the median time in steps, and the fewest steps that define it
-_STALL_SECONDS, _STALL_TIMES = 2.0, 5.0  # a wait is long above both this many seconds and this many usual steps
+_WINDOW, _MIN_LOSSES = 100, 50  # window of the loss level in steps, and the fewest steps that define it
+_DEVIATIONS = 10.0  # a loss this many deviations above the level is a spike
+_MIN_DEVIATION = 1e-3  # as a fraction of the level, for losses that hardly vary
+_USUAL, _MIN_STEPS = 50, 5  # window of the median step time in steps, and the fewest steps that define it
+_STALL_SECONDS, _STALL_TIMES = 2.0, 5.0  # a stall is longer than this many seconds and this many median steps
 
 
 class Spike(NamedTuple):
@@ -43,12 +43,12 @@ class Spike(NamedTuple):
 
 
 class LossSpikeDetector:
-    """Detect spikes with robust statistics of the last steps, which a spike hardly moves.
+    """Detects loss spikes with robust statistics of the last steps, which a spike hardly changes.
 
-    The level is the median of a window, the deviation 1.4826 times the median distance from it (the standard deviation,
-    if losses are normal). A spike is above `level + 10 deviations`: practically never by chance if losses are normal,
-    once in 60,000 steps if their tails are exponential. The next 100 steps belong to it; then a loss that has stayed up
-    is the level.
+    The level is the median of a window; the deviation is 1.4826 times the median absolute deviation, which is the
+    standard deviation of normal losses. A spike is a loss above `level + 10 * deviation`. By chance, normal losses
+    practically never reach it, and losses with exponential tails reach it once in 60,000 steps. The next 100 steps
+    belong to the spike; after that, a loss that has stayed high is the new level.
     """
 
     def __init__(self) -> None:
@@ -71,9 +71,9 @@ class LossSpikeDetector:
 
 
 class StallDetector:
-    """Detect steps that wait far longer than usual for this rank's loader.
+    """Detects steps that wait far longer than usual for this rank's loader.
 
-    The first step after a launch is ignored: worker processes start and fill their queues in it.
+    The first step after a launch is ignored, because worker processes start and fill their queues during it.
     """
 
     def __init__(self) -> None:
@@ -81,9 +81,9 @@ class StallDetector:
         self._started = False
 
     def update(self, waited: float, seconds: float) -> float | None:
-        """Add a step's seconds of waiting for its batch, and its total seconds.
+        """Add the seconds that a step waited for its batch, and the seconds that it took in total.
 
-        Returns the median seconds of a step if this one waited far longer, otherwise None.
+        Returns the median seconds of a step if this step waited far longer than that, otherwise None.
         """
         if not self._started:
             self._started = True
@@ -94,12 +94,12 @@ class StallDetector:
 
 
 class WatchHealth(Hook):
-    """Check every step; findings go to the log and to events.jsonl."""
+    """Checks every step, and reports problems in the log and in events.jsonl."""
 
     def start(self, loop: Loop) -> None:
         self._spikes, self._stalls = LossSpikeDetector(), StallDetector()
-        self._stalled = 0  # steps
-        self._skipped: list[Sequence[int]] = []  # samples of each of the skipped steps in a row
+        self._stalled = 0  # number of stalled steps
+        self._skipped: list[Sequence[int]] = []  # samples of each consecutive skipped step
         self._step = loop.done
 
     def on_batch(self, loop: Loop, batch: RankBatch) -> None:
@@ -118,7 +118,7 @@ class WatchHealth(Hook):
                 self._report_spike(loop, spike, result)
 
     def close(self, loop: Loop, error: BaseException | None) -> None:
-        """Record why the run returns to a checkpoint, with the samples of all skipped steps, or why it ends."""
+        """Record why the run rolls back, with the samples of all skipped steps, or why it diverged."""
         if isinstance(error, RollBack):
             step = int(error.checkpoint.name.rpartition("_")[2])  # the events of later steps are dropped
             samples = [index for indices in self._skipped for index in indices]
@@ -127,7 +127,7 @@ class WatchHealth(Hook):
             loop.events.add(self._step, "diverged", str(error), self._batch(loop), logging.ERROR, shared=True)
 
     def _skip(self, loop: Loop, result: StepResult) -> None:
-        """Report a step skipped for a non-finite loss or gradient; roll back after too many in a row."""
+        """Report a step skipped for a non-finite loss or gradient; roll back after too many consecutive ones."""
         batch, metrics, patience = self._batch(loop), result.metrics, loop.context.config.run.max_skipped_steps
         self._skipped.append(result.not_finite or batch)
         samples = result.not_finite[:_SHOWN]
@@ -140,7 +140,7 @@ class WatchHealth(Hook):
             loop.roll_back(f"steps {result.step - patience + 1} to {result.step} were skipped: in the last, {found}")
 
     def _report_stall(self, loop: Loop, usual: float, result: StepResult) -> None:
-        """Report a step that waited for this rank's loader."""
+        """Report a step that waited too long for this rank's loader."""
         self._stalled += 1
         indices, manifest = result.batch.index.tolist(), loop.context.data.manifest
         first = next((index for index in indices if index != PADDING), None)
@@ -163,7 +163,7 @@ class WatchHealth(Hook):
         loop.events.add(result.step, "loss_spike", message, indices, shared=True)
 
     def _batch(self, loop: Loop) -> list[int]:
-        """Return the indices of the step's global batch; the order is a pure function, so every rank knows them."""
+        """Return the sample indices of the step's global batch, which every rank can compute from the order."""
         epoch, step = divmod(self._step - 1, loop.order.steps_per_epoch)
         return list(loop.order.batch(epoch, step).tolist())
 
@@ -177,5 +177,5 @@ def _first_samples(indices: Sequence[int]) -> str:
 
 
 def _flood_level(count: int) -> int:
-    """Return the log level of a message's count-th repetition: a warning for the 1st, 2nd, 4th, 8th, ..."""
+    """Return the log level of a message's count-th occurrence: a warning for the 1st, 2nd, 4th, 8th, ..."""
     return logging.WARNING if count & (count - 1) == 0 else logging.DEBUG

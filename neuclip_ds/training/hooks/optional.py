@@ -1,4 +1,4 @@
-"""Optional hooks that a config enables, and the report. The trainer does not know them."""
+"""Hooks that a config can enable, and the report; the trainer does not depend on them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_BEFORE_PROFILE = 10  # steps, in which caches fill and a GPU warms up
+_BEFORE_PROFILE = 10  # steps before the profile, in which caches fill and a GPU warms up
 
 
 def optional_hooks(config: Config) -> list[Hook]:
@@ -35,7 +35,7 @@ def optional_hooks(config: Config) -> list[Hook]:
 
 
 class ProfileSteps(Hook):
-    """Record `run.profile_steps` steps, including the wait for their batches, into profile/."""
+    """Records `run.profile_steps` steps, including the wait for their batches, in profile/."""
 
     def start(self, loop: Loop) -> None:
         context, run, folder = loop.context, loop.context.config.run, loop.folder / "profile"
@@ -51,7 +51,7 @@ class ProfileSteps(Hook):
 
 
 class WeightsAndBiases(Hook):
-    """Send TensorBoard's metrics to a Weights & Biases project, PROJECT or ENTITY/PROJECT, from rank 0.
+    """Sends TensorBoard's metrics to a Weights & Biases project, PROJECT or ENTITY/PROJECT, from rank 0.
 
     wandb reads its own variables (WANDB_MODE=offline, WANDB_ENTITY, WANDB_API_KEY ...). The run's id is kept in
     wandb_id.txt, so that a resumed run continues the same chart. A failure is logged, and training continues.
@@ -65,7 +65,7 @@ class WeightsAndBiases(Hook):
         if loop.context.communicator.rank == 0:
             try:
                 self._run = self._begin(loop)
-            except Exception as error:  # wandb's own errors, the operating system's and its transport's
+            except Exception as error:  # from wandb, its transport or the operating system
                 self._warn(error)
 
     def close(self, loop: Loop, error: BaseException | None) -> None:
@@ -102,7 +102,7 @@ class WeightsAndBiases(Hook):
 
 
 class WriteReport(Hook):
-    """Write report.html at the end of a run, also if an earlier launch failed to write it."""
+    """Writes report.html at the end of a run, or at the next launch if that failed."""
 
     def after_run(self, loop: Loop) -> None:
         """Write the report on rank 0; the run is complete by now, so a failure only logs a warning."""

@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_STALLED = 3600.0  # seconds after which a copy counts as stalled
-_LONGEST_WAIT = 1500.0  # seconds at the end, within the 30 minutes for which other ranks wait in a collective
+_STALLED = 3600.0  # seconds after which a copy is considered stalled
+_LONGEST_WAIT = 1500.0  # seconds at the end; other ranks wait in a collective for up to 30 minutes
 
 
 class CopyRun(Hook):
-    """Copy each complete checkpoint, the best one, metrics and logs from rank 0, one checkpoint at a time.
+    """Copies complete checkpoints, the best checkpoint, metrics and logs from rank 0, one checkpoint at a time.
 
-    While one is copied, only the newest later one is queued. A failure is an event and does not end the run. A run
-    first fetches checkpoints that are newer than its own; the files written at its end are copied last.
+    While a checkpoint is copied, only the newest later one is queued. A failure is recorded as an event and does not
+    end the run. A run first fetches newer checkpoints from the store; the files written at its end are copied last.
     """
 
     in_recovery = True
@@ -41,9 +41,9 @@ class CopyRun(Hook):
     def __init__(self, remote: str) -> None:
         self._remote = remote
         self._push: subprocess.Popen[str] | None = None  # on rank 0
-        self._names: list[str] = []  # checkpoints that it copies
+        self._names: list[str] = []  # checkpoints in the current copy
         self._began = 0.0
-        self._seen = 0  # changes of the checkpoints up to the last copy
+        self._seen = 0  # number of checkpoint changes at the last copy
 
     def before_run(self, config: Config, communicator: Communicator, folder: Path) -> None:
         recovery = [folder / RECOVERY] if config.recovery.epochs else []
@@ -51,7 +51,7 @@ class CopyRun(Hook):
 
     def start(self, loop: Loop) -> None:
         loop.checkpoints.in_use = lambda path: self._push is not None and path.name in self._names
-        self._seen = loop.checkpoints.changes - bool(loop.done)  # an earlier launch may not have copied its last one
+        self._seen = loop.checkpoints.changes - bool(loop.done)  # the last checkpoint may not have been copied yet
 
     def after_step(self, loop: Loop, result: StepResult) -> None:
         if self._push is not None and (self._push.poll() is not None or time.monotonic() > self._began + _STALLED):
@@ -82,7 +82,7 @@ class CopyRun(Hook):
             self._end(loop, _LONGEST_WAIT / 2)
 
     def _begin(self, loop: Loop) -> None:
-        """Start to copy the newest checkpoint and the best, if no copy is in progress and one of them has changed."""
+        """Start copying the newest and the best checkpoint if either has changed and no copy is in progress."""
         if self._push is None and self._seen != loop.checkpoints.changes:
             self._seen, self._began, folder = loop.checkpoints.changes, time.monotonic(), loop.folder / "checkpoints"
             newest, best = max(complete_checkpoints(folder), default=None), read_best(folder)
@@ -106,14 +106,14 @@ class CopyRun(Hook):
 
 
 def restore(run: RunConfig, *folders: Path) -> None:
-    """Fetch a run's newest intact checkpoint, and the best, if the copy has a newer one; on one rank.
+    """Fetch a run's newest intact checkpoint and its best one if the copy is newer; called on one rank.
 
     Args:
         run: section of the config with the store's URL.
-        folders: the run's folder, then folders that count only if it has no checkpoint.
+        folders: the run's folder, then folders to fetch only if that folder has no checkpoint.
 
     Raises:
-        UserError: the store cannot be read and written.
+        UserError: the store cannot be read or written.
     """
     for folder in folders:
         url, checkpoints = _copy_of(run, folder), folder / "checkpoints"
@@ -127,7 +127,7 @@ def restore(run: RunConfig, *folders: Path) -> None:
                     best = read_best(checkpoints)
                     if best is not None and not step_folder(checkpoints, best.step).exists():
                         _fetched(remote, step_folder(checkpoints, best.step).name, checkpoints)
-                except DamagedCheckpoint as error:  # its copying was interrupted
+                except DamagedCheckpoint as error:  # the copy was interrupted
                     log.warning("the copy of best.json is not used: %s", error)
                     (checkpoints / "best.json").unlink()
         except Exception as error:  # raised by fsspec's backend or the disk
@@ -140,7 +140,7 @@ def restore(run: RunConfig, *folders: Path) -> None:
 
 
 def _fetched(remote: RemoteRun, name: str, checkpoints: Path) -> bool:
-    """Fetch a checkpoint, which appears complete; return False, with a warning, if the copy is damaged."""
+    """Fetch a checkpoint atomically; log a warning and return False if the copy is damaged."""
     partial = checkpoints / f".partial-fetched-{name}"
     try:
         partial.mkdir(parents=True, exist_ok=True)

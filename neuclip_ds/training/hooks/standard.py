@@ -1,4 +1,4 @@
-"""The hooks of every loop: prefetch shards, watch health, write records, stop on a signal, save."""
+"""The hooks of every loop: shard prefetching, health checks, progress, records, stop signals and checkpoints."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _ATTEMPTS = 3  # consecutive failed saves that end the run
-_SECONDS = 10.0  # seconds between lines of progress
+_SECONDS = 10.0  # seconds between progress lines
 
 
 def standard_hooks(saver: SaveCheckpoints) -> list[Hook]:
-    """Return the hooks of every loop in their order."""
+    """Return the hooks of every loop, in the order in which they run."""
     return [PrefetchShards(), WatchHealth(), ShowProgress(), WriteRecords(), StopOnSignal(), saver]
 
 
 class PrefetchShards(Hook):
-    """Fetch the remote shards that a node needs ahead of training, on one rank of each node."""
+    """Fetches the remote shards that a node needs, ahead of training, on one rank of each node."""
 
     _prefetcher: Prefetcher | None = None
 
@@ -64,9 +64,9 @@ class PrefetchShards(Hook):
 
 
 class WriteRecords(Hook):
-    """Write metrics, events and bad samples, and end the run when too many samples are bad.
+    """Writes metrics, events and bad samples, and ends the run if too many samples are bad.
 
-    Metrics are those of every `run.log_every`-th step, with throughput and shares of waiting since the last one.
+    Metrics are written every `run.log_every` steps, with the throughput and the fractions of time spent waiting.
     """
 
     _counts: Mapping[str, Any] = {"seen": 0, "causes": {}}  # from the checkpoint
@@ -79,7 +79,7 @@ class WriteRecords(Hook):
         return {"seen": self._bad_samples.seen, "causes": dict(self._bad_samples.causes)}
 
     def start(self, loop: Loop) -> None:
-        """Open the files, which rank 0 writes, and drop their records of later steps."""
+        """Open the files, which rank 0 writes, and drop records of steps after the current one."""
         communicator, most = loop.context.communicator, loop.context.config.data.max_bad_fraction
         writes = communicator.rank == 0
 
@@ -105,7 +105,7 @@ class WriteRecords(Hook):
         if not result.logs:
             return
         if loop.metrics is not None:
-            # a small last batch has fewer negatives, so its values would end every curve with a jump
+            # a small last batch has fewer negatives, so its values would appear as jumps in every curve
             of_step = {"lr": result.lr, "skipped_steps": result.skipped} if result.rest else result.metrics
             loop.metrics.write(result.step, {**of_step, **self._of_interval(loop, result)})
         self._begin_interval(loop)
@@ -125,9 +125,9 @@ class WriteRecords(Hook):
 
 
 class ShowProgress(Hook):
-    """Log step, loss of the newest full batch, temperature, throughput and time left, every 10 seconds and at the end.
+    """Logs the step, loss, temperature, throughput and time left every 10 seconds and at the end, on rank 0.
 
-    Only on rank 0, because the other ranks log only warnings.
+    The loss is that of the last full batch. The other ranks log only warnings.
     """
 
     def start(self, loop: Loop) -> None:
@@ -149,32 +149,32 @@ class ShowProgress(Hook):
 
 
 class StopOnSignal(Hook):
-    """Stop all ranks after the same step, with a checkpoint, when one of them has received a stop signal."""
+    """Stops all ranks after the same step, with a checkpoint, if any rank has received a stop signal."""
 
     def start(self, loop: Loop) -> None:
         loop.resources.enter_context(deferring())
 
     def after_step(self, loop: Loop, result: StepResult) -> None:
-        """At steps that log, agree on whether any rank has received a signal, and which one."""
+        """On steps that log metrics, agree on whether any rank has received a signal, and on which signal."""
         received = loop.context.communicator.gather_objects(take_signal()) if result.logs else []
         for number in filter(None, received):
             loop.stop_requested, loop.stop_signal = True, number
 
 
 class SaveCheckpoints(Hook):
-    """Save every `run.checkpoint_every` steps, after the last step, and before a requested stop.
+    """Saves a checkpoint every `run.checkpoint_every` steps, after the last step, and before a requested stop.
 
-    If a save fails, training continues to the next one, until three have failed in a row.
+    If a save fails, training continues until the next save; three consecutive failures end the run.
     """
 
-    _failed = 0  # saves in a row
+    _failed = 0  # consecutive failed saves
 
     def after_step(self, loop: Loop, result: StepResult) -> None:
         if result.saves or loop.stop_requested:
             self.save(loop, last=result.last or loop.stop_requested)
 
     def save(self, loop: Loop, last: bool = False) -> None:
-        """Save now; raise `UserError` if it fails for the third time in a row, or is the `last` save."""
+        """Save now; raise `UserError` if the save fails and is the `last`, or the third in a row to fail."""
         loop.events.merge(loop.context.communicator.gather_objects)
         try:
             loop.save()

@@ -118,7 +118,7 @@ DAMAGED: dict[str, tuple[str, Callable[[Path], object], str]] = {
         f"has ids up to {SIZE - 1}, but the model's vocabulary ends at {SIZE - 2}",
     ),
     "no weights": ("clip", without("model.safetensors"), "has no weights; put model.safetensors"),
-    "other width": ("clip", config(lambda tree: tree.update(projection_dim=24)), "2 tensors have another shape"),
+    "other width": ("clip", config(lambda tree: tree.update(projection_dim=24)), "2 tensors have the wrong shape"),
     "no weights of open_clip": ("open_clip", without(OPEN_CLIP_FILE), f"has no weights; put {OPEN_CLIP_FILE} there"),
     "weights left over": (
         "open_clip",
