@@ -1,8 +1,8 @@
 """For developers of neuclip_ds: measure the raw readers, the sample order and the store of per-sample statistics.
 
-The part `raw` reads the bytes of samples and compares with webdataset and MosaicML streaming; the parts `order` and
-`store` use a billion samples. Contenders run interleaved in new processes; results are medians. MosaicML streaming is
-omitted if it is not installed (`make peers`). tools/benchmark_streaming.py measures loaders.
+The part `raw` compares our reader of raw samples with webdataset and MosaicML streaming; the parts `order` and `store`
+use a billion samples. Contenders run interleaved in new processes; results are medians. MosaicML streaming is omitted
+if it is not installed (`make peers`). tools/benchmark_streaming.py measures loaders.
 
 Example: python tools/benchmark_data.py '/data/flickr8k/train' --parts raw --repeats 5
 """
@@ -248,7 +248,7 @@ def run(setting: Setting) -> None:
                 contenders.append(mosaic_raw)
             print_rates(contenders, "ours_in_sequence", setting)
     if "order" in setting.parts:
-        print(f"\nOrder of {BILLION:,} samples in {SHARDS:,} shards, B = 4096: from nothing to a step's batch\n")
+        print(f"\nOrder of {BILLION:,} samples in {SHARDS:,} shards, B = 4096: from scratch to a step's batch\n")
         for share in (0.0, 0.37, 0.99):
             found = [alone(order_of_a_billion, share) for _ in range(setting.repeats)]
             milliseconds, megabytes = (statistics.median(column) for column in zip(*found, strict=True))

@@ -85,7 +85,7 @@ class Setting(NamedTuple):
         return self.rows * self.ranks
 
     def config(self, method: str | None = None, *more: str) -> Config:
-        """Return the config of a run with `method`, or with the recipe's method if it is None."""
+        """Return the config of a run with `method`; None selects the recipe's method."""
         asked = self.arguments
         own = [f"--data.batch_size={self.batch}", f"--data.workers={asked.workers}", "--data.prefetch=2"]
         own += ["--data.drop_last=true", "--data.val=", "--data.zero_shot="]
@@ -286,7 +286,7 @@ def print_sizes(out: Path, setting: Setting) -> None:
     count = Parameters.of(MemoryQuery(config, 1).build()).total
     notes = sorted(out.glob("open_clip_*/facts.json"))
     theirs = f"; open_clip's model {json.loads(notes[-1].read_text())['parameters']:,}" if notes else ""
-    print(f"\nParameters: {count:,}, and one of the temperature{theirs}.")
+    print(f"\nParameters: {count:,}, plus one for the temperature{theirs}.")
 
 
 def print_shares(arguments: argparse.Namespace) -> None:
@@ -300,7 +300,7 @@ def print_shares(arguments: argparse.Namespace) -> None:
     alone = [objective_seconds(setting) for setting in (small, paper)]
     pair = step_seconds(small) - alone[0]["openclip"] / small.rows
     print(f"\nObjective's share of a step, {small.recipe}, T_u = {npn.inner_steps}, m = {npn.prototypes}\n")
-    print("| B | K | method | objective ms | of it NPN ms | towers and optimizer ms | share |\n" + "|---" * 7 + "|")
+    print("| B | K | method | objective ms | NPN part ms | towers and optimizer ms | share |\n" + "|---" * 7 + "|")
     for setting, found, how in zip((small, paper), alone, ("", " (computed)"), strict=True):
         towers = pair * setting.rows
         for method, seconds in found.items():

@@ -195,7 +195,7 @@ def mosaic(setting: Setting, storage: Storage, start: Start) -> Callable[[], Ite
         loader: Any = StreamingDataLoader(dataset, batch_size=setting.batch, **setting.torch_workers)
         if start.batches:
             state = dataset.state_dict(start.batches * setting.batch, from_beginning=True)
-            loader.load_state_dict({**state, "epoch": 0})  # -1 before a data set is read
+            loader.load_state_dict({**state, "epoch": 0})  # the epoch is -1 until a data set is read
         return (len(images) for images, _ in loader)
 
     return sizes
@@ -339,7 +339,7 @@ def run(setting: Setting) -> None:
             f"{setting.workers} workers, batch {setting.batch}, {setting.image_size} px, {setting.decoder}; "
             f"S3: {setting.latency_ms:g} ms, {setting.bandwidth_mb:g} MB/s"
         )
-        print(f"{title}\nThe transform alone: {alone(transform_rate, setting, storages[0]):,.0f} samples/s per process\n")
+        print(f"{title}\nTransform alone: {alone(transform_rate, setting, storages[0]):,.0f} samples/s per process\n")
         print(
             f"| storage | contender | {' | '.join(title for _, title, _ in COLUMNS)} |\n{'|---' * (2 + len(COLUMNS))}|"
         )

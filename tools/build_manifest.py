@@ -1,4 +1,4 @@
-"""`neuclip-ds build-manifest` as a file; `--help` has examples."""
+"""Script for `neuclip-ds build-manifest`; see `--help` for examples."""
 
 from neuclip_ds.cli.main import main
 

@@ -81,7 +81,7 @@ class Range(NamedTuple):
         return Range(found[0], found[-1])
 
     def text(self, scale: float = 1.0) -> str:
-        """Return both ends as text, or one number if their texts are equal."""
+        """Return both ends as text, or one number if both round to the same number."""
         low, high = (f"{scale * value:,.0f}" for value in self)
         return low if low == high else f"{low} - {high}"
 
@@ -188,7 +188,7 @@ def fit(observations: Sequence[Observation], cores: int) -> Rates:
     the steps, for each point on a grid of sharing and skew.
     """
     network = _fit_network(observations, cores)
-    # with endless towers, all communication that can be hidden is hidden
+    # extremely slow towers hide all communication that can be hidden
     endless = Compute(0.0, 1.0, math.inf, math.inf, math.inf, math.inf, cores=cores)
     shapes = (replace(endless, sharing=sharing, skew=skew) for sharing, skew in product(_GRID, _GRID))
     best, _ = min((_fit_work(observations, shape, network) for shape in shapes), key=lambda found: found[1])

@@ -1,4 +1,4 @@
-"""`neuclip-ds evaluate` as a file; `--help` has examples."""
+"""Script for `neuclip-ds evaluate`; see `--help` for examples."""
 
 from neuclip_ds.cli.main import main
 

@@ -1,4 +1,4 @@
-"""`neuclip-ds export` as a file; `--help` has examples."""
+"""Script for `neuclip-ds export`; see `--help` for examples."""
 
 from neuclip_ds.cli.main import main
 

@@ -121,7 +121,7 @@ def main() -> None:
     for epoch in range(given.epochs):
         sampler.set_epoch(epoch)
         for images, captions, index in loader:
-            loss = loss_fn(*model(images.to(device), captions), index)  # of the global batch, equal on every rank
+            loss = loss_fn(*model(images.to(device), captions), index)  # the global batch's loss on every rank
             optimizer.zero_grad()
             loss.backward()  # DDP averages the towers' gradients, as the loss expects (reduction="ddp_mean")
             optimizer.step()

@@ -101,8 +101,8 @@ def run_on_ranks(name: str, program: Sequence[str], ranks: int, folder: Path, th
     with path.open("w") as output:
         code = subprocess.run(call, env=variables, stdout=output, stderr=output).returncode
     if code:
-        rank_said = path.read_text(errors="replace").partition("torch/distributed/elastic")[0]  # the launcher's output follows
-        lines = [line for line in rank_said.splitlines() if line.strip() and "torch/_" not in line]  # but statistics
+        rank_said = path.read_text(errors="replace").partition("torch/distributed/elastic")[0]  # only the ranks' output
+        lines = [line for line in rank_said.splitlines() if line.strip() and "torch/_" not in line]  # no torch messages
         end = "\n".join(lines[-_SHOWN:])
         raise UserError(f"{name} on {ranks} ranks ended with exit code {code}; {path} ends with\n{end}")
 

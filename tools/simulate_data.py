@@ -142,7 +142,7 @@ class _NodeState:
 
 
 def _estimate(order: GlobalOrder, shard_bytes: NDArray[np.int64], node: Node, nodes: int, rows: int) -> DataFlow:
-    """Estimate the data flow if a batch needs more shards than the cache can store: any may be absent at any step."""
+    """Estimate the data flow if the cache cannot store all shards of a batch: any shard may be absent at any step."""
     needed, shard = order.resident_bytes(shard_bytes, nodes), float(shard_bytes.mean())
     touched = needed * -np.expm1(-rows * shard / needed)  # bytes of distinct shards in the node's rows
     fetched = touched * max(1 - node.cache / needed, 0.0)

@@ -182,7 +182,7 @@ class SimulatedRank(Communicator):
 class ObjectiveWork(NamedTuple):
     """The objective's computation on a rank in a step."""
 
-    flops: float  # of matrix products
+    flops: float  # floating-point operations of matrix products
     elements: float  # elements that all other operations write; memory bandwidth limits these operations
 
 
@@ -216,7 +216,7 @@ def objective_calls(query: ObjectiveQuery) -> list[Call]:
 
 
 def _at_size_of(query: ObjectiveQuery) -> AbstractContextManager[Any]:
-    """Let small runs of the objective choose algorithms by the query's batch size instead of their own."""
+    """Let small runs of the objective choose algorithms by the query's batch size instead of their batch size."""
     nets, rows = query.config.objective.amortized, query.rows * query.world_size
     every = amortized.fits_all_rows(nets, query.dim, rows, query.comm_dtype)
     return patch.object(amortized, "fits_all_rows", lambda *_: every)
@@ -230,8 +230,7 @@ def _lagrange(points: Sequence[int], x: float) -> list[float]:
 def objective_work(query: ObjectiveQuery) -> ObjectiveWork:
     """Return the operations of an average step whose features arrive in one part.
 
-    Both numbers are polynomials in the rows b, the width d and this rank's prototypes c; small runs determine the
-    coefficients.
+    Both numbers are polynomials in the rows b, width d and this rank's prototypes c, with coefficients from small runs.
     """
     sizes = [(b, d, c) for b in (2, 3, 5) for d in (4, 6, 9) for c in (1, 3)]
     with _at_size_of(query):
@@ -394,7 +393,7 @@ def _gathers(rules: ZeroRules, shapes: TrainedShapes, world_size: int, micro_bat
 
     ZeRO 3 keeps small weights whole and gathers them after the update; it gathers large weights when modules run. With
     one micro-batch, weights stay gathered from the forward to the backward pass, up to `stage3_max_live_parameters`.
-    With several, ZeRO 3 gathers for the first, the second and the backward pass of each micro-batch.
+    With several micro-batches, ZeRO 3 gathers for the first, the second and the backward pass of each.
     """
     if rules.stage in (1, 2):
         for size in _padded_groups(shapes, world_size):

@@ -21,7 +21,7 @@ _DEFAULTS = {
     "stage3_max_reuse_distance": 1_000_000_000,
     "stage3_param_persistence_threshold": 100_000,
 }
-_FIXED_BUCKET = 500_000_000  # elements of an all-reduce under other wrappers than `ZERO_1_2` and `ZERO_3`; no key sets it
+_FIXED_BUCKET = 500_000_000  # elements per all-reduce in wrappers other than `ZERO_1_2` and `ZERO_3`; no key sets it
 _BYTES = {"fp32": 4, "float32": 4, "float": 4, "torch.float32": 4}  # all other names are 16-bit types
 
 

@@ -9,9 +9,9 @@
     config.yaml, tokenizer/, model/ config, tokenizer and description of the model
 
 A checkpoint is written under `.partial-...`, synced to disk and read back; rank 0 renames it when all ranks are done.
-It does not depend on the number of ranks that wrote it, their ZeRO stage or their precision, so a run may resume with
-different ones. No random state is saved: the data order and augmentation are functions of (seed, step), and dropout is
-a function of (seed, step, rank). No file can run code: all of them are text or safetensors.
+It does not depend on the number of ranks, the ZeRO stage or the precision with which it was written, so a run may
+resume with different settings. No random state is saved: the data order and augmentation are functions of (seed, step),
+and dropout is a function of (seed, step, rank). No file can run code: all of them are text or safetensors.
 
 `checkpoints/best.json` names the step with the best evaluation (`run.best_metric`).
 """
@@ -52,7 +52,7 @@ _PARTIAL = ".partial-"  # prefix of a folder that is being written or deleted
 
 
 class Best(NamedTuple):
-    """The step at which a metric was largest, and its value there."""
+    """The best evaluation: the step at which a metric was largest, and the metric's value at this step."""
 
     step: int
     metric: str
@@ -142,7 +142,7 @@ class Checkpoints:
     def save(
         self, step: int, engine: Any, objective: Objective, fingerprint: Fingerprint, data: Mapping[str, Any]
     ) -> Path:
-        """Save the state after `step` steps; once it is verified, delete the oldest checkpoints beyond `keep`.
+        """Save the state after `step` steps; once the checkpoint is verified, delete the oldest ones beyond `keep`.
 
         If any rank could not write, removes the partial checkpoint and raises `SaveFailed` on all ranks.
         """
@@ -163,12 +163,12 @@ class Checkpoints:
         return target
 
     def best(self) -> Best | None:
-        """Return the best step so far, or None if its checkpoint no longer exists; equal on all ranks."""
+        """Return the best evaluation so far if its checkpoint still exists, else None; equal on all ranks."""
         found = self._communicator.on_rank_zero(self._find_best)
         return found and Best(*found)  # JSON makes it a list
 
     def keep_best(self, best: Best) -> None:
-        """Record the best step, whose checkpoint is then kept however old it is, in place of the previous best."""
+        """Record a new best evaluation, whose checkpoint is then kept regardless of its age."""
 
         def write() -> None:
             with explain_failure(self._folder), atomic_write(self._folder / "best.json") as path:

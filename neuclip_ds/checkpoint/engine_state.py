@@ -1,6 +1,6 @@
 """Save and load DeepSpeed's engine across world sizes, ZeRO stages and precisions.
 
-`engine/zero.py` locates the elements of each parameter that a rank stores; all other code is the same for all stages.
+`engine/zero.py` locates a rank's elements of each parameter; all other code is the same for all ZeRO stages.
 
 checkpoint/sharded_state.py lists the state that is saved. Buffers, such as batch norm's, may differ between ranks;
 rank 0's are saved. Hyperparameters belong to the config.
@@ -20,7 +20,7 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.state.partition import Partition
 from neuclip_ds.state.shards import Shards, shard_key, whole
 
-_WRITERS = 16  # most ranks that split the writing of replicated state; on loading, every rank opens all of their files
+_WRITERS = 16  # maximum number of ranks that write replicated state; each rank opens all of their files on load
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
@@ -50,7 +50,7 @@ def load_engine(folder: Path, engine: Any, communicator: Communicator) -> StateF
     """Load a new engine's state from files that any number of ranks wrote under any ZeRO stage; a collective call.
 
     Returns the files, which the caller must have verified. Raises `UserError` on all ranks if any rank finds files
-    missing or written by a different model.
+    missing or written for a different model.
     """
 
     def read() -> StateFiles:

@@ -64,7 +64,7 @@ def sealed(content: Mapping[str, Any]) -> str:
 
 
 def read_sealed(path: Path) -> dict[str, Any]:
-    """Read a file with the text of `sealed`; raise `DamagedCheckpoint` if the file is missing or has changed."""
+    """Read a file that contains text from `sealed`; raise `DamagedCheckpoint` if it is missing or has changed."""
     try:
         text = path.read_text(encoding="utf-8")
         content = json.loads(text)

@@ -4,8 +4,8 @@
     URL/checkpoints/best.json          as in the run's folder
     URL/metrics.jsonl, log.txt ...     the other files in the run's folder, but no subfolders
 
-A folder without meta.json is not a checkpoint: it is being written, or a write was interrupted. Of a run's files, only
-the meta.json of a checkpoint is ever deleted, when a new checkpoint of the same step replaces it.
+A folder without meta.json is not a checkpoint: it is being written, or a write was interrupted. The only file of a run
+that is ever deleted is the meta.json of a checkpoint that a new checkpoint of the same step replaces.
 """
 
 import json
@@ -63,7 +63,7 @@ class RemoteRun:
         self._put({path: f"{self._root}/{path.relative_to(run)}" for path in [*files, run / _BEST] if path.is_file()})
 
     def pull(self, name: str, folder: Path) -> None:
-        """Download a checkpoint's files, unverified, to a new folder; raise `ValueError` if one would be outside it."""
+        """Download a checkpoint's files, unverified, to a new folder; raise `ValueError` if a path leaves it."""
         source = f"{self._checkpoints}/{name}"
         files = [*json.loads(self._fs.cat_file(f"{source}/{_META}"))["files"], _META]
         for file in files:

@@ -54,7 +54,7 @@ class StateFiles(ShardFiles):
     def weights(self, average: bool = False) -> dict[str, Tensor]:
         """Return all parameters (in float32 if trained) in their original shapes, and all buffers, by name.
 
-        If `average`, trained weights are their moving averages; raises `UserError` if the checkpoint has no average.
+        If `average`, moving averages replace the trained weights; raises `UserError` if the checkpoint has none.
         """
         averaged = {name for name in self.shapes if average and AVERAGE in self.kinds(name)}
         if average and not averaged:

@@ -70,9 +70,13 @@ class Pending:
 
 
 class Communicator(Exchange):
-    """Collectives over all ranks of the process group; with one rank, calls return without communication.
+    """Collectives over all ranks of an initialized process group; a single rank needs no group and sends nothing.
 
-    With more than one rank, the `torch.distributed` process group must be initialized.
+    Args:
+        device: device of the tensors.
+        group: process group of the ranks; None for the default group.
+        host_group: process group of the same ranks for objects and tensors in host memory; None for `group`.
+        store: store that the same ranks share, for `count`.
 
     Attributes:
         traffic: `Traffic` by purpose; on a GPU, call `collect_times()` before reading the times.
@@ -85,13 +89,6 @@ class Communicator(Exchange):
         host_group: ProcessGroup | None = None,
         store: dist.Store | None = None,
     ) -> None:
-        """
-        Args:
-            device: device of the tensors.
-            group: process group of the ranks; None for the default group.
-            host_group: process group of the same ranks for objects and tensors in host memory; None for `group`.
-            store: store that the same ranks share, for `count`.
-        """
         super().__init__(torch.device(device), group if host_group is None else host_group, store)
         self._group = group
         self.traffic: defaultdict[str, Traffic] = defaultdict(Traffic)
@@ -165,7 +162,7 @@ class Communicator(Exchange):
         return self._begin("reduce_scatter", x, purpose, result, reduce_scatter_single, x.contiguous())
 
     def reduce_scatter_among(self, ranks: range, x: Tensor, purpose: str) -> Tensor:
-        """Sum x, (len(ranks) b, ...), over consecutive `ranks` that include this rank; return its rows (b, ...).
+        """Sum x, (len(ranks) b, ...), over consecutive `ranks` that include this rank; return the local rows.
 
         All ranks must call this method, each with the ranks of its group: one global all-to-all serves every group.
         """

@@ -48,8 +48,8 @@ def read_environment(env: MutableMapping[str, str] = os.environ) -> RankEnvironm
 def complete_environment(env: MutableMapping[str, str] = os.environ) -> None:
     """Set the process group's variables that the launcher left unset, for a single rank and for an srun step.
 
-    An srun step uses its first node as MASTER_ADDR and a port derived from the job ID. Without an address, mpirun's
-    ranks ask MPI for one, so nothing is set; under other launchers, this function raises `UserError`.
+    An srun step uses its first node as MASTER_ADDR and a port derived from the job ID. Under mpirun, MPI can provide a
+    missing address, so nothing is set; under other launchers, a missing address raises `UserError`.
     """
     names = _launcher(env)
     if names is None:
@@ -66,7 +66,7 @@ def complete_environment(env: MutableMapping[str, str] = os.environ) -> None:
 
 
 def find_gpus(devices: Path = Path("/dev")) -> list[str]:
-    """Return the device files of NVIDIA's and AMD's compute drivers; skip dri/, whose files may be displays."""
+    """Return the device files of NVIDIA's and AMD's compute drivers; skip dri/, whose files may belong to displays."""
     return sorted(str(path) for path in devices.glob("*") if re.fullmatch(r"nvidia\d+|kfd", path.name))
 
 
@@ -83,8 +83,8 @@ def let_idle_threads_sleep(env: MutableMapping[str, str] = os.environ) -> None:
 def refuse_missing_gpus(torch_build: str) -> None:
     """Raise `UserError` if DeepSpeed finds no GPU and would train on the CPU by mistake.
 
-    The function raises if the machine has GPUs, or if `deepspeed --num_gpus N` started this process. The alias
-    `--num_accelerators` is accepted because it can also mean CPU ranks. DS_ACCELERATOR=cpu selects the CPU.
+    It is an error if the machine has GPUs, or if `deepspeed --num_gpus N` started this process. The alias
+    `--num_accelerators` is accepted, because it can also mean CPU ranks. DS_ACCELERATOR=cpu selects the CPU.
 
     Args:
         torch_build: torch's version and the platform that it was built for.

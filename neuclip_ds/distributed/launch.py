@@ -145,7 +145,7 @@ def _facts(task: str) -> dict[str, str]:
 def _torch_build() -> str:
     toolkits = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
     built_for = [f"{name} {version}" for name, version in toolkits.items() if version]
-    return f"torch {torch.__version__} for {' '.join(built_for) or 'CPUs alone'}"
+    return f"torch {torch.__version__} for {' '.join(built_for) or 'CPUs only'}"
 
 
 def open_store(rank: int, timeout: timedelta = TIMEOUT, serve: bool = True) -> dist.Store:
@@ -153,7 +153,7 @@ def open_store(rank: int, timeout: timedelta = TIMEOUT, serve: bool = True) -> d
 
     Args:
         timeout: longest time to wait for rank 0.
-        serve: False opens a second connection, whose calls do not wait for those of the first.
+        serve: False opens a second connection, whose calls do not wait for calls on the first connection.
 
     Raises:
         UserError: rank 0 cannot listen at MASTER_PORT, or is not at MASTER_ADDR.
@@ -209,7 +209,7 @@ def rendezvous(
             store.add("read", 1)
         except dist.DistError as error:
             raise UserError(
-                f"Rank {environment.rank} reached rank 0, which ended before all ranks had arrived: check its log."
+                f"Rank {environment.rank} reached rank 0, which ended before all ranks had arrived: check rank 0's log."
             ) from error
     if problem:
         raise UserError(problem)

@@ -16,14 +16,14 @@ AVERAGE = "average"  # key of the average in the optimizer state
 
 
 class WeightAverage:
-    """The moving average of an engine's trained weights; buffers, such as batch norm's, are not averaged."""
+    """The moving average of an engine's trained weights; buffers, such as batch norm's, are not averaged.
+
+    Args:
+        engine: DeepSpeed's engine.
+        decay: fraction of the average that a step keeps, in (0, 1).
+    """
 
     def __init__(self, engine: Any, decay: float) -> None:
-        """
-        Args:
-            engine: DeepSpeed's engine.
-            decay: fraction of the average that a step keeps, in (0, 1).
-        """
         self._engine, self._decay = engine, decay
 
     @torch.no_grad()
@@ -42,7 +42,7 @@ class WeightAverage:
     def in_use(self) -> Iterator[None]:
         """Use the average as the module's weights during the block; afterward, restore the weights bit for bit.
 
-        A collective call. An error leaves the average in place, because the other ranks would not join the restore.
+        A collective call. An error leaves the average in place, because the other ranks would not join the restore call.
         """
         self._exchange()
         yield

@@ -50,10 +50,10 @@ def set_matmul_precision(config: Config, engine: dict[str, Any], device: torch.d
 def fix_library_algorithms() -> None:
     """Make cuBLAS and NCCL use the same algorithms in every launch, unless the user's environment sets others.
 
-    NCCL reads its variables when ranks connect; cuBLAS reads its variable at its first call.
+    NCCL reads its variables when ranks connect; cuBLAS reads its variable at the first call.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    os.environ.setdefault("NCCL_ALGO", "Ring")  # other algorithms, and NCCL's choice, depend on the launch's nodes
+    os.environ.setdefault("NCCL_ALGO", "Ring")  # NCCL's own choice would depend on the nodes of the launch
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 
 

@@ -29,9 +29,9 @@ class Wrapper(Enum):
 
 
 class Placement(NamedTuple):
-    """Elements [start, stop) of the flattened parameter `name` are [offset, offset + stop - start) of `master`.
+    """Location of a parameter's elements [start, stop) on this rank: [offset, offset + stop - start) of `master`.
 
-    The range is empty if this rank stores no element of a parameter in the master's group.
+    The elements are those of the flattened parameter `name`; the range is empty if this rank stores none.
     """
 
     name: str
@@ -133,7 +133,7 @@ def forget_gradients(engine: Any) -> None:
 
 
 def keep_frozen_whole(module: nn.Module, communicator: Communicator) -> None:
-    """Make ZeRO 3 store frozen weights whole on each rank, so that no pass gathers them; call before it starts."""
+    """Make ZeRO 3, before it starts, store frozen weights whole on each rank, so that no pass gathers them."""
     for parameter in module.parameters():
         if not parameter.requires_grad:
             parameter.ds_zero_partition_process_group = communicator.own_group  # type: ignore[attr-defined]
@@ -184,7 +184,7 @@ def _shard(name: str, parameter: Any, master: Tensor, offset: int, rank: int) ->
 def _cut(
     group: Sequence[Any], offsets: Sequence[int], master: Tensor, rank: int, names: Mapping[Any, str]
 ) -> Iterator[Placement]:
-    """Yield a rank's shards under ZeRO 1 or 2, which concatenate a group's parameters and cut them equally."""
+    """Yield a rank's shards under ZeRO 1 or 2, which cut a group's concatenated parameters into equal shards."""
     first, end = rank * master.numel(), (rank + 1) * master.numel()
     for parameter, offset in zip(group, offsets, strict=True):
         start = min(max(first - offset, 0), parameter.numel())

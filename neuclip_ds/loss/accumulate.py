@@ -22,10 +22,10 @@ _ONCE_EACH = (
 
 
 class TwoPass(MicroBatches):
-    """Two passes: the first collects features without a graph, and the second back-propagates each micro-batch.
+    """Two passes: the first collects features for the whole batch's loss, the second back-propagates each micro-batch.
 
-    `ContrastiveLoss.accumulate` yields this object. The whole batch's loss is computed between the passes. Both passes
-    draw the same random numbers, so dropout masks agree. A missing, extra or out-of-order call raises `RuntimeError`.
+    `ContrastiveLoss.accumulate` yields this object. Both passes draw the same random numbers, so dropout masks agree. A
+    missing, extra or out-of-order call raises `RuntimeError`.
     """
 
     def __init__(self, loss_fn: ContrastiveLoss, model: nn.Module | None, scale: float) -> None:

@@ -47,8 +47,8 @@ class ContrastiveLoss(nn.Module):
         ```
 
     Attributes:
-        lr: current learning rate of the encoders, which by default the temperature's follows. Set `lr` after each step
-            of your scheduler: `loss_fn.lr = scheduler.get_last_lr()[0]`.
+        lr: current learning rate of the encoders; the temperature's learning rate follows it by default. Set `lr` after
+            each scheduler step: `loss_fn.lr = scheduler.get_last_lr()[0]`.
         scaler: the training loop's `torch.amp.GradScaler`, if any. The loss then reverts the state updates of a
             call whose step the scaler skipped, and accepts features that are not finite.
         validates: whether calls check their arguments.
@@ -87,7 +87,7 @@ class ContrastiveLoss(nn.Module):
             reduction: `ddp_mean` if the encoders' gradients are averaged over ranks (DDP, FSDP, DeepSpeed), which
                 multiplies the gradients of the features by the world size; `sum` if they are summed.
             group: process group of the global batch; by default all ranks, or this process if it runs alone.
-            scaler: see the attribute of the same name.
+            scaler: see the attribute `scaler`.
             validate: check the arguments of each call on all ranks. This costs one small collective and, on a GPU, one
                 host wait. Without it, all ranks must pass the same number of rows.
             device: device of the state until the first call moves the state to the features' device.
@@ -116,7 +116,7 @@ class ContrastiveLoss(nn.Module):
         self._adam = AdamSettings(betas, adam_eps)
         self._averages, self._group = reduction == "ddp_mean", group
         self.validates, self.scaler = validate, scaler
-        self._undo: tuple[Callable[[], None], float] | None = None  # reverts the last call, and the scale then
+        self._undo: tuple[Callable[[], None], float] | None = None  # reverts the last call; the scale at that time
         self._warned = False
         self._calls = 0  # training calls so far
         self._metrics: dict[str, Tensor] = {}
@@ -139,8 +139,8 @@ class ContrastiveLoss(nn.Module):
             image_features: (b, d) normalized rows of any floating dtype; b may differ between ranks.
             text_features: (b, d) normalized rows.
             index: (b,) positions of the samples in the training set, in [0, samples). Methods that keep statistics per
-                sample need it; if an index occurs twice, its last row is stored. Keep the tensor in host memory,
-                because the host would wait for a copy from a GPU.
+                sample need it; if an index occurs twice, its last row is stored. Keep `index` in host memory: the host
+                    would wait for a copy from a GPU.
             valid: (b,) bool in host memory, False for rows to ignore.
 
         Raises:

@@ -39,7 +39,7 @@ def add_index(samples: Iterable[dict[str, Any]], starts: Mapping[str, int]) -> I
 
     Args:
         samples: webdataset samples with `__url__` and `__key__`, in the order of the tar files.
-        starts: index of the first sample of each shard, by URL; the shards' index ranges must not overlap.
+        starts: index of the first sample of each shard, by URL; index ranges must not overlap.
 
     Raises:
         KeyError: a shard is not in `starts`.

@@ -16,8 +16,8 @@ def with_gradients(loss: Tensor, inputs: Sequence[Tensor], gradients: Sequence[T
     """Return `loss` as a scalar whose backward pass gives these gradients to `inputs`.
 
     Args:
-        loss: 0-dim.
-        inputs: tensors of any floating dtype; those that require no gradient get none.
+        loss: 0-dim loss.
+        inputs: tensors of any floating dtype; inputs that require no gradient get none.
         gradients: gradients of the loss, shaped like the inputs. The product with the incoming gradient is computed in
             the dtype of `gradients` and returned in the dtype of the input.
     """

@@ -1,4 +1,4 @@
-"""Training objectives: the table of methods and the function that builds one. Importing this does not import torch."""
+"""The table of methods, and the function that builds an objective. Importing this package does not import torch."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ class NormalizerOutput(NamedTuple):
 
 
 class Normalizer(Stateful):
-    """Base class of the estimators of the anchors' normalizers, which are in `objectives/normalizers/`.
+    """Base class of the normalizer estimators in `objectives/normalizers/`.
 
     Attributes:
         always_gathers: whether every step needs the features of all ranks.
@@ -148,8 +148,8 @@ class Normalizer(Stateful):
     def log_estimate(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor) -> Tensor:
         """Return the (2, local) log of the current estimate of g for this rank's anchors, -inf where there is none yet.
 
-        g is the mean over negatives alone. Terms that a method adds, such as eps or the positive's, are removed, so
-        that methods are comparable. The arguments are those of `__call__`; no state changes.
+        g is the mean over negatives alone. Terms that a method adds, such as eps or the positive's term, are removed,
+        so that methods are comparable. The arguments are those of `__call__`; no state changes.
         """
         raise NotImplementedError
 

@@ -188,7 +188,7 @@ class GatheredFeatures:
         return self._spread(rows, self._own_rows, self._count)
 
     def _spread(self, rows: Tensor, places: Tensor | None, count: int) -> Tensor:
-        """Return `count` rows: the given ones at `places`, zeros elsewhere."""
+        """Return `count` rows: the given rows at `places`, and zeros elsewhere."""
         if places is None:
             return rows
         return rows.new_zeros((count, *rows.shape[1:])).index_copy_(0, places, rows)

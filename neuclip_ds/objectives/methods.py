@@ -97,7 +97,7 @@ METHODS: dict[str, Method] = {
         defaults={"temperature": {"lr": 1e-2, "schedule": "constant", "rho": 9.0}, "moving_average": _TUNED_GAMMA},
         starts=_tau(0.03),
     ),
-    # FastCLIP-v0 (eq. 8): the global contrastive loss without the leading tau; log(1/tau) follows this loss.
+    # FastCLIP-v0 (eq. 8): the global contrastive loss without the leading tau; its gradient trains log(1/tau).
     #   1/n sum_i [ log(eps + g1_i) + log(eps + g2_i) ]
     "fastclip_v0": Method(
         normalizer="moving_average",

@@ -39,7 +39,7 @@ class TemperatureConfig(Section):
     schedule: Literal["encoder", "constant", "third_below_0.03"] = "encoder"
     """`encoder` follows the encoders' schedule; `third_below_0.03` divides lr by 3 while tau < 0.03 (FastCLIP)."""
     rho: float | Annotated[list[float], Field(min_length=1)] = 0.0
-    """Margin rho of the robust contrastive loss (FastCLIP eq. 10). In a list, each entry applies to an equal fraction
+    """Margin rho of the robust contrastive loss (FastCLIP eq. 10). For a list, each entry applies to an equal fraction
     of the run."""
 
     @model_validator(mode="after")
@@ -93,8 +93,7 @@ class AmortizedConfig(Section):
     previous_weight: float = Field(0.8, ge=0, lt=1)
     """Largest weight beta_T of the previous epoch's net in the target."""
     previous_epochs: float = Field(16, ge=0)
-    """Epochs in which the weight rises from 0 to `previous_weight` on a cosine: all in the paper, 16 of 33 in the
-    README."""
+    """Epochs in which the weight rises to `previous_weight` on a cosine: all in the paper, 16 of 33 in the README."""
     positive_weight: float = Field(1.0, ge=0)
     """Weight c of the positive pair in the partition function: 1 in the paper, 1e-3 in the released scripts."""
     encoder_normalizer: Literal["ema", "combined"] = "ema"
@@ -114,8 +113,8 @@ class NpnConfig(Section):
     redraw_every: int = Field(500, ge=0)
     """Steps T_r between re-draws of the prototypes from recent features; 0 draws them once, as order=joint does."""
     lr: float | None = Field(None, gt=0)
-    """Step size of an update. By default, 0.3 for `scaled`, 1e-3 for the Adam of network=mlp, and the published 1.0 for
-    AdaGrad. The latter is meant for B >= 1024 and m = 4096; use less for smaller settings."""
+    """Step size of an update. By default, 0.3 for `scaled`, 1e-3 for the Adam of network=mlp, and 1.0 for AdaGrad. The
+    1.0 is published for B >= 1024 and m = 4096; use a lower value for smaller settings."""
     weight_decay: float = Field(0.0, ge=0)
     """Weight decay of the network: coupled with the gradient in AdaGrad and in the MLP's Adam, decoupled with
     order=joint. NeuCLIP searched values from 0 to 1 and uses 0; optimizer=scaled has no weight decay."""
@@ -138,7 +137,7 @@ class NpnConfig(Section):
             raise ValueError("order=joint is for prototypes; remove it, or network=mlp")
         scaled = self.optimizer == "scaled" and self.network == "prototypes" and self.order != "joint"
         if scaled and self.weight_decay:
-            raise ValueError("weight_decay is not read by optimizer=scaled; set adagrad")
+            raise ValueError("weight_decay is not read by optimizer=scaled; set optimizer=adagrad")
         return self
 
     def replicas_on(self, world_size: int) -> int:
@@ -159,7 +158,7 @@ class QueueConfig(Section):
     size: int = Field(4096, ge=1, le=1 << 24)
     """Number of samples m in the queue."""
     kappa: float = Field(1.0, gt=0, le=1e6)
-    """Weight of the queue's estimate when pooled with the batch's, whose weight is 1."""
+    """Weight of the queue's estimate relative to the batch's estimate, whose weight is 1."""
 
 
 class HingeConfig(Section):
@@ -185,7 +184,7 @@ class ObjectiveConfig(Section):
     divides the squared error by B instead of 2 B."""
     epoch_steps: int | None = Field(None, ge=1)
     """Training steps per epoch of gamma's schedule and of amorlip's nets, for runs that see each sample about once. By
-    default, the steps of an epoch of the data."""
+    default, an epoch is one pass over the data."""
     temperature: TemperatureConfig = Field(default_factory=TemperatureConfig)
     siglip: SiglipConfig = Field(default_factory=SiglipConfig)
     moving_average: MovingAverageConfig = Field(default_factory=MovingAverageConfig)
@@ -235,8 +234,8 @@ class ObjectiveConfig(Section):
             return []
         return [
             "objective.reference=released_code with objective.amortized.encoder_normalizer=ema: until the EMA has "
-            "followed, C/lambda is too large by up to exp(1/tau), and so are the gradients (1e15 at tau = 0.01). Set "
-            "encoder_normalizer=combined as the released code has it."
+            "caught up, C/lambda and the gradients are too large by a factor of up to exp(1/tau), capped at 3e15. Set "
+            "encoder_normalizer=combined, as in the released code."
         ]
 
 

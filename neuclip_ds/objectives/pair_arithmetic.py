@@ -75,7 +75,7 @@ def products_exact_for(dtype: torch.dtype) -> Iterator[None]:
 def pair_products(rows: Tensor, columns: Tensor, dtype: torch.dtype) -> Tensor:
     """Return rows @ columns.T for float32 features that `dtype` represents exactly; only the sums are rounded.
 
-    A GPU multiplies 16-bit numbers directly and returns float32. With torch before 2.8 or ROCm, TF32 is used instead.
+    A GPU multiplies 16-bit numbers directly and returns float32. On ROCm and with torch < 2.8, TF32 is used instead.
     """
     if _MM_WIDENS and rows.is_cuda and dtype in _TF32_HOLDS and rows.dtype == torch.float32:
         return torch.mm(rows.to(dtype), columns.to(dtype).T, out_dtype=torch.float32)

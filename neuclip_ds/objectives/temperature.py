@@ -1,8 +1,8 @@
 """Update rules for the temperature, one per class.
 
-The trained variable is theta = log(1/tau), whose gradient is -tau dL/dtau, as in every published code base, or tau
-itself (FastCLIP Procedure 5). The variable is kept outside the DeepSpeed engine, in float32 or float64. It has the same
-value on all ranks, because all ranks compute the same gradient.
+The trained variable is theta = log(1/tau), as in every published code base, or tau itself (FastCLIP Procedure 5). The
+gradient of theta is -tau dL/dtau. The variable is kept outside the DeepSpeed engine, in float32 or float64. All ranks
+compute the same gradient, so the variable has the same value on all of them.
 """
 
 import math
@@ -28,10 +28,10 @@ class TemperatureSignal(NamedTuple):
     """
 
     mean_logit: Tensor  # 0-dim: sum over both directions, averaged over the global batch; equal on all ranks
-    tau_term: Tensor  # 0-dim: the same mean of the per-anchor term
+    tau_term: Tensor  # 0-dim: the same mean of the per-anchor terms
     grad_log_scale: Tensor  # 0-dim: d loss / d log(1/tau), for losses whose scale does not depend on tau
     local_mean_logit: Tensor  # (2, local) with individual temperatures; with one tau, a 0-dim share of the sum
-    local_tau_term: Tensor  # (2, local)
+    local_tau_term: Tensor  # (2, local): the per-anchor terms
 
 
 class Temperature(Stateful):
@@ -80,7 +80,7 @@ def initial_temperature(config: TemperatureConfig, context: Context, learned: bo
             "--objective.temperature.initial (OpenAI's models have 0.01)."
         )
     bounded = min(max(tau, config.minimum), config.maximum)
-    if learned and not math.isclose(tau, bounded, rel_tol=1e-3):  # clamped at 1/tau = 100, OpenAI's is 0.0099999
+    if learned and not math.isclose(tau, bounded, rel_tol=1e-3):  # OpenAI's clamp of 1/tau at 100 leaves 0.0099999
         raise UserError(
             f"The pretrained checkpoint's temperature {tau:.4g} is outside [minimum={config.minimum}, "
             f"maximum={config.maximum}] of objective.temperature; change one of them, or set initial."

@@ -36,8 +36,8 @@ def loader_memory(query: MemoryQuery, ranks: int) -> LoaderMemory:
     """Estimate the memory of the loaders on a node with `ranks` ranks.
 
     For training and for a concurrent evaluation, each worker keeps `data.prefetch` parts of batches in shared memory
-    and builds one more. A single pass over a batch keeps it while fetching the next batch; the second of two passes
-    frees rows after use. With a GPU, parts that are ready or in use are in pinned memory as well.
+    and builds one more. A batch with a single pass is kept while the next batch is fetched; with two passes, the second
+    pass frees the rows that it has used. With a GPU, parts that are ready or in use are also in pinned memory.
     """
     data, rows, micro, on_gpu = query.config.data, query.rank_batch, query.micro_batch, query.device == "cuda"
     pair = 3 * query.image_size**2 + 8 * query.tokenizer.context_length + 9

@@ -118,7 +118,7 @@ class MemoryQuery:
 
 
 class Towers(NamedTuple):
-    """The input to the estimate that depends on the model and the micro-batch; counting it takes seconds."""
+    """Parameters and activations of the towers for a micro-batch; counting them takes seconds."""
 
     parameters: Parameters
     activations: Activations
@@ -248,7 +248,7 @@ def _inputs(query: MemoryQuery) -> int:
 
 
 def _similarities(query: MemoryQuery, itemsize: int) -> int:
-    """Return the peak bytes of similarities, less the gathered features in the dtype as sent, which are free by then.
+    """Return the peak bytes of similarities, less the bytes of the sent copies of features, which are free by then.
 
     Similarities are stored between the two passes over the pairs if they fit the budget; the second pass adds temporary
     blocks. Between the passes, NeuCLIP's network needs the similarities of all anchors with a rank's prototypes in both

@@ -2,7 +2,7 @@
 
 A launch is an operator `c10d::...`, whose shapes the profiler records. With gloo, its execution is a range `gloo:...`
 on one of gloo's threads, in launch order. With NCCL, its execution is a kernel `nccl...` with the correlation number of
-the runtime call inside the operator that started the kernel.
+the runtime call that started the kernel inside the operator.
 """
 
 import logging

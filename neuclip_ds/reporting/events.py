@@ -30,7 +30,7 @@ class Event(NamedTuple):
 
 
 class EventLog:
-    """One rank's events; rank 0 writes its events to FOLDER/events.jsonl at once, and other ranks' in `merge`."""
+    """One rank's events; rank 0 writes its events to FOLDER/events.jsonl at once, other ranks' events in `merge`."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._path, self._rank = folder / FILE, rank

@@ -41,7 +41,7 @@ class MetricsLog:
             drop_from(self._path, first_new_step)
         self._lines = self._path.open("a", encoding="utf-8", newline="\n", buffering=1)
         self._board_path.mkdir(exist_ok=True)
-        with tempfile.TemporaryFile(dir=self._board_path) as room:  # else TensorBoard's thread prints a traceback
+        with tempfile.TemporaryFile(dir=self._board_path) as room:  # fails here if full, not in TensorBoard's thread
             room.write(bytes(4096))
         self._board = SummaryWriter(str(self._board_path), purge_step=first_new_step)  # hides the later points
 

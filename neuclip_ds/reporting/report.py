@@ -17,7 +17,7 @@ from neuclip_ds.reporting.events import read_events
 from neuclip_ds.reporting.metrics import AVERAGED, CHANCE, Series, read_series, scores_among
 
 _EVENTS = 200  # maximum number of events listed; the others are only counted
-_CURVES = 8  # maximum number of curves per plot, one for each color
+_CURVES = 8  # maximum number of curves per plot, each in a different color
 _POINTS = 1000  # points per curve; a longer curve is reduced to the extremes of neighboring points
 
 _FILES = Path(__file__).parent
@@ -86,7 +86,7 @@ def _scores(series: Mapping[str, Series], val: str | int) -> Iterator[str]:
 
 
 def _plots(series: Mapping[str, Series]) -> Iterator[dict[str, Any]]:
-    """Yield the plots for page.js: `PLOTS`, and single-curve plots for other metrics and for overfull plots.
+    """Yield the plots for page.js: `PLOTS`, and single-curve plots for other metrics and for crowded plots.
 
     A metric with fewer than two finite values has no curve; only the tables show the metric.
     """

@@ -1,7 +1,7 @@
 """Store per-sample statistics by global index, partitioned over ranks.
 
 Reading f fields of each rank's samples takes one reduce-scatter of (B, f), and reading the whole batch takes one
-all-reduce: each rank adds its local rows to a buffer of zeros. A read can overlap the encoders. A write needs no
+all-reduce: each rank writes its local rows into zeros. A read can overlap the encoders. A write needs no
 communication, because all ranks know the values. Shapes do not depend on which rank stores a row, and a table in host
 memory is updated once the new values have arrived there, so the host never waits for the device.
 """
@@ -26,7 +26,7 @@ class SampleStore:
         fields: name -> initial value (`-inf` for a logarithm that has no value yet).
         communicator: the ranks over which rows are partitioned.
         dtype: dtype of the rows.
-        max_device_bytes: largest size of a rank's rows that is kept on the device instead of in pinned host memory.
+        max_device_bytes: largest table that a rank keeps on its device; larger tables are in pinned host memory.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class SampleStore:
         self._table = torch.empty(shape, dtype=dtype, device="cpu" if pinned else device, pin_memory=pinned)
         for column, initial in enumerate(fields.values()):
             self._table[:, column] = initial
-        self._arriving: tuple[Tensor, HostCopy] | None = None  # if in host memory: row numbers, and their new values
+        self._arriving: tuple[Tensor, HostCopy] | None = None  # row numbers and new values, for a table in host memory
         self._overwritten: tuple[Tensor, Tensor]  # row numbers of the last write, and the rows' previous values
 
     @property

@@ -35,7 +35,7 @@ class _GatherWithGradient(torch.autograd.Function):
 
 
 class OpenClipReference(Objective):
-    """Objective that computes feature gradients by autograd through the gather; a rank computes the loss of its rows."""
+    """Objective whose feature gradients come from autograd through the gather, with the loss of each rank's rows."""
 
     def __init__(self, config: Config, context: Context, comm_dtype: torch.dtype) -> None:
         adam = AdamSettings(config.optimizer.betas, config.optimizer.eps)

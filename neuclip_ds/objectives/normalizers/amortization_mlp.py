@@ -2,7 +2,7 @@
 
     x -> Linear(d, h) -> ReLU -> LayerNorm -> Linear(h, d) -> ReLU -> LayerNorm -> + x -> ReLU -> Linear(d, 1)
 
-The paper has a "three-layer MLP"; the residual connection and the normalization are from the released code. The weights
+The paper specifies a "three-layer MLP"; the residual connection and LayerNorm are from the released code. The weights
 of both nets are views of one flat vector, so copying, averaging, clipping and an Adam step are one operation each.
 """
 

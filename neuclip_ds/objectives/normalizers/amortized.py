@@ -11,17 +11,17 @@ reinitialized in each epoch. Stage II trains the encoders and the temperature wi
     tau (-2 L mean s_ii + mean C1_i/lambda1_i + mean C2_i/lambda2_i) + rho tau                  (eq. 6, rescaled)
 
 where lambda and the leading tau are constant; lambda is the target net's output or, as in the released code, Z. With
-`amortizes=negatives` (Table 3), the nets fit the sum over j != i alone, and lambda adds the positive's term.
+`amortizes=negatives` (Table 3), the nets fit only the sum over j != i; the positive's term is then added.
 
 Negative j of anchor i has the weight exp(L s_ij)/lambda_i, so log w_i = L s_ii - log lambda_i in the gradient that all
 methods share. That gradient holds w_i constant; the remaining derivative with respect to s_ii, L (C_i/lambda_i - 1) in
 each direction, is added. A step updates the online net, then the target net, and then runs stage II.
 
-All ranks have bit-identical copies of both nets. `fits_all_rows` decides how the nets are fitted. Either every rank
-fits them to all rows of the batch, after an all-gather of log Z and log C, and all ranks repeat the same work. Or each
-rank fits them to its local rows, and the gradient of each update is summed over ranks (4 MB at d = 512), which sends
-more than OpenCLIP does unless the batch is large. With `gather=fits` (section 3.3), steps without a fit contrast local
-rows only: C_i then averages over b - 1 negatives, but the positive's term keeps the factor 1/(B-1).
+All ranks have bit-identical copies of both nets. `fits_all_rows` selects one of two ways to fit them. Every rank may
+fit the nets to all rows of the batch, after an all-gather of log Z and log C; all ranks then repeat the same work.
+Otherwise, each rank fits the nets to its local rows, and the gradient of each update is summed over ranks (4 MB at d =
+512), which sends more than OpenCLIP does unless the batch is large. With `gather=fits` (section 3.3), steps without a
+fit contrast local rows only: C_i then averages over b - 1 negatives, but the positive's term keeps the factor 1/(B-1).
 """
 
 import math
@@ -118,7 +118,7 @@ class AmortizedNormalizer(Normalizer):
     """AmorLIP's normalizer: w_i = exp(s_ii/tau)/lambda_i, where a net predicts lambda_i."""
 
     def __init__(self, config: ObjectiveConfig, eps: float, context: Context) -> None:
-        """Create the nets; `eps` is ignored, because AmorLIP's loss has none."""
+        """Create the nets; `eps` is ignored, because AmorLIP's loss has no eps."""
         self._config = own = config.amortized
         self._released = config.reference == "released_code"
         self._communicator, self._dim = context.communicator, context.dim
@@ -223,7 +223,7 @@ class AmortizedNormalizer(Normalizer):
         return _FitRows(torch.stack([batch.image, batch.text]), values[:2], values[2:], batch.size, ranks.alone())
 
     def _draw(self, epoch: int, rows: _FitRows) -> None:
-        """Initialize the nets with the epoch as seed, and Adam; `reference=paper` also matches the mean log Z."""
+        """Initialize Adam and the nets, with the epoch as seed; `reference=paper` also matches the mean log Z."""
         self._target.copy_(self._mlp.draw(epoch))
         if not self._released:
             gap = (rows.log_target - self._mlp(self._target, rows.features)).sum(dim=1)

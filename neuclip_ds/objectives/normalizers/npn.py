@@ -15,7 +15,7 @@ Over alpha_i, J is minimal at alpha_i = log(eps + g_i), where the bracket equals
     r_i  = 1 - (eps + g_i) / (eps + ghat_i) = 1 - exp(log(eps + g_i) - alpha_i)
     p_ik = exp(z_ik) / (m (eps + ghat_i))                                                   `_log_mass`
 
-the derivatives of J are, where e_i is the anchor and t_i the anchor's partner,
+the derivatives of J, with e_i the anchor and t_i the anchor's partner, are
 
     dJ/dW_k   = 1/(B |W_k|) sum_i r_i p_ik (e_i - cos(e_i, W_k) W_k/|W_k|)                  `_update`
     dJ/de_i   = tau/B [ exp(-alpha_i) dg_i/de_i + r_i dalpha_i/de_i ]                       first term: pair_gradient.py
@@ -38,7 +38,7 @@ One step of Algorithm 1 (`NpnNormalizer.__call__`), after the features and g_i o
     (of this batch if B >= m, else of the last m samples before this batch)
     T_u times: W1, W2 <- AdaGrad on dJ/dW, or the scaled update                             `_fit`
     alpha_i from the new W1, W2                                                             `_predict`
-    gradient of J for encoders and tau                                                      `_estimate`
+    gradient of J for encoders and tau                                                      `estimate`
 
 The scaled update is ours; docs/reference/losses.md compares it with AdaGrad. With delta = 1e-3 B/m,
 
@@ -234,7 +234,7 @@ class NpnNormalizer(NetworkNormalizer):
         """Move prototypes in place by at most lr tau against the gradient, on the unit sphere.
 
         Args:
-            prototype: (columns, d) prototypes.
+            prototype: (columns, d) prototypes, updated in place.
             gradient: (columns, d) dJ/dW_k, overwritten.
             bound: (columns,) 1/B sum_i p_ik (1 + |1 - r_i|), an upper bound on |W_k| times the gradient's norm.
             tau: 0-dim temperature.

@@ -1,7 +1,7 @@
 """Normalizers pooled from the batch and a queue of recent features, without parameters or per-sample state.
 
 The queue contains the last m texts, with which image anchors are compared, and the last m images; a batch enters the
-queue after use. An anchor skips entries of the same sample, which would count the positive as a negative; m_i is the
+queue after use. An anchor skips the entries of its sample, which would count the positive as a negative; m_i is the
 number of remaining entries. With W_k the queue's features, shifted as below, and t_i the anchor's partner,
 
     z_ik = e_i . (W_k - t_i)/tau,   ghat_i = 1/m_i sum_k exp(z_ik)                 (k: entries of other samples)
@@ -108,7 +108,7 @@ class PooledQueueNormalizer(Normalizer):
                 masked = slice(int(first[rows.start]), int(first[rows.stop]))
                 if masked.start < masked.stop:
                     logit[owners[masked] - rows.start, copies[masked]] = -math.inf
-                log_ghat[side, rows] = log_sum_exp(logit, 1, logit)  # overwrites `logit` with the relative terms
+                log_ghat[side, rows] = log_sum_exp(logit, 1, logit)  # `logit` now has the terms relative to the largest
                 with products_exact_for(batch.comm_dtype):
                     drawn[side, rows] = (logit @ prototypes).div_(logit.sum(dim=1, keepdim=True))
         empty = others == 0

@@ -70,7 +70,7 @@ FullGradient = Callable[[Tensor], tuple[tuple[Tensor, Tensor], Tensor]]
 
 
 class NetworkNormalizer(Normalizer):
-    """Base class of the normalizers w_i = exp(-alpha_i) whose alpha_i a network predicts; npn.py has the equations."""
+    """Base class of the normalizers w_i = exp(-alpha_i) where a network predicts alpha_i; npn.py has the equations."""
 
     def __init__(self, config: ObjectiveConfig, eps: float, context: Context) -> None:
         self._config, self._eps, self._communicator = config.npn, eps, context.communicator
@@ -78,7 +78,7 @@ class NetworkNormalizer(Normalizer):
     def _in_order(
         self, fit: Callable[[], None], estimate: Callable[[], NormalizerOutput], step: Step
     ) -> NormalizerOutput:
-        """Fit the network to the batch and then estimate or, with `order=joint`, estimate and then fit."""
+        """Fit the network to the batch and then estimate, or with `order=joint` estimate and then fit."""
         first = self._config.order == "alternating"
         if step.learn and first:
             fit()
