@@ -42,7 +42,7 @@ class WeightAverage:
     def in_use(self) -> Iterator[None]:
         """Use the average as the module's weights during the block; afterward, restore the weights bit for bit.
 
-        A collective call. An error leaves the average in place, because the other ranks would not join the restore call.
+        A collective call. An error leaves the average in place, because the other ranks would not join in restoring it.
         """
         self._exchange()
         yield
