@@ -2,7 +2,7 @@
 
 All losses run forward and backward on the same features, interleaved in one loop; each loss is called as in its
 project's training loop. Ratios are relative to open_clip's ClipLoss; times are medians on the slowest rank. fast_clip
-is read from the checkout given by --fast-clip; without a checkout, it is omitted.
+is read from the checkout given by --fast-clip; without a checkout, fast_clip is omitted.
 
 Example: python tools/benchmark_loss.py --ranks 1 2 --batch 512 2048 --fast-clip ../fast_clip
 """

@@ -267,7 +267,7 @@ def programs(setting: Setting) -> list[Program]:
 
 
 def run(program: Program, setting: Setting, turn: int) -> float:
-    """Run a program once and return its samples/s; delete the checkpoints."""
+    """Run a program once and return its samples/s; delete the run's checkpoints."""
     folder = setting.arguments.out / f"{as_name(program.name)}_{setting.ranks}ranks_turn{turn}"
     config, *options = program.options
     setting.start(program.script, folder, config, *options)

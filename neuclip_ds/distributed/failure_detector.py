@@ -1,9 +1,9 @@
 """Failure detector: when a rank fails, all ranks exit under any launcher, and the reason is logged once.
 
 When a rank dies, the others hang in a collective: NCCL does not notice, and under `--no_ssh` or pdsh no launcher
-informs the other nodes. Each rank therefore keeps an idle TCP connection to the rank before it. The kernel closes the
-connection when that process dies or when its node does not answer for 20 s, whatever Python is doing. The first failure
-is stored under the key `error`, which a thread of every rank reads twice a second; the store ends with rank 0.
+informs the other nodes. Each rank therefore keeps an idle TCP connection to the previous rank. The kernel closes the
+connection when the previous rank dies or when its node does not answer for 20 s, whatever Python is doing. The first
+failure is stored under the key `error`, which a thread of every rank reads twice a second; the store ends with rank 0.
 
 The log also names hung ranks. A rank that stays at the same line of code for 10 minutes publishes how many collectives
 it has begun. Ranks that have begun fewer, or have published nothing, keep the others waiting.

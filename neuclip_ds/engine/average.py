@@ -28,7 +28,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Move the average toward the weights after `step` steps; the first call sets it to the weights.
+        """Move the average toward the weights after `step` steps; the first call sets the average to the weights.
 
         The decay of a step is at most (1 + step) / (10 + step), so that the initial weights are soon forgotten.
         """
@@ -42,7 +42,7 @@ class WeightAverage:
     def in_use(self) -> Iterator[None]:
         """Use the average as the module's weights during the block; afterward, restore the weights bit for bit.
 
-        A collective call. An error leaves the average in place, because the other ranks would not join in restoring it.
+        A collective call. An error leaves the average in place: the other ranks would not help restore the weights.
         """
         self._exchange()
         yield
