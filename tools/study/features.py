@@ -37,16 +37,10 @@ class Pairs(NamedTuple):
     text: Tensor  # (n, width) float32
     image_of: Tensor  # (n,) int64: the image of each caption
 
-    def first(self, images: int) -> "Pairs":
-        """Return the pairs of the first images."""
-        kept = self.image_of < images
-        return Pairs(self.image[:, :images], self.text[kept], self.image_of[kept])
-
-    def last(self, images: int) -> "Pairs":
-        """Return the pairs of the last images, in one crop."""
-        low = self.image.shape[1] - images
-        kept = self.image_of >= low
-        return Pairs(self.image[:1, low:], self.text[kept], self.image_of[kept] - low)
+    def of_images(self, kept: Tensor) -> "Pairs":
+        """Return the pairs of some images, for a boolean mask over all images."""
+        pairs = kept[self.image_of]
+        return Pairs(self.image[:, kept], self.text[pairs], (kept.cumsum(0) - 1)[self.image_of[pairs]])
 
     def with_noise(self, share: float, generator: torch.Generator) -> "Pairs":
         """Return the pairs with a share of the captions permuted among themselves."""
@@ -85,7 +79,9 @@ def load_splits(folder: Path, validation: int = 400) -> Splits:
         Pairs((x.image - image_mean) / (image_std + 1e-6), (x.text - text_mean) / (text_std + 1e-6), x.image_of)
         for x in (train, test)
     )
-    return Splits(train.first(train.image.shape[1] - validation), train.last(validation), test)
+    held_out = torch.arange(train.image.shape[1]) >= train.image.shape[1] - validation
+    last = train.of_images(held_out)
+    return Splits(train.of_images(~held_out), last._replace(image=last.image[:1]), test)
 
 
 def cache_features(source: str, folder: Path, grid: int = 1) -> None:

@@ -75,10 +75,4 @@ def _along(pairs: Pairs, direction: Tensor) -> Tensor:
 
 def _split(pairs: Pairs, direction: Tensor, threshold: float) -> tuple[Pairs, Pairs]:
     above = _along(pairs, direction) > threshold
-    return _of_images(pairs, ~above), _of_images(pairs, above)
-
-
-def _of_images(pairs: Pairs, kept: Tensor) -> Pairs:
-    of_kept = kept[pairs.image_of]
-    number = kept.cumsum(0) - 1
-    return Pairs(pairs.image[:, kept], pairs.text[of_kept], number[pairs.image_of[of_kept]])
+    return pairs.of_images(~above), pairs.of_images(above)

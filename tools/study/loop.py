@@ -91,8 +91,9 @@ def build_loss(run: Run, pairs: Pairs, heads: Heads, steps_per_epoch: int) -> Co
     if run.effective is not None:
         temperature["rho"] = math.log(samples / run.effective)
     if run.loss == "siglip":  # the bias of the batch's prior, given the first similarities
-        image, text = heads.encode(pairs.first(run.batch))
-        mean = float((image[pairs.image_of[: len(text)]] * text).sum(dim=1).mean())
+        few = pairs.of_images(torch.arange(pairs.image.shape[1]) < run.batch)
+        image, text = heads.encode(few)
+        mean = float((image[few.image_of] * text).sum(dim=1).mean())
         options["siglip"] = {"bias": -mean / temperature["initial"] - math.log(run.batch - 1)}
     options |= {"dim": run.width, "samples": samples, "epochs": run.epochs, "steps_per_epoch": steps_per_epoch}
     return ContrastiveLoss(run.loss, lr=run.lr, betas=(0.9, 0.999), adam_eps=1e-12, validate=False, **options)
