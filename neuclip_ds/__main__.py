@@ -1,4 +1,4 @@
-"""Run the program `neuclip-ds` with `python -m neuclip_ds`."""
+"""Run the `neuclip-ds` program as `python -m neuclip_ds`."""
 
 from neuclip_ds.cli.main import main
 

@@ -36,12 +36,12 @@ def train(recipe: str | Config, *, hooks: Sequence[Hook] = (), **overrides: Any)
             `**{"optimizer.lr": 1e-3}`. They cannot be combined with a config.
 
     Returns:
-        The run, complete or stopped by a hook after a checkpoint.
+        The run, which is complete unless a hook stopped it.
 
     Raises:
         UserError: the config or the data cannot be used.
         TrainingDiverged: losses or gradients stay non-finite, or replicated state differs between ranks.
-        Interrupted: Ctrl-C, SIGTERM or SIGUSR1 stopped the run, after a checkpoint if training had started.
+        Interrupted: Ctrl-C, SIGTERM or SIGUSR1 stopped the run, which saved a checkpoint if training had started.
 
     Example:
         run = neuclip_ds.train("demo", max_steps=30, run={"name": "look"})
@@ -61,9 +61,9 @@ def load(model: str | PathLike[str], device: torch.device | str | None = None, *
     """Load a model that encodes images and texts.
 
     Args:
-        model: the folder of a run (its newest checkpoint), a checkpoint, or any value of `model.pretrained`.
-        device: device of the model; by default, a GPU if there is one.
-        ema: load the moving average of a run's weights (`ema.decay`).
+        model: a run's folder (for its newest checkpoint), a checkpoint, or any value that `model.pretrained` accepts.
+        device: device for the model; by default, a GPU if available.
+        ema: whether to load the moving average of a run's weights (`ema.decay`).
 
     Raises:
         UserError: the model does not exist, or its files do not match each other.
@@ -92,7 +92,7 @@ class Run:
         return {name: values[-1] for name, (_, values) in read_series(self.folder).items()}
 
     def model(self, device: torch.device | str | None = None) -> Model:
-        """Load the model of the newest checkpoint."""
+        """Load the model from the newest checkpoint."""
         return load(self.folder, device)
 
 

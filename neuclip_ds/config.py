@@ -1,6 +1,6 @@
 """The typed config tree: every option with its type, default and meaning.
 
-Nothing here imports torch, so that the help and config errors appear at once. A recipe (YAML) sets values, and
+Nothing here imports torch, so that the help and config errors appear immediately. A recipe (YAML) sets values, and
 `--dotted.name=value` overrides them; see `neuclip_ds.recipe`.
 """
 
@@ -34,7 +34,7 @@ class RunConfig(Section):
     name: str | None = None
     """Name of the run's folder: letters, digits and the characters _ . , = + @ -. By default, the recipe's name."""
     output_dir: Path = Path("runs")
-    """Folder of all runs; the config, log, metrics and checkpoints of a run are in OUTPUT_DIR/NAME."""
+    """Folder for all runs; the config, log, metrics and checkpoints of a run are in OUTPUT_DIR/NAME."""
     seed: int = Field(0, ge=0)
     """Seed for the weights, data order, augmentation and dropout."""
     deterministic: bool = False
@@ -45,10 +45,10 @@ class RunConfig(Section):
     keep_checkpoints: int = Field(2, ge=1)
     """Number of the newest checkpoints to keep on disk."""
     max_skipped_steps: int = Field(10, ge=1)
-    """Number of consecutive steps, skipped for a non-finite loss or gradient, after which the run returns to its newest
-    checkpoint. The run ends if it fails at the same step again."""
+    """Number of consecutive skipped steps (with a non-finite loss or gradient) after which the run returns to its
+    newest checkpoint. The run ends if training fails at the same step again."""
     remote: str | None = Field(None, min_length=1)
-    """Folder of a remote store, such as s3://bucket/runs. Checkpoints, metrics and logs are copied to its subfolder
+    """Folder in a remote store, such as s3://bucket/runs. Checkpoints, metrics and logs are copied to its subfolder
     NAME while training continues. A run resumes from there if its local checkpoints are older or absent."""
     log_every: int = Field(10, ge=1)
     """Steps between lines of metrics.jsonl, and between points in TensorBoard and Weights & Biases."""
@@ -56,13 +56,13 @@ class RunConfig(Section):
     """Steps between evaluations during training, each preceded by a checkpoint; 0 evaluates only at the end."""
     best_metric: str | None = None
     """Evaluation metric whose largest value selects the best checkpoint, which is kept in addition to the newest ones.
-    The model is also evaluated before step 1, so that a misspelled metric fails at once."""
+    The model is also evaluated before step 1, so that a misspelled metric fails immediately."""
     wandb: str | None = None
-    """Weights & Biases project to log metrics to, as PROJECT or ENTITY/PROJECT; needs the package wandb."""
+    """Weights & Biases project to log metrics to, as PROJECT or ENTITY/PROJECT; needs the wandb package."""
     normalizer_anchors: int = Field(0, ge=0)
-    """Training samples on which each evaluation measures the error of the normalizers; 0 measures none."""
+    """Number of training samples on which each evaluation measures the normalizers' error; 0 disables this."""
     profile_steps: int = Field(0, ge=0)
-    """Steps to profile, after the first ten. The time and traffic of each part of a step are written to
+    """Number of steps to profile, after the first ten. The time and traffic of each phase of a step are written to
     OUTPUT_DIR/NAME/profile/. `--profile` sets this option to 10."""
 
     @field_validator("name")
@@ -91,11 +91,11 @@ class DataConfig(Section):
     weighted sources: [{path: /data/dfn, weight: 3}, {path: /data/cc12m, weight: 1}]."""
     val: Annotated[Annotated[int, Field(ge=0)] | str, Field(union_mode="left_to_right")] = "auto"
     """Held-out pairs for retrieval, in any form that `train` accepts, or the number of pairs to hold out of `train`.
-    `auto` uses a folder `val` next to `train` if there is one; otherwise it holds out 0.1% of the pairs (200 to 10,000,
+    `auto` uses the `val` folder next to `train` if it exists; otherwise it holds out 0.1% of the pairs (200 to 10,000,
     or none if there are fewer than 2,000). An empty value disables validation."""
     zero_shot: str = "auto"
-    """Zero-shot set: a folder with one subfolder of images per class, or in CLIP_benchmark's layout. `auto` uses a
-    folder `zero_shot` next to `train` if there is one; an empty value disables zero-shot evaluation."""
+    """Zero-shot set: a folder with one subfolder of images per class, or a folder in CLIP_benchmark's layout. `auto`
+    uses the `zero_shot` folder next to `train` if it exists; an empty value disables zero-shot evaluation."""
     evaluation_sets: Path | None = None
     """Folder of evaluation sets to score, DataComp's or your own (docs/how-to/evaluate.md). By default, none."""
     evaluation_tasks: list[str] = Field([])
@@ -103,8 +103,8 @@ class DataConfig(Section):
     batch_size: int = Field(256, ge=2, le=1 << 30)
     """Global batch size over all ranks: the number of pairs that contrast with each other in one step."""
     micro_batch: int | None = Field(None, ge=1)
-    """Pairs that go through the towers at once on each rank. By default, the rank's batch. A smaller value needs a
-    second forward pass and keeps the batch's pixels in host memory."""
+    """Pairs that go through the towers at once on each rank. By default, the rank's whole batch. A smaller value
+    needs a second forward pass and keeps the batch's pixels in host memory."""
     workers: int = Field(2, ge=0, le=1024)
     """Loader processes per rank; 0 loads in the training process."""
     prefetch: int = Field(4, ge=1, le=1024)
@@ -112,28 +112,28 @@ class DataConfig(Section):
     of which counts as a batch here."""
     timeout: float = Field(300, gt=0)
     """Seconds to wait for a batch, or for the next remote shard, before a loader process is replaced. A remote read may
-    stall for a tenth of this time."""
+    stall for up to a tenth of this time."""
     captions: Annotated[list[str] | dict[str, Annotated[float, Field(gt=0)]], NoDecode] = Field(["txt"])
-    """Sources of captions: txt or another member such as syn.txt; txt:lines (one caption per line); json:KEY (a string
-    or a list). Each visit to a sample draws one caption; {"txt": 0.7, "syn.txt": 0.3} draws its source with these
-    probabilities."""
+    """Sources of captions: txt or a different member of the sample, such as syn.txt; txt:lines (one caption per line);
+    json:KEY (a string or a list). Each visit to a sample draws one caption; {"txt": 0.7, "syn.txt": 0.3} draws the
+    caption's source with these probabilities."""
     decoder: Literal["simplejpeg", "pil"] = "simplejpeg"
     """Library that decodes JPEGs: simplejpeg is faster; pil produces the same pixels as open_clip."""
     cache_dir: Path | None = None
     """Folder on each node for copies of remote shards. By default, neuclip_ds_shards-UID in the system's temporary
     folder, writable only by you."""
     cache_gb: float = Field(100, gt=0)
-    """Size limit of `cache_dir`, in GB. Each node caches the shards that it currently reads."""
+    """Size limit of `cache_dir`, in GB. Each node caches the shards that it is currently reading."""
     downloads: int = Field(8, ge=1, le=1024)
     """Maximum number of concurrent prefetches of remote shards per node. In addition, loader processes fetch the shards
     that they are waiting for."""
     max_outage: float = Field(3600, gt=0)
-    """Seconds that a batch may wait for remote storage that throttles or fails before the run ends."""
+    """Seconds that a batch may wait for remote storage that throttles or fails; after that, the run ends."""
     crop_scale: float = Field(0.9, gt=0, le=1)
     """Smallest fraction of an image's area that the random resized crop keeps; 1 disables augmentation."""
     shard_streams: int | None = Field(None, ge=1)
     """Number of shard streams that are interleaved in each batch; must divide the batch size. By default, up to 64, or
-    one per node if there are more nodes."""
+    one per node if there are more than 64 nodes."""
     shuffle_block_size: int | None = Field(None, ge=1)
     """Samples that are shuffled together within a shard stream. By default, up to 8 million over all streams (500,000
     per node on more than 16 nodes), or fewer if their shards would not fit into `cache_gb`."""
@@ -141,7 +141,7 @@ class DataConfig(Section):
     """Skip the samples that do not fill an epoch's last batch. Otherwise, every sample is seen exactly once per epoch,
     and the last batch may have empty rows."""
     max_bad_fraction: float = Field(0.01, ge=0, le=1)
-    """Fraction of bad samples above which the run stops; for one rank's last 1,000 steps, ten times this fraction."""
+    """Fraction of bad samples above which the run stops; in a rank's last 1,000 steps, the limit is 10 times higher."""
 
     @field_validator("train", "captions", mode="before")
     @classmethod
@@ -191,7 +191,7 @@ class TowerConfig(Section):
 
     trainable: Trained | None = None
     """Parameters to train: `all`, none (`frozen`), or the last K blocks with the final norm, pooling and projection (0:
-    no blocks). By default, `all`, or `frozen` with `model.lora`. Applies to pretrained towers too."""
+    no blocks). By default, `all`, or `frozen` with LoRA. Applies to pretrained towers too."""
 
     @field_validator("trainable", mode="before")
     @classmethod
@@ -234,8 +234,8 @@ class VisionConfig(TowerConfig):
 
 class TextConfig(TowerConfig):
     tokenizer: str | None = None
-    """Folder or hub name of a transformers tokenizer, or `clip_bpe`, CLIP's English tokenizer, which needs the package
-    open_clip_torch. By default, or if that package is missing, a byte-level BPE is trained on the captions."""
+    """Folder or hub name of a transformers tokenizer, or `clip_bpe` (CLIP's English tokenizer, which needs the
+    open_clip_torch package). By default, or if that package is missing, a byte-level BPE is trained on the captions."""
     vocab_size: int = Field(49408, ge=300, le=1 << 24)
     """Vocabulary size of the trained BPE; a named tokenizer keeps its vocabulary."""
     context_length: int = Field(77, ge=4, le=1 << 16)
@@ -256,8 +256,8 @@ class TextConfig(TowerConfig):
 
 class ModelConfig(Section):
     pretrained: str = ""
-    """Checkpoint of both towers to start from, whose architecture and tokenizer replace those below: the folder or hub
-    name of a transformers model (CLIP, MetaCLIP 2, SigLIP, SigLIP 2) or of an open_clip model, or
+    """Checkpoint from which both towers start; its architecture and tokenizer replace the configured ones. Give the
+    folder or hub name of a transformers model (CLIP, MetaCLIP 2, SigLIP, SigLIP 2) or of an open_clip model, or
     open_clip:ARCHITECTURE/TAG_OR_FILE."""
     vision: VisionConfig = Field(default_factory=VisionConfig)
     text: TextConfig = Field(default_factory=TextConfig)
@@ -266,12 +266,12 @@ class ModelConfig(Section):
     """Dimension d of the joint feature space."""
     activation_checkpointing: int | bool = False
     """Recompute activations in the backward pass instead of storing them, for all blocks (`true`) or for the first N
-    blocks of each tower. A larger N saves memory and costs time."""
+    blocks of each tower. A larger N uses less memory and takes more time."""
     compile: bool = False
     """Compile the towers with torch.compile, which needs a C++ compiler; the first steps then take minutes."""
     matmul_precision: Literal["tf32", "float32"] = "tf32"
     """Precision of matrix multiplications in float32 towers on a GPU: `tf32` has 11 significant bits, and open_clip
-    uses it too. bf16 towers and the loss ignore this option."""
+    uses it too. This option does not affect bf16 towers or the loss."""
 
     @field_validator("activation_checkpointing", mode="before")
     @classmethod
@@ -283,16 +283,16 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _weights_have_one_source(self) -> ModelConfig:
         if self.pretrained and self.vision.pretrained:
-            raise ValueError("model.pretrained has both towers; omit it or model.vision.pretrained")
+            raise ValueError("model.pretrained provides both towers; omit it or model.vision.pretrained")
         return self
 
     @model_validator(mode="after")
     def _something_trains(self) -> ModelConfig:
         parts = self.trained("vision"), self.trained("text")
         if self.lora.rank and parts == ("all", "all"):
-            raise ValueError("trainable=all of both towers leaves no frozen weights for lora; freeze a part of one")
+            raise ValueError("trainable=all in both towers leaves no frozen weights for lora; freeze part of a tower")
         if not self.lora.rank and parts == ("frozen", "frozen"):
-            raise ValueError("vision.trainable and text.trainable are frozen, so nothing trains; free a part of one")
+            raise ValueError("vision.trainable and text.trainable are frozen, so nothing trains; unfreeze part of one")
         return self
 
     def trained(self, tower: Literal["vision", "text"]) -> Trained:
@@ -317,11 +317,11 @@ class OptimizerConfig(Section):
     cooldown_steps: int | None = Field(None, ge=1)
     """Steps over which `cooldown` and `wsd` decay to min_lr. By default, a fifth of the run."""
     weight_decay: float = Field(0.2, ge=0)
-    """Weight decay of matrices; gains and biases do not decay. Added to the gradient by sgd, otherwise decoupled."""
+    """Weight decay of matrices, not of gains or biases. sgd adds it to the gradient; otherwise it is decoupled."""
     betas: tuple[Decay, Decay] = (0.9, 0.98)
-    """Moment decays of AdamW, LAMB and Lion, and of the temperature's optimizer."""
+    """Betas for AdamW, LAMB and Lion, and for the temperature's optimizer."""
     eps: float = Field(1e-6, gt=0)
-    """Epsilon of AdamW and LAMB, and of the temperature's Adam."""
+    """Epsilon for AdamW and LAMB, and for Adam on the temperature."""
     momentum: float = Field(0.9, ge=0, lt=1)
     """Momentum of sgd."""
     max_grad_norm: float = Field(0.0, ge=0)
@@ -331,8 +331,8 @@ class OptimizerConfig(Section):
     text_lr: float | None = Field(None, gt=0)
     """Peak learning rate of the text tower, on the same schedule. By default, `lr`."""
     layer_decay: float = Field(1.0, gt=0, le=1)
-    """Factor on the learning rate from each layer of a tower to the layer before it, as in BEiT and EVA-CLIP: layers
-    after the blocks have the tower's rate, the last block has this fraction of it, and the embeddings the lowest."""
+    """Ratio of each layer's learning rate to that of the next layer of the tower, as in BEiT and EVA-CLIP. Layers after
+    the blocks use the tower's `lr`, the last block uses this fraction of it, and the embeddings use the lowest."""
 
     @model_validator(mode="after")
     def _rates_have_a_base(self) -> OptimizerConfig:
@@ -343,28 +343,28 @@ class OptimizerConfig(Section):
 
 class EmaConfig(Section):
     decay: float = Field(0.0, ge=0, lt=1)
-    """Decay of an exponential moving average of the weights, kept in float32; 0 keeps none. At step n, the decay is
-    at most (1 + n)/(10 + n). Evaluations measure the weights and also the average, as `ema/NAME`."""
+    """Decay of an exponential moving average of the weights, kept in float32; 0 disables it. At step n, the decay is
+    at most (1 + n)/(10 + n). Evaluations score both the weights and the average, the latter as `ema/NAME`."""
 
 
 class RecoveryConfig(Section):
     epochs: float = Field(0, ge=0, le=1e6)
     """Passes over the data with frozen weights before training, which recover the optimizer's moments and each
-    sample's u (TuneCLIP's first stage); 0 recovers nothing. With `reuse`, the passes of the reused recovery."""
+    sample's u (TuneCLIP's first stage); 0 skips them. With `reuse`, give the passes of that recovery."""
     loss: Literal["gcl", "hgcl", "method"] | None = None
     """Loss whose gradients are averaged: the global contrastive loss (`gcl`, TuneCLIP Algorithm 1), its hinged form
     (`hgcl`), or the run's loss (`method`). By default, `gcl` for methods that keep u, and `method` for other methods,
     such as openclip and neuclip, for which only moments are recovered."""
     restore: list[Literal["moments", "statistics"]] = Field(["moments", "statistics"])
-    """State that training takes over: the optimizer's moments and step count (`moments`), and each sample's u if the
-    method keeps u (`statistics`)."""
+    """Recovered state that training uses: the optimizer's moments and step count (`moments`), and each sample's u if
+    the method keeps u (`statistics`)."""
     reuse: Path | None = None
-    """Run whose recovered state is used instead; that run must have had the same initial weights and data."""
+    """Run whose recovery is reused; that run must have had the same initial weights and data."""
 
     @model_validator(mode="after")
     def _gamma_has_a_place(self) -> RecoveryConfig:
         if self.reuse and not self.epochs and "statistics" in self.restore:
-            raise ValueError("gamma continues after the epochs of the recovery that reuse names; set epochs to them")
+            raise ValueError("gamma continues after the epochs of the recovery that reuse names; set epochs to match")
         return self
 
 
@@ -381,7 +381,7 @@ class Config(Section):
     epochs: float = Field(1.0, gt=0, le=1e6)
     """Passes over the training data."""
     max_steps: int | None = Field(None, ge=1)
-    """Steps to train, instead of `epochs`."""
+    """Number of training steps; overrides `epochs`."""
     deepspeed: str = "zero1_bf16"
     """DeepSpeed config: a name in ds_configs/ or the path of a JSON file."""
 
@@ -396,12 +396,12 @@ class Config(Section):
         return {**tree, "objective": merge(blank, objective)}
 
     def rank_batch(self, world_size: int) -> int:
-        """Return the number of pairs of the global batch on each rank."""
+        """Return the number of pairs per rank in the global batch."""
         if self.data.batch_size % world_size:
             below = self.data.batch_size // world_size * world_size
             raise UserError(
                 f"data.batch_size={self.data.batch_size} is not divisible by the {world_size} ranks; "
-                f"use {max(below, world_size)} or {below + world_size}, or another number of ranks."
+                f"use {max(below, world_size)} or {below + world_size}, or a different number of ranks."
             )
         return self.data.batch_size // world_size
 

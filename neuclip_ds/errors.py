@@ -29,7 +29,7 @@ class UserError(Exception):
 
 
 class TrainingDiverged(Exception):
-    """Losses or gradients stay non-finite, or ranks differ. The message names step and cause; the exit code is 1."""
+    """Losses or gradients stay non-finite, or ranks differ; the message says when and why. The exit code is 1."""
 
 
 class RollBack(Exception):
@@ -55,7 +55,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs an extra of pyproject.toml, for a checkout or a wheel."""
+    """Return the pip command that installs one of the package's extras."""
     return f"pip install 'neuclip_ds[{extra}]'"
 
 
@@ -69,7 +69,7 @@ def require_package(module: str, option: str, extra: str) -> None:
 
 @contextmanager
 def explained(problem: str, fix: str) -> Iterator[None]:
-    """Turn any error of another library into a UserError with the message "PROBLEM (start of the error); FIX."."""
+    """Turn any error from another library into a UserError with the message "PROBLEM (start of the error); FIX."."""
     try:
         yield
     except UserError:

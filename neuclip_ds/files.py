@@ -24,7 +24,7 @@ from neuclip_ds.errors import UserError
 log = logging.getLogger(__name__)
 
 _CHUNK = 16 << 20
-_failed: dict[Path, int] = {}  # how often each path of `best_effort` could not be written
+_failed: dict[Path, int] = {}  # how often each path given to `best_effort` could not be written
 
 
 class Checksum(NamedTuple):
@@ -35,7 +35,7 @@ class Checksum(NamedTuple):
 
 
 class ChecksumWriter:
-    """Writer to a binary file that keeps the checksum of all written bytes in `checksum`."""
+    """Writer for a binary file that updates `checksum` with everything that is written."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -58,7 +58,7 @@ def checksum_of(path: Path) -> Checksum:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield a temporary file in the folder of `path`, which replaces `path` if the block succeeds."""
+    """Yield a temporary file next to `path`; the file replaces `path` if the block succeeds."""
     _remove_abandoned(path.parent.glob(f".{glob.escape(path.name)}.[0-9]*"))
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -147,7 +147,7 @@ def sync_folders(folder: Path) -> None:
 
 
 def json_lines(path: Path) -> list[Any]:
-    """Return the records of a file of JSON lines, after cutting off a partial last line that a killed program left."""
+    """Return the records of a JSON Lines file, after cutting off a partial last line left by a killed program."""
     text = path.read_bytes()
     complete = text[: text.rfind(b"\n") + 1]
     os.truncate(path, len(complete))
@@ -156,7 +156,7 @@ def json_lines(path: Path) -> list[Any]:
 
 @contextmanager
 def explain_disk(path: Path, remedy: str = "choose another --run.output-dir") -> Iterator[None]:
-    """Turn a file-system error while `path` is written into a `UserError` that ends with `remedy`."""
+    """Turn a file-system error in the block, which writes `path`, into a `UserError` that ends with `remedy`."""
     try:
         yield
     except OSError as error:
@@ -173,7 +173,7 @@ def private_folder() -> Path:
         UserError: other users could have put files there.
     """
     folder = Path(tempfile.gettempdir()) / f"neuclip_ds_shards-{os.getuid()}"
-    with explain_disk(folder, "set data.cache_dir"), suppress(FileExistsError):  # not a folder, as the check finds
+    with explain_disk(folder, "set data.cache_dir"), suppress(FileExistsError):  # the check below reports it
         folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
     writable_by_others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
@@ -184,9 +184,9 @@ def private_folder() -> Path:
 
 @contextmanager
 def best_effort(path: Path) -> Iterator[Path]:
-    """Yield a path; log a file-system error while the path is written, and continue without that record.
+    """Yield a path to write; log any file-system error in the block, and continue without the file.
 
-    The 1st, 2nd, 4th, 8th, ... failure of each path is logged.
+    For each path, only the 1st, 2nd, 4th, 8th, ... failure is logged.
     """
     try:
         yield path

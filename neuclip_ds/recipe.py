@@ -1,7 +1,7 @@
 """Make a validated config from a recipe's name and `--dotted.name=value` overrides, without importing torch.
 
 A recipe is a YAML file with the structure of `neuclip_ds.config.Config`. `include:` lists other recipes (names in
-`neuclip_ds/recipes/`, or paths relative to the file), which are merged in this order, with the recipe's options on top.
+`neuclip_ds/recipes/`, or paths relative to the file), which are merged in order, with the recipe's options on top.
 `other_methods:` under `objective:` contains sections that apply only if a run chooses a method that reads them.
 """
 
@@ -24,20 +24,20 @@ from neuclip_ds.section import merge, read_options
 RECIPES = Path(__file__).parent / "recipes"
 DEMO = "demo"
 M = TypeVar("M", bound=BaseModel)
-_PROFILED_STEPS = 10  # by --profile
+_PROFILED_STEPS = 10  # steps that --profile records
 _OTHER_METHODS = "other_methods"
-_SHOWN_PROBLEMS, _SHOWN_LETTERS = 5, 120  # limits on the problems and the characters of a value that a message shows
+_SHOWN_PROBLEMS, _SHOWN_LETTERS = 5, 120  # at most this many problems, and characters of a value
 
 
 class TrainCommand(Config):
     """Arguments of `neuclip-ds train`: a recipe, the options of `Config`, and switches."""
 
     recipe: CliPositionalArg[str | None] = None
-    """A recipe's name in neuclip_ds/recipes/, or the path of a YAML file; by default the demo."""
+    """Name of a recipe in neuclip_ds/recipes/, or the path of a YAML file. By default, demo."""
     print_config: CliImplicitFlag[bool] = False
     """Print the resolved config as YAML and stop."""
     dry_run: CliImplicitFlag[bool] = False
-    """Check everything that can be checked without training; print data, parameters, memory and traffic; and stop."""
+    """Run all checks that are possible without training, print the data, parameters, memory and traffic, and stop."""
     hostfile: Path | None = None
     """With --dry-run: plan for the nodes in this hostfile instead of the ranks of this launch."""
     gpu_memory: float | None = Field(None, gt=0)
@@ -62,7 +62,7 @@ def parse(argv: Sequence[str]) -> Invocation:
     switches = {key: given.pop(key) for key in list(given) if key not in Config.model_fields}
     command = _validate(TrainCommand, switches)
     if (command.hostfile or command.gpu_memory) and not command.dry_run:
-        raise UserError("--hostfile and --gpu-memory belong to --dry-run; hosts to train on go to the launcher.")
+        raise UserError("--hostfile and --gpu-memory belong to --dry-run; pass the hosts for training to the launcher.")
     profile = {"run.profile_steps": _PROFILED_STEPS} if command.profile else {}
     return Invocation(command, recipe_config(command.recipe or DEMO, {**profile, **given}))
 

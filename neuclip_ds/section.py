@@ -38,7 +38,7 @@ class Section(BaseModel):
             if any(c == "\0" or "\ud800" <= c <= "\udfff" for c in text):
                 raise ValueError(f"{text[:50]!r} contains a NUL character or a surrogate")
             if redact(text) != text:
-                raise ValueError("it holds a secret: put it into a variable that the store's library reads")
+                raise ValueError("it contains a secret: set it in a variable that the store's library reads")
         return value
 
 

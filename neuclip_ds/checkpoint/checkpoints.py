@@ -1,4 +1,4 @@
-"""Save and load checkpoints, which are complete or absent.
+"""Save checkpoints atomically, and load them.
 
 `checkpoints/step_000000100/` contains
 
@@ -11,7 +11,7 @@
 A checkpoint is written under `.partial-...`, synced to disk and read back; rank 0 renames it when all ranks are done.
 It does not depend on the number of ranks, the ZeRO stage or the precision with which it was written, so a run may
 resume with different settings. No random state is saved: the data order and augmentation are functions of (seed, step),
-and dropout is a function of (seed, step, rank). No file can run code: all of them are text or safetensors.
+and dropout is a function of (seed, step, rank). Loading never runs code from a file: all are text or safetensors.
 
 `checkpoints/best.json` names the step with the best evaluation (`run.best_metric`).
 """
@@ -60,7 +60,7 @@ class Best(NamedTuple):
 
 
 def read_best(folder: Path) -> Best | None:
-    """Read the best checkpoint's step and score from a run's `checkpoints` folder; None if no best was kept."""
+    """Read the best checkpoint's step and score from a run's `checkpoints` folder; return None if there is none."""
     path = folder / "best.json"
     if not path.is_file():
         return None
@@ -76,7 +76,7 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """List the complete checkpoints in a run's `checkpoints` folder; the newest is the largest path."""
+    """List the complete checkpoints in a run's `checkpoints` folder; the newest has the largest path."""
     return [path for path in folder.glob("step_*") if is_complete(path)]
 
 
@@ -86,7 +86,7 @@ class Checkpoints:
     Args:
         folder: the run's `checkpoints` folder, created with the first checkpoint.
         keep: number of newest checkpoints to keep.
-        trained_with: contents, by file name, of the config, tokenizer and model description in each checkpoint.
+        trained_with: config, tokenizer and model description for each checkpoint, as file contents by name.
 
     Attributes:
         changes: number of times that this object has completed a checkpoint or recorded a best one.
@@ -122,7 +122,7 @@ class Checkpoints:
         if problem is not None:
             raise UserError(
                 f"No checkpoint in {self._folder} can be read. The oldest one: {problem} Restore one, or start a new "
-                "run under another --run.name."
+                "run under a new --run.name."
             )
         return None
 
@@ -144,7 +144,7 @@ class Checkpoints:
     ) -> Path:
         """Save the state after `step` steps; once the checkpoint is verified, delete the oldest ones beyond `keep`.
 
-        If any rank could not write, removes the partial checkpoint and raises `SaveFailed` on all ranks.
+        If any rank fails to write its files, removes the partial checkpoint and raises `SaveFailed` on all ranks.
         """
         target, checksums = step_folder(self._folder, step), dict[str, Checksum]()
         partial, files = _partial(target), self._files(engine, objective)
@@ -189,12 +189,12 @@ class Checkpoints:
             if found != wanted:
                 raise UserError(
                     f"The checkpoint {path} was written with {key}={found}, but this run has {key}={wanted}: "
-                    "set it back, or give the run another name (--run.name)."
+                    "set it back, or give the run a different name (--run.name)."
                 )
         return int(meta["step"]), meta["data"]
 
     def load(self, path: Path, engine: Any, objective: Objective) -> None:
-        """Load the engine and the objective from a verified checkpoint; raise `UserError` if files do not match."""
+        """Load the engine and the objective from a verified checkpoint; raise `UserError` if the model differs."""
         files = load_engine(path / STATE, engine, self._communicator)
         files.fill(objective.row_tables())
         objective.load_replicated_state(files.whole(OBJECTIVE))
@@ -252,7 +252,7 @@ class Checkpoints:
 
 
 def verify_together(path: Path, communicator: Communicator) -> None:
-    """Raise `UserError` on all ranks if a checkpoint's file has changed; each rank reads a share of the files."""
+    """Raise `UserError` on all ranks if a file of a checkpoint has changed; each rank reads some of the files."""
     communicator.on_every_rank(lambda: verify(path, communicator.rank, communicator.world_size))
 
 
@@ -274,7 +274,7 @@ def _write(folder: Path, files: Sequence[StateFile]) -> dict[str, list[int]] | s
 
 
 def _delete(folder: Path) -> None:
-    """Delete a checkpoint; if interrupted, leave no partial checkpoint under its name."""
+    """Delete a checkpoint; an interruption never leaves a partial checkpoint under its name."""
     if folder.exists():
         doomed = folder.with_name(f"{_PARTIAL}deleted-{folder.name}")
         folder.rename(doomed)

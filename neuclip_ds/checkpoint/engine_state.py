@@ -3,7 +3,7 @@
 `engine/zero.py` locates a rank's elements of each parameter; all other code is the same for all ZeRO stages.
 
 checkpoint/sharded_state.py lists the state that is saved. Buffers, such as batch norm's, may differ between ranks;
-rank 0's are saved. Hyperparameters belong to the config.
+rank 0's are saved. Hyperparameters are not saved, because they are in the config.
 """
 
 from collections import defaultdict
@@ -41,13 +41,13 @@ def engine_shards(engine: Any, communicator: Communicator) -> Shards:
 
 
 def engine_facts(engine: Any) -> dict[str, Any]:
-    """Return the engine's entries in the index of the shards: parameter shapes and step counters."""
+    """Return the engine's entries for the index of the shards: parameter shapes and step counters."""
     counters = {name: int(getattr(engine, name)) for name in _COUNTERS}
     return {"parameters": parameter_shapes(engine.module), "counters": counters}
 
 
 def load_engine(folder: Path, engine: Any, communicator: Communicator) -> StateFiles:
-    """Load a new engine's state from files that any number of ranks wrote under any ZeRO stage; a collective call.
+    """Load a new engine's state from files written by any number of ranks under any ZeRO stage; a collective call.
 
     Returns the files, which the caller must have verified. Raises `UserError` on all ranks if any rank finds files
     missing or written for a different model.
@@ -68,7 +68,7 @@ def load_engine(folder: Path, engine: Any, communicator: Communicator) -> StateF
 
 
 def load_moments(folder: Path, engine: Any, communicator: Communicator) -> None:
-    """Load only the optimizer state of a new engine; a collective call.
+    """Load only the optimizer state into a new engine; a collective call.
 
     Raises `UserError` like `load_engine`, and also if the weights in the files differ from the engine's.
     """
@@ -131,7 +131,7 @@ def _open(folder: Path, module: Any) -> StateFiles:
         if found.get(name) != wanted.get(name):
             raise UserError(
                 f"{files.folder} has the parameter {name} in the shape {found.get(name)}, this run's model in "
-                f"{wanted.get(name)}: set model.* back, or give the run another name (--run.name)."
+                f"{wanted.get(name)}: set model.* back, or give the run a new name (--run.name)."
             )
     return files
 
@@ -148,7 +148,7 @@ def _fill_buffers(files: StateFiles, module: Any) -> None:
     if missing := sorted(buffers.keys() - found.keys()):
         raise UserError(
             f"{files.folder} lacks the buffers {missing} of this run's model: set model.* back, or give the run "
-            "another name (--run.name)."
+            "a new name (--run.name)."
         )
     for name, buffer in buffers.items():
         buffer.copy_(found[name])

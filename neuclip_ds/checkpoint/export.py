@@ -28,8 +28,8 @@ def export_run(
         path: a run's folder (its newest checkpoint is exported), or a checkpoint in it.
         form: name of the format, transformers or open_clip.
         folder: output folder, which must be absent or empty.
-        best: export the best checkpoint by `run.best_metric` instead of the newest.
-        average: export the moving average of the weights (`ema.decay`).
+        best: whether to export the best checkpoint (by `run.best_metric`) instead of the newest.
+        average: whether to export the moving average of the weights (`ema.decay`).
         license: identifier for the model card, such as apache-2.0.
 
     Returns the exported checkpoint. Raises `UserError` if the checkpoint does not exist or is damaged, or if the format
@@ -38,7 +38,7 @@ def export_run(
     check_unused(folder)  # before the checkpoint is read
     if best:
         if (kept := read_best(path / "checkpoints")) is None:
-            raise UserError(f"{path} keeps no best checkpoint. Train with --run.best_metric=NAME, or omit --best.")
+            raise UserError(f"{path} has no best checkpoint. Train with --run.best_metric=NAME, or omit --best.")
         path = step_folder(path / "checkpoints", kept.step)
     checkpoint = find_checkpoint(path)
     verify(checkpoint)

@@ -1,4 +1,4 @@
-"""Write a checkpoint's files so that they survive a power cut, and verify them by checksums.
+"""Write a checkpoint's files so that they survive a power failure, and verify their checksums.
 
 meta.json lists the size and CRC-32 of every other file and also contains the CRC-32 of its own content.
 """
@@ -28,7 +28,7 @@ class SaveFailed(UserError):
 
 @contextmanager
 def explain_failure(folder: Path) -> Iterator[None]:
-    """Convert an error in writing files or reading them back to `SaveFailed`."""
+    """Convert errors from writing files and reading them back to `SaveFailed`."""
     try:
         yield
     except OSError as error:

@@ -1,11 +1,11 @@
-"""Copy of a run in a store that fsspec supports (S3, GCS, Azure, SFTP, a mounted folder).
+"""Copy a run to and from a store that fsspec supports (S3, GCS, Azure, SFTP, a mounted folder).
 
     URL/checkpoints/step_000000100/    the files of the checkpoint with that name; meta.json is written last
     URL/checkpoints/best.json          as in the run's folder
     URL/metrics.jsonl, log.txt ...     the other files in the run's folder, but no subfolders
 
-A folder without meta.json is not a checkpoint: it is being written, or a write was interrupted. The only file of a run
-that is ever deleted is the meta.json of a checkpoint that a new checkpoint of the same step replaces.
+A folder without meta.json is not a checkpoint: it is being written, or a write was interrupted. The only file that
+a copy deletes is the meta.json of a checkpoint that a new checkpoint of the same step replaces.
 """
 
 import json
@@ -25,7 +25,7 @@ _META, _BEST = "meta.json", "checkpoints/best.json"  # repeated here because che
 
 
 class RemoteRun:
-    """The remote copy of one run; all methods raise the exceptions of fsspec's backend.
+    """The remote copy of one run; all methods may raise exceptions from fsspec's backend.
 
     Args:
         url: the run's folder in the store; fsspec finds the credentials.
@@ -92,7 +92,7 @@ class RemoteRun:
             self._fs.mv(f"{place}.part", place)
 
     def _make_parents(self, places: Any) -> None:
-        """Create parent folders, except in object stores (asynchronous backends), which would create a bucket."""
+        """Create parent folders, except in object stores (asynchronous backends), where this would create a bucket."""
         for parent in {place.rpartition("/")[0] for place in places} if not self._fs.async_impl else ():
             self._fs.makedirs(parent, exist_ok=True)
 
@@ -105,7 +105,7 @@ class RemoteRun:
 
 
 def start_push(url: str, run: Path, names: Sequence[str]) -> "subprocess.Popen[str]":
-    """Start `push` in a child process, which prints the reason for a failure and ends even if this process is killed.
+    """Start `push` in a child process, which prints the reason for a failure and ends when this process ends.
 
     The child process can be killed if the store does not answer, and it does not slow down training.
     """

@@ -28,11 +28,11 @@ class SavedModel(NamedTuple):
 
 
 def open_model(name: str, communicator: Communicator, average: bool = False) -> SavedModel:
-    """Open a model by name; a collective call in which one rank downloads the files.
+    """Open a model by name; a collective call in which only one rank downloads files.
 
     Args:
         name: a run's folder (its newest checkpoint is opened), a checkpoint in it, or a value of `model.pretrained`.
-        average: open the moving average of a run's weights (`ema.decay`).
+        average: whether to open the moving average of a run's weights (`ema.decay`).
 
     Raises `UserError` if the model does not exist or if its files do not match.
     """
@@ -68,7 +68,7 @@ def find_checkpoint(path: Path) -> Path:
 
 
 class SavedRun(NamedTuple):
-    """The config, model source, initial temperature and tokenizer with which a checkpoint was trained."""
+    """The config, model source, initial logit parameters and tokenizer with which a checkpoint was trained."""
 
     config: Config
     source: ModelSource

@@ -4,7 +4,7 @@ The `state` folder of a checkpoint has the format of state/shards.py, with these
 
     weight       elements of a flattened parameter: of its float32 master if it is trained, else of the parameter
     exp_avg ...  the same elements of each optimizer tensor, and of the moving average of the weights (average)
-    scalar       the optimizer's tensors without dimensions, such as PARAMETER/step
+    scalar       the optimizer's 0-dimensional tensors, such as PARAMETER/step
     buffer       the module's persistent buffers
     table        rows of the objective's partitioned tables: per-sample statistics, NPN columns
     objective    the state of the objective that is equal on all ranks: temperature, counters

@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("folder", type=Path, help="folder for the manifest")
     parser.add_argument("sources", nargs="+", help="tars, folders, globs, brace patterns, URLs, or .txt lists of these")
     parser.add_argument("--no-checksum", action="store_true", help="read only the headers of local shards; skip CRC-32")
-    parser.add_argument("--from-side-files", action="store_true", help="read only img2dataset's counts, and no shards")
+    parser.add_argument("--from-side-files", action="store_true", help="read only img2dataset's counts, not the shards")
     parser.add_argument("--skip-unreadable", action="store_true", help="omit unusable shards, and list them in a file")
     parser.add_argument("--captions", nargs="+", default=["txt"], help="sources of captions, as in data.captions")
     parser.add_argument("--uids", nargs="+", default=[], help=".npy files of sorted 128-bit uids to keep")

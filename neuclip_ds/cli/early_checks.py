@@ -46,7 +46,7 @@ def check_model(option: str, name: str) -> None:
     owner, *rest = name.split("/")
     is_on_hub = len(rest) == 1 and re.fullmatch(r"[\w.-]+", owner) and not Path(owner).is_dir()
     if name and not is_on_hub and not Path(name).expanduser().exists():
-        raise UserError(f"{option}={name} does not exist: name a folder that does, or a model of the hub, OWNER/NAME.")
+        raise UserError(f"{option}={name} does not exist: name an existing folder, or a model on the hub (OWNER/NAME).")
 
 
 def check_path(option: str, path: str) -> None:

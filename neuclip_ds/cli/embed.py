@@ -1,7 +1,7 @@
 """Write the features of all images and captions of a data set, for filtering, search and analysis.
 
-The features appear in --out, one file per shard. After an interruption, the same command writes the missing files, on
-any number of ranks. docs/how-to/prepare_data.md shows how to use the features.
+The features are written to --out, one file per shard. After an interruption, the same command writes the missing
+files, on any number of ranks. docs/how-to/prepare_data.md shows how to use the features.
 
 Examples:
   neuclip-ds embed runs/cc3m_neuclip manifests/cc12m --out features/cc12m

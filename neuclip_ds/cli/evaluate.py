@@ -118,7 +118,7 @@ def score(options: argparse.Namespace, communicator: Communicator) -> str:
     }
 
     def contents(task: Task, place: Path) -> str | None:
-        """Return the identity of pairs or of one of the user's own sets, or None for a task of DataComp."""
+        """Return a string that identifies pairs or a user's own set, or None for a DataComp task."""
         if task.key in shards:
             return f"{place}: {shards[task.key].content_hash}"
         return f"{place.resolve()}: {open_set(place).contents}" if task.source is None else None
@@ -133,7 +133,7 @@ def score(options: argparse.Namespace, communicator: Communicator) -> str:
             keys.append(task.key)
             size = None if task.size is None else sum(1 for _ in open_shards(place).samples())
             if size != task.size:
-                log.warning("%s: %s has %d samples, the published set %d", task.name, place, size, task.size)
+                log.warning("%s: %s has %d samples, but the published set has %d", task.name, place, size, task.size)
         return keys
 
     wanted = communicator.on_rank_zero(unscored)

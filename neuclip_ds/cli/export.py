@@ -26,4 +26,4 @@ def main(arguments: Sequence[str]) -> None:
     from neuclip_ds.checkpoint.export import export_run  # torch and deepspeed take seconds to import
 
     checkpoint = export_run(options.run, options.format, options.out, options.best, options.ema, options.license)
-    print(f"Wrote {checkpoint} to {options.out} in the format of {options.format}.")
+    print(f"Wrote {checkpoint} to {options.out} in {options.format} format.")

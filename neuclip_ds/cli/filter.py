@@ -1,8 +1,8 @@
 """Select samples by a column of numbers and write their uids, which `build-manifest --uids` reads.
 
 FILES are the features that `neuclip-ds embed` wrote, or other parquet files with a column of uids, such as DataComp's
-metadata. In the features, the column `similarity` is the image-caption similarity, the score by which DFN filters. A
-uid has 32 hex digits.
+metadata. The `similarity` column of the features is the image-caption similarity, by which DFN filters. A uid has 32
+hex digits.
 
 Examples:
   neuclip-ds filter features/pool --top=0.2 --out=kept.npy
@@ -26,8 +26,8 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--column", default="similarity", help="column of numbers to select by")
     parser.add_argument("--min", type=float, help="smallest value to keep")
     parser.add_argument("--max", type=float, help="largest value to keep")
-    parser.add_argument("--top", type=float, help="fraction of samples to keep, the ones with the largest values")
-    near = "keep only the best of the samples whose image features have at least this cosine, such as 0.95"
+    parser.add_argument("--top", type=float, help="fraction of samples to keep: those with the largest values")
+    near = "drop samples whose image has a cosine similarity of COSINE (such as 0.95) or more to a better one"
     parser.add_argument("--near-duplicates", type=float, metavar="COSINE", help=near)
     parser.add_argument("--uid-column", default="uid", help="column of uids")
     parser.add_argument("--within", nargs="+", type=Path, default=[], help="keep only uids listed in all these files")
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> None:
     if options.min is options.max is options.top is options.near_duplicates is None:
         raise UserError("No rule says which samples to keep: set --min, --max, --top or --near-duplicates.")
     if options.near_duplicates is not None and not 0 < options.near_duplicates <= 1:
-        raise UserError(f"--near-duplicates={options.near_duplicates:g} must be a cosine above 0, at most 1.")
+        raise UserError(f"--near-duplicates={options.near_duplicates:g} must be a cosine above 0 and at most 1.")
     if options.top is not None and not 0 < options.top <= 1:
         raise UserError(f"--top={options.top:g} must be above 0 and at most 1: the fraction of samples to keep.")
     from neuclip_ds.embedding.select import Rule, select  # pyarrow takes a moment to import
@@ -51,6 +51,6 @@ def main(arguments: Sequence[str]) -> None:
     kept = f"{found.kept:,} uids of {found.samples:,} samples"
     print(f"{options.out}: {kept}, {options.column} from {found.minimum:.6g}.")
     if options.near_duplicates is not None:
-        print(f"{found.refined:,} near-duplicates of these are omitted.")
+        print(f"{found.refined:,} near-duplicates were dropped.")
     if found.without_value or found.without_uid:
         print(f"Omitted: {found.without_value:,} samples without a value, {found.without_uid:,} without a uid.")

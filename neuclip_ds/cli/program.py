@@ -65,7 +65,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaults
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar on stderr while the block runs; yield a function of the numbers done and in total."""
+    """Show a progress bar on stderr while the block runs; yield a function that takes the number done and the total."""
     from rich.console import Console  # slow to import
     from rich.progress import MofNCompleteColumn, Progress
 

@@ -54,7 +54,7 @@ def main(arguments: Sequence[str], hooks: Sequence[Any] = ()) -> None:
     asked, config = parse(arguments)
     environment = read_environment()
     if asked.recipe is None and environment.rank == 0:
-        log.warning("No recipe is named, so this runs the recipe demo, a smoke test of the machine or the cluster.")
+        log.warning("No recipe is named, so this runs the demo recipe, a smoke test of the machine or the cluster.")
     if asked.print_config:
         print(dump(config), end="")
         return
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str], hooks: Sequence[Any] = ()) -> None:
 
 
 def requested_help(arguments: Sequence[str]) -> str | None:
-    """Return the help text that the arguments request, for the everyday options or for all options, or None."""
+    """Return the help that the arguments request (common options or all options), or None if they request none."""
     place = next((i for i, argument in enumerate(arguments) if argument.split("=")[0] in ("-h", "--help")), None)
     if place is None:
         return None

@@ -1,1 +1,1 @@
-"""Data loading: tar shards -> manifest -> sample order -> batches. The manifest fixes each sample's global index."""
+"""Data loading: tar shards -> manifest -> sample order -> batches. The manifest defines each sample's global index."""

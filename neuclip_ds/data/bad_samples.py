@@ -15,19 +15,19 @@ from neuclip_ds.files import best_effort, json_lines
 
 log = logging.getLogger(__name__)
 
-_MIN_SAMPLES = 1000  # fewer samples say little: one bad sample among the first 50 does not mean 2% of the data
+_MIN_SAMPLES = 1000  # fewer samples say little: 1 bad sample in the first 50 does not mean that 2% of the data is bad
 _RECENT_STEPS = 1000  # number of a rank's latest steps to which the wider limit applies
-_WIDER = 10  # the wider limit is this times max_fraction: the bad samples of one damaged shard come within a few steps
+_WIDER = 10  # ratio of the wider limit to max_fraction: the bad samples of one damaged shard come within a few steps
 
-Gather = Callable[[list[Any]], list[list[Any]]]  # returns the values of all ranks, given those of this rank
+Gather = Callable[[list[Any]], list[list[Any]]]  # takes this rank's values; returns the values of all ranks
 
 
 class BadSampleLog:
     """A log of bad samples: FOLDER/bad_samples.jsonl lists each of them once, with its index, shard, key and reason.
 
-    The run stops if more than `max_fraction` of all samples are bad. It also stops if the bad fraction of the samples
-    that one rank has read in its last 1,000 steps exceeds ten times `max_fraction`, for example because a node has lost
-    its data. Fewer than 1,000 samples count as 1,000. Only rank 0 writes the file, after the first bad sample.
+    The run stops if more than `max_fraction` of all samples are bad. It also stops if the fraction of bad samples
+    in the last 1,000 steps of one rank exceeds ten times `max_fraction`, for example because a node has lost its data.
+    Fewer than 1,000 samples count as 1,000. Only rank 0 writes the file, starting with the first bad sample.
 
     Attributes:
         seen: the number of samples that all ranks together have read, as of the last `merge`.
@@ -61,7 +61,7 @@ class BadSampleLog:
         self._new_bad += batch.bad
         for sample in batch.bad:
             self._recorded += 1
-            if self._recorded & (self._recorded - 1) == 0:  # only the 1st, 2nd, 4th, 8th ..., for a short log
+            if self._recorded & (self._recorded - 1) == 0:  # only the 1st, 2nd, 4th, 8th ..., to keep the log short
                 values = sample.index, self._recorded, sample.key, sample.shard, sample.reason
                 log.warning("bad sample %d (number %d on this rank): %s in %s: %s", *values)
 

@@ -3,7 +3,7 @@
 Indices are assigned in the order of the paths, regardless of the order in which the shards were scanned. If a build on
 disk was interrupted, the next build, even of different shards, scans only shards without results. Each group of shards
 has a JSON file of results, whose name begins with a hash of the options, and may have a file of sample tables. Files
-that an interrupted write truncated are ignored.
+that were truncated by an interrupted write are ignored.
 """
 
 import hashlib
@@ -40,17 +40,17 @@ RESUME = "run the same command again, which resumes"
 
 _BUILDING = ".building"  # folder of an unfinished build's results
 _UNREADABLE = "unreadable_shards.jsonl"
-_MOST_COMPARED = 500_000_000  # maximum samples of a manifest whose uids and images are compared
+_MOST_COMPARED = 500_000_000  # maximum number of samples for which uids and images are compared
 _SHARDS_EACH = 16  # scanning this many shards takes longer than starting a process
-_MAX_GROUP = 64  # maximum shards per group, which one worker scans, and whose tables are in one file
+_MAX_GROUP = 64  # maximum shards per group; one worker scans a group and writes its tables to one file
 GROUPS = 1024  # target number of groups
-_COUNTED = 512  # shards per group if a worker counts samples by side files
+_COUNTED = 512  # shards per group if samples are counted from side files
 
 
 def build_manifest(
     paths: Sequence[str], processes: int | None = None, options: ScanOptions = ScanOptions()
 ) -> Manifest:
-    """Build a manifest, in memory, of the tars at `paths`, in the given order.
+    """Build an in-memory manifest of the tars at `paths`, in the given order.
 
     By default, there is one worker process per 16 shards, and at most one per CPU; `processes=1` scans in this process.
     Raises UserError if a shard cannot be read, or if all shards together have no samples, no images or no captions.
@@ -76,9 +76,9 @@ def open_manifest(
 ) -> Manifest:
     """Open the manifest folder `source`, or the manifest of the local shards that `resolve_shards` finds for `source`.
 
-    A manifest of local shards is stored in `cache` under a hash of the shards' paths, sizes and modification times, and
-    is reused until one of these changes. Several processes may do this at the same time. Raises UserError if there is
-    nothing usable, a shard is listed twice, or shards are remote, which requires a manifest built in advance.
+    A manifest of local shards is stored in `cache` under a hash of the options and of the shards' paths, sizes and
+    modification times, and is reused until one of these changes. Several processes may do this at the same time. Raises
+    UserError if nothing is usable, a shard is listed twice, or `source` is not a manifest folder and a shard is remote.
     """
     if source and is_manifest(source):
         manifest = load_manifest(source)
@@ -91,7 +91,7 @@ def open_manifest(
     else:
         paths = resolve_shards(source)
         if remote := next((path for path in paths if not is_local(path)), None):
-            raise UserError(f"{remote} is remote: build the manifest once (neuclip-ds build-manifest), and name it.")
+            raise UserError(f"{remote} is remote: build the manifest once (neuclip-ds build-manifest) and name that.")
         folder = cache / _fingerprint(paths, options)
         manifest = load_manifest(folder) if is_manifest(folder) else build_manifest(paths, processes, options)
         with explain_disk(folder):
@@ -123,17 +123,17 @@ def write_manifest(
 
     Args:
         folder: the folder for the manifest; it must not contain a manifest yet.
-        paths: the shards, in the order in which they get indices.
+        paths: the shards, in the order in which indices are assigned.
         executor: the executor whose workers (processes on this machine, or MPI ranks) scan the shards.
         options: the options of the scan; with uids or checksums, the manifest has sample tables.
         skip_unreadable: whether to omit unusable shards, and list them in FOLDER/unreadable_shards.jsonl.
-        on_progress: called with (shards done, total shards); the shards of an interrupted build count as done.
+        on_progress: called with (shards done, total shards); shards that an interrupted build scanned count as done.
     """
     if is_manifest(folder):
         raise UserError(f"{folder} holds a manifest; delete the folder, or name a different one.")
     if options.side_files:
         if options.has_tables:
-            raise UserError("Tables and uids are read from the shards; omit --from-side-files or that option.")
+            raise UserError("Uids and checksums are read from the shards; omit --from-side-files, or omit --uids.")
         check_names(paths)
     UidFiles(options.uids).check_order()
     sizes = {path: Path(path).stat().st_size if is_local(path) else None for path in paths}
@@ -146,8 +146,8 @@ def write_manifest(
     if failures and not (skip_unreadable and found):
         raise UserError(
             f"{len(failures)} of {len(paths)} shards cannot be used. The first: {next(iter(failures.values()))} "
-            "Fix them or omit them from the sources and run the same command again, which scans only what is missing; "
-            "or set --skip-unreadable."
+            "Fix them or omit them from the sources and run the same command again, which scans only these shards; or "
+            "set --skip-unreadable."
         )
     for scan in found:
         log_loss(scan)
@@ -185,9 +185,9 @@ def scan_shards(
 
     Args:
         results: the folder for the results of finished groups.
-        tables: the folder for the sample tables; None omits the tables.
+        tables: the folder for the sample tables, or None to omit the tables.
         sizes: the paths of the shards, each with the shard's size in bytes if it is known.
-        on_progress: called with (shards done, total shards); the shards of an interrupted scan count as done.
+        on_progress: called with (shards done, total shards); shards that an interrupted scan finished count as done.
     """
     key = hashlib.sha256(f"{options} {tables is not None}".encode()).hexdigest()[:16]
     with explain_disk(results, "name another folder"):
@@ -253,7 +253,7 @@ def _read(path: Path, tables: Path | None) -> list[Scan]:
 
 
 def _warn_of_repeats(manifest: Manifest) -> None:
-    """Log a warning if samples have the same uid or, by checksum, the same image; takes 8 bytes of RAM per sample."""
+    """Log a warning if samples have the same uid or image checksum; this takes 8 bytes of RAM per sample."""
     if manifest.samples is None or manifest.n > _MOST_COMPARED:
         return
     tables = manifest.samples

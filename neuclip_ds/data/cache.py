@@ -4,13 +4,13 @@ The total size is limited. The folder contains:
 
     shards/HASH-NAME      a complete shard; its modification time is the time of its last use
     fetching/HASH-BYTES/  partial files of a shard that is being fetched; the folder's name reserves the space
-    locks/HASH            locked by the process that fetches the shard
+    locks/HASH            locked by the process that is fetching the shard
     failed/HASH           the reason why the shard could not be fetched, as JSON
     outage                its modification time is the time until which the node waits for its storage
-    lock                  locked while space is reserved
+    lock                  locked while space is being reserved
     tables/               sample tables of the shards (neuclip_ds/data/node_tables.py)
 
-The locks are kernel locks (flock), which the kernel releases if a process is killed. The next process that needs the
+The locks are kernel locks (flock), which are released if a process is killed. The next process that needs the
 shard or the space removes the killed process's partial files.
 """
 
@@ -44,11 +44,11 @@ class ShardCache:
     Args:
         folder: a folder that only this node uses, on a disk that supports flock. Anyone who can write to the folder can
             change the data.
-        capacity_bytes: the limit of the total size, which includes partial shards but not the sample `tables`.
-        timeout: the seconds without a byte after which an attempt to fetch a shard fails.
-        max_outage: the seconds for which a reader waits for storage that fails.
+        capacity_bytes: the limit on the total size of complete and partial shards, without the sample `tables`.
+        timeout: the number of seconds without new data after which an attempt to fetch a shard fails.
+        max_outage: the number of seconds for which a reader waits while the storage fails.
         downloads: the maximum number of concurrent prefetches on the node.
-        backoff: the maximum seconds between the first two attempts to fetch a shard.
+        backoff: the maximum number of seconds between the first two attempts to fetch a shard.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ShardCache:
         self.capacity_bytes, self.downloads = capacity_bytes, downloads
         self._folder, self.timeout, self._max_outage, self._backoff = folder, timeout, max_outage, backoff
         self.tables = NodeTables(folder / "tables")
-        with explain_disk(folder, "set another data.cache_dir"):
+        with explain_disk(folder, "change data.cache_dir"):
             for name in ("shards", "fetching", "locks", "failed"):
                 (folder / name).mkdir(parents=True, exist_ok=True)
         status = os.statvfs(folder)
@@ -74,12 +74,12 @@ class ShardCache:
             )
 
     def path(self, url: str, expected_bytes: int, expected_crc32: int | None = None) -> Path:
-        """Return the path of a shard's local copy, fetching it if absent and marking it as used; valid until eviction.
+        """Return the path of a shard's local copy, fetched if absent and marked as used; it is valid until eviction.
 
         Raises:
             FetchError: the shard does not exist or is damaged, as found now or within the last minute.
-            UserError: the storage refuses access or has failed for too long, this machine cannot fetch the shard, or
-                the shard is larger than the whole cache.
+            UserError: the storage refuses access or has failed for too long, this machine cannot fetch the shard, the
+                shard is larger than the whole cache, or the cache folder cannot be used.
         """
         if expected_bytes > self.capacity_bytes:
             raise UserError(
@@ -97,7 +97,7 @@ class ShardCache:
             raise
         except OSError as error:
             raise UserError(
-                f"The shard cache {self._folder} cannot be used ({error}); make room, or set another data.cache_dir."
+                f"The shard cache {self._folder} cannot be used ({error}); make room, or change data.cache_dir."
             ) from error
         return self._shard(url)
 
@@ -117,12 +117,12 @@ class ShardCache:
         return False
 
     def arrived(self) -> int:
-        """Return the bytes of all complete and partial shards, a number that changes while any shard is fetched."""
+        """Return the total bytes of complete and partial shards; the total changes while a shard is being fetched."""
         partial = (self._folder / "fetching").iterdir()
         return sum(status.st_size for folder in (self._folder / "shards", *partial) for _, status in files_in(folder))
 
     def waits_for_storage(self) -> bool:
-        """Return whether this node waits for its storage, so that no shard can arrive."""
+        """Return whether this node is waiting for its storage, so that no shard can arrive."""
         return _modified(self._folder / "outage") > time.time()
 
     def _shard(self, url: str) -> Path:
@@ -130,7 +130,7 @@ class ShardCache:
         return self._folder / "shards" / f"{name_of(url)}-{name[-60:]}"
 
     def _try_to_fetch(self, url: str, size: int, crc32: int | None, retries: Retries) -> float:
-        """Fetch a shard unless another process does so or no space is free; return the seconds until a retry."""
+        """Fetch a shard unless another process is doing so or space is short; return the seconds until a retry."""
         name = name_of(url)
         failed = self._folder / "failed" / name
         with suppress(Timeout), FileLock(self._folder / "locks" / name, blocking=False):
@@ -163,17 +163,17 @@ class ShardCache:
             if _modified(path) < now - _RETRY_AFTER:
                 log.warning("waiting for shards: %s cannot be fetched (%s)", retries.url, failure)
             path.touch()
-            os.utime(path, (now, now + pause + 2 * self.timeout))  # time by which the next attempt has ended
+            os.utime(path, (now, now + pause + 2 * self.timeout))  # time by which the next attempt will have ended
         return pause
 
     def _reserve(self, name: str, size: int) -> Path | None:
         """Make space for a shard whose lock the caller holds, by evicting the least recently used shards.
 
-        Returns a folder for the partial file, or None if shards that other processes are fetching take up the space.
+        Returns a folder for the partial file, or None if other processes are fetching shards that take up the space.
         """
         fetching, free = self._folder / "fetching", self.capacity_bytes
         with FileLock(self._folder / "lock"):
-            for other in list(fetching.iterdir()):  # first, because they become complete shards
+            for other in list(fetching.iterdir()):  # first, because they may become complete shards
                 owner, _, reserved = other.name.partition("-")
                 lock = FileLock(self._folder / "locks" / owner, blocking=False)
                 try:

@@ -17,7 +17,7 @@ _LIBC = ctypes.CDLL(None)
 
 
 def end_with_parent(parent: int) -> None:
-    """Let the Linux kernel kill this process when its parent process `parent` ends, and not earlier.
+    """Make the Linux kernel kill this process as soon as its parent process `parent` ends, but not earlier.
 
     The signals that stop a run are ignored, because launchers and terminals send them to every process of the tree, but
     the parent decides when its child processes end.
@@ -31,7 +31,7 @@ def end_with_parent(parent: int) -> None:
 
 @contextmanager
 def process_pool(processes: int) -> Iterator[ProcessPoolExecutor]:
-    """Yield a pool of processes that end with the block, and immediately if the block fails.
+    """Yield a pool of processes that end with the block, or are killed if the block fails.
 
     The processes are spawned, because a fork of a process with threads (NCCL, fsspec, the failure detector) may hang.
 

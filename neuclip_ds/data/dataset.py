@@ -1,4 +1,4 @@
-"""Turn (epoch, index) pairs into a batch of tensors. An unusable sample keeps its row, which is marked as invalid."""
+"""Turn (epoch, index) pairs into batches of tensors, in which the rows of unusable samples are marked as invalid."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ from neuclip_ds.data.readers import ChecksumError, TarReader
 
 Tokenize = Callable[[list[str]], Tensor]  # maps b captions to int64 (b, T); picklable
 PADDING = -1  # index of a row that has no sample
-_WHICH_CAPTION = 1  # makes the hash that draws a caption differ from the augmentation's hash
+_WHICH_CAPTION = 1  # extra input to the hash that draws captions, so that it differs from the augmentation's hash
 
 
 class BadSample(NamedTuple):
@@ -30,7 +30,7 @@ class BadSample(NamedTuple):
 
     @property
     def cause(self) -> str:
-        """The category of the error, by which samples are counted."""
+        """The category of the error; bad samples are counted by category."""
         return self.reason.partition(":")[0]
 
 
@@ -50,7 +50,7 @@ class Batch(NamedTuple):
 
 
 class PairDataset:
-    """The image-caption pairs of a manifest. The contents of a batch depend only on its (epoch, index) rows.
+    """The image-caption pairs of a manifest. The contents of a batch depend only on its (epoch, index) pairs.
 
     `seed` seeds the augmentation and the choice among a sample's captions.
     """
@@ -74,7 +74,7 @@ class PairDataset:
         return Path(self._manifest.shards[0].path).parent
 
     def batch(self, items: Sequence[tuple[int, int]]) -> Batch:
-        """Return the batch of the given (epoch, index) rows; an index of -1 gives an empty row.
+        """Return a batch with one row per (epoch, index) pair; an index of -1 gives a padding row.
 
         Raises UserError if a shard differs from its description in the manifest.
         """

@@ -6,12 +6,12 @@ Other members work in the same way, for example `syn.txt` and `blip.json:caption
 
 Without weights, all captions of a sample are equally likely. With a weight for each source, training first draws one of
 the sources that have a caption for the sample, and then one of that source's captions. A sample without a synthetic
-caption therefore always keeps its original caption. The draw is a pure function of a hash of (seed, epoch, index).
+caption therefore always gets its original caption. The draw is a pure function of a hash of (seed, epoch, index).
 
 To suit every tokenizer, invalid UTF-8 and lone surrogates (which JSON can encode) become U+FFFD, NUL becomes a space,
 and captions are truncated to 10,000 characters.
 
-This module decodes images with PIL; `neuclip_ds.data.images` has a faster decoder. PIL reads the header in either case.
+This module decodes images with PIL; `neuclip_ds.data.images` has a faster decoder. Either way, PIL reads the header.
 Only formats that occur in web crawls are tried (an EPS file would start Ghostscript), and images with too many pixels
 are rejected. The result is 8-bit RGB: 16-bit channels keep the high byte, alpha is dropped as in open_clip and timm,
 and an animation is reduced to its first frame.
@@ -54,7 +54,7 @@ class _Source(NamedTuple):
 
 
 class Captions:
-    """Caption sources as in `data.captions`, with or without weights; `extensions` are the members that they read.
+    """Caption sources as in `data.captions`, with or without weights; `extensions` lists the members to read.
 
     Raises UserError if there is no source or a source has an unknown form.
     """
@@ -67,11 +67,11 @@ class Captions:
         self.extensions = tuple(dict.fromkeys(source.extension for source in self._sources))
 
     def of(self, members: Mapping[str, bytes]) -> list[str]:
-        """Return a sample's captions in the order of the sources, without blank captions; invalid JSON gives none."""
+        """Return a sample's captions in the order of the sources, omitting blank captions; invalid JSON yields none."""
         return [text for found in self._of_sources(members) for text in found]
 
     def draw(self, members: Mapping[str, bytes], number: int) -> str | None:
-        """Choose one of a sample's captions by a random 64-bit number; return None if there are no captions."""
+        """Choose one of a sample's captions with a random 64-bit number; return None if there are no captions."""
         found = self._of_sources(members)
         if self._weights is None:
             captions = [text for texts in found for text in texts]
@@ -105,9 +105,9 @@ def _parse(name: str) -> _Source:
 
 
 def _draw(weights: Sequence[float], number: int) -> int:
-    """Choose an index by a random 64-bit number, with probabilities proportional to the weights.
+    """Choose an index with a random 64-bit number, with probabilities proportional to the weights.
 
-    The draw uses the high bits of the number, so that the remainder can still select a caption.
+    The draw uses the high bits of the number, because `Captions.draw` uses the remainder to choose a caption.
     """
     ends = list(itertools.accumulate(weights))
     return bisect_right(ends, (number >> 11) / 2**53 * ends[-1], hi=len(ends) - 1)
@@ -123,11 +123,11 @@ def _texts(source: _Source, data: bytes) -> list[str]:
 
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 _MAX_PIXELS = 89_478_485  # PIL's limit, above which it warns; 268 MB of RGB
-_MAX_ASPECT = 100  # resizing the short side of a longer strip would take gigabytes
+_MAX_ASPECT = 100  # resizing a longer strip by its short side would take gigabytes
 
 
 class DecodeError(Exception):
-    """Raised for bytes that cannot be used as an image; the message is the reason."""
+    """Raised for bytes that cannot be used as an image; the message gives the reason."""
 
 
 class Decoded(NamedTuple):
@@ -169,7 +169,7 @@ def read_header(data: bytes) -> Image.Image:
 
 
 def decode_header(image: Image.Image, min_side: int | None) -> Decoded:
-    """Decode an image whose header has been read, as `decode_pil` does."""
+    """Decode an image whose header has already been read, in the same way as `decode_pil`."""
     full_size = image.size
     try:
         if min_side is not None:

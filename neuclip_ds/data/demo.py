@@ -5,9 +5,9 @@
     FOLDER/zero_shot/                  CLIP_benchmark's webdataset layout; each class is a color and a shape
 
 Each pair is a pure function of (seed, split, index). The number of processes therefore does not matter, a smaller set
-is the beginning of a larger set, and the same version of Pillow gives the same files. One pair in twenty is a
-near-duplicate, like the false negatives in scraped data: it renders the scene of an earlier pair again, with a caption
-from a different template. A `val` scene may by chance match the description of a `train` scene, but not its pixels.
+contains the first pairs of a larger one, and the same version of Pillow gives the same files. One pair in twenty is a
+near-duplicate, like the false negatives in scraped data: its image shows the scene of an earlier pair, and its caption
+uses a different template. By chance, a `val` scene may be described like a `train` scene, but their pixels differ.
 """
 
 import hashlib
@@ -43,7 +43,7 @@ class Group(NamedTuple):
     size: str
     number: int
     place: str
-    offset: float  # shift of the center across the row of groups, as a fraction of the image side; not in captions
+    offset: float  # shift of the center across the row of groups, as a fraction of the image side; captions omit it
 
 
 class Scene(NamedTuple):
@@ -97,7 +97,7 @@ _INK = (195, 195, 195)  # color of the patterns
 
 _POSITIONS = {"left": 1 / 6, "top": 1 / 6, "centre": 1 / 2, "right": 5 / 6, "bottom": 5 / 6}
 _ROWS = (("left", "centre", "right"), ("top", "centre", "bottom"))
-_MOST_OBJECTS = {1: 4, 2: 3, 3: 2}  # maximum objects per group, by the number of groups
+_MOST_OBJECTS = {1: 4, 2: 3, 3: 2}  # maximum number of objects per group, by the number of groups
 _SUPERSAMPLING = 4
 
 SPLITS = ("train", "val", "zero_shot")
@@ -120,7 +120,7 @@ def make_demo_data(
     """Render the three splits in a temporary folder and rename it, so that `folder` is either complete or absent.
 
     The processes (by default one per core) are spawned, so a script must call this function with `processes=1` or under
-    `if __name__ == "__main__"`. `size` is the side of the images in pixels; the `zero_shot` images are balanced over
+    `if __name__ == "__main__"`. `size` is the side of the images in pixels; the `zero_shot` images are balanced across
     the classes. `on_progress` takes (images done, total images). Raises UserError if `folder` is not empty or cannot be
     written, or if a number is out of range.
     """
@@ -152,7 +152,7 @@ def make_demo_data(
 
 
 def demo_split(source: str, cache: Path) -> Path:
-    """Return the folder of `demo:train`, `demo:val` or `demo:zero_shot`; render the data set if `cache` lacks it.
+    """Return the folder of `demo:train`, `demo:val` or `demo:zero_shot`; render the data set if it is not in `cache`.
 
     If several processes render the data set at the same time, all of them use the files of the first one to finish.
     Raises UserError if `source` is not the name of a split, or `cache` cannot be written.
@@ -235,7 +235,7 @@ def _jpeg(image: Image.Image) -> bytes:
 
 
 def random_scene(rng: Random) -> Scene:
-    """Return a random scene, in which no two groups have both the same shape and the same color."""
+    """Return a random scene, in which every group has a different combination of shape and color."""
     count = rng.choices((1, 2, 3), weights=(4, 4, 2))[0]
     row = rng.choice(_ROWS)
     places = sorted(rng.sample(row, count), key=row.index)
@@ -247,13 +247,13 @@ def random_scene(rng: Random) -> Scene:
 
 
 def single_object(rng: Random, color: str, shape: str) -> Scene:
-    """Return a scene of one object of the given class; its place, its size and the background are random."""
+    """Return a scene with one object of the given class; its place, its size and the background are random."""
     group = _random_group(rng, shape, color, rng.choice(list(PLACES)), number=1)
     return Scene((group,), rng.choice(list(BACKGROUNDS)))
 
 
 def render(scene: Scene, size: int, rng: Random) -> Image.Image:
-    """Render a scene as a `size` x `size` RGB image; positions, tilts, shades and pixels vary a little with `rng`."""
+    """Render a scene as a `size` x `size` RGB image; positions, tilts, shades and pixels vary slightly with `rng`."""
     fine = size * _SUPERSAMPLING
     rgb, _ = BACKGROUNDS[scene.background]
     canvas = Image.new("RGB", (fine, fine), _shade(rgb, rng, 4))
@@ -268,10 +268,10 @@ def render(scene: Scene, size: int, rng: Random) -> Image.Image:
 
 
 def describe(scene: Scene, template: int, rng: Random) -> str:
-    """Return a caption from TEMPLATES[template]: it names colors, shapes, numbers and, usually, other attributes."""
+    """Return a caption from TEMPLATES[template] that names colors, shapes, numbers and, usually, other attributes."""
     with_background, without = TEMPLATES[template]
     form = with_background if rng.random() < 0.6 else without
-    place_may_lead = not any(f"{word} {{objects}}" in form for word in ("of", "with"))  # "of at the top a star"
+    place_may_lead = not any(f"{word} {{objects}}" in form for word in ("of", "with"))  # avoid "of at the top a star"
     phrases = [_phrase(group, place_may_lead, rng) for group in scene.groups]
     rng.shuffle(phrases)
     objects = phrases[-1]
@@ -309,7 +309,7 @@ def _draw_pattern(draw: ImageDraw.ImageDraw, background: str, side: int, rng: Ra
 
 
 def _draw_group(draw: ImageDraw.ImageDraw, group: Group, sideways: bool, side: int, rng: Random) -> None:
-    """Draw a group inside the image; its objects line up across the row of groups, but four objects form a square."""
+    """Draw a group inside the image: a line of objects perpendicular to the row of groups, or a square of four."""
     diameter = SIZES[group.size][0] * rng.uniform(0.95, 1.0)
     pitch = 1.05 * diameter
     lanes = 2 if group.number == 4 else 1

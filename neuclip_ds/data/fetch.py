@@ -21,13 +21,13 @@ from neuclip_ds.files import checksum_of
 
 Kind = Literal["outage", "damaged", "refused", "missing", "setup"]
 
-_LONGEST_PAUSE = 60.0  # seconds between two attempts
+_LONGEST_PAUSE = 60.0  # maximum seconds between two attempts
 _ATTEMPTS = {"damaged": 5, "refused": 5}  # attempts until an error counts as permanent
 _FIXES = {
     "refused": "Renew the credentials and start again",
     "setup": f"Fix the address, or install its backend ({install_command('remote')})",
 }
-_IMPORT = 60.0  # seconds allowed for the import of fsspec's backend
+_IMPORT = 60.0  # extra seconds allowed for importing fsspec's backend
 _STATUS = r"(?:error|http(?:/[\d.]+)?|status|code|returned)\W{0,3}(?:code\W{0,2})?\(?"
 _MISSING = re.compile(_STATUS + r"(?:404|410)\b|no ?such ?(?:key|file|object|bucket)|not ?found|does not exist", re.I)
 _REFUSED = re.compile(
@@ -49,7 +49,7 @@ class FetchError(OSError):
 
 
 class AttemptFailed(Exception):
-    """Raised if an attempt to fetch a shard fails; `kind` tells whether the storage, shard or machine is the cause."""
+    """Raised if an attempt to fetch a shard fails; `kind` classifies the cause, such as an outage or damaged data."""
 
     def __init__(self, reason: str, kind: Kind = "outage") -> None:
         super().__init__(reason)
@@ -57,7 +57,7 @@ class AttemptFailed(Exception):
 
 
 class Retries:
-    """Exponential backoff between fetches of a shard: up to 1, 2, 4 ... 60 s, until an outage lasts `max_outage` s.
+    """Exponential backoff between attempts to fetch a shard: up to 1, 2, 4 ... 60 s, for at most `max_outage` s.
 
     A shard that arrives damaged, or to which the storage refuses access, is tried five times.
     """
@@ -88,10 +88,10 @@ class Retries:
 
 
 def attempt(url: str, folder: Path, timeout: float, size: int | None = None, crc32: int | None = None) -> Path:
-    """Fetch a shard once, into a new file in `folder`; the caller removes the folder, in which partial files stay.
+    """Fetch a shard once, into a new file in `folder`; partial files stay in the folder, which the caller removes.
 
     Raises AttemptFailed if the transfer fails, no byte arrives for `timeout` seconds, or the file has a different size
-    or checksum (None accepts any).
+    or checksum (None accepts any value).
     """
     part, errors = folder / uuid4().hex, list[BaseException]()
     thread = threading.Thread(target=_transfer, args=(url, part, timeout, errors), daemon=True)
@@ -120,7 +120,7 @@ def _transfer(url: str, part: Path, timeout: float, errors: list[BaseException])
     """Download a shard to the file `part`; runs in a thread and appends any error to `errors`."""
     try:
         fs, path = open_remote(url, timeout)
-        part.touch(exist_ok=False)  # the time-out starts here: backends can take seconds to import
+        part.touch(exist_ok=False)  # the timeout starts here: backends can take seconds to import
         fs.get_file(path, str(part))
     except BaseException as error:  # backends raise many types: botocore's, aiohttp's, OSError
         errors.append(error)
@@ -143,7 +143,7 @@ def open_remote(url: str, timeout: float) -> tuple[Any, str]:
 def explain(failure: BaseException) -> AttemptFailed:
     """Classify an error from a storage backend."""
     text = f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}"
-    cause = getattr(failure, "__cause__", None)  # s3fs translates the errors of botocore
+    cause = getattr(failure, "__cause__", None)  # s3fs wraps the errors of botocore
     known = _URL.sub("", f"{text} {cause or ''}")  # without URLs, whose digits could match a status code
     kind: Kind = "outage"
     if isinstance(failure, (ImportError, ValueError)) and not isinstance(failure, json.JSONDecodeError):

@@ -1,12 +1,12 @@
 """Decode an encoded image and transform it to uint8 pixels (3, H, W), which the model normalizes on the device.
 
-By default, simplejpeg decodes JPEGs to tensors. PyTorch resizes tensors several times as fast as PIL resizes images;
-the kernel is the same, and pixels differ only by rounding. PIL decodes PNGs, CMYK JPEGs and files that simplejpeg
-rejects. Both can scale a large JPEG to 1/2, 1/4 or 1/8 in the DCT, which is much faster but changes pixels slightly.
+By default, simplejpeg decodes JPEGs to tensors, and PyTorch resizes these several times as fast as PIL resizes images,
+with the same kernel; pixels differ only by rounding. PIL decodes other formats and the JPEGs that simplejpeg rejects.
+Both can scale a large JPEG to 1/2, 1/4 or 1/8 in the DCT, which is much faster but changes pixels slightly.
 
-The geometry is open_clip's, with antialiased bicubic interpolation. Training takes a random resized crop. Evaluation
-takes the center of the resized image, or squashes the whole image to a square for models that were trained that way.
-The augmentation depends only on `seed`, a hash of the data seed, the epoch and the index.
+The geometry matches open_clip's, with antialiased bicubic interpolation. Training takes a random resized crop.
+Evaluation takes the center of the resized image, or squashes the whole image to a square for models that were trained
+that way. The augmentation depends only on `seed`, a hash of (data seed, epoch, index).
 """
 
 import math
@@ -22,7 +22,7 @@ from torchvision.transforms import functional as F
 
 from neuclip_ds.data.decoders import Decode, Decoded, decode_header, decode_pil, read_header
 
-_JPEG = ("JPEG", "MPO")  # MPO: several JPEGs in one file, as some cameras write them
+_JPEG = ("JPEG", "MPO")  # MPO: several JPEGs in one file, written by some cameras
 _RATIO = (3 / 4, 4 / 3)
 
 
@@ -32,7 +32,7 @@ def decode_simplejpeg(data: bytes, min_side: int | None = None) -> Decoded:
     if header.format not in _JPEG:
         return decode_header(header, min_side)
     width, height = header.size
-    # PIL's `draft` uses the same scales: libjpeg-turbo has no SIMD code for others, which can be slower than full size
+    # the same scales as PIL's `draft`; libjpeg-turbo has no SIMD code for other scales, which can be slower than 1/1
     factor = 1 if min_side is None else next((n for n in (8, 4, 2) if min(width, height) // n >= min_side), 1)
     try:
         pixels = simplejpeg.decode_jpeg(data, "RGB", min_height=-(-height // factor), min_width=-(-width // factor))
@@ -66,7 +66,7 @@ class EvalTransform:
 
 @dataclass(frozen=True)
 class RandomCrop:
-    """Crop a random region of relative area in [crop_scale, 1] and aspect ratio 3:4 to 4:3; resize it to a square."""
+    """Crop a random region (relative area in [crop_scale, 1], aspect ratio 3:4 to 4:3) and resize it to a square."""
 
     image_size: int
     crop_scale: float
@@ -90,7 +90,7 @@ ImageTransform = RandomCrop | EvalTransform
 
 
 def draw_crop(height: int, width: int, scale: tuple[float, float], seed: int) -> tuple[int, int, int, int]:
-    """Draw torchvision's random crop (top, left, height, width): relative area in `scale`, aspect ratio 3:4 to 4:3."""
+    """Draw a crop (top, left, height, width) as torchvision does: relative area in `scale`, aspect ratio 3:4 to 4:3."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         image = torch.empty(1, height, width, device="meta")
@@ -99,7 +99,7 @@ def draw_crop(height: int, width: int, scale: tuple[float, float], seed: int) ->
 
 
 def _resize(image: Image.Image | Tensor, size: list[int]) -> Tensor:
-    """Resize an image to `size`, (H, W), and return it as a tensor."""
+    """Resize an image to `size` (H, W) and return it as a tensor."""
     if isinstance(image, Tensor):
         return interpolate(image.unsqueeze(0), size, mode="bicubic", antialias=True).squeeze(0)
     return F.pil_to_tensor(F.resize(image, size, InterpolationMode.BICUBIC))

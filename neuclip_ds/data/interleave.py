@@ -1,8 +1,8 @@
-"""Choose how batches interleave shards: few enough at a time for a node's cache, but enough to mix the samples well.
+"""Choose how many shards batches interleave: few enough for a node's cache, but enough to mix the samples well.
 
 A batch takes the same number of samples from each of S streams. Each stream is shuffled in blocks, so S blocks are in
-use at a time; together, they form a window of S x block samples. The caches of the nodes must have room for all shards
-of the window. For a window of 8 million samples of 45 kB each, this takes 400 GB.
+use at a time; together, they form a window of S x block samples. The nodes' caches together must have room for all
+shards in the window. For a window of 8 million samples of 45 kB each, this takes 400 GB.
 """
 
 import math
@@ -13,10 +13,10 @@ from typing import NamedTuple
 from neuclip_ds.errors import UserError
 
 WINDOW = 8_000_000  # samples that are shuffled together on up to 16 nodes
-_PER_NODE = 500_000  # samples per node in the larger window of more than 16 nodes
-_FINER = 2**-0.125  # ratio of each window size to the next larger one, when several are tried
+_PER_NODE = 500_000  # samples per node in the larger window for more than 16 nodes
+_FINER = 2**-0.125  # ratio between successive window sizes, if several are tried
 _STREAMS = 64
-FULL = 0.9  # fraction of a cache that may be planned for, and that shards of later batches may fill
+FULL = 0.9  # fraction of a cache that the plan may use, and that shards for later batches may fill
 _SMALLEST_BLOCK = 100
 
 
@@ -37,19 +37,19 @@ def choose_interleave(
     streams: int | None = None,
     block: int | None = None,
 ) -> Interleave:
-    """Choose the interleave with the largest window that the nodes' caches have room for.
+    """Choose the interleave with the largest window that fits in the nodes' caches.
 
     The window has up to 8 million samples, or 500,000 per node on more than 16 nodes. If possible, the window also fits
-    into the caches of half as many nodes, on which the run can then resume. The user may set `streams` and `block`.
+    in the caches of half as many nodes, so that the run can resume on them. `streams` and `block` override this.
 
     Args:
         shards: the number of shards, which limits the number of streams.
         cache_bytes: the size of a node's cache in bytes; None if all shards are read in place.
-        resident_bytes: a function of the interleave and the number of nodes that returns the bytes of the shards that
-            a node needs at a time (see `GlobalOrder.resident_bytes`).
+        resident_bytes: a function of the interleave and the number of nodes; it returns the total bytes of the shards
+            that a node needs at a time (see `GlobalOrder.resident_bytes`).
 
     Raises:
-        UserError: `streams` does not divide the batch size, or no interleave fits into the cache.
+        UserError: `streams` does not divide the batch size, or no interleave fits in the cache.
     """
     if streams is not None and (streams < 1 or batch_size % streams):
         raise UserError(f"data.shard_streams={streams} does not divide data.batch_size={batch_size}; choose a divisor.")
@@ -71,7 +71,7 @@ def choose_interleave(
             at = bisect_left(candidates, -FULL * cache_bytes, key=lambda one: -needed(one))
             if at < len(candidates) and (best is None or math.prod(candidates[at]) > math.prod(best)):
                 best = candidates[at]
-            elif best is not None:  # fewer streams would have even smaller windows
+            elif best is not None:  # fewer streams would give even smaller windows
                 break
         if best is not None:
             return best
@@ -81,7 +81,7 @@ def choose_interleave(
 
 
 def _blocks(window: int, streams: int) -> list[int]:
-    """Return the block sizes to try, the largest first."""
+    """Return the block sizes to try, largest first."""
     found = [max(window // streams, 1)]
     while found[-1] > _SMALLEST_BLOCK:
         found.append(max(int(window / streams * _FINER ** len(found)), _SMALLEST_BLOCK))
@@ -89,7 +89,7 @@ def _blocks(window: int, streams: int) -> list[int]:
 
 
 def _stream_numbers(batch_size: int, shards: int, nodes: int) -> list[int]:
-    """Return the numbers of streams to try, the best first; all of them divide the batch size.
+    """Return the stream counts to try, best first; all of them divide the batch size.
 
     If possible, they are also multiples of the number of nodes, so that no two nodes read the same stream.
     """

@@ -1,8 +1,8 @@
-"""Load this rank's batches with worker processes, in an order that does not depend on how many ranks or workers run.
+"""Load this rank's batches with worker processes, in an order that does not depend on the number of ranks or workers.
 
 The main process sends lists of (epoch, index) pairs to the workers. The step is therefore the training loader's only
 state, and resuming at any step costs no more than starting at the first one. A rank's batch is loaded in parts of
-bounded size, to limit the memory of prefetched batches. The parts are never joined, because that would copy all pixels.
+bounded size to limit the memory that prefetching takes. The parts are never joined, because that would copy all pixels.
 """
 
 import io
@@ -23,9 +23,9 @@ from neuclip_ds.data.mixture import BatchOrder
 from neuclip_ds.data.worker_pool import LoaderOptions, WorkerPool
 from neuclip_ds.errors import UserError
 
-PART_BYTES = 1 << 27  # bytes of pixels per part; a power of two, because torch rounds pinned blocks up to one
+PART_BYTES = 1 << 27  # maximum pixel bytes per part; torch would round pinned blocks up to a power of two anyway
 
-Items = list[tuple[int, int]]  # (visit, index) of each row of a rank's batch; the visit is the epoch of the data source
+Items = list[tuple[int, int]]  # (epoch of the data source, global index) of each row of a rank's batch
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -35,16 +35,16 @@ class Jobs(NamedTuple):
 
     number: int  # number of jobs
     items: Callable[[int], Items]  # returns the rows of a job
-    describe: Callable[[int], str]  # returns a name for the batch of a job, for messages
+    describe: Callable[[int], str]  # returns a description of a job's batch, for messages
 
 
 def train_jobs(
     order: BatchOrder, rank: int, world_size: int, epoch: int, step: int, steps: int, parts: int = 1
 ) -> Jobs:
-    """Select a rank's B / world_size rows of each of `steps` global batches, in `parts` jobs per batch.
+    """Select a rank's B / world_size rows of each of `steps` global batches, as `parts` jobs per batch.
 
-    `step` is the first step's number in the epoch; steps_per_epoch means the start of the next epoch. Raises UserError
-    if the batch size is not divisible by the number of ranks.
+    `step` is the number of the first step within the epoch; steps_per_epoch means the start of the next epoch. Raises
+    UserError if the batch size is not divisible by the number of ranks.
     """
     if order.batch_size % world_size:
         raise UserError(f"data.batch_size={order.batch_size} is not divisible by {world_size} ranks; change one.")
@@ -65,7 +65,7 @@ def train_jobs(
 
 
 def eval_jobs(manifest: Manifest, rank: int, world_size: int, batch_size: int) -> Jobs:
-    """Select rank r's share, the samples [r c, (r + 1) c) with c = ceil(n / world_size), of the n samples in use.
+    """Select rank r's share of the n samples in use: samples [r c, (r + 1) c), where c = ceil(n / world_size).
 
     Every rank has ceil(c / batch_size) batches of `batch_size` rows; padding rows have index -1.
     """
@@ -83,7 +83,7 @@ def eval_jobs(manifest: Manifest, rank: int, world_size: int, batch_size: int) -
 class Loader(WorkerPool):
     """A loader of image-caption batches, or of the results of a function, with persistent worker processes.
 
-    The processes are forked, so that they inherit the data sets in `pairs` (by name), whose manifests may be large.
+    `pairs` maps names to data sets. The workers are forked to inherit these data sets, whose manifests may be large.
     """
 
     def __init__(self, options: LoaderOptions, pairs: Mapping[str, PairDataset] | None = None) -> None:
@@ -91,16 +91,16 @@ class Loader(WorkerPool):
         self._pairs = pairs or {}
 
     def batches(self, source: str, jobs: Jobs) -> Generator[Batch, None, None]:
-        """Yield the batches or parts that `jobs` selects from the data set `source`; raise UserError as `run` does."""
+        """Yield the batches or parts that `jobs` selects from the `source` data set; raise UserError as `run` does."""
         jobs_of_source = ((source, jobs.items(number)) for number in range(jobs.number))
         return self.run(jobs_of_source, jobs.describe, self._pairs[source].folder)
 
     def map(
         self, function: Callable[[T], R], groups: Iterable[list[T]], folder: Path
     ) -> Generator[list[R], None, None]:
-        """Apply a function to all items, and yield the results by group, in order; raise UserError as `run` does.
+        """Apply a function to all items, and yield the results group by group; raise UserError as `run` does.
 
-        The function, its arguments and its results must be picklable. `folder` is where the items are, for messages.
+        The function, its arguments and its results must be picklable. Messages name `folder`, which contains the items.
         """
         jobs = ((function, items) for items in groups)
         with closing(self.run(jobs, "part {} of an evaluation set".format, folder)) as parts:
@@ -131,12 +131,12 @@ def part_count(rows: int, image_size: int) -> int:
 
 
 def part_rows(rows: int, count: int, number: int) -> slice:
-    """Return the rows of part `number` if `rows` rows are split into `count` parts of nearly equal size."""
+    """Return the rows of part `number` when `rows` rows are split into `count` parts of nearly equal size."""
     return slice(rows * number // count, rows * (number + 1) // count)
 
 
 class RankBatch:
-    """A batch of b rows in consecutive parts; `index` (b,), `valid` (b,) and `bad` cover all parts, as in `Batch`."""
+    """A batch of b rows in consecutive parts; `index` (b,), `valid` (b,) and `bad`, as in `Batch`, cover all parts."""
 
     def __init__(self, parts: Sequence[Batch]) -> None:
         self._parts: list[Batch | None] = list(parts)

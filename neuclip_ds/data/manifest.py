@@ -1,8 +1,8 @@
 """The manifest of a data set: its shards, and the global index at which each shard starts.
 
-A sample's index is the start of its shard plus the sample's row among the shard's samples, including incomplete ones. A
-manifest with sample tables (neuclip_ds/data/sample_table.py) may list only some samples of each shard. It then
-describes a subset of a larger pool, with separate indices.
+A sample's index is the start of its shard plus the sample's position among all samples of the shard, including
+incomplete ones. A manifest with sample tables (neuclip_ds/data/sample_table.py) may list only some samples of each
+shard. It then describes a subset of a larger pool, and only the samples of the subset have indices.
 """
 
 import hashlib
@@ -21,13 +21,13 @@ from neuclip_ds.errors import UserError
 
 
 class Shard(NamedTuple):
-    """One tar of `n` samples, with indices start ... start + n - 1."""
+    """A tar with `n` samples, whose indices are start ... start + n - 1."""
 
     path: str
     start: int
     n: int
     bytes: int
-    n_bad: int = 0  # samples known to have no image or caption
+    n_bad: int = 0  # number of samples known to lack an image or a caption
     crc32: int | None = None  # checksum of the file; None if it was not computed
     selection: int | None = None  # checksum of the listed samples' ordinals; None if all samples are listed
     layout: int | None = None  # checksum of all samples' names, offsets and sizes; None if they were not read
@@ -72,7 +72,7 @@ class Manifest:
 
     @property
     def n_used(self) -> int:
-        """The number of samples in use."""
+        """The number of samples in use, that is, not held out."""
         return int(self.sizes.sum())
 
     @property
@@ -97,7 +97,7 @@ class Manifest:
         return digest.hexdigest()[:32]
 
     def to_json(self) -> dict[str, Any]:
-        """Return a description for `from_json` on other ranks, which read the sample tables from the same paths."""
+        """Return a description for `from_json` on other ranks, which must have the sample tables at the same paths."""
         found: dict[str, Any] = {"shards": [list(shard) for shard in self.shards]}
         if self.samples is not None:  # so that other ranks need not open the tables' files
             found["places"] = [[str(part), group] for part, group in self.samples.places]
@@ -112,7 +112,7 @@ class Manifest:
         return cls([Shard(*shard) for shard in found["shards"]], samples)
 
     def locate(self, index: int) -> tuple[int, int]:
-        """Return the shard number and the row in the shard of a global index; raise IndexError outside 0 ... n - 1."""
+        """Convert a global index to (shard number, row in the shard); raise IndexError outside 0 ... n - 1."""
         if not 0 <= index < self.n:
             raise IndexError(f"sample index {index} is out of range for a data set of {self.n} samples")
         shard = bisect_right(self._starts, index) - 1
@@ -120,7 +120,7 @@ class Manifest:
 
 
 def indices_at(starts: NDArray[np.int64], sizes: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the (q,) indices of the samples at `positions` in the concatenation of the (s,) shards."""
+    """Return the global indices (q,) of the samples at `positions` (q,) in the concatenation of the shards."""
     ends = np.cumsum(sizes)
     shards = np.searchsorted(ends, positions, side="right")
     return starts[shards] + positions - (ends - sizes)[shards]
@@ -133,7 +133,7 @@ def from_shards(found: Sequence[Shard]) -> Manifest:
 
 
 def join(manifests: Sequence[Manifest]) -> Manifest:
-    """Join the manifests of data sets, with consecutive indices; raise UserError if required tables are missing."""
+    """Join manifests, numbering their samples consecutively; raise UserError if required sample tables are missing."""
     shards: list[Shard] = []
     for manifest in manifests:
         start = shards[-1].start + shards[-1].n if shards else 0
@@ -142,7 +142,7 @@ def join(manifests: Sequence[Manifest]) -> Manifest:
     if len(tables) == len(manifests):
         return Manifest(shards, SampleParts.join(tables))
     if any(shard.selection is not None for shard in shards):
-        raise UserError("One source has no sample tables, but another needs them: build a manifest of each.")
+        raise UserError("One source has no sample tables, but another needs them: build a manifest of each source.")
     return Manifest(shards)
 
 

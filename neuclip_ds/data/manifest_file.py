@@ -2,8 +2,8 @@
 
 A manifest is a folder that contains these files:
 
-    shards.parquet                      one row per shard; metadata: the version, n and the content hash
-    samples/part-*.parquet              optional: the offsets and keys of samples (neuclip_ds/data/sample_table.py)
+    shards.parquet                      one row per shard; metadata: the version, sample count and content hash
+    samples/part-*.parquet              optional: the samples' offsets and keys (neuclip_ds/data/sample_table.py)
 """
 
 import filecmp
@@ -32,12 +32,12 @@ _SCHEMA = pa.schema(
 )
 _OPTIONAL = ("crc32", "selection", "layout", "part", "group")
 _PART = re.compile(r"part-[\w-]+\.parquet")
-MIN_SAMPLE_BYTES = 512  # the header of one member
+MIN_SAMPLE_BYTES = 512  # size of the header of one member
 _MAX_SHARD_BYTES = 1 << 40
 
 
 def check_distinct(manifest: Manifest) -> None:
-    """Raise UserError if two shards of a manifest contain the same samples, which would then count twice."""
+    """Raise UserError if two shards of a manifest contain the same samples, which would then be counted twice."""
     for first, second in _repeats(manifest.shards):
         same = "is listed more than once" if first.path == second.path else f"has the same content as {first.path}"
         raise UserError(f"{second.path} {same}, so its samples would count twice; name every shard once.")
@@ -50,7 +50,7 @@ def check_separate(training: Manifest, validation: Manifest) -> None:
         raise UserError(
             f"{len(found)} of {validation.n_shards} shards of data.val are among the training shards, such as "
             f"{found[0].path}: recall would be measured on training pairs. Name different shards, or set data.val= "
-            "(empty) for none."
+            "(empty) to train without validation data."
         )
 
 
@@ -68,7 +68,7 @@ def _repeats(shards: Sequence[Shard]) -> Iterator[tuple[Shard, Shard]]:
 
 
 def _is_same(one: Shard, other: Shard) -> bool:
-    """Return whether shards with equal path or layout have the same samples; without checksums, compare all bytes."""
+    """Return whether shards with the same path or layout have equal samples; without checksums, compare all bytes."""
     if None not in (one.selection, other.selection) and one.selection != other.selection:
         return False  # different samples of the same shard
     if one.path == other.path:
@@ -89,7 +89,7 @@ def is_manifest(path: str | os.PathLike[str]) -> bool:
 def write_shards(manifest: Manifest, folder: Path, places: Sequence[Place] = ()) -> None:
     """Write or replace the manifest's shard table atomically; the sample tables at `places` must already exist.
 
-    If the URLs of shards contain secrets, only the owner can read the shard table.
+    If shard URLs contain secrets, only the owner can read the shard table.
     """
     columns = [list(column) for column in zip(*manifest.shards, strict=True)] or [[]] * len(Shard._fields)
     none = [None] * manifest.n_shards
@@ -106,7 +106,7 @@ def load_manifest(folder: str | os.PathLike[str]) -> Manifest:
     """Read a manifest folder, and check the sizes of its first shard and its largest shard.
 
     Raises:
-        UserError: the folder is not a valid manifest, or a checked shard is missing or differs from its description.
+        UserError: the folder is not a valid manifest, or one of these shards is missing or has a different size.
     """
     folder = Path(folder)
     if not is_manifest(folder):
@@ -144,7 +144,7 @@ def load_manifest(folder: str | os.PathLike[str]) -> Manifest:
 
 
 def _check_possible(folder: Path, manifest: Manifest) -> None:
-    """Raise UserError for impossible numbers, because these determine how much memory is allocated."""
+    """Raise UserError for impossible numbers, because they determine how much memory is allocated."""
     start = 0
     for shard in manifest.shards:
         least = 0 if shard.selection is not None else shard.n * MIN_SAMPLE_BYTES  # a selection may repeat samples

@@ -1,7 +1,7 @@
-"""The order of samples from several weighted sources: a pure function of (seed, step), as for one source.
+"""The sample order of several weighted sources: a pure function of (seed, step), as for a single source.
 
-All sources have the same number S of shard streams (neuclip_ds/data/order.py), and each source has separate epochs. The
-B rows of a batch are S blocks of B/S rows, one block for each stream. A pattern, fixed for all steps, assigns the rows
+All sources have the same number S of shard streams (neuclip_ds/data/order.py), and epochs are counted per source. The B
+rows of a batch form S blocks of B/S rows, one block for each stream. A pattern, fixed for all steps, assigns the rows
 of each block to sources. At step t, stream s uses block j = s + t (mod S) of the pattern. The number of rows from a
 source is therefore the same in every batch, and all streams of a source advance equally fast.
 """
@@ -18,7 +18,7 @@ from neuclip_ds.errors import UserError
 
 
 class MixtureOrder:
-    """The global sample indices of every batch of a mixture, with the interface of `GlobalOrder`.
+    """A sample order for a mixture of sources, with the interface of `GlobalOrder`.
 
     An epoch has about as many samples as all sources together, in full batches. The order of each source must have the
     mixture's batch size and number of streams; block sizes may differ. `weights` are the relative shares of rows from
@@ -40,11 +40,11 @@ class MixtureOrder:
         per_block = is_source.sum(axis=2)  # (m, S)
         twice = np.concatenate([per_block, per_block], axis=1)
         self._before = np.concatenate([np.zeros((len(shares), 1), np.int64), twice.cumsum(axis=1)], axis=1)
-        self._per_cycle = per_block.sum(axis=1)  # (m,), samples that each stream yields in S steps
+        self._per_cycle = per_block.sum(axis=1)  # (m,), samples of each source that a stream yields in S steps
 
     @property
     def steps_per_epoch(self) -> int:
-        """The number of steps of an epoch, which has about as many samples as all sources together."""
+        """The number of steps in an epoch, which has about as many samples as all sources together."""
         return max(1, self.n // self.batch_size)
 
     @property
@@ -86,7 +86,7 @@ class MixtureOrder:
         return cycles * self._per_cycle[which] + before[stream + rest] - before[stream]
 
     def step_of(self, which: int, stream: int, taken: int) -> int:
-        """Return the step that takes sample number `taken` (from 0) from a stream of a source with positive weight."""
+        """Return the step that takes sample `taken` (from 0) from a stream of a source with positive weight."""
         low = max(0, taken // int(self._per_cycle[which]) - 1) * self._streams
         # the first step after which more than `taken` samples have been taken
         return low + bisect_right(
@@ -98,7 +98,7 @@ BatchOrder = GlobalOrder | MixtureOrder
 
 
 def _spread(weights: NDArray[np.float64], rows: int) -> NDArray[np.int64]:
-    """Return the source of each row, (rows,); each source gets its share to within one row, spread evenly."""
+    """Return the source of each row, (rows,); each source's share is exact to within one row and spread evenly."""
     shares = weights * rows
     counts = np.floor(shares).astype(np.int64)
     counts[np.argsort(counts - shares, kind="stable")[: rows - counts.sum()]] += 1

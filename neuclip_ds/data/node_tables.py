@@ -4,9 +4,9 @@ Private tables would take 50 bytes or more per sample in every worker. A file's 
 of the table. The least recently used files are removed to make room. If no file can be written, each process keeps a
 private table.
 
-A file has a header of 32 bytes: magic, CRC-32 of all later bytes, flags, n, and the length of the keys in bytes. The
-arrays of `SampleTable` follow: extents, ordinals, optional checksums, and keys. The names of the members that are not
-in `MEMBERS` come last; the flags are twice the number of these names, plus 1 if there are checksums.
+A file begins with a 32-byte header: a magic string, the CRC-32 of all later bytes, flags, the sample count, and the
+length of the keys in bytes. The arrays of `SampleTable` follow: extents, ordinals, optional checksums, and keys. The
+names of members outside `MEMBERS` come last; the flags are twice the number of these names, plus 1 with checksums.
 """
 
 import hashlib
@@ -30,14 +30,14 @@ from neuclip_ds.data.sample_table import MEMBERS, SampleTable
 log = logging.getLogger(__name__)
 
 _LOCKS = 64  # number of lock files; many tables share each file
-_TURNS = 64  # only one in this many small tables checks the free space, because there may be thousands of files
+_TURNS = 64  # free space is checked for only one in this many small tables: there may be thousands of files
 _MAGIC = b"NDStable"
 _HEADER = struct.Struct("<8sIIqq")
 _SIGNED = 12  # offset of the first byte that the CRC-32 covers
 
 
 class NodeTables:
-    """A folder of sample tables on this node, at most `capacity_bytes` in total; created with the first table.
+    """A folder of up to `capacity_bytes` of sample tables on this node; it is created with the first table.
 
     Anyone who can write to the folder can change the data.
     """
@@ -77,7 +77,7 @@ class NodeTables:
             path.unlink(missing_ok=True)
 
     def _write(self, path: Path, data: bytes) -> None:
-        """Write a table, after removing the least recently used tables if there is too little room."""
+        """Write a table, after removing the least recently used tables if there is not enough room."""
         if len(data) * _TURNS > self._capacity_bytes or secrets.randbelow(_TURNS) == 0:
             files = sorted((status.st_mtime_ns, status.st_size, path) for path, status in files_in(self._folder))
             excess = sum(size for _, size, _ in files) + len(data) - self._capacity_bytes
@@ -106,7 +106,7 @@ def _map(path: Path) -> SampleTable:
     if not stat.S_ISREG(path.lstat().st_mode):
         raise OSError(f"{path} is not a file")
     with pa.memory_map(str(path)) as file:
-        buffer = file.read_buffer()  # stays mapped when the file is closed, and takes no file descriptor
+        buffer = file.read_buffer()  # stays mapped after the file is closed, without using a file descriptor
     table = view_table(memoryview(buffer))
     with suppress(OSError):
         os.utime(path)  # marks the table as used
@@ -114,7 +114,7 @@ def _map(path: Path) -> SampleTable:
 
 
 def name_of(text: str) -> str:
-    """Return a short hash of a text, for use as a file name."""
+    """Return a short hash of a string, for use as a file name."""
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:24]
 
 
@@ -129,7 +129,7 @@ def dump_table(table: SampleTable) -> bytes:
 
 
 def view_table(buffer: bytes | memoryview) -> SampleTable:
-    """Return the table that `dump_table` serialized to `buffer`, without a copy; raise ValueError if it is damaged."""
+    """Return the table that `dump_table` serialized, as a view of `buffer`; raise ValueError if `buffer` is damaged."""
     view = memoryview(buffer)
     if len(view) < _HEADER.size:
         raise ValueError(f"a table of {len(view)} bytes is truncated")

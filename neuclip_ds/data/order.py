@@ -1,9 +1,9 @@
-"""The sample order: a pure function of (manifest, seed, epoch, step), independent of the numbers of ranks and workers.
+"""The sample order: a pure function of (manifest, seed, epoch, step), independent of the number of ranks and workers.
 
 In each epoch, the shards are permuted and concatenated, which gives every sample a position 0 ... n - 1. The positions
 are split into S shard streams whose sizes differ by at most one, and every stream is shuffled in blocks of positions. A
 batch of B samples takes the next B/S positions of every stream. No array of size n is ever built: the shuffle of a
-block is a keyed permutation that is evaluated on demand, so that resuming at any step is cheap.
+block is a keyed permutation that is evaluated on demand, so resuming at any step is cheap.
 
 The first blocks of the streams have different lengths, so that the streams begin later blocks at different steps. A
 node thus needs new shards for one stream at a time, rather than for all streams at once.
@@ -18,10 +18,10 @@ from neuclip_ds.data.interleave import Interleave, choose_interleave
 from neuclip_ds.errors import UserError
 
 _ROUNDS = 6
-_AHEAD = 2  # number of a node's upcoming blocks that are fetched before their first use
-_LOOK_UPS, _EPOCHS = 1 << 16, 2  # numbers of positions and of epochs at which `resident_bytes` adds up shard sizes
+_AHEAD = 2  # number of upcoming blocks that a node fetches before their first use
+_LOOK_UPS, _EPOCHS = 1 << 16, 2  # how many positions and epochs `resident_bytes` examines
 _SHARDS, _SAMPLES = 0, 1  # domain separators for the hash
-_SPREAD = np.uint64(0x9E3779B9)  # 2^32 over the golden ratio: its multiples, modulo 2^32, are spread evenly
+_SPREAD = np.uint64(0x9E3779B9)  # 2^32 divided by the golden ratio; its multiples modulo 2^32 are spread evenly
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # the increment of splitmix64
 _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
@@ -36,12 +36,12 @@ class _Layout(NamedTuple):
 
 
 class GlobalOrder:
-    """An order of samples, which gives the global sample indices of every batch of size B.
+    """A sample order, which determines the global sample indices of every batch of size B.
 
     Args:
         shard_starts, shard_sizes: (n_shards,) the index of each shard's first sample, and each shard's sample count.
-        interleave: the number of streams, a divisor of B, and the block size; the default suits local shards.
-        drop_last: whether to omit n mod B samples, which differ between epochs. Otherwise, every sample occurs exactly
+        interleave: the number of streams (a divisor of B) and the block size; the default suits local shards.
+        drop_last: whether to omit n mod B samples, different ones in each epoch. Otherwise, every sample occurs exactly
             once per epoch, and the last batch is padded with -1.
 
     Raises:
@@ -74,7 +74,7 @@ class GlobalOrder:
         streams, block = self.interleave.streams, self.interleave.block
         self._bounds = self.n * np.arange(streams + 1) // streams  # (S + 1,) boundaries of the streams
         self._lane = batch_size // streams  # positions that a batch takes from each stream
-        self._phases = np.zeros(streams, dtype=np.int64)  # (S,) how much shorter each first block is
+        self._phases = np.zeros(streams, dtype=np.int64)  # (S,) how much shorter each stream's first block is
         if block < self.n // streams:
             parts = (np.arange(streams, dtype=np.uint64) * _SPREAD) % np.uint64(1 << 32)  # fractions of 2^32
             self._phases = (parts * np.uint64(block) >> np.uint64(32)).astype(np.int64)
@@ -92,7 +92,7 @@ class GlobalOrder:
 
     @property
     def last_batch_size(self) -> int:
-        """The number of samples in an epoch's last batch, which may have empty rows unless `drop_last` is set."""
+        """The number of samples in an epoch's last batch, which may have padding rows unless `drop_last` is set."""
         before = (self.steps_per_epoch - 1) * self._lane  # positions that earlier batches take from each stream
         return int(np.clip(self.stream_lengths - before, 0, self._lane).sum())
 
@@ -107,19 +107,19 @@ class GlobalOrder:
         return self.samples(epoch, stream, step * self._lane + place)
 
     def visits(self, epoch: int, step: int, rows: slice = slice(None)) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the epoch of each row, from which the sample's augmentation is drawn, and the result of `batch`."""
+        """Return the epoch of each row, which seeds the sample's augmentation, and the result of `batch`."""
         indices = self.batch(epoch, step, rows)
         return np.full(len(indices), epoch), indices
 
     def samples(self, epoch: int, stream: NDArray[np.int64], within: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return, elementwise, the global index at position `within` of a stream, or -1 beyond the stream's end."""
+        """Return, elementwise, the global index at position `within` of a stream, or -1 past the stream's end."""
         present = within < self.stream_lengths[stream]
         number = (within + self._phases[stream]) // self.interleave.block
         start, end = self._block(stream, number)
         offset = np.where(present, within - start, 0)
         key = hash64(self.seed, _SAMPLES, epoch, stream, number)
         position = self._bounds[stream] + start + permute(offset, np.maximum(end - start, 1), key)
-        # absent rows are computed too; their positions may exceed n - 1, so they are clipped, and the result is masked
+        # absent rows are computed too: their positions, which may exceed n - 1, are clipped, and their indices masked
         layout, position = self._layout_of(epoch), np.minimum(position, self.n - 1)
         slot = self._slot_of(layout, position)
         index = layout.indices[slot] + position - layout.positions[slot]
@@ -139,9 +139,9 @@ class GlobalOrder:
         return [int(shard) for shard in shards[self._sizes[shards] > 0]]
 
     def resident_bytes(self, shard_bytes: ArrayLike, nodes: int = 1) -> int:
-        """Return the maximum, over nodes and the first epochs, of the bytes of shards that a node needs at a time.
+        """Estimate the maximum number of shard bytes that any node needs at a time during the first epochs.
 
-        A node needs the shards of the current block of each of its streams and of the next two blocks that begin.
+        A node needs the shards of the current block in each of its streams, and of the next two blocks to begin.
 
         Args:
             shard_bytes: (n_shards,) the size of each shard in bytes.
@@ -149,7 +149,7 @@ class GlobalOrder:
         used = np.where(self._sizes > 0, np.asarray(shard_bytes, dtype=np.int64), 0)
         streams, lengths = self.interleave.streams, self.stream_lengths
         first, end = np.arange(nodes) * streams // nodes, -(-np.arange(1, nodes + 1) * streams // nodes)  # (nodes,)
-        ahead = self.interleave.block * _AHEAD // max(_AHEAD, streams // nodes)  # positions until the next two begin
+        ahead = self.interleave.block * _AHEAD // max(_AHEAD, streams // nodes)  # positions until the next two blocks
         stream, moments = np.arange(streams), max(256, _LOOK_UPS // streams)
         now = np.linspace(0, lengths.max() - 1, moments).astype(np.int64)[:, None]
         now, later = np.minimum(now, lengths - 1), np.minimum(now + ahead, lengths - 1)  # (moments, S)
@@ -165,12 +165,12 @@ class GlobalOrder:
         return min(most, int(used.sum()))
 
     def _block(self, stream: NDArray[np.int64], number: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return, elementwise, the positions of a stream at which block `number` begins and ends."""
+        """Return, elementwise, the positions in a stream at which block `number` begins and ends."""
         begin = number * self.interleave.block - self._phases[stream]
         return np.maximum(begin, 0), np.minimum(begin + self.interleave.block, self.stream_lengths[stream])
 
     def _slot_of(self, layout: _Layout, position: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the index, into the permuted order, of the shard that contains each position."""
+        """Return, for each position, the index in the permuted order of the shard that contains the position."""
         return np.searchsorted(layout.positions, position, side="right") - 1
 
     def _layout_of(self, epoch: int) -> _Layout:
@@ -209,9 +209,9 @@ def hash64(*parts: ArrayLike) -> NDArray[np.uint64]:
 def permute(values: NDArray[np.int64], sizes: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
     """Apply a keyed permutation of 0 ... size - 1 to each value.
 
-    The arrays are broadcast, 0 <= value < size, and elements with equal (size, key) share one permutation. A Feistel
-    network on an a x b rectangle that covers the range is applied until the result is in the range (Black and Rogaway,
-    "Ciphers with arbitrary finite domains", 2002).
+    The arrays are broadcast. Each value must be in 0 ... size - 1, and elements with equal (size, key) share one
+    permutation. A Feistel network on an a x b rectangle that covers the range is applied until the result is in the
+    range (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
     """
     shape = np.broadcast_shapes(values.shape, sizes.shape, keys.shape)
     image = np.broadcast_to(values, shape).astype(np.uint64).ravel()

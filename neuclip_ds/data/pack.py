@@ -4,10 +4,10 @@
     OUT/broken.jsonl    rows that could not be used, each with the reason
 
 Rows with the same image path or bytes become one sample, because separate samples would be negatives of each other. The
-sample takes its number and its other columns from the first of these rows. The image column is read twice to find them.
+sample's key and its other columns come from the first of these rows. The image column is read twice to find such rows.
 
-A sample's uid comes from the column `uid` or, without that column, is a hash of the image and the captions. GIF and BMP
-images are converted to PNG, because shards may contain neither. OUT is either complete or absent.
+A sample's uid comes from the `uid` column or, without such a column, is a hash of the image and the captions. GIF and
+BMP images are converted to PNG, because shards cannot contain these formats. OUT is either complete or absent.
 """
 
 import glob
@@ -46,7 +46,7 @@ _FIX = "fix or remove that file"
 
 
 class PairTable(NamedTuple):
-    """A table whose rows, in a fixed order, have images and captions."""
+    """A table of image-caption pairs, with its rows in a fixed order."""
 
     name: str  # for messages
     data: pyarrow.dataset.Dataset
@@ -72,7 +72,7 @@ class PairTable(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """The columns of a table to pack. All other columns, except binary ones, go into the sample's JSON."""
+    """The image and caption columns of a table. All other columns, except binary ones, go into the sample's JSON."""
 
     image: str
     captions: dict[str, str]  # maps each member to a column: {"txt": "caption", "syn.txt": "recaption"}
@@ -84,7 +84,7 @@ class Packed(NamedTuple):
     rows: int
     pairs: int  # samples; all rows with the same image count as one
     causes: Counter[str]  # number of broken rows by cause
-    several: int  # samples with several captions, which are the lines of one member
+    several: int  # samples with several captions, one per line of a text member
 
 
 def open_table(source: str) -> PairTable:
@@ -110,7 +110,7 @@ def _open_files(paths: list[str], kind: str) -> pyarrow.dataset.Dataset:
         return pyarrow.dataset.dataset(paths, format="json" if kind == ".jsonl" else "parquet")
     parsing = pyarrow.csv.ParseOptions(delimiter=_DELIMITERS[kind], newlines_in_values=True)
     with pyarrow.csv.open_csv(paths[0], parse_options=parsing) as first:
-        schema = pa.schema([(name, pa.string()) for name in first.schema.names])  # so that a caption "7" is text
+        schema = pa.schema([(name, pa.string()) for name in first.schema.names])  # so that the caption "7" is text
     return pyarrow.dataset.dataset(paths, schema=schema, format=pyarrow.dataset.CsvFileFormat(parsing))
 
 
@@ -124,7 +124,7 @@ def image_of(value: Any) -> bytes | str | None:
 
 
 def read_image(source: bytes | str, folder: Path) -> bytes:
-    """Return the bytes of an image that `image_of` found, at a path relative to `folder`; raise OSError on failure."""
+    """Return the image bytes for a result of `image_of`, with paths relative to `folder`; raise OSError on failure."""
     if isinstance(source, bytes):
         return source
     if is_local(source):
@@ -137,14 +137,14 @@ def read_image(source: bytes | str, folder: Path) -> bytes:
 
 
 def captions_of(value: Any) -> list[str]:
-    """Return the captions in a table cell, without blank captions; each caption of a list is put on one line."""
+    """Return the captions in a table cell, omitting blank ones; each caption of a list is reduced to one line."""
     if isinstance(value, list):
         return [" ".join(one.split()) for one in value if isinstance(one, str) and one.strip()]
     return [value.strip()] if isinstance(value, str) and value.strip() else []
 
 
 def choose_columns(table: PairTable, image: str | None = None, captions: Sequence[str] = ()) -> Columns:
-    """Choose the columns to pack, or find them by usual names; `captions` are MEMBER=COLUMN, or COLUMN for txt."""
+    """Return the columns to pack, found by name if not given; `captions` are MEMBER=COLUMN, or COLUMN for txt."""
     image = image or table.find_column(IMAGE_COLUMNS, "images", "name it with --image")
     captions = captions or [table.find_column(CAPTION_COLUMNS, "captions", "name it with --captions")]
     by_member = {member or TEXT: column for member, _, column in (text.rpartition("=") for text in captions)}
@@ -164,7 +164,7 @@ def pack(
     shard_size: int = 10_000,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Packed:
-    """Write the samples of a table to `out`, `shard_size` per shard; `on_progress` takes (rows done, total rows).
+    """Write the samples of a table to `out`, `shard_size` in each shard; `on_progress` takes (rows done, total rows).
 
     Raises UserError if `out` is not empty or cannot be written, the table cannot be read, or no row can be used.
     """
@@ -197,7 +197,7 @@ def pack(
         lines = [f"{json.dumps({'row': row, 'image': image, 'reason': why})}\n" for row, image, why in sorted(broken)]
         if not pairs:
             first = f" (the first: {lines[0].strip()})" if lines else ""
-            raise UserError(f"No row of {table.name} can be used{first}; check the columns, and where the images are.")
+            raise UserError(f"No row of {table.name} can be used{first}; check the columns and the image paths.")
         if lines:
             (folder / "broken.jsonl").write_text("".join(lines), encoding="utf-8")
     return Packed(rows, pairs, Counter(reason.partition(":")[0] for _, _, reason in broken), several)
@@ -261,7 +261,7 @@ def _encode(
 
 
 def _image(data: bytes) -> tuple[str, bytes]:
-    """Return the extension and the bytes of an image as stored in shards; raise DecodeError if it does not decode."""
+    """Return the extension and the bytes of an image as stored in shards; raise DecodeError if decoding fails."""
     decoded = decode_pil(data).image
     extension = next((name for name, magic in _MAGIC.items() if magic.match(data)), None)
     if extension is not None:

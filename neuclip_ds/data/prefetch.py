@@ -43,11 +43,11 @@ class ShardRequest(NamedTuple):
 
 
 def shards_ahead(order: BatchOrder, epoch: int, step: int, rows: Sequence[slice]) -> Iterator[ShardRequest]:
-    """Yield, endlessly, requests for the shards that the given rows of all batches read, from `step` of `epoch` on.
+    """Endlessly yield requests for the shards that the given rows of each batch read, starting at `step` of `epoch`.
 
-    All shards of a block are requested with the block's first batch, once for each block of each stream that contains
-    some of the rows. No shard is missing or late, but the rows need not read every shard of a short block. A source of
-    weight 0 in a mixture yields no requests. `step` may be steps_per_epoch.
+    For each stream that contains any of the rows, each block's shards are requested once, with the first batch that
+    reads the block. Every shard is requested in time, but the rows may not read every shard of a short block. Sources
+    of weight 0 in a mixture are skipped. `step` may be steps_per_epoch, the start of the next epoch.
     """
     number, lane = epoch * order.steps_per_epoch + step, order.batch_size // order.interleave.streams
     streams = np.unique(np.concatenate([np.arange(order.batch_size)[part] // lane for part in rows])).tolist()
@@ -78,7 +78,7 @@ def _of_source(mixture: MixtureOrder, which: int, stream: int, number: int) -> I
     """Yield the requests of one stream of a mixture's source from batch `number` on."""
     order = mixture.sources[which]
     length, position = int(order.stream_lengths[stream]), mixture.taken(which, stream, number)
-    if not length or not mixture.taken(which, stream, mixture.interleave.streams):  # weight 0: none in a cycle
+    if not length or not mixture.taken(which, stream, mixture.interleave.streams):  # weight 0: no samples in a cycle
         return
     while True:
         first = mixture.step_of(which, stream, position)
@@ -93,7 +93,7 @@ def _of_source(mixture: MixtureOrder, which: int, stream: int, number: int) -> I
 class RequestWindow:
     """The shard requests from the current batch up to the batch at which the cache is full.
 
-    `requests` are in order of first use. `shards` are the admitted shards, and `bytes` is their total size; shards of
+    `requests` are in order of first use. `shards` are the admitted shards, and `bytes` is their total size; shards for
     later batches leave a tenth of `capacity` free. `is_too_small` is true once a batch has needed more than `capacity`.
     """
 
@@ -104,7 +104,7 @@ class RequestWindow:
         self.shards, self.bytes, self.is_too_small = set[int](), 0, False
 
     def move(self, reached: int, end: int) -> list[ShardRequest]:
-        """Drop requests that end before batch `reached`; admit and return as many before batch `end` as fit."""
+        """Drop requests that end before batch `reached`; admit and return those that start before `end` and fit."""
         self._admitted = [request for request in self._admitted if request.last >= reached]
         self.shards = {request.shard for request in self._admitted}
         self.bytes, before = sum(self._sizes[shard] for shard in self.shards), len(self._admitted)
@@ -123,7 +123,7 @@ class RequestWindow:
 
 
 class Prefetcher(SpawnProcess):
-    """A process that fetches shards ahead of training, in order of first use; local rank 0 runs it.
+    """A process that fetches shards ahead of training, in order of first use; local rank 0 starts it.
 
     A failed fetch is logged, and the readers then retry it through the same cache. The process ends with the `with`
     block or with its parent, even if the parent is killed. It is spawned, because threads make forking unsafe.
@@ -171,7 +171,7 @@ class Prefetcher(SpawnProcess):
         while True:
             reached = self._reached.value
             if admitted := window.move(reached, min(reached + self._ahead, self._end)):
-                for number in window.shards:  # marks them as used, so that new shards evict unneeded ones
+                for number in window.shards:  # marks them as used, so that new shards evict only others
                     self._cache.touch(self._shards[number].path, sizes[number])
                 for request in admitted:
                     pool.submit(self._fetch, request)

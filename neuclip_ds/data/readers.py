@@ -1,8 +1,8 @@
 """Read the bytes of a sample by its global index.
 
 Readers run in loader workers. A reader opens a shard when it first reads a sample from the shard, and keeps recently
-used shards open. Remote shards are read from the node's cache. If the manifest has checksums, every read is verified.
-All processes of a node share the offsets of the samples (neuclip_ds/data/node_tables.py).
+used shards open. Remote shards are read from the node's cache, except as `TarReader.announce` describes. If the
+manifest has checksums, every read is verified. All processes of a node share the samples' offsets (node_tables.py).
 """
 
 import logging
@@ -34,15 +34,15 @@ from neuclip_ds.files import private_folder
 log = logging.getLogger(__name__)
 
 _MAX_READ = 512 << 20  # maximum bytes read at once; more than the largest image that is decoded
-_MAX_HOLE = 16 << 10  # maximum bytes between members that are read rather than skipped
-MANY_BYTES = 2 << 30  # if a batch's uncached shards have at least this many bytes, its samples are fetched individually
+_MAX_HOLE = 16 << 10  # a gap of at most this many bytes between members is read rather than skipped
+MANY_BYTES = 2 << 30  # if the uncached shards of a batch total this many bytes, its samples are fetched individually
 OPEN_SHARDS = 256  # maximum number of shards that a worker keeps open
-_MAPPED_TABLES = 1 << 14  # maximum mapped tables per worker; Linux allows a process 65,530 mappings
-_PRIVATE_TABLES = 1 << 10  # maximum tables in a worker's private memory, at 80 bytes per sample
+_MAPPED_TABLES = 1 << 14  # maximum number of mapped tables per worker; Linux allows a process 65,530 mappings
+_PRIVATE_TABLES = 1 << 10  # maximum number of tables in a worker's private memory, at 80 bytes per sample
 
 
 class RawSample(NamedTuple):
-    """The stored bytes of a sample: its image, if it has one, and its members with captions."""
+    """The stored bytes of a sample: its image, if it has one, and the members that contain captions."""
 
     image: bytes | None
     texts: Mapping[str, bytes]
@@ -59,7 +59,7 @@ class TooLarge(OSError):
 class TarReader:
     """A reader of tar members at known offsets. If the manifest has no offsets, each node walks a shard's headers once.
 
-    `texts` are the members with captions. Raises UserError if a shard is remote and there is no cache.
+    `texts` are the members that contain captions. Raises UserError if a shard is remote and there is no cache.
     """
 
     def __init__(self, manifest: Manifest, texts: Sequence[str] = ("txt",), cache: ShardCache | None = None) -> None:
@@ -67,7 +67,7 @@ class TarReader:
         if remote:
             raise UserError(f"Shard {remote[0]} is remote and needs a cache; set data.cache_dir.")
         self._manifest, self._texts, self._cache = manifest, tuple(texts), cache
-        self._apart = dict[int, tuple[int, bytes]]()  # by index: an offset in the shard, and bytes from that offset on
+        self._apart = dict[int, tuple[int, bytes]]()  # by index: an offset in the shard, and the bytes from there on
         self._has_ranges = manifest.samples is not None
         self._node_tables = _node_tables(cache)
         self._table = lru_cache(_MAPPED_TABLES if self._node_tables is not None else _PRIVATE_TABLES)(self._load_table)
@@ -100,7 +100,7 @@ class TarReader:
         """Start reading all of the given samples at the same time.
 
         This makes cold reads of local shards 2 to 4 times faster. If a node starts without the shards of its window in
-        the cache, the samples are fetched individually, so that the first batch need not wait for all these shards.
+        the cache, the samples are fetched individually, so that the first batch does not wait for whole shards.
         """
         self._apart, copied = {}, list[tuple[int, int, int]]()
         for index in indices:
@@ -118,7 +118,7 @@ class TarReader:
                 self._fetch_apart(copied)
 
     def _fetch_apart(self, rows: Sequence[tuple[int, int, int]]) -> None:
-        """Fetch the samples (index, shard, row) of shards that are not cached, if these shards are large in total."""
+        """Fetch the samples (index, shard, row) of uncached shards individually, if these shards are large in total."""
         assert self._cache is not None
         shards = {number: self._manifest.shards[number] for number in {shard for _, shard, _ in rows}}
         if sum(shard.bytes for shard in shards.values()) < MANY_BYTES:
@@ -149,7 +149,7 @@ class TarReader:
         return self._table(shard).key(row)
 
     def uid(self, index: int, key: str) -> tuple[int, int]:
-        """Return the uid under `key` in a sample's JSON, or else `uid_of_place`; raise as `read` does."""
+        """Return a sample's uid, from `key` in its JSON or else from `uid_of_place`; raise as `read` does."""
         shard, row = self._manifest.locate(index)
         found = uid_of(self.read(index, with_image=False).texts.get(JSON, b""), key)
         return found or uid_of_place(self._manifest.shards[shard].path, self._table(shard).place(row))
@@ -203,11 +203,11 @@ class TarReader:
         return tabulate(read_index(self._file(shard).fileno()).samples, self._texts)
 
     def _places(self, table: SampleTable) -> list[int]:
-        """Return the indices of the table's columns for the image and the texts."""
+        """Return the indices of the image and the texts among the table's members."""
         return [table.members.index(name) for name in ("image", *self._texts)]
 
     def _check_layout(self, shard: int, table: SampleTable) -> None:
-        """Raise UserError if a shard has the number of samples in the manifest, but different samples."""
+        """Raise UserError if a shard has as many samples as the manifest lists, but different ones."""
         described = self._manifest.shards[shard]
         if described.layout not in (None, table.layout) and table.n == described.n:
             raise UserError(
@@ -223,7 +223,7 @@ class TarReader:
 
 
 def read_at(fd: int, offset: int, size: int) -> bytes:
-    """Read bytes of a shard; raise OSError if the file is too short, or TooLarge if `size` is more than 512 MiB."""
+    """Read `size` bytes of a shard; raise OSError if the file is too short, or TooLarge if `size` exceeds 512 MiB."""
     if size > _MAX_READ:
         raise TooLarge(f"{size} bytes at offset {offset} are more than the limit of {_MAX_READ}")
     data = os.pread(fd, size, offset)
@@ -233,7 +233,7 @@ def read_at(fd: int, offset: int, size: int) -> bytes:
 
 
 def _fetch_ranges(ranges: Sequence[tuple[str, int, int]], timeout: float) -> list[bytes | None]:
-    """Fetch bytes start ... end - 1 of each URL concurrently; return None for a range that takes over `timeout` s."""
+    """Fetch bytes start ... end - 1 of all URLs at once; return None for ranges that fail or exceed `timeout` s."""
     found: list[bytes | None] = [None] * len(ranges)
 
     def run() -> None:
@@ -271,7 +271,7 @@ def _read_members(read: Callable[[int, int], bytes], extents: Sequence[Sequence[
 
 
 def _node_tables(cache: ShardCache | None) -> NodeTables | None:
-    """Return the node's tables, from the cache or from this user's folder, or None if that folder is unsafe."""
+    """Return the node's tables, in the cache or in this user's private folder; None if that folder is unsafe."""
     if cache is not None:
         return cache.tables
     try:

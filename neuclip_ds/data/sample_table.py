@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from neuclip_ds.data.tar import Extent, SampleEntry
 from neuclip_ds.errors import UserError
 
-IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")  # a sample's image is its first member in this order
+IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")  # a sample's image is the first of these that it has
 MEMBERS = ("image", "txt", "json")  # members that every table lists, before other members with captions
 _NO_OFFSET = -1
 
@@ -33,10 +33,10 @@ _UID = ("uid_high", "uid_low")
 
 
 class SampleTable(NamedTuple):
-    """The n samples of a shard as arrays for m members. Each takes 52 bytes and a key, instead of 600 as an object."""
+    """The n samples of a shard as arrays over m members: 52 bytes and a key per sample, where objects take 600."""
 
     ordinals: NDArray[np.int32]  # (n,) position among all samples of the tar
-    extents: NDArray[np.int64]  # (n, m, 2) offset and size of image, txt, json and others; offset -1 if absent
+    extents: NDArray[np.int64]  # (n, m, 2) offset and size of each member; the offset is -1 if absent
     keys: bytes | memoryview  # joined by NUL, which no name contains; may be a view of a memory-mapped file
     crc32: NDArray[np.uint32] | None = None  # (n, m) checksums of the members; 0 if absent
     members: tuple[str, ...] = MEMBERS
@@ -62,7 +62,7 @@ class SampleTable(NamedTuple):
         return self.extents[row, : len(MEMBERS)]
 
     def has(self, member: str) -> NDArray[np.bool_]:
-        """Return whether each sample has a member, (n,)."""
+        """Return a mask (n,) of the samples that have a member."""
         return self.extents[:, self.members.index(member), 0] != _NO_OFFSET
 
     def split_keys(self) -> list[bytes]:
@@ -123,21 +123,21 @@ def write_part(path: Path, tables: Iterable[SampleTable]) -> None:
 
 
 def _schema(members: Sequence[str]) -> pa.Schema:
-    """Return the columns of keys, ordinals, extents and checksums; checksums that were not computed are null."""
+    """Return the schema of keys, ordinals, extents and checksums; checksums that were not computed are null."""
     extents = [(f"{member}{part}", pa.int64()) for member in members for part in (_OFFSET, "_size")]
     checksums = [(f"{member}{_CRC32}", pa.uint32()) for member in members]
     return pa.schema([("key", pa.binary()), ("ordinal", pa.int32()), *extents, *checksums])
 
 
 class Place(NamedTuple):
-    """The location of a shard's table."""
+    """The location of a shard's sample table."""
 
     part: Path
     group: int  # number of the row group in the file
 
 
 class SampleParts:
-    """The sample tables of some shards, stored at `places`; `members` are the members that all tables list."""
+    """The sample tables of several shards, stored at `places`; `members` are the members that all tables list."""
 
     def __init__(self, places: Sequence[Place], members: frozenset[str]) -> None:
         self.places, self.members = tuple(places), members
@@ -171,18 +171,18 @@ class SampleParts:
             return _table(file.read_row_group(group))
 
     def image_checksums(self) -> Iterator[NDArray[np.uint64]]:
-        """Yield, file by file, a number made of each image's known CRC-32 and size; equal images have equal numbers."""
+        """Yield, file by file, a number for each image with a known CRC-32; equal images have equal numbers."""
         for crc32, sizes in self._columns(f"image{_CRC32}", "image_size"):
             yield ((sizes << np.uint64(32)) + crc32)[sizes > 0]
 
     def uids(self) -> Iterator[NDArray[np.uint64]]:
-        """Yield, file by file, the known uids in the samples' JSON as (q, 2) words."""
+        """Yield, file by file, the uids from the samples' JSON as (q, 2) words, where known."""
         for words in self._columns(*_UID):
             uids = np.stack(words, axis=1)
             yield uids[uids.any(axis=1)]
 
     def _columns(self, *names: str) -> Iterator[list[NDArray[np.uint64]]]:
-        """Yield, file by file, columns of the tables as numbers; skip files in which a value is missing."""
+        """Yield, file by file, the given columns as numbers; skip files in which a value is missing."""
         for part, places in groupby(sorted(self.places), key=attrgetter("part")):
             with _opened(part) as file:
                 columns = file.read_row_groups([place.group for place in places], names).columns

@@ -1,7 +1,7 @@
 """Scan one shard for its samples and their missing members, and optionally compute checksums.
 
-A scan with checksums first reads the whole file, so that the header walk and the checksums of the members find the file
-in the page cache.
+A scan with checksums first reads the whole file, so that the later passes (header walk, checksums of the members) read
+from the page cache.
 """
 
 import logging
@@ -28,7 +28,7 @@ from neuclip_ds.files import checksum_of
 
 log = logging.getLogger(__name__)
 
-_STALL_TIMEOUT = 300.0  # seconds without a byte after which a remote shard is fetched again
+_STALL_TIMEOUT = 300.0  # seconds without new data after which a remote shard is fetched again
 _MAX_OUTAGE = 30.0  # seconds for which a fetch is retried while the storage fails
 
 
@@ -58,7 +58,7 @@ class Scan(NamedTuple):
     place: tuple[str, int] | None = None  # (file name, row group) of the sample table
 
 
-Scans = tuple[list[Scan], dict[str, str]]  # scans, and the path of each unusable shard with the reason
+Scans = tuple[list[Scan], dict[str, str]]  # the scans, and the reason for each unusable shard by path
 
 
 def scan_shard(path: str, options: ScanOptions) -> tuple[Scan, SampleTable]:
@@ -106,7 +106,7 @@ def _scan(path: str, file: Path, options: ScanOptions) -> tuple[Scan, SampleTabl
         if options.uids:
             found = [uid or uid_of_place(path, table.place(row)) for row, uid in enumerate(uids)]
             counts = UidFiles(options.uids).count(np.array(found, dtype=UID))
-            table = table.take(np.repeat(np.arange(table.n), counts))  # each as often as its uid is listed
+            table = table.take(np.repeat(np.arange(table.n), counts))  # each sample as often as its uid is listed
             selection = zlib.crc32(table.ordinals.tobytes())
         if options.checksum:
             rows = [[zlib.crc32(_read(fd, table, row, member)) for member in table.members] for row in range(table.n)]
@@ -144,7 +144,7 @@ def check_usable(scans: Sequence[Scan], paths: Sequence[str]) -> None:
     if not any(scan.shard.n for scan in scans):
         if any(scan.shard.selection is not None for scan in scans):
             raise UserError(
-                f"None of the uids is in {source}; check that the uid files belong to this pool, and --uid-key."
+                f"None of the uids is in {source}; check --uid-key and that the uid files belong to this pool."
             )
         raise UserError(f"No samples in {source}; samples are members such as 000000001.jpg and 000000001.txt.")
     if not any(scan.n_images for scan in scans):

@@ -1,4 +1,4 @@
-"""Resolve a data source, as the user names it, to a list of tar files."""
+"""Resolve a user's data source to a list of tar files."""
 
 import glob
 import math
@@ -26,10 +26,10 @@ def is_local(path: str) -> bool:
 def resolve_shards(source: str) -> list[str]:
     """Return the absolute paths or URLs of the tars that `source` names; raise UserError if it names none.
 
-    A source is a tar; a folder, whose *.tar files (or, without any, those of all subfolders) are sorted by name; a glob
-    (`/data/*.tar`); a brace pattern (`/data/{00000..00127}.tar`), which keeps its order and may contain globs; a URL
-    that fsspec supports, with or without globs or braces (`s3://bucket/{00000..00127}.tar`); a text file (`shards.txt`)
-    with one source per line; or several sources joined by `::`.
+    A source is a tar; a folder, whose *.tar files (or, if it has none, those in its subfolders) are sorted by name; a
+    glob (`/data/*.tar`); a brace pattern (`/data/{00000..00127}.tar`), whose order is kept and which may contain globs;
+    a URL that fsspec supports, with or without globs or braces (`s3://bucket/{00000..00127}.tar`); a text file
+    (`shards.txt`) with one source per line; or several sources joined by `::`.
     """
     try:
         return _resolve(source)

@@ -1,7 +1,7 @@
 """Count the samples of shards without reading the tars, from the files that img2dataset writes next to each tar.
 
 `00000_stats.json` gives the number of pairs in `00000.tar` as "successes". If that file is absent, the rows with status
-"success" in `00000.parquet` are counted. Many requests are made concurrently, so that latency matters little.
+"success" in `00000.parquet` are counted. Many requests are made concurrently, so latency matters little.
 """
 
 import json
@@ -25,22 +25,22 @@ from neuclip_ds.errors import UserError
 
 Value = TypeVar("Value")
 
-_REQUESTS = 64  # simultaneous requests of each process
+_REQUESTS = 64  # simultaneous requests per process
 _ATTEMPTS = 5
 _TAR = ".tar"
 _BLOCK = 1 << 16  # bytes of a parquet file that are read at once
 
 
 def check_names(paths: Sequence[str]) -> None:
-    """Raise UserError unless every path is a .tar file, which may have side files next to it."""
+    """Raise UserError unless every path ends in .tar, because only tars have side files."""
     if other := next((path for path in paths if not path.endswith(_TAR)), None):
         raise UserError(f"{other} is not the address of a .tar, so it has no side files; omit --from-side-files.")
 
 
 def count_shards(sizes: Mapping[str, int | None]) -> Scans:
-    """Count the samples of shards by their side files; return the scans, and the reason for each shard that fails.
+    """Count the samples of shards from their side files; return the scans, and a reason for each shard that fails.
 
-    `sizes` maps a shard's path to its size in bytes; a size of None is requested from the store.
+    `sizes` maps a shard's path to its size in bytes; if the size is None, it is requested from the storage.
     """
     stores = {folder: _store(folder) for folder in {path.rpartition("/")[0] for path in sizes}}  # shared by all threads
     failures: dict[str, str] = {}
@@ -108,7 +108,7 @@ def _rows(store: Any, path: str) -> int:
             status = pq.read_table(file, columns=["status"]).column("status")
             return int(pc.sum(pc.equal(status, "success")).as_py() or 0)
         except (KeyError, pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-            raise AttemptFailed('it is not a parquet file with a column "status"') from error
+            raise AttemptFailed('it is not a parquet file with a "status" column') from error
 
 
 def _request(work: Callable[[], Value]) -> Value:

@@ -1,8 +1,8 @@
 """Index tar shards by walking their headers, without losing the samples after a damaged header.
 
-On well-formed shards, the samples are the same as webdataset 1.0.2's. After a bad header, Python's `tarfile`, and thus
-webdataset, silently drops the rest of the shard. This module continues at the next valid header and records the gap. It
-reads POSIX.1-1988 ustar, POSIX.1-2001 pax and GNU tars (long names, base-256 numbers), and skips sparse members.
+For well-formed shards, the samples are the same as in webdataset 1.0.2. After a damaged header, Python's `tarfile`, and
+thus webdataset, silently drops the rest of the shard. This module continues at the next valid header and records the
+gap. It reads POSIX.1-1988 ustar, POSIX.1-2001 pax and GNU tars (long names, base-256 numbers); it skips sparse members.
 
 A name ends at its first NUL and is never used as a path. The running time is linear in the size of the tar.
 """
@@ -18,12 +18,12 @@ _BLOCK = 512
 _SCAN_CHUNK = 1 << 20
 _MAX_EXTENSION = 2 << 20  # maximum bytes of a long name or of pax records
 _REGULAR = b"0\x007"  # type flags of regular files: "0", NUL (before POSIX) and "7" (contiguous)
-_WITHOUT_DATA = b"123456"  # links, devices, folders, pipes: tarfile ignores their sizes and reads no data
+_WITHOUT_DATA = b"123456"  # links, devices, folders, pipes: tarfile ignores their sizes, because they have no data
 _GNU_NAME, _GNU_LINK, _GNU_SPARSE = b"L", b"K", b"S"
 _PAX_LOCAL, _PAX_GLOBAL = b"xX", b"g"
 _EXTENSIONS = _GNU_NAME + _GNU_LINK + _PAX_LOCAL + _PAX_GLOBAL  # headers that describe the next header
 
-_PAX_RECORD = re.compile(rb"([0-9]{1,18}) ([^=]*)=")  # followed by a value and a newline, at which the record ends
+_PAX_RECORD = re.compile(rb"([0-9]{1,18}) ([^=]*)=")  # followed by a value and by the newline that ends the record
 _SPARSE = "GNU.sparse"
 _META_MEMBER = re.compile(r"__[^/]*__($|/)")
 
@@ -50,7 +50,7 @@ class ShardIndex(NamedTuple):
 
 
 class _Blocks:
-    """A reader of header blocks, 4096 bytes at a time, because the headers of small members are close together."""
+    """A reader of header blocks; it reads 4096 bytes at a time, because headers of small members are close together."""
 
     READ = 4096
 
@@ -80,7 +80,7 @@ class _Header(NamedTuple):
 def read_index(fd: int) -> ShardIndex:
     """Index a tar, given its file descriptor; raise OSError if the tar cannot be read.
 
-    A damaged or truncated member is missing from its sample and covered by a gap.
+    A damaged or truncated member is omitted from its sample and is covered by a gap.
     """
     gaps: list[Extent] = []
     samples = _group_members(_walk(fd, os.fstat(fd).st_size, gaps))
@@ -104,7 +104,7 @@ def _group_members(members: Iterator[tuple[str, Extent]]) -> list[SampleEntry]:
 def _split(name: str) -> tuple[str, str]:
     """Return the key and the extension of a member's name, both empty if the name does not belong to a sample.
 
-    The result is that of webdataset's `((?:.*/|)[^.]+)[.]([^/]*)`, whose time is quadratic in the number of folders.
+    Webdataset's `((?:.*/|)[^.]+)[.]([^/]*)` gives the same result, but in time quadratic in the number of folders.
     """
     folder, slash, base = name.rpartition("/")
     stem, dot, extension = base.partition(".")
@@ -137,7 +137,7 @@ def _walk(fd: int, end: int, gaps: list[Extent]) -> Iterator[tuple[str, Extent]]
 def _member(
     blocks: _Blocks, fd: int, offset: int, end: int, shared: dict[str, str]
 ) -> tuple[_Header, int, dict[str, str]]:
-    """Return the header of the member at `offset`, the offset of its data and the pax records that apply to it.
+    """Return the header of the member at `offset`, the offset of its data, and the pax records that apply to it.
 
     Extension headers (long names, pax) precede a member's header; if two give the name, the first wins, as in tarfile.
     """
@@ -183,7 +183,7 @@ def _parse(block: bytes) -> _Header:
 
 
 def _verify_checksum(block: bytes) -> None:
-    """Check the sum of a header's bytes, with spaces in place of the checksum field; old tars sum signed bytes."""
+    """Verify a header's checksum, the sum of its bytes with spaces in the checksum field; old tars sum signed bytes."""
     field = block[148:156]
     expected = _number(field)
     rest = sum(field) - 8 * ord(" ")
@@ -218,7 +218,7 @@ def _text(field: bytes) -> str:
 
 
 def _pax_records(payload: bytes) -> dict[str, str]:
-    """Parse records `LENGTH KEYWORD=VALUE\\n`, with the LENGTH of the whole record; return only the relevant ones."""
+    """Parse records `LENGTH KEYWORD=VALUE\\n`, where LENGTH counts the whole record; return only relevant records."""
     records: dict[str, str] = {}
     start, end = 0, len(payload.rstrip(b"\0"))
     while start < end:
@@ -240,7 +240,7 @@ def _padded(size: int) -> int:
 
 
 def _next_header(fd: int, offset: int, end: int) -> int:
-    """Return the offset of the first valid header from `offset` on, in steps of 512 bytes, or else `end`."""
+    """Search for a valid header in steps of 512 bytes from `offset`; return its offset, or `end` if there is none."""
     size = _Blocks.READ  # small at first: if every block looks like a header, each search ends immediately
     while offset < end:
         chunk = os.pread(fd, size, offset)

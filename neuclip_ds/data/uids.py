@@ -1,8 +1,8 @@
-"""Select subsets of a pool by uid, from .npy files of sorted 128-bit numbers, as DataComp and DFN publish them.
+"""Select subsets of a pool by uid, using .npy files of sorted 128-bit uids, as published by DataComp and DFN.
 
-A sample's JSON stores the uid as 32 hex digits; without it, the uid is a hash of the sample's place in its shard. The
-files store each uid as a pair of 64-bit words (dtype `u8,u8`, high word first). A file of a billion uids takes 16 GB,
-so files are memory-mapped, and each is searched for all uids of a shard at once.
+A sample's JSON stores the uid as 32 hex digits. If there is none, the uid is a hash of the sample's location in its
+shard. The files store each uid as a pair of 64-bit words (dtype `u8,u8`, high word first). A file of a billion uids
+takes 16 GB, so files are memory-mapped, and each is searched for all uids of a shard at once.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from neuclip_ds.errors import UserError, explained
 
 UID = np.dtype([("high", "<u8"), ("low", "<u8")])
 _HEX = re.compile("[0-9a-fA-F]{32}")
-_CHUNK = 1 << 22  # uids checked at once
+_CHUNK = 1 << 22  # number of uids checked at once
 UidArray = NDArray[np.void]  # dtype UID
 
 
@@ -49,14 +49,14 @@ class UidFiles:
 
 
 def parse_uid(text: object) -> tuple[int, int] | None:
-    """Return the two 64-bit words of a uid of 32 hex digits, or None for anything else."""
+    """Return the two 64-bit words of a uid in the form of 32 hex digits, or None for anything else."""
     if not isinstance(text, str) or not _HEX.fullmatch(text):
         return None
     return int(text[:16], 16), int(text[16:], 16)
 
 
 def parse_uids(texts: pa.Array) -> UidArray:
-    """Return the uids in an array of strings, without the strings that are not 32 hex digits."""
+    """Return the uids in an array of strings, ignoring strings that are not 32 hex digits."""
     texts = pc.cast(texts, pa.string())
     valid = texts.filter(pc.fill_null(pc.match_substring_regex(texts, f"^{_HEX.pattern}$"), False))
     words = np.frombuffer(bytes.fromhex("".join(valid.to_pylist())), dtype=">u8").reshape(-1, 2)

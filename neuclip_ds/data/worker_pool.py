@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 MAX_FAILURES = 3  # consecutive failures of the worker whose result is due
 PROCESS_NAME = "loader"  # a worker's name in ps and top
 
-_CONTEXT = multiprocessing.get_context("fork")  # workers share the manifest's memory, and need no imports
+_CONTEXT = multiprocessing.get_context("fork")  # workers share the manifest's memory, and need not import modules
 _POLL = 1.0  # seconds between checks while the main process waits for a worker
 
 
@@ -51,8 +51,8 @@ class LoaderOptions(NamedTuple):
 class WorkerPool:
     """A pool of loader processes, which are forked for the first series of jobs and kept for later series.
 
-    `work` does a job in a worker or, without workers, in this process; it may raise `UserError`. With the option
-    `pin_memory`, results that have a method of that name arrive in pinned memory.
+    `work` does a job in a worker or, without workers, in this process; it may raise `UserError`. With the
+    `pin_memory` option, results that have a `pin_memory` method arrive in pinned memory.
     """
 
     def __init__(self, work: Callable[[Any], Any], options: LoaderOptions) -> None:
@@ -62,9 +62,9 @@ class WorkerPool:
     def run(self, jobs: Iterable[Any], describe: Callable[[int], str], folder: Path) -> Generator[Any, None, None]:
         """Yield the results of jobs in order; a worker that fails is replaced, and its unfinished jobs are repeated.
 
-        Jobs must be picklable, and are read only as far ahead as the workers may prepare results. In messages,
-        `describe` names the result of a numbered job, and `folder` is the folder of the shards. If the caller stops
-        early, the next series starts new workers. Raises UserError if a job does, or if workers keep failing.
+        Jobs must be picklable, and are read only as far ahead as the workers may prepare results. Messages contain
+        `folder`, the folder of the shards, and the name that `describe` gives to the result of a job number. If the
+        caller stops early, the next series starts new workers. Raises UserError if a job does or workers keep failing.
         """
         count = self._options.workers
         if not count:
@@ -120,11 +120,11 @@ def _stop(workers: list[_Worker]) -> None:
 
 
 class _WorkerFailure(Exception):
-    """Raised if a worker dies or does not respond; the message gives the cause and a fix."""
+    """Raised if a worker dies or does not respond; the message names the cause and a fix."""
 
 
 class _Worker:
-    """A worker process and the thread that receives its results; `due` are the jobs whose results are not yet taken."""
+    """A worker process and the thread that receives its results; `due` are jobs whose results have not been taken."""
 
     def __init__(self, work: Callable[[Any], Any], options: LoaderOptions) -> None:
         self.due: deque[Any] = deque()
@@ -187,7 +187,7 @@ class _Worker:
     def stop(self) -> None:
         """Kill the worker."""
         self._process.kill()
-        self._process.join()  # otherwise, it stays a zombie
+        self._process.join()  # otherwise, it would stay a zombie
         self._jobs.cancel_join_thread()
         self._jobs.close()
 
@@ -196,7 +196,7 @@ def _receive(results: Connection, received: SimpleQueue[tuple[Any, Exception | N
     """Forward a worker's results, in pinned memory if a device is given, and the error that ends the connection."""
     try:
         if device is not None:
-            torch.cuda.set_device(device)  # the current device is a setting of each thread
+            torch.cuda.set_device(device)  # each thread has its own current device
         while True:
             result = results.recv()
             pins = device is not None and hasattr(result, "pin_memory")

@@ -18,18 +18,18 @@ from neuclip_ds.distributed.exchange import PURPOSE, Exchange, all_gather_single
 
 ProcessGroup = dist.ProcessGroup
 
-_STAGED = 64 << 10  # bytes of pageable memory that CUDA copies asynchronously; the host waits for larger copies
+_STAGED = 64 << 10  # maximum bytes of pageable memory that CUDA copies asynchronously; the host waits for more
 
 # names of ranges in a profiler's trace: a training step, and the prefix of a phase of the step
 STEP, PHASE = "train step", "phase: "
 
 
 def ring_bytes(op: str, size: int, world_size: int) -> int:
-    """Return the bytes that a rank would send in the ring algorithm, whichever algorithm the backend uses.
+    """Return the bytes that a rank would send with the ring algorithm, whichever algorithm the backend uses.
 
     Args:
         op: all_gather, all_reduce, reduce_scatter, all_to_all, reduce or broadcast. For reduce and broadcast, where
-            ranks send different amounts, the mean over ranks is returned; for any other operation (barrier), 0.
+            ranks send different amounts, the mean over ranks is returned; for any other operation (a barrier), 0.
         size: bytes of a rank's input: the local rows for all_gather, the rows sent to other ranks for all_to_all, and
             the whole tensor for the remaining operations.
         world_size: number of ranks K.
@@ -43,7 +43,7 @@ def ring_bytes(op: str, size: int, world_size: int) -> int:
 
 @dataclass
 class Traffic:
-    """Traffic for one purpose on this rank so far: bytes by `ring_bytes`, and seconds not overlapped by computation."""
+    """This rank's traffic for one purpose so far: bytes from `ring_bytes`, and seconds not hidden by computation."""
 
     calls: int = 0
     bytes_sent: int = 0  # equal to the bytes received
@@ -74,9 +74,9 @@ class Communicator(Exchange):
 
     Args:
         device: device of the tensors.
-        group: process group of the ranks; None for the default group.
-        host_group: process group of the same ranks for objects and tensors in host memory; None for `group`.
-        store: store that the same ranks share, for `count`.
+        group: process group of the ranks; by default, torch's default group.
+        host_group: process group of the same ranks for objects and tensors in host memory; by default, `group`.
+        store: store that the same ranks share; `count` needs it.
 
     Attributes:
         traffic: `Traffic` by purpose; on a GPU, call `collect_times()` before reading the times.
@@ -127,7 +127,7 @@ class Communicator(Exchange):
         return self._begin("all_gather", x, purpose, result, all_gather_single, x.contiguous())
 
     def begin_host_gather(self, x: Tensor, purpose: str) -> Pending:
-        """Start an `all_gather` of a tensor in host memory, if possible without the GPU.
+        """Start an `all_gather` of a tensor in host memory, without using the GPU if possible.
 
         If the group supports only GPU tensors (NCCL), the tensor is sent through the GPU, and `wait` waits for the GPU.
         """
@@ -184,7 +184,7 @@ class Communicator(Exchange):
                 dist.barrier(group=self._group)
 
     def collect_times(self) -> None:
-        """Wait for the GPU and add the times of the calls since the last `collect_times`."""
+        """Wait for the GPU and add the times of the calls since the last `collect_times` to `traffic`."""
         for purpose, start, end in self._unread_events:
             end.synchronize()
             self.traffic[purpose].seconds += start.elapsed_time(end) / 1e3
@@ -208,7 +208,7 @@ class Communicator(Exchange):
 
     @contextmanager
     def _timed(self, purpose: str, device: torch.device) -> Iterator[None]:
-        """Add the time that this rank spends launching a collective or waiting for it, but no overlapped time."""
+        """Add the time that this rank spends launching a collective or waiting for it, excluding overlapped time."""
         if device.type == "cuda":
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
@@ -224,13 +224,13 @@ class Communicator(Exchange):
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on a device, through pinned memory if it is large and comes from the host.
+    """Copy a tensor to a device, through pinned memory if the tensor is large and in host memory.
 
-    torch reuses the pinned memory only after the copy.
+    torch reuses the pinned memory only when the copy is complete.
     """
     if device.type == "cuda" and tensor.device.type == "cpu" and tensor.nbytes > _STAGED:
         tensor = tensor.pin_memory()
-    # torch would not wait for a non-blocking copy to the host either, so the host could read the copy too early
+    # a non-blocking copy to the host would also return at once, and the host could read incomplete data
     return tensor.to(device, non_blocking=device.type == "cuda")
 
 

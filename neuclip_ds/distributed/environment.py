@@ -1,4 +1,4 @@
-"""Read the launcher's environment variables. The module does not import torch, so it reports mistakes at once."""
+"""Read the launcher's environment variables. The module does not import torch, so it reports errors at once."""
 
 import os
 import re
@@ -13,7 +13,7 @@ import psutil
 
 from neuclip_ds.errors import UserError
 
-# Variables of rank, local rank and world size: the DeepSpeed and torch launchers, Open MPI, and an srun step of SLURM.
+# Variables for rank, local rank and world size, set by DeepSpeed's and torch's launchers, Open MPI, and SLURM's srun.
 # SLURM_NTASKS does not identify an srun step, because it is also set in a batch script, which is a single process.
 _SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS")
 _LAUNCHERS = (
@@ -46,7 +46,7 @@ def read_environment(env: MutableMapping[str, str] = os.environ) -> RankEnvironm
 
 
 def complete_environment(env: MutableMapping[str, str] = os.environ) -> None:
-    """Set the process group's variables that the launcher left unset, for a single rank and for an srun step.
+    """Set the variables for the process group that the launcher left unset (for a single rank or an srun step).
 
     An srun step uses its first node as MASTER_ADDR and a port derived from the job ID. Under mpirun, MPI can provide a
     missing address, so nothing is set; under other launchers, a missing address raises `UserError`.
@@ -71,7 +71,7 @@ def find_gpus(devices: Path = Path("/dev")) -> list[str]:
 
 
 def let_idle_threads_sleep(env: MutableMapping[str, str] = os.environ) -> None:
-    """Let idle OpenMP threads of a CPU run sleep unless the user has configured them; call it before importing torch.
+    """Let idle OpenMP threads sleep in a CPU run unless the user has configured them; call before importing torch.
 
     Threads that spin until the next parallel region take cores away from other ranks and from data loaders.
     """
@@ -83,7 +83,7 @@ def let_idle_threads_sleep(env: MutableMapping[str, str] = os.environ) -> None:
 def refuse_missing_gpus(torch_build: str) -> None:
     """Raise `UserError` if DeepSpeed finds no GPU and would train on the CPU by mistake.
 
-    It is an error if the machine has GPUs, or if `deepspeed --num_gpus N` started this process. The alias
+    This is a mistake if the machine has GPUs, or if `deepspeed --num_gpus N` started this process. The alias
     `--num_accelerators` is accepted, because it can also mean CPU ranks. DS_ACCELERATOR=cpu selects the CPU.
 
     Args:
@@ -111,10 +111,10 @@ def refuse_missing_gpus(torch_build: str) -> None:
 
 
 def use_interface_of(address: str) -> None:
-    """Let gloo use the network interface that has this address, unless GLOO_SOCKET_IFNAME names one.
+    """Let gloo use the network interface that has this address, unless GLOO_SOCKET_IFNAME is set.
 
     By default, gloo uses the interface of the address that the host name resolves to. That address may belong to a
-    different network or, like Debian's 127.0.1.1, to no network.
+    different network or, like Debian's 127.0.1.1, be local to this machine.
     """
     wanted = ip_address(address)
     for name, addresses in psutil.net_if_addrs().items():

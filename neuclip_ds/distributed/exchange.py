@@ -90,13 +90,13 @@ class Exchange:
         return [row[:size] for row, size in zip(rows, sizes.tolist(), strict=True)]
 
     def agree(self, problem: str | None) -> None:
-        """Raise `UserError` on all ranks if any rank has a problem; name the first such rank and its host."""
+        """Raise `UserError` on all ranks if any rank has a problem; name the lowest such rank and its host."""
         for rank, found in enumerate(self.gather_objects({"host": socket.gethostname(), "problem": problem})):
             if (text := found["problem"]) is not None:
                 raise UserError(text if self.world_size == 1 else f"rank {rank} on {found['host']}: {text}")
 
     def on_every_rank(self, work: Callable[[], T]) -> T:
-        """Return the result of `work` on this rank, or raise the first rank's `UserError` on all ranks."""
+        """Return the result of `work`; if ranks raise `UserError`, raise the lowest such rank's error on all ranks."""
         try:
             result = work()
         except UserError as error:
@@ -111,7 +111,7 @@ class Exchange:
         return self._store.add(f"counters/{name}", amount)
 
     def ranks_of_node(self) -> list[int]:
-        """Return the ranks on this rank's host, in whatever order the launcher assigned them; a collective call."""
+        """Return the ranks on this rank's host, however the launcher assigned ranks to hosts; a collective call."""
         hosts = self.gather_objects(socket.gethostname())
         return [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
 
@@ -122,5 +122,5 @@ def _decode(message: Tensor, rank: int) -> Any:
     except (ValueError, RecursionError) as error:
         raise UserError(
             f"Rank {rank} sent bytes that are not JSON ({error}): another program takes part in the run's collectives. "
-            "Train in a network that only its users reach."
+            "Train on a network that only its users can reach."
         ) from error

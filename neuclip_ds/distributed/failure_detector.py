@@ -3,7 +3,7 @@
 When a rank dies, the others hang in a collective: NCCL does not notice, and under `--no_ssh` or pdsh no launcher
 informs the other nodes. Each rank therefore keeps an idle TCP connection to the previous rank. The kernel closes the
 connection when the previous rank dies or when its node does not answer for 20 s, whatever Python is doing. The first
-failure is stored under the key `error`, which a thread of every rank reads twice a second; the store ends with rank 0.
+failure is stored under the key `error`, which a thread on every rank reads twice a second. The store ends with rank 0.
 
 The log also names hung ranks. A rank that stays at the same line of code for 10 minutes publishes how many collectives
 it has begun. Ranks that have begun fewer, or have published nothing, keep the others waiting.
@@ -31,11 +31,11 @@ from neuclip_ds.errors import Interrupted, TrainingDiverged, UserError
 log = logging.getLogger(__name__)
 
 _PERIOD = 0.5  # seconds
-_WINDOW = 1.0  # seconds before a failed rank reports, because its error may result from another rank's death
-_SILENCE = 30.0  # seconds after which a store that does not answer counts as lost
+_WINDOW = 1.0  # seconds that a failed rank waits before it reports: its error may result from another rank's death
+_SILENCE = 30.0  # seconds after which a store that does not answer is considered lost
 _LONGEST_START = 300.0  # seconds within which the ranks must connect their process groups
 _PATIENCE = 600.0  # seconds after which a stuck rank is reported
-_SPREAD = 60.0  # seconds within which all ranks that wait for the same rank have stopped
+_SPREAD = 60.0  # seconds within which all ranks that wait for the same rank are stuck, too
 _NOT_CONNECTED = (
     "the ranks have not connected to each other by NCCL and gloo in 5 minutes. Set NCCL_SOCKET_IFNAME and "
     "GLOO_SOCKET_IFNAME to the network interface that all nodes share (ip addr lists them), under deepspeed --hostfile "
@@ -59,8 +59,8 @@ class FailureDetector:
     """End all ranks when the block fails on one of them.
 
     The exit code is 2 for a `UserError`, 128 + the signal's number for `Interrupted`, and otherwise 1. Rank 0 reports
-    these two and `TrainingDiverged` in one line. The rank that failed first logs any other exception with its
-    traceback, and the first rank of each node logs it in one line.
+    `UserError`, `Interrupted` and `TrainingDiverged` in one line. For any other exception, the rank that failed first
+    logs the traceback, and local rank 0 of each node logs one line.
 
     Args:
         environment: rank and world size of this process; all ranks (at least two) must enter the block.
@@ -68,10 +68,10 @@ class FailureDetector:
         address: address at which the other nodes reach this machine.
 
     Attributes:
-        communicator: set by the caller once the ranks have connected their process groups, within 5 minutes.
+        communicator: set by the caller once the ranks have connected their process groups, at most 5 minutes later.
 
     Raises:
-        UserError: the rank before this one cannot be reached.
+        UserError: the previous rank cannot be reached.
     """
 
     communicator: Communicator | None = None
@@ -143,7 +143,7 @@ class FailureDetector:
                 self._wake.wait(0.05 if self._leaving else _PERIOD)
                 self._wake.clear()
             failure = Failure(*json.loads(self._store.get("error")))
-            # rank 0 reports before any rank exits, because launchers then stop all; it exits once all have read `error`
+            # launchers stop all ranks if one exits, so rank 0 reports first; it exits last, so that all read `error`
             wait = 2 * _PERIOD if self._rank else 3 * _PERIOD
         except dist.DistError:
             failure = Failure(0, self._hosts[0], _DIED)
@@ -164,7 +164,7 @@ class FailureDetector:
                 self._end(Failure(0, self._hosts[0], f"it has not answered for {_SILENCE:.0f} s"))
 
     def _watch_progress(self, communicator: Communicator) -> None:
-        """Publish where this rank is stuck; the lowest stuck rank logs which ranks keep the others waiting."""
+        """If this rank is stuck, publish where; the lowest stuck rank logs which ranks keep the others waiting."""
         frame = sys._current_frames()[threading.main_thread().ident or 0]
         calls = [f"{of.f_code.co_filename}:{line} in {of.f_code.co_name}" for of, line in traceback.walk_stack(frame)]
         still, key = time.monotonic() - self._since, f"standing/{self._rank}"
@@ -182,7 +182,7 @@ class FailureDetector:
             self._name_awaited()
 
     def _name_awaited(self) -> None:
-        """Log which ranks are behind the others, unless a lower rank is stuck, which then logs them."""
+        """Log which ranks are behind the others, unless a lower rank is stuck and therefore logs them."""
         if any(self._standing_place(rank) for rank in range(self._rank)):
             return
         places = {rank: self._standing_place(rank) for rank in range(self._world_size)}
@@ -201,7 +201,7 @@ class FailureDetector:
         )
 
     def _standing_place(self, rank: int) -> tuple[int, str] | None:
-        """Return how many collectives a stuck rank has begun, and its current line of code."""
+        """Return the number of collectives that a stuck rank has begun and its line of code, or None if not stuck."""
         found = self._store.check([f"standing/{rank}"]) and json.loads(self._store.get(f"standing/{rank}"))
         return found or None
 
@@ -224,13 +224,13 @@ class FailureDetector:
 
 
 def _connect(host: str, address: str, port: int) -> socket.socket:
-    """Connect to the previous rank; the connection ends within 20 s if the node of that rank is lost."""
+    """Connect to the previous rank; the connection ends within 20 s if that rank's node is lost."""
     try:
         connection = socket.create_connection((address, port), 60)
     except OSError as error:
         raise UserError(
             f"{socket.gethostname()} cannot reach {host} at {address}:{port} ({error}); allow connections between the "
-            "nodes at every port above 1023."
+            "nodes on every port above 1023."
         ) from error
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):

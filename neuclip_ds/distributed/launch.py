@@ -1,6 +1,6 @@
 """Launch of a run: its processes rendezvous, compare code and config, join one process group and end together.
 
-The rendezvous comes before the process group is created, because torch would wait half an hour without naming the
+The rendezvous takes place before the process group is created, because torch would wait half an hour without naming the
 missing rank, and would deadlock if the ranks ran different configs.
 """
 
@@ -35,21 +35,21 @@ from neuclip_ds.distributed.environment import (
 from neuclip_ds.distributed.failure_detector import FailureDetector
 from neuclip_ds.errors import UserError, explained
 
-TIMEOUT = timedelta(minutes=5)  # between the arrivals of the first rank and the last rank
+TIMEOUT = timedelta(minutes=5)  # longest time between the arrivals of the first rank and the last rank
 _COLLECTIVE_LIMIT = timedelta(minutes=30)
-_SEEN_WITHIN = 15.0  # seconds until a network file system shows a file that another node has written
+_SEEN_WITHIN = 15.0  # longest time in seconds until a network file system shows a file from another node
 
 
 @contextmanager
 def connected(task: str, max_outage: float = 0.0) -> Iterator[Communicator]:
-    """Join the ranks of the launch in a process group, which ends with the block.
+    """Join the ranks of the launch in a process group for the duration of the block.
 
     Within the block, this thread and the threads that it starts flush subnormal numbers to zero. The moments of weights
     that no longer receive gradients decay to subnormal numbers, which slow down CPUs.
 
     Args:
-        task: description of the work as lines of text, such as a config; must be equal on all ranks.
-        max_outage: seconds that a node may wait for its storage while the others wait in a collective.
+        task: description of the work as lines of text, such as a config; it must be equal on all ranks.
+        max_outage: longest time in seconds that a node may wait for its storage while others wait in a collective.
 
     Raises:
         UserError: ranks are missing, have no GPU although others do, or run different code or a different task.
@@ -96,7 +96,7 @@ def join(max_outage: float = 0.0, store: dist.Store | None = None) -> Communicat
         dist.init_process_group(accelerator.communication_backend_name(), timeout=limit, device_id=bound)
     if device.type == "cpu" or dist.get_world_size() == 1:
         return Communicator("cpu" if device.type == "cpu" else device, store=store)
-    # hosts exchange data in host memory, such as which rows are valid, without waiting for the GPUs
+    # through this group, ranks exchange host data, such as which rows are valid, without waiting for the GPUs
     hosts: Any = dist.new_group(backend="gloo", timeout=limit)
     return Communicator(device, host_group=hosts, store=store)
 
@@ -121,8 +121,8 @@ def _choose_device(local_rank: int) -> None:
     count = accelerator.device_count()
     if local_rank >= count:
         raise UserError(
-            f"{socket.gethostname()} shows {count} GPUs, too few for local rank {local_rank}: start as many ranks as "
-            "it has (slots of the hostfile), and let each see all of them (srun --gpus-per-node, not --gpus-per-task)."
+            f"{socket.gethostname()} shows {count} GPUs, too few for local rank {local_rank}: start one rank per "
+            "GPU (slots in the hostfile), and let each rank see all GPUs (srun --gpus-per-node, not --gpus-per-task)."
         )
     accelerator.set_device(local_rank)
 
@@ -153,10 +153,10 @@ def open_store(rank: int, timeout: timedelta = TIMEOUT, serve: bool = True) -> d
 
     Args:
         timeout: longest time to wait for rank 0.
-        serve: False opens a second connection, whose calls do not wait for calls on the first connection.
+        serve: if False, open a second connection, whose calls do not wait for calls on the first connection.
 
     Raises:
-        UserError: rank 0 cannot listen at MASTER_PORT, or is not at MASTER_ADDR.
+        UserError: rank 0 cannot listen on MASTER_PORT, or cannot be reached at MASTER_ADDR.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     serves = serve and rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -186,8 +186,8 @@ def rendezvous(
         The address of this machine on the network over which ranks reach rank 0.
 
     Raises:
-        UserError: on every rank that arrived, if a rank has a `problem`, is missing or appears twice, or if the facts
-            differ.
+        UserError: a rank has a `problem`, is missing or appears twice, or the facts differ; raised on every rank that
+            arrived.
     """
     with socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))) as probe:
         address, of_rank_zero = probe.getsockname()[0], probe.getpeername()[0]
@@ -218,7 +218,7 @@ def rendezvous(
 
 
 def _find_problem(store: dist.Store, world_size: int, timeout: timedelta) -> str:
-    """Return the reason why the ranks cannot run together, or "" once all have arrived; called on rank 0."""
+    """Return the reason why the ranks cannot run together, or "" if they can; called on rank 0."""
     hosts: dict[int, str] = {}
     expected: dict[str, str] = {}
     deadline, number = time.monotonic() + timeout.total_seconds(), 1
@@ -270,7 +270,7 @@ def check_shared(folder: Path, communicator: Communicator) -> None:
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
-    """Return the slots by node name, as DeepSpeed reads them; raise `UserError` if the file is missing or invalid."""
+    """Read the number of slots of each node as DeepSpeed does; raise `UserError` if the file is missing or invalid."""
     if not path.is_file():
         raise UserError(f"The hostfile {path} does not exist; hostfiles/ has examples.")
     with explained(f"DeepSpeed cannot read the hostfile {path}", "write one line `NAME slots=N` for each node"):

@@ -1,4 +1,4 @@
-"""Signals that stop a program: raised as `Interrupted`, or only recorded while the program chooses when to stop.
+"""Signals that stop a program: raised as `Interrupted`, or only recorded so that the program chooses when to stop.
 
 Python runs a signal's handler in the main thread, between two instructions. A rank that waits in a collective
 reacts when the collective ends, or when another rank that received a signal ends all ranks.
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from neuclip_ds.errors import Interrupted
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)  # launchers, SLURM's warning, Ctrl-C
-_AGAIN = 1.0  # seconds after which the same signal counts as a second request; some launchers send it twice at once
+_AGAIN = 1.0  # seconds after which the same signal counts as a second request; some launchers send it twice in a row
 
 
 class _StopSignals:
@@ -26,7 +26,7 @@ class _StopSignals:
         self._times: dict[int, float] = {}
 
     def receive(self, number: int, frame: object) -> None:
-        """Handle a signal; a second signal of the same kind ends the process at once."""
+        """Handle a signal; if the same signal arrives again over a second later, end the process at once."""
         now = time.monotonic()
         if now - self._times.setdefault(number, now) > _AGAIN:
             signal.signal(number, signal.SIG_DFL)
@@ -36,7 +36,7 @@ class _StopSignals:
             self.raise_received()
 
     def raise_received(self) -> None:
-        """Raise the signal that was received, if any, unless signals are deferred."""
+        """Raise `Interrupted` if a signal was received, unless signals are deferred."""
         if self.received is not None and not self.deferred:
             raise Interrupted(self.received)
 
@@ -67,7 +67,7 @@ def raising_interrupted() -> Iterator[None]:
 
 @contextmanager
 def deferring(deferred: bool = True) -> Iterator[None]:
-    """Record stop signals for `take_signal` during the block; within it, `deferring(False)` raises them again.
+    """Record stop signals for `take_signal` during the block; a nested `deferring(False)` raises them again.
 
     A recorded signal that was not taken is raised when the deferral ends.
     """

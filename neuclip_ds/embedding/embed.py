@@ -4,8 +4,8 @@
     OUT/part-00000012.parquet           index, key, uid, image, text, similarity of the samples of shard 12
 
 A rank that is free takes the next shard, and no rank waits for the other ranks before the end. A shard's features
-depend only on the model, the shard and the batch size, so a restarted job on any number of ranks writes only the
-missing parts, with the same contents. A part's file appears once the part is complete.
+depend only on the model, the shard and the batch size, so a restarted job writes only the missing parts, with the
+same contents on any number of ranks. A part's file appears once the part is complete.
 """
 
 import json
@@ -40,11 +40,11 @@ from neuclip_ds.files import atomic_write, explain_disk
 log = logging.getLogger(__name__)
 
 _NUMBER = re.compile(r"part-(\d{8})\.parquet")
-_EVERY = 10.0  # seconds between lines of progress
+_EVERY = 10.0  # seconds between progress lines
 
 
 class Summary(NamedTuple):
-    """Totals of a call of `embed` over all ranks."""
+    """Totals over all ranks for one call of `embed`."""
 
     shards: int  # shards whose parts this call wrote
     samples: int  # samples in these parts
@@ -72,7 +72,7 @@ class Rows(NamedTuple):
 
 
 class RowReader:
-    """Reader of blocks, called in loader processes; `uid_key` is the key of the uid in a sample's JSON."""
+    """Reads blocks in loader processes; `uid_key` is the key of the uid in a sample's JSON."""
 
     def __init__(
         self, manifest: Manifest, transform: ImageTransform, tokenize: Tokenize, uid_key: str, options: LoaderOptions

@@ -1,8 +1,8 @@
-"""Drop samples whose images are nearly identical to a kept image, by the features that `neuclip-ds embed` wrote.
+"""Drop each sample whose image is nearly identical to a kept image, based on features from `neuclip-ds embed`.
 
-Samples are visited by decreasing value, and a sample is dropped if the cosine similarity between its image and a kept
-image reaches the threshold. SemDeDup (Abbas et al., 2023) does this within clusters; here all n samples are compared,
-on a GPU if one is available, which takes at most n^2 d multiplications.
+Samples are visited in order of decreasing value, and a sample is dropped if the cosine similarity between its image
+and a kept image reaches the threshold. SemDeDup (Abbas et al., 2023) does this within clusters. Here, all n samples are
+compared, on a GPU if one is available; with features of width d, this takes at most n^2 d multiplications.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,8 +25,8 @@ _ROWS = 4096  # samples in a block
 def drop_near_duplicates(folders: Sequence[Path], column: str, threshold: float, uids: UidArray) -> UidArray:
     """Return the uids of the samples to keep, in the order of the n distinct `uids`.
 
-    `column` has the values; near-duplicates have a cosine similarity of at least `threshold`. All n features of width d
-    stay in memory, in their stored type. Raises UserError if a folder has no features or cannot be read.
+    `column` contains the values; near-duplicates have a cosine similarity of at least `threshold`. All n features of
+    width d stay in memory, in their stored type. Raises UserError if a folder has no features or cannot be read.
     """
     places = {(int(high), int(low)): place for place, (high, low) in enumerate(uids.tolist())}
     values, features = np.full(len(uids), -np.inf), np.empty((0, 0))

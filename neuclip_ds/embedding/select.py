@@ -24,7 +24,7 @@ _BATCH = 1 << 17  # rows that are read at once
 
 
 class Rule(NamedTuple):
-    """Rule for which values to keep; bounds are inclusive, and `top` is a fraction of all numeric values."""
+    """Rule for which values to keep; bounds are inclusive, and `top` is the fraction of all numeric values to keep."""
 
     minimum: float = -math.inf
     maximum: float = math.inf
@@ -55,8 +55,8 @@ def select(
 
     A rule with `top` needs 8 bytes of memory per row, and each kept uid takes 16 bytes. Sources are parquet files, or
     folders with such files at any depth. `out` and the files in `within` are .npy files of pairs of 64-bit words (dtype
-    `u8,u8`). A uid must be in every `within` file; `refine` then selects from the uids left. Raises UserError if a file
-    cannot be read, or no row with a uid is kept.
+    `u8,u8`). A uid must be in every `within` file, and `refine` may drop more uids. Raises UserError if a file
+    cannot be read, or if no row with a uid is kept.
     """
     files = [file for source in sources for file in _files(source)]
     data = ds.dataset([str(file) for file in files], format="parquet")
@@ -94,7 +94,7 @@ def _rows(data: ds.Dataset, column: str, other: str) -> Iterator[tuple[NDArray[n
     """Yield the values of a numeric column, NaN if missing, and of a second column, for the same rows."""
     with explained("A parquet file cannot be read", "write or download it again"):
         for batch in data.to_batches(columns=list({column: 0, other: 0}), batch_size=_BATCH):
-            with explained(f"Column {column} lacks numbers", "choose another --column"):
+            with explained(f"Column {column} is not numeric", "choose another --column"):
                 values = pc.cast(batch.column(column), pa.float64())
             yield pc.fill_null(values, math.nan).to_numpy(zero_copy_only=False), batch.column(other)
 

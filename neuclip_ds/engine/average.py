@@ -34,7 +34,7 @@ class WeightAverage:
         """
         share = 1 - min(self._decay, (1 + step) / (10 + step))
         for master, state in self._engine.basic_optimizer.state.items():
-            if AVERAGE not in state:  # only after a step: optimizers initialize only an empty state
+            if AVERAGE not in state:  # set after a step, because optimizers initialize only an empty state
                 state[AVERAGE] = master.detach().clone()
             state[AVERAGE].lerp_(master.detach(), share)
 
@@ -42,7 +42,7 @@ class WeightAverage:
     def in_use(self) -> Iterator[None]:
         """Use the average as the module's weights during the block; afterward, restore the weights bit for bit.
 
-        A collective call. An error leaves the average in place: the other ranks would not help restore the weights.
+        A collective call. After an error, the average stays in place: restoring the weights would need all ranks.
         """
         self._exchange()
         yield
@@ -60,6 +60,6 @@ class WeightAverage:
 
 
 def discard_average(engine: Any) -> None:
-    """Drop the average that was loaded from a checkpoint; called if the run itself keeps no average."""
+    """Drop the average that was loaded from a checkpoint; called if this run does not keep an average."""
     for state in engine.basic_optimizer.state.values():
         state.pop(AVERAGE, None)

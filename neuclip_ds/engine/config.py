@@ -1,4 +1,4 @@
-"""DeepSpeed config of a run: the user's JSON file, completed by the recipe. The module does not import torch.
+"""DeepSpeed config of a run: the user's JSON file, completed from the recipe. The module does not import torch.
 
 The recipe owns the batch, learning rate, optimizer and clipping; the JSON owns precision, ZeRO and offload. If the JSON
 sets an option that the recipe owns, both values must be equal (or the JSON's must be "auto").
@@ -48,7 +48,7 @@ class _Engine(_Part):
 
 
 FOLDER = Path(__file__).parents[1] / "ds_configs"
-_FEW = 4  # maximum number of micro-batches whose gradients may be summed in 16 bits
+_FEW = 4  # maximum number of micro-batches whose gradients may be summed in bf16
 DEEPSPEED = "0.19.8"  # version whose private fields and gradients are tested; the same as in requirements.txt
 
 
@@ -77,7 +77,7 @@ def load_engine_config(config: Config, world_size: int) -> dict[str, Any]:
     micro_batches = config.rank_batch(world_size) // config.micro_batch(world_size)
     if micro_batches > _FEW and not accumulates_in_float32(engine):
         raise UserError(
-            f"{path} adds the gradients of {micro_batches} micro-batches in {precision(engine)}, which loses the small "
+            f"{path} adds the gradients of {micro_batches} micro-batches in {precision(engine)}, which loses small "
             "ones: use deepspeed=zero1_bf16, whose data_types.grad_accum_dtype is fp32, or a larger data.micro_batch."
         )
     if zero_stage(engine) == 3 and config.model.compile:
@@ -121,13 +121,13 @@ def _refuse_unsupported(path: Path, engine: dict[str, Any]) -> None:
     if read.fp16.enabled:
         problems.append("enables fp16, which is not supported (use zero1_bf16, or zero1_fp32 on a GPU without bf16)")
     if not read.bf16.check_grad_overflow:
-        problems.append("turns off bf16.check_grad_overflow, without which a gradient that is not finite is not found")
+        problems.append("turns off bf16.check_grad_overflow, without which nonfinite gradients are not detected")
     if not zero.compute_grad_norm:
-        problems.append("turns off zero_optimization.compute_grad_norm, without which such a gradient is not found")
+        problems.append("turns off zero_optimization.compute_grad_norm, without which such gradients are not detected")
     for key, part in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
         if part is not None and (part.device == "nvme" or part.ratio != 1):
             problems.append(
-                f"offloads zero_optimization.{key} to a disk or in part, which checkpoints do not read (use the device "
+                f"offloads zero_optimization.{key} to a disk or in part, which checkpoints do not support (use device "
                 "cpu without a ratio)"
             )
     if problems:
@@ -145,7 +145,7 @@ def zero_stage(engine: dict[str, Any]) -> int:
 
 
 def read_engine_file(name: str) -> tuple[Path, dict[str, Any]]:
-    """Return the path and the raw content of a JSON file, given by name or path."""
+    """Return the path and the raw content of a DeepSpeed JSON file, given by name or path."""
     candidates = [Path(name), FOLDER / f"{name}.json", Path("ds_configs") / f"{name}.json"]
     path = next((path for path in candidates if path.is_file()), None)
     if path is None:

@@ -15,7 +15,7 @@ from neuclip_ds.distributed.communicator import Communicator
 
 
 class Lamb(torch.optim.Optimizer):
-    """LAMB: Adam's direction plus decoupled decay, rescaled to the norm of the parameter in groups with `adapt`."""
+    """LAMB: Adam's direction plus decoupled weight decay, scaled to the parameter's norm in groups with `adapt`."""
 
     def __init__(self, groups: Iterable[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float) -> None:
         self._parts: Mapping[Tensor, Sequence[slice]] = {}
@@ -23,7 +23,7 @@ class Lamb(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0, "adapt": True})
 
     def shard(self, parts: Mapping[Tensor, Sequence[slice]], communicator: Communicator) -> None:
-        """Prepare for flat shards of several parameters; each step then all-reduces once over all ranks.
+        """Prepare for flat shards of several parameters; each step then needs one all-reduce over all ranks.
 
         `parts` lists the slices of each shard, one slice per parameter, in the same order on all ranks. Elements
         outside the slices are padding and do not change.

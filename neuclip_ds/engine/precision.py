@@ -38,7 +38,7 @@ def resolve_comm_dtype(config: Config, engine: dict[str, Any]) -> torch.dtype:
 
 
 def set_matmul_precision(config: Config, engine: dict[str, Any], device: torch.device) -> None:
-    """Set and log the precision in which a GPU multiplies float32 matrices; does nothing on a CPU or for bf16 towers.
+    """Set and log the precision in which a GPU multiplies float32 matrices; do nothing on a CPU or for bf16 towers.
 
     The setting applies to the whole process. The loss overrides it for its own matrix products.
     """
@@ -48,7 +48,7 @@ def set_matmul_precision(config: Config, engine: dict[str, Any], device: torch.d
 
 
 def fix_library_algorithms() -> None:
-    """Make cuBLAS and NCCL use the same algorithms in every launch, unless the user's environment sets others.
+    """Make cuBLAS and NCCL use the same algorithms in every launch, unless the user's environment selects others.
 
     NCCL reads its variables when ranks connect; cuBLAS reads its variable at the first call.
     """
@@ -59,7 +59,7 @@ def fix_library_algorithms() -> None:
 
 @contextmanager
 def deterministic_algorithms(enabled: bool) -> Iterator[None]:
-    """If `enabled`, use deterministic algorithms in the block: equal inputs give equal bits, even on GPUs.
+    """If `enabled`, use deterministic algorithms in the block: equal inputs give bit-identical results, even on GPUs.
 
     Raises:
         UserError: the block called an operation without a deterministic algorithm.
@@ -79,7 +79,7 @@ def deterministic_algorithms(enabled: bool) -> Iterator[None]:
         if "deterministic" not in str(error):
             raise
         reason = str(error).partition(". ")[0]
-        raise UserError(f"{reason}: set run.deterministic=false, or choose a model without it.") from error
+        raise UserError(f"{reason}: set run.deterministic=false, or choose a model without this operation.") from error
     finally:
         torch.use_deterministic_algorithms(before)
         memory.fill_uninitialized_memory = filled  # type: ignore[attr-defined]

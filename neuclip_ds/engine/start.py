@@ -21,7 +21,7 @@ from neuclip_ds.models.trained_parts import learning_rate_scales
 
 
 def check_engine_config(engine_config: dict[str, Any], name: str) -> None:
-    """Raise `UserError` if DeepSpeed rejects the config called `name`; needs no process group."""
+    """Raise `UserError` if DeepSpeed rejects the config called `name`; a process group is not needed."""
     one_rank = {**engine_config, "train_batch_size": engine_config["train_micro_batch_size_per_gpu"]}
     try:
         DeepSpeedConfig(copy.deepcopy(one_rank))
@@ -32,13 +32,13 @@ def check_engine_config(engine_config: dict[str, Any], name: str) -> None:
 def start_engine(
     model: nn.Module, config: OptimizerConfig, engine_config: dict[str, Any], communicator: Communicator
 ) -> Any:
-    """Return an engine with float32 masters equal to the weights and an optimizer without moments or learning rate.
+    """Start an engine, with float32 masters equal to the weights, no optimizer state and a learning rate of zero.
 
     `engine_config` comes from `load_engine_config`. The engine shares the communicator's process group.
     """
     optimizer = build_optimizer(model, config)
-    # without ZeRO, DeepSpeed initializes a bf16 optimizer by a step with zero gradients, which would decay the weights
-    # and count as the first step; a learning rate of zero keeps the weights, and the optimizer state is cleared below
+    # without ZeRO, DeepSpeed initializes a bf16 optimizer with a step on zero gradients, which would decay the weights
+    # and count as the first step; so the learning rate is zero during this step, and the optimizer state is cleared
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     skip_unused_kernel(communicator.device)
@@ -87,7 +87,7 @@ class _Float32BatchNorm:
 
 
 def parameter_groups(module: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
-    """Return the trained parameters in groups by learning-rate factor `lr_scale` (largest first) and weight decay.
+    """Group the trained parameters by learning-rate factor `lr_scale` (largest first) and weight decay.
 
     Weight decay applies to matrices and embeddings, but not to gains, biases and other vectors.
     """

@@ -78,7 +78,7 @@ def placements(engine: Any, rank: int) -> Iterator[Placement]:
 def replicas(engine: Any, rank: int) -> dict[str, Tensor]:
     """Return the tensors that must be bit-identical on all ranks.
 
-    These are the frozen weights; below ZeRO 3, all weights; and without ZeRO, also the masters and moments.
+    These are the frozen weights under ZeRO 3, all weights below ZeRO 3, and also masters and moments without ZeRO.
     """
     weights = dict(engine.module.named_parameters())
     if _wrapper_of(engine) is Wrapper.ZERO_3:
@@ -99,7 +99,7 @@ def parameter_shapes(module: nn.Module) -> dict[str, list[int]]:
 
 
 def fetches_weights(module: nn.Module) -> bool:
-    """Return whether ZeRO 3 fetches weights as modules run, in a recorded order that every pass must keep."""
+    """Return whether ZeRO 3 fetches weights as modules run, in a recorded order that every pass must follow."""
     return any(hasattr(weight, "ds_tensor") for weight in module.parameters())
 
 
@@ -115,8 +115,8 @@ def refresh_weights(engine: Any) -> None:
     if wrapper is Wrapper.ZERO_3:
         for number in range(len(optimizer.fp16_groups)):
             optimizer._reassign_or_swap_out_partitioned_parameters(number)
-        # No weight is gathered now, as in a new engine. The next forward pass detects which parameters a module reads
-        # from its children (CLIP's position embedding) because they are missing; later passes fetch them in time.
+        # No weight is gathered now, as in a new engine. The next forward pass finds out which parameters a module
+        # reads from its children (CLIP's position embedding), as these are missing; later passes fetch them in time.
         optimizer.invalidate_secondary_tensor()
     elif wrapper in (Wrapper.BF16, Wrapper.ZERO_1_2):
         optimizer.update_lp_params()
@@ -133,7 +133,7 @@ def forget_gradients(engine: Any) -> None:
 
 
 def keep_frozen_whole(module: nn.Module, communicator: Communicator) -> None:
-    """Make ZeRO 3, before it starts, store frozen weights whole on each rank, so that no pass gathers them."""
+    """Make ZeRO 3 store frozen weights whole on each rank and never gather them; call before the engine starts."""
     for parameter in module.parameters():
         if not parameter.requires_grad:
             parameter.ds_zero_partition_process_group = communicator.own_group  # type: ignore[attr-defined]
@@ -149,7 +149,7 @@ def share_process_group(communicator: Communicator) -> None:
 
 
 def skip_unused_kernel(device: torch.device) -> None:
-    """Keep DeepSpeed from compiling a tensor-parallel inference kernel, which takes up to a minute on a CPU."""
+    """Keep DeepSpeed from compiling a tensor-parallel inference kernel, which would take up to a minute on a CPU."""
     if device.type == "cpu":  # on a GPU machine, this lookup would start the CUDA compiler
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 

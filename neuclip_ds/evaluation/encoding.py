@@ -1,4 +1,4 @@
-"""Encode images and texts into features, with the same number of calls, of the same shapes, on every rank."""
+"""Encode images and texts into features, with the same number of calls and the same shapes on every rank."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ The function moves its inputs to the model's device and puts the model into eval
 
 
 def encoder_of(model: Any, device: torch.device) -> Encode:
-    """Return the `Encode` function of a `DualEncoder`, or of the engine that wraps one; it computes no gradients."""
+    """Return the `Encode` function of a `DualEncoder`, or of the engine that wraps one, without gradients."""
 
     def encode(image: Tensor | None, tokens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         model.eval()
@@ -31,7 +31,7 @@ def encoder_of(model: Any, device: torch.device) -> Encode:
 
 
 def encode_batch(encode: Encode, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return image and text features, (b, d), on the device, and the batch's index and valid, (b,), in host memory."""
+    """Return image and text features, (b, d), on the device, and `index` and `valid`, (b,), in host memory."""
     image, text = encode(batch.image, batch.tokens)
     assert image is not None and text is not None
     return image, text, batch.index, batch.valid
@@ -39,11 +39,11 @@ def encode_batch(encode: Encode, batch: Batch) -> tuple[Tensor, Tensor, Tensor, 
 
 @dataclass(frozen=True)
 class BatchEncoder:
-    """Encoder of any number of rows in batches of one shape; all ranks make the same number of calls (for ZeRO-3)."""
+    """Encoder of any number of rows in batches of one shape; all ranks make equally many calls, as ZeRO-3 requires."""
 
     encode: Encode
     tokenize: Callable[[list[str]], Tensor]  # n texts -> (n, T) tokens
-    communicator: Communicator  # all its ranks call `encode_images` and `encode_texts` together
+    communicator: Communicator  # all its ranks must call `encode_images` and `encode_texts` together
     size: int  # rows per call
     transform: Callable[[bytes], Tensor]  # encoded image -> (3, H, W) uint8
     loader: Loader = IN_PROCESS  # reads evaluation sets
@@ -57,7 +57,7 @@ class BatchEncoder:
         return self._encode_batches(lambda batch: self.encode(None, self.tokenize(batch))[1], rows)
 
     def _encode_batches(self, encode: Callable[[list], Tensor | None], rows: Sequence) -> Tensor:
-        """Encode rows in batches padded with the first row; all ranks run as many batches as the fullest rank."""
+        """Encode rows in batches padded with the first row; all ranks run as many batches as the largest rank needs."""
         most = max(self.communicator.gather_objects(len(rows)))
         features = []
         for low in range(0, most, self.size):

@@ -1,7 +1,7 @@
 """Metrics and chance levels as pure functions of counts, and accumulators whose size does not grow with the data.
 
-Counts are float64, (C,) by class or (G,) by group: `hits` of correctly predicted samples, `predicted` of samples that
-are predicted as the class, `support` and `counts` of all samples. Counts may be fractional: if two classes have equal
+Counts are float64, (C,) by class or (G,) by group: `hits` counts correct predictions, `predicted` all predictions of a
+class, and `support` or `counts` all samples of a class or group. Counts may be fractional: if two classes have equal
 scores, each gets half a prediction. scikit-learn and WILDS compute the same metrics from lists of predictions.
 """
 
@@ -15,7 +15,7 @@ from neuclip_ds.distributed.communicator import Communicator
 
 
 def ratio(hits: Tensor, counts: Tensor) -> float:
-    """Return the accuracy: the sum of the hits over the sum of the counts."""
+    """Return the accuracy: the sum of the hits divided by the sum of the counts."""
     return float(hits.sum() / counts.sum())
 
 
@@ -39,7 +39,7 @@ def worst_group(hits: Tensor, counts: Tensor) -> float:
 
 
 def _rates(hits: Tensor, counts: Tensor) -> Tensor:
-    """Return hits / counts of the classes or groups that occur."""
+    """Return hits / counts for the classes or groups that occur."""
     occurs = counts > 0
     return hits[occurs] / counts[occurs]
 
@@ -58,7 +58,7 @@ def hit_probability(ahead: Tensor, tied: Tensor, k: int, matches: Tensor | int =
         matches: (n,) counts of matches with this score; one match among the first k suffices.
 
     Returns:
-        (n,) float64 probabilities that the k - ahead positions left, filled at random from the ties, include a match.
+        (n,) float64 probabilities that the other k - ahead positions, filled at random from the ties, include a match.
     """
     missed = torch.ones_like(ahead, dtype=torch.float64)
     for place in range(k):
@@ -69,18 +69,18 @@ def hit_probability(ahead: Tensor, tied: Tensor, k: int, matches: Tensor | int =
 
 
 def chance_recall(k: int, candidates: int) -> float:
-    """Return the expected recall@k of a random ranking with one match, also the chance level of top-k accuracy."""
+    """Return the expected recall@k of a random ranking with one match, which is the chance level of top-k accuracy."""
     return min(1.0, k / candidates)
 
 
 def chance_macro_f1(support: Tensor) -> float:
-    """Return the macro F1 of uniformly random predictions; `support` is the (C,) number of samples by class."""
+    """Return the macro F1 of uniformly random predictions; `support`, (C,), is the number of samples by class."""
     share = support[support > 0] / support.sum()
     return float((2 * share / (share * len(support) + 1)).mean())
 
 
 def chance_jaccard(candidates: int, right: int) -> float:
-    """Return the expected Jaccard index of the `right` correct candidates and `right` candidates chosen at random."""
+    """Return the expected Jaccard index if `right` candidates are correct and as many are chosen at random."""
     overlaps = range(max(0, 2 * right - candidates), right + 1)
     ways = {overlap: comb(right, overlap) * comb(candidates - right, right - overlap) for overlap in overlaps}
     return sum(n * overlap / (2 * right - overlap) for overlap, n in ways.items()) / comb(candidates, right)
@@ -103,8 +103,8 @@ class ClassAccumulator:
     def add(self, scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Add a batch of (n, C) scores and (n,) int64 labels.
 
-        Ties count by their expectation, and a sample with a NaN score is predicted as no class. Returns two (n,)
-        float64 tensors: the probabilities that a label is predicted first and that it is among the first five.
+        Ties are resolved in expectation, and a sample with a NaN score is not predicted as any class. Returns two (n,)
+        float64 tensors: the probabilities that the label is predicted first and that it is among the first five.
         """
         label_score = scores.gather(1, labels[:, None])
         ahead = (~(scores <= label_score)).sum(dim=1)
@@ -121,7 +121,7 @@ class ClassAccumulator:
 
 
 class GroupAccumulator:
-    """Accumulator of hits and counts per group, each (G,) float64; groups are numbered from 0, and G grows to fit."""
+    """Accumulator of hits and counts per group, each (G,) float64; groups are numbered from 0; G grows as needed."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._hold(torch.zeros((2, 0), dtype=torch.float64, device=device))

@@ -1,4 +1,4 @@
-"""Error of a method's normalizer estimates against normalizers over the whole training set (NeuCLIP Figures 2c and 4).
+"""Error of a method's estimates of the normalizers over the whole training set (NeuCLIP Figures 2c and 4).
 
 With the current model and temperatures, an anchor's true normalizer is the mean over its negatives among all n samples
 
@@ -6,7 +6,7 @@ With the current model and temperatures, an anchor's true normalizer is the mean
 
 where an image anchor's negatives are texts, a text anchor's negatives are images, and l is the method's pair loss. The
 error is the logarithm of the method's estimate of g_i minus the logarithm of g_i. The estimate excludes the eps in
-NeuCLIP's alpha_i and the positive's share, c/(B-1), of AmorLIP's lambda_i.
+NeuCLIP's alpha_i and the positive's contribution, c/(B-1), to AmorLIP's lambda_i.
 
 A fixed sample of A anchors is encoded first, in batches of the training batch size, and the method estimates their
 normalizers. Every rank then stores all anchors, in O(A d) memory, and compares its n/K samples with them, one batch at
@@ -32,7 +32,7 @@ EstimateNormalizers = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, T
 """Function (image features (b, d), text features (b, d), index (b,), valid (b,)) -> (log of the method's estimate of g,
 tau), both (2, local), for the valid rows of this rank's part of a batch. An estimate that does not exist yet is -inf.
 
-Direction 0 has image anchors, direction 1 text anchors. Index and valid are in host memory. The function runs
+Direction 0 has image anchors and direction 1 text anchors. `index` and `valid` are in host memory. The function runs
 collectives, so all ranks must call it the same number of times.
 """
 
@@ -67,8 +67,8 @@ def normalizer_error(
     Returns:
         Metrics, equal on all ranks: `normalizer_mse`, the mean of `normalizer_mse_image` and `normalizer_mse_text`;
         `normalizer_bias`, the mean of log estimate - log g; `normalizer_anchors`, the number of anchors in these means
-        (which are NaN if it is 0); and `normalizer_unseen`, the number of anchors that have no estimate yet, or whose
-        AmorLIP lambda is below the positive's share.
+        (NaN if there are none); and `normalizer_unseen`, the number of anchors that have no estimate yet, or whose
+        AmorLIP lambda is below the positive's contribution.
     """
     encoded = _encode_anchors(encode, estimate, anchor_batches, parts, communicator, anchors)
     log_sum, samples = _log_sum_over_negatives(encode, encoded, pair_loss, all_batches, communicator, chunk)
@@ -145,7 +145,7 @@ def _log_sum_over_negatives(
 
 @products_exact_for(torch.float32)
 def _logits(anchors: _Anchors, part: slice, partners: Tensor, pair_loss: PairLoss) -> Tensor:
-    """Return l(s_ij - s_ii) / tau_i, (2, chunk, b), of the anchors `part` with (2, b, d) partners (texts, images)."""
+    """Return l(s_ij - s_ii) / tau_i, (2, chunk, b), of the anchors in `part` and (2, b, d) partners (texts, images)."""
     features = anchors.features[:, part]
     positive = (features[0] * features[1]).sum(dim=1)  # (chunk,)
     differences = (features @ partners.mT).sub_(positive.unsqueeze(1))

@@ -2,7 +2,7 @@
 
 `eval_results.jsonl` has one line per task, {"key": ..., "dataset": ..., "metrics": {..., "main_metric": ...}}, appended
 when the task is done. `model.json` identifies the model, so that scores of different models are never mixed. The lines
-of your own sets also have "data", which distinguishes sets of the same name.
+of your own sets also have "data", which distinguishes sets with the same name.
 """
 
 import json
@@ -28,9 +28,9 @@ class Average(NamedTuple):
 
 
 class Results:
-    """Scores of the model `model` in a folder; raises UserError if the folder has scores of a different model.
+    """Scores of a model in a folder; raises UserError if the folder has scores of a different model.
 
-    `metrics` maps a task key to the task's latest metrics, and `data` maps it to the identity of your own set, or None.
+    `metrics` maps task keys to the tasks' latest metrics; `data` maps them to identities of your own sets, or to None.
     """
 
     def __init__(self, folder: Path, model: Mapping[str, Any]) -> None:
@@ -41,15 +41,15 @@ class Results:
         if self._path.is_file():
             found = json.loads(self._model_path.read_text(encoding="utf-8")) if self._model_path.is_file() else None
             if found != json.loads(json.dumps(model)):
-                raise UserError(f"{folder} has scores of another model or precision ({found}); choose another --out.")
-            with explained(f"{self._path} cannot be read as scores", "choose another --out"):
+                raise UserError(f"{folder} has scores of a different model or precision ({found}); change --out.")
+            with explained(f"{self._path} cannot be read as scores", "choose a different --out"):
                 lines = json_lines(self._path)  # a task whose line is truncated is measured again
                 self.metrics = {line["key"]: line["metrics"] for line in lines}
                 self.data = {line["key"]: line.get("data") for line in lines}
         self._model_path.write_text(json.dumps(model, indent=2) + "\n", encoding="utf-8")
 
     def add(self, task: Task, metrics: Metrics, data: str | None = None) -> None:
-        """Append a task's line; `data` distinguishes your own sets of the same name."""
+        """Append a task's line; `data` distinguishes your own sets with the same name."""
         self.metrics[task.key], self.data[task.key] = metrics, data
         line = {"key": task.key, "dataset": task.name, "metrics": metrics, **({"data": data} if data else {})}
         with self._path.open("a", encoding="utf-8") as file:

@@ -5,7 +5,7 @@ several captions, as CLIP_benchmark and DataComp do: an image is a hit at k if o
 captions, and a caption is a hit if its image is among the first k images. Recall is the mean over the images or over
 the captions. Every rank stores all features, but only blocks of the score matrix.
 
-Ties count by their expectation (`hit_probability`): a collapsed model, with equal features for all inputs, gets k / n.
+Ties are resolved in expectation (`hit_probability`): a collapsed model, with equal features for all inputs, gets k / n.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -80,7 +80,7 @@ def caption_retrieval(encoder: BatchEncoder, folder: EvaluationSet, ks: Sequence
     communicator = encoder.communicator
     images, captions, image_of = _encode_all(encoder, folder)
     rows = torch.arange(len(images), device=images.device)
-    score = inner_products(images[image_of], captions)  # of each caption with its image
+    score = inner_products(images[image_of], captions)  # score of each caption with its image
     best = torch.full((len(images),), -torch.inf, device=images.device).scatter_reduce(0, image_of, score, "amax")
     best_captions = torch.zeros_like(rows).index_add_(0, image_of, (score == best[image_of]).long())
     label = rows * communicator.world_size + communicator.rank
@@ -106,9 +106,9 @@ def read_captions(sample: Sample) -> list[str]:
 
 
 def _count_hits(queries: _Queries, candidates: tuple[Tensor, Tensor], ks: Sequence[int], chunk: int) -> Tensor:
-    """Return the number of queries and, for each k, of queries with a match among the first k, (1 + len(ks),) float64.
+    """Return the numbers of queries and, for each k, of queries with a match in the first k: (1 + len(ks),) float64.
 
-    `candidates` are the (m, d) features and (m,) labels of all ranks.
+    `candidates` are the (m, d) features and (m,) labels of the candidates on all ranks.
     """
     sums = torch.zeros(1 + len(ks), dtype=torch.float64, device=queries.features.device)
     sums[0].fill_(len(queries.label))  # unlike an assignment, does not copy the number from the host and wait
@@ -130,7 +130,7 @@ def _recalls(sums: dict[str, Tensor], ks: Sequence[int], communicator: Communica
 
 
 def _encode_all(encoder: BatchEncoder, folder: EvaluationSet) -> tuple[Tensor, Tensor, Tensor]:
-    """Return this rank's (n, d) image features, (m, d) caption features, and (m,) int64 row of each caption's image."""
+    """Return this rank's (n, d) image features, (m, d) caption features, and (m,) int64 rows of their images."""
     prepare = partial(_prepare, transform=encoder.transform)
     images, captions, image_of, seen = [], [], [], 0
     for batch in sharded_batches(folder, prepare, encoder.communicator, encoder.size, encoder.loader):
@@ -162,8 +162,8 @@ def _gather(rows: Tensor, labels: Tensor, communicator: Communicator) -> tuple[T
 def inner_products(a: Tensor, b: Tensor) -> Tensor:
     """Return the (n,) float32 scores, which are inner products of corresponding rows of `a` and `b`, both (n, d).
 
-    Inner products are summed in float64 and then rounded to float32, so that equal features give equal scores whatever
-    a kernel's summation order. Ties therefore do not depend on chunks or ranks.
+    Inner products are summed in float64 and then rounded to float32, so that equal features give equal scores in
+    any summation order of a kernel. Ties therefore do not depend on chunks or ranks.
     """
     return (a.double() * b.double()).sum(dim=1).float()
 
@@ -176,7 +176,7 @@ def score_matrix(a: Tensor, b: Tensor) -> Tensor:
 def count_negatives(
     anchors: Tensor, score: Tensor, label: Tensor, candidates: Tensor, labels: Tensor, chunk: int = _CHUNK
 ) -> tuple[Tensor, Tensor]:
-    """Count, for each anchor, the negatives that score higher than the best match and those with exactly its score.
+    """Count, for each anchor, the negatives that score higher than the best match and the negatives that tie with it.
 
     A NaN score counts as higher. Scores are computed for `chunk` candidates at a time.
 

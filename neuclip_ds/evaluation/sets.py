@@ -29,12 +29,12 @@ from neuclip_ds.errors import UserError, explained
 
 _SHARD_COUNT = "test/nshards.txt"
 _TEMPLATES, _CLASS_NAMES = "zeroshot_classification_templates.txt", "classnames.txt"
-PLACEHOLDER = "{c}"  # stands for the class name in a template
+PLACEHOLDER = "{c}"  # replaced by the class name in a template
 LAYOUT = (
     "a zero-shot set is a folder with classnames.txt, zeroshot_classification_templates.txt, test/nshards.txt "
     "and test/0.tar, test/1.tar, ...; a retrieval set has dataset_type.txt (retrieval) in place of the first two"
 )
-FORMS = f"{LAYOUT}; or a folder has a folder of images for each class; or a file ({', '.join(TABLES)}) has pairs"
+FORMS = f"{LAYOUT}; or a folder with one folder of images per class; or a table ({', '.join(TABLES)}) of pairs"
 # TIFF files cannot be decoded; they are listed so that they raise an error instead of being silently omitted
 _IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 Member = bytes | Callable[[], bytes]  # the bytes of a member, or a function that reads them in any process
@@ -70,7 +70,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """An evaluation set on disk, in one of the module's three forms."""
+    """An evaluation set on disk, in one of the three forms above."""
 
     path: Path  # folder or file of the set
     kind: str  # `classification`, `retrieval` or `multilabel`
@@ -86,7 +86,7 @@ class EvaluationSet:
 
 
 def is_set(path: Path) -> bool:
-    """Whether a path is an evaluation set rather than a folder of sets."""
+    """Return whether a path is an evaluation set rather than a folder of sets."""
     if path.is_file():
         return path.suffix.lower() in TABLES
     return path.is_dir() and ((path / _SHARD_COUNT).is_file() or _is_image_folder(path))
@@ -215,7 +215,7 @@ def _read_lines(path: Path) -> tuple[str, ...]:
 
 
 def _is_image_folder(path: Path) -> bool:
-    """Whether at least half of a folder's subfolders, and at least two, contain images."""
+    """Return whether at least half of a folder's subfolders, and at least two, contain images."""
     has_images = [any(_is_image(entry) for entry in folder.iterdir()) for folder in _class_folders(path)]
     return sum(has_images) > max(1, (len(has_images) - 1) // 2)
 

@@ -1,8 +1,8 @@
 """Batches of an evaluation set, sharded over the ranks so that exactly one rank processes each sample.
 
 A global batch contains `world_size * size` samples of the set; rank r takes samples r, r + world_size, and so on. All
-ranks finish in the same batch without counting the samples first, so models that run collectives (ZeRO-3) can be called
-once per batch. If a sample cannot be used, all ranks stop together in the batch with that sample.
+ranks finish with the same batch without first counting samples, so models that run collectives (ZeRO-3) can be called
+once per batch. If a sample cannot be used, all ranks stop together at the batch with that sample.
 """
 
 from collections import deque
@@ -42,7 +42,7 @@ def sharded_batches(
     `prepare` reads and decodes a sample. It must be picklable, and raise `UserError` if the sample cannot be used.
 
     Raises:
-        UserError: a rank failed; raised on all ranks, with the message of the first rank that failed.
+        UserError: a rank failed; raised on all ranks, with the message of the lowest rank that failed.
     """
     copies = set(communicator.gather_objects(repr(folder.contents)))
     if len(copies) > 1:  # ranks with different copies would wait for each other forever

@@ -1,4 +1,4 @@
-"""Measure a task; the metrics have the names used in DataComp's evaluation (eval_utils/, eval_results.jsonl)."""
+"""Score a model on a task; metrics have the names used in DataComp's evaluation (eval_utils/, eval_results.jsonl)."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -27,7 +27,7 @@ Metrics = dict[str, float | None]
 def measure(task: Task, folder: Path, encoder: BatchEncoder) -> Metrics:
     """Return a task's metrics on the set in `folder`, equal on all ranks.
 
-    `main_metric` is the task's score, and `chance` is the score of a random choice, if known. Raises UserError on all
+    `main_metric` is the task's score, and `chance` is the score of random choices, if known. Raises UserError on all
     ranks if the data are incomplete or broken.
     """
     openers = {"classification": open_labeled, "retrieval": open_captioned, "winogavil": open_shards}
@@ -76,7 +76,7 @@ def _classification(task: Task, counts: ClassAccumulator, by_group: Sequence[Gro
 def _group_accuracies(rule: GroupRule, groups: GroupAccumulator) -> Metrics:
     """Return the accuracy and size of every group that occurs, and the average and worst accuracy.
 
-    WILDS omits FMoW's region "Other" by name. DataComp's sets lack group names, so its scores include it, as here.
+    WILDS omits FMoW's region "Other" by name. DataComp's sets lack group names, so its scores and ours include it.
     """
     metrics: Metrics = {f"{rule.accuracy}_avg": ratio(groups.hits, groups.counts)}
     for number, (hits, count) in enumerate(zip(groups.hits.tolist(), groups.counts.tolist(), strict=True)):

@@ -37,7 +37,7 @@ class GroupRule(BaseModel):
 
 
 class Task(BaseModel):
-    """An entry of datacomp.yaml, which explains the fields, or one of your own sets, which has no source or size."""
+    """A task in datacomp.yaml, where the fields are explained, or one of your own sets, without source and size."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -54,7 +54,7 @@ class Task(BaseModel):
 
     @classmethod
     def own(cls, name: str, kind: Literal["classification", "retrieval"]) -> Task:
-        """Return the task of a set that is not one of DataComp's; no average includes it."""
+        """Return the task of a set that is not one of DataComp's; averages do not include it."""
         metric = _RECALL if kind == "retrieval" else "acc1"
         return cls(key=f"{_OWN}{name}", name=name, folder=name, kind=kind, metric=metric)
 
@@ -82,7 +82,7 @@ class TaskList(BaseModel):
         return [task for task in self.tasks if not names or any(_fits(task, name) for name in names)]
 
     def with_own(self, others: Sequence[Task]) -> TaskList:
-        """Return the list with more tasks appended."""
+        """Return a copy of the list with `others` appended."""
         return self.model_copy(update={"tasks": (*self.tasks, *others)})
 
     def with_scored(self, metrics: Mapping[str, Mapping[str, Any]]) -> TaskList:
@@ -96,7 +96,7 @@ class TaskList(BaseModel):
         """Return the tasks that match `names` (see `choose`; by default all tasks on disk), with their paths.
 
         `places` are sets of any form and name, or folders of sets. If only some of DataComp's sets are found, a warning
-        lists the others. Raises UserError if no set is found, a name matches no set, or two sets share a name.
+        lists the missing ones. Raises UserError if no set is found, a name matches no set, or two sets share a name.
         """
         found = [path for place in places for path in _sets(place)]
         known = {task.key: task.find(found) for task in self.tasks}
@@ -127,7 +127,7 @@ class TaskList(BaseModel):
         return [(Task.model_validate(task), Path(path)) for task, path in communicator.on_rank_zero(find)]
 
     def in_average(self, average: str) -> list[Task]:
-        """Return the tasks whose scores enter an average."""
+        """Return the tasks whose scores an average includes."""
         published = [task for task in self.tasks if task.source is not None]
         return [task for task in published if average == DATACOMP or average in task.averages]
 

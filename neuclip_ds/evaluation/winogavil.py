@@ -3,7 +3,7 @@
 The model chooses the K images nearest to the prompt "A CUE" (or "An CUE"), where K is the number of associated images.
 The score is the Jaccard index of the chosen and the associated images, as in DataComp's eval_utils/wino_eval.py.
 
-No webdataset version is published; ours has the layout of all evaluation sets (test/nshards.txt, test/0.tar, ...) with
+There is no published webdataset version; ours has the usual layout (test/nshards.txt, test/0.tar, ...) with members
 
     KEY.json     {"cue": "pogonophile", "candidates": ["bison", "beard", ...], "associations": ["beard", ...]}
     KEY.0.jpg    image of the first candidate (jpeg, png, webp), KEY.1.jpg of the second, ...
@@ -72,7 +72,7 @@ def prompt(cue: str) -> str:
 
 
 def _jaccard(cue: Tensor, images: Tensor, instance: Instance) -> float:
-    """Return the Jaccard index of the associated images and the images (n, d) chosen for the cue (d,)."""
+    """Return the Jaccard index of the associated and the chosen images; `cue` (d,) and `images` (n, d) are features."""
     associated = torch.tensor(instance.associated)
     scores = score_matrix(cue[None], images)[0].cpu()
     chosen = torch.zeros_like(associated)

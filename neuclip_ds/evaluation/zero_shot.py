@@ -1,6 +1,6 @@
 """Zero-shot classification: predict the class whose mean prompt feature is nearest to the image (CLIP, sec. 3.1).
 
-Ties between classes, for example two classes with the same name, count by their expectation, as in retrieval.
+Ties between classes, for example two classes with the same name, are resolved in expectation, as in retrieval.
 """
 
 import io
@@ -65,7 +65,7 @@ def zero_shot(encoder: BatchEncoder, image_set: EvaluationSet) -> dict[str, floa
 def class_embeddings(encoder: BatchEncoder, image_set: EvaluationSet) -> Tensor:
     """Return the (C, d) float32 class embeddings: the normalized mean of each class's normalized prompt features.
 
-    Prompts are sharded over the ranks. Features are summed in float64, so that the number of ranks has no effect.
+    Prompts are sharded over the ranks. Features are summed in float64, so the number of ranks does not affect them.
     """
     classes, templates = len(image_set.class_names), len(image_set.templates)
     rank, world_size, size = encoder.communicator.rank, encoder.communicator.world_size, encoder.size

@@ -15,7 +15,7 @@ from neuclip_ds.models.batch_norm import batch_norms
 if TYPE_CHECKING:
     from neuclip_ds.loss.contrastive_loss import ContrastiveLoss
 
-_SAME = 0.05  # largest distance between a row's features in the two passes, which differ only by rounding
+_SAME = 0.05  # largest accepted distance between a row's features in the two passes, which differ only by rounding
 _ONCE_EACH = (
     "run features() with one add() for each micro-batch, loss() once, then gradients() with one backward() for each"
 )
@@ -38,7 +38,7 @@ class TwoPass(MicroBatches):
     def add(
         self, image_features: Tensor, text_features: Tensor, index: Tensor | None = None, valid: Tensor | None = None
     ) -> None:
-        """Keep the features of a micro-batch; the arguments are those of the loss."""
+        """Store the features of a micro-batch; the arguments are those of the loss."""
         super().add(image_features, text_features)
         self._others.append((index, valid))
         self._ends.append(sum(len(image) for image, _ in self._features))
@@ -61,7 +61,7 @@ class TwoPass(MicroBatches):
 
     @contextmanager
     def gradients(self) -> Iterator[None]:
-        """Run each micro-batch of the second pass in this context, up to `backward`, in the order of the first pass.
+        """Run each micro-batch of the second pass and its `backward` in this context, in the order of the first pass.
 
         The model reduces its gradients over ranks in the last micro-batch only (DDP's `no_sync`, FSDP2's
         `set_requires_gradient_sync`).
@@ -78,7 +78,7 @@ class TwoPass(MicroBatches):
         self._require([start, self._row] == [0, *self._ends][self._micro : self._micro + 2], _ONCE_EACH)
         for x, first in zip(given, self._first or (), strict=True) if self._loss_fn.validates else ():
             far = x is not None and bool((x.detach() - first[start : self._row]).norm(dim=1).max() > _SAME)
-            self._require(not far, "pass the micro-batches in the same order again, without changing the model between")
+            self._require(not far, "pass the micro-batches in the same order again, with the model unchanged")
         torch.autograd.backward(*learning)
 
     def finish(self) -> None:

@@ -12,7 +12,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def problem_with(image: Any, text: Any, index: Any, valid: Any, dim: int, samples: int, not_finite: bool) -> str | None:
-    """Return a message about the first invalid argument of this rank, or None.
+    """Return a message about the first invalid argument of this rank, or None if all are valid.
 
     Args:
         image, text: floating-point (b, dim) features, whose valid rows must have norm 1.
@@ -20,7 +20,7 @@ def problem_with(image: Any, text: Any, index: Any, valid: Any, dim: int, sample
         valid: (b,) bool in host memory, or None if all rows are valid.
         dim: required width of the features.
         samples: size n of the data set.
-        not_finite: accept rows with NaN or infinite values.
+        not_finite: whether to accept rows with NaN or infinite values.
     """
     given = {"image_features": image, "text_features": text, "index": index, "valid": valid}
     given = {name: x for name, x in given.items() if x is not None or name.endswith("features")}
@@ -50,7 +50,7 @@ def problem_with(image: Any, text: Any, index: Any, valid: Any, dim: int, sample
 
 
 def agree_on_call(rows: int, problem: str | None, learns: bool, dtype: torch.dtype, communicator: Communicator) -> int:
-    """Compare a call of the loss across ranks, and return the largest number of rows on any rank.
+    """Check that a call of the loss is consistent across ranks, and return the largest number of rows on any rank.
 
     Raises:
         ValueError: on all ranks, if any rank has a problem, or if ranks differ in training mode or feature dtype.

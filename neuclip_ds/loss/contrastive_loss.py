@@ -1,4 +1,4 @@
-"""`ContrastiveLoss`: every method of the table as an nn.Module for other training loops."""
+"""`ContrastiveLoss`: every method in the table as an nn.Module for other training loops."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -34,10 +34,10 @@ class ContrastiveLoss(nn.Module):
     """Contrastive loss over the global batch of all ranks, with the exact gradient of its method.
 
     Each training call also updates the temperature and the method's networks with separate optimizers, as the papers'
-    algorithms do. The module therefore has no parameters and needs no DDP or FSDP.
+    algorithms do. The module therefore has no parameters and does not need DDP or FSDP.
 
-    Each call in training mode is one step. Under `eval()` or `torch.no_grad()`, the loss updates no state, and `index`
-    may be None.
+    Each call in training mode is one step. Under `eval()` or `torch.no_grad()`, the loss does not update any state, and
+    `index` may be None.
 
     Example:
         ```python
@@ -82,14 +82,14 @@ class ContrastiveLoss(nn.Module):
             epochs: length of the run in epochs, for schedules.
             steps_per_epoch: training calls per epoch, for schedules.
             lr: peak learning rate of the encoders.
-            betas: decay rates of the temperature's Adam.
-            adam_eps: epsilon of the temperature's Adam.
-            reduction: `ddp_mean` if the encoders' gradients are averaged over ranks (DDP, FSDP, DeepSpeed), which
-                multiplies the gradients of the features by the world size; `sum` if they are summed.
+            betas: Adam betas for the temperature.
+            adam_eps: Adam epsilon for the temperature.
+            reduction: `ddp_mean` if the encoders' gradients are averaged over ranks (DDP, FSDP, DeepSpeed): the loss
+                then multiplies the feature gradients by the world size to compensate. `sum` if they are summed.
             group: process group of the global batch; by default all ranks, or this process if it runs alone.
             scaler: see the attribute `scaler`.
-            validate: check the arguments of each call on all ranks. This costs one small collective and, on a GPU, one
-                host wait. Without it, all ranks must pass the same number of rows.
+            validate: whether to check the arguments of each call on all ranks. This costs one small collective and, on
+                a GPU, one host synchronization. Without validation, all ranks must pass the same number of rows.
             device: device of the state until the first call moves the state to the features' device.
             options: options of the method, as under `objective:` in a recipe, such as `temperature={"rho": 6.5}` or
                 `npn={"lr": 0.05}`.
@@ -139,14 +139,14 @@ class ContrastiveLoss(nn.Module):
             image_features: (b, d) normalized rows of any floating dtype; b may differ between ranks.
             text_features: (b, d) normalized rows.
             index: (b,) positions of the samples in the training set, in [0, samples). Methods that keep statistics per
-                sample need it; if an index occurs twice, its last row is stored. Keep `index` in host memory: the host
-                    would wait for a copy from a GPU.
+                sample need it; if an index occurs twice, its last row is stored. Keep `index` in host memory, because
+                the host would wait for a copy from a GPU.
             valid: (b,) bool in host memory, False for rows to ignore.
 
         Raises:
             ValueError: the arguments of any rank are invalid; all ranks raise.
             UserError: fewer than two rows of the global batch are valid.
-            RuntimeError: activation checkpointing includes the loss, which would learn from the batch again.
+            RuntimeError: the loss is inside activation checkpointing and would learn from the batch twice.
         """
         learns = self.training and torch.is_grad_enabled()
         if learns and torch._C._current_graph_task_id() >= 0:  # in a backward pass; no public function reports this
@@ -212,11 +212,11 @@ class ContrastiveLoss(nn.Module):
 
     @contextmanager
     def accumulate(self, model: nn.Module | None = None, scale: float = 1.0) -> Iterator[TwoPass]:
-        """Compute the exact gradient of a batch in micro-batches, in two passes as GradCache does.
+        """Compute the exact gradient of a batch in micro-batches, in two passes as in GradCache.
 
         Args:
-            model: the encoders, plain or in DDP or FSDP2. Gradients are reduced over ranks in the last micro-batch
-                only, and running statistics of batch normalization change in the second pass only.
+            model: the encoders, plain or wrapped in DDP or FSDP2. Gradients are reduced over ranks in the last
+                micro-batch only, and running statistics of batch normalization change in the second pass only.
             scale: factor on all gradients, such as the scale of a `GradScaler`.
 
         Example:
@@ -236,7 +236,7 @@ class ContrastiveLoss(nn.Module):
         passes.finish()
 
     def save(self, folder: Path | str) -> None:
-        """Write the state of all ranks to a folder. All ranks must call it; `load` works with any number of ranks."""
+        """Write the state of all ranks to a folder, for `load` on any number of ranks. All ranks must call `save`."""
         self._settle()
         folder = Path(folder)
         self._communicator.on_rank_zero(lambda: folder.mkdir(parents=True, exist_ok=True))
@@ -248,10 +248,10 @@ class ContrastiveLoss(nn.Module):
         self._communicator.barrier()
 
     def load(self, folder: Path | str) -> None:
-        """Read the state that `save` wrote, with any number of ranks.
+        """Read the state that `save` wrote; the number of ranks may differ.
 
         Raises:
-            UserError: the folder is incomplete, or was saved with a different method, width, data set or option.
+            UserError: the folder is incomplete, or was saved with a different method, width, data set size or option.
         """
         folder = Path(folder)
         if not (folder / INDEX).is_file():
@@ -285,7 +285,7 @@ class ContrastiveLoss(nn.Module):
         self._objective: Objective = compose_objective(self._config, context)
 
     def _move(self, device: torch.device, dtype: torch.dtype, keep: bool) -> None:
-        """Rebuild the objective if device, dtype or ranks have changed; with `keep`, preserve the state."""
+        """Rebuild the objective if the device, dtype or ranks have changed; with `keep`, preserve the state."""
         before, was, ranks = self._objective, self._communicator, Communicator(device, self._group)
         same_ranks = (was.rank, was.world_size) == (ranks.rank, ranks.world_size)
         if same_ranks and (was.device, self._dtype) == (device, dtype):
@@ -312,9 +312,9 @@ class ContrastiveLoss(nn.Module):
         return {"built_with": built, "calls": self._calls, "dtype": str(self._dtype).removeprefix("torch.")}
 
     def _prepare_for(self, saved: dict[str, Any], where: str) -> None:
-        """Adopt the dtype and call count of saved state; raise `UserError` if a different loss saved the state."""
+        """Adopt the dtype and call count of a saved state; raise `UserError` if a different loss saved it."""
         own, given = self._facts()["built_with"], saved.get("built_with", {})
-        for key in sorted(own, key="method".__ne__):  # the method first
+        for key in sorted(own, key="method".__ne__):  # compare the method first
             if given.get(key) != own[key]:
                 raise UserError(
                     f"{where} was saved with {key}={given.get(key)}, but this loss was built with {key}={own[key]}; "
@@ -330,7 +330,7 @@ class ContrastiveLoss(nn.Module):
             undo[0]()
 
     def _padded(self, image: Tensor, text: Tensor, index: Tensor | None, valid: Tensor | None, rows: int) -> Features:
-        """Pad this rank's features to `rows` rows; the added rows are not valid."""
+        """Pad this rank's features to `rows` rows; the added rows are invalid."""
         count, more = len(image), rows - len(image)
         index = torch.full((count,), self._samples) if index is None else index.long()
         valid = torch.ones(count, dtype=torch.bool) if valid is None else valid

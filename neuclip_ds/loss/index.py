@@ -35,7 +35,7 @@ def add_index(samples: Iterable[dict[str, Any]], starts: Mapping[str, int]) -> I
     """Add `__index__` to webdataset samples: the shard's first index plus the sample's position in the shard.
 
     Apply this function right after `wds.tarfile_to_samples()`, before samples are shuffled, dropped or renamed.
-    `wds.decode` ignores keys with two underscores; `wds.to_tuple("image", "text", "__index__")` selects the index.
+    `wds.decode` ignores keys that start with `__`; `wds.to_tuple("image", "text", "__index__")` selects the index.
 
     Args:
         samples: webdataset samples with `__url__` and `__key__`, in the order of the tar files.

@@ -13,11 +13,11 @@ from neuclip_ds.models.batch_norm import BatchNorm, kept_statistics
 
 
 def with_gradients(loss: Tensor, inputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
-    """Return `loss` as a scalar whose backward pass gives these gradients to `inputs`.
+    """Return `loss` as a scalar whose backward pass sends `gradients` to `inputs`.
 
     Args:
         loss: 0-dim loss.
-        inputs: tensors of any floating dtype; inputs that require no gradient get none.
+        inputs: tensors of any floating dtype; inputs that do not require gradients get none.
         gradients: gradients of the loss, shaped like the inputs. The product with the incoming gradient is computed in
             the dtype of `gradients` and returned in the dtype of the input.
     """
@@ -44,10 +44,10 @@ class _WithGradients(torch.autograd.Function):
 class MicroBatches:
     """Two passes over a batch that is split into micro-batches, as in GradCache.
 
-    The first pass keeps features without a graph. Once the gradient of the whole batch's loss with respect to these
+    The first pass stores features without a graph. Once the gradient of the whole batch's loss with respect to these
     features is known, the second pass runs each micro-batch again and back-propagates its rows of the gradient. Both
     passes draw the same random numbers, so dropout masks agree. The running statistics of batch normalization change in
-    the second pass only. Without batch normalization, the result is that of one large pass.
+    the second pass only. Without batch normalization, the result is the same as that of one large pass.
     """
 
     def __init__(self, layers: Sequence[BatchNorm]) -> None:
@@ -67,11 +67,11 @@ class MicroBatches:
             yield
 
     def add(self, image_features: Tensor, text_features: Tensor) -> None:
-        """Keep the (m, d) features of a micro-batch."""
+        """Store the (m, d) features of a micro-batch."""
         self._features.append((image_features.detach(), text_features.detach()))
 
     def whole(self) -> tuple[Tensor, Tensor]:
-        """Return (b, d) image and text features of all micro-batches."""
+        """Return the (b, d) image and text features of all micro-batches."""
         if len(self._features) == 1:
             return self._features.pop()
         images, texts = zip(*self._features, strict=True)
@@ -97,7 +97,7 @@ class MicroBatches:
     def learning(self, image: Tensor | None, text: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
         """Return the micro-batch's features that have a graph, and their rows of the gradients.
 
-        A frozen tower's features have no graph and may be None if the tower has not run again.
+        A frozen tower's features have no graph and may be None if the tower was not run again.
         """
         if self._gradients is None:
             raise RuntimeError("Compute the loss of the whole batch before the second pass.")
@@ -110,7 +110,7 @@ class MicroBatches:
 
 @contextmanager
 def _restored(state: tuple[Tensor, Tensor | None]) -> Iterator[None]:
-    """Run with an earlier random state, and restore the current one afterward."""
+    """Run the enclosed code with an earlier random state, and restore the current state afterward."""
     of_host, of_device = state
     with torch.random.fork_rng([] if of_device is None else [torch.cuda.current_device()]):
         torch.set_rng_state(of_host)

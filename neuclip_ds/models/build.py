@@ -76,7 +76,7 @@ def new_text_tower(
         )
     )
     _init_attention(trunk)
-    # TextTower pools, because the trunk would pool at the largest id if the EOS id is 2, to support old checkpoints
+    # TextTower pools, because with EOS id 2 the trunk would pool at the largest id (to support old checkpoints)
     return TextTower(trunk, new_projection(config.width, embed_dim), tokenizer.eos_id)
 
 

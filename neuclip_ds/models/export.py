@@ -65,7 +65,7 @@ _NAMES = (
 
 
 def timm_name(clip: str) -> str:
-    """Convert a tensor name of transformers' CLIPModel to the name in our towers, with timm's ViT for images."""
+    """Convert a tensor name in transformers' CLIPModel to the name in our towers, whose image tower is timm's ViT."""
     if clip.startswith("text_"):
         return clip.replace("text_model", "text.trunk").replace("text_projection", "text.projection")
     return _renamed(clip, 2)
@@ -89,7 +89,7 @@ def from_clip(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def to_clip(config: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Convert our towers' tensors to the names and layout of transformers' model for a config."""
+    """Convert our towers' tensors to the names and layout of the transformers model that a config describes."""
     found = {}
     for name, wanted in _meta_state(config).items():
         key, part = timm_name(name), _QKV.search(name)
@@ -116,7 +116,7 @@ def clip_to_open_clip(package: Package) -> Package:
     tree = package.config
     if tree["model_type"] not in ("clip", "metaclip_2"):
         raise UserError(
-            "A SiglipModel of transformers has tanh GELUs, which open_clip's config cannot set for its "
+            "A SiglipModel of transformers uses tanh GELU, which open_clip's config cannot set for its "
             "timm tower; export it with --format=transformers."
         )
     vision, text = tree["vision_config"], tree["text_config"]
@@ -168,7 +168,7 @@ def towers_to_clip(
 ) -> Package:
     """Convert a model built from a run's config to CLIPModel or MetaClip2Model; `model` may be on the meta device.
 
-    A logit bias is kept for open_clip, though both classes lack one. Raises `UserError` unless both towers are CLIP's.
+    A logit bias is kept for open_clip, though neither class has one. Raises `UserError` if a tower differs from CLIP's.
     """
     image_tower = model.vision
     vision = _clip_vision_config(image_tower, preprocessing.size)
@@ -176,11 +176,11 @@ def towers_to_clip(
         name = image_tower.trunk.pretrained_cfg["architecture"]
         raise UserError(
             f"A CLIP model of transformers or open_clip cannot express timm's image model {name!r}: open the run with "
-            "neuclip_ds.load, or train one of timm's vit_*_clip_* models, which may have options."
+            "neuclip_ds.load, or train one of timm's vit_*_clip_* models."
         )
     text = {**model.text.trunk.config.to_dict(), "eos_token_id": model.text.eos_id}
     del text["model_type"]
-    kind = "metaclip_2" if model.text.eos_id == _LEGACY_EOS else "clip"  # CLIPModel does not pool at EOS id 2
+    kind = "metaclip_2" if model.text.eos_id == _LEGACY_EOS else "clip"  # CLIPModel cannot pool at EOS id 2
     config = MODEL_TYPES[kind].config(
         projection_dim=cast(nn.Linear, image_tower.projection).out_features, vision_config=vision, text_config=text
     )
@@ -189,7 +189,7 @@ def towers_to_clip(
 
 
 def _clip_vision_config(tower: VisionTower, image_size: int) -> dict[str, Any] | None:
-    """Return a tower's options for transformers' CLIPVisionConfig, or None if the tower is not CLIP's ViT."""
+    """Return a tower's options for transformers' CLIPVisionConfig, or None if the tower is not a CLIP ViT."""
     trunk = tower.trunk
     if not isinstance(trunk, VisionTransformer) or trunk.global_pool != "token":
         return None

@@ -19,8 +19,8 @@ from neuclip_ds.models.towers import VisionTower, new_projection
 def new_vision_tower(config: VisionConfig, embed_dim: int, weights: Mapping[str, Tensor] | None = None) -> VisionTower:
     """Build an image tower from a timm model, followed by a linear projection without bias.
 
-    Models with attention pooling (CLIP's ResNets) instead use the projection in the pooling layer, which has a bias
-    (Radford et al. 2021, sec. 2.4).
+    Models with attention pooling (CLIP's ResNets) instead use the pooling layer's projection, which has a bias (Radford
+    et al. 2021, sec. 2.4).
 
     Args:
         config: name and options of the timm model.
@@ -47,7 +47,7 @@ def _create(config: VisionConfig, **options: Any) -> Any:
 
 
 def _weights_name(config: VisionConfig) -> str:
-    """Return timm's name for the image model, with `pretrained` appended if it is one of timm's weight tags."""
+    """Return timm's name for the image model, with `pretrained` appended if `pretrained` is a weight tag."""
     tagged = f"{config.name}.{config.pretrained}"
     return tagged if timm.models.is_model_pretrained(tagged) else config.name
 
@@ -67,9 +67,9 @@ def _create_from(config: VisionConfig, weights: Mapping[str, Tensor]) -> Any:
         except (RuntimeError, KeyError, ValueError, TypeError, AttributeError) as error:  # raised by timm's converters
             raise UserError(
                 f"The weights model.vision.pretrained={config.pretrained} do not fit timm's {config.name!r} "
-                f"({str(error).strip().splitlines()[-1].strip()}); name weights of this model."
+                f"({str(error).strip().splitlines()[-1].strip()}); choose weights for this model."
             ) from error
-    trunk.pretrained_cfg.pop("state_dict", None)  # a second copy of the weights
+    trunk.pretrained_cfg.pop("state_dict", None)  # it would keep a second copy of the weights
     left = [
         name
         for name, value in trunk.named_parameters()
@@ -78,7 +78,7 @@ def _create_from(config: VisionConfig, weights: Mapping[str, Tensor]) -> Any:
     if left:
         raise UserError(
             f"The weights model.vision.pretrained={config.pretrained} lack {len(left)} tensors of timm's "
-            f"{config.name!r} (first {left[0]}); name weights of this model."
+            f"{config.name!r} (first {left[0]}); choose weights for this model."
         )
     return trunk
 
@@ -94,7 +94,7 @@ def _checked_width(config: VisionConfig) -> int:
         feature = trial(torch.empty(2, 3, config.image_size, config.image_size))
     if any(parameter.ndim == 0 for parameter in trial.parameters()):
         raise UserError(
-            f"{config.name!r} has 0-dimensional parameters, which DeepSpeed does not support; use another model."
+            f"{config.name!r} has 0-dimensional parameters, which DeepSpeed does not support; use a different model."
         )
     if not isinstance(feature, Tensor) or feature.ndim != 2:
         raise UserError(
@@ -163,7 +163,7 @@ def locate_image_weights(vision: VisionConfig) -> ImageWeights:
 
 
 def _download(vision: VisionConfig, known: Any) -> Path:
-    """Download the weights with a timm tag, described by timm's config `known`; return the path of the file."""
+    """Download the weights for a timm tag and return the file's path; `known` is timm's config for the tag, if any."""
     tagged = _weights_name(vision)
     if known is None or tagged == vision.name:
         tags = [name.partition(".")[2] for name in timm.list_pretrained(f"{vision.name}.*")]

@@ -35,7 +35,7 @@ def checkpointed_blocks(tower: nn.Module, name: str, wanted: bool | int) -> list
 
 
 def checkpoint_activations(tower: nn.Module, name: str, wanted: bool | int) -> None:
-    """Enable activation checkpointing in `checkpointed_blocks`, in place; parameters keep their names."""
+    """Enable activation checkpointing, in place, for `checkpointed_blocks`; parameters keep their names."""
     for block in map(tower.get_submodule, checkpointed_blocks(tower, name, wanted)):
         block.forward = MethodType(_checkpointed_forward, block)
 

@@ -31,11 +31,11 @@ from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer
 from neuclip_ds.models.towers import DualEncoder
 from neuclip_ds.models.trained_parts import merge_adapters
 
-INITIAL_LOGITS = LogitParameters(temperature=0.07, bias=-10.0)  # CLIP's and SigLIP's starting values
+INITIAL_LOGITS = LogitParameters(temperature=0.07, bias=-10.0)  # initial values of CLIP's temperature and SigLIP's bias
 
 
 class FromConfig(ModelSource):
-    """Source of a model built from the config, with random weights (from torch's seed) or pretrained image weights."""
+    """Source of a model built from the config, with random weights (by torch's seed) or pretrained image weights."""
 
     def __init__(self, config: ModelConfig, image: ImageWeights | None = None) -> None:
         self._image = image
@@ -54,7 +54,7 @@ class FromConfig(ModelSource):
 
     def build(self, tokenizer: ModelTokenizer, weights: bool = False) -> DualEncoder:
         tensors = read_tensors(Path(self._image.path)) if weights and self._image is not None else None
-        return build_dual_encoder(self.config, cast(CaptionTokenizer, tokenizer), tensors)  # `tokenizer` returned it
+        return build_dual_encoder(self.config, cast(CaptionTokenizer, tokenizer), tensors)  # from `tokenizer` above
 
     def load(self, tokenizer: ModelTokenizer) -> LoadedModel:
         return LoadedModel(self.build(tokenizer, weights=True), INITIAL_LOGITS)
@@ -118,9 +118,9 @@ def merged(
 
 
 def open_saved(config: ModelConfig, folder: Path) -> tuple[ModelSource, LogitParameters]:
-    """Open the source of a saved run's model and its initial logit parameters; pretrained weights are not needed.
+    """Return the source of a saved run's model and the initial logit parameters; pretrained weights are not needed.
 
-    The folder was written by `ModelSource.save`. Raises UserError if files are missing.
+    The folder must come from `ModelSource.save`. Raises UserError if files are missing.
     """
     start = read_json(folder / START_FILE)
     logits = LogitParameters(**start["logits"])

@@ -39,7 +39,7 @@ class ModelTokenizer(Protocol):
 
 
 class CaptionTokenizer:
-    """A transformers tokenizer that adds its special tokens and pads captions to one length; can be pickled.
+    """A transformers tokenizer that adds its special tokens and pads captions to a fixed length; can be pickled.
 
     Args:
         tokenizer: the transformers tokenizer; if it lacks a `pad_token`, its EOS or SEP token becomes the `pad_token`.
@@ -66,7 +66,7 @@ class CaptionTokenizer:
 
     @property
     def bos_id(self) -> int | None:
-        """Id of the token that begins a caption, BOS or BERT's CLS; None if it is absent or equals EOS (GPT-2)."""
+        """Id of the token that begins a caption, BOS or BERT's CLS; None if it is absent or EOS itself (GPT-2)."""
         bos = self.inner.bos_token_id
         bos = self.inner.cls_token_id if bos is None else bos
         return None if bos == self.eos_id else bos
@@ -89,10 +89,10 @@ class CaptionTokenizer:
 
     def save(self, folder: Path | str) -> None:
         self.inner.model_max_length = self.context_length
-        # text towers take no padding mask, and SigLIP's features would change with one
-        if self.inner.is_fast:  # calls store their options there, but equal tokenizers must give equal files
+        if self.inner.is_fast:  # clear the options of earlier calls, so that equal tokenizers give equal files
             self.inner.backend_tokenizer.no_truncation()
             self.inner.backend_tokenizer.no_padding()
+        # text towers take no padding mask, and SigLIP's features would change with one
         self.inner.model_input_names = self.inner.init_kwargs["model_input_names"] = ["input_ids"]
         try:
             self.inner.save_pretrained(folder)
@@ -117,7 +117,7 @@ class CaptionTokenizer:
         if found.eos_id is None:
             raise UserError(
                 f"Tokenizer {tokenizer.name_or_path!r} has neither an EOS nor a SEP token, at which the text tower "
-                "reads its feature; add `eos_token` to its tokenizer_config.json or choose another."
+                "reads its feature; add `eos_token` to its tokenizer_config.json or choose a different tokenizer."
             )
         tokenizer.padding_side = "right"
         ids = [token for token in (found.bos_id, found.eos_id) if token is not None]

@@ -34,7 +34,7 @@ class Encoder(nn.Module, ABC):
         return self.projection(self.feature(x))
 
     def train(self, mode: bool = True) -> "Encoder":
-        """Set training mode, but keep modules whose weights are all frozen in evaluation mode.
+        """Set training mode, but leave modules with only frozen weights in evaluation mode.
 
         These modules apply no dropout and do not update their batch-norm statistics.
         """
@@ -60,7 +60,7 @@ class VisionTower(Encoder):
         self._is_convolutional = sum(isinstance(layer, nn.Conv2d) for layer in trunk.modules()) > 1
 
     def normalize(self, x: Tensor) -> Tensor:
-        """Convert uint8 pixels to float32: divide by 255, then normalize each channel by its mean and std."""
+        """Convert uint8 pixels to float32: divide by 255, then normalize each channel with its mean and std."""
         if x.dtype != torch.uint8:
             raise TypeError(f"images must be uint8 pixels, not {x.dtype}: the tower normalizes them itself")
         pixels = x.float()
@@ -81,7 +81,7 @@ class TextTower(Encoder):
 
     Args:
         trunk, projection: the trunk returns the pooled feature, as in `VisionTower`, or hidden states (b, T, width).
-        eos_id: id of the token at whose first position hidden states are pooled; None if the trunk pools them itself.
+        eos_id: the hidden state of the first token with this id is the feature; None if the trunk pools by itself.
     """
 
     def __init__(self, trunk: Any, projection: nn.Module | None, eos_id: int | None = None) -> None:
@@ -102,7 +102,7 @@ def _pooled(output: Any) -> Tensor:
 
 
 def new_projection(width: int, embed_dim: int) -> nn.Linear:
-    """Return a projection to the joint embedding space, with random weights as CLIP initializes them."""
+    """Return a projection to the joint embedding space, with random weights, initialized as in CLIP."""
     projection = nn.Linear(width, embed_dim, bias=False)
     nn.init.normal_(projection.weight, std=width**-0.5)
     return projection
@@ -122,7 +122,7 @@ class DualEncoder(nn.Module):
 
         Args:
             image: (b, 3, H, W) uint8 pixels.
-            tokens: (b, T) int64 ids of a `CaptionTokenizer`.
+            tokens: (b, T) int64 ids from the model's tokenizer.
             text_ready: function that is called with the text features before the image tower runs.
 
         Returns:

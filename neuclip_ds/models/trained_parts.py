@@ -1,11 +1,11 @@
-"""Freeze parameters of a dual encoder, scale their learning rates by layer, and add LoRA adapters.
+"""Freeze parameters of a dual encoder, scale learning rates by layer, and add LoRA adapters.
 
-A tower's layers are derived from its module structure, in any library. Blocks are the elements of the outermost lists
+A tower's layers are derived from its module structure, for any library. Blocks are the elements of the outermost lists
 of same-class modules: transformer blocks, ResNet's residual blocks, ConvNeXt's or Swin's stages. The first layer has
-the parameters before the blocks (embeddings, stem); the last has those after (norm, pooling, projection).
+the parameters before the blocks (embeddings, stem), and the last has those after them (norm, pooling, projection).
 
-LoRA (Hu et al. 2022) uses peft, which replaces a linear layer with one that adds `alpha / rank * B A x`. Adapters are
-ordinary parameters: they are trained, saved and resumed like any others, and merged into the weights for export.
+LoRA (Hu et al. 2022) is implemented with peft, which replaces a linear layer with one that adds `alpha / rank * B A x`.
+Adapters are ordinary parameters that are trained, saved and resumed like others; export merges them into the weights.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,7 +23,7 @@ _AFTER_BLOCKS = {"proj", "text_projection"}
 
 
 class Parameters(NamedTuple):
-    """Sizes of a module's parameters, in elements."""
+    """Numbers of elements in a module's trained and frozen parameters."""
 
     sizes: tuple[int, ...]  # sizes of the trained parameters
     frozen: int  # total size of the other parameters
@@ -87,10 +87,10 @@ def lock_projection(tower: nn.Module) -> None:
 
 
 def learning_rate_scales(model: nn.Module, config: OptimizerConfig) -> dict[str, float]:
-    """Return factors on the scheduled learning rate by parameter name; the factor of an absent parameter is 1.
+    """Return learning-rate factors by parameter name; the factor of a parameter that is not listed is 1.
 
     Args:
-        model: needs the towers `vision` and `text` if the config sets per-tower learning rates or a layer decay.
+        model: must have the towers `vision` and `text` if the config sets per-tower learning rates or a layer decay.
     """
     scales: dict[str, float] = {}
     for name, own in zip(TOWERS, (config.vision_lr, config.text_lr), strict=True):
@@ -138,17 +138,17 @@ def block_names(module: nn.Module, prefix: str = "") -> Iterator[str]:
 
 
 def _is_list_of_blocks(module: nn.Module) -> bool:
-    """Whether a module is a container whose elements have the same class and are more than single operations."""
+    """Return whether a module is a container of same-class modules that each consist of several modules."""
     children = list(module.children())
     alike = isinstance(module, nn.ModuleList | nn.Sequential) and len({type(child) for child in children}) == 1
     return alike and len(list(children[0].modules())) > 2
 
 
 def add_adapters(towers: Mapping[str, nn.Module], config: LoraConfig) -> None:
-    """Add LoRA adapters, in place, to the frozen linear layers in towers' blocks; trainable parameters stay trainable.
+    """Add LoRA adapters in place to frozen linear layers in the towers' blocks; trainable parameters stay trainable.
 
     Args:
-        towers: towers by their names in messages, with weights loaded and the layers to adapt frozen.
+        towers: the towers, by the names used in messages; weights are loaded, and the layers to adapt are frozen.
 
     Raises:
         UserError: peft is not installed, or no tower has blocks with frozen linear layers.

@@ -19,7 +19,7 @@ def build_objective(config: Any, context: Context, comm_dtype: torch.dtype) -> O
     """Build the training objective of a run.
 
     Args:
-        config: the run's `Config`; the optimizer section has the betas and epsilon of the temperature's Adam.
+        config: the run's `Config`; its optimizer section has the Adam betas and epsilon for the temperature.
         context: sizes, communicator and settings.
         comm_dtype: dtype in which features are sent between ranks.
     """

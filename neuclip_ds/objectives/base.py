@@ -1,7 +1,7 @@
 """Inputs and outputs of an objective, and the base classes of its components.
 
-Shapes: b rows on this rank (`local` of them valid), K ranks, B valid rows on all ranks, feature width d. A `(2, B)`
-tensor has one row per direction: image anchors, contrasted with texts, and text anchors, contrasted with images.
+Shapes: b rows on this rank (`local` of them valid), K ranks, a total of B valid rows, feature width d. In a `(2, B)`
+tensor, row 0 is for image anchors (contrasted with texts) and row 1 for text anchors (contrasted with images).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,11 +26,11 @@ class Step(NamedTuple):
     lr: float  # the encoders' learning rate at this step
     peak_lr: float  # peak of the encoders' learning rate
     progress: float = 0.0  # completed fraction of the run, in [0, 1)
-    learn: bool = True  # False computes the loss without updating the normalizer and the temperature
+    learn: bool = True  # if False, compute the loss without updating the normalizer or the temperature
 
 
 class FeatureGradients(NamedTuple):
-    """Gradient of the global-batch loss with respect to this rank's features, with the loss and metrics."""
+    """Gradient of the global-batch loss with respect to this rank's features, plus the loss and metrics."""
 
     image: Tensor  # (b, d)
     text: Tensor  # (b, d)
@@ -39,7 +39,7 @@ class FeatureGradients(NamedTuple):
 
 
 class Context(NamedTuple):
-    """Sizes, communicator and settings from which an objective's components are built, in addition to their options."""
+    """Sizes, communicator and settings that an objective's components need in addition to their options."""
 
     dim: int  # d
     samples: int  # n, the size of the data set
@@ -48,18 +48,18 @@ class Context(NamedTuple):
     temperature: float | None = 0.07  # initial tau of the encoders; None if the checkpoint has no tau
     bias: float | None = -10.0  # initial bias of SigLIP's logits; None if the checkpoint has no bias
     comm_dtype: torch.dtype = torch.float32  # dtype in which features are sent
-    adam: AdamSettings = AdamSettings()  # constants for the temperature, and for the NPN with order=joint
+    adam: AdamSettings = AdamSettings()  # for the temperature, and for the NPN if order=joint
     spare_rows: int = 0  # extra rows at the end of every per-sample table
 
 
 class Stateful:
-    """Base class of components that may have state, replicated on all ranks or partitioned over them by rows."""
+    """Base class of components that may have state: replicated on all ranks, or partitioned over the ranks by row."""
 
     _stores: Sequence[SampleStore] = ()  # stores of the per-sample state
     needs_index = False  # whether training needs each row's sample index
 
     def prefetch(self, padded_index: Tensor) -> None:
-        """Start to read the per-sample state for the next call while the encoders are still running.
+        """Start reading the per-sample state for the next call while the encoders are still running.
 
         Args:
             padded_index: (K b,) sample indices of the batch in host memory, -1 for invalid rows.
@@ -75,7 +75,7 @@ class Stateful:
         return {}
 
     def restore_point(self) -> Callable[[], None]:
-        """Return a closure that restores the current state; each per-sample store undoes its last write."""
+        """Return a function that restores the current state; in per-sample stores, it undoes the last write."""
         replicated = {name: value.clone() for name, value in self.replicated_state().items()}
         tables = [table.tensors.values() for table in self.row_tables().values() if not table.per_sample]
         rows = [(tensor, tensor.clone()) for tensors in tables for tensor in tensors]
@@ -102,7 +102,7 @@ def load_adam_state(
     values = {key.removeprefix(prefix): value.clone() for key, value in state.items() if key.startswith(prefix)}
     steps = values.pop("step", None)
     adam.state[parameter] = {key: value.to(parameter) for key, value in values.items()}
-    if steps is not None:  # a fused Adam counts steps on the parameter's device, an unfused Adam on the CPU
+    if steps is not None:  # fused Adam keeps its step count on the parameter's device, unfused Adam on the CPU
         adam.state[parameter]["step"] = steps.to(parameter.device if adam.defaults["fused"] else "cpu")
 
 
@@ -110,14 +110,14 @@ class NormalizerOutput(NamedTuple):
     """Estimated normalizers of one batch.
 
     The feature gradient is the gradient of `1/B sum_i exp(log_weight_i) g_i`, summed over both directions with the
-    weights held constant. If the estimate itself depends on the features, `feature_grad` is added.
+    weights held constant. If the estimate itself depends on the features, `feature_grad` is added to this gradient.
     """
 
     log_weight: Tensor  # (2, B): log w of every anchor of the global batch
-    value: Tensor  # (2, local): per-anchor loss, before the method's scale
-    tau_term: Tensor  # (2, local): per-anchor part of d(tau loss)/dtau without the data term
+    value: Tensor  # (2, local): per-anchor loss, without the method's scale
+    tau_term: Tensor  # (2, local): per-anchor derivative d(tau loss)/dtau without the data term
     metrics: dict[str, Tensor]  # name -> 0-dim, equal on all ranks
-    feature_grad: tuple[Tensor, Tensor] | None = None  # (local, d) for images and for texts, before the method's scale
+    feature_grad: tuple[Tensor, Tensor] | None = None  # (local, d) for images and for texts, without the method's scale
     local_metrics: Mapping[str, Tensor] = {}  # name -> (2, local) values; their mean over all anchors is logged
 
 
@@ -146,7 +146,7 @@ class Normalizer(Stateful):
         raise NotImplementedError
 
     def log_estimate(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor) -> Tensor:
-        """Return the (2, local) log of the current estimate of g for this rank's anchors, -inf where there is none yet.
+        """Return the (2, local) log of the current estimate of g for this rank's anchors, or -inf where there is none.
 
         g is the mean over negatives alone. Terms that a method adds, such as eps or the positive's term, are removed,
         so that methods are comparable. The arguments are those of `__call__`; no state changes.
@@ -167,7 +167,7 @@ class Objective(Stateful):
         """
         Args:
             context: sizes, communicator and settings.
-            parts: the components with state, keyed by the prefix of their names in the state.
+            parts: the components with state, keyed by the prefix of their entries in the state.
         """
         self._communicator, self._parts = context.communicator, parts
         self.needs_index = any(part.needs_index for part in parts.values())

@@ -1,11 +1,11 @@
-"""Build the objective of a method from its row in the table.
+"""Build the objective of a method from the method's row in the table.
 
 `objective.temperature.rule` selects one of two ways to learn the single temperature of the global contrastive loss.
 They differ in eps and in the scale of the loss.
 
-`robust` is RGCL-g (FastCLIP eq. 10, NeuCLIP eq. 12): tau is learned from tau times the loss plus 2 rho tau.
+`robust` is RGCL-g (FastCLIP eq. 10, NeuCLIP eq. 12): tau is learned by minimizing tau times the loss plus 2 rho tau.
 
-`learned` needs no rho. With eps = 1/(n-1), and with g_i the mean over the n-1 negatives of the whole data set,
+`learned` does not use rho. With eps = 1/(n-1), and with g_i as the mean over the n-1 negatives in the data set,
 
     (n-1) (eps + g_i) = 1 + sum_{j != i} exp((s_ij - s_ii)/tau),
     L = 1/2 1/n sum_i [ log(eps + g1_i) + log(eps + g2_i) ] + log(n-1)
@@ -47,7 +47,7 @@ _TEMPERATURES: dict[str, type[Temperature]] = {
 
 
 def compose_objective(config: ObjectiveConfig, context: Context) -> Objective:
-    """Build the objective that `config.method` names; raise `UserError` if it needs n and n is unknown."""
+    """Build the objective of `config.method`; raise `UserError` if the method needs n but n is unknown."""
     method = find_method(config.method)
     if method.normalizer is None:
         return SigmoidObjective(config, context)
@@ -71,7 +71,7 @@ def compose_objective(config: ObjectiveConfig, context: Context) -> Objective:
 
 
 def _other_samples(context: Context) -> int:
-    """Return n - 1, the number of negatives in the data set."""
+    """Return n - 1, the number of negatives of an anchor in the data set."""
     if not context.samples:
         raise UserError(
             "objective.temperature.rule=learned has eps = 1/(n-1), but n is unknown: pass ContrastiveLoss the number "

@@ -27,7 +27,7 @@ SCALES: dict[str, Scale] = {
 
 
 class ContrastiveObjective(Objective):
-    """Contrastive objective: for each batch, the feature gradient, the normalizer update and the temperature step."""
+    """Contrastive objective that computes a batch's feature gradient and updates the normalizer and the temperature."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class ContrastiveObjective(Objective):
     ) -> None:
         """
         Args:
-            constant: constant that is added to the reported loss.
+            constant: constant to add to the reported loss.
         """
         super().__init__(context, {"normalizer.": normalizer, "temperature.": temperature})
         self.pair_loss, self._normalizer, self._temperature = pair_loss, normalizer, temperature
@@ -64,7 +64,7 @@ class ContrastiveObjective(Objective):
         if estimate.feature_grad is not None:
             image = image.add(estimate.feature_grad[0] * scale)
             text = text.add(estimate.feature_grad[1] * scale)
-        if batch.total != batch.size:  # make the mean over local anchors a share of the global mean
+        if batch.total != batch.size:  # turn the mean over local anchors into a share of the global mean
             image, text = (grad * (batch.size / batch.total) for grad in (image, text))
         log_divisor = math.log(batch.total - self.pair_loss.excluded)
         local_tau, local_scale = (x if x.ndim == 0 else x[:, batch.local] for x in (tau, scale))
@@ -104,12 +104,12 @@ class ContrastiveObjective(Objective):
         return super().begin_gather(index, valid) if self._normalizer.always_gathers else None
 
     def _in_epoch(self, step: Step) -> Step:
-        """Return the step, with its epoch counted in `epoch_steps` if that option is set."""
+        """Return the step; if `epoch_steps` is set, its epoch is counted in units of that many steps."""
         length = self._config.epoch_steps
         return step if length is None else step._replace(epoch=step.number // length)
 
     def _batch(self, features: Features, step: Step) -> GatheredFeatures:
-        """Gather the features of all ranks, or use only this rank's features if the step needs no others.
+        """Gather the features of all ranks, or use only this rank's features if those suffice for the step.
 
         All ranks gather if any rank has fewer than two valid rows, because that rank would have no negatives.
         """
@@ -130,7 +130,7 @@ class ContrastiveObjective(Objective):
         Features are sent in their original dtype, so that the only error is that of the estimate.
 
         Returns:
-            For this rank's valid rows: (2, local) log of the estimated g, -inf without an estimate, and (2, local) tau.
+            For this rank's valid rows: (2, local) log of the estimated g, or -inf if there is none, and (2, local) tau.
         """
         batch = GatheredFeatures(features, self._communicator, features.image.dtype, self.prefetch)
         tau = self._temperature.of(batch)

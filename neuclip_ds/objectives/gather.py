@@ -34,10 +34,10 @@ class FeatureGather:
         Args:
             index: (b,) int64 global sample indices in host memory; b must be equal on all ranks.
             valid: (b,) bool in host memory, True for valid rows.
-            communicator: the ranks.
+            communicator: communicator of the ranks.
             comm_dtype: dtype in which features are sent. Local rows are rounded to this dtype as well, so that all
                 ranks see the same numbers and K ranks give the same result as one rank.
-            prefetch: called with the (K b,) indices, -1 for invalid rows, when the first features are added.
+            prefetch: called with the (K b,) indices (-1 for invalid rows) when the first features are added.
         """
         self._communicator, self._comm_dtype, self._prefetch = communicator, comm_dtype, prefetch
         self._index = communicator.begin_host_gather(torch.where(valid, index, -1), "features")
@@ -50,11 +50,11 @@ class FeatureGather:
         return self._index.wait()
 
     def add_text(self, rows: Tensor) -> None:
-        """Start to gather the next rows of this rank's (b, d) text features."""
+        """Start gathering the next rows of this rank's (b, d) text features."""
         self._texts.append(self._begin(rows))
 
     def add_image(self, rows: Tensor) -> None:
-        """Start to gather the next rows of this rank's (b, d) image features."""
+        """Start gathering the next rows of this rank's (b, d) image features."""
         self._images.append(self._begin(rows))
 
     def features(self, dtype: torch.dtype, rows: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -96,9 +96,9 @@ class GatheredFeatures:
     Attributes:
         image, text: (B, d) features of the whole batch.
         index: (B,) int64 global sample indices, in host memory.
-        local: slice of the B rows that belongs to this rank.
+        local: slice of this rank's rows among the B rows.
         padded_index: (K b,) indices in host memory, -1 for invalid rows.
-        total: number of valid rows on all ranks: B, or more if this object has one rank's rows only.
+        total: number of valid rows on all ranks: B, or more if this object contains only one rank's rows.
         comm_dtype: dtype in which the rows were sent; it represents them exactly.
     """
 
@@ -109,7 +109,7 @@ class GatheredFeatures:
         comm_dtype: torch.dtype,
         prefetch: Callable[[Tensor], None] | None = None,
     ) -> None:
-        """Gather b rows per rank. Without `features.gather`, a new `FeatureGather` gets the other arguments."""
+        """Gather b rows per rank; if `features.gather` is None, pass the other arguments to a new `FeatureGather`."""
         self._communicator, self.comm_dtype = communicator, comm_dtype
         gather = features.gather
         if gather is None:
@@ -167,9 +167,9 @@ class GatheredFeatures:
         return slice(*(edges if rows is None else torch.searchsorted(rows, torch.tensor(edges)).tolist()))
 
     def sum_local(self, rows: Tensor, ranks: range, purpose: str) -> Tensor:
-        """Sum, over `ranks`, the partial rows for the anchors of these ranks; return this rank's (local, ...) rows.
+        """Sum partial rows over `ranks`, and return the (local, ...) sums for this rank's anchors.
 
-        The ranks are consecutive and include this rank; `rows` are this rank's partial rows for `rows_of(ranks)`.
+        The ranks are consecutive and include this rank; `rows` are this rank's terms for the anchors `rows_of(ranks)`.
         """
         places = None if self._rows is None else self._rows[self.rows_of(ranks)] - ranks.start * self._count
         padded = self._spread(rows, places, len(ranks) * self._count)

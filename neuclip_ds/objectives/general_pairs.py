@@ -1,4 +1,4 @@
-"""Gradient of the weighted pairs for any pair loss and temperatures, with operations that are fused on a GPU."""
+"""Gradient of the weighted pairs for any pair loss and temperatures, with operations that can be fused on a GPU."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from neuclip_ds.objectives.pair_loss import PairLoss
 
 log = logging.getLogger(__name__)
 
-Buffers = Sequence[Tensor | None]  # outputs of operations; None allocates a tensor, which torch.compile avoids
+Buffers = Sequence[Tensor | None]  # outputs of operations; None means a new tensor, which fused operations avoid
 
 
 class GeneralSimilarities:
     """Similarities of a batch for any pair loss and temperatures.
 
-    Each pair takes one exponential for each of its two anchors. Each anchor's sum is computed relative to the largest
+    Each pair costs one exponential for each of its two anchors. Each anchor's sum is computed relative to the largest
     term, and a pair's weight is one exponential of a sum of logarithms, so that no significant term underflows or
     overflows. On a GPU, the host never waits for the device.
     """
@@ -47,7 +47,7 @@ class GeneralSimilarities:
 
     @cached_property
     def _sample(self) -> Tensor:
-        # row numbers, in the dtype of the other numbers of an anchor; exact up to 2^24 rows in float32
+        # row numbers, in the dtype of an anchor's other numbers; exact up to 2^24 rows in float32
         return torch.arange(self._grid.size, device=self._tau.device).to(self._tau.dtype).expand(2, -1)
 
     def log_mean_exp(self) -> Tensor:
@@ -96,7 +96,7 @@ class GeneralSimilarities:
 
     @property
     def _divides(self) -> bool:
-        """Whether similarities are divided by the scale when they are computed, because all anchors share one scale."""
+        """Whether similarities are divided by the shared scale as soon as they are computed."""
         return self._shared and not self._grid.fuses
 
     def _similarity(self, block: Block) -> Tensor:
@@ -104,7 +104,7 @@ class GeneralSimilarities:
         return similarity.div_(self._scale[0, 0]) if self._divides else similarity
 
     def _of_block(self, numbers: Tensor, block: Block) -> BlockAnchors:
-        """Return the anchors of a block with their values from the (numbers, 2, B) tensor."""
+        """Return the anchors of a block with their values from `numbers`, a (count, 2, B) tensor."""
         diagonal = None if self._grid.fuses or block.local is None else block.rows.start - block.local.start
         return BlockAnchors(*self._grid.of_anchors(numbers, block), block.local is not None, diagonal, self._divides)
 
@@ -126,7 +126,7 @@ class BlockAnchors(NamedTuple):
     rows: Tensor  # (numbers, rows, 1)
     columns: Tensor  # (numbers, 1, columns)
     all_local: bool  # whether the columns, like the rows, are this rank's anchors
-    diagonal: int | None  # offset of the positives' diagonal; None if there is none, or if sample rows are compared
+    diagonal: int | None  # offset of the positives' diagonal; None if there is none or if it is not used
     divided: bool  # whether similarities are already divided
 
     def exponents(self, similarity: Tensor, scale: Tensor, out: Tensor | None) -> Tensor:
@@ -143,7 +143,7 @@ class BlockAnchors(NamedTuple):
 
 
 def _log_sums(pair_loss: PairLoss, similarity: Tensor, block: BlockAnchors, buffers: Buffers) -> list[Tensor]:
-    """Return the logsumexp over the negatives of a block's local anchors: the rows, then the columns if local.
+    """Return the logsumexp over each local anchor's negatives in a block: for rows, then for columns if local.
 
     `buffers` contains one tensor in the shape of the block, which is overwritten, or None.
     """
@@ -161,8 +161,8 @@ def _weights(
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """Return the derivative with respect to a block's similarities, and sums over the local anchors' negatives.
 
-    The sums are over weights and, if `with_products`, over weights x similarities. `buffers` contains three tensors,
-    which are overwritten, or three Nones.
+    The sums add up weights and, if `with_products`, weights x similarities. `buffers` contains three tensors, which are
+    overwritten, or three Nones.
     """
     *outs, other = buffers
     parts, pulls, products = [], [], []

@@ -1,9 +1,9 @@
-"""A temperature for each sample and direction, learned by Adam: iSogCLR and FastCLIP-v2 (FastCLIP eq. 6-7, 9).
+"""A temperature for each sample and direction, learned with Adam: iSogCLR and FastCLIP-v2 (FastCLIP eq. 6-7, 9).
 
 The temperatures tau_{1,i} and tau_{2,i} and their Adam moments are kept in a per-sample store, partitioned over ranks.
 Each time a sample is seen, Adam updates the sample's temperatures with the gradient
 
-    G_i = log(eps + u_i) + rho - mean logit of anchor i            (the factor 1/n is dropped: Adam is scale-free)
+    G_i = log(eps + u_i) + rho - mean logit of anchor i     (without the factor 1/n, because Adam is scale-invariant)
 
 The released code differs from textbook Adam. It clamps G to [-5, 5], uses the epoch instead of the number of visits for
 bias correction, and sets beta_1 = beta_2 = 0 in epoch 0, so that the first step follows the sign of G.

@@ -1,12 +1,12 @@
 """The table of methods: the components, option sections and published defaults of each objective.
 
-All contrastive methods share the gradient, with respect to the features, of
+All contrastive methods share the feature gradient of
 
     L = scale/B sum_i [ w1_i g1_i + w2_i g2_i ],   g1_i = 1/(B-1) sum_{j != i} exp(l(s_ij - s_ii)/tau),   g2_i with s_ji
 
-with w and the scale held constant. The comment above a row contains the method's loss and estimate of the weights w_i.
+with w and the scale held constant. The comment above each row gives the method's loss and its estimate of w_i.
 A new method needs a row in the table; a new estimator also needs a section in options.py and a module in normalizers/.
-This module does not import torch, so that `--help` can read every method.
+This module does not import torch, because `--help` reads the table.
 """
 
 import difflib
@@ -24,7 +24,7 @@ DEFAULT = "openclip"  # it has no settings that need tuning on a new data set
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """Composition of one method, from which compose.py builds the objective."""
+    """Components of one method, from which compose.py builds the objective."""
 
     normalizer: str | None
     """Module in normalizers/ whose `build` creates the estimator of w_i; None for SigLIP's loss, which has no w_i."""
@@ -51,7 +51,7 @@ class Method:
         return parts[0] != "objective" or parts[1] in self.sections or parts[1] not in SECTIONS
 
 
-_SECTIONS: dict[str | None, tuple[str, ...]] = {  # by normalizer; others read the section with their name
+_SECTIONS: dict[str | None, tuple[str, ...]] = {  # by normalizer; others read the section of the same name
     "batch": (),
     None: ("siglip",),
     "moving_average": ("moving_average", "epoch_steps"),
@@ -71,7 +71,7 @@ _TUNECLIP_GAMMA = {"gamma_min": 0.9, "gamma_epochs": 4}
 METHODS: dict[str, Method] = {
     # The cross-entropy over the mini-batch (MBCL; Radford et al. 2021, Ilharco et al. 2021), w_i = 1/(1/(B-1) + g_i):
     #   1/2 1/B sum_i [ log(1 + sum_{j != i} exp((s_ij - s_ii)/tau)) + log(1 + sum_{j != i} exp((s_ji - s_ii)/tau)) ]
-    # log(1/tau) follows this loss's gradient, at the encoders' learning rate and schedule as in FastCLIP Table 7.
+    # log(1/tau) follows this loss's gradient, with the encoders' learning rate and schedule, as in FastCLIP Table 7.
     "openclip": Method(normalizer="batch", temperature="log", scale="half", starts=_tau(0.07)),
     # SigLIP: a sigmoid for every pair instead of a softmax (Zhai et al. 2023, eq. 1), with a learned bias:
     #   -1/B sum_{i, j} log sigmoid(z_ij (s_ij/tau + bias)),   z_ij = 1 where i = j, else -1
@@ -145,7 +145,7 @@ METHODS: dict[str, Method] = {
     # tau's initial value and schedule are not published. We use 0.07, and the encoders' schedule because tau's learning
     # rate (NeuCLIP Table 3) is an eighth of the encoders' on every data set.
     "neuclip": Method(normalizer="npn", temperature="rule", starts=_tau(0.07)),
-    # InfoNCE over the data set, with normalizers pooled from the batch and a queue (this project; the queue is MoCo's).
+    # InfoNCE over the data set, with normalizers pooled from the batch and a queue (this project, with MoCo's queue).
     #   1/2n sum_i sum_{1, 2} alpha_i + log(n-1),   eps = 1/(n-1)
     #   alpha_i = log(eps + (g_i + kappa ghat_i)/(1 + kappa)),   ghat1_i = 1/m sum_k exp((e1_i . W_k - s_ii)/tau)
     # W contains the last m features of the other modality. With `temperature.rule=robust`, the scale is tau, eps is
@@ -190,5 +190,5 @@ def find_method(name: str) -> Method:
 
 
 def method_of(options: Options) -> Method:
-    """Return the method that a tree of options under `objective` names, or the default method."""
+    """Return the method named in a tree of options under `objective`, or the default method."""
     return find_method(options.get("method", DEFAULT))

@@ -12,7 +12,7 @@ from neuclip_ds.section import Section, merge
 
 
 class AdamSettings(NamedTuple):
-    """Constants of the Adam optimizer that learns the temperature."""
+    """Hyperparameters of the Adam optimizer for the temperature."""
 
     betas: tuple[float, float] = (0.9, 0.98)
     eps: float = 1e-6
@@ -26,8 +26,8 @@ class TemperatureConfig(Section):
     maximum: float = Field(1.0, gt=0)
     """Upper bound of tau."""
     optimizer: Literal["adam", "lion", "sgd"] = "adam"
-    """Optimizer of a global temperature, and of SigLIP's bias: Adam, or Lion or SGD as in FastCLIP's study of
-    optimizers. The decay rates are the encoders' betas; SGD uses the first beta as momentum."""
+    """Optimizer of a global temperature and of SigLIP's bias: Adam, or Lion or SGD as in FastCLIP's study of
+    optimizers. It uses the betas of the encoders' optimizer; SGD uses the first beta as momentum."""
     variable: Literal["log", "tau"] = "log"
     """Variable that the optimizer of a global temperature updates: log(1/tau), as in all released code, or tau itself
     (FastCLIP Procedure 5). With individual temperatures it is always tau."""
@@ -63,14 +63,14 @@ class MovingAverageConfig(Section):
     gamma_min: float = Field(0.2, gt=0, le=1)
     """Weight of the current batch's estimate at the end of the schedule."""
     gamma_epochs: float = Field(18, ge=0)
-    """Epochs E over which gamma falls from 1 to gamma_min on a cosine, in steps of one epoch."""
+    """Number of epochs E over which gamma falls from 1 to gamma_min along a cosine; gamma changes once per epoch."""
 
 
 class AmortizedConfig(Section):
     width: float = Field(1.0, gt=0)
     """Hidden units of the amortization MLP, as a multiple f_d of the feature width."""
     loss: Literal["l2_log", "kl", "js"] = "l2_log"
-    """Loss that fits lambda: the squared error of the logarithms, or the KL or Jensen-Shannon divergence plus a tenth
+    """Loss for fitting lambda: the squared error of the logarithms, or the KL or Jensen-Shannon divergence plus a tenth
     of the squared error."""
     amortizes: Literal["partition", "negatives"] = "partition"
     """Target of lambda: the partition function, or its sum over negatives alone, to which the positive of each anchor
@@ -79,7 +79,7 @@ class AmortizedConfig(Section):
     """Steps that gather the features of all ranks: every step, or only steps that fit the nets. In the other steps,
     each rank contrasts only its local rows (AmorLIP section 3.3)."""
     lr: float = Field(1e-3, gt=0)
-    """Learning rate of the MLPs' Adam (the released code multiplies it by the number of ranks)."""
+    """Adam learning rate for the MLPs (the released code multiplies it by the number of ranks)."""
     max_grad_norm: float = Field(1.0, ge=0)
     """Maximum gradient norm of the MLPs; 0 disables clipping."""
     inner_steps: int = Field(3, ge=0)
@@ -93,25 +93,25 @@ class AmortizedConfig(Section):
     previous_weight: float = Field(0.8, ge=0, lt=1)
     """Largest weight beta_T of the previous epoch's net in the target."""
     previous_epochs: float = Field(16, ge=0)
-    """Epochs in which the weight rises to `previous_weight` on a cosine: all in the paper, 16 of 33 in the README."""
+    """Epochs over which beta rises to `previous_weight` along a cosine: all in the paper, 16 of 33 in the README."""
     positive_weight: float = Field(1.0, ge=0)
     """Weight c of the positive pair in the partition function: 1 in the paper, 1e-3 in the released scripts."""
     encoder_normalizer: Literal["ema", "combined"] = "ema"
-    """Normalizer of the encoders' loss: the EMA target net (paper), or the combined batch target (released code)."""
+    """Normalizer of the encoders' loss: the EMA target net (paper), or the target that the nets fit (released code)."""
 
 
 class NpnConfig(Section):
     prototypes: int = Field(4096, ge=1, le=1 << 24)
     """Number of prototypes m per direction."""
     network: Literal["prototypes", "mlp"] = "prototypes"
-    """Form of the network: prototypes (NeuCLIP eq. 10), or AmorLIP's MLP fitted to the same objective (ablation)."""
+    """Form of the network: prototypes (NeuCLIP eq. 10), or AmorLIP's MLP trained on the same objective (ablation)."""
     optimizer: Literal["scaled", "adagrad"] = "scaled"
     """Update of the prototypes: AdaGrad (NeuCLIP), or `scaled` (this project), whose steps change no logit by more than
     about lr at any batch size. At low temperatures, `scaled` amplifies rounding errors far less than AdaGrad."""
     inner_steps: int = Field(10, ge=0)
     """Number of updates T_u per training step."""
     redraw_every: int = Field(500, ge=0)
-    """Steps T_r between re-draws of the prototypes from recent features; 0 draws them once, as order=joint does."""
+    """Steps T_r between redraws of the prototypes from recent features; 0 draws them once, as order=joint does."""
     lr: float | None = Field(None, gt=0)
     """Step size of an update. By default, 0.3 for `scaled`, 1e-3 for the Adam of network=mlp, and 1.0 for AdaGrad. The
     1.0 is published for B >= 1024 and m = 4096; use a lower value for smaller settings."""
@@ -122,14 +122,14 @@ class NpnConfig(Section):
     """Part of alpha's gradient that the encoders and tau receive: all of it (NeuCLIP eq. 12), only the part along the
     positive, or none."""
     objective: Literal["unified", "separate"] = "unified"
-    """Objective that the network is fitted to: the loss itself, or (alpha - log(eps + g))^2 (ablation)."""
+    """Objective of the network: the loss itself, or (alpha - log(eps + g))^2 (ablation)."""
     replicas: int | None = Field(None, ge=1)
     """Maximum number of ranks that store and fit the same prototypes: by default 4, or 8 on 64 or more ranks. The run
     uses the largest divisor of the world size up to this number. With more replicas, alpha_grad=full sends less and
     each rank computes more."""
     order: Literal["alternating", "joint"] = "alternating"
     """`alternating` updates the network, then the encoders with the new prediction (Algorithm 1). `joint` updates both
-    from the old prediction; the network takes one AdamW step at the encoders' lr, without re-draws (Algorithm 3)."""
+    from the old prediction; the network takes one AdamW step at the encoders' lr, without redraws (Algorithm 3)."""
 
     @model_validator(mode="after")
     def _order_fits_the_network(self) -> NpnConfig:
@@ -178,13 +178,13 @@ class ObjectiveConfig(Section):
     """Precision in which features are sent between ranks; `auto` is the towers' precision."""
     reference: Literal["paper", "released_code"] = "paper"
     """Version to follow where a paper and its released code differ. FastCLIP's code omits the leading tau of losses
-    with constant or individual tau and counts the data term in the gradient of a robust tau twice. For individual
-    temperatures, it clamps gradients and bases Adam's bias correction on epochs. AmorLIP's code starts the nets of an
-    epoch near log lambda = 0 instead of the first batch's mean log Z, divides divergences by B^2 instead of B, and
+    with constant or individual tau and counts the data term twice in the gradient of a robust tau. For individual
+    temperatures, it clamps gradients and bases Adam's bias correction on epochs. AmorLIP's code starts each epoch's
+    nets near log lambda = 0 instead of the first batch's mean log Z, divides divergences by B^2 instead of B, and
     divides the squared error by B instead of 2 B."""
     epoch_steps: int | None = Field(None, ge=1)
-    """Training steps per epoch of gamma's schedule and of amorlip's nets, for runs that see each sample about once. By
-    default, an epoch is one pass over the data."""
+    """Training steps that count as one epoch for gamma's schedule and amorlip's nets, for runs that see each sample
+    about once. By default, an epoch is one pass over the data."""
     temperature: TemperatureConfig = Field(default_factory=TemperatureConfig)
     siglip: SiglipConfig = Field(default_factory=SiglipConfig)
     moving_average: MovingAverageConfig = Field(default_factory=MovingAverageConfig)

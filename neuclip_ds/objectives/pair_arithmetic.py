@@ -1,7 +1,7 @@
 """Arithmetic for pairs: exponentials that are never subnormal, and the precision of matrix products.
 
 Most pairs contribute too little to change a sum. Their exponentials would be subnormal numbers (below 1.2e-38 in
-float32), with which CPUs compute many times slower. Bounding the exponents avoids subnormal numbers without the
+float32), on which CPUs are many times slower. Bounding the exponents avoids subnormal numbers without the
 flush-to-zero mode, which would have to be set in every thread of the caller's process.
 
 A GPU multiplies float32 matrices several times faster if it may round them to TF32, which has 11 significant bits. It
@@ -23,7 +23,7 @@ _MM_WIDENS = torch.version.cuda is not None and torch.__version__ >= (2, 8)  # t
 
 
 def lowest_exponent(dtype: torch.dtype) -> float:
-    """Return the lower bound on exponents, for which exp is 3e-27 in float32.
+    """Return the lower bound on exponents; in float32, its exponential is 3e-27.
 
     The number 3e-27 can be divided by 1e11 without becoming subnormal.
     """
@@ -31,7 +31,7 @@ def lowest_exponent(dtype: torch.dtype) -> float:
 
 
 def exp_(x: Tensor) -> Tensor:
-    """Overwrite x with exp(x), in float32 with a relative error of 1e-7 (|x| + 1)."""
+    """Overwrite x with exp(x); in float32, the relative error is 1e-7 (|x| + 1)."""
     # on some CPUs torch's exp takes three times as long as its exp2
     return x.mul_(_LOG2_E).exp2_() if x.device.type == "cpu" else x.exp_()
 
@@ -57,12 +57,12 @@ def log_eps_plus(log_x: Tensor, eps: float) -> Tensor:
 
 @contextmanager
 def products_exact_for(dtype: torch.dtype) -> Iterator[None]:
-    """Multiply float32 matrices on GPUs in the fastest precision that represents numbers of `dtype` without rounding.
+    """Let GPUs multiply float32 matrices in the fastest precision that represents numbers of `dtype` exactly.
 
     torch's switch for TF32 is restored afterward.
     """
     before, wanted = _allows_tf32(), dtype in _TF32_HOLDS
-    if before == wanted:  # usual on a CPU; torch's switch is slow
+    if before == wanted:  # the usual case on a CPU; torch's switch is slow
         yield
         return
     _allow_tf32(wanted)
@@ -84,7 +84,7 @@ def pair_products(rows: Tensor, columns: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _allows_tf32() -> bool:
-    # `allow_tf32` raises if the program has set `fp32_precision`, which came with torch 2.9
+    # `allow_tf32` raises if the program has set `fp32_precision`, which torch 2.9 introduced
     precision = getattr(_MATMUL, "fp32_precision", None)
     return _MATMUL.allow_tf32 if precision is None else precision == "tf32"
 

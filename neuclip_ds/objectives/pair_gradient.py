@@ -1,6 +1,6 @@
-"""Closed-form gradient of the weighted pairs: this rank's rows against the gathered columns, block by block.
+"""Closed-form gradient of the weighted pairs, computed block by block from this rank's rows and the gathered columns.
 
-All contrastive methods share the gradient, with respect to the features, of
+All contrastive methods share the feature gradient of
 
     L = 1/B sum_i [ W1_i g1_i + W2_i g2_i ],   g1_i = 1/(B-1) sum_{j != i} exp(l(s_ij - s_ii) / tau),
                                                g2_i = 1/(B-1) sum_{j != i} exp(l(s_ji - s_ii) / tau)
@@ -12,7 +12,7 @@ with the weights W = scale w held constant. For l(x) = x, the gradient of L with
     p_i = sum_{j != i} (W1_i a_ij + W2_i a'_ij)
 
 and the gradient with respect to a text feature is the same with the roles exchanged. For a different l, the exponents
-contain l(x), and a, a' and b are multiplied by l'(x). A rank needs only gathered features and weights, no gradients.
+contain l(x), and a, a' and b are multiplied by l'(x). Ranks exchange features and weights, but not gradients.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class FactoredSimilarities:
     """Similarities with l(x) = x and one temperature: exp((s_ij - s_ii)/tau) = exp(s_ij/tau - c) exp(c - s_ii/tau).
 
     The first factor is the same for both anchors of a pair and in both passes, so a pair costs one exponential. To keep
-    this factor representable, c lowers the largest possible exponent 1/tau to `_limit`. If significant terms would
-    still underflow, `GeneralSimilarities` takes over; the host reads the sums to decide this.
+    this factor representable, c lowers the largest possible exponent, 1/tau, to `_limit`. If significant terms would
+    still underflow, `GeneralSimilarities` is used instead; the host reads the sums to decide this.
     """
 
     def __init__(self, grid: PairGrid, pair_loss: PairLoss, tau: Tensor) -> None:
@@ -103,13 +103,13 @@ class FactoredSimilarities:
 
 
 def pair_similarities(grid: PairGrid, pair_loss: PairLoss, tau: Tensor) -> FactoredSimilarities | GeneralSimilarities:
-    """Return the cheapest form of a batch's similarities: on a GPU the general form, which never blocks the host.
+    """Return a batch's similarities in the cheapest form: on a GPU, the general form, which never blocks the host.
 
     The caller uses the similarities in two passes: once for `log_mean_exp`, then once for `gradient`. In between, they
     are kept if they fit into the grid's budget, and are recomputed otherwise, so memory is O(block) + budget.
 
     Args:
-        grid, pair_loss: the pairs and their loss l.
+        grid, pair_loss: the pairs and the pair loss l.
         tau: temperature, 0-dim if all anchors share one, else (2, B).
     """
     factors = tau.ndim == 0 and pair_loss.is_identity and tau.device.type == "cpu"

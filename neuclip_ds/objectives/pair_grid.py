@@ -1,7 +1,7 @@
 """The pairs of a batch that one rank computes, cut into blocks.
 
 A rank needs only its local rows of S = E1 E2^T and of T = E2 E1^T. Where both the anchor and the partner are local, T
-is the transpose of S, so one product gives the blocks of both.
+is the transpose of S, so one matrix product gives the blocks of both.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,11 +19,11 @@ _CPU_BLOCK = 1 << 20  # bytes per thread, so that the block stays in the core's 
 # bytes; the host takes longer to launch smaller blocks than the GPU takes to compute them: on an H200, a step of 16,384
 # pairs takes 17 ms with these blocks (not compiled) and 71 ms with 16 MiB blocks, although those fit into the L2 cache
 _GPU_BLOCK = 1 << 27
-# number of pairs B^2/K from which compiled kernels save about 1 ms per step, scaled from 7.6 ms for 2^28 pairs in bf16
+# number of pairs, B^2/K, at which compiled kernels save about 1 ms per step, scaled from 7.6 ms for 2^28 pairs in bf16
 # on an H200 (tools/measurements/objective_h200.csv)
 _FUSED_PAIRS = 1 << 25
 KEPT_BYTES = 1_024_000_000
-"""Bytes per rank for similarities between the two passes; similarities that need more are recomputed."""
+"""Bytes per rank for keeping similarities between the two passes; larger sets of similarities are recomputed."""
 
 
 def block_bytes(device_type: str) -> int:
@@ -42,12 +42,12 @@ def slices(start: int, stop: int, size: int) -> list[slice]:
 
 
 class Block(NamedTuple):
-    """A block of the similarity matrix: some of this rank's rows on one side, some columns of the other side."""
+    """A block of the similarity matrix: some of this rank's rows on one side, and some columns on the other."""
 
     side: int  # IMAGE: rows are images and columns are texts; TEXT: vice versa
     rows: slice  # among this rank's rows
     columns: slice  # among the B rows of the batch
-    local: slice | None  # the columns among this rank's rows; None if another rank has them
+    local: slice | None  # the columns among this rank's rows; None if other ranks have them
 
     @property
     def local_anchors(self) -> list[tuple[int, slice]]:
@@ -66,8 +66,8 @@ class Block(NamedTuple):
 class PairGradient(NamedTuple):
     """Gradient of L (pair_gradient.py), and the statistic that the temperature update needs.
 
-    `mean_logit` is (2, local) W_i/(B-1) sum_j exp(y_ij) y_ij with y_ij = l(s_ij - s_ii)/tau or, if all anchors share
-    one tau, this rank's 0-dim share of the sum over all anchors. The mean over anchors is -tau dL/dtau.
+    `mean_logit` is (2, local) W_i/(B-1) sum_j exp(y_ij) y_ij, with y_ij = l(s_ij - s_ii)/tau. If all anchors share one
+    tau, it is this rank's 0-dim share of the sum over all anchors. The mean over anchors is -tau dL/dtau.
     """
 
     image: Tensor  # (local, d)
@@ -79,7 +79,7 @@ class PairGrid:
     """Features of a batch with B >= 2 valid rows, and the blocks of their similarities.
 
     Attributes:
-        local: slice of the B rows that belongs to this rank.
+        local: slice of this rank's rows among the B rows.
         size: number of valid rows, B.
         positive: (B,) similarities s_ii of the positive pairs.
         keeps: whether the similarities of all blocks fit into the budget.
@@ -87,7 +87,7 @@ class PairGrid:
     """
 
     def __init__(self, batch: GatheredFeatures, columns: int | None, budget: float) -> None:
-        """Cut blocks of at most `columns` columns and `block_bytes`; `budget` limits the bytes of kept similarities."""
+        """Plan blocks of at most `columns` columns and `block_bytes`; keep similarities if `budget` bytes suffice."""
         self._features = (batch.image, batch.text)
         self._dtype = batch.comm_dtype
         self.local, self.size = batch.local, batch.size
@@ -125,7 +125,7 @@ class PairGrid:
         """Return a block's values, (..., rows, 1) and (..., 1, columns), from (..., 2, B) values of all anchors."""
         rows = values[..., block.side, self.local][..., block.rows].unsqueeze(-1)
         columns = values[..., 1 - block.side, block.columns].unsqueeze(-2)
-        # torch.compile would recompile for a view at a different offset of the same memory
+        # torch.compile would recompile for a view at a different offset in the same memory
         return (rows.clone(), columns.clone()) if self.fuses else (rows, columns)
 
     def per_anchor(self, value: float) -> Tensor:

@@ -43,7 +43,7 @@ class PairLoss:
         return y
 
     def weight(self, y: Tensor, origin: Tensor, log_factor: Tensor, out: Tensor | None, spare: Tensor | None) -> Tensor:
-        """Return the (rows, columns) exp(l/tau + log_factor) times l'/power at y - origin.
+        """Return the (rows, columns) values of exp(l/tau + log_factor) l'/power at y - origin.
 
         The arguments are those of `exponent`, the anchors' `log_factor`, and `spare`, which is None or a second buffer
         other than y.
@@ -52,7 +52,7 @@ class PairLoss:
 
 
 class Hinge(PairLoss):
-    """Hinge pair loss l(x) = max(x + margin, 0)^2 (TuneCLIP eq. 8); pairs with x < -margin contribute no gradient."""
+    """Hinge pair loss l(x) = max(x + margin, 0)^2 (TuneCLIP eq. 8); pairs with x < -margin have zero gradient."""
 
     is_identity = False
     power = 2.0

@@ -1,4 +1,4 @@
-"""SigLIP's pairwise sigmoid loss (Zhai et al. 2023, eq. 1), with the gradient in closed form.
+"""SigLIP's pairwise sigmoid loss (Zhai et al. 2023, eq. 1), with a closed-form gradient.
 
     L = -1/B sum_{i, j} log sigmoid(z_ij (s_ij / tau + bias)),   z_ij = 1 where i = j, else -1
 

@@ -1,8 +1,8 @@
-"""Update rules for the temperature, one per class.
+"""Update rules for the temperature; each class implements one rule.
 
-The trained variable is theta = log(1/tau), as in every published code base, or tau itself (FastCLIP Procedure 5). The
-gradient of theta is -tau dL/dtau. The variable is kept outside the DeepSpeed engine, in float32 or float64. All ranks
-compute the same gradient, so the variable has the same value on all of them.
+The trained variable is theta = log(1/tau), as in all released code, or tau itself (FastCLIP Procedure 5). The gradient
+with respect to theta is -tau dL/dtau. The variable is kept outside the DeepSpeed engine, in float32 or float64. All
+ranks compute the same gradient, so the variable has the same value on all ranks.
 """
 
 import math
@@ -23,14 +23,14 @@ from neuclip_ds.objectives.options import ObjectiveConfig, TemperatureConfig
 class TemperatureSignal(NamedTuple):
     """Statistics of one step that a temperature rule may use.
 
-    `mean_logit` is w_i/(B-1) sum_j exp(y_ij) y_ij with y_ij = l(s_ij - s_ii)/tau: the data term w_i dg_i/dtau times
-    -tau. `tau_term` is the per-anchor part of d(tau loss)/dtau without the data term.
+    `mean_logit` is w_i/(B-1) sum_j exp(y_ij) y_ij with y_ij = l(s_ij - s_ii)/tau. This equals -tau times the data term
+    w_i dg_i/dtau. `tau_term` is the per-anchor derivative d(tau loss)/dtau without the data term.
     """
 
     mean_logit: Tensor  # 0-dim: sum over both directions, averaged over the global batch; equal on all ranks
-    tau_term: Tensor  # 0-dim: the same mean of the per-anchor terms
+    tau_term: Tensor  # 0-dim: `tau_term` of the anchors, summed and averaged in the same way
     grad_log_scale: Tensor  # 0-dim: d loss / d log(1/tau), for losses whose scale does not depend on tau
-    local_mean_logit: Tensor  # (2, local) with individual temperatures; with one tau, a 0-dim share of the sum
+    local_mean_logit: Tensor  # (2, local) with individual temperatures; with one tau, this rank's 0-dim share
     local_tau_term: Tensor  # (2, local): the per-anchor terms
 
 
@@ -40,7 +40,7 @@ class Temperature(Stateful):
     _rho_share = 0.0  # factor on the configured rho, for each anchor and direction
 
     def __init__(self, config: ObjectiveConfig, context: Context) -> None:
-        """Keep the options; subclasses also set the initial temperature."""
+        """Store the options; subclasses also set the initial temperature."""
         self._config, self._released = config.temperature, config.reference == "released_code"
 
     def of(self, batch: GatheredFeatures) -> Tensor:
@@ -68,10 +68,10 @@ class Temperature(Stateful):
 
 
 def initial_temperature(config: TemperatureConfig, context: Context, learned: bool = True) -> float:
-    """Return tau at step 0, from the config or else from the encoders.
+    """Return tau at step 0: the configured value or, if there is none, the encoders' value.
 
     Raises:
-        UserError: neither specifies a temperature, or a learned temperature starts outside its bounds.
+        UserError: neither the config nor the encoders have a temperature, or a learned one starts outside its bounds.
     """
     tau = context.temperature if config.initial is None else config.initial
     if tau is None:
@@ -80,7 +80,7 @@ def initial_temperature(config: TemperatureConfig, context: Context, learned: bo
             "--objective.temperature.initial (OpenAI's models have 0.01)."
         )
     bounded = min(max(tau, config.minimum), config.maximum)
-    if learned and not math.isclose(tau, bounded, rel_tol=1e-3):  # OpenAI's clamp of 1/tau at 100 leaves 0.0099999
+    if learned and not math.isclose(tau, bounded, rel_tol=1e-3):  # clamping 1/tau at 100 can give 0.0099999
         raise UserError(
             f"The pretrained checkpoint's temperature {tau:.4g} is outside [minimum={config.minimum}, "
             f"maximum={config.maximum}] of objective.temperature; change one of them, or set initial."
@@ -107,7 +107,7 @@ class ConstantTemperature(Temperature):
 
 
 class LearnableTemperature(Temperature):
-    """Global temperature that is learned as theta = log(1/tau) or as tau, optionally with further scalars."""
+    """Global temperature that is learned as theta = log(1/tau) or as tau, optionally together with other scalars."""
 
     def __init__(self, config: ObjectiveConfig, context: Context, **further: float) -> None:
         super().__init__(config, context)
@@ -133,9 +133,9 @@ class LearnableTemperature(Temperature):
         return self._scalars[name].detach().squeeze(0).clone()
 
     def descend(self, step: Step, **gradients: Tensor) -> None:
-        """Take an optimizer step with the 0-dim gradient of each scalar, given by name, and clamp tau.
+        """Take an optimizer step with a 0-dim gradient for each scalar, passed by name, and clamp tau.
 
-        The temperature's gradient is always passed as `theta`, with respect to theta, even if tau is learned.
+        The temperature's gradient is always passed as `theta` and taken with respect to theta, even if tau is learned.
         """
         if self._by_tau:
             gradients["tau"] = gradients.pop("theta") / -self.tau
@@ -193,9 +193,8 @@ class LogTemperature(LearnableTemperature):
 class RobustTemperature(LearnableTemperature):
     """Temperature of RGCL-g, the robust global contrastive loss (FastCLIP eq. 10, NeuCLIP eq. 12).
 
-    The gradient is dL/dtau = tau_term + 2 rho - c mean_logit, with the fields of `TemperatureSignal`.
-
-    c is 1 in the papers and 2 in FastCLIP's released code.
+    The gradient is dL/dtau = tau_term + 2 rho - c mean_logit, where `tau_term` and `mean_logit` are fields
+    of `TemperatureSignal`. The factor c is 1 in the papers and 2 in FastCLIP's released code.
     """
 
     _rho_share = 1.0
@@ -207,7 +206,7 @@ class RobustTemperature(LearnableTemperature):
 
 
 class RescaledTemperature(RobustTemperature):
-    """Temperature of AmorLIP's rescaled loss tau L + rho tau: as in RGCL-g, but with one rho for both directions."""
+    """Temperature of AmorLIP's rescaled loss tau L + rho tau: as in RGCL-g, but with rho tau instead of 2 rho tau."""
 
     _rho_share = 0.5
 
@@ -225,6 +224,6 @@ def _optimizer(scalars: list[Parameter], name: str, context: Context) -> torch.o
 
 
 def trained_temperature(state: Mapping[str, Tensor]) -> Tensor | None:
-    """Return tau from an objective's replicated state; None if each sample has separate temperatures."""
+    """Return tau from an objective's replicated state, or None if temperatures are individual."""
     theta = state.get("temperature.theta", state.get("theta"))
     return state.get("temperature.tau", state.get("tau")) if theta is None else theta.neg().exp()

@@ -1,4 +1,4 @@
-"""Count the memory of the towers' forward and backward passes without allocating it and without a device.
+"""Count the memory that the towers' forward and backward passes need, without allocating it or using a device.
 
 The model runs on tensors that have shapes but no data (torch's FakeTensorMode), so that recomputation under activation
 checkpointing, views and in-place operations are counted as they happen. The kernels are torch's CPU kernels, whose
@@ -50,7 +50,7 @@ class LiveBytes(TorchDispatchMode):
     Attributes:
         now: bytes of the storages that exist now.
         peak: maximum of `now`.
-        peak_with_gradients: maximum of `now` plus the gradients that `take_gradient` has freed.
+        peak_with_gradients: maximum of `now` plus the bytes of the gradients that `take_gradient` has freed.
     """
 
     def __init__(self, device_type: str = "cpu") -> None:

@@ -11,17 +11,17 @@ from neuclip_ds.data.loader import part_count
 from neuclip_ds.planning.memory import MemoryAccount, MemoryQuery
 
 SHARED_MEMORY = Path("/dev/shm")  # torch shares tensors between processes here
-_PROCESS = 300_000_000  # measured: 0.05 GB at first, 0.2 GB after garbage collection copies pages; 0.5 GB is inherited
+_PROCESS = 300_000_000  # per worker: 0.05 GB at first, 0.2 GB once garbage collection copies pages; 0.5 GB is inherited
 FIX = "use a smaller data.micro_batch, model.activation_checkpointing=true, a higher ZeRO stage, or more ranks"
 _FIX_OF_HOST = "use fewer data.workers or data.prefetch, a smaller data.batch_size, or more nodes"
 
 
 class LoaderMemory(NamedTuple):
-    """Peak bytes of the loaders of all ranks of a node."""
+    """Peak memory, in bytes, of the loaders of all ranks on a node."""
 
     shared: int  # bytes in /dev/shm
     total: int
-    ranks: int  # ranks of the node
+    ranks: int  # number of ranks on the node
 
     def describe(self) -> str:
         return f"node of {self.ranks}: {self.total / 1e9:,.1f} GB (in a container {self.advice})"
@@ -36,8 +36,8 @@ def loader_memory(query: MemoryQuery, ranks: int) -> LoaderMemory:
     """Estimate the memory of the loaders on a node with `ranks` ranks.
 
     For training and for a concurrent evaluation, each worker keeps `data.prefetch` parts of batches in shared memory
-    and builds one more. A batch with a single pass is kept while the next batch is fetched; with two passes, the second
-    pass frees the rows that it has used. With a GPU, parts that are ready or in use are also in pinned memory.
+    and builds one more. A batch of one micro-batch is kept while the next is fetched; with several, the second
+    pass over them frees the rows that it used. With a GPU, parts that are ready or in use are also in pinned memory.
     """
     data, rows, micro, on_gpu = query.config.data, query.rank_batch, query.micro_batch, query.device == "cuda"
     pair = 3 * query.image_size**2 + 8 * query.tokenizer.context_length + 9
@@ -56,7 +56,7 @@ def local_ranks() -> int:
 
 
 def shortages(found: MemoryAccount, loaders: LoaderMemory, device: str) -> list[str]:
-    """Return a warning for each memory (GPU, RAM, shared memory) that is smaller than its estimate."""
+    """Return a warning for each kind of memory (GPU, RAM, shared memory) that is smaller than the estimate."""
     on_gpu = device == "cuda"
     machine = f"this machine for its {loaders.ranks} ranks" if loaders.ranks > 1 else "this machine"
     ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,7 +1,7 @@
 """Estimate the memory of a run on one rank, by component, before anything is allocated.
 
-The peak is the largest of three moments of a step: the towers' forward and backward passes, the objective on the whole
-batch, and the optimizer's step. All gradients are counted in each moment, except gradients that a backward pass creates
+The peak is the maximum at three moments of a step: the towers' forward and backward passes, the objective on the whole
+batch, and the optimizer's step. All gradients are counted at each moment, except gradients that a backward pass creates
 one by one and the step frees. The estimate excludes memory outside torch's allocator (CUDA's context, NCCL, libraries);
 host_memory.py estimates the loaders' host memory.
 """
@@ -56,7 +56,7 @@ class MemoryAccount(NamedTuple):
         return sum(self.host.values())
 
     def fits(self, gigabytes: float) -> bool:
-        """Return whether the peak leaves a tenth of the memory of a GPU of this size free."""
+        """Return whether the peak leaves at least a tenth of the memory of a GPU of this size free."""
         return self.peak <= _USABLE * gigabytes * 1e9
 
     def lines(self) -> list[str]:
@@ -242,18 +242,18 @@ def smallest_that_fits(query: MemoryQuery, towers: Towers, gigabytes: float) -> 
 
 
 def _inputs(query: MemoryQuery) -> int:
-    """Return the bytes of pixels and tokens: on a GPU, of two micro-batches (one prefetched); else, of the batch."""
+    """Return the bytes of pixels and tokens: on a GPU, of two micro-batches (one prefetched); on a CPU, of a batch."""
     rows = 2 * query.micro_batch if query.device == "cuda" else query.rank_batch
     return rows * (3 * query.image_size**2 + 8 * query.tokenizer.context_length)
 
 
 def _similarities(query: MemoryQuery, itemsize: int) -> int:
-    """Return the peak bytes of similarities, less the bytes of the sent copies of features, which are free by then.
+    """Return the peak bytes of similarities, minus the bytes of the sent copies of features, which are freed by then.
 
     Similarities are stored between the two passes over the pairs if they fit the budget; the second pass adds temporary
     blocks. Between the passes, NeuCLIP's network needs the similarities of all anchors with a rank's prototypes in both
     directions, plus the larger of a temporary block and nine copies of the features of a group's anchors. At that
-    point, local features and their gradients are free, too.
+    point, local features and their gradients have been freed, too.
     """
     objective, batch = query.config.objective, query.config.data.batch_size
     rows, method = batch // query.world_size, find_method(objective.method)
@@ -280,7 +280,7 @@ def _similarities(query: MemoryQuery, itemsize: int) -> int:
 
 
 class ObjectiveState(NamedTuple):
-    """Bytes of an objective's state on one rank, including the device copies that serve to undo a skipped step."""
+    """Bytes of an objective's state on one rank, including the device copies that are kept to undo a skipped step."""
 
     device: int
     host: int

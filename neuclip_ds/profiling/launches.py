@@ -1,8 +1,8 @@
 """Collectives in a profiler's events: the operators that launch them, matched with their execution.
 
-A launch is an operator `c10d::...`, whose shapes the profiler records. With gloo, its execution is a range `gloo:...`
-on one of gloo's threads, in launch order. With NCCL, its execution is a kernel `nccl...` with the correlation number of
-the runtime call that started the kernel inside the operator.
+A launch is a `c10d::...` operator, whose input shapes the profiler records. With gloo, its execution is a `gloo:...`
+range on one of gloo's threads, in launch order. With NCCL, its execution is an `nccl...` kernel with the correlation ID
+of the runtime call that started the kernel inside the operator.
 """
 
 import logging
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 Thread = tuple[Any, Any]
 
-# prefix of the operator's name -> operation (as in `ring_bytes`), and position of the argument with the rank's input
+# prefix of the operator's name -> operation (as in `ring_bytes`) and position of the argument that is the rank's input
 _OPERATORS: dict[str, tuple[str, int]] = {
     "allgather": ("all_gather", 1),
     "reduce_scatter": ("reduce_scatter", 1),
@@ -74,7 +74,7 @@ def read_events(trace: Mapping[str, Any]) -> list[Event]:
 def find_launches(events: Sequence[Event]) -> list[Launch]:
     """Return all collectives in launch order, with the intervals of their execution.
 
-    Executions without a launch are omitted; their number is logged as a warning.
+    Executions without a launch are omitted, and a warning gives their number.
     """
     launches = [_launch(event) for event in events if event.category == "cpu_op" and event.name.startswith("c10d::")]
     lost = _match_gloo(launches, events) + _match_nccl(launches, events)
@@ -84,7 +84,7 @@ def find_launches(events: Sequence[Event]) -> list[Launch]:
 
 
 def launching_calls(events: Iterable[Event]) -> dict[Any, Event]:
-    """Return the host calls that started GPU work, by correlation number."""
+    """Return the host calls that started GPU work, by correlation ID."""
     calls = [event for event in events if event.category in ("cuda_runtime", "cuda_driver")]
     return {event.arguments["correlation"]: event for event in calls if "correlation" in event.arguments}
 
@@ -106,7 +106,7 @@ def _elements(shape: Sequence[Any]) -> int:
 
 
 def _match_gloo(launches: Iterable[Launch], events: Iterable[Event]) -> int:
-    """Add the ranges `gloo:...` to their launches; return the number of ranges without a launch."""
+    """Add the `gloo:...` ranges to their launches; return the number of ranges without a launch."""
     waiting: defaultdict[tuple[str, int], deque[Launch]] = defaultdict(deque)
     for launch in launches:
         waiting[_GLOO_FAMILY.get(launch.op, launch.op), launch.elements].append(launch)
@@ -127,7 +127,7 @@ def _match_gloo(launches: Iterable[Launch], events: Iterable[Event]) -> int:
 
 
 def _match_nccl(launches: Iterable[Launch], events: Sequence[Event]) -> int:
-    """Add NCCL kernels to their launches (for grouped calls, to the last); return the number of unmatched kernels."""
+    """Add NCCL kernels to their launches (for grouped calls, to the last one); return the number without a launch."""
     by_thread: defaultdict[Thread, list[Launch]] = defaultdict(list)
     for launch in launches:
         by_thread[launch.thread].append(launch)

@@ -55,7 +55,7 @@ class Recorder:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Enclose each training step, including its waits."""
+        """Enclose a training step, including its waits; use this context for every step."""
         if self._done >= self._end:
             yield
             return

@@ -1,8 +1,8 @@
-"""Training steps in a Chrome trace of `torch.profiler`: computation, and every collective with its purpose.
+"""Training steps in a Chrome trace from `torch.profiler`: computation, and every collective with its purpose.
 
 Computation is the time of ATen's operators on a CPU, and of kernels other than NCCL's on a GPU. A collective has the
 purpose of the `Communicator` call that launched it. Collectives outside `Communicator` calls are DeepSpeed's: their
-purpose follows from the phase of the step and the operation.
+purpose is inferred from the phase of the step and the operation.
 """
 
 import gzip
@@ -104,7 +104,7 @@ def _executed(host: list[Phase], events: Sequence[Event]) -> list[Phase]:
     A GPU works tens of milliseconds behind the host. The profiler repeats a host range as `gpu_user_annotation`, but
     only for work that the range's own thread launches directly. It omits work of autograd's thread in the backward pass
     (github.com/pytorch/kineto/issues/1022) and work of nested ranges. This function finds the omitted work by the
-    correlation number of the call that launched it.
+    correlation ID of the call that launched it.
     """
     return _annotated(events, "gpu_user_annotation") + _launched_in(host, events) or host
 

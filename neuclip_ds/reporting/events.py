@@ -30,7 +30,7 @@ class Event(NamedTuple):
 
 
 class EventLog:
-    """One rank's events; rank 0 writes its events to FOLDER/events.jsonl at once, other ranks' events in `merge`."""
+    """One rank's events; rank 0 writes its own to FOLDER/events.jsonl at once, and the other ranks' in `merge`."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._path, self._rank = folder / FILE, rank
@@ -63,7 +63,7 @@ class EventLog:
     def merge(self, gather: Callable[[list[dict[str, Any]]], list[list[dict[str, Any]]]]) -> None:
         """Write the other ranks' events to the file; all ranks must call this method before a checkpoint.
 
-        A resumed run repeats the steps of later events, so no event is lost. `gather` gathers objects over all ranks.
+        A resumed run repeats later steps, so no events are lost. `gather` gathers objects over all ranks.
         """
         gathered = gather([event._asdict() for event in self._pending])
         self._pending = []

@@ -14,7 +14,7 @@ _LAYOUT = "%(asctime)s %(levelname)s %(message)s"
 def configure_logging(rank: int, log_file: Path | None = None) -> None:
     """Send log messages and Python warnings to stderr and, on rank 0, append them to `log_file`.
 
-    Rank 0 logs INFO for this package and WARNING for all others; other ranks log only WARNING, as `[rank r] ...`.
+    Rank 0 logs INFO for this package and WARNING for other packages; other ranks log WARNING, as `[rank r] ...`.
     A second call replaces the first call's handlers. Rank 0's earlier messages are also written to the first file.
     """
     root = logging.getLogger()

@@ -41,7 +41,7 @@ class MetricsLog:
             drop_from(self._path, first_new_step)
         self._lines = self._path.open("a", encoding="utf-8", newline="\n", buffering=1)
         self._board_path.mkdir(exist_ok=True)
-        with tempfile.TemporaryFile(dir=self._board_path) as room:  # fails here if full, not in TensorBoard's thread
+        with tempfile.TemporaryFile(dir=self._board_path) as room:  # a full disk fails here, not in a thread
             room.write(bytes(4096))
         self._board = SummaryWriter(str(self._board_path), purge_step=first_new_step)  # hides the later points
 
@@ -101,7 +101,7 @@ def score_lines(results: Mapping[str, float]) -> Iterator[str]:
 
 
 def step_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (line, record) of every complete line of a file whose records have a `step`.
+    """Yield (line, record) for every complete line of a file whose records have a `step`.
 
     Lines that a crash has corrupted are skipped with a warning.
     """

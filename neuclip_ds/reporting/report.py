@@ -44,7 +44,7 @@ _COUNTS = ("retrieval_pairs", "zero_shot_images", "normalizer_anchors", "normali
 
 
 def write_report(run: Path) -> Path:
-    """Write RUN/report.html from the files in a run's folder and return its path; raise `UserError` without metrics."""
+    """Write RUN/report.html from a run's files and return its path; raise `UserError` if the run has no metrics."""
     series = read_series(run)
     config = (run / "config.yaml").read_text(encoding="utf-8")
     environment = run / "environment.json"

@@ -1,1 +1,1 @@
-"""State whose rows are partitioned over ranks (per-sample statistics, NPN columns), and its files."""
+"""State whose rows are partitioned over ranks (per-sample statistics, NPN prototypes), and the files that store it."""

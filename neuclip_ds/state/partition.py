@@ -1,4 +1,4 @@
-"""Partition rows contiguously over ranks."""
+"""Partitions of rows into one contiguous range per rank."""
 
 from __future__ import annotations
 

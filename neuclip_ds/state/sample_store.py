@@ -1,9 +1,9 @@
-"""Store per-sample statistics by global index, partitioned over ranks.
+"""Per-sample statistics, stored by global sample index and partitioned over ranks.
 
 Reading f fields of each rank's samples takes one reduce-scatter of (B, f), and reading the whole batch takes one
-all-reduce: each rank writes its local rows into zeros. A read can overlap the encoders. A write needs no
-communication, because all ranks know the values. Shapes do not depend on which rank stores a row, and a table in host
-memory is updated once the new values have arrived there, so the host never waits for the device.
+all-reduce. For both, each rank copies its local rows into a zero-filled buffer. A read can overlap the encoders. A
+write needs no communication, because all ranks have the values. Shapes do not depend on which rank stores a row, and a
+table in host memory is updated once the new values have arrived there, so the host never waits for the device.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ class SampleStore:
         fields: name -> initial value (`-inf` for a logarithm that has no value yet).
         communicator: the ranks over which rows are partitioned.
         dtype: dtype of the rows.
-        max_device_bytes: largest table that a rank keeps on its device; larger tables are in pinned host memory.
+        max_device_bytes: size of the largest table to keep on a device; larger tables are in pinned host memory.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class SampleStore:
         return self._communicator.begin_all_reduce(self._contribution(index, count), "state")
 
     def local_rows(self, index: Tensor) -> Tensor:
-        """Return the batch's rows, (B, f), where only rows stored on this rank have defined values."""
+        """Return the batch's (B, f) rows; the values of rows that other ranks store are undefined."""
         return to_device(self._rows.index_select(0, self._locate(index)[0]), self._communicator.device)
 
     def _contribution(self, index: Tensor, count: int) -> Tensor:
@@ -86,7 +86,7 @@ class SampleStore:
         return to_device(found.masked_fill_(~is_local[:, None], 0.0), self._communicator.device)
 
     def write(self, index: Tensor, values: Tensor) -> None:
-        """Write the (B, f) values of the samples `index` (B,) of all ranks; for a repeated index, store the last row.
+        """Write the (B, f) values for all ranks' (B,) sample indices; if an index is repeated, store its last row.
 
         Rows that other ranks store and empty rows are skipped.
         """
@@ -105,7 +105,7 @@ class SampleStore:
         self._rows.index_copy_(0, rows, before)  # a repeated row has the same values each time
 
     def rows(self) -> RowTable:
-        """Return the rank's rows for the checkpoint: one (n/K, f) tensor, named by its comma-joined fields."""
+        """Return the rank's rows for the checkpoint: one (n/K, f) tensor whose name lists the fields."""
         return RowTable(self.partition, {",".join(self.fields): self._rows[:-1]}, per_sample=True)
 
     def _locate(self, index: Tensor) -> tuple[Tensor, Tensor]:

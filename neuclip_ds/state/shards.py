@@ -1,16 +1,16 @@
-"""Files of state in shards of rows, which any number of ranks can write and any number can read.
+"""State files that are sharded by row; any number of ranks can write them, and any number can read them.
 
 A folder written by K ranks contains
 
     RRRRR-of-KKKKK.safetensors    rank R's shards, with the keys below
-    index.json                    the `keys` of each file, and other facts from the writer
+    index.json                    the `keys` of each file, and the writer's metadata
 
 with the keys
 
     KIND/NAME/START-STOP    rows [START, STOP) of the tensor NAME of this KIND
     KIND/NAME/whole         a whole tensor that is equal on all ranks; only in rank 0's file
 
-Over all files, the shards of a tensor cover each of its rows exactly once. KIND contains no slash. A reader opens only
+Together, the shards of a tensor in all files cover each row exactly once. KIND contains no slash. A reader opens only
 the files that it needs.
 """
 
@@ -31,7 +31,7 @@ from neuclip_ds.state.partition import RowTable
 from neuclip_ds.state.tensor_file import BytesFile, StateFile, TensorFile, row_chunks
 
 INDEX = "index.json"
-TABLE = "table"  # kind of the tensors of row tables, named TABLE/TENSOR
+TABLE = "table"  # kind of the row tables' tensors, which are named TABLE/TENSOR
 _WHOLE = "whole"
 _FIX = "restore it, or delete its checkpoint to resume from an older one"
 
@@ -45,12 +45,12 @@ def shard_key(kind: str, name: str, start: int, stop: int) -> str:
 
 
 def whole(kind: str, tensors: Mapping[str, Tensor]) -> Shards:
-    """Return the shards, written by rank 0, of tensors that are equal on all ranks."""
+    """Return the shards, to be written by rank 0, of tensors that are equal on all ranks."""
     return {f"{kind}/{name}/{_WHOLE}": tensor for name, tensor in tensors.items()}
 
 
 def table_shards(tables: Mapping[str, RowTable]) -> Shards:
-    """Return the shards of this rank's rows of partitioned tables, which are given by name."""
+    """Return the shards with this rank's rows of partitioned tables; `tables` maps names to tables."""
     return {
         shard_key(TABLE, f"{name}/{key}", table.partition.start, table.partition.stop): tensor
         for name, table in tables.items()
@@ -60,7 +60,7 @@ def table_shards(tables: Mapping[str, RowTable]) -> Shards:
 
 
 def shard_files(shards: Shards, facts: Mapping[str, Any], communicator: Communicator) -> list[StateFile]:
-    """Return the files that this rank writes, with rank 0's `facts` in the index; a collective call."""
+    """Return the files that this rank writes, with rank 0's `facts` in the index (a collective operation)."""
     keys = communicator.gather_objects(list(shards))
     files: list[StateFile] = [TensorFile(_file_name(communicator.rank, communicator.world_size), shards)]
     if communicator.rank == 0:
@@ -75,7 +75,7 @@ class ShardFiles:
 
     Attributes:
         folder: folder of the files.
-        facts: facts that the writer stored in the index.
+        facts: metadata that the writer stored in the index.
     """
 
     def __init__(self, folder: Path) -> None:

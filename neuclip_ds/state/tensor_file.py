@@ -1,8 +1,8 @@
-"""Files of state to be written: tensors in the safetensors format, or bytes.
+"""State files to be written: tensors in the safetensors format, or bytes.
 
 A safetensors file (https://huggingface.co/docs/safetensors) consists of the header's length in 8 little-endian bytes, a
 JSON header with the dtype, shape and byte range of each tensor, and the tensors' bytes. The safetensors library reads
-the files; this module writes them in chunks, so that saving a large table needs no second copy in memory.
+the files; this module writes them in chunks, so that saving a large table does not need a second copy in memory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _DTYPES = {
 
 
 class TensorFile(NamedTuple):
-    """A safetensors file to be written, with tensors on any device by key."""
+    """A safetensors file to be written; `tensors` maps keys to tensors on any device."""
 
     name: str  # relative to the folder
     tensors: Mapping[str, Tensor]

@@ -2,7 +2,7 @@
 
 On a GPU, copies run on a side stream, from pinned memory, so that neither the host nor the computation waits for them.
 The next batch is fetched once a step has been launched, so a late batch delays only its own step. Pixels stay on the
-host, and each micro-batch is copied while the previous one is computed, even across passes and steps.
+host, and each micro-batch is copied while the previous one is processed, even across passes and steps.
 On a CPU, nothing is copied, and a batch is fetched when its step begins.
 """
 
@@ -90,7 +90,7 @@ class DeviceBatches(Iterator["DeviceBatch"]):
         fetched.record()
 
     def copy(self, pieces: Sequence[tuple[Tensor, Tensor]]) -> tuple[tuple[Tensor, Tensor], torch.cuda.Event | None]:
-        """Start copying two tensors, given in pieces of rows; on a GPU, also return an event that marks the end."""
+        """Copy two tensors, each given as pieces of rows; on a GPU, also return an event that marks the end."""
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             first, second = (self._joined(tensors) for tensors in zip(*pieces, strict=True))
             return (first, second), None if self._stream is None else self._stream.record_event()
@@ -135,7 +135,7 @@ class DeviceBatch:
         if self.idle is None:
             return self.seconds
         launched, fetched = self.idle
-        fetched.synchronize()  # does not wait: the previous step has read its gradient norm, which was computed later
+        fetched.synchronize()  # does not wait: the host has since read a gradient norm that was computed later
         return launched.elapsed_time(fetched) / 1e3
 
     def micro_batches(self, passes: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -30,8 +30,8 @@ def check_data(saved: Mapping[str, Any], manifest: Manifest) -> None:
     """Raise `UserError` unless the data match those recorded in a checkpoint."""
     if manifest.content_hash != saved["hash"]:
         raise UserError(
-            f"The checkpoint was written with other data (hash {saved['hash']}, now {manifest.content_hash}): name the "
-            "data it was trained on, or give the run another name (--run.name)."
+            f"The checkpoint was written with different data (hash {saved['hash']}, now {manifest.content_hash}): name "
+            "the data it was trained on, or give the run another name (--run.name)."
         )
 
 
@@ -74,7 +74,7 @@ def fingerprint(config: Config) -> Fingerprint:
 
 
 def _architecture(model: ModelConfig) -> Fingerprint:
-    """Return the settings of trained parts, adapters and, unless pretrained, the architecture, without file names."""
+    """Return the trained parts, the adapters and, unless the model is pretrained, its architecture; omit file names."""
     trains: dict[str, Any] = {f"model.{name}.trainable": model.trained(name) for name in TOWERS}
     if model.lora.rank:
         trains["model.lora"] = model.lora.model_dump()

@@ -56,7 +56,7 @@ def open_training_data(
     manifest = training_set.manifest
     if communicator.rank == 0 and data.val == "auto" and not find_validation(data, manifest):
         log.warning(
-            "no training pairs are held out for validation, because %d are fewer than %d: name other pairs "
+            "no training pairs are held out for validation, because there are %d, fewer than %d: name other pairs "
             "with data.val, or set data.val=N to hold out N",
             *(manifest.n_used, LEAST_PAIRS),
         )
@@ -172,7 +172,7 @@ def iter_captions(
 ) -> Iterator[str]:
     """Yield all captions of up to `limit` samples, evenly spaced within at most 100 evenly spaced shards.
 
-    A manifest always yields the same captions, unless a shard cannot be read, which is logged as a warning.
+    The same manifest always yields the same captions, unless a shard cannot be read; this is logged as a warning.
     """
     sources = Captions(captions)
     for texts in _iter_texts(manifest, limit, sources, cache, _SHARDS_FOR_CAPTIONS):

@@ -94,7 +94,7 @@ class TrainingSet:
 
 
 def find_split(source: str | int, name: str, train_paths: Sequence[str]) -> str:
-    """Return the path of a held-out set: `source`, or, for `auto`, a folder `name` next to the first training data."""
+    """Return the path of a held-out set: `source`, or, for `auto`, the `name` folder next to the first training set."""
     train = next(iter(train_paths), "")
     if source != "auto":
         return source if isinstance(source, str) else ""
@@ -169,15 +169,15 @@ def open_order(
         log.warning("%s", problem)
     window = math.prod(interleave)
     if saved is None and cache is not None and window < min(WINDOW, int(manifest.sizes.sum())):
-        text = "data.cache_gb=%g limits shuffling to %s samples at a time: raise it for better mixed batches"
+        text = "data.cache_gb=%g limits shuffling to %s samples at a time: raise it to mix batches better"
         log.warning(text, data.cache_gb, f"{window:,}")
     if training_set.sources:
         return training_set.mixture(data.batch_size, seed, interleave)
     order = GlobalOrder(manifest.starts, manifest.sizes, data.batch_size, seed, interleave, drop_last=data.drop_last)
     if order.last_batch_size < 2:
         raise UserError(
-            f"data.batch_size={data.batch_size} leaves one of {order.n} samples for the last batch of an epoch, "
-            "which has no negatives. Choose another batch size or data.drop_last=true."
+            f"data.batch_size={data.batch_size} leaves one of {order.n} samples for an epoch's last batch, which "
+            "then has no negatives. Choose another batch size or data.drop_last=true."
         )
     return order
 
@@ -188,11 +188,11 @@ def needs_cache(manifest: Manifest) -> bool:
 
 
 def order_facts(interleave: Interleave) -> dict[str, int]:
-    """Return the options of the interleave that a checkpoint stores."""
+    """Return the options of the interleave, as a checkpoint stores them."""
     return {"shard_streams": interleave.streams, "shuffle_block_size": interleave.block}
 
 
 def source_facts(data: DataConfig) -> dict[str, object]:
-    """Return the weights of a mixture's sources that a checkpoint stores, or nothing for a single data set."""
+    """Return the weights of a mixture's sources, as a checkpoint stores them; empty for a single data set."""
     described = [source.model_dump(mode="json", exclude={"path"}) for source in data.sources]
     return {"sources": described} if described else {}

@@ -40,7 +40,7 @@ _VAL, _TRAIN, _ANCHORS = "val", "train", "anchors"  # the loader's sources of pa
 class Evaluator:
     """Evaluates a model on the held-out sets of a run, which are opened before the first step.
 
-    The first evaluation starts as many loader processes as training has. These wait for the next evaluation until
+    The first evaluation starts as many loader processes as training uses. These wait for the next evaluation until
     `close` stops them. Images are decoded as in training, but always at full size.
     """
 
@@ -52,7 +52,7 @@ class Evaluator:
         communicator: Communicator,
         folder: Path,
     ) -> None:
-        """Raise `UserError` if a set is unusable, or `run.normalizer_anchors` needs a method that has normalizers."""
+        """Raise `UserError` for unusable sets, or for `run.normalizer_anchors` if the method has no normalizers."""
         anchors, method = config.run.normalizer_anchors, config.objective.method
         if anchors and find_method(method).normalizer is None:
             raise UserError(

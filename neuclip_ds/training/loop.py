@@ -49,9 +49,7 @@ class RunContext(NamedTuple):
     objective_context: Context
     comm_dtype: torch.dtype
     fingerprint: Fingerprint
-    trained_with: Mapping[
-        str, bytes
-    ]  # contents of the checkpoints' other files (config, tokenizer, model description) by name
+    trained_with: Mapping[str, bytes]  # contents of the config, tokenizer and model description files, by name
 
 
 @dataclass(frozen=True)
@@ -113,7 +111,7 @@ class Loop:
         Args:
             context, objective, folder, fingerprint: see the attributes.
             config: the run's config, with the length and learning rates of this loop.
-            epochs_before: epoch offset of the objective's schedules.
+            epochs_before: offset of the objective's schedules, in epochs.
         """
         self.context, self.folder, self.fingerprint = context, folder, dict(fingerprint)
         self.objective, self._config, self._epochs_before = objective, config, epochs_before
@@ -134,7 +132,7 @@ class Loop:
         self.resources = ExitStack()
 
     def resume(self, checkpoint: Path) -> None:
-        """Load the engine and the objective from an intact checkpoint, and continue after its step.
+        """Load the engine and the objective from an intact checkpoint, and set `done` to its step.
 
         Writes nothing; raises `UserError` if the checkpoint belongs to a different run, model or data set.
         """
@@ -229,7 +227,7 @@ class Loop:
             TrainingDiverged: no checkpoint exists, or training has failed at the same step before.
         """
         newest, before = self.checkpoints.newest(), self.done - self.context.config.run.max_skipped_steps
-        advice = "lower optimizer.lr, or objective.npn.lr if npn_ratio_mean left 0.5 to 2, and start the run again."
+        advice = "lower optimizer.lr, or objective.npn.lr if npn_ratio_mean was outside 0.5 to 2, and start again."
         if newest is None:
             raise TrainingDiverged(f"{problem}, and there is no checkpoint to return to: {advice}")
         if before <= self._failed_at:

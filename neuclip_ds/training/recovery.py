@@ -1,7 +1,7 @@
 """Recover the optimizer's moments and each sample's moving average u for a checkpoint without them (TuneCLIP stage 1).
 
-The weights are frozen (by a learning rate of 0, which also disables decoupled weight decay) while u of every sample and
-the moments accumulate (TuneCLIP Algorithm 1). For a method without u, only the moments of the method's own loss are
+The weights are frozen (by a learning rate of 0, which also disables decoupled weight decay) while every sample's u and
+the moments accumulate (TuneCLIP Algorithm 1). For a method without u, only the moments for the method's own loss are
 recovered. Fine-tuning reads the recovered state from the last checkpoint of this loop, and so can other runs with the
 same initial weights and data (`recovery.reuse`).
 """
@@ -47,7 +47,7 @@ def recovered_objective(config: Config) -> ObjectiveConfig:
     if loss is None:
         loss = "gcl" if keeps_u(objective.method) else "method"
     chosen: dict[str, Any] = {}
-    if loss == "method":  # with the encoders' learning rate of 0, tau does not change either
+    if loss == "method":  # tau has the encoders' learning rate, which is 0
         chosen["temperature"] = objective.temperature.model_copy(update={"schedule": "encoder"})
     else:
         chosen["method"] = _METHODS[loss]
@@ -82,7 +82,7 @@ def recover(loop: Loop, hooks: Sequence[Hook] = ()) -> Path | None:
 def take_over(checkpoint: Path, context: RunContext, objective: Objective) -> None:
     """Load the recovered state that `recovery.restore` selects into a new engine and objective.
 
-    Raises `UserError` if the state belongs to different weights or a different optimizer, or u to different data.
+    Raises `UserError` if the recovery had different weights or a different optimizer, or, for u, different data.
     """
     recovery = context.config.recovery
     meta = read_meta(checkpoint)
@@ -90,7 +90,7 @@ def take_over(checkpoint: Path, context: RunContext, objective: Objective) -> No
     if "moments" in recovery.restore:
         if meta["facts"]["optimizer"] != wanted:
             raise UserError(
-                f"{checkpoint} holds moments of optimizer.name={meta['facts']['optimizer']}, "
+                f"{checkpoint} contains moments of optimizer.name={meta['facts']['optimizer']}, "
                 f"but this run has {wanted}: set it back, or pass --recovery.restore='[\"statistics\"]'."
             )
         load_moments(checkpoint / STATE, context.engine, context.communicator)
@@ -98,7 +98,7 @@ def take_over(checkpoint: Path, context: RunContext, objective: Objective) -> No
     if "statistics" in transferred:
         if not keeps_u(meta["facts"]["method"]):
             raise UserError(
-                f"{checkpoint} was recovered with the loss of {meta['facts']['method']}, which keeps no u: pass "
+                f"{checkpoint} was recovered with the loss of {meta['facts']['method']}, which does not keep u: pass "
                 "--recovery.restore='[\"moments\"]', or recover with --recovery.loss=gcl."
             )
         check_data(meta["data"], context.data.manifest)
@@ -107,7 +107,7 @@ def take_over(checkpoint: Path, context: RunContext, objective: Objective) -> No
         found, here = (float(state.get(_TAU, torch.nan)) for state in states)
         if found != here and not math.isnan(here):
             raise UserError(
-                f"{checkpoint} holds u at the temperature {found:.6g}, this run has {here:.6g}: set "
+                f"{checkpoint} contains u at the temperature {found:.6g}, but this run has {here:.6g}: set "
                 "objective.temperature.initial back, or recover again."
             )
         files.fill({_TABLE: objective.row_tables()[_TABLE]})
@@ -122,7 +122,7 @@ def epochs_behind(config: Config) -> int:
 
 
 def find_reused(context: RunContext) -> Path:
-    """Return the checkpoint, or the newest checkpoint of the run, that `recovery.reuse` names."""
+    """Return the checkpoint that `recovery.reuse` names, or the newest checkpoint of the run that it names."""
     path = context.config.recovery.reuse
     assert path is not None
 
@@ -131,7 +131,7 @@ def find_reused(context: RunContext) -> Path:
         found = [*itself, *(x for at in (path / RECOVERY, path) for x in complete_checkpoints(at / "checkpoints"))]
         if not found:
             raise UserError(
-                f"recovery.reuse={path} holds no recovered statistics. Name a run whose recovery is complete."
+                f"recovery.reuse={path} contains no recovered statistics. Name a run whose recovery is complete."
             )
         return str(max(found))
 

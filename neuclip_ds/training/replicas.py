@@ -49,7 +49,7 @@ def _difference(ranks: Sequence[Mapping[str, int]]) -> str:
         odd |= {rank for rank, value in enumerate(values) if not majority or value != usual}
     shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} other tensors" * (len(names) > _SHOWN))
     of_ranks = " and ".join(str(rank) for rank in sorted(odd))
-    where = f"rank {of_ranks} has others" if len(odd) < len(ranks) else f"ranks {of_ranks} differ"
+    where = f"those of rank {of_ranks} differ" if len(odd) < len(ranks) else f"ranks {of_ranks} differ"
     return (
         f"{shown} must have the same bits on all ranks, but {where}: test the memory and the GPU there, and resume "
         "from the newest checkpoint, which was compared before it was saved."

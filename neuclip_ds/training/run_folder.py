@@ -30,7 +30,7 @@ CONFIG, MANIFESTS, MODEL, TOKENIZER, COMPLETE = "config.yaml", "manifests", "mod
 
 @contextmanager
 def staging(config: Config, folder: Path, communicator: Communicator) -> Iterator[Path]:
-    """Yield the staging folder of a launch, which all ranks share, with the run's manifests, and delete it at the end.
+    """Yield a launch's staging folder, shared by all ranks, with the run's manifests in it; delete it at the end.
 
     Raises `UserError` if the folder cannot be written.
     """

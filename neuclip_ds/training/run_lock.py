@@ -1,4 +1,4 @@
-"""The lock on a run's folder, which lets one launch at a time train in it."""
+"""The lock on a run's folder, which lets only one launch at a time train in it."""
 
 import errno
 import fcntl
@@ -45,8 +45,8 @@ def locked(folder: Path, communicator: Communicator) -> Iterator[None]:
 def _lock(folder: Path) -> Iterator[None]:
     """Hold the kernel's lock on FOLDER/lock.json, and record this host and process in the file.
 
-    The kernel releases the lock of a process that dies. Hosts that share a file system may not share its locks, so the
-    file's modification time serves as a heartbeat. After a clean exit, the empty file marks the folder of a run.
+    The kernel releases the lock of a process that dies. Hosts that share a file system might not share its locks, so
+    the file's modification time serves as a heartbeat. After a clean exit, the empty file marks the folder of a run.
     """
     path, ended = folder / LOCK, threading.Event()
     _check_is_run(folder)
@@ -89,7 +89,7 @@ def _take(handle: int, path: Path) -> None:
     deadline = time.monotonic() + _ENDING
     while True:
         try:
-            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike a flock, loader processes do not inherit it
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # loader processes would inherit a flock, but not this
             break
         except OSError as error:
             if error.errno not in _HELD:  # a file system without locks

@@ -7,7 +7,7 @@ If a rank's batch is larger than the micro-batch, the towers run twice (loss/two
 the two passes. Dropout is seeded by (seed, step, rank, micro-batch). A frozen tower runs only in the first pass, except
 under ZeRO 3. The device stores the pixels of at most two micro-batches (batches.py).
 
-A step whose loss or gradient is not finite is skipped without an extra read by the host: a non-finite loss or norm
+A step whose loss or gradient is not finite is skipped without an extra copy to the host: a non-finite loss or norm
 makes the gradient NaN, which the optimizer rejects on all ranks. By then the objective and batch norm have updated
 their state, so both are restored.
 """
@@ -72,7 +72,7 @@ class TrainStep:
         self._runs_twice = [every or any(weight.requires_grad for weight in tower.parameters()) for tower in towers]
 
     def __call__(self, batch: Batch | DeviceBatch, step: Step) -> StepOutcome:
-        """Update the encoders, temperature and normalizers with one global batch; skip the step if it is not finite."""
+        """Update the encoders, temperature and normalizers, unless the batch's loss or gradient is not finite."""
         if isinstance(batch, Batch):
             self.batches.start(iter([RankBatch([batch])]))
             batch = next(self.batches)

@@ -101,7 +101,7 @@ def train(
         open_evaluation: opens the evaluation of the run; by default, nothing is evaluated.
 
     Raises:
-        UserError: the config or the data are invalid; raised before the first step where possible.
+        UserError: the config or the data is invalid; raised before the first step where possible.
         TrainingDiverged: steps stay non-finite after a rollback, or replicated state differs between ranks.
         Interrupted: a signal stopped the run; if the run was training, it has saved a checkpoint.
     """
@@ -144,14 +144,14 @@ class Trainer(NamedTuple):
     recovery: Loop | None  # runs before training
 
     def is_complete(self) -> bool:
-        """Return whether an earlier launch has trained and evaluated to the end."""
+        """Return whether an earlier launch has completed training and evaluation."""
         loop = self.loop
         return loop.context.communicator.on_rank_zero(
             lambda: read_complete(loop.context.folder) == loop.done == loop.total
         )
 
     def run(self, hooks: Sequence[Hook] = ()) -> bool:
-        """Recover statistics if the config enables it, then train; return False if the recovery was stopped early."""
+        """Run the recovery if the config enables it, then train; return False if the recovery was stopped early."""
         context, objective = self.loop.context, self.loop.objective
         if self.recovery is not None:
             recovered = recover(self.recovery, [hook for hook in hooks if hook.in_recovery])
@@ -168,7 +168,7 @@ class Trainer(NamedTuple):
             complete = self.loop.run(evaluate, hooks, average)
         if complete:
             context.communicator.on_rank_zero(lambda: write_complete(context.folder, self.loop.done))
-            log.info("everything is in %s", context.folder)
+            log.info("all results are in %s", context.folder)
         return True
 
     def _evaluate(self, evaluation: Evaluation, average: WeightAverage | None) -> dict[str, float]:
@@ -269,7 +269,7 @@ def start_encoders(
     communicator.on_rank_zero(save)
     parameters = Parameters.of(model)  # before ZeRO 3 partitions them
     if parameters.frozen:
-        log.info("%d of %d parameters train", parameters.trained, parameters.total)
+        log.info("%d of %d parameters are trained", parameters.trained, parameters.total)
     if config.model.compile:
         model.compile_towers()
     return start_engine(model, config.optimizer, engine_config, communicator), logits, parameters.total

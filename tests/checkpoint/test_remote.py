@@ -113,7 +113,7 @@ def test_a_damaged_copy_gives_way_to_the_one_before(run: Path, tmp_path: Path) -
 def test_a_store_that_cannot_be_used_is_refused(bucket: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for store in (f"{tmp_path}/file/store", "nowhere://store", "s3://misspelled/runs"):
-        with pytest.raises(UserError, match=r"run\.remote: the copy in .* cannot be read and written"):
+        with pytest.raises(UserError, match=r"run\.remote: the copy in .* cannot be read or written"):
             restore(config(tmp_path / "runs", store), tmp_path / "runs" / "run")
     fs = fsspec.filesystem("s3", use_listings_cache=False, skip_instance_cache=True)
     assert fs.ls("") == [bucket.removeprefix("s3://")], "no bucket is created"

@@ -144,4 +144,4 @@ def test_the_rank_that_launchers_add_is_dropped(rank: str, capsys: pytest.Captur
 def test_without_a_recipe_it_is_the_demo(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
     main(["train", "--print-config"])
     assert "name: demo\n" in capsys.readouterr().out
-    assert caplog.text.count("No recipe is named, so this runs the recipe demo") == 1
+    assert caplog.text.count("No recipe is named, so this runs the demo recipe") == 1

@@ -39,7 +39,7 @@ REFUSED = {
     "same shapes": (["--model.text.heads=4"], "model.text.heads=2, but this run has model.text.heads=4"),
     "trained parts": (["--model.vision.trainable=0"], "model.vision.trainable=all"),
     "vocabulary": (["--model.text.vocab_size=301"], "model.text.vocab_size=300, but this run has model.text.vocab"),
-    "data": (["--data.train={other}"], "was written with other data"),
+    "data": (["--data.train={other}"], "was written with different data"),
     "damaged data": (["--data.train={damaged}"], "damaged"),
 }
 CASES = [case if case == "method" else pytest.param(case, marks=pytest.mark.slow) for case in REFUSED]

@@ -68,7 +68,7 @@ def test_a_flipped_bit_is_found_before_the_checkpoint(shards: Path, tmp_path: Pa
     for number, ((_, name, _), message) in enumerate(zip(cases, ranks[0], strict=True)):
         assert message.startswith("step 4: ")
         assert name in message
-        assert "bits on all ranks, but rank 2 has others: test the memory" in message
+        assert "bits on all ranks, but those of rank 2 differ: test the memory" in message
         saved = complete_checkpoints(tmp_path / str(number) / "checkpoints")
         assert [path.name for path in saved] == ["step_000000002"]
 

@@ -105,11 +105,11 @@ def test_other_weights_are_refused(shards: str, tmp_path: Path) -> None:
     run(tmp_path / "first", shards, 1, *FULL)
     reuse = [f"--recovery.reuse={tmp_path}/first/run", "--recovery.epochs=2"]
     for options, message in (
-        ([f"--recovery.reuse={tmp_path}/absent"], "holds no recovered statistics"),
+        ([f"--recovery.reuse={tmp_path}/absent"], "contains no recovered statistics"),
         (["--recovery.epochs=0"], "gamma continues after the epochs of the recovery that reuse names"),
         (["--run.seed=1"], "belongs to other weights"),
-        (["--objective.temperature.initial=0.06"], "holds u at the temperature 0.05, this run has 0.06"),
-        (["--optimizer.name=lion"], "holds moments of optimizer.name=adamw"),
+        (["--objective.temperature.initial=0.06"], "contains u at the temperature 0.05, but this run has 0.06"),
+        (["--optimizer.name=lion"], "contains moments of optimizer.name=adamw"),
     ):
         done = train(tmp_path / "second", shards, 1, *TUNE, *reuse, *options, code=2)
         assert message in done.stderr and "Traceback" not in done.stderr
@@ -149,6 +149,6 @@ def test_moments_of_a_method_without_u_bring_no_u(shards: str, tmp_path: Path) -
     assert counts(recovered(tmp_path / "first")) == {4.0}
     reuse = f"--recovery.reuse={tmp_path}/first/run"
     done = train(tmp_path / "second", shards, 1, *TUNE, reuse, "--recovery.epochs=1", code=2)
-    assert "was recovered with the loss of openclip, which keeps no u" in done.stderr
+    assert "was recovered with the loss of openclip, which does not keep u" in done.stderr
     run(tmp_path / "second", shards, 1, reuse, '--recovery.restore=["moments"]')
     assert counts(newest_checkpoint(tmp_path / "second")) == {5.0}

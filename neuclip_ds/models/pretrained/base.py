@@ -84,7 +84,7 @@ class ModelSource(ABC):
 
     @abstractmethod
     def build(self, tokenizer: ModelTokenizer) -> DualEncoder:
-        """Build the model with random weights, or without allocating memory under `torch.device("meta")`.
+        """Build the model with random weights; under `torch.device("meta")`, allocate no memory.
 
         Raises:
             UserError: the model cannot be built, or does not fit the tokenizer.
@@ -103,11 +103,11 @@ class ModelSource(ABC):
         """Convert weights, named as in a model from `build` without adapters, to the file format of a library.
 
         Raises:
-            UserError: no library can express the model.
+            UserError: no library supports the model.
         """
 
     def save(self, folder: Path, logits: LogitParameters) -> None:
-        """Save the files from which `open_saved`, given the model config, reopens the source without weights."""
+        """Save the files from which `open_saved`, given the model config, can reopen the source without weights."""
         folder.mkdir(parents=True, exist_ok=True)
         self.save_files(folder)
         start = {"logits": logits._asdict(), "preprocessing": self.preprocessing._asdict()}
@@ -157,7 +157,7 @@ def check_tensors(where: str, wanted: Mapping[str, Tensor], found: Mapping[str, 
 
 
 def raise_on_mismatch(where: str, missing: Sequence[str], unexpected: Sequence[str], shapes: Sequence[str]) -> None:
-    """Raise UserError if a list is not empty, with the number of tensors and the first name in each list."""
+    """Raise UserError if any list is nonempty; the message gives the length and first name of each nonempty list."""
     problems = [
         f"{len(names)} tensors {kind} (first {names[0]})"
         for kind, names in (("are missing", missing), ("are unexpected", unexpected), ("have the wrong shape", shapes))
@@ -166,5 +166,5 @@ def raise_on_mismatch(where: str, missing: Sequence[str], unexpected: Sequence[s
     if problems:
         raise UserError(
             f"The weights of {where} do not match its config: {', '.join(problems)}; "
-            "use the config and the weights of one model."
+            "use the config and the weights of the same model."
         )

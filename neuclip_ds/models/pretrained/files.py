@@ -13,11 +13,11 @@ from torch import Tensor
 
 from neuclip_ds.errors import UserError, explained
 
-SMALL_FILES = ("*.json", "*.txt", "*.model")  # configs and tokenizers; no weights
+SMALL_FILES = ("*.json", "*.txt", "*.model")  # configs and tokenizers, but no weights
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file; raise UserError if the file is missing or contains no JSON object."""
+    """Read a JSON object from a file; raise UserError if the file is missing or does not contain one."""
     if not path.is_file():
         raise UserError(f"{path.parent} has no {path.name}; put the checkpoint's file there.")
     with explained(f"{path} is not valid JSON or not an object", "put the checkpoint's file there"):
@@ -54,7 +54,7 @@ def fetch(name: str, weights: Sequence[str] = ()) -> Path:
 
     Args:
         name: the value of `model.pretrained`.
-        weights: file patterns, one per weights format; only the first format that exists is downloaded (gigabytes).
+        weights: file patterns, one per weights format; only the first format found is downloaded (to save space).
 
     Raises:
         UserError: no such folder exists, and the checkpoint cannot be downloaded.
@@ -69,7 +69,7 @@ def fetch(name: str, weights: Sequence[str] = ()) -> Path:
 
 
 def download(name: str, patterns: Sequence[str], option: str) -> Path:
-    """Download files of a hub repository; return their folder, or raise UserError if neither hub nor cache has them."""
+    """Return a folder with files from a hub repository, downloading them if needed; raise UserError on failure."""
     with explained(
         f"{option}={name} is not a local folder and cannot be downloaded from the hub",
         "download the repository on a machine with network and name its folder, or copy it into the hub's cache "

@@ -1,6 +1,6 @@
-"""Open the pretrained dual encoder that `model.pretrained` names: a local folder, a hub name, or `open_clip:...`.
+"""Open the pretrained dual encoder given by `model.pretrained` (a local folder, a hub name, or `open_clip:...`).
 
-There are two steps, so that a run downloads only once: `locate` on rank 0, then `open_checkpoint` on all ranks.
+A run calls `locate` on rank 0 and then `open_checkpoint` on all ranks, so that only rank 0 downloads files.
 """
 
 from collections.abc import Callable, Sequence

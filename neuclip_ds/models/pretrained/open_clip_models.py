@@ -96,7 +96,7 @@ class OpenClipTokenizer:
         self.inner = tokenizer
 
     def __call__(self, captions: list[str]) -> Tensor:
-        """Return (b, context_length) int64 ids."""
+        """Return the (b, context_length) int64 token ids of b captions."""
         return self.inner(captions) if captions else torch.empty(0, self.context_length, dtype=torch.int64)
 
     def save(self, folder: Path | str) -> None:
@@ -131,7 +131,7 @@ class OpenClipCheckpoint(ModelSource):
         with explained(
             f"open_clip cannot read the tokenizer of {self._where}",
             "put its files (tokenizer.json and tokenizer_config.json) into a folder with the weights and "
-            f"{CONFIG_FILE}, and name that",
+            f"{CONFIG_FILE}, and name that folder",
         ):
             return OpenClipTokenizer(library().get_tokenizer(self._tokenizer_source, **options))
 
@@ -173,7 +173,7 @@ class OpenClipCheckpoint(ModelSource):
 
 
 def architecture(config: Mapping[str, Any], where: str) -> Any:
-    """Build open_clip's model for a config with random weights; raise UserError if open_clip cannot build it."""
+    """Build the open_clip model of a config, with random weights; raise UserError if open_clip cannot build it."""
     open_clip = library()
     parts = {key: value for key, value in config.items() if key != "custom_text"}
     text = parts.get("text_cfg", {})
@@ -186,7 +186,7 @@ def architecture(config: Mapping[str, Any], where: str) -> Any:
 
 
 def _refuse_foreign_code(name: str, where: str) -> None:
-    """Raise UserError unless the text encoder is part of transformers: open_clip would prompt to run custom code."""
+    """Raise UserError unless transformers includes the text encoder: open_clip would offer to run custom code."""
     from transformers import MODEL_MAPPING, AutoConfig
 
     with explained(
@@ -199,7 +199,7 @@ def _refuse_foreign_code(name: str, where: str) -> None:
 
 
 def config_names(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors under open_clip's names for a config, undoing `convert_to_custom_text_state_dict`."""
+    """Rename tensors as open_clip does for a config; this undoes `convert_to_custom_text_state_dict`."""
     if config.get("custom_text") or "hf_model_name" in config.get("text_cfg", {}):
         return dict(tensors)
     return {name.removeprefix("text."): value for name, value in tensors.items()}
@@ -230,7 +230,7 @@ def transformers_form(tokenizer: Any) -> Any:
     from transformers import CLIPTokenizer
 
     start, end = tokenizer.decoder[tokenizer.sot_token_id], tokenizer.decoder[tokenizer.eot_token_id]
-    names = {start: "<|startoftext|>", end: "<|endoftext|>"}  # as in the pattern of transformers' tokenizer
+    names = {start: "<|startoftext|>", end: "<|endoftext|>"}  # the names that transformers' tokenizer expects
     return CLIPTokenizer(
         vocab={names.get(token, token): number for token, number in tokenizer.encoder.items()},
         merges=list(tokenizer.bpe_ranks),

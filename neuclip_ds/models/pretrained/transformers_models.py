@@ -1,7 +1,7 @@
 """Checkpoints of transformers' dual encoders: CLIP, MetaCLIP 2, SigLIP and fixed-resolution SigLIP 2.
 
-A checkpoint is a folder with config.json, the weights, and the preprocessor's and tokenizer's files. Fixed-resolution
-SigLIP 2 models have the model type `siglip`.
+A checkpoint is a folder with config.json, the weights, and the files of the preprocessor and the tokenizer.
+Fixed-resolution SigLIP 2 models have the model type `siglip`.
 """
 
 from collections.abc import Mapping

@@ -1,9 +1,9 @@
-"""AmorLIP's amortization networks, one for images and one for texts: log lambda of an anchor from its feature.
+"""AmorLIP's amortization networks, one for images and one for texts: they predict log lambda from a feature.
 
     x -> Linear(d, h) -> ReLU -> LayerNorm -> Linear(h, d) -> ReLU -> LayerNorm -> + x -> ReLU -> Linear(d, 1)
 
 The paper specifies a "three-layer MLP"; the residual connection and LayerNorm are from the released code. The weights
-of both nets are views of one flat vector, so copying, averaging, clipping and an Adam step are one operation each.
+of both nets are views of one flat vector, so copying, averaging, clipping and an Adam step take one operation each.
 """
 
 import math
@@ -44,12 +44,12 @@ class AmortizationMlp:
         self.size = sum(self._sizes)
 
     def weights(self, flat: Tensor) -> Weights:
-        """Return views of a (size,) vector as the weights."""
+        """Return the weights as views of a (size,) vector."""
         parts = flat.split(self._sizes)
         return Weights(*(part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)))
 
     def draw(self, seed: int) -> Tensor:
-        """Return (size,) float32 weights on the CPU, initialized as torch's layers are, from a separate generator."""
+        """Return (size,) float32 weights on the CPU, initialized like torch's layers but with a separate generator."""
         generator = torch.Generator().manual_seed(seed)
         flat = torch.empty(self.size)
         w = self.weights(flat)
@@ -63,11 +63,11 @@ class AmortizationMlp:
         return flat
 
     def raise_level(self, flat: Tensor, by: Tensor) -> None:
-        """Add a (2,) constant, one value per direction, to the outputs of the nets."""
+        """Add a constant to each net's output; `by` is (2,), one constant per direction."""
         self.weights(flat).out_bias.add_(by.view(2, 1, 1))
 
     def __call__(self, flat: Tensor, features: Tensor) -> Tensor:
-        """Return (2, rows) log lambda of (2, rows, d) image and text features."""
+        """Return (2, rows) log lambda for (2, rows, d) image and text features."""
         w = self.weights(flat)
         x = torch.baddbmm(w.up_bias, features, w.up).relu_()
         x = layer_norm(x, x.shape[2:])

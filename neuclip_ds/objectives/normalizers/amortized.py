@@ -1,27 +1,27 @@
 """Normalizers amortized by a small network: AmorLIP (arXiv 2505.18983).
 
-With L = 1/tau, and with c the weight of the positive, the partition function of anchor i over the global batch is
+With L = 1/tau and with c as the weight of the positive, the partition function of anchor i over the global batch is
 
     C_i = 1/(B-1) [sum_{j != i} exp(L s_ij) + c exp(L s_ii)]          (the released code omits the 1/(B-1))
 
 Stage I fits the online net's log lambda_i to log Z_i, where Z_i = (1 - beta_t) C_i + beta_t lambda'_i and lambda' is
-the output of the previous epoch's final target net. The target net is a moving average of the online net; both nets are
-reinitialized in each epoch. Stage II trains the encoders and the temperature with the gradient of
+the output of the previous epoch's final target net. The target net is a moving average of the online net. Both nets are
+reinitialized at the start of each epoch. Stage II trains the encoders and the temperature with the gradient of
 
     tau (-2 L mean s_ii + mean C1_i/lambda1_i + mean C2_i/lambda2_i) + rho tau                  (eq. 6, rescaled)
 
-where lambda and the leading tau are constant; lambda is the target net's output or, as in the released code, Z. With
-`amortizes=negatives` (Table 3), the nets fit only the sum over j != i; the positive's term is then added.
+where lambda and the leading tau are held constant; lambda is the target net's output or, as in the released code, Z.
+With `amortizes=negatives` (Table 3), the nets fit only the sum over j != i; the positive's term is then added.
 
 Negative j of anchor i has the weight exp(L s_ij)/lambda_i, so log w_i = L s_ii - log lambda_i in the gradient that all
-methods share. That gradient holds w_i constant; the remaining derivative with respect to s_ii, L (C_i/lambda_i - 1) in
-each direction, is added. A step updates the online net, then the target net, and then runs stage II.
+methods share. In that gradient, w_i is constant; the remaining derivative with respect to s_ii, L (C_i/lambda_i - 1) in
+each direction, is added. Each step updates the online net, then the target net, and then runs stage II.
 
-All ranks have bit-identical copies of both nets. `fits_all_rows` selects one of two ways to fit them. Every rank may
-fit the nets to all rows of the batch, after an all-gather of log Z and log C; all ranks then repeat the same work.
-Otherwise, each rank fits the nets to its local rows, and the gradient of each update is summed over ranks (4 MB at d =
-512), which sends more than OpenCLIP does unless the batch is large. With `gather=fits` (section 3.3), steps without a
-fit contrast local rows only: C_i then averages over b - 1 negatives, but the positive's term keeps the factor 1/(B-1).
+All ranks have bit-identical copies of both nets. `fits_all_rows` selects one of two ways to fit the nets. Either every
+rank fits them to all rows of the batch, after an all-gather of log Z and log C, so all ranks do the same work. Or each
+rank fits them to its local rows, and the gradient of each update is summed over ranks (4 MB at d = 512); unless the
+batch is large, this sends more than OpenCLIP does. With `gather=fits` (section 3.3), steps that do not fit the nets
+contrast local rows only: C_i then averages over b - 1 negatives, but the positive's term keeps the factor 1/(B-1).
 """
 
 import math
@@ -41,9 +41,9 @@ from neuclip_ds.objectives.normalizers.prediction import partner_gradient, repre
 from neuclip_ds.objectives.options import AmortizedConfig, ObjectiveConfig
 from neuclip_ds.objectives.pair_arithmetic import lowest_exponent
 
-# The derivative of a divergence with respect to log lambda_i is C_i/lambda_i times this function of the gap
+# The derivative of a divergence with respect to log lambda_i is C_i/lambda_i times the function below of the gap
 # log lambda_i - log Z_i. The divergence compares P = exp(L s)/lambda and Q = exp(L s)/Z without normalizing them. P/Q
-# is the same for all pairs of an anchor, so the divergences need no sum over pairs:
+# is the same for all pairs of an anchor, so no sum over pairs is needed:
 #   kl  C/lambda (log Z - log lambda)
 #   js  1/2 [C/lambda log(P/M) + C/Z log(Q/M)],  M = (P + Q)/2,  P/M = 2/(1 + lambda/Z),  Q/M = 2/(1 + Z/lambda)
 _DIVERGENCE_L2 = 0.1  # weight of the squared error that is added to a divergence
@@ -54,7 +54,7 @@ _DIVERGENCE_SLOPES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def previous_weight(epoch: int, config: AmortizedConfig) -> float:
-    """Return beta_t, which rises from 0 to `previous_weight` on a half cosine over `previous_epochs` epochs."""
+    """Return beta_t, which rises from 0 to `previous_weight` along a half cosine over `previous_epochs` epochs."""
     if epoch >= config.previous_epochs:
         return config.previous_weight
     return config.previous_weight / 2 * (1 - math.cos(math.pi * epoch / config.previous_epochs))
@@ -66,8 +66,8 @@ def fit_gradient(
     """Return the derivative of the amortization loss (AmorLIP eq. 8-10) with respect to log lambda, in both directions.
 
     Args:
-        log_lambda, log_target, log_total: (2, rows) logarithms of lambda, Z and C; there may be no rows.
-        size: number of rows of the global batch, B.
+        log_lambda, log_target, log_total: (2, rows) logarithms of lambda, Z and C; `rows` may be 0.
+        size: number of rows in the global batch, B.
         loss: value of `objective.amortized.loss`.
         released: whether to scale the losses as in the released code, which divides divergences by B^2 instead of B and
             omits the factor 1/2 of the squared error.
@@ -87,7 +87,7 @@ def fit_gradient(
 
 
 def _bounded_exp(x: Tensor) -> Tensor:
-    """Return exp(x) for x <= 0, bounded so that the result is never subnormal."""
+    """Return exp(x) for x <= 0, bounded below so that the result is never subnormal."""
     return x.clamp(min=lowest_exponent(x.dtype)).exp()
 
 
@@ -134,7 +134,7 @@ class AmortizedNormalizer(Normalizer):
         self._steps = 0  # training steps since the nets were initialized
 
     def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> NormalizerOutput:
-        """Fit the nets if the step learns, then estimate with the nets, or with the batch while there are no nets."""
+        """Fit the nets in a training step; then estimate with the nets or, before they exist, from the batch."""
         features, positive, own_pair, log_total, log_fitted = self._inputs(batch, log_g, tau)
         if step.learn:
             log_target = self._learn(step, batch, features, log_fitted)
@@ -150,7 +150,7 @@ class AmortizedNormalizer(Normalizer):
         error = (predicted - log_target).square()
         metrics = {"amortization_ratio": ratio, "amortization_error": error, "log_lambda": log_lambda}
         feature_grad = partner_gradient(batch, 1 - ratio, tau)
-        # the data term of tau's gradient has logits L (s_ij - s_ii), but this loss has L s_ij, and -2 L s_ii
+        # tau's data term has logits L (s_ij - s_ii); this loss has logits L s_ij instead, and the term -2 L s_ii
         tau_term = positive * (1 - ratio)
         log_weight = batch.gather(positive - log_lambda, "normalizer")
         return NormalizerOutput(log_weight, ratio - positive, tau_term, {}, feature_grad, metrics)
@@ -164,7 +164,7 @@ class AmortizedNormalizer(Normalizer):
             log_lambda = self._mlp(self._target, features)
         else:
             log_lambda = self._log_target(log_fitted, features, self._epoch)
-        if self._amortizes_positives:  # log(lambda - own pair), or -inf where lambda is not larger
+        if self._amortizes_positives:  # log(lambda - own pair), or -inf where lambda <= own pair
             log_lambda = log_lambda + torch.log1p(-(own_pair - log_lambda).clamp(max=0).exp())
         return log_lambda - positive
 
@@ -198,7 +198,7 @@ class AmortizedNormalizer(Normalizer):
         return torch.logaddexp(log_total + math.log1p(-weight), log_previous + math.log(weight))
 
     def _learn(self, step: Step, batch: GatheredFeatures, features: Tensor, log_total: Tensor) -> Tensor:
-        """Initialize the nets in a new epoch, fit them to the batch if due, and return (2, local) log Z."""
+        """Initialize the nets if a new epoch starts, fit them to the batch if due, and return (2, local) log Z."""
         epoch = step.epoch
         starts = epoch != self._epoch
         if starts and self._epoch >= 0:
@@ -223,7 +223,7 @@ class AmortizedNormalizer(Normalizer):
         return _FitRows(torch.stack([batch.image, batch.text]), values[:2], values[2:], batch.size, ranks.alone())
 
     def _draw(self, epoch: int, rows: _FitRows) -> None:
-        """Initialize Adam and the nets, with the epoch as seed; `reference=paper` also matches the mean log Z."""
+        """Initialize Adam and the nets, seeded by epoch; `reference=paper` also sets mean log lambda to mean log Z."""
         self._target.copy_(self._mlp.draw(epoch))
         if not self._released:
             gap = (rows.log_target - self._mlp(self._target, rows.features)).sum(dim=1)
@@ -246,16 +246,16 @@ class AmortizedNormalizer(Normalizer):
             self._adam.step()
 
     def _sum_over_ranks(self, gradient: Tensor, peak: Tensor, ranks: Communicator) -> tuple[Tensor, Tensor]:
-        """Sum gradients, each divided by exp(peak) of its rank's local rows; return the sum and the global peak."""
+        """Sum the ranks' gradients, each divided by exp(that rank's peak); return the sum and the maximum peak."""
         if self._config.loss in _DIVERGENCE_SLOPES:
             highest = ranks.all_gather(peak.view(1), "network gradients").max()
             gradient, peak = gradient * _bounded_exp(peak - highest), highest
         return ranks.all_reduce(gradient, "network gradients"), peak
 
     def _log_scale(self, gradient: Tensor, peak: Tensor) -> Tensor:
-        """Return the log of the factor on a gradient that was divided by exp(peak): peak, or less if clipping applies.
+        """Return the log of the factor for a gradient that was divided by exp(peak): peak, or less if it is clipped.
 
-        With a new net, the gradient of a divergence may overflow float32, but the clipped gradient does not.
+        Just after initialization, the gradient of a divergence may overflow float32, but the clipped gradient does not.
         """
         if not self._config.max_grad_norm:
             return peak

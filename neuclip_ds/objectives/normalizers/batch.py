@@ -1,4 +1,4 @@
-"""Normalizers from the batch alone: OpenCLIP's mini-batch contrastive loss (MBCL), also known as InfoNCE.
+"""Normalizers computed from the batch alone: OpenCLIP's mini-batch contrastive loss (MBCL), also known as InfoNCE.
 
 The softmax includes the positive, so an anchor's normalizer is 1/(B-1) + g_i, and the anchor's loss is
 log(1 + sum_{j != i} exp((s_ij - s_ii)/tau)) = log(1/(B-1) + g_i) + log(B-1).
@@ -15,7 +15,7 @@ from neuclip_ds.objectives.options import ObjectiveConfig
 
 
 class BatchNormalizer(Normalizer):
-    """Normalizer from the batch alone, w_i = 1/(1/(B-1) + g_i), without options or state."""
+    """Normalizer computed from the batch alone, w_i = 1/(1/(B-1) + g_i); it has no options and no state."""
 
     def __init__(self, config: ObjectiveConfig, eps: float, context: Context) -> None:
         pass

@@ -1,6 +1,6 @@
-"""Moving average of each sample's normalizer over the steps that see the sample: SogCLR and FastCLIP (eq. 1).
+"""Moving average of each sample's normalizer over the batches that contain the sample: SogCLR and FastCLIP (eq. 1).
 
-The update is u_i <- (1 - gamma) u_i + gamma g_i; u_i starts as g_i. The per-sample store contains log u.
+The update is u_i <- (1 - gamma) u_i + gamma g_i; u_i is initialized to g_i. The per-sample store contains log u.
 """
 
 import math
@@ -29,7 +29,7 @@ def gamma_of(step: Step, config: MovingAverageConfig) -> float:
 
 
 def moving_average(log_u: Tensor, log_g: Tensor, gamma: float) -> Tensor:
-    """Return log((1 - gamma) u + gamma g), or log g where log u is -inf (not yet seen)."""
+    """Return log((1 - gamma) u + gamma g), or log g where log u is -inf because the sample has not been seen."""
     log_keep = math.log1p(-gamma) if gamma < 1 else -math.inf
     updated = torch.logaddexp(log_u + log_keep, log_g + math.log(gamma))
     return torch.where(torch.isneginf(log_u), log_g, updated)

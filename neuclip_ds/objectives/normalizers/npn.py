@@ -1,16 +1,16 @@
 """NeuCLIP's normalizer-prediction network (NPN): NeuCLIP eq. 10-12 and Algorithm 1.
 
 Eq. 10: The network predicts the log-normalizer of an image anchor from the anchor's feature e1_i and m prototypes W1_k.
-For a text anchor, it uses e2_i and W2_k. The functions on the right compute the equations:
+For a text anchor, it uses e2_i and W2_k. The functions named on the right compute the equations:
 
     z1_ik  = (cos(e1_i, W1_k) - s_ii) / tau                                                 `_side`
     alpha1_i = log(eps + ghat1_i),   ghat1_i = 1/m sum_k exp(z1_ik)                         `_predict`
 
-Eq. 11 and 12: The encoders, the temperature and the network minimize J. Over a batch, with g_i as in pair_gradient.py,
+Eq. 11 and 12: The encoders, the temperature and the network minimize J. For a batch, with g_i as in pair_gradient.py,
 
     J = tau/B sum_i sum_{1, 2} [ exp(-alpha_i) (eps + g_i) + alpha_i - 1 ] + 2 rho tau
 
-Over alpha_i, J is minimal at alpha_i = log(eps + g_i), where the bracket equals log(eps + g_i). With
+As a function of alpha_i, J has its minimum at alpha_i = log(eps + g_i), where the bracket equals alpha_i. With
 
     r_i  = 1 - (eps + g_i) / (eps + ghat_i) = 1 - exp(log(eps + g_i) - alpha_i)
     p_ik = exp(z_ik) / (m (eps + ghat_i))                                                   `_log_mass`
@@ -26,11 +26,11 @@ the derivatives of J, with e_i the anchor and t_i the anchor's partner, are
 
 `alpha_grad` selects how much of r_i grad alpha_i the encoders and tau receive: `full` keeps the term, `stop` drops it,
 and `positive` holds beta_i = alpha_i + s_ii/tau constant. beta_i predicts log Z_i = log(eps + g_i) + s_ii/tau and
-depends on the anchor alone. The rest of alpha_i = beta_i - s_ii/tau acts along the positive,
+depends on the anchor alone. The other term of alpha_i = beta_i - s_ii/tau has derivatives along the positive only,
 
     dalpha_i/de_i = -t_i/tau,   dalpha_i/dt_i = -e_i/tau,   tau dalpha_i/dtau = s_ii/tau            prediction.py
 
-so the weight of the positive is r_i/tau plus the first term's (1 - r_i)/tau, which is 1/tau for any r_i (up to eps).
+so the weight of the positive is r_i/tau plus (1 - r_i)/tau from the first term of dJ/de_i, in total 1/tau (up to eps).
 
 One step of Algorithm 1 (`NpnNormalizer.__call__`), after the features and g_i of the batch are computed:
 
@@ -42,16 +42,16 @@ One step of Algorithm 1 (`NpnNormalizer.__call__`), after the features and g_i o
 
 The scaled update is ours; docs/reference/losses.md compares it with AdaGrad. With delta = 1e-3 B/m,
 
-    W_k <- W_k/|W_k| - lr tau B |W_k| dJ/dW_k / (sum_i p_ik (1 + |1 - r_i|) + delta), then to unit length  `_scaled`
+    W_k <- W_k/|W_k| - lr tau B |W_k| dJ/dW_k / (sum_i p_ik (1 + |1 - r_i|) + delta), then normalized  `_scaled`
 
-The quotient is shorter than 1, since |r_i| <= 1 + |1 - r_i|, so no logit cos(e_i, W_k)/tau moves by more than about lr.
+Since |r_i| <= 1 + |1 - r_i|, lr tau multiplies a vector of norm below 1, so no logit changes by more than about lr.
 
 K ranks form R groups of S = K/R consecutive ranks, where R is the number of replicas. Each rank of a group stores m/S
-rows of W1 and of W2, with the AdaGrad state and the queue rows of these prototypes. An update needs the 2B sums over
-all prototypes but nothing of size d x m, so one all-reduce with bit-identical results suffices. The gradient of an
-anchor needs sum_k p_ik W_k over the anchor's group: each rank receives S - 1 blocks of b x d instead of K - 1, but
-computes R times as much per update. The sums are sent as float64, relative to (1 - s_ii)/tau, the largest possible
-exponent. For tau >= 0.003, they neither overflow nor underflow, which saves a second all-reduce for the maximum.
+rows of W1 and of W2, with the AdaGrad state and the queue rows of these prototypes. An update needs 2B sums over all
+prototypes but nothing of size d x m, so one all-reduce with bit-identical results suffices. The gradient of an anchor
+needs sum_k p_ik W_k over one group only. Each rank therefore receives S - 1 blocks of b x d instead of K - 1, but
+computes R times as much per update. The 2B sums are sent as float64, relative to (1 - s_ii)/tau, the largest possible
+exponent. For tau >= 0.003, the sums neither overflow nor underflow, so no all-reduce of the maximum is needed.
 """
 
 import math
@@ -94,7 +94,7 @@ class _Side(NamedTuple):
 
 
 class _Prediction(NamedTuple):
-    """Predictions for all anchors; direction 0 reads W1, and direction 1 reads W2."""
+    """Predictions for all anchors; direction 0 uses W1, and direction 1 uses W2."""
 
     alpha: Tensor  # (2, B)
     log_ghat: Tensor  # (2, B): alpha without eps
@@ -105,8 +105,8 @@ class _Prediction(NamedTuple):
 class NpnNormalizer(NetworkNormalizer):
     """Normalizer w_i = exp(-alpha_i), where prototypes predict alpha_i from the anchor's feature.
 
-    The queue contains the last m samples, because a batch may have fewer. Until m samples have been seen, prototypes
-    cannot be drawn; alpha_i is then log(eps + g_i), the optimum to which the network would be fitted.
+    A queue keeps the last m samples, because a batch may have fewer than m. Until m samples have been seen, prototypes
+    cannot be drawn; alpha_i is then log(eps + g_i), which a perfectly fitted network would predict.
     """
 
     def __init__(self, options: ObjectiveConfig, eps: float, context: Context) -> None:
@@ -119,7 +119,7 @@ class NpnNormalizer(NetworkNormalizer):
         empty = torch.zeros((self._partition.size, context.dim), dtype=context.dtype, device=ranks.device)
         self._prototypes = [empty.clone() for _ in (IMAGE, TEXT)]  # W1, W2, one row per prototype
         self._queue = [empty.clone() for _ in (IMAGE, TEXT)]
-        self._seen = 0  # samples that have entered the queue
+        self._seen = 0  # samples added to the queue so far
         self._drawn = False
         self._joint, self._adam = config.order == "joint", context.adam
         # AdamW's moments, or AdaGrad's sum of squared gradients
@@ -158,7 +158,7 @@ class NpnNormalizer(NetworkNormalizer):
         return self._predict(batch, tau).log_ghat[:, batch.local]
 
     def _redraw_if_due(self, step: Step) -> None:
-        """Every T_r steps, or once in Algorithm 3, set W1 to the queue's texts and W2 to the images of these samples.
+        """Every T_r steps, or once in Algorithm 3, set W1 to the queue's texts and W2 to the queue's images.
 
         The samples come from this batch if it has at least m pairs (Algorithm 1, line 4). With B = m, each anchor's
         partner is then among the prototypes. If the batch is smaller, the samples are the last m before this batch.
@@ -189,10 +189,10 @@ class NpnNormalizer(NetworkNormalizer):
         return _Prediction(log_eps_plus(log_ghat, self._eps), log_ghat, log_sum, (image, text))
 
     def _side(self, anchors: Tensor, prototypes: Tensor, tau: Tensor) -> _Side:
-        """Return exp(cos(e_i, W_k)/tau) of one direction, relative to the sum of each row."""
+        """Return exp(cos(e_i, W_k)/tau) for one direction, with each row divided by its sum."""
         norm = torch.linalg.vector_norm(prototypes, dim=1, keepdim=True).clamp_(min=_SHORTEST)
         unit = prototypes / norm
-        cold = unit / tau  # dividing here takes a pass over the prototypes instead of one over the logits
+        cold = unit / tau  # dividing here takes a pass over the prototypes, not over the logits
         share = anchors.new_empty((len(anchors), len(unit)))
         log_sum = anchors.new_full((len(anchors),), _LOG_NOTHING)
         lowest = lowest_exponent(anchors.dtype)
@@ -208,8 +208,8 @@ class NpnNormalizer(NetworkNormalizer):
     ) -> None:
         """Update the prototypes with dJ/dW_k = 1/(B |W_k|) sum_i r_i p_ik (e_i - cos(e_i, W_k) W_k/|W_k|).
 
-        Multiplied by B |W_k|, this is the component of V_k = sum_i r_i p_ik e_i orthogonal to W_k. The ablation's
-        separate objective, 1/B sum_i (alpha_i - log(eps + g_i))^2, has r_i = 2/tau (alpha_i - log(eps + g_i)).
+        Multiplied by B |W_k|, this is the component of V_k = sum_i r_i p_ik e_i that is orthogonal to W_k. For the
+        separate objective (ablation), 1/B sum_i (alpha_i - log(eps + g_i))^2, r_i = 2/tau (alpha_i - log(eps + g_i)).
         """
         if self._config.objective == "separate":
             residual = 2 / tau * (prediction.alpha - log_target)  # (2, B) r_i
@@ -231,7 +231,7 @@ class NpnNormalizer(NetworkNormalizer):
                     self._scaled(prototype[columns], gradient, bound, tau)
 
     def _scaled(self, prototype: Tensor, gradient: Tensor, bound: Tensor, tau: Tensor) -> None:
-        """Move prototypes in place by at most lr tau against the gradient, on the unit sphere.
+        """Move prototypes in place against the gradient, by at most lr tau on the unit sphere.
 
         Args:
             prototype: (columns, d) prototypes, updated in place.

@@ -2,8 +2,8 @@
 
     alpha_i = log(eps + exp(f(e_i) - s_ii / tau)),   f: the amortization MLP of AmorLIP, one for each direction
 
-Adam fits f to the same objective as the prototypes. The output bias is initialized so that the mean prediction matches
-the first batch. Each rank computes the gradient of its local rows, and the gradients are summed over ranks.
+f is trained with Adam on the same objective as the prototypes. The output bias is initialized so that predictions match
+the first batch on average. Each rank computes the gradient of its local rows, and gradients are summed over ranks.
 """
 
 from collections.abc import Mapping
@@ -51,7 +51,7 @@ class MlpNpnNormalizer(NetworkNormalizer):
             return batch_output(batch.gather(log_target, "normalizer"), log_target)
 
         def estimate() -> NormalizerOutput:
-            """Estimate as with prototypes, but send no gradients: each rank computes the gradients of its anchors."""
+            """Estimate as with prototypes, but without sending gradients: each rank computes those of its anchors."""
             log_ghat = self._log_ghat(features, positive)
             predicted = log_eps_plus(log_ghat, self._eps)
 

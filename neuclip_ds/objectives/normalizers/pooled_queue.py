@@ -1,22 +1,22 @@
 """Normalizers pooled from the batch and a queue of recent features, without parameters or per-sample state.
 
-The queue contains the last m texts, with which image anchors are compared, and the last m images; a batch enters the
-queue after use. An anchor skips the entries of its sample, which would count the positive as a negative; m_i is the
-number of remaining entries. With W_k the queue's features, shifted as below, and t_i the anchor's partner,
+The queue contains the last m texts, for image anchors, and the last m images, for text anchors. A batch is added after
+its normalizers are computed. An anchor skips entries from its own sample, which would count the positive as a negative;
+m_i entries remain. With W_k the queue's features, shifted as described below, and t_i the anchor's partner,
 
     z_ik = e_i . (W_k - t_i)/tau,   ghat_i = 1/m_i sum_k exp(z_ik)                 (k: entries of other samples)
     alpha_i = log(eps + (g_i + kappa ghat_i)/(1 + kappa)),   loss = mean_i alpha_i over both directions
 
-W and the t_i in z_ik are held constant, so ghat_i trains the anchor alone. In the batch, a feature is repelled both as
-an anchor and as a negative, and attracted both as an anchor and as a partner. The queue's entries are not anchors, so
-ghat_i would attract the partner without repelling it. With q_ik the softmax of z_ik over k,
+W and the t_i in z_ik are held constant, so ghat_i has a gradient for the anchor only. In the batch, a feature is
+repelled both as an anchor and as a negative, and attracted both as an anchor and as a partner. The queue's entries are
+not anchors, so a gradient for t_i would attract t_i without repelling it. With q_ik the softmax of z_ik over k,
 
     v_i = kappa ghat_i/((1 + kappa) exp(alpha_i)),   grad_{e_i} += v_i (sum_k q_ik W_k - t_i)/tau
 
-and the total weight of the batch's negatives is g_i/((1 + kappa) exp(alpha_i)), at most 1. Each rank has a
+The total weight of the batch's negatives is g_i/((1 + kappa) exp(alpha_i)), at most 1. Each rank has a
 bit-identical copy of the queue and computes the terms of its local anchors.
 
-Entries move with the mean of the features: W_k is the feature as it entered, minus the mean at that time, plus the
+Entries move with the mean of the features: W_k is the feature that was added, minus the mean at that time, plus the
 current mean. Without this shift, features that all drift in one direction are repelled from their positions of a few
 steps ago and drift ever faster, so towers trained from scratch collapse. The running mean covers about 256 samples,
 because the mean of a small batch is noisy and would shift all entries at once.
@@ -43,8 +43,8 @@ _WINDOW = 256  # samples in the running mean of the features; a larger batch rep
 class PooledQueueNormalizer(Normalizer):
     """Normalizer from a queue of features and the batch: w_i = exp(-alpha_i)/(1 + kappa).
 
-    Until m samples have been seen, the queue has fewer entries, and their number replaces m. If the queue has no
-    entries of other samples for an anchor, as in the first step, alpha_i = log(eps + g_i) and w_i = exp(-alpha_i).
+    Until m samples have been seen, the queue has fewer entries, and their number replaces m. If the queue is empty,
+    as in the first step, or contains only the anchor's sample, alpha_i = log(eps + g_i) and w_i = exp(-alpha_i).
     """
 
     needs_index = True
@@ -53,10 +53,10 @@ class PooledQueueNormalizer(Normalizer):
         self._size, self._kappa = config.queue.size, config.queue.kappa
         self._eps = eps
         empty = torch.zeros((self._size, context.dim), dtype=context.dtype, device=context.communicator.device)
-        self._images, self._texts = empty, empty.clone()  # features minus the mean when they entered
+        self._images, self._texts = empty, empty.clone()  # features minus the mean at the time they were added
         self._means = empty.new_zeros((2, context.dim))  # running means of images and texts
         self._index = torch.full((self._size,), -1)  # sample indices of the entries, in host memory
-        self._seen = 0  # samples that have entered the queue
+        self._seen = 0  # samples added to the queue so far
 
     def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> NormalizerOutput:
         anchors, means = batch.anchors(), self._means_with(batch)
@@ -90,14 +90,14 @@ class PooledQueueNormalizer(Normalizer):
     def _estimate(self, batch: GatheredFeatures, anchors: Tensor, means: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
         """Return (2, local) log ghat_i of (2, local, d) anchors, and (2, local, d) sum_k q_ik W_k.
 
-        For anchors without entries of other samples, the results are -inf and 0.
+        For an anchor without entries from other samples, the results are -inf and 0.
         """
         log_ghat, drawn = anchors.new_full(anchors.shape[:2], -math.inf), torch.zeros_like(anchors)
         count = min(self._seen, self._size)
         if not count:
             return log_ghat, drawn
         owners, copies = self._copies(batch, count)
-        first = torch.searchsorted(owners, torch.arange(anchors.shape[1] + 1))  # start of each anchor's entries
+        first = torch.searchsorted(owners, torch.arange(anchors.shape[1] + 1))  # start of each anchor's pairs
         others = to_device(count - first.diff(), anchors.device)
         owners, copies = (to_device(x, anchors.device) for x in (owners, copies))
         offset = batch.positive[batch.local] / tau + others.clamp(min=1).to(anchors.dtype).log()
@@ -115,14 +115,14 @@ class PooledQueueNormalizer(Normalizer):
         return log_ghat.masked_fill_(empty, -math.inf), drawn.masked_fill_(empty.unsqueeze(1), 0.0)
 
     def _copies(self, batch: GatheredFeatures, count: int) -> tuple[Tensor, Tensor]:
-        """Return the pairs of a local anchor and a queue entry with the same sample, as two tensors of positions.
+        """Return all pairs of a local anchor and a queue entry from the same sample.
 
-        The positions of the anchors are in ascending order.
+        The pairs are given by a tensor of anchor positions, in ascending order, and a tensor of entry positions.
         """
         index, order = batch.index[batch.local].sort(stable=True)
         entries = self._index[:count]
         first = torch.searchsorted(index, entries)
-        copies = torch.searchsorted(index, entries, right=True) - first  # number of anchors of each entry's sample
+        copies = torch.searchsorted(index, entries, right=True) - first  # number of anchors from each entry's sample
         places = torch.arange(count).repeat_interleave(copies)
         number = torch.arange(len(places)) - torch.searchsorted(places, places)  # position among the entry's anchors
         anchors, by_anchor = order[first[places] + number].sort(stable=True)
@@ -131,7 +131,7 @@ class PooledQueueNormalizer(Normalizer):
     def _enqueue(self, batch: GatheredFeatures, means: Tensor) -> None:
         """Write the batch's last m samples over the oldest rows; the run's i-th sample is stored in row i mod m.
 
-        A batch with the same samples as the previous batch replaces that batch, as in a second forward pass.
+        A batch with the same samples as the previous batch replaces that batch, for example in a second forward pass.
         """
         kept = min(batch.size, self._size)
         places, index = torch.arange(self._seen - kept, self._seen) % self._size, batch.index[-kept:]
@@ -164,5 +164,5 @@ build = PooledQueueNormalizer
 
 
 def _blocks(rows: int, prototypes: Tensor) -> list[slice]:
-    """Cut rows of logits into blocks that stay in a CPU's cache or are small relative to a GPU's memory."""
+    """Cut rows of logits into blocks that fit into a CPU's cache or are small compared with a GPU's memory."""
     return slices(0, rows, max(1, block_bytes(prototypes.device.type) // (prototypes.element_size() * len(prototypes))))

@@ -1,7 +1,7 @@
-"""Code shared by the networks that predict normalizers: a bound on the ratio to the target, and gradients.
+"""Code shared by the networks that predict normalizers: a bound on the ratio of target to prediction, and gradients.
 
 In the encoders' gradient, an anchor's negatives are weighted by the ratio q_i = (eps + g_i)/(eps + ghat_i), or by
-C_i/lambda_i in AmorLIP. With a moving average, the ratio is at most 1/gamma; with a network, it has no bound.
+C_i/lambda_i in AmorLIP. With a moving average, the ratio is at most 1/gamma; with a network, it is unbounded.
 """
 
 import math
@@ -17,16 +17,16 @@ from neuclip_ds.objectives.pair_grid import IMAGE, TEXT
 
 
 def representable(log_estimate: Tensor, log_target: Tensor) -> Tensor:
-    """Return the log estimates, raised where sums of squares of the ratio target/estimate would overflow the dtype.
+    """Return the log estimates, raised where a sum of squared ratios target/estimate would overflow the dtype.
 
     Norms and optimizers square gradients. In float32, the bound keeps the ratio below 3e15, which an unfitted network
-    exceeds at tau <= 0.03. The derivatives of a raised estimate do not change. A NaN stays NaN.
+    may exceed at tau <= 0.03. The derivatives of a raised estimate are unchanged. NaNs are preserved.
     """
     return torch.maximum(log_estimate, log_target - 0.4 * math.log(torch.finfo(log_estimate.dtype).max))
 
 
 def partner_gradient(batch: GatheredFeatures, weight: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradient of -1/B sum_i (weight1_i + weight2_i) s_ii/tau with respect to this rank's rows.
+    """Return the gradient of -1/B sum_i (weight1_i + weight2_i) s_ii/tau with respect to this rank's features.
 
     Args:
         batch: the gathered features.
@@ -34,7 +34,7 @@ def partner_gradient(batch: GatheredFeatures, weight: Tensor, tau: Tensor) -> tu
         tau: 0-dim temperature.
 
     Returns:
-        (local, d) gradient of the images, along their texts, and (local, d) gradient of the texts.
+        (local, d) gradients for the images, parallel to their texts, and for the texts, parallel to their images.
     """
     pull = weight.sum(dim=0).div(-batch.size * tau).unsqueeze(1)
     return pull * batch.text[batch.local], pull * batch.image[batch.local]
@@ -43,7 +43,7 @@ def partner_gradient(batch: GatheredFeatures, weight: Tensor, tau: Tensor) -> tu
 def prediction_gradient(
     residual: Tensor, drawn: Tensor, mass: Tensor, batch: GatheredFeatures, tau: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient of 1/B sum_i residual_i alpha_i, summed over both directions, with constant residuals.
+    """Return the gradient of 1/B sum_i residual_i alpha_i, summed over both directions, with residuals held constant.
 
     With alpha_i = log(eps + sum_k c_k exp(z_ik)), z_ik = (cos(e_i, W_k) - s_ii)/tau and
     p_ik = c_k exp(z_ik - alpha_i), the derivatives with respect to an anchor e_i and its partner t_i are
@@ -58,7 +58,7 @@ def prediction_gradient(
         tau: 0-dim temperature.
 
     Returns:
-        (local, d) gradients of the images and of the texts.
+        (local, d) gradients for the images and for the texts.
     """
     image, text = partner_gradient(batch, residual * mass, tau)  # alpha_i decreases with s_ii in both directions
     weight = residual.unsqueeze(2) / (batch.size * tau)
@@ -78,7 +78,7 @@ class NetworkNormalizer(Normalizer):
     def _in_order(
         self, fit: Callable[[], None], estimate: Callable[[], NormalizerOutput], step: Step
     ) -> NormalizerOutput:
-        """Fit the network to the batch and then estimate, or with `order=joint` estimate and then fit."""
+        """Fit the network to the batch and then estimate; with `order=joint`, estimate first and then fit."""
         first = self._config.order == "alternating"
         if step.learn and first:
             fit()
@@ -99,7 +99,7 @@ class NetworkNormalizer(Normalizer):
         metrics = {"npn_ratio_mean": ratios.mean(), "npn_ratio_max": ratios.max()}
         metrics["alpha"] = alpha.mean()
         ratio = (log_target - alpha).exp()[:, batch.local]  # exp(-alpha_i) (eps + g_i) = 1 - r_i
-        value = ratio + alpha[:, batch.local] - 1  # the bracket of J, which also appears in dJ/dtau
+        value = ratio + alpha[:, batch.local] - 1  # the bracket in J, which also appears in dJ/dtau
         if self._config.alpha_grad == "stop":
             return NormalizerOutput(-alpha, value, value, metrics)
         if self._config.alpha_grad == "positive":
@@ -111,5 +111,5 @@ class NetworkNormalizer(Normalizer):
 
 
 def batch_output(log_target: Tensor, local: Tensor) -> NormalizerOutput:
-    """Return the output before the first fit, for the optimal alpha_i = log(eps + g_i), (2, B) and (2, local)."""
+    """Return the output before the first fit, with alpha_i = log(eps + g_i) for all anchors (2, B) and `local` ones."""
     return NormalizerOutput(-log_target, local, local, {"alpha": log_target.mean()})

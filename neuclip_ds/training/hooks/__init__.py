@@ -57,7 +57,7 @@ class Hook:
         """
 
     def after_run(self, loop: Loop) -> None:
-        """Called after training, whether it completed or a hook stopped it, and if an earlier launch completed the run.
+        """Called after training, even if a hook stopped it or an earlier launch completed the run.
 
         The ranks have left their process group, so a collective would fail.
         """

@@ -22,9 +22,9 @@ Evaluate = Callable[[], dict[str, float]]
 
 
 class EvaluateModel(Hook):
-    """Evaluates every `run.evaluate_every` steps and after the last step, and before step 1 for `run.best_metric`.
+    """Evaluates every `run.evaluate_every` steps, after the last step and, with `run.best_metric`, before step 1.
 
-    A resumed run first runs an evaluation that was due at the checkpoint's step, unless metrics.jsonl contains it.
+    A resumed run first runs an evaluation that was due at the checkpoint's step, unless metrics.jsonl has its results.
     """
 
     def __init__(self, evaluate: Evaluate, saver: SaveCheckpoints) -> None:
@@ -51,7 +51,7 @@ class EvaluateModel(Hook):
     def _measure(self, loop: Loop) -> None:
         """Evaluate now, and keep a checkpoint of this step if its metric is the best so far.
 
-        A stop signal ends the evaluation at once, so a checkpoint is saved first.
+        A stop signal ends the evaluation immediately, so a checkpoint is saved first.
         """
         results, name = self._recorded(loop), loop.context.config.run.best_metric
         if not results or name not in (None, *results):

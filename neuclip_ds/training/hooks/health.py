@@ -32,7 +32,7 @@ _WINDOW, _MIN_LOSSES = 100, 50  # window of the loss level in steps, and the few
 _DEVIATIONS = 10.0  # a loss this many deviations above the level is a spike
 _MIN_DEVIATION = 1e-3  # as a fraction of the level, for losses that hardly vary
 _USUAL, _MIN_STEPS = 50, 5  # window of the median step time in steps, and the fewest steps that define it
-_STALL_SECONDS, _STALL_TIMES = 2.0, 5.0  # a stall is longer than this many seconds and this many median steps
+_STALL_SECONDS, _STALL_TIMES = 2.0, 5.0  # a stall is longer than this many seconds and this many median step times
 
 
 class Spike(NamedTuple):
@@ -46,8 +46,8 @@ class LossSpikeDetector:
     """Detects loss spikes with robust statistics of the last steps, which a spike hardly changes.
 
     The level is the median of a window; the deviation is 1.4826 times the median absolute deviation, which is the
-    standard deviation of normal losses. A spike is a loss above `level + 10 * deviation`. By chance, normal losses
-    practically never reach it, and losses with exponential tails reach it once in 60,000 steps. The next 100 steps
+    standard deviation of Gaussian losses. A spike is a loss above `level + 10 * deviation`. By chance, Gaussian losses
+    practically never reach this, and losses with exponential tails reach it once in 60,000 steps. The next 100 steps
     belong to the spike; after that, a loss that has stayed high is the new level.
     """
 
@@ -81,9 +81,9 @@ class StallDetector:
         self._started = False
 
     def update(self, waited: float, seconds: float) -> float | None:
-        """Add the seconds that a step waited for its batch, and the seconds that it took in total.
+        """Record how many seconds a step waited for its batch, and how many it took in total.
 
-        Returns the median seconds of a step if this step waited far longer than that, otherwise None.
+        Returns the median duration of a step if this step waited far longer than that, otherwise None.
         """
         if not self._started:
             self._started = True
@@ -131,7 +131,7 @@ class WatchHealth(Hook):
         batch, metrics, patience = self._batch(loop), result.metrics, loop.context.config.run.max_skipped_steps
         self._skipped.append(result.not_finite or batch)
         samples = result.not_finite[:_SHOWN]
-        which = f"the features of samples {samples} are" if samples else "loss or gradient is"
+        which = f"the features of samples {samples} are" if samples else "the loss or the gradient is"
         found = f"{which} not finite (loss {metrics['loss']:.4g}, {_values(metrics)}; {_first_samples(batch)})"
         message = f"step {result.step} is skipped and changes nothing: {found}"
         level = _flood_level(result.skipped)
@@ -147,7 +147,7 @@ class WatchHealth(Hook):
         shard = "" if first is None else f", the first in {manifest.shards[manifest.locate(first)[0]].path}"
         message = (
             f"step {result.step} waited {result.waited:.1f} s for its batch; a usual step takes {usual:.2g} s (stall "
-            f"{self._stalled} since the start); {_first_samples(indices)}{shard}. If this recurs, set more "
+            f"{self._stalled} since the start); {_first_samples(indices)}{shard}. If this recurs, raise "
             f"data.workers (now {loop.context.config.data.workers}), or check the disk, the network and the cache "
             "(data.cache_dir, data.cache_gb)."
         )

@@ -51,7 +51,7 @@ class ProfileSteps(Hook):
 
 
 class WeightsAndBiases(Hook):
-    """Sends TensorBoard's metrics to a Weights & Biases project, PROJECT or ENTITY/PROJECT, from rank 0.
+    """Sends the TensorBoard metrics from rank 0 to a Weights & Biases project (PROJECT or ENTITY/PROJECT).
 
     wandb reads its own variables (WANDB_MODE=offline, WANDB_ENTITY, WANDB_API_KEY ...). The run's id is kept in
     wandb_id.txt, so that a resumed run continues the same chart. A failure is logged, and training continues.
@@ -102,7 +102,7 @@ class WeightsAndBiases(Hook):
 
 
 class WriteReport(Hook):
-    """Writes report.html at the end of a run, or at the next launch if that failed."""
+    """Writes report.html at the end of a run, or at the next launch if writing failed."""
 
     def after_run(self, loop: Loop) -> None:
         """Write the report on rank 0; the run is complete by now, so a failure only logs a warning."""

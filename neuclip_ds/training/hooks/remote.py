@@ -30,10 +30,10 @@ _LONGEST_WAIT = 1500.0  # seconds at the end; other ranks wait in a collective f
 
 
 class CopyRun(Hook):
-    """Copies complete checkpoints, the best checkpoint, metrics and logs from rank 0, one checkpoint at a time.
+    """Copies complete checkpoints, the best checkpoint, metrics and logs from rank 0, with one copy at a time.
 
-    While a checkpoint is copied, only the newest later one is queued. A failure is recorded as an event and does not
-    end the run. A run first fetches newer checkpoints from the store; the files written at its end are copied last.
+    The next copy skips all but the newest and the best checkpoint. A failure is recorded as an event and does not end
+    the run. A run first fetches newer checkpoints from the store; the files written at its end are copied last.
     """
 
     in_recovery = True
@@ -106,7 +106,7 @@ class CopyRun(Hook):
 
 
 def restore(run: RunConfig, *folders: Path) -> None:
-    """Fetch a run's newest intact checkpoint and its best one if the copy is newer; called on one rank.
+    """If a run's copy is newer than the run, fetch its newest intact checkpoint and its best one; called on one rank.
 
     Args:
         run: section of the config with the store's URL.
@@ -132,7 +132,7 @@ def restore(run: RunConfig, *folders: Path) -> None:
                     (checkpoints / "best.json").unlink()
         except Exception as error:  # raised by fsspec's backend or the disk
             raise UserError(
-                f"run.remote: the copy in {url} cannot be read and written ({type(error).__name__}: {error}). Check "
+                f"run.remote: the copy in {url} cannot be read or written ({type(error).__name__}: {error}). Check "
                 "the address, and your access to it."
             ) from error
         if complete_checkpoints(checkpoints):

@@ -174,7 +174,7 @@ class SaveCheckpoints(Hook):
             self.save(loop, last=result.last or loop.stop_requested)
 
     def save(self, loop: Loop, last: bool = False) -> None:
-        """Save now; raise `UserError` if the save fails and is the `last`, or the third in a row to fail."""
+        """Save now; raise `UserError` if the save fails and is the last one, or the third in a row to fail."""
         loop.events.merge(loop.context.communicator.gather_objects)
         try:
             loop.save()
