@@ -91,7 +91,7 @@ def open_manifest(
     else:
         paths = resolve_shards(source)
         if remote := next((path for path in paths if not is_local(path)), None):
-            raise UserError(f"{remote} is remote: build the manifest once (neuclip-ds build-manifest) and name that.")
+            raise UserError(f"{remote} is remote: build the manifest once (neuclip-ds build-manifest), and name it.")
         folder = cache / _fingerprint(paths, options)
         manifest = load_manifest(folder) if is_manifest(folder) else build_manifest(paths, processes, options)
         with explain_disk(folder):
