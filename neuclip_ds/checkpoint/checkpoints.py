@@ -9,9 +9,9 @@
     config.yaml, tokenizer/, model/ config, tokenizer and description of the model
 
 A checkpoint is written under `.partial-...`, synced to disk and read back; rank 0 renames it when all ranks are done.
-It does not depend on the number of ranks, the ZeRO stage or the precision with which it was written, so a run may
-resume with different settings. No random state is saved: the data order and augmentation are functions of (seed, step),
-and dropout is a function of (seed, step, rank). Loading never runs code from a file: all are text or safetensors.
+Checkpoints do not depend on the run's number of ranks, ZeRO stage or precision, so a run may resume with different
+settings. Random states are not saved: the data order and augmentation are functions of (seed, step), and dropout is a
+function of (seed, step, rank). Loading a checkpoint never runs code: all files are text or safetensors.
 
 `checkpoints/best.json` names the step with the best evaluation (`run.best_metric`).
 """
@@ -194,7 +194,7 @@ class Checkpoints:
         return int(meta["step"]), meta["data"]
 
     def load(self, path: Path, engine: Any, objective: Objective) -> None:
-        """Load the engine and the objective from a verified checkpoint; raise `UserError` if the model differs."""
+        """Load the engine and the objective from a verified checkpoint; raise `UserError` if they do not match it."""
         files = load_engine(path / STATE, engine, self._communicator)
         files.fill(objective.row_tables())
         objective.load_replicated_state(files.whole(OBJECTIVE))
@@ -230,7 +230,7 @@ class Checkpoints:
         self._communicator.on_rank_zero(make)
 
     def _complete(self, target: Path, meta: Mapping[str, Any], checksums: Mapping[str, Checksum]) -> None:
-        """Write meta.json and give the folder its final name; then delete the oldest checkpoints."""
+        """Write meta.json and give the folder its final name; then delete the oldest checkpoints beyond `keep`."""
         partial = _partial(target)
         with explain_failure(target):
             text = sealed({**meta, "files": dict(sorted(checksums.items()))})

@@ -4,8 +4,8 @@
     URL/checkpoints/best.json          as in the run's folder
     URL/metrics.jsonl, log.txt ...     the other files in the run's folder, but no subfolders
 
-A folder without meta.json is not a checkpoint: it is being written, or a write was interrupted. The only file that
-a copy deletes is the meta.json of a checkpoint that a new checkpoint of the same step replaces.
+A folder without meta.json is not a checkpoint: it is being written, or a write was interrupted. Copying deletes
+only one kind of file: the meta.json of a checkpoint that a new checkpoint of the same step replaces.
 """
 
 import json

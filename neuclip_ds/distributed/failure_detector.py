@@ -68,7 +68,7 @@ class FailureDetector:
         address: address at which the other nodes reach this machine.
 
     Attributes:
-        communicator: set by the caller once the ranks have connected their process groups, at most 5 minutes later.
+        communicator: set by the caller once the ranks have connected their process groups, within 5 minutes of launch.
 
     Raises:
         UserError: the previous rank cannot be reached.
@@ -195,7 +195,7 @@ class FailureDetector:
         log.warning(
             "nothing has moved for %.0f s: %s %s%s; `py-spy dump --pid PID` there shows more",
             _PATIENCE + _SPREAD,
-            "the ranks wait for" if behind else "no rank is behind the others, such as",
+            "the ranks wait for" if behind else "no rank is behind the others; check",
             ", ".join(named),
             f" and {len(behind) - 8} more" if len(behind) > 8 else "",
         )

@@ -127,8 +127,8 @@ def _refuse_unsupported(path: Path, engine: dict[str, Any]) -> None:
     for key, part in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
         if part is not None and (part.device == "nvme" or part.ratio != 1):
             problems.append(
-                f"offloads zero_optimization.{key} to a disk or in part, which checkpoints do not support (use device "
-                "cpu without a ratio)"
+                f"offloads zero_optimization.{key} to a disk or in part, which checkpoints do not support "
+                "(use the device cpu without a ratio)"
             )
     if problems:
         raise UserError(f"{path} {problems[0]}: remove it from the JSON.")

@@ -1,4 +1,4 @@
-"""LAMB (You et al. 2020, Algorithm 2) that computes trust ratios of whole parameters even under ZeRO.
+"""LAMB (You et al. 2020, Algorithm 2) with trust ratios of whole parameters, even under ZeRO.
 
 The trust ratio needs norms of a whole parameter, but ZeRO 1-3 give the optimizer only this rank's flat shard of a
 parameter group. The squared norm of a parameter is therefore summed over its parts on all ranks.

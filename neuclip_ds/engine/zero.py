@@ -110,7 +110,7 @@ def release_gathered(engine: Any) -> None:
 
 
 def refresh_weights(engine: Any) -> None:
-    """Copy changed masters, cast to the module's dtype, to the module's weights; a collective call."""
+    """Copy masters that have changed to the module's weights, in the weights' dtype; a collective call."""
     optimizer, wrapper = engine.optimizer, _wrapper_of(engine)
     if wrapper is Wrapper.ZERO_3:
         for number in range(len(optimizer.fp16_groups)):

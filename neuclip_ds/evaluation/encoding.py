@@ -20,7 +20,7 @@ The function moves its inputs to the model's device and puts the model into eval
 
 
 def encoder_of(model: Any, device: torch.device) -> Encode:
-    """Return the `Encode` function of a `DualEncoder`, or of the engine that wraps one, without gradients."""
+    """Return an `Encode` function, without gradients, for a `DualEncoder` or the engine that wraps one."""
 
     def encode(image: Tensor | None, tokens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         model.eval()
@@ -39,7 +39,7 @@ def encode_batch(encode: Encode, batch: Batch) -> tuple[Tensor, Tensor, Tensor, 
 
 @dataclass(frozen=True)
 class BatchEncoder:
-    """Encoder of any number of rows in batches of one shape; all ranks make equally many calls, as ZeRO-3 requires."""
+    """Encoder of any number of rows in equal batches; all ranks make the same number of calls, as ZeRO-3 requires."""
 
     encode: Encode
     tokenize: Callable[[list[str]], Tensor]  # n texts -> (n, T) tokens
@@ -57,7 +57,7 @@ class BatchEncoder:
         return self._encode_batches(lambda batch: self.encode(None, self.tokenize(batch))[1], rows)
 
     def _encode_batches(self, encode: Callable[[list], Tensor | None], rows: Sequence) -> Tensor:
-        """Encode rows in batches padded with the first row; all ranks run as many batches as the largest rank needs."""
+        """Encode rows in batches padded with the first row; the rank with the most rows sets the number of batches."""
         most = max(self.communicator.gather_objects(len(rows)))
         features = []
         for low in range(0, most, self.size):

@@ -58,7 +58,7 @@ def hit_probability(ahead: Tensor, tied: Tensor, k: int, matches: Tensor | int =
         matches: (n,) counts of matches with this score; one match among the first k suffices.
 
     Returns:
-        (n,) float64 probabilities that the other k - ahead positions, filled at random from the ties, include a match.
+        (n,) float64 probabilities that a match is in the remaining k - ahead positions, filled at random from the ties.
     """
     missed = torch.ones_like(ahead, dtype=torch.float64)
     for place in range(k):
@@ -121,7 +121,7 @@ class ClassAccumulator:
 
 
 class GroupAccumulator:
-    """Accumulator of hits and counts per group, each (G,) float64; groups are numbered from 0; G grows as needed."""
+    """Accumulator of hits and counts per group, (G,) float64. Groups are numbered from 0, and G grows as needed."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._hold(torch.zeros((2, 0), dtype=torch.float64, device=device))

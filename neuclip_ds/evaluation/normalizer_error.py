@@ -66,9 +66,9 @@ def normalizer_error(
 
     Returns:
         Metrics, equal on all ranks: `normalizer_mse`, the mean of `normalizer_mse_image` and `normalizer_mse_text`;
-        `normalizer_bias`, the mean of log estimate - log g; `normalizer_anchors`, the number of anchors in these means
-        (NaN if there are none); and `normalizer_unseen`, the number of anchors that have no estimate yet, or whose
-        AmorLIP lambda is below the positive's contribution.
+        `normalizer_bias`, the mean of log estimate - log g; `normalizer_anchors`, the number of anchors in these means;
+        and `normalizer_unseen`, the number of anchors that have no estimate yet, or whose AmorLIP lambda is below the
+        positive's contribution. Means over no anchors are NaN.
     """
     encoded = _encode_anchors(encode, estimate, anchor_batches, parts, communicator, anchors)
     log_sum, samples = _log_sum_over_negatives(encode, encoded, pair_loss, all_batches, communicator, chunk)

@@ -41,7 +41,7 @@ class Results:
         if self._path.is_file():
             found = json.loads(self._model_path.read_text(encoding="utf-8")) if self._model_path.is_file() else None
             if found != json.loads(json.dumps(model)):
-                raise UserError(f"{folder} has scores of a different model or precision ({found}); change --out.")
+                raise UserError(f"{folder} has scores of another model or precision ({found}); change --out.")
             with explained(f"{self._path} cannot be read as scores", "choose a different --out"):
                 lines = json_lines(self._path)  # a task whose line is truncated is measured again
                 self.metrics = {line["key"]: line["metrics"] for line in lines}

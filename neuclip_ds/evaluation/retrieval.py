@@ -106,7 +106,7 @@ def read_captions(sample: Sample) -> list[str]:
 
 
 def _count_hits(queries: _Queries, candidates: tuple[Tensor, Tensor], ks: Sequence[int], chunk: int) -> Tensor:
-    """Return the numbers of queries and, for each k, of queries with a match in the first k: (1 + len(ks),) float64.
+    """Return the number of queries and the number of hits at each k, as (1 + len(ks),) float64.
 
     `candidates` are the (m, d) features and (m,) labels of the candidates on all ranks.
     """
@@ -130,7 +130,7 @@ def _recalls(sums: dict[str, Tensor], ks: Sequence[int], communicator: Communica
 
 
 def _encode_all(encoder: BatchEncoder, folder: EvaluationSet) -> tuple[Tensor, Tensor, Tensor]:
-    """Return this rank's (n, d) image features, (m, d) caption features, and (m,) int64 rows of their images."""
+    """Return this rank's (n, d) image features, (m, d) caption features, and each caption's image row, (m,) int64."""
     prepare = partial(_prepare, transform=encoder.transform)
     images, captions, image_of, seen = [], [], [], 0
     for batch in sharded_batches(folder, prepare, encoder.communicator, encoder.size, encoder.loader):
@@ -163,7 +163,7 @@ def inner_products(a: Tensor, b: Tensor) -> Tensor:
     """Return the (n,) float32 scores, which are inner products of corresponding rows of `a` and `b`, both (n, d).
 
     Inner products are summed in float64 and then rounded to float32, so that equal features give equal scores in
-    any summation order of a kernel. Ties therefore do not depend on chunks or ranks.
+    whatever order a kernel sums. Ties therefore do not depend on chunks or ranks.
     """
     return (a.double() * b.double()).sum(dim=1).float()
 

@@ -70,7 +70,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """An evaluation set on disk, in one of the three forms above."""
+    """An evaluation set on disk, in one of the forms that the module's docstring shows."""
 
     path: Path  # folder or file of the set
     kind: str  # `classification`, `retrieval` or `multilabel`

@@ -127,7 +127,7 @@ class TaskList(BaseModel):
         return [(Task.model_validate(task), Path(path)) for task, path in communicator.on_rank_zero(find)]
 
     def in_average(self, average: str) -> list[Task]:
-        """Return the tasks whose scores an average includes."""
+        """Return the tasks whose scores are part of an average."""
         published = [task for task in self.tasks if task.source is not None]
         return [task for task in published if average == DATACOMP or average in task.averages]
 

@@ -65,7 +65,7 @@ def zero_shot(encoder: BatchEncoder, image_set: EvaluationSet) -> dict[str, floa
 def class_embeddings(encoder: BatchEncoder, image_set: EvaluationSet) -> Tensor:
     """Return the (C, d) float32 class embeddings: the normalized mean of each class's normalized prompt features.
 
-    Prompts are sharded over the ranks. Features are summed in float64, so the number of ranks does not affect them.
+    Prompts are sharded over the ranks. Features are summed in float64, so the result does not depend on the ranks.
     """
     classes, templates = len(image_set.class_names), len(image_set.templates)
     rank, world_size, size = encoder.communicator.rank, encoder.communicator.world_size, encoder.size

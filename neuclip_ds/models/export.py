@@ -65,7 +65,7 @@ _NAMES = (
 
 
 def timm_name(clip: str) -> str:
-    """Convert a tensor name in transformers' CLIPModel to the name in our towers, whose image tower is timm's ViT."""
+    """Convert a tensor name in transformers' CLIPModel to the name in our dual encoder with a timm ViT."""
     if clip.startswith("text_"):
         return clip.replace("text_model", "text.trunk").replace("text_projection", "text.projection")
     return _renamed(clip, 2)
@@ -111,7 +111,7 @@ def clip_to_open_clip(package: Package) -> Package:
     """Convert transformers' CLIPModel or MetaClip2Model to open_clip.
 
     Raises:
-        UserError: the model is a SiglipModel, or its towers do not share one known activation.
+        UserError: the model is a SiglipModel, or its towers do not share a supported activation.
     """
     tree = package.config
     if tree["model_type"] not in ("clip", "metaclip_2"):
@@ -221,7 +221,7 @@ def export(package: Package, form: str, folder: Path) -> None:
         folder: an empty folder.
 
     Raises:
-        UserError: the format cannot express the model.
+        UserError: the format does not support the model.
     """
     if form == "open_clip":
         write_open_clip(package if package.family == form else clip_to_open_clip(package), folder)

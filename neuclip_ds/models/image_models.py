@@ -47,7 +47,7 @@ def _create(config: VisionConfig, **options: Any) -> Any:
 
 
 def _weights_name(config: VisionConfig) -> str:
-    """Return timm's name for the image model, with `pretrained` appended if `pretrained` is a weight tag."""
+    """Return timm's name for the image model, including the weight tag if `pretrained` is one."""
     tagged = f"{config.name}.{config.pretrained}"
     return tagged if timm.models.is_model_pretrained(tagged) else config.name
 

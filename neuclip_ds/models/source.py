@@ -35,7 +35,7 @@ INITIAL_LOGITS = LogitParameters(temperature=0.07, bias=-10.0)  # initial values
 
 
 class FromConfig(ModelSource):
-    """Source of a model built from the config, with random weights (by torch's seed) or pretrained image weights."""
+    """Source of a model built from the config, with random weights (from torch's seed) or pretrained image weights."""
 
     def __init__(self, config: ModelConfig, image: ImageWeights | None = None) -> None:
         self._image = image

@@ -81,7 +81,7 @@ class TextTower(Encoder):
 
     Args:
         trunk, projection: the trunk returns the pooled feature, as in `VisionTower`, or hidden states (b, T, width).
-        eos_id: the hidden state of the first token with this id is the feature; None if the trunk pools by itself.
+        eos_id: id of the token at which hidden states are pooled (its first position); None if the trunk pools itself.
     """
 
     def __init__(self, trunk: Any, projection: nn.Module | None, eos_id: int | None = None) -> None:
@@ -102,7 +102,7 @@ def _pooled(output: Any) -> Tensor:
 
 
 def new_projection(width: int, embed_dim: int) -> nn.Linear:
-    """Return a projection to the joint embedding space, with random weights, initialized as in CLIP."""
+    """Return a projection to the joint embedding space, initialized randomly as in CLIP."""
     projection = nn.Linear(width, embed_dim, bias=False)
     nn.init.normal_(projection.weight, std=width**-0.5)
     return projection

@@ -122,7 +122,7 @@ def _data_lines(config: Config, manifest: Manifest, order: BatchOrder) -> list[s
 
 
 def _memory_lines(query: MemoryQuery, gpu_memory: float | None, nodes: dict[str, int]) -> Iterator[str]:
-    """Yield the memory estimates and, if `gpu_memory` is set, the lowest fitting ZeRO stage; `nodes` are remote."""
+    """Yield the memory estimates and, given `gpu_memory`, the lowest ZeRO stage that fits; `nodes` may be remote."""
     towers = count_towers(query)
     found = account(query, towers)
     unknown = "" if query.samples else ", without u because n is unknown"

@@ -127,7 +127,7 @@ def _match_gloo(launches: Iterable[Launch], events: Iterable[Event]) -> int:
 
 
 def _match_nccl(launches: Iterable[Launch], events: Sequence[Event]) -> int:
-    """Add NCCL kernels to their launches (for grouped calls, to the last one); return the number without a launch."""
+    """Add NCCL kernels to launches (to the last launch of grouped calls); return the number of unmatched kernels."""
     by_thread: defaultdict[Thread, list[Launch]] = defaultdict(list)
     for launch in launches:
         by_thread[launch.thread].append(launch)

@@ -127,7 +127,7 @@ def read_logit_parameters(weights: Mapping[str, Tensor]) -> LogitParameters:
 
 
 def logit_tensors(logits: LogitParameters, shape: Sequence[int]) -> dict[str, Tensor]:
-    """Return logit_scale and logit_bias as tensors, omitting unknown values; inverts `read_logit_parameters`."""
+    """Return logit_scale and logit_bias as tensors, omitting unknown values; inverse of `read_logit_parameters`."""
     tensors = {}
     if logits.temperature is not None:
         tensors["logit_scale"] = torch.full(shape, -math.log(logits.temperature))

@@ -199,7 +199,7 @@ def _refuse_foreign_code(name: str, where: str) -> None:
 
 
 def config_names(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename tensors as open_clip does for a config; this undoes `convert_to_custom_text_state_dict`."""
+    """Rename tensors to the names that open_clip uses for a config, undoing `convert_to_custom_text_state_dict`."""
     if config.get("custom_text") or "hf_model_name" in config.get("text_cfg", {}):
         return dict(tensors)
     return {name.removeprefix("text."): value for name, value in tensors.items()}
