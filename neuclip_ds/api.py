@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def train(recipe: str | Config, *, hooks: Sequence[Hook] = (), **overrides: Any) -> Run:
-    """Train as `neuclip-ds train` does, on the ranks of the launch or in this process alone.
+    """Train as `neuclip-ds train` does, on all ranks of a distributed launch or only in this process.
 
     Args:
         recipe: a recipe's name, the path of a YAML file, or a config.
@@ -66,7 +66,7 @@ def load(model: str | PathLike[str], device: torch.device | str | None = None, *
         ema: whether to load the moving average of a run's weights (`ema.decay`).
 
     Raises:
-        UserError: the model does not exist, or its files do not match each other.
+        UserError: the model does not exist, or its files are inconsistent.
 
     Example:
         model = neuclip_ds.load("runs/demo")
@@ -113,10 +113,10 @@ class Model:
         self._encoder = BatchEncoder(encode, saved.tokenizer, communicator, 64, self._transform)
 
     def encode_images(self, images: Sequence[str | PathLike[str] | bytes | Tensor] | Tensor) -> Tensor:
-        """Encode images to (n, d) float32 features of norm 1.
+        """Encode images as L2-normalized float32 features of shape (n, d).
 
         Args:
-            images: paths, encoded bytes, uint8 tensors (3, H, W) of the model's size, or one tensor (n, 3, H, W).
+            images: paths, encoded bytes, uint8 tensors (3, H, W) of the model's image size, or one tensor (n, 3, H, W).
 
         Raises:
             ValueError: a tensor has the wrong size or dtype.
@@ -124,7 +124,7 @@ class Model:
         return self._encoder.encode_images([self._pixels(image) for image in images])
 
     def encode_texts(self, texts: Sequence[str]) -> Tensor:
-        """Encode texts to (n, d) float32 features of norm 1."""
+        """Encode texts as L2-normalized float32 features of shape (n, d)."""
         return self._encoder.encode_texts([texts] if isinstance(texts, str) else list(texts))
 
     def _pixels(self, image: str | PathLike[str] | bytes | Tensor) -> Tensor:

@@ -166,7 +166,7 @@ class DataConfig(Section):
 
     @property
     def train_paths(self) -> list[str]:
-        """Paths that `train` or its sources name; empty if `train` is empty."""
+        """Paths of the training data: `train` itself or the paths of its sources; empty if `train` is empty."""
         paths = [self.train] if isinstance(self.train, str) else [source.path for source in self.train]
         return [path for path in paths if path]
 
@@ -296,7 +296,7 @@ class ModelConfig(Section):
         return self
 
     def trained(self, tower: Literal["vision", "text"]) -> Trained:
-        """Return which weights of a tower, except for adapters, are trained; with LoRA, the default is none."""
+        """Return which of a tower's own weights (not adapters) are trained: by default all, or none with LoRA."""
         chosen: Trained | None = getattr(self, tower).trainable
         return chosen if chosen is not None else "frozen" if self.lora.rank else "all"
 

@@ -29,7 +29,7 @@ class UserError(Exception):
 
 
 class TrainingDiverged(Exception):
-    """Losses or gradients stay non-finite, or ranks differ; the message says when and why. The exit code is 1."""
+    """Losses or gradients stay non-finite, or replicas differ; the message says when and why. The exit code is 1."""
 
 
 class RollBack(Exception):
@@ -46,8 +46,8 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, number: int, where: str = "") -> None:
         """
         Args:
-            number: number of the signal.
-            where: state of the program, for the message.
+            number: signal number.
+            where: when the program stopped, such as " after step 5"; part of the message.
         """
         super().__init__(f"Stopped{where} by {signal.Signals(number).name}; the same command resumes.")
         self.number = number
@@ -69,7 +69,7 @@ def require_package(module: str, option: str, extra: str) -> None:
 
 @contextmanager
 def explained(problem: str, fix: str) -> Iterator[None]:
-    """Turn any error from another library into a UserError with the message "PROBLEM (start of the error); FIX."."""
+    """Turn any other exception in the block into a UserError with the message "PROBLEM (start of the error); FIX."."""
     try:
         yield
     except UserError:

@@ -9,11 +9,11 @@
     config.yaml, tokenizer/, model/ config, tokenizer and description of the model
 
 A checkpoint is written under `.partial-...`, synced to disk and read back; rank 0 renames it when all ranks are done.
-Checkpoints do not depend on the run's number of ranks, ZeRO stage or precision, so a run may resume with different
-settings. Random states are not saved: the data order and augmentation are functions of (seed, step), and dropout is a
-function of (seed, step, rank). Loading a checkpoint never runs code: all files are text or safetensors.
+Checkpoints do not depend on the number of ranks, the ZeRO stage or the precision, so a resumed run may change all
+three. States of random number generators are not saved: the data order and augmentation depend only on (seed, step),
+and dropout only on (seed, step, rank). Loading a checkpoint never runs code: all files are text or safetensors.
 
-`checkpoints/best.json` names the step with the best evaluation (`run.best_metric`).
+`checkpoints/best.json` records the step with the best evaluation (`run.best_metric`).
 """
 
 import logging
@@ -52,7 +52,7 @@ _PARTIAL = ".partial-"  # prefix of a folder that is being written or deleted
 
 
 class Best(NamedTuple):
-    """The best evaluation: the step at which a metric was largest, and the metric's value at this step."""
+    """The best evaluation: the step at which a metric was largest, and the metric's value at that step."""
 
     step: int
     metric: str
@@ -76,7 +76,7 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """List the complete checkpoints in a run's `checkpoints` folder; the newest has the largest path."""
+    """List the complete checkpoints in a run's `checkpoints` folder, unsorted; their paths sort by step."""
     return [path for path in folder.glob("step_*") if is_complete(path)]
 
 
@@ -86,7 +86,7 @@ class Checkpoints:
     Args:
         folder: the run's `checkpoints` folder, created with the first checkpoint.
         keep: number of newest checkpoints to keep.
-        trained_with: config, tokenizer and model description for each checkpoint, as file contents by name.
+        trained_with: files to add to each checkpoint (config, tokenizer, model description): contents by name.
 
     Attributes:
         changes: number of times that this object has completed a checkpoint or recorded a best one.
@@ -142,7 +142,7 @@ class Checkpoints:
     def save(
         self, step: int, engine: Any, objective: Objective, fingerprint: Fingerprint, data: Mapping[str, Any]
     ) -> Path:
-        """Save the state after `step` steps; once the checkpoint is verified, delete the oldest ones beyond `keep`.
+        """Save and verify the state after `step` steps; then delete the oldest checkpoints if more than `keep` exist.
 
         If any rank fails to write its files, removes the partial checkpoint and raises `SaveFailed` on all ranks.
         """
@@ -163,7 +163,7 @@ class Checkpoints:
         return target
 
     def best(self) -> Best | None:
-        """Return the best evaluation so far if its checkpoint still exists, else None; equal on all ranks."""
+        """Return the best evaluation so far, or None if its checkpoint is gone; the same on all ranks."""
         found = self._communicator.on_rank_zero(self._find_best)
         return found and Best(*found)  # JSON makes it a list
 
@@ -194,13 +194,13 @@ class Checkpoints:
         return int(meta["step"]), meta["data"]
 
     def load(self, path: Path, engine: Any, objective: Objective) -> None:
-        """Load the engine and the objective from a verified checkpoint; raise `UserError` if they do not match it."""
+        """Load a verified checkpoint into the engine and the objective; raise `UserError` if it does not match them."""
         files = load_engine(path / STATE, engine, self._communicator)
         files.fill(objective.row_tables())
         objective.load_replicated_state(files.whole(OBJECTIVE))
 
     def _files(self, engine: Any, objective: Objective) -> list[StateFile]:
-        """Return the files that this rank writes, which refer to the state without copying it."""
+        """Return the files that this rank writes; their tensors are views of the state, not copies."""
         shards = engine_shards(engine, self._communicator) | table_shards(objective.row_tables())
         if self._communicator.rank == 0:
             shards |= whole(OBJECTIVE, objective.replicated_state())
@@ -230,7 +230,7 @@ class Checkpoints:
         self._communicator.on_rank_zero(make)
 
     def _complete(self, target: Path, meta: Mapping[str, Any], checksums: Mapping[str, Checksum]) -> None:
-        """Write meta.json and give the folder its final name; then delete the oldest checkpoints beyond `keep`."""
+        """Write meta.json and rename the folder; then delete the oldest checkpoints if there are more than `keep`."""
         partial = _partial(target)
         with explain_failure(target):
             text = sealed({**meta, "files": dict(sorted(checksums.items()))})
@@ -274,7 +274,7 @@ def _write(folder: Path, files: Sequence[StateFile]) -> dict[str, list[int]] | s
 
 
 def _delete(folder: Path) -> None:
-    """Delete a checkpoint; an interruption never leaves a partial checkpoint under its name."""
+    """Delete a checkpoint; an interrupted deletion never leaves a partial folder under the checkpoint's name."""
     if folder.exists():
         doomed = folder.with_name(f"{_PARTIAL}deleted-{folder.name}")
         folder.rename(doomed)

@@ -1,4 +1,4 @@
-"""Save and load DeepSpeed's engine across world sizes, ZeRO stages and precisions.
+"""Save and load the state of DeepSpeed's engine across world sizes, ZeRO stages and precisions.
 
 `engine/zero.py` locates a rank's elements of each parameter; all other code is the same for all ZeRO stages.
 
@@ -41,7 +41,7 @@ def engine_shards(engine: Any, communicator: Communicator) -> Shards:
 
 
 def engine_facts(engine: Any) -> dict[str, Any]:
-    """Return the engine's entries for the index of the shards: parameter shapes and step counters."""
+    """Return the engine's metadata for the shards' index.json: parameter shapes, and counts of steps and samples."""
     counters = {name: int(getattr(engine, name)) for name in _COUNTERS}
     return {"parameters": parameter_shapes(engine.module), "counters": counters}
 
@@ -49,8 +49,8 @@ def engine_facts(engine: Any) -> dict[str, Any]:
 def load_engine(folder: Path, engine: Any, communicator: Communicator) -> StateFiles:
     """Load a new engine's state from files written by any number of ranks under any ZeRO stage; a collective call.
 
-    Returns the files, which the caller must have verified. Raises `UserError` on all ranks if any rank finds files
-    missing or written for a different model.
+    Returns the files; the caller must verify them before the call. Raises `UserError` on all ranks if any rank finds
+    that files are missing or were written for a different model.
     """
 
     def read() -> StateFiles:
@@ -92,7 +92,7 @@ def _check_weights(files: StateFiles, engine: Any, communicator: Communicator) -
 
 
 def _share(place: Placement, communicator: Communicator) -> Placement:
-    """Return the elements that this rank writes: its whole shard, or a share of the elements that all ranks store."""
+    """Return the elements that this rank writes: its whole shard, or its share of the elements that all ranks hold."""
     if not place.replicated:
         return place
     part = Partition.of(place.stop - place.start, communicator.rank, min(communicator.world_size, _WRITERS))
@@ -102,7 +102,7 @@ def _share(place: Placement, communicator: Communicator) -> Placement:
 
 @torch.no_grad()
 def _fill(files: StateFiles, engine: Any, communicator: Communicator, weights: bool = True) -> None:
-    """Load this rank's optimizer state and, if `weights`, its master weights; padding becomes zero."""
+    """Load this rank's optimizer state and, if `weights`, its master weights; padding is set to zero."""
     optimizer = engine.basic_optimizer
     by_master: defaultdict[Tensor, list[Placement]] = defaultdict(list)
     for place in placements(engine, communicator.rank):

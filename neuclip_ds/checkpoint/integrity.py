@@ -23,12 +23,12 @@ class DamagedCheckpoint(UserError):
 
 
 class SaveFailed(UserError):
-    """A checkpoint could not be written on some rank; its partial files are removed."""
+    """At least one rank could not write its checkpoint files; the partial checkpoint is removed."""
 
 
 @contextmanager
 def explain_failure(folder: Path) -> Iterator[None]:
-    """Convert errors from writing files and reading them back to `SaveFailed`."""
+    """Raise `SaveFailed` in place of an error from writing files or reading them back."""
     try:
         yield
     except OSError as error:

@@ -17,9 +17,9 @@ def model_card(config: Config, checkpoint: Path, form: str, license: str | None 
 
     Args:
         config: config of the run.
-        checkpoint: checkpoint in the run's folder; the card lists the scores at the checkpoint's step.
+        checkpoint: checkpoint in the run's folder; the card lists the scores measured at the checkpoint's step.
         form: format of the export.
-        license: the hub's identifier of the license, such as apache-2.0; `unknown` by default.
+        license: the hub's identifier for the license, such as apache-2.0; `unknown` by default.
         average: whether the weights and scores are those of the moving average.
     """
     step, model = read_meta(checkpoint)["step"], config.model

@@ -2,10 +2,10 @@
 
     URL/checkpoints/step_000000100/    the files of the checkpoint with that name; meta.json is written last
     URL/checkpoints/best.json          as in the run's folder
-    URL/metrics.jsonl, log.txt ...     the other files in the run's folder, but no subfolders
+    URL/metrics.jsonl, log.txt ...     the other files in the run's folder, but not its subfolders
 
-A folder without meta.json is not a checkpoint: it is being written, or a write was interrupted. Copying deletes
-only one kind of file: the meta.json of a checkpoint that a new checkpoint of the same step replaces.
+A folder without meta.json is not a checkpoint: it is being written, or a write was interrupted. The only file
+that copying deletes is the meta.json of an old checkpoint, when a new checkpoint of the same step replaces it.
 """
 
 import json
@@ -47,7 +47,7 @@ class RemoteRun:
         return sorted(path.split("/")[-2] for path in paths if path.endswith(f"/{_META}"))
 
     def push(self, run: Path, names: Sequence[str]) -> None:
-        """Copy the checkpoints in `names` that the store lacks, in this order, and then the run's other files.
+        """Copy the checkpoints in `names` that the store lacks, in the given order, and then the run's other files.
 
         A checkpoint becomes visible only when it is complete.
         """
@@ -63,7 +63,7 @@ class RemoteRun:
         self._put({path: f"{self._root}/{path.relative_to(run)}" for path in [*files, run / _BEST] if path.is_file()})
 
     def pull(self, name: str, folder: Path) -> None:
-        """Download a checkpoint's files, unverified, to a new folder; raise `ValueError` for paths outside it."""
+        """Download an unverified checkpoint to a new folder; raise `ValueError` if a file would be outside the folder."""
         source = f"{self._checkpoints}/{name}"
         files = [*json.loads(self._fs.cat_file(f"{source}/{_META}"))["files"], _META]
         for file in files:
@@ -73,7 +73,7 @@ class RemoteRun:
         self._fs.get([f"{source}/{file}" for file in files], [str(folder / file) for file in files])
 
     def pull_records(self, run: Path) -> None:
-        """Download all remote files that are not part of a checkpoint to a run's folder."""
+        """Download all remote files, except for those of checkpoints, to a run's folder."""
         files = [info["name"] for info in self._fs.ls(self._root, detail=True) if info["type"] == "file"]
         for name in (*(file.rpartition("/")[2] for file in files), _BEST):
             if (content := self._read(f"{self._root}/{name}")) is not None:

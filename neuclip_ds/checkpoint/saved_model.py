@@ -34,7 +34,7 @@ def open_model(name: str, communicator: Communicator, average: bool = False) -> 
         name: a run's folder (its newest checkpoint is opened), a checkpoint in it, or a value of `model.pretrained`.
         average: whether to open the moving average of a run's weights (`ema.decay`).
 
-    Raises `UserError` if the model does not exist or if its files do not match.
+    Raises `UserError` if the model does not exist or if its files are inconsistent.
     """
     path = Path(name)
     if (path / "checkpoints").is_dir() or is_complete(path):
@@ -68,7 +68,7 @@ def find_checkpoint(path: Path) -> Path:
 
 
 class SavedRun(NamedTuple):
-    """The config, model source, initial logit parameters and tokenizer with which a checkpoint was trained."""
+    """The config, model source, initial logit parameters and tokenizer of the run that saved a checkpoint."""
 
     config: Config
     source: ModelSource
@@ -77,7 +77,7 @@ class SavedRun(NamedTuple):
 
 
 def open_run(checkpoint: Path) -> SavedRun:
-    """Open the config, model source and tokenizer of a checkpoint from `find_checkpoint`."""
+    """Load the config, model source and tokenizer from a checkpoint that `find_checkpoint` returned."""
     config = load_saved(checkpoint / "config.yaml")
     source, start = open_saved(config.model, checkpoint / "model")
     text, folder = config.model.text, checkpoint / "tokenizer"

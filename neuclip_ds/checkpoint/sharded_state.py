@@ -2,7 +2,7 @@
 
 The `state` folder of a checkpoint has the format of state/shards.py, with these kinds of tensors:
 
-    weight       elements of a flattened parameter: of its float32 master if it is trained, else of the parameter
+    weight       elements of a flattened parameter; if it is trained, elements of its float32 master weights
     exp_avg ...  the same elements of each optimizer tensor, and of the moving average of the weights (average)
     scalar       the optimizer's 0-dimensional tensors, such as PARAMETER/step
     buffer       the module's persistent buffers

@@ -1,7 +1,7 @@
 """Check paths and packages in under a second, before torch and DeepSpeed are imported, which takes ten seconds.
 
-All ranks run these checks, so that all end with the same message. Later checks find the other mistakes, such as a model
-that is not on the hub.
+All ranks run these checks, so all of them exit with the same message. Later checks find other mistakes, such as a
+model that is not on the hub.
 """
 
 import re

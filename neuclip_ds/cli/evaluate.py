@@ -82,7 +82,7 @@ def _partition(places: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]
 
 
 def score(options: argparse.Namespace, communicator: Communicator) -> str:
-    """Score a model on tasks without a score, and return the summary on rank 0; raise UserError for unusable inputs."""
+    """Score a model on all unscored tasks; return the summary on rank 0. Raise UserError if an input is unusable."""
     import torch
 
     from neuclip_ds.checkpoint.saved_model import open_model
@@ -118,7 +118,7 @@ def score(options: argparse.Namespace, communicator: Communicator) -> str:
     }
 
     def contents(task: Task, place: Path) -> str | None:
-        """Return a string that identifies pairs or a user's own set, or None for a DataComp task."""
+        """Return a string that identifies the data of a task, or None for a DataComp task."""
         if task.key in shards:
             return f"{place}: {shards[task.key].content_hash}"
         return f"{place.resolve()}: {open_set(place).contents}" if task.source is None else None

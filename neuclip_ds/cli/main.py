@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None, command: str = "") -> None:
     """Run a command, given by name or as the first argument.
 
     The exit code is 0 (success), 1 (training failed), 2 (a mistake in the input) or 128 plus the number of the signal
-    that stopped the command. Launchers add `--local_rank=N`, which is dropped because the environment has the rank.
+    that stopped the command. `--local_rank=N`, which launchers add, is ignored: an environment variable has the rank.
     """
     given = [*filter(None, [command]), *(sys.argv[1:] if argv is None else argv)]
     arguments = [argument for argument in given if not re.match(r"--local[-_]rank=", argument)]

@@ -1,4 +1,4 @@
-"""Code that all commands share: the argument parser, the progress bar, and the handling of mistakes and signals."""
+"""Code that all commands share: the argument parser, the progress bar, and the handling of user errors and signals."""
 
 import argparse
 import logging
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 def exit_on_mistake() -> Iterator[None]:
     """Print a `UserError` once per node, and exit with code 2 on every rank, or with code 1 if training diverged.
 
-    A stop signal ends the program with one line and exit code 128 plus the signal's number.
+    After a stop signal, print one line and exit with code 128 plus the signal's number.
     """
     try:
         with raising_interrupted():
@@ -51,7 +51,7 @@ class Parser(argparse.ArgumentParser):
         return options
 
     def parse_with_overrides(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-        """Return the values of all options, and the other arguments, which are options of `train`."""
+        """Return the values of all options, and the remaining arguments, which should be options of `train`."""
         return self.parse_known_args([respell(argument, "_", "-") for argument in arguments])
 
     def error(self, message: str) -> NoReturn:

@@ -100,7 +100,7 @@ def _option(name: str, field: FieldInfo) -> str:
 
 
 def _kind(annotation: Any) -> str:
-    """Return the values that an option of this type takes, such as `pad|drop` or `[TEXT,...]`."""
+    """Describe the values that an option of this type accepts, such as `pad|drop` or `[TEXT,...]`."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         return "|".join(map(str, parts))

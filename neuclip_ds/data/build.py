@@ -77,8 +77,8 @@ def open_manifest(
     """Open the manifest folder `source`, or the manifest of the local shards that `resolve_shards` finds for `source`.
 
     A manifest of local shards is stored in `cache` under a hash of the options and of the shards' paths, sizes and
-    modification times, and is reused until one of these changes. Several processes may do this at the same time. Raises
-    UserError if nothing is usable, a shard is listed twice, or `source` is not a manifest folder and a shard is remote.
+    modification times, and is reused until one of them changes. Several processes may call this function at the same
+    time. Raises UserError if a shard is unusable, is listed twice, or is remote and `source` is not a manifest folder.
     """
     if source and is_manifest(source):
         manifest = load_manifest(source)
@@ -253,7 +253,7 @@ def _read(path: Path, tables: Path | None) -> list[Scan]:
 
 
 def _warn_of_repeats(manifest: Manifest) -> None:
-    """Log a warning if samples have the same uid or image checksum; this takes 8 bytes of RAM per sample."""
+    """Log a warning if samples have the same uid or image checksum; the check takes 8 bytes of RAM per sample."""
     if manifest.samples is None or manifest.n > _MOST_COMPARED:
         return
     tables = manifest.samples

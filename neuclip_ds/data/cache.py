@@ -3,10 +3,10 @@
 The total size is limited. The folder contains:
 
     shards/HASH-NAME      a complete shard; its modification time is the time of its last use
-    fetching/HASH-BYTES/  partial files of a shard that is being fetched; the folder's name reserves the space
+    fetching/HASH-BYTES/  partial files of a shard that is being fetched; BYTES of the cache are reserved for it
     locks/HASH            locked by the process that is fetching the shard
     failed/HASH           the reason why the shard could not be fetched, as JSON
-    outage                its modification time is the time until which the node waits for its storage
+    outage                the node waits for its storage until this file's modification time
     lock                  locked while space is being reserved
     tables/               sample tables of the shards (neuclip_ds/data/node_tables.py)
 
@@ -44,9 +44,9 @@ class ShardCache:
     Args:
         folder: a folder that only this node uses, on a disk that supports flock. Anyone who can write to the folder can
             change the data.
-        capacity_bytes: the limit on the total size of complete and partial shards, without the sample `tables`.
+        capacity_bytes: the limit on the total size of complete and partial shards, excluding the sample `tables`.
         timeout: the number of seconds without new data after which an attempt to fetch a shard fails.
-        max_outage: the number of seconds for which a reader waits while the storage fails.
+        max_outage: the maximum number of seconds for which a reader waits if the storage fails.
         downloads: the maximum number of concurrent prefetches on the node.
         backoff: the maximum number of seconds between the first two attempts to fetch a shard.
     """
@@ -74,10 +74,10 @@ class ShardCache:
             )
 
     def path(self, url: str, expected_bytes: int, expected_crc32: int | None = None) -> Path:
-        """Return the path of a shard's local copy, fetched if absent and marked as used; it is valid until eviction.
+        """Fetch a shard if it is not cached, mark it as used, and return its path, which is valid until eviction.
 
         Raises:
-            FetchError: the shard does not exist or is damaged, as found now or within the last minute.
+            FetchError: an attempt to fetch the shard, now or in the last minute, found it missing or damaged.
             UserError: the storage refuses access or has failed for too long, this machine cannot fetch the shard, the
                 shard is larger than the whole cache, or the cache folder cannot be used.
         """
@@ -130,7 +130,7 @@ class ShardCache:
         return self._folder / "shards" / f"{name_of(url)}-{name[-60:]}"
 
     def _try_to_fetch(self, url: str, size: int, crc32: int | None, retries: Retries) -> float:
-        """Fetch a shard unless another process is doing so or space is short; return the seconds until a retry."""
+        """Fetch a shard unless another process is doing so or space is short; return how long to wait, in seconds."""
         name = name_of(url)
         failed = self._folder / "failed" / name
         with suppress(Timeout), FileLock(self._folder / "locks" / name, blocking=False):
@@ -151,7 +151,7 @@ class ShardCache:
         return _POLL
 
     def _pause_after(self, failure: AttemptFailed, retries: Retries) -> float:
-        """Return the seconds to wait after a failed attempt, and record an outage for all processes of the node."""
+        """Return how many seconds to wait after a failed attempt; record repeated failures for the whole node."""
         try:
             pause = retries.pause_after(failure)
         except FetchError as error:

@@ -17,10 +17,10 @@ _LIBC = ctypes.CDLL(None)
 
 
 def end_with_parent(parent: int) -> None:
-    """Make the Linux kernel kill this process as soon as its parent process `parent` ends, but not earlier.
+    """Make the Linux kernel kill this process when its parent process `parent` ends, and ignore stop signals.
 
-    The signals that stop a run are ignored, because launchers and terminals send them to every process of the tree, but
-    the parent decides when its child processes end.
+    Launchers and terminals send stop signals to every process in the tree, but the parent decides when its child
+    processes end.
     """
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -31,9 +31,9 @@ def end_with_parent(parent: int) -> None:
 
 @contextmanager
 def process_pool(processes: int) -> Iterator[ProcessPoolExecutor]:
-    """Yield a pool of processes that end with the block, or are killed if the block fails.
+    """Yield a pool of processes, which end when the block ends and are killed if it raises an exception.
 
-    The processes are spawned, because a fork of a process with threads (NCCL, fsspec, the failure detector) may hang.
+    Processes are spawned, because forking a process with threads (NCCL, fsspec, failure detector) can cause a hang.
 
     Raises:
         UserError: one of the processes was killed.

@@ -70,7 +70,7 @@ class PairDataset:
 
     @property
     def folder(self) -> Path:
-        """The folder of the first shard, for messages."""
+        """The folder of the first shard, for use in messages."""
         return Path(self._manifest.shards[0].path).parent
 
     def batch(self, items: Sequence[tuple[int, int]]) -> Batch:

@@ -13,8 +13,8 @@ and captions are truncated to 10,000 characters.
 
 This module decodes images with PIL; `neuclip_ds.data.images` has a faster decoder. Either way, PIL reads the header.
 Only formats that occur in web crawls are tried (an EPS file would start Ghostscript), and images with too many pixels
-are rejected. The result is 8-bit RGB: 16-bit channels keep the high byte, alpha is dropped as in open_clip and timm,
-and an animation is reduced to its first frame.
+are rejected. The result is 8-bit RGB: only the high byte of 16-bit channels is kept, alpha is dropped as in open_clip
+and timm, and an animation is reduced to its first frame.
 
 This module does not import torch, because that takes seconds in each process that scans or packs shards.
 """
@@ -107,7 +107,7 @@ def _parse(name: str) -> _Source:
 def _draw(weights: Sequence[float], number: int) -> int:
     """Choose an index with a random 64-bit number, with probabilities proportional to the weights.
 
-    The draw uses the high bits of the number, because `Captions.draw` uses the remainder to choose a caption.
+    The draw uses the high bits of the number, because `Captions.draw` chooses a caption by `number % len(captions)`.
     """
     ends = list(itertools.accumulate(weights))
     return bisect_right(ends, (number >> 11) / 2**53 * ends[-1], hi=len(ends) - 1)
@@ -141,7 +141,7 @@ Decode = Callable[[bytes, "int | None"], Decoded]
 
 
 def decode_pil(data: bytes, min_side: int | None = None) -> Decoded:
-    """Decode an image to RGB with PIL; a JPEG at least twice as large as `min_side` is decoded at a smaller scale.
+    """Decode an image to RGB with PIL; a JPEG whose short side is at least 2 x `min_side` is scaled down.
 
     Raises:
         DecodeError: the format is not JPEG, PNG, WebP, GIF or BMP, the data are truncated or broken, there are more
@@ -151,7 +151,7 @@ def decode_pil(data: bytes, min_side: int | None = None) -> Decoded:
 
 
 def read_header(data: bytes) -> Image.Image:
-    """Return an image whose pixels are not decoded yet; raise DecodeError if its format or size is not allowed."""
+    """Open an image without decoding its pixels; raise DecodeError if its format or size is not allowed."""
     try:
         image = Image.open(io.BytesIO(data), formats=_FORMATS)
     except MemoryError:

@@ -7,7 +7,7 @@
 Each pair is a pure function of (seed, split, index). The number of processes therefore does not matter, a smaller set
 contains the first pairs of a larger one, and the same version of Pillow gives the same files. One pair in twenty is a
 near-duplicate, like the false negatives in scraped data: its image shows the scene of an earlier pair, and its caption
-uses a different template. By chance, a `val` scene may be described like a `train` scene, but their pixels differ.
+uses a different template. By chance, a `val` pair may have the caption of a `train` pair, but its image differs.
 """
 
 import hashlib
@@ -54,7 +54,7 @@ class Scene(NamedTuple):
 
 
 def _arc(radius: float, points: int = 40) -> tuple[Point, ...]:
-    """Return the points of a closed circle, starting at the top."""
+    """Return the points of a circle, starting and ending at the top."""
     angles = (2 * math.pi * i / points for i in range(points + 1))
     return tuple((radius * math.sin(a), -radius * math.cos(a)) for a in angles)
 
@@ -188,7 +188,7 @@ def _stream(seed: int, split: str, index: int) -> Random:
 
 
 def plan_pair(seed: int, split: str, index: int) -> tuple[Scene, int, int | None, Random]:
-    """Return a pair's scene and template, the index of the pair that it nearly duplicates, and its random generator."""
+    """Return a pair's scene and template, the index of the pair it nearly duplicates (or None), and its `Random` instance."""
     rng = _stream(seed, split, index)
     if index == 0 or rng.random() >= _DUPLICATES:
         return random_scene(rng), rng.randrange(len(TEMPLATES)), None, rng

@@ -1,7 +1,7 @@
 """Fetch one shard from a URL that fsspec supports.
 
-A transfer runs in a daemon thread, because a backend's call may never return. A stalled transfer is abandoned; it can
-write only to a separate file, which the caller removes.
+A transfer runs in a daemon thread, because a call to the backend may never return. A stalled transfer is
+abandoned; it can write only to a separate file, which the caller removes.
 """
 
 import json
@@ -68,11 +68,11 @@ class Retries:
         self._began = 0.0  # time of the first failure of the storage
 
     def pause_after(self, failure: AttemptFailed) -> float:
-        """Return the seconds to wait after a failed attempt.
+        """Return how many seconds to wait after a failed attempt.
 
         Raises:
             FetchError: the shard does not exist or is damaged.
-            UserError: the storage refuses access or fails for too long, or this machine cannot fetch the shard.
+            UserError: the storage refuses access or has failed for too long, or this machine cannot fetch the shard.
         """
         kind, now, message = failure.kind, time.monotonic(), f"{self.url} cannot be fetched: {failure}."
         self.failures += 1
@@ -88,10 +88,10 @@ class Retries:
 
 
 def attempt(url: str, folder: Path, timeout: float, size: int | None = None, crc32: int | None = None) -> Path:
-    """Fetch a shard once, into a new file in `folder`; partial files stay in the folder, which the caller removes.
+    """Try once to fetch a shard into a new file in `folder`; the caller must remove the file if the attempt fails.
 
-    Raises AttemptFailed if the transfer fails, no byte arrives for `timeout` seconds, or the file has a different size
-    or checksum (None accepts any value).
+    Raises AttemptFailed if the transfer fails, no byte arrives for `timeout` seconds, or the file does not have the
+    expected size or checksum (None: not checked).
     """
     part, errors = folder / uuid4().hex, list[BaseException]()
     thread = threading.Thread(target=_transfer, args=(url, part, timeout, errors), daemon=True)

@@ -1,8 +1,8 @@
 """Decode an encoded image and transform it to uint8 pixels (3, H, W), which the model normalizes on the device.
 
-By default, simplejpeg decodes JPEGs to tensors, and PyTorch resizes these several times as fast as PIL resizes images,
-with the same kernel; pixels differ only by rounding. PIL decodes other formats and the JPEGs that simplejpeg rejects.
-Both can scale a large JPEG to 1/2, 1/4 or 1/8 in the DCT, which is much faster but changes pixels slightly.
+By default, simplejpeg decodes JPEGs to tensors, which PyTorch resizes several times as fast as PIL does, with the same
+kernel; pixels differ only by rounding. PIL decodes other formats and the JPEGs that simplejpeg rejects. Both decoders
+can scale a large JPEG down to 1/2, 1/4 or 1/8 in the DCT, which is much faster but changes pixels slightly.
 
 The geometry matches open_clip's, with antialiased bicubic interpolation. Training takes a random resized crop.
 Evaluation takes the center of the resized image, or squashes the whole image to a square for models that were trained
@@ -108,5 +108,5 @@ def _resize(image: Image.Image | Tensor, size: list[int]) -> Tensor:
 def train_transform(
     image_size: int, crop_scale: float, decode: Decode = decode_pil, squash: bool = False
 ) -> ImageTransform:
-    """Return a random resized crop or, if `crop_scale` is 1, the evaluation transform, which does not augment."""
+    """Return a `RandomCrop` or, if `crop_scale` is 1, an `EvalTransform`, which does not augment images."""
     return RandomCrop(image_size, crop_scale, decode) if crop_scale < 1 else EvalTransform(image_size, squash, decode)

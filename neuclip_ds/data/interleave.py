@@ -1,8 +1,8 @@
-"""Choose how many shards batches interleave: few enough for a node's cache, but enough to mix the samples well.
+"""Choose how many streams of shards to interleave: few enough for the nodes' caches, but enough to mix samples well.
 
 A batch takes the same number of samples from each of S streams. Each stream is shuffled in blocks, so S blocks are in
 use at a time; together, they form a window of S x block samples. The nodes' caches together must have room for all
-shards in the window. For a window of 8 million samples of 45 kB each, this takes 400 GB.
+shards in the window. A window of 8 million samples of 45 kB each needs 400 GB of cache in total.
 """
 
 import math
@@ -40,7 +40,7 @@ def choose_interleave(
     """Choose the interleave with the largest window that fits in the nodes' caches.
 
     The window has up to 8 million samples, or 500,000 per node on more than 16 nodes. If possible, the window also fits
-    in the caches of half as many nodes, so that the run can resume on them. `streams` and `block` override this.
+    in the caches of half as many nodes, so that the run can resume on them. `streams` and `block` override the choice.
 
     Args:
         shards: the number of shards, which limits the number of streams.

@@ -125,7 +125,7 @@ class FailureDetector:
         return Failure(self._rank, self._host, text[:2000], code, is_message)
 
     def _watch_store(self) -> None:
-        """Report the end of the previous rank and this rank's failure; end the process if any rank fails."""
+        """Report a failure of the previous rank or of this rank; end the process once any rank has failed."""
         wait = 0.0
         try:
             while not self._store.check(["error"]):
@@ -150,7 +150,7 @@ class FailureDetector:
         self._end(failure, wait)
 
     def _watch_connection(self) -> None:
-        """Record the end of the previous rank; end the process when the store has not answered for too long."""
+        """Record that the previous rank has ended; end the process if the store does not respond for too long."""
         poll = select.poll()
         poll.register(self._connection, select.POLLIN)
         while not self._left.is_set():
@@ -164,7 +164,7 @@ class FailureDetector:
                 self._end(Failure(0, self._hosts[0], f"it has not answered for {_SILENCE:.0f} s"))
 
     def _watch_progress(self, communicator: Communicator) -> None:
-        """If this rank is stuck, publish where; the lowest stuck rank logs which ranks keep the others waiting."""
+        """If this rank is stuck, publish where it is; the lowest stuck rank logs which ranks the others wait for."""
         frame = sys._current_frames()[threading.main_thread().ident or 0]
         calls = [f"{of.f_code.co_filename}:{line} in {of.f_code.co_name}" for of, line in traceback.walk_stack(frame)]
         still, key = time.monotonic() - self._since, f"standing/{self._rank}"
@@ -201,7 +201,7 @@ class FailureDetector:
         )
 
     def _standing_place(self, rank: int) -> tuple[int, str] | None:
-        """Return the number of collectives that a stuck rank has begun and its line of code, or None if not stuck."""
+        """Return how many collectives a stuck rank has begun and where it is stuck, or None if it is not stuck."""
         found = self._store.check([f"standing/{rank}"]) and json.loads(self._store.get(f"standing/{rank}"))
         return found or None
 

@@ -1,4 +1,4 @@
-"""Launch of a run: its processes rendezvous, compare code and config, join one process group and end together.
+"""Launch of a run: the ranks rendezvous, compare their code and config, join one process group and end together.
 
 The rendezvous takes place before the process group is created, because torch would wait half an hour without naming the
 missing rank, and would deadlock if the ranks ran different configs.
@@ -42,13 +42,13 @@ _SEEN_WITHIN = 15.0  # longest time in seconds until a network file system shows
 
 @contextmanager
 def connected(task: str, max_outage: float = 0.0) -> Iterator[Communicator]:
-    """Join the ranks of the launch in a process group for the duration of the block.
+    """Join the launched ranks in a process group for the duration of the block.
 
     Within the block, this thread and the threads that it starts flush subnormal numbers to zero. The moments of weights
     that no longer receive gradients decay to subnormal numbers, which slow down CPUs.
 
     Args:
-        task: description of the work as lines of text, such as a config; it must be equal on all ranks.
+        task: description of the work as lines of text, such as a config; it must be identical on all ranks.
         max_outage: longest time in seconds that a node may wait for its storage while others wait in a collective.
 
     Raises:
@@ -149,7 +149,7 @@ def _torch_build() -> str:
 
 
 def open_store(rank: int, timeout: timedelta = TIMEOUT, serve: bool = True) -> dist.Store:
-    """Connect to the launch's store: torchrun's, or one that rank 0 opens and the process group will share.
+    """Connect to the ranks' shared store: torchrun's, or one that rank 0 opens and the process group will also use.
 
     Args:
         timeout: longest time to wait for rank 0.

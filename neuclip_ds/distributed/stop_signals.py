@@ -67,9 +67,9 @@ def raising_interrupted() -> Iterator[None]:
 
 @contextmanager
 def deferring(deferred: bool = True) -> Iterator[None]:
-    """Record stop signals for `take_signal` during the block; a nested `deferring(False)` raises them again.
+    """Record stop signals for `take_signal` during the block; in a nested `deferring(False)`, they raise `Interrupted`.
 
-    A recorded signal that was not taken is raised when the deferral ends.
+    A recorded signal that `take_signal` has not returned raises `Interrupted` when the deferral ends.
     """
     signals = _installed or _StopSignals()
     before, signals.deferred = signals.deferred, deferred
@@ -82,7 +82,7 @@ def deferring(deferred: bool = True) -> Iterator[None]:
 
 
 def take_signal() -> signal.Signals | None:
-    """Return the recorded stop signal, if any, and forget it."""
+    """Return the recorded stop signal, if any, and clear the record."""
     signals = _installed or _StopSignals()
     received, signals.received = signals.received, None
     return received

@@ -3,9 +3,9 @@
     OUT/embedding.json                  model, data and options that produced the parts
     OUT/part-00000012.parquet           index, key, uid, image, text, similarity of the samples of shard 12
 
-A rank that is free takes the next shard, and no rank waits for the other ranks before the end. A shard's features
-depend only on the model, the shard and the batch size, so a restarted job writes only the missing parts, with the
-same contents on any number of ranks. A part's file appears once the part is complete.
+Each rank takes the next shard as soon as it is free, and no rank waits for the others before the end. A shard's
+features depend only on the model, the shard and the batch size, so a restarted job writes only the missing parts, with
+the same contents for any number of ranks. A part's file appears only after the part is complete.
 """
 
 import json
@@ -82,7 +82,7 @@ class RowReader:
         self._reader = TarReader(manifest, (JSON,), options.cache)
 
     def __call__(self, block: Block) -> Rows:
-        """Read a block's samples; raise UserError if the shard differs from the manifest's description."""
+        """Read a block's samples; raise UserError if the shard does not match the manifest."""
         first, indices = int(self._starts[block.shard]), range(block.start, block.stop)
         batch = self._pairs.batch([(0, index) for index in indices])
         if failed := next((bad.reason for bad in batch.bad if bad.cause == "read failed"), None):
@@ -108,7 +108,7 @@ class Parts:
         self.folder, self._identity = folder, identity
 
     def create(self, manifest: Manifest) -> list[int]:
-        """Open or create the folder; return its parts' numbers, or raise UserError if a different job wrote them."""
+        """Open or create the folder and return its part numbers; raise UserError if a different job wrote the parts."""
         written = {**self._identity, "shards": manifest.n_shards, "data": manifest.content_hash}
         path = self.folder / IDENTITY
         if path.is_file():
@@ -155,7 +155,7 @@ def embed(
     """Write the missing parts; all ranks call this function together and receive the same summary.
 
     `encode` must not run collectives, because ranks call it different numbers of times. Raises UserError if the folder
-    has a different job's features, a shard differs from the manifest, the disk is full, or loaders die repeatedly.
+    has features from a different job, a shard differs from the manifest, the disk is full, or loaders die repeatedly.
     """
     present = {*communicator.on_rank_zero(lambda: parts.create(manifest))}
     missing = [n for n, size in enumerate(manifest.sizes.tolist()) if size and n not in present]

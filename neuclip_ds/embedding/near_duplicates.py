@@ -25,8 +25,8 @@ _ROWS = 4096  # samples in a block
 def drop_near_duplicates(folders: Sequence[Path], column: str, threshold: float, uids: UidArray) -> UidArray:
     """Return the uids of the samples to keep, in the order of the n distinct `uids`.
 
-    `column` contains the values; near-duplicates have a cosine similarity of at least `threshold`. All n features of
-    width d stay in memory, in their stored type. Raises UserError if a folder has no features or cannot be read.
+    `column` names the column of values; near-duplicates have a cosine similarity of at least `threshold`. All n
+    features stay in memory, in their stored dtype. Raises UserError if a folder has no features or cannot be read.
     """
     places = {(int(high), int(low)): place for place, (high, low) in enumerate(uids.tolist())}
     values, features = np.full(len(uids), -np.inf), np.empty((0, 0))
@@ -61,7 +61,7 @@ def _parts(folders: Sequence[Path], column: str) -> Iterator[tuple[pa.Table, NDA
 
 
 def _distinct(features: Tensor, threshold: float) -> Tensor:
-    """Return the indices of the (n, d) L2-normalized features to keep: those that are not near an earlier kept one."""
+    """Return the indices of the (n, d) L2-normalized features to keep: those not near any feature kept before them."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kept = features.new_empty(features.shape, device=device)
     numbers, count = list[Tensor](), 0

@@ -24,7 +24,7 @@ _BATCH = 1 << 17  # rows that are read at once
 
 
 class Rule(NamedTuple):
-    """Rule for which values to keep; bounds are inclusive, and `top` is the fraction of all numeric values to keep."""
+    """Rule that selects values; its bounds are inclusive, and `top` is the fraction of all numeric values to keep."""
 
     minimum: float = -math.inf
     maximum: float = math.inf
@@ -91,7 +91,7 @@ def select(
 
 
 def _rows(data: ds.Dataset, column: str, other: str) -> Iterator[tuple[NDArray[np.float64], pa.Array]]:
-    """Yield the values of a numeric column, NaN if missing, and of a second column, for the same rows."""
+    """Yield, for each batch of rows, the values of a numeric column (NaN if missing) and those of a second column."""
     with explained("A parquet file cannot be read", "write or download it again"):
         for batch in data.to_batches(columns=list({column: 0, other: 0}), batch_size=_BATCH):
             with explained(f"Column {column} is not numeric", "choose another --column"):
@@ -100,7 +100,7 @@ def _rows(data: ds.Dataset, column: str, other: str) -> Iterator[tuple[NDArray[n
 
 
 def _threshold(data: ds.Dataset, column: str, share: float) -> float:
-    """Return the smallest value in the top fraction `share` of a column; because of ties, more values may reach it."""
+    """Return the smallest value in the top fraction `share` of a column; with ties, more than `share` may reach it."""
     values = np.concatenate([found for found, _ in _rows(data, column, column)] or [np.empty(0)])
     values = values[~np.isnan(values)]
     count = math.ceil(share * len(values))

@@ -20,7 +20,7 @@ class WeightAverage:
 
     Args:
         engine: DeepSpeed's engine.
-        decay: fraction of the average that a step keeps, in (0, 1).
+        decay: fraction of the average that each step retains, in (0, 1).
     """
 
     def __init__(self, engine: Any, decay: float) -> None:
@@ -42,7 +42,7 @@ class WeightAverage:
     def in_use(self) -> Iterator[None]:
         """Use the average as the module's weights during the block; afterward, restore the weights bit for bit.
 
-        A collective call. After an error, the average stays in place: restoring the weights would need all ranks.
+        A collective call. After an error, the average stays in place because restoring the weights requires all ranks.
         """
         self._exchange()
         yield

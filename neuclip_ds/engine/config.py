@@ -1,7 +1,7 @@
-"""DeepSpeed config of a run: the user's JSON file, completed from the recipe. The module does not import torch.
+"""DeepSpeed config of a run: the user's JSON file plus settings from the recipe. The module does not import torch.
 
-The recipe owns the batch, learning rate, optimizer and clipping; the JSON owns precision, ZeRO and offload. If the JSON
-sets an option that the recipe owns, both values must be equal (or the JSON's must be "auto").
+The recipe owns the batch size, learning rate, optimizer and clipping; the JSON owns precision, ZeRO and offload. If the
+JSON sets an option that the recipe owns, both values must be equal (or the JSON's must be "auto").
 """
 
 from importlib.metadata import PackageNotFoundError, version

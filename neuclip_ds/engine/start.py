@@ -32,7 +32,7 @@ def check_engine_config(engine_config: dict[str, Any], name: str) -> None:
 def start_engine(
     model: nn.Module, config: OptimizerConfig, engine_config: dict[str, Any], communicator: Communicator
 ) -> Any:
-    """Start an engine, with float32 masters equal to the weights, no optimizer state and a learning rate of zero.
+    """Start an engine with float32 master weights equal to the model's, no optimizer state and a learning rate of zero.
 
     `engine_config` comes from `load_engine_config`. The engine shares the communicator's process group.
     """

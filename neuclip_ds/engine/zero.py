@@ -19,7 +19,7 @@ from neuclip_ds.distributed.communicator import Communicator
 
 
 class Wrapper(Enum):
-    """DeepSpeed's wrapper class around the optimizer, by class name."""
+    """DeepSpeed's wrapper around the optimizer; the values are class names."""
 
     NONE = ""  # the optimizer alone: float32 without ZeRO
     UNFUSED = "FP16_UnfusedOptimizer"  # bf16 without ZeRO: every rank has all float32 masters
@@ -43,11 +43,11 @@ class Placement(NamedTuple):
 
     @property
     def elements(self) -> slice:
-        """Slice of these elements in the flattened master or in a tensor with the master's layout."""
+        """Slice of these elements in the flattened `master`, or in a flattened tensor with the layout of `master`."""
         return slice(self.offset, self.offset + self.stop - self.start)
 
     def within(self, tensor: Tensor) -> Tensor:
-        """Return a (stop - start,) view of these elements in the master or in a tensor with the master's layout."""
+        """Return a (stop - start,) view of these elements in `tensor`, which is `master` or has the same layout."""
         return tensor.detach().view(-1)[self.elements]
 
 
@@ -78,7 +78,7 @@ def placements(engine: Any, rank: int) -> Iterator[Placement]:
 def replicas(engine: Any, rank: int) -> dict[str, Tensor]:
     """Return the tensors that must be bit-identical on all ranks.
 
-    These are the frozen weights under ZeRO 3, all weights below ZeRO 3, and also masters and moments without ZeRO.
+    Under ZeRO 3: the frozen weights. Under ZeRO 1 and 2: all weights. Without ZeRO: weights, master weights, moments.
     """
     weights = dict(engine.module.named_parameters())
     if _wrapper_of(engine) is Wrapper.ZERO_3:
@@ -110,7 +110,7 @@ def release_gathered(engine: Any) -> None:
 
 
 def refresh_weights(engine: Any) -> None:
-    """Copy masters that have changed to the module's weights, in the weights' dtype; a collective call."""
+    """Copy changed master weights to the module's weights, cast to the weights' dtype; a collective call."""
     optimizer, wrapper = engine.optimizer, _wrapper_of(engine)
     if wrapper is Wrapper.ZERO_3:
         for number in range(len(optimizer.fp16_groups)):
@@ -126,7 +126,7 @@ def refresh_weights(engine: Any) -> None:
 
 
 def forget_gradients(engine: Any) -> None:
-    """Drop the rejected gradient, which ZeRO 2 with offload keeps and would add to every later gradient."""
+    """Drop a rejected gradient, which ZeRO 2 with offload would otherwise keep and add to every later gradient."""
     if _wrapper_of(engine) is Wrapper.ZERO_1_2:
         gradients = engine.optimizer.averaged_gradients
         gradients.update(dict.fromkeys(gradients))

@@ -39,7 +39,7 @@ def encode_batch(encode: Encode, batch: Batch) -> tuple[Tensor, Tensor, Tensor, 
 
 @dataclass(frozen=True)
 class BatchEncoder:
-    """Encoder of any number of rows in equal batches; all ranks make the same number of calls, as ZeRO-3 requires."""
+    """Encodes rows in equal-sized batches; the number of batches is the same on all ranks, as ZeRO-3 requires."""
 
     encode: Encode
     tokenize: Callable[[list[str]], Tensor]  # n texts -> (n, T) tokens

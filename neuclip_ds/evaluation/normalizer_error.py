@@ -145,7 +145,7 @@ def _log_sum_over_negatives(
 
 @products_exact_for(torch.float32)
 def _logits(anchors: _Anchors, part: slice, partners: Tensor, pair_loss: PairLoss) -> Tensor:
-    """Return l(s_ij - s_ii) / tau_i, (2, chunk, b), of the anchors in `part` and (2, b, d) partners (texts, images)."""
+    """Return l(s_ij - s_ii) / tau_i, (2, chunk, b), for anchors i in `part` and `partners` j (texts, then images)."""
     features = anchors.features[:, part]
     positive = (features[0] * features[1]).sum(dim=1)  # (chunk,)
     differences = (features @ partners.mT).sub_(positive.unsqueeze(1))

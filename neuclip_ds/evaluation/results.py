@@ -1,8 +1,8 @@
 """Scores on disk in the layout of DataComp's evaluation, averages over tasks, and a summary in Markdown.
 
 `eval_results.jsonl` has one line per task, {"key": ..., "dataset": ..., "metrics": {..., "main_metric": ...}}, appended
-when the task is done. `model.json` identifies the model, so that scores of different models are never mixed. The lines
-of your own sets also have "data", which distinguishes sets with the same name.
+when the task is done. `model.json` identifies the model, so that scores of different models are never mixed. Lines for
+your own sets also have a "data" field, which distinguishes sets with the same name.
 """
 
 import json
@@ -30,7 +30,7 @@ class Average(NamedTuple):
 class Results:
     """Scores of a model in a folder; raises UserError if the folder has scores of a different model.
 
-    `metrics` maps task keys to the tasks' latest metrics; `data` maps them to identities of your own sets, or to None.
+    `metrics` maps each task key to the latest metrics; `data` maps it to the identity of your own set, or to None.
     """
 
     def __init__(self, folder: Path, model: Mapping[str, Any]) -> None:
@@ -57,7 +57,7 @@ class Results:
 
 
 def averages(tasks: TaskList, metrics: Mapping[str, Metrics]) -> dict[str, Average]:
-    """Return all averages of the task list by name; an average has no value unless all of its tasks have scores."""
+    """Return all averages of the task list, keyed by name; an average has no value unless all its tasks have scores."""
     found = {}
     for name in tasks.averages:
         group = tasks.in_average(name)

@@ -119,7 +119,7 @@ def _count_hits(queries: _Queries, candidates: tuple[Tensor, Tensor], ks: Sequen
 
 
 def _recalls(sums: dict[str, Tensor], ks: Sequence[int], communicator: Communicator) -> tuple[float, dict[str, float]]:
-    """Return the number of queries in the last direction over all ranks, and `NAME_recall@k` for each direction."""
+    """Return the query count of the last direction and `NAME_recall@k` for each direction, both over all ranks."""
     totals = communicator.all_reduce(torch.stack(list(sums.values())), "evaluation").tolist()
     if not totals[0][0]:
         raise UserError("The held-out data has no readable pair to retrieve; check data.val.")
@@ -162,14 +162,14 @@ def _gather(rows: Tensor, labels: Tensor, communicator: Communicator) -> tuple[T
 def inner_products(a: Tensor, b: Tensor) -> Tensor:
     """Return the (n,) float32 scores, which are inner products of corresponding rows of `a` and `b`, both (n, d).
 
-    Inner products are summed in float64 and then rounded to float32, so that equal features give equal scores in
-    whatever order a kernel sums. Ties therefore do not depend on chunks or ranks.
+    Inner products are summed in float64 and then rounded to float32, so that equal features give equal scores
+    regardless of a kernel's summation order. Ties therefore do not depend on the chunk size or the number of ranks.
     """
     return (a.double() * b.double()).sum(dim=1).float()
 
 
 def score_matrix(a: Tensor, b: Tensor) -> Tensor:
-    """Return the (n, m) float32 scores of the rows of `a` (n, d) with those of `b` (m, d), as in `inner_products`."""
+    """Return the (n, m) float32 scores of each row of `a` (n, d) with each row of `b` (m, d); see `inner_products`."""
     return (a.double() @ b.double().T).float()
 
 

@@ -41,7 +41,7 @@ Member = bytes | Callable[[], bytes]  # the bytes of a member, or a function tha
 
 
 class Sample:
-    """A sample of a set, called `name` in messages; any process can read the sample's members on demand."""
+    """A sample of a set; error messages refer to it as `name`. Any process can read the sample's members on demand."""
 
     def __init__(self, name: str, members: Mapping[str, Member]) -> None:
         """Initialize a sample with `members` named as in a tar: an image (`jpg`, `png` ...), `cls`, `txt`, `npy`."""
@@ -110,7 +110,7 @@ def open_captioned(path: Path) -> EvaluationSet:
 
 
 def open_labeled(path: Path) -> EvaluationSet:
-    """Open a zero-shot set with class names and templates; raise UserError if files are missing or the kind differs."""
+    """Open a zero-shot set with its prompts; raise UserError if a file is missing or the set is of a different kind."""
     found = open_set(path)
     if found.kind != "classification":
         raise UserError(f"{path} is a {found.kind} set; name a zero-shot set.")

@@ -43,7 +43,7 @@ def measure(task: Task, folder: Path, encoder: BatchEncoder) -> Metrics:
 
 
 def measure_pairs(batches: Iterable[Batch], encoder: BatchEncoder) -> Metrics:
-    """Return retrieval metrics over all ranks' batches of pairs, equal on all ranks and named as for a set on disk.
+    """Return retrieval metrics over all ranks' pairs, equal on all ranks, with the same names as for a set on disk.
 
     Raises UserError if no pair can be read.
     """

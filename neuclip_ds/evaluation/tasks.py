@@ -37,7 +37,7 @@ class GroupRule(BaseModel):
 
 
 class Task(BaseModel):
-    """A task in datacomp.yaml, where the fields are explained, or one of your own sets, without source and size."""
+    """A task in datacomp.yaml, which explains the fields, or one of your own sets, which has no source and no size."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

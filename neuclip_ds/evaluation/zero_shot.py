@@ -84,7 +84,7 @@ def class_embeddings(encoder: BatchEncoder, image_set: EvaluationSet) -> Tensor:
 def _prepare(
     sample: Sample, classes: int, transform: Callable[[bytes], Tensor], columns: list[int]
 ) -> tuple[Tensor, list[int]]:
-    """Return a sample's pixels, and its label followed by its groups, which are `columns` of the .npy member."""
+    """Return a sample's pixels, and a list of its label and then its groups, read from `columns` of the .npy member."""
     pixels, label = decode(sample, transform), sample.text("cls")
     if not label.isdecimal() or int(label) >= classes:
         raise UserError(f"{sample.name} has label '{label}', but the classes are 0 to {classes - 1}; fix one of them.")

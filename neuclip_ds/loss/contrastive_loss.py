@@ -1,4 +1,4 @@
-"""`ContrastiveLoss`: every method in the table as an nn.Module for other training loops."""
+"""`ContrastiveLoss`: an nn.Module that provides every method of this package to other training loops."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -52,7 +52,7 @@ class ContrastiveLoss(nn.Module):
         scaler: the training loop's `torch.amp.GradScaler`, if any. The loss then reverts the state updates of a
             call whose step the scaler skipped, and accepts features that are not finite.
         validates: whether calls check their arguments.
-        metrics: values of the last call by name, such as `tau` and `batch_loss` (InfoNCE over the same batch).
+        metrics: metrics of the last call, keyed by name, such as `tau` and `batch_loss` (InfoNCE over the same batch).
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class ContrastiveLoss(nn.Module):
             reduction: `ddp_mean` if the encoders' gradients are averaged over ranks (DDP, FSDP, DeepSpeed): the loss
                 then multiplies the feature gradients by the world size to compensate. `sum` if they are summed.
             group: process group of the global batch; by default all ranks, or this process if it runs alone.
-            scaler: see the attribute `scaler`.
+            scaler: see the `scaler` attribute.
             validate: whether to check the arguments of each call on all ranks. This costs one small collective and, on
                 a GPU, one host synchronization. Without validation, all ranks must pass the same number of rows.
             device: device of the state until the first call moves the state to the features' device.
