@@ -1,8 +1,8 @@
 """Make a validated config from a recipe's name and `--dotted.name=value` overrides, without importing torch.
 
 A recipe is a YAML file with the structure of `neuclip_ds.config.Config`. `include:` lists other recipes (names in
-`neuclip_ds/recipes/`, or paths relative to the file), which are merged in order, with the recipe's options on top.
-`other_methods:` under `objective:` contains sections that apply only if a run chooses a method that reads them.
+`neuclip_ds/recipes/`, or paths relative to the file), which are merged in order and then overridden by the recipe's
+options. `other_methods:` under `objective:` contains sections that apply only if the run's method uses them.
 """
 
 import difflib
@@ -68,7 +68,7 @@ def parse(argv: Sequence[str]) -> Invocation:
 
 
 def recipe_config(recipe: str, options: Mapping[str, Any]) -> Config:
-    """Return the config of a recipe overridden by options, nested or with dotted names; raise as `parse` does."""
+    """Return a recipe's config overridden by nested or dotted `options`; raise the same errors as `parse`."""
     tree = merge({"run": {"name": Path(recipe).stem}}, load_recipe(recipe))
     given: dict[str, Any] = {}
     for name, value in options.items():
@@ -84,7 +84,7 @@ def recipe_names() -> list[str]:
 
 
 def load_recipe(name: str, within: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Return the tree of a recipe with its includes merged in; `within` lists the files that include it."""
+    """Return a recipe as a tree with its includes merged in; `within` lists the files that include the recipe."""
     path = _find_recipe(name, within[-1].parent if within else None)
     chain = (*within, path.resolve())
     if chain.index(chain[-1]) < len(within):
@@ -103,9 +103,9 @@ def load_recipe(name: str, within: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def override(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """Return `base` with the values of `over` on top.
+    """Return `base` overridden by the values of `over`.
 
-    If `over` names a method, sections of `base` that this method does not read are moved to `other_methods`.
+    If `over` names a method, sections of `base` that this method does not use are moved to `other_methods`.
     """
     objective, method = dict(_mapping(base, "objective")), _mapping(over, "objective").get("method")
     if method is None or not objective:
@@ -117,7 +117,7 @@ def override(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 
 def validate(tree: dict[str, Any]) -> Config:
-    """Make a config from a tree; raise a `UserError` that names the unknown or invalid options."""
+    """Make a config from a tree; if options are unknown or invalid, raise a `UserError` that names them."""
     return _validate(Config, _with_other_methods(tree))
 
 
@@ -140,7 +140,7 @@ def load_saved(path: Path) -> Config:
 
 
 def _with_other_methods(tree: dict[str, Any]) -> dict[str, Any]:
-    """Merge the sections of `other_methods` that the chosen method reads into `objective`; drop the others."""
+    """Merge into `objective` the sections of `other_methods` that the chosen method uses; drop the others."""
     objective = tree.get("objective")
     if not isinstance(objective, dict) or _OTHER_METHODS not in objective:
         return tree
@@ -164,7 +164,7 @@ def _mapping(tree: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def _command_line(argv: Sequence[str]) -> dict[str, Any]:
-    """Return the values of options as a tree; a later NAME=VALUE replaces an earlier one, even for lists."""
+    """Parse options into a tree of their values; a later NAME=VALUE replaces an earlier one, even for lists."""
     spelled = [respell(argument, "-", "_") for argument in argv]
     last = {argument.split("=")[0] if "=" in argument else place: argument for place, argument in enumerate(spelled)}
     try:
@@ -187,7 +187,7 @@ def _command_line(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def option_fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yield the dotted name and the field of each option under a model."""
+    """Yield the dotted name and the field of each option in a pydantic model."""
     for key, field in model.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from option_fields(field.annotation, f"{prefix}{key}.")
@@ -196,18 +196,18 @@ def option_fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[st
 
 
 def option_names(model: type[BaseModel]) -> list[str]:
-    """Return the dotted names of all options and sections under a model, as YAML spells them."""
+    """Return the dotted names of all options and sections in a pydantic model, spelled as in YAML."""
     options = [name for name, _ in option_fields(model)]
     return [*options, *{name.rpartition(".")[0]: None for name in options if "." in name}]
 
 
 def with_dashes(name: str) -> str:
-    """Return an option's name as help and messages spell it."""
+    """Return an option's name as it is spelled in help texts and messages."""
     return name.replace("_", "-")
 
 
 def respell(argument: str, old: str, new: str) -> str:
-    """Return an argument --NAME=VALUE with every character `old` in NAME replaced by `new`."""
+    """Return an argument --NAME=VALUE with every occurrence of `old` in NAME replaced by `new`."""
     name, mark, value = argument.partition("=")
     return f"--{name[2:].replace(old, new)}{mark}{value}" if name.startswith("--") else argument
 
@@ -233,13 +233,13 @@ def _explain(problem: Any) -> str:
 
 
 def _shown(value: Any, text: Callable[[Any], str] = repr) -> str:
-    """Return a value as a message quotes it, on one line of limited length."""
+    """Return a value as one line of limited length, for use in a message."""
     shown = " ".join(text(value).split())
     return shown if len(shown) <= _SHOWN_LETTERS else f"{shown[:_SHOWN_LETTERS]}..."
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a hint to the closest known name, else to the least nested name with the same last part, else ""."""
+    """Return a hint: the closest known name, else the least nested name with the same last part, else ""."""
     names = sorted(known, key=lambda other: (other.count("."), other))
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
     if not close:

@@ -20,13 +20,13 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _empty_is_default(cls, tree: Any) -> Any:
-        """Read an empty `data:` as a section without options."""
+        """Treat a section that is empty in YAML, such as `data:`, as a section without options."""
         return {} if tree is None else tree
 
     @field_validator("*", mode="after")
     @classmethod
     def _is_plain(cls, value: Any) -> Any:
-        """Refuse values that YAML, the file system or torch cannot represent, and secrets, which a run would store."""
+        """Reject secrets (a run would store them) and values that YAML, the file system or torch cannot represent."""
         for part in _leaves(value):
             text = str(part)
             if isinstance(part, float) and not math.isfinite(part):
@@ -43,7 +43,7 @@ class Section(BaseModel):
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `base` with the values of `over` on top, section by section; an empty section changes nothing."""
+    """Return `base` overridden, section by section, by the values of `over`; an empty section changes nothing."""
     merged = dict(base)
     for key, value in over.items():
         old = merged.get(key)

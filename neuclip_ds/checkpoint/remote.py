@@ -63,7 +63,7 @@ class RemoteRun:
         self._put({path: f"{self._root}/{path.relative_to(run)}" for path in [*files, run / _BEST] if path.is_file()})
 
     def pull(self, name: str, folder: Path) -> None:
-        """Download an unverified checkpoint to a new folder; raise `ValueError` if a file would be outside the folder."""
+        """Download an unverified checkpoint to a new folder; raise `ValueError` if a file would be outside it."""
         source = f"{self._checkpoints}/{name}"
         files = [*json.loads(self._fs.cat_file(f"{source}/{_META}"))["files"], _META]
         for file in files:

@@ -64,7 +64,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _partition(places: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
-    """Split the paths into named sources of pairs, in a form that `data.val` accepts, and evaluation sets.
+    """Split the paths into named sources of pairs (in a form that `data.val` accepts) and evaluation sets.
 
     Individually named tar files form one source.
     """

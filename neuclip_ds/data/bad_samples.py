@@ -27,7 +27,7 @@ class BadSampleLog:
 
     The run stops if more than `max_fraction` of all samples are bad. It also stops if the fraction of bad samples
     in the last 1,000 steps of one rank exceeds ten times `max_fraction`, for example because a node has lost its data.
-    Fewer than 1,000 samples count as 1,000. Only rank 0 writes the file, starting with the first bad sample.
+    In both rules, fewer than 1,000 samples count as 1,000. Rank 0 creates the file once a sample is bad.
 
     Attributes:
         seen: the number of samples that all ranks together have read, as of the last `merge`.

@@ -127,7 +127,7 @@ def write_manifest(
         executor: the executor whose workers (processes on this machine, or MPI ranks) scan the shards.
         options: the options of the scan; with uids or checksums, the manifest has sample tables.
         skip_unreadable: whether to omit unusable shards, and list them in FOLDER/unreadable_shards.jsonl.
-        on_progress: called with (shards done, total shards); shards that an interrupted build scanned count as done.
+        on_progress: called with (shards done, total shards); shards scanned by an interrupted build count as done.
     """
     if is_manifest(folder):
         raise UserError(f"{folder} holds a manifest; delete the folder, or name a different one.")
@@ -187,7 +187,7 @@ def scan_shards(
         results: the folder for the results of finished groups.
         tables: the folder for the sample tables, or None to omit the tables.
         sizes: the paths of the shards, each with the shard's size in bytes if it is known.
-        on_progress: called with (shards done, total shards); shards that an interrupted scan finished count as done.
+        on_progress: called with (shards done, total shards); shards finished by an interrupted scan count as done.
     """
     key = hashlib.sha256(f"{options} {tables is not None}".encode()).hexdigest()[:16]
     with explain_disk(results, "name another folder"):

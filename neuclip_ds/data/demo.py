@@ -120,9 +120,9 @@ def make_demo_data(
     """Render the three splits in a temporary folder and rename it, so that `folder` is either complete or absent.
 
     The processes (by default one per core) are spawned, so a script must call this function with `processes=1` or under
-    `if __name__ == "__main__"`. `size` is the side of the images in pixels; the `zero_shot` images are balanced across
-    the classes. `on_progress` takes (images done, total images). Raises UserError if `folder` is not empty or cannot be
-    written, or if a number is out of range.
+    `if __name__ == "__main__"`. `size` is the side length of the images in pixels; the `zero_shot` images are balanced
+    across the classes. `on_progress` takes (images done, total images). Raises UserError if `folder` is not empty or
+    cannot be written, or if a number is out of range.
     """
     processes = (os.cpu_count() or 1) if processes is None else processes
     limits = {"pairs": pairs, "held_out": held_out, "zero_shot": zero_shot, "processes": processes, "size": size}
@@ -188,7 +188,7 @@ def _stream(seed: int, split: str, index: int) -> Random:
 
 
 def plan_pair(seed: int, split: str, index: int) -> tuple[Scene, int, int | None, Random]:
-    """Return a pair's scene and template, the index of the pair it nearly duplicates (or None), and its `Random` instance."""
+    """Return a pair's scene, template, index of the pair it nearly duplicates (or None), and random generator."""
     rng = _stream(seed, split, index)
     if index == 0 or rng.random() >= _DUPLICATES:
         return random_scene(rng), rng.randrange(len(TEMPLATES)), None, rng

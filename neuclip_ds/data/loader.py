@@ -1,7 +1,7 @@
 """Load this rank's batches with worker processes, in an order that does not depend on the number of ranks or workers.
 
 The main process sends lists of (epoch, index) pairs to the workers. The step is therefore the training loader's only
-state, and resuming at any step costs no more than starting at the first one. A rank's batch is loaded in parts of
+state, and resuming at any step costs no more than starting at the first step. A rank's batch is loaded in parts of
 bounded size to limit the memory that prefetching takes. The parts are never joined, because that would copy all pixels.
 """
 
@@ -41,10 +41,10 @@ class Jobs(NamedTuple):
 def train_jobs(
     order: BatchOrder, rank: int, world_size: int, epoch: int, step: int, steps: int, parts: int = 1
 ) -> Jobs:
-    """Select a rank's B / world_size rows of each of `steps` global batches, as `parts` jobs per batch.
+    """Select a rank's B / world_size rows of each global batch for `steps` batches, split into `parts` jobs per batch.
 
-    `step` is the number of the first step within the epoch; steps_per_epoch means the start of the next epoch. Raises
-    UserError if the batch size is not divisible by the number of ranks.
+    `step` is the number of the first step within the epoch; if it equals steps_per_epoch, the jobs start with the next
+    epoch. Raises UserError if the batch size is not divisible by the number of ranks.
     """
     if order.batch_size % world_size:
         raise UserError(f"data.batch_size={order.batch_size} is not divisible by {world_size} ranks; change one.")
@@ -81,9 +81,9 @@ def eval_jobs(manifest: Manifest, rank: int, world_size: int, batch_size: int) -
 
 
 class Loader(WorkerPool):
-    """A loader of image-caption batches, or of the results of a function, with persistent worker processes.
+    """Persistent worker processes that load image-caption batches or apply functions to items.
 
-    `pairs` maps names to data sets. The workers are forked to inherit these data sets, whose manifests may be large.
+    `pairs` maps names to data sets. The forked workers inherit these data sets, whose manifests may be large.
     """
 
     def __init__(self, options: LoaderOptions, pairs: Mapping[str, PairDataset] | None = None) -> None:
@@ -91,16 +91,16 @@ class Loader(WorkerPool):
         self._pairs = pairs or {}
 
     def batches(self, source: str, jobs: Jobs) -> Generator[Batch, None, None]:
-        """Yield the batches or parts that `jobs` selects from the `source` data set; raise UserError as `run` does."""
+        """Yield the batches or parts that `jobs` selects from the `source` data set; raise UserError if `run` does."""
         jobs_of_source = ((source, jobs.items(number)) for number in range(jobs.number))
         return self.run(jobs_of_source, jobs.describe, self._pairs[source].folder)
 
     def map(
         self, function: Callable[[T], R], groups: Iterable[list[T]], folder: Path
     ) -> Generator[list[R], None, None]:
-        """Apply a function to all items, and yield the results group by group; raise UserError as `run` does.
+        """Apply a function to each item, and yield a list of results for each group; raise UserError if `run` does.
 
-        The function, its arguments and its results must be picklable. Messages name `folder`, which contains the items.
+        The function, its arguments and its results must be picklable. Error messages name `folder`, the items' folder.
         """
         jobs = ((function, items) for items in groups)
         with closing(self.run(jobs, "part {} of an evaluation set".format, folder)) as parts:
@@ -115,7 +115,7 @@ class Loader(WorkerPool):
 
 
 class _Pickler(pickle.Pickler):
-    """A pickler that copies the bytes of tensors, because each tensor in shared memory takes a file descriptor."""
+    """A pickler that copies the bytes of tensors, because sharing a tensor's memory would use a file descriptor."""
 
     def reducer_override(self, value: Any) -> Any:
         return (torch.from_numpy, (value.numpy(),)) if isinstance(value, Tensor) else NotImplemented
@@ -136,7 +136,7 @@ def part_rows(rows: int, count: int, number: int) -> slice:
 
 
 class RankBatch:
-    """A batch of b rows in consecutive parts; `index` (b,), `valid` (b,) and `bad`, as in `Batch`, cover all parts."""
+    """A batch of b rows, split into parts; `index` (b,), `valid` (b,) and `bad` concatenate those of the parts."""
 
     def __init__(self, parts: Sequence[Batch]) -> None:
         self._parts: list[Batch | None] = list(parts)

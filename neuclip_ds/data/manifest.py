@@ -1,8 +1,8 @@
 """The manifest of a data set: its shards, and the global index at which each shard starts.
 
-A sample's index is the start of its shard plus the sample's position among all samples of the shard, including
-incomplete ones. A manifest with sample tables (neuclip_ds/data/sample_table.py) may list only some samples of each
-shard. It then describes a subset of a larger pool, and only the samples of the subset have indices.
+A sample's index is its shard's first index plus its position in the shard; incomplete samples are counted too. A
+manifest with sample tables (neuclip_ds/data/sample_table.py) may list only some samples of each shard. It then
+describes a subset of a larger pool, and only the samples of the subset have indices.
 """
 
 import hashlib
@@ -77,12 +77,12 @@ class Manifest:
 
     @property
     def has_checksums(self) -> bool:
-        """Whether every read is compared with a checksum."""
+        """Whether every read is verified against a checksum."""
         return self.samples is not None and all(s.crc32 is not None for s in self.shards)
 
     @cached_property
     def content_hash(self) -> str:
-        """The identity of the data set: `hash_of_first(n_shards)`."""
+        """A hash that identifies the data set: `hash_of_first(n_shards)`."""
         return self.hash_of_first(self.n_shards)
 
     def hash_of_first(self, count: int) -> str:
@@ -97,7 +97,7 @@ class Manifest:
         return digest.hexdigest()[:32]
 
     def to_json(self) -> dict[str, Any]:
-        """Return a description for `from_json` on other ranks, which must have the sample tables at the same paths."""
+        """Return the input for `from_json` on other ranks, which must have the same sample tables at the same paths."""
         found: dict[str, Any] = {"shards": [list(shard) for shard in self.shards]}
         if self.samples is not None:  # so that other ranks need not open the tables' files
             found["places"] = [[str(part), group] for part, group in self.samples.places]

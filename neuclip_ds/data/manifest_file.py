@@ -55,7 +55,7 @@ def check_separate(training: Manifest, validation: Manifest) -> None:
 
 
 def _repeats(shards: Sequence[Shard]) -> Iterator[tuple[Shard, Shard]]:
-    """Yield each pair of an earlier shard and a later shard that contain the same samples."""
+    """Yield pairs of shards that contain the same samples; in each pair, the shards are in list order."""
     seen: dict[object, Shard] = {}
     for shard in shards:
         if not shard.n:
@@ -68,7 +68,7 @@ def _repeats(shards: Sequence[Shard]) -> Iterator[tuple[Shard, Shard]]:
 
 
 def _is_same(one: Shard, other: Shard) -> bool:
-    """Return whether shards with the same path or layout have equal samples; without checksums, compare all bytes."""
+    """Return whether shards with equal paths or layouts contain the same samples; compare all bytes if necessary."""
     if None not in (one.selection, other.selection) and one.selection != other.selection:
         return False  # different samples of the same shard
     if one.path == other.path:
@@ -89,7 +89,7 @@ def is_manifest(path: str | os.PathLike[str]) -> bool:
 def write_shards(manifest: Manifest, folder: Path, places: Sequence[Place] = ()) -> None:
     """Write or replace the manifest's shard table atomically; the sample tables at `places` must already exist.
 
-    If shard URLs contain secrets, only the owner can read the shard table.
+    If shard URLs contain secrets, only the owner is allowed to read the shard table.
     """
     columns = [list(column) for column in zip(*manifest.shards, strict=True)] or [[]] * len(Shard._fields)
     none = [None] * manifest.n_shards
@@ -144,7 +144,7 @@ def load_manifest(folder: str | os.PathLike[str]) -> Manifest:
 
 
 def _check_possible(folder: Path, manifest: Manifest) -> None:
-    """Raise UserError for impossible numbers, because they determine how much memory is allocated."""
+    """Raise UserError for impossible sample counts or sizes, because they determine how much memory is allocated."""
     start = 0
     for shard in manifest.shards:
         least = 0 if shard.selection is not None else shard.n * MIN_SAMPLE_BYTES  # a selection may repeat samples

@@ -20,9 +20,9 @@ from neuclip_ds.errors import UserError
 class MixtureOrder:
     """A sample order for a mixture of sources, with the interface of `GlobalOrder`.
 
-    An epoch has about as many samples as all sources together, in full batches. The order of each source must have the
-    mixture's batch size and number of streams; block sizes may differ. `weights` are the relative shares of rows from
-    the m sources. Raises UserError if a weight is negative or not finite, or if no weight is positive.
+    An epoch has about as many samples as all sources combined, and all batches are full. The order of each source must
+    have the mixture's batch size and number of streams; block sizes may differ. `weights` are the relative shares of
+    rows from the m sources. Raises UserError if a weight is negative or not finite, or if no weight is positive.
     """
 
     def __init__(self, sources: Sequence[GlobalOrder], weights: Sequence[float], interleave: Interleave) -> None:
@@ -44,7 +44,7 @@ class MixtureOrder:
 
     @property
     def steps_per_epoch(self) -> int:
-        """The number of steps in an epoch, which has about as many samples as all sources together."""
+        """The number of steps in an epoch, which has about as many samples as all sources combined."""
         return max(1, self.n // self.batch_size)
 
     @property
@@ -53,7 +53,7 @@ class MixtureOrder:
         return self.batch_size
 
     def batch(self, epoch: int, step: int, rows: slice = slice(None)) -> NDArray[np.int64]:
-        """Return the global indices of a step's rows (by default all B)."""
+        """Return the global indices of the given rows of a step's batch (by default, all B rows)."""
         return self.visits(epoch, step, rows)[1]
 
     def visits(self, epoch: int, step: int, rows: slice = slice(None)) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -86,7 +86,7 @@ class MixtureOrder:
         return cycles * self._per_cycle[which] + before[stream + rest] - before[stream]
 
     def step_of(self, which: int, stream: int, taken: int) -> int:
-        """Return the step that takes sample `taken` (from 0) from a stream of a source with positive weight."""
+        """Return the step that takes sample `taken` (0-based) of a stream; the source's weight must be positive."""
         low = max(0, taken // int(self._per_cycle[which]) - 1) * self._streams
         # the first step after which more than `taken` samples have been taken
         return low + bisect_right(
@@ -98,7 +98,7 @@ BatchOrder = GlobalOrder | MixtureOrder
 
 
 def _spread(weights: NDArray[np.float64], rows: int) -> NDArray[np.int64]:
-    """Return the source of each row, (rows,); each source's share is exact to within one row and spread evenly."""
+    """Return the source of each row, (rows,); each source's share is rounded to whole rows and evenly spread."""
     shares = weights * rows
     counts = np.floor(shares).astype(np.int64)
     counts[np.argsort(counts - shares, kind="stable")[: rows - counts.sum()]] += 1

@@ -4,9 +4,9 @@ Private tables would take 50 bytes or more per sample in every worker. A file's 
 of the table. The least recently used files are removed to make room. If no file can be written, each process keeps a
 private table.
 
-A file begins with a 32-byte header: a magic string, the CRC-32 of all later bytes, flags, the sample count, and the
+A file begins with a 32-byte header: a magic string, the CRC-32 of all later bytes, `flags`, the sample count, and the
 length of the keys in bytes. The arrays of `SampleTable` follow: extents, ordinals, optional checksums, and keys. The
-names of members outside `MEMBERS` come last; the flags are twice the number of these names, plus 1 with checksums.
+names of members outside `MEMBERS` come last. `flags` is twice the number of these names, plus 1 if checksums exist.
 """
 
 import hashlib
@@ -37,9 +37,9 @@ _SIGNED = 12  # offset of the first byte that the CRC-32 covers
 
 
 class NodeTables:
-    """A folder of up to `capacity_bytes` of sample tables on this node; it is created with the first table.
+    """A folder on this node for up to `capacity_bytes` of sample tables, created when the first table is written.
 
-    Anyone who can write to the folder can change the data.
+    Anyone who can write to the folder can change the data that ranks read.
     """
 
     def __init__(self, folder: Path, capacity_bytes: int = 8 * 10**9) -> None:
@@ -94,7 +94,7 @@ class NodeTables:
 
 
 def files_in(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Yield the files of a folder with their status, skipping files that are removed in the meantime."""
+    """Yield the files of a folder with their stat results, skipping files that are removed in the meantime."""
     with suppress(FileNotFoundError), os.scandir(folder) as entries:
         for entry in entries:
             with suppress(FileNotFoundError):

@@ -5,7 +5,7 @@ are split into S shard streams whose sizes differ by at most one, and every stre
 batch of B samples takes the next B/S positions of every stream. No array of size n is ever built: the shuffle of a
 block is a keyed permutation that is evaluated on demand, so resuming at any step is cheap.
 
-The first blocks of the streams have different lengths, so that the streams begin later blocks at different steps. A
+The first blocks of the streams differ in length, so that the streams reach their next blocks at different steps. A
 node thus needs new shards for one stream at a time, rather than for all streams at once.
 """
 
@@ -97,7 +97,7 @@ class GlobalOrder:
         return int(np.clip(self.stream_lengths - before, 0, self._lane).sum())
 
     def batch(self, epoch: int, step: int, rows: slice = slice(None)) -> NDArray[np.int64]:
-        """Return the global indices of a step's rows (by default all B), with -1 where a stream has ended.
+        """Return the global indices of the given rows of a step's batch (by default, all B rows), with -1 for padding.
 
         Raises IndexError if the step is outside the epoch.
         """
@@ -139,9 +139,9 @@ class GlobalOrder:
         return [int(shard) for shard in shards[self._sizes[shards] > 0]]
 
     def resident_bytes(self, shard_bytes: ArrayLike, nodes: int = 1) -> int:
-        """Estimate the maximum number of shard bytes that any node needs at a time during the first epochs.
+        """Estimate the maximum number of shard bytes that any node needs at any one time during the first epochs.
 
-        A node needs the shards of the current block in each of its streams, and of the next two blocks to begin.
+        A node needs the shards of the current block in each of its streams, and those of the next two blocks to start.
 
         Args:
             shard_bytes: (n_shards,) the size of each shard in bytes.
@@ -174,7 +174,7 @@ class GlobalOrder:
         return np.searchsorted(layout.positions, position, side="right") - 1
 
     def _layout_of(self, epoch: int) -> _Layout:
-        """Return the shard permutation of an epoch; the permutations of two epochs are cached."""
+        """Return the shard permutation of an epoch; the two permutations that were computed last are cached."""
         if epoch not in self._layouts:
             while len(self._layouts) > 1:
                 del self._layouts[next(iter(self._layouts))]
@@ -196,7 +196,7 @@ def mix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def hash64(*parts: ArrayLike) -> NDArray[np.uint64]:
     """Return a 64-bit hash of the tuple of non-negative integers `parts`, which are broadcast against each other.
 
-    All randomness of the sample order comes from this hash, splitmix64 (Steele, Lea, Flood, "Fast splittable
+    All randomness in the sample order comes from this hash, splitmix64 (Steele, Lea, Flood, "Fast splittable
     pseudorandom number generators", 2014), because NumPy's and PyTorch's generators may change between versions.
     """
     digest = np.zeros(1, dtype=np.uint64)

@@ -4,10 +4,10 @@
     OUT/broken.jsonl    rows that could not be used, each with the reason
 
 Rows with the same image path or bytes become one sample, because separate samples would be negatives of each other. The
-sample's key and its other columns come from the first of these rows. The image column is read twice to find such rows.
+sample's key and its other columns come from the first of these rows. The image column is read twice to find these rows.
 
-A sample's uid comes from the `uid` column or, without such a column, is a hash of the image and the captions. GIF and
-BMP images are converted to PNG, because shards cannot contain these formats. OUT is either complete or absent.
+A sample's uid comes from the `uid` column or, if there is no such column, is a hash of the image and the captions. GIF
+and BMP images are converted to PNG, because shards cannot contain these formats. OUT is not created if packing fails.
 """
 
 import glob
@@ -60,7 +60,7 @@ class PairTable(NamedTuple):
                 yield from batch.to_pylist()
 
     def find_column(self, usual: Sequence[str], what: str, advice: str) -> str:
-        """Return the table's column that comes first in `usual`; raise UserError with `advice` if there is none."""
+        """Return the column whose lowercase name comes first in `usual`, or raise UserError with `advice`."""
         by_name = {column.lower(): column for column in reversed(self.data.schema.names)}
         found = next((by_name[name] for name in usual if name in by_name), None)
         if found is None:
@@ -72,7 +72,7 @@ class PairTable(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """The image and caption columns of a table. All other columns, except binary ones, go into the sample's JSON."""
+    """The image and caption columns of a table. All other non-binary columns are stored in the sample's JSON."""
 
     image: str
     captions: dict[str, str]  # maps each member to a column: {"txt": "caption", "syn.txt": "recaption"}
@@ -90,7 +90,7 @@ class Packed(NamedTuple):
 def open_table(source: str) -> PairTable:
     """Open a table of image-caption pairs; raise UserError if there is no table or it cannot be read.
 
-    `source` is a CSV, TSV, JSON Lines or Parquet file, or a folder or glob of such files, all of one kind.
+    `source` is a CSV, TSV, JSON Lines or Parquet file, or a folder or glob of such files, all of the same format.
     """
     path = Path(source).expanduser()
     if path.is_dir():
@@ -137,14 +137,14 @@ def read_image(source: bytes | str, folder: Path) -> bytes:
 
 
 def captions_of(value: Any) -> list[str]:
-    """Return the captions in a table cell, omitting blank ones; each caption of a list is reduced to one line."""
+    """Return the nonblank captions in a table cell; line breaks in the captions of a list become spaces."""
     if isinstance(value, list):
         return [" ".join(one.split()) for one in value if isinstance(one, str) and one.strip()]
     return [value.strip()] if isinstance(value, str) and value.strip() else []
 
 
 def choose_columns(table: PairTable, image: str | None = None, captions: Sequence[str] = ()) -> Columns:
-    """Return the columns to pack, found by name if not given; `captions` are MEMBER=COLUMN, or COLUMN for txt."""
+    """Return the columns to pack, found by name if not given; each of `captions` is MEMBER=COLUMN or a txt COLUMN."""
     image = image or table.find_column(IMAGE_COLUMNS, "images", "name it with --image")
     captions = captions or [table.find_column(CAPTION_COLUMNS, "captions", "name it with --captions")]
     by_member = {member or TEXT: column for member, _, column in (text.rpartition("=") for text in captions)}
@@ -164,7 +164,7 @@ def pack(
     shard_size: int = 10_000,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Packed:
-    """Write the samples of a table to `out`, `shard_size` in each shard; `on_progress` takes (rows done, total rows).
+    """Write a table's samples to `out`, `shard_size` per shard; `on_progress` is called with (rows done, total rows).
 
     Raises UserError if `out` is not empty or cannot be written, the table cannot be read, or no row can be used.
     """
@@ -204,7 +204,7 @@ def pack(
 
 
 def _groups(table: PairTable, image: str, columns: Sequence[str]) -> Iterator[dict[int, dict[str, Any]]]:
-    """Yield each group of rows with the same image path or bytes, keyed by row number, once its last row is read."""
+    """Group rows by image path or bytes; yield each group, keyed by row number, after its last row has been read."""
 
     def hash_of(row: Mapping[str, Any]) -> int:
         source = image_of(row[image]) or b""
@@ -226,7 +226,7 @@ def _groups(table: PairTable, image: str, columns: Sequence[str]) -> Iterator[di
 
 
 def _captions(columns: Columns, rows: Collection[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Return the distinct captions in all rows of an image, by member."""
+    """Return the distinct captions from all rows of an image, keyed by member."""
     found = {}
     for member, column in columns.captions.items():
         captions = [captions_of(row[column]) for row in rows]

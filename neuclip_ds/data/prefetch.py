@@ -46,8 +46,8 @@ def shards_ahead(order: BatchOrder, epoch: int, step: int, rows: Sequence[slice]
     """Endlessly yield requests for the shards that the given rows of each batch read, starting at `step` of `epoch`.
 
     For each stream that contains any of the rows, each block's shards are requested once, with the first batch that
-    reads the block. Every shard is requested in time, but the rows may not read every shard of a short block. Sources
-    of weight 0 in a mixture are skipped. `step` may be steps_per_epoch, the start of the next epoch.
+    reads the block. Every shard is requested in time; for a short block, some requested shards might not be read.
+    Sources of weight 0 in a mixture are skipped. `step` may be steps_per_epoch, the start of the next epoch.
     """
     number, lane = epoch * order.steps_per_epoch + step, order.batch_size // order.interleave.streams
     streams = np.unique(np.concatenate([np.arange(order.batch_size)[part] // lane for part in rows])).tolist()
@@ -59,7 +59,7 @@ def shards_ahead(order: BatchOrder, epoch: int, step: int, rows: Sequence[slice]
 
 
 def _of_stream(order: GlobalOrder, stream: int, number: int, lane: int) -> Iterator[ShardRequest]:
-    """Yield the requests of a stream from batch `number` on; each batch reads `lane` positions of the stream."""
+    """Yield the requests for a stream, starting at batch `number`; each batch reads `lane` positions of the stream."""
     length = min(int(order.stream_lengths[stream]), order.steps_per_epoch * lane)  # `drop_last` omits positions
     epoch, step = divmod(number, order.steps_per_epoch)
     begin = step * lane
@@ -75,7 +75,7 @@ def _of_stream(order: GlobalOrder, stream: int, number: int, lane: int) -> Itera
 
 
 def _of_source(mixture: MixtureOrder, which: int, stream: int, number: int) -> Iterator[ShardRequest]:
-    """Yield the requests of one stream of a mixture's source from batch `number` on."""
+    """Yield the requests for one stream of a mixture's source, starting at batch `number`."""
     order = mixture.sources[which]
     length, position = int(order.stream_lengths[stream]), mixture.taken(which, stream, number)
     if not length or not mixture.taken(which, stream, mixture.interleave.streams):  # weight 0: no samples in a cycle
@@ -93,8 +93,8 @@ def _of_source(mixture: MixtureOrder, which: int, stream: int, number: int) -> I
 class RequestWindow:
     """The shard requests from the current batch up to the batch at which the cache is full.
 
-    `requests` are in order of first use. `shards` are the admitted shards, and `bytes` is their total size; shards for
-    later batches leave a tenth of `capacity` free. `is_too_small` is true once a batch has needed more than `capacity`.
+    `requests` are in order of first use. `shards` are the admitted shards, and `bytes` is their total size. Shards for
+    later batches fill at most 90% of `capacity`. `is_too_small` is true once a batch has needed more than `capacity`.
     """
 
     def __init__(self, requests: Iterator[ShardRequest], sizes: Sequence[int], capacity: int) -> None:
@@ -104,7 +104,7 @@ class RequestWindow:
         self.shards, self.bytes, self.is_too_small = set[int](), 0, False
 
     def move(self, reached: int, end: int) -> list[ShardRequest]:
-        """Drop requests that end before batch `reached`; admit and return those that start before `end` and fit."""
+        """Drop requests that end before batch `reached`; admit and return those before `end` that fit in the cache."""
         self._admitted = [request for request in self._admitted if request.last >= reached]
         self.shards = {request.shard for request in self._admitted}
         self.bytes, before = sum(self._sizes[shard] for shard in self.shards), len(self._admitted)
@@ -128,7 +128,7 @@ class Prefetcher(SpawnProcess):
     A failed fetch is logged, and the readers then retry it through the same cache. The process ends with the `with`
     block or with its parent, even if the parent is killed. It is spawned, because threads make forking unsafe.
 
-    `requests` is a picklable function that returns the requests of the node's ranks from batch `begin` on. Remote
+    `requests` is a picklable function that returns the requests of the node's ranks, starting at batch `begin`. Remote
     shards are fetched at most `ahead` batches ahead, up to batch `end`; local shards are skipped.
     """
 

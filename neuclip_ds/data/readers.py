@@ -77,8 +77,8 @@ class TarReader:
     def read(self, index: int, with_image: bool = True) -> RawSample:
         """Return the bytes of a sample.
 
-        Raises ChecksumError if the bytes are damaged, a different OSError if reading fails, and UserError if the shard
-        is not the one in the manifest.
+        Raises ChecksumError if the bytes are damaged, OSError if the read fails for any other reason, and UserError if
+        the shard is not the one in the manifest.
         """
         shard, row = self._manifest.locate(index)
         table = self._table(shard)
@@ -99,8 +99,8 @@ class TarReader:
     def announce(self, indices: Iterable[int]) -> None:
         """Start reading all of the given samples at the same time.
 
-        This makes cold reads of local shards 2 to 4 times faster. If a node starts without the shards of its window in
-        the cache, the samples are fetched individually, so that the first batch does not wait for whole shards.
+        This makes cold reads of local shards 2 to 4 times faster. If the uncached remote shards total 2 GiB or more,
+        their samples are fetched individually, so that the first batch does not wait for whole shards.
         """
         self._apart, copied = {}, list[tuple[int, int, int]]()
         for index in indices:
@@ -118,7 +118,7 @@ class TarReader:
                 self._fetch_apart(copied)
 
     def _fetch_apart(self, rows: Sequence[tuple[int, int, int]]) -> None:
-        """Fetch the samples (index, shard, row) of uncached shards individually, if these shards are large in total."""
+        """Fetch the samples (index, shard, row) of uncached shards individually if these shards take at least 2 GiB."""
         assert self._cache is not None
         shards = {number: self._manifest.shards[number] for number in {shard for _, shard, _ in rows}}
         if sum(shard.bytes for shard in shards.values()) < MANY_BYTES:
@@ -149,13 +149,13 @@ class TarReader:
         return self._table(shard).key(row)
 
     def uid(self, index: int, key: str) -> tuple[int, int]:
-        """Return a sample's uid, from `key` in its JSON or else from `uid_of_place`; raise as `read` does."""
+        """Return the uid under `key` in a sample's JSON or else `uid_of_place`; raise the same errors as `read`."""
         shard, row = self._manifest.locate(index)
         found = uid_of(self.read(index, with_image=False).texts.get(JSON, b""), key)
         return found or uid_of_place(self._manifest.shards[shard].path, self._table(shard).place(row))
 
     def keys(self, shard: int, rows: slice) -> list[str]:
-        """Return the keys of consecutive samples of a shard; raise as `read` does."""
+        """Return the keys of consecutive samples of a shard; raise OSError or UserError if the shard cannot be used."""
         found = self._table(shard).split_keys()[rows]
         return [key.decode("utf-8", "replace") for key in found]
 
@@ -207,7 +207,7 @@ class TarReader:
         return [table.members.index(name) for name in ("image", *self._texts)]
 
     def _check_layout(self, shard: int, table: SampleTable) -> None:
-        """Raise UserError if a shard has as many samples as the manifest lists, but different ones."""
+        """Raise UserError if a shard has the right number of samples but not the samples that the manifest lists."""
         described = self._manifest.shards[shard]
         if described.layout not in (None, table.layout) and table.n == described.n:
             raise UserError(
@@ -233,7 +233,7 @@ def read_at(fd: int, offset: int, size: int) -> bytes:
 
 
 def _fetch_ranges(ranges: Sequence[tuple[str, int, int]], timeout: float) -> list[bytes | None]:
-    """Fetch bytes start ... end - 1 of all URLs at once; return None for ranges that fail or exceed `timeout` s."""
+    """Fetch all (URL, start, end) ranges concurrently; return None for ranges that fail or take over `timeout` s."""
     found: list[bytes | None] = [None] * len(ranges)
 
     def run() -> None:
@@ -252,12 +252,12 @@ def _fetch_ranges(ranges: Sequence[tuple[str, int, int]], timeout: float) -> lis
 
 
 def _cut(begin: int, part: bytes, offset: int, size: int) -> bytes:
-    """Return bytes of a shard from `part`, which contains the shard's bytes from offset `begin` on."""
+    """Return `size` bytes at `offset` in a shard from `part`, the shard's bytes starting at offset `begin`."""
     return part[offset - begin : offset - begin + size]
 
 
 def _read_members(read: Callable[[int, int], bytes], extents: Sequence[Sequence[int]]) -> list[bytes | None]:
-    """Read the members of a sample, in one call of `read` if they are close together; a negative offset gives None."""
+    """Read a sample's members, in one read if they are close together; return None for members with offset -1."""
     start, end, size = sys.maxsize, 0, 0
     for offset, length in extents:
         if offset >= 0:
@@ -271,7 +271,7 @@ def _read_members(read: Callable[[int, int], bytes], extents: Sequence[Sequence[
 
 
 def _node_tables(cache: ShardCache | None) -> NodeTables | None:
-    """Return the node's tables, in the cache or in this user's private folder; None if that folder is unsafe."""
+    """Return the node's tables, stored in the cache or this user's private folder; None if that folder is unsafe."""
     if cache is not None:
         return cache.tables
     try:

@@ -33,7 +33,7 @@ _UID = ("uid_high", "uid_low")
 
 
 class SampleTable(NamedTuple):
-    """The n samples of a shard as arrays over m members: 52 bytes and a key per sample, where objects take 600."""
+    """The n samples of a shard as arrays over m members: 52 bytes plus the key per sample if m = 3 (objects: 600)."""
 
     ordinals: NDArray[np.int32]  # (n,) position among all samples of the tar
     extents: NDArray[np.int64]  # (n, m, 2) offset and size of each member; the offset is -1 if absent
@@ -49,7 +49,7 @@ class SampleTable(NamedTuple):
 
     @property
     def layout(self) -> int:
-        """A checksum of all keys and of the extents of `MEMBERS`, which almost always differs between shards."""
+        """A checksum of all keys and of the extents of `MEMBERS`; it almost always differs between different shards."""
         return zlib.crc32(self.extents[:, : len(MEMBERS)].tobytes(), zlib.crc32(self.keys))
 
     def extent(self, row: int, member: str) -> Extent | None:
@@ -74,7 +74,7 @@ class SampleTable(NamedTuple):
         return self.split_keys()[row].decode("utf-8", "surrogateescape")
 
     def take(self, rows: NDArray[np.int64]) -> SampleTable:
-        """Return the table of the samples at `rows`, which may repeat."""
+        """Return the table of the samples at `rows`, which may contain duplicates."""
         keys = self.split_keys()
         chosen = b"\0".join(keys[row] for row in rows.tolist())
         crc32 = None if self.crc32 is None else self.crc32[rows]
@@ -123,7 +123,7 @@ def write_part(path: Path, tables: Iterable[SampleTable]) -> None:
 
 
 def _schema(members: Sequence[str]) -> pa.Schema:
-    """Return the schema of keys, ordinals, extents and checksums; checksums that were not computed are null."""
+    """Return the schema: keys, ordinals, extents, and checksums, which are null if they were not computed."""
     extents = [(f"{member}{part}", pa.int64()) for member in members for part in (_OFFSET, "_size")]
     checksums = [(f"{member}{_CRC32}", pa.uint32()) for member in members]
     return pa.schema([("key", pa.binary()), ("ordinal", pa.int32()), *extents, *checksums])
@@ -176,7 +176,7 @@ class SampleParts:
             yield ((sizes << np.uint64(32)) + crc32)[sizes > 0]
 
     def uids(self) -> Iterator[NDArray[np.uint64]]:
-        """Yield, file by file, the uids from the samples' JSON as (q, 2) words, where known."""
+        """Yield, file by file, the uids that the samples' JSON contains, as (q, 2) arrays of 64-bit words."""
         for words in self._columns(*_UID):
             uids = np.stack(words, axis=1)
             yield uids[uids.any(axis=1)]
@@ -190,7 +190,7 @@ class SampleParts:
                 yield [column.to_numpy().astype(np.uint64) for column in columns]
 
     def source(self, shard: int) -> tuple[object, ...]:
-        """Return the identity of a shard's table: its file's path, size and modification time, and the row group."""
+        """Return the identity of a shard's table: the file's path, size and modification time, and the row group."""
         part, group = self.places[shard]
         try:
             status = part.stat()
@@ -201,7 +201,7 @@ class SampleParts:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[pq.ParquetFile]:
-    """Open a file of sample tables; raise UserError if the file proves unreadable, now or within the block."""
+    """Open a file of sample tables; raise UserError if it cannot be opened, or if a read in the `with` block fails."""
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             yield file

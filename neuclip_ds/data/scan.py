@@ -1,4 +1,4 @@
-"""Scan one shard for its samples and their missing members, and optionally compute checksums.
+"""Scan one shard: index its samples, count those without an image or a caption, and optionally compute checksums.
 
 A scan with checksums first reads the whole file, so that the later passes (header walk, checksums of the members) read
 from the page cache.

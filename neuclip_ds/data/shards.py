@@ -19,7 +19,7 @@ _MAX_NAMES = 10_000_000
 
 
 def is_local(path: str) -> bool:
-    """Return whether a shard is a file, on a local or mounted disk, rather than a URL."""
+    """Return whether a shard is a file on a local or mounted disk rather than a URL."""
     return not _URL.match(path)
 
 

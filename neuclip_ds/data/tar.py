@@ -183,7 +183,7 @@ def _parse(block: bytes) -> _Header:
 
 
 def _verify_checksum(block: bytes) -> None:
-    """Verify a header's checksum, the sum of its bytes with spaces in the checksum field; old tars sum signed bytes."""
+    """Verify a header's checksum: the sum of its bytes (signed in some old tars), with spaces in the checksum field."""
     field = block[148:156]
     expected = _number(field)
     rest = sum(field) - 8 * ord(" ")
@@ -218,7 +218,7 @@ def _text(field: bytes) -> str:
 
 
 def _pax_records(payload: bytes) -> dict[str, str]:
-    """Parse records `LENGTH KEYWORD=VALUE\\n`, where LENGTH counts the whole record; return only relevant records."""
+    """Parse `LENGTH KEYWORD=VALUE\\n` records (LENGTH covers the whole record); keep only path, size and sparse."""
     records: dict[str, str] = {}
     start, end = 0, len(payload.rstrip(b"\0"))
     while start < end:

@@ -1,4 +1,4 @@
-"""Worker processes that do jobs in order. A worker that dies or hangs is replaced. All workers end with the parent."""
+"""Worker processes that return results in job order, are replaced if they die or hang, and exit with the parent."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ class WorkerPool:
     def run(self, jobs: Iterable[Any], describe: Callable[[int], str], folder: Path) -> Generator[Any, None, None]:
         """Yield the results of jobs in order; a worker that fails is replaced, and its unfinished jobs are repeated.
 
-        Jobs must be picklable, and are read only as far ahead as the workers may prepare results. Messages contain
-        `folder`, the folder of the shards, and the name that `describe` gives to the result of a job number. If the
-        caller stops early, the next series starts new workers. Raises UserError if a job does or workers keep failing.
+        Jobs must be picklable; at most `prefetch` jobs per worker are read ahead. Error messages contain `folder` (the
+        folder of the shards) and `describe(n)` (a name for the result of job n). If the caller stops early, the next
+        series starts new workers. Raises UserError if a job raises it or if a worker fails repeatedly.
         """
         count = self._options.workers
         if not count:
@@ -92,7 +92,7 @@ class WorkerPool:
             raise
 
     def close(self) -> None:
-        """Stop the workers, if there are any. They have nothing to save."""
+        """Stop the workers, if there are any. They have no state to save."""
         atexit.unregister(self.close)
         _stop(self._workers)
         self._workers = []
@@ -124,7 +124,7 @@ class _WorkerFailure(Exception):
 
 
 class _Worker:
-    """A worker process and the thread that receives its results; `due` are jobs whose results have not been taken."""
+    """A worker process and the thread that receives its results; `due` contains the jobs with results not yet taken."""
 
     def __init__(self, work: Callable[[Any], Any], options: LoaderOptions) -> None:
         self.due: deque[Any] = deque()
@@ -149,8 +149,8 @@ class _Worker:
         """Return the next result.
 
         Raises:
-            _WorkerFailure: the worker has died, or neither a result nor data of a shard has arrived for
-                `options.timeout` seconds, not counting time in which the node waits for its storage.
+            _WorkerFailure: the worker has died, or neither a result nor shard data has arrived for
+                `options.timeout` seconds, excluding time when the node waits for its storage.
         """
         cache, timeout = self._options.cache, self._options.timeout
         since, arrived = time.monotonic(), -1
@@ -193,7 +193,7 @@ class _Worker:
 
 
 def _receive(results: Connection, received: SimpleQueue[tuple[Any, Exception | None]], device: int | None) -> None:
-    """Forward a worker's results, in pinned memory if a device is given, and the error that ends the connection."""
+    """Forward a worker's results (pinned if `device` is given) and, at the end, the error that ended the connection."""
     try:
         if device is not None:
             torch.cuda.set_device(device)  # each thread has its own current device
@@ -207,7 +207,7 @@ def _receive(results: Connection, received: SimpleQueue[tuple[Any, Exception | N
 
 
 def _do_jobs(parent: int, work: Callable[[Any], Any], jobs: Any, results: Connection) -> None:
-    """Do jobs until this process is killed; an error is sent as the result of its job."""
+    """Do jobs until this process is killed; if a job raises an error, send the error as the job's result."""
     end_with_parent(parent)
     with suppress(OSError):
         Path("/proc/self/comm").write_text(PROCESS_NAME)

@@ -25,7 +25,7 @@ STEP, PHASE = "train step", "phase: "
 
 
 def ring_bytes(op: str, size: int, world_size: int) -> int:
-    """Return the bytes that a rank would send with the ring algorithm, whichever algorithm the backend uses.
+    """Return how many bytes a rank would send with the ring algorithm, whichever algorithm the backend uses.
 
     Args:
         op: all_gather, all_reduce, reduce_scatter, all_to_all, reduce or broadcast. For reduce and broadcast, where
@@ -43,7 +43,7 @@ def ring_bytes(op: str, size: int, world_size: int) -> int:
 
 @dataclass
 class Traffic:
-    """This rank's traffic for one purpose so far: bytes from `ring_bytes`, and seconds not hidden by computation."""
+    """This rank's traffic for one purpose so far: bytes (see `ring_bytes`), and seconds not hidden by computation."""
 
     calls: int = 0
     bytes_sent: int = 0  # equal to the bytes received
@@ -70,13 +70,13 @@ class Pending:
 
 
 class Communicator(Exchange):
-    """Collectives over all ranks of an initialized process group; a single rank needs no group and sends nothing.
+    """Collectives over all ranks of an initialized process group (optional for a single rank, which sends nothing).
 
     Args:
         device: device of the tensors.
         group: process group of the ranks; by default, torch's default group.
         host_group: process group of the same ranks for objects and tensors in host memory; by default, `group`.
-        store: store that the same ranks share; `count` needs it.
+        store: store that the same ranks share; required by `count`.
 
     Attributes:
         traffic: `Traffic` by purpose; on a GPU, call `collect_times()` before reading the times.
@@ -226,7 +226,7 @@ class Communicator(Exchange):
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor to a device, through pinned memory if the tensor is large and in host memory.
 
-    torch reuses the pinned memory only when the copy is complete.
+    torch reuses the pinned memory only after the copy has completed.
     """
     if device.type == "cuda" and tensor.device.type == "cpu" and tensor.nbytes > _STAGED:
         tensor = tensor.pin_memory()

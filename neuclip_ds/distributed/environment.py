@@ -46,7 +46,7 @@ def read_environment(env: MutableMapping[str, str] = os.environ) -> RankEnvironm
 
 
 def complete_environment(env: MutableMapping[str, str] = os.environ) -> None:
-    """Set the variables for the process group that the launcher left unset (for a single rank or an srun step).
+    """Set the process-group variables that the launcher has not set (for a single rank or an srun step).
 
     An srun step uses its first node as MASTER_ADDR and a port derived from the job ID. Under mpirun, MPI can provide a
     missing address, so nothing is set; under other launchers, a missing address raises `UserError`.
@@ -111,7 +111,7 @@ def refuse_missing_gpus(torch_build: str) -> None:
 
 
 def use_interface_of(address: str) -> None:
-    """Let gloo use the network interface that has this address, unless GLOO_SOCKET_IFNAME is set.
+    """Make gloo use the network interface that has this address, unless GLOO_SOCKET_IFNAME is set.
 
     By default, gloo uses the interface of the address that the host name resolves to. That address may belong to a
     different network or, like Debian's 127.0.1.1, be local to this machine.

@@ -96,7 +96,7 @@ class Exchange:
                 raise UserError(text if self.world_size == 1 else f"rank {rank} on {found['host']}: {text}")
 
     def on_every_rank(self, work: Callable[[], T]) -> T:
-        """Return the result of `work`; if ranks raise `UserError`, raise the lowest such rank's error on all ranks."""
+        """Return the result of `work`; raise a `UserError` of any rank (if several, the lowest rank's) on all ranks."""
         try:
             result = work()
         except UserError as error:

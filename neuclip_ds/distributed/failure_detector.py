@@ -2,8 +2,8 @@
 
 When a rank dies, the others hang in a collective: NCCL does not notice, and under `--no_ssh` or pdsh no launcher
 informs the other nodes. Each rank therefore keeps an idle TCP connection to the previous rank. The kernel closes the
-connection when the previous rank dies or when its node does not answer for 20 s, whatever Python is doing. The first
-failure is stored under the key `error`, which a thread on every rank reads twice a second. The store ends with rank 0.
+connection when the previous rank dies or its node does not answer for 20 s, whatever Python is doing. The first failure
+is stored in torch's store, which all ranks read twice a second. Rank 0, which may serve the store, exits last.
 
 The log also names hung ranks. A rank that stays at the same line of code for 10 minutes publishes how many collectives
 it has begun. Ranks that have begun fewer, or have published nothing, keep the others waiting.
@@ -56,10 +56,10 @@ class Failure(NamedTuple):
 
 
 class FailureDetector:
-    """End all ranks when the block fails on one of them.
+    """End all ranks when the `with` block fails on any rank.
 
     The exit code is 2 for a `UserError`, 128 + the signal's number for `Interrupted`, and otherwise 1. Rank 0 reports
-    `UserError`, `Interrupted` and `TrainingDiverged` in one line. For any other exception, the rank that failed first
+    `UserError`, `Interrupted` or `TrainingDiverged` in one line. For any other exception, the rank that failed first
     logs the traceback, and local rank 0 of each node logs one line.
 
     Args:

@@ -138,15 +138,15 @@ class ContrastiveLoss(nn.Module):
         Args:
             image_features: (b, d) normalized rows of any floating dtype; b may differ between ranks.
             text_features: (b, d) normalized rows.
-            index: (b,) positions of the samples in the training set, in [0, samples). Methods that keep statistics per
-                sample need it; if an index occurs twice, its last row is stored. Keep `index` in host memory, because
-                the host would wait for a copy from a GPU.
+            index: (b,) positions of the samples in the training set, in [0, samples), needed by methods that keep
+                statistics per sample. If an index is repeated, the statistics of its last row are stored. Keep `index`
+                in host memory; otherwise, the host has to wait for a copy from the GPU.
             valid: (b,) bool in host memory, False for rows to ignore.
 
         Raises:
             ValueError: the arguments of any rank are invalid; all ranks raise.
             UserError: fewer than two rows of the global batch are valid.
-            RuntimeError: the loss is inside activation checkpointing and would learn from the batch twice.
+            RuntimeError: activation checkpointing repeats the call, which would update the loss's state twice.
         """
         learns = self.training and torch.is_grad_enabled()
         if learns and torch._C._current_graph_task_id() >= 0:  # in a backward pass; no public function reports this
@@ -212,12 +212,12 @@ class ContrastiveLoss(nn.Module):
 
     @contextmanager
     def accumulate(self, model: nn.Module | None = None, scale: float = 1.0) -> Iterator[TwoPass]:
-        """Compute the exact gradient of a batch in micro-batches, in two passes as in GradCache.
+        """Compute the exact gradient of a batch in micro-batches, using two passes as in GradCache.
 
         Args:
             model: the encoders, plain or wrapped in DDP or FSDP2. Gradients are reduced over ranks in the last
                 micro-batch only, and running statistics of batch normalization change in the second pass only.
-            scale: factor on all gradients, such as the scale of a `GradScaler`.
+            scale: factor by which all gradients are multiplied, such as the scale of a `GradScaler`.
 
         Example:
             ```python
@@ -236,7 +236,7 @@ class ContrastiveLoss(nn.Module):
         passes.finish()
 
     def save(self, folder: Path | str) -> None:
-        """Write the state of all ranks to a folder, for `load` on any number of ranks. All ranks must call `save`."""
+        """Write the state of all ranks to a folder that any number of ranks can `load`. All ranks must call `save`."""
         self._settle()
         folder = Path(folder)
         self._communicator.on_rank_zero(lambda: folder.mkdir(parents=True, exist_ok=True))
@@ -251,7 +251,7 @@ class ContrastiveLoss(nn.Module):
         """Read the state that `save` wrote; the number of ranks may differ.
 
         Raises:
-            UserError: the folder is incomplete, or was saved with a different method, width, data set size or option.
+            UserError: the folder is incomplete, or its method, feature width, data set size or options differ.
         """
         folder = Path(folder)
         if not (folder / INDEX).is_file():
@@ -268,7 +268,7 @@ class ContrastiveLoss(nn.Module):
         return {**self._facts(), **place, **_state_of(self._objective)}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Restore this rank's state from a `state_dict()` of the same rank and world size."""
+        """Restore this rank's state from a `state_dict()` saved by the same rank with the same world size."""
         self._prepare_for(state, "The state_dict")
         ranks = self._communicator
         if (state["rank"], state["world_size"]) != (ranks.rank, ranks.world_size):
@@ -324,7 +324,7 @@ class ContrastiveLoss(nn.Module):
         self._calls, self._undo = saved["calls"], None
 
     def _settle(self) -> None:
-        """Revert the last call's updates if the scaler has since lowered the scale, that is, skipped the step."""
+        """Revert the last call's updates if the scaler has since lowered the scale because it skipped the step."""
         undo, self._undo = self._undo, None
         if undo is not None and self.scaler is not None and self.scaler.get_scale() < undo[1]:
             undo[0]()

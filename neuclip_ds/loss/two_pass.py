@@ -95,7 +95,7 @@ class MicroBatches:
         return self._micro + 1 == len(self._random)
 
     def learning(self, image: Tensor | None, text: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the micro-batch's features that have a graph, and their rows of the gradients.
+        """Return the micro-batch's features that have a graph, and the matching rows of the gradients.
 
         A frozen tower's features have no graph and may be None if the tower was not run again.
         """
@@ -110,7 +110,7 @@ class MicroBatches:
 
 @contextmanager
 def _restored(state: tuple[Tensor, Tensor | None]) -> Iterator[None]:
-    """Run the enclosed code with an earlier random state, and restore the current state afterward."""
+    """Run the enclosed code with a saved random state, and restore the current state afterward."""
     of_host, of_device = state
     with torch.random.fork_rng([] if of_device is None else [torch.cuda.current_device()]):
         torch.set_rng_state(of_host)

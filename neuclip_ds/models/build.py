@@ -82,7 +82,7 @@ def new_text_tower(
 
 @torch.no_grad()
 def _init_attention(model: Any) -> None:
-    """Initialize attention as CLIP does, with std width^-1/2 for q, k, v and (2 * layers * width)^-1/2 for the output.
+    """Initialize attention as in CLIP: std width^-1/2 for q, k and v, and (2 * layers * width)^-1/2 for the output.
 
     The transformers library swaps the two values, unlike OpenAI's code and open_clip.
     """

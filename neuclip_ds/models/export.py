@@ -111,7 +111,7 @@ def clip_to_open_clip(package: Package) -> Package:
     """Convert transformers' CLIPModel or MetaClip2Model to open_clip.
 
     Raises:
-        UserError: the model is a SiglipModel, or its towers do not share a supported activation.
+        UserError: the model is a SiglipModel, or its towers do not both use GELU or both use quick GELU.
     """
     tree = package.config
     if tree["model_type"] not in ("clip", "metaclip_2"):
@@ -168,7 +168,7 @@ def towers_to_clip(
 ) -> Package:
     """Convert a model built from a run's config to CLIPModel or MetaClip2Model; `model` may be on the meta device.
 
-    A logit bias is kept for open_clip, though neither class has one. Raises `UserError` if a tower differs from CLIP's.
+    Any logit bias is kept for open_clip; neither class has one. Raises `UserError` if a tower differs from CLIP's.
     """
     image_tower = model.vision
     vision = _clip_vision_config(image_tower, preprocessing.size)
@@ -247,7 +247,7 @@ def write_transformers(package: Package, folder: Path) -> None:
 
 
 def write_open_clip(package: Package, folder: Path) -> None:
-    """Write open_clip_config.json, open_clip_model.safetensors and the tokenizer for open_clip's `local-dir:`."""
+    """Write the config, weights and tokenizer in files that open_clip can load with `local-dir:`."""
     with torch.device("meta"):
         wanted = architecture(package.config, str(folder)).state_dict()
     check_tensors(str(folder), wanted, library().model.convert_to_custom_text_state_dict(package.weights))

@@ -55,7 +55,7 @@ def _weights_name(config: VisionConfig) -> str:
 def _create_from(config: VisionConfig, weights: Mapping[str, Tensor]) -> Any:
     """Create the image model without a classifier and load its weights; timm resamples the position embeddings.
 
-    timm leaves tensors without matching weights random; a comparison with a second random model finds these tensors.
+    Tensors that the weights lack stay random in timm; they are found by comparison with a second random model.
     """
     with torch.random.fork_rng(devices=[]):  # the models are created on the CPU
         torch.manual_seed(0)
@@ -123,7 +123,7 @@ def _check_names(config: VisionConfig) -> None:
 
 
 def _check_size(size: int, model: Any) -> None:
-    """Raise UserError if timm would silently crop images to whole patches or reduce them below one position."""
+    """Raise UserError if images are smaller than the model's stride or if timm would crop them to whole patches."""
     reduction = model.feature_info[-1]["reduction"] if getattr(model, "feature_info", None) else 1
     if size < reduction:
         raise UserError(
@@ -141,7 +141,7 @@ def _check_size(size: int, model: Any) -> None:
 
 
 class ImageWeights(NamedTuple):
-    """Location and pixel statistics of an image tower's weights; can be sent to other ranks."""
+    """Location of an image tower's weights, and the pixel mean and std to use with them; can be sent to other ranks."""
 
     path: str  # the weights file
     mean: Channels  # per channel, of the pixels that the weights were trained on

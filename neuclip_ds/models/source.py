@@ -1,6 +1,6 @@
 """Sources of a run's dual encoder: the config, with random or pretrained image weights, or a pretrained checkpoint.
 
-The readers and writers for other libraries' models are imported when used, because most runs need neither.
+Code that reads or writes other libraries' models is imported only when used, because most runs do not need it.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def locate_model(config: ModelConfig, weights: bool = True) -> ModelRef:
     """Locate the initial weights of the config's model, downloading them if needed; call on one rank only.
 
     Returns:
-        A reference for `model_source` on every rank; None if all weights are random.
+        A reference to pass to `model_source` on every rank; None if no files are needed.
     """
     if config.pretrained:
         from neuclip_ds.models.pretrained.locate import locate
@@ -118,7 +118,7 @@ def merged(
 
 
 def open_saved(config: ModelConfig, folder: Path) -> tuple[ModelSource, LogitParameters]:
-    """Return the source of a saved run's model and the initial logit parameters; pretrained weights are not needed.
+    """Return the source of a saved run's model, and its initial logit parameters, without using pretrained weights.
 
     The folder must come from `ModelSource.save`. Raises UserError if files are missing.
     """

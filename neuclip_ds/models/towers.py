@@ -1,7 +1,7 @@
 """CLIP's dual encoder: two towers, each an encoder from any library and a projection to the joint embedding space.
 
-The model computes no loss. The temperature is a float32 parameter of the objective, outside DeepSpeed's engine, because
-ZeRO supports neither 0-dimensional parameters nor parameters that are used outside their module's forward pass.
+The model does not compute a loss. The temperature is a float32 parameter of the objective, outside DeepSpeed's engine,
+because ZeRO supports neither 0-dimensional parameters nor parameters used outside their module's forward pass.
 """
 
 from abc import ABC, abstractmethod
@@ -36,7 +36,7 @@ class Encoder(nn.Module, ABC):
     def train(self, mode: bool = True) -> "Encoder":
         """Set training mode, but leave modules with only frozen weights in evaluation mode.
 
-        These modules apply no dropout and do not update their batch-norm statistics.
+        Frozen modules do not apply dropout or update their batch-norm statistics.
         """
         super().train(mode)
         for module in self.modules() if mode else ():
@@ -51,7 +51,7 @@ class VisionTower(Encoder):
 
     Args:
         trunk, projection: as in `Encoder`; the trunk returns the pooled feature, either directly or as `pooler_output`.
-        mean, std: per-channel statistics of the pixels, in [0, 1], that the trunk was trained on.
+        mean, std: per-channel mean and standard deviation of the trunk's training images, with pixels in [0, 1].
     """
 
     def __init__(self, trunk: Any, projection: nn.Module | None, mean: Sequence[float], std: Sequence[float]) -> None:
@@ -81,7 +81,7 @@ class TextTower(Encoder):
 
     Args:
         trunk, projection: the trunk returns the pooled feature, as in `VisionTower`, or hidden states (b, T, width).
-        eos_id: id of the token at which hidden states are pooled (its first position); None if the trunk pools itself.
+        eos_id: id of the token at whose first occurrence hidden states are pooled; None if the trunk does the pooling.
     """
 
     def __init__(self, trunk: Any, projection: nn.Module | None, eos_id: int | None = None) -> None:

@@ -1,11 +1,11 @@
 """Freeze parameters of a dual encoder, scale learning rates by layer, and add LoRA adapters.
 
-A tower's layers are derived from its module structure, for any library. Blocks are the elements of the outermost lists
+The layers of any library's tower are derived from its module structure. Blocks are the elements of the outermost lists
 of same-class modules: transformer blocks, ResNet's residual blocks, ConvNeXt's or Swin's stages. The first layer has
 the parameters before the blocks (embeddings, stem), and the last has those after them (norm, pooling, projection).
 
 LoRA (Hu et al. 2022) is implemented with peft, which replaces a linear layer with one that adds `alpha / rank * B A x`.
-Adapters are ordinary parameters that are trained, saved and resumed like others; export merges them into the weights.
+Adapters are ordinary parameters that are trained, saved and resumed as usual; export merges them into the weights.
 """
 
 from collections.abc import Iterator, Mapping
@@ -71,7 +71,7 @@ def freeze(model: nn.Module, config: ModelConfig) -> None:
 
 
 def lock_projection(tower: nn.Module) -> None:
-    """Set the new projection of a frozen, pretrained image tower to the identity, to use the trunk's feature (LiT).
+    """Set the new projection of a frozen, pretrained image tower to the identity, to leave features unchanged (LiT).
 
     Raises:
         UserError: the projection is not a square linear layer, so its random weights would be frozen.
@@ -110,7 +110,7 @@ def parameter_layers(tower: nn.Module, name: str) -> list[list[str]]:
     """Return the names of a tower's parameters by layer: before the blocks, in each block, and after the blocks.
 
     Raises:
-        UserError: the tower, called `name` in the message, has no blocks.
+        UserError: the tower (`name` in the message) has no blocks.
     """
     blocks = list(block_names(tower))
     if not blocks:
@@ -148,7 +148,7 @@ def add_adapters(towers: Mapping[str, nn.Module], config: LoraConfig) -> None:
     """Add LoRA adapters in place to frozen linear layers in the towers' blocks; trainable parameters stay trainable.
 
     Args:
-        towers: the towers, by the names used in messages; weights are loaded, and the layers to adapt are frozen.
+        towers: maps the names used in messages to the towers; load weights and freeze the layers to adapt beforehand.
 
     Raises:
         UserError: peft is not installed, or no tower has blocks with frozen linear layers.

@@ -174,7 +174,7 @@ class Objective(Stateful):
         self.comm_dtype = context.comm_dtype
 
     def begin_gather(self, index: Tensor, valid: Tensor) -> FeatureGather | None:
-        """Return a `FeatureGather` for these rows, or None if the objective gathers the features itself.
+        """Return a `FeatureGather` for a batch's rows, or None if the objective gathers the features itself.
 
         `index` is (b,) int64 and `valid` is (b,) bool; both are in host memory.
         """

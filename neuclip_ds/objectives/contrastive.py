@@ -41,7 +41,7 @@ class ContrastiveObjective(Objective):
     ) -> None:
         """
         Args:
-            constant: constant to add to the reported loss.
+            constant: number to add to the reported loss.
         """
         super().__init__(context, {"normalizer.": normalizer, "temperature.": temperature})
         self.pair_loss, self._normalizer, self._temperature = pair_loss, normalizer, temperature
@@ -104,7 +104,7 @@ class ContrastiveObjective(Objective):
         return super().begin_gather(index, valid) if self._normalizer.always_gathers else None
 
     def _in_epoch(self, step: Step) -> Step:
-        """Return the step; if `epoch_steps` is set, its epoch is counted in units of that many steps."""
+        """Return the step; if `epoch_steps` is set, recompute its epoch, counting that many steps per epoch."""
         length = self._config.epoch_steps
         return step if length is None else step._replace(epoch=step.number // length)
 
@@ -127,7 +127,7 @@ class ContrastiveObjective(Objective):
     def log_normalizers(self, features: Features) -> tuple[Tensor, Tensor]:
         """Return the current estimates of the normalizers of a batch's anchors, without changing any state.
 
-        Features are sent in their original dtype, so that the only error is that of the estimate.
+        Features are sent in their original dtype, so that rounding adds no error to the estimates.
 
         Returns:
             For this rank's valid rows: (2, local) log of the estimated g, or -inf if there is none, and (2, local) tau.

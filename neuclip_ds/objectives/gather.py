@@ -1,4 +1,4 @@
-"""Gather the features of all ranks, and remove padding and undecodable rows before any arithmetic.
+"""Gather the features of all ranks, and remove padding rows and undecodable samples before any arithmetic.
 
 The loader knows on the host which rows are valid. The hosts exchange this information while the towers run, so that
 shapes are known without waiting for the device.
@@ -58,7 +58,7 @@ class FeatureGather:
         self._images.append(self._begin(rows))
 
     def features(self, dtype: torch.dtype, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Wait for the (K b, d) image and text features in rank order; return all of them, or the given (B,) `rows`."""
+        """Wait for the (K b, d) image and text features in rank order; return all rows, or only the (B,) `rows`."""
         whole = (self._joined(pieces) for pieces in (self._images, self._texts))
         image, text = ((x if rows is None else x.index_select(0, rows)).to(dtype) for x in whole)
         return image, text
@@ -99,7 +99,7 @@ class GatheredFeatures:
         local: slice of this rank's rows among the B rows.
         padded_index: (K b,) indices in host memory, -1 for invalid rows.
         total: number of valid rows on all ranks: B, or more if this object contains only one rank's rows.
-        comm_dtype: dtype in which the rows were sent; it represents them exactly.
+        comm_dtype: dtype in which the rows were sent, and in which they are exactly representable.
     """
 
     def __init__(

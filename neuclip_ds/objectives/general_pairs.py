@@ -1,4 +1,4 @@
-"""Gradient of the weighted pairs for any pair loss and temperatures, with operations that can be fused on a GPU."""
+"""Gradient of a weighted sum over pairs, for any pair loss and temperatures, with operations that can be fused."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class GeneralSimilarities:
         return BlockAnchors(*self._grid.of_anchors(numbers, block), block.local is not None, diagonal, self._divides)
 
     def _views(self, block: Block, count: int) -> Buffers:
-        """Return buffers in the shape of a block, reused for all blocks of a pass, or Nones if operations are fused."""
+        """Return block-shaped buffers, which all blocks of a pass share, or Nones if operations are fused."""
         if self._grid.fuses:
             return [None] * count
         if not self._buffers:
@@ -120,7 +120,7 @@ class GeneralSimilarities:
 class BlockAnchors(NamedTuple):
     """The anchors of a block, in the form that the fused functions take.
 
-    An anchor's numbers are the sample's row, tau^(1/power), the origin (see `PairLoss.exponent`) and the log factor.
+    An anchor's numbers are its row, tau^(1/power), the origin (`PairLoss.exponent`) and, in `_weights`, a log factor.
     """
 
     rows: Tensor  # (numbers, rows, 1)
@@ -130,7 +130,7 @@ class BlockAnchors(NamedTuple):
     divided: bool  # whether similarities are already divided
 
     def exponents(self, similarity: Tensor, scale: Tensor, out: Tensor | None) -> Tensor:
-        """Return similarities divided by tau^(1/power), in `out`, or unchanged if they are already divided."""
+        """Return similarities divided by tau^(1/power), stored in `out`, or the input if it is already divided."""
         return similarity if self.divided else torch.div(similarity, scale, out=out)
 
     def negatives(self, x: Tensor, value: float) -> Tensor:
@@ -143,7 +143,7 @@ class BlockAnchors(NamedTuple):
 
 
 def _log_sums(pair_loss: PairLoss, similarity: Tensor, block: BlockAnchors, buffers: Buffers) -> list[Tensor]:
-    """Return the logsumexp over each local anchor's negatives in a block: for rows, then for columns if local.
+    """Return the logsumexp over each local anchor's negatives in a block: for the rows, then for any local columns.
 
     `buffers` contains one tensor in the shape of the block, which is overwritten, or None.
     """

@@ -25,7 +25,7 @@ _RELEASED_CLAMP = 5.0
 
 
 class IndividualTemperature(Temperature):
-    """One temperature per sample and direction, stored by global sample index, within [minimum, maximum]."""
+    """One temperature in [minimum, maximum] per sample and direction, stored by global sample index."""
 
     needs_index = True
     _rho_share = 1.0

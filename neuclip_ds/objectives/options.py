@@ -12,7 +12,7 @@ from neuclip_ds.section import Section, merge
 
 
 class AdamSettings(NamedTuple):
-    """Hyperparameters of the Adam optimizer for the temperature."""
+    """Betas and epsilon of Adam, for the temperature and, with `order=joint`, for the prototypes."""
 
     betas: tuple[float, float] = (0.9, 0.98)
     eps: float = 1e-6
@@ -141,7 +141,7 @@ class NpnConfig(Section):
         return self
 
     def replicas_on(self, world_size: int) -> int:
-        """Return the number of ranks with the same prototypes; only alpha_grad=full benefits from more than one."""
+        """Return the number of replicas of each prototype; more than one is useful only with alpha_grad=full."""
         most = self.replicas or (4 if world_size < 64 else 8)
         most = most if self.alpha_grad == "full" else 1
         return max(count for count in range(1, most + 1) if world_size % count == 0)
@@ -221,7 +221,7 @@ class ObjectiveConfig(Section):
 
     @property
     def needs_epochs(self) -> bool:
-        """Whether a schedule of the method depends on the number of steps in an epoch or in the run."""
+        """Whether the method depends on the number of steps in an epoch or in the run."""
         method = find_method(self.method)
         released = method.temperature == "individual" and self.reference == "released_code"
         by_epochs = "epoch_steps" in method.sections and self.epoch_steps is None

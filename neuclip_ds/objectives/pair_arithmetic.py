@@ -23,7 +23,7 @@ _MM_WIDENS = torch.version.cuda is not None and torch.__version__ >= (2, 8)  # t
 
 
 def lowest_exponent(dtype: torch.dtype) -> float:
-    """Return the lower bound on exponents; in float32, its exponential is 3e-27.
+    """Return the lower bound on exponents; in float32, the exponential of the bound is 3e-27.
 
     The number 3e-27 can be divided by 1e11 without becoming subnormal.
     """
@@ -44,7 +44,7 @@ def bounded_exp_(x: Tensor) -> Tensor:
 def log_sum_exp(x: Tensor, dim: int, out: Tensor | None) -> Tensor:
     """Return the log of the sum of exp(x) along a dimension, or finfo.min where all x are -inf.
 
-    `out`, which may be x or None, is overwritten with the terms of the sum, relative to the largest term.
+    If `out`, which may be x, is not None, it is overwritten with the terms of the sum, divided by the largest term.
     """
     largest = x.amax(dim, keepdim=True).clamp_(min=torch.finfo(x.dtype).min)
     return bounded_exp_(torch.sub(x, largest, out=out)).sum(dim).log_().add_(largest.squeeze(dim))
@@ -75,7 +75,7 @@ def products_exact_for(dtype: torch.dtype) -> Iterator[None]:
 def pair_products(rows: Tensor, columns: Tensor, dtype: torch.dtype) -> Tensor:
     """Return rows @ columns.T for float32 features that `dtype` represents exactly; only the sums are rounded.
 
-    A GPU multiplies 16-bit numbers directly and returns float32. On ROCm and with torch < 2.8, TF32 is used instead.
+    A GPU multiplies 16-bit numbers directly and returns float32. On ROCm or with torch < 2.8, TF32 is used instead.
     """
     if _MM_WIDENS and rows.is_cuda and dtype in _TF32_HOLDS and rows.dtype == torch.float32:
         return torch.mm(rows.to(dtype), columns.to(dtype).T, out_dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Closed-form gradient of the weighted pairs, computed block by block from this rank's rows and the gathered columns.
+"""Closed-form gradient of a weighted sum over pairs, computed block by block from local rows and gathered columns.
 
 All contrastive methods share the feature gradient of
 
@@ -103,14 +103,14 @@ class FactoredSimilarities:
 
 
 def pair_similarities(grid: PairGrid, pair_loss: PairLoss, tau: Tensor) -> FactoredSimilarities | GeneralSimilarities:
-    """Return a batch's similarities in the cheapest form: on a GPU, the general form, which never blocks the host.
+    """Return a batch's similarities: factored on a CPU if l(x) = x and all anchors share tau, otherwise general.
 
-    The caller uses the similarities in two passes: once for `log_mean_exp`, then once for `gradient`. In between, they
-    are kept if they fit into the grid's budget, and are recomputed otherwise, so memory is O(block) + budget.
+    The caller makes two passes over the similarities: `log_mean_exp`, then `gradient`. If the similarities fit
+    in the grid's budget, they are stored for the second pass; otherwise, they are recomputed.
 
     Args:
         grid, pair_loss: the pairs and the pair loss l.
-        tau: temperature, 0-dim if all anchors share one, else (2, B).
+        tau: the temperature, 0-dim if all anchors share it, else (2, B).
     """
     factors = tau.ndim == 0 and pair_loss.is_identity and tau.device.type == "cpu"
     return (FactoredSimilarities if factors else GeneralSimilarities)(grid, pair_loss, tau)

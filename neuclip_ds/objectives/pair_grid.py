@@ -32,7 +32,7 @@ def block_bytes(device_type: str) -> int:
 
 
 def fuses(device_type: str, pairs: int) -> bool:
-    """Return whether a block's elementwise operations should be compiled into one kernel: on a GPU, for many pairs."""
+    """Return whether to compile a block's elementwise operations into one kernel: true for many pairs on a GPU."""
     return device_type == "cuda" and pairs >= _FUSED_PAIRS
 
 
@@ -51,14 +51,14 @@ class Block(NamedTuple):
 
     @property
     def local_anchors(self) -> list[tuple[int, slice]]:
-        """Sides and slices of this rank's anchors: the rows, and also the columns if the columns are local.
+        """Sides and slices of this rank's anchors in the block: the rows and, if the columns are local, the columns.
 
         The partners of row anchors are along dimension 1, and the partners of column anchors along dimension 0.
         """
         return [(self.side, self.rows), *([(1 - self.side, self.local)] if self.local is not None else [])]
 
     def view(self, buffer: Tensor) -> Tensor:
-        """Return the beginning of a flat buffer in the shape of the block."""
+        """Return the start of a flat buffer, viewed in the shape of the block."""
         rows, columns = self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
         return buffer[: rows * columns].view(rows, columns)
 
@@ -66,8 +66,8 @@ class Block(NamedTuple):
 class PairGradient(NamedTuple):
     """Gradient of L (pair_gradient.py), and the statistic that the temperature update needs.
 
-    `mean_logit` is (2, local) W_i/(B-1) sum_j exp(y_ij) y_ij, with y_ij = l(s_ij - s_ii)/tau. If all anchors share one
-    tau, it is this rank's 0-dim share of the sum over all anchors. The mean over anchors is -tau dL/dtau.
+    `mean_logit`, of shape (2, local), is W_i/(B-1) sum_j exp(y_ij) y_ij with y_ij = l(s_ij - s_ii)/tau. If all anchors
+    share tau, it is this rank's 0-dim contribution to the sum over all 2B anchors, which equals -B tau dL/dtau.
     """
 
     image: Tensor  # (local, d)
@@ -82,12 +82,12 @@ class PairGrid:
         local: slice of this rank's rows among the B rows.
         size: number of valid rows, B.
         positive: (B,) similarities s_ii of the positive pairs.
-        keeps: whether the similarities of all blocks fit into the budget.
+        keeps: whether the similarities of all blocks fit in the budget.
         fuses: whether a block's elementwise operations are compiled.
     """
 
     def __init__(self, batch: GatheredFeatures, columns: int | None, budget: float) -> None:
-        """Plan blocks of at most `columns` columns and `block_bytes`; keep similarities if `budget` bytes suffice."""
+        """Plan blocks (up to `columns` columns, `block_bytes` bytes); store similarities if `budget` bytes suffice."""
         self._features = (batch.image, batch.text)
         self._dtype = batch.comm_dtype
         self.local, self.size = batch.local, batch.size
@@ -106,7 +106,7 @@ class PairGrid:
         self._rows = max(1, elements // self._columns)
 
     def blocks(self) -> Iterator[Block]:
-        """Yield all blocks: local columns once (image rows x text columns), other ranks' columns once per side."""
+        """Yield all blocks: local columns once (with images as rows), other ranks' columns once for each side."""
         start, stop = self.local.start, self.local.stop
         for columns in slices(start, stop, self._columns):
             for rows in slices(0, self._count, self._rows):
@@ -122,7 +122,7 @@ class PairGrid:
         return pair_products(rows, self._features[1 - block.side][block.columns], self._dtype)
 
     def of_anchors(self, values: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-        """Return a block's values, (..., rows, 1) and (..., 1, columns), from (..., 2, B) values of all anchors."""
+        """Select a block's anchors from `values`, (..., 2, B); return tensors (..., rows, 1) and (..., 1, columns)."""
         rows = values[..., block.side, self.local][..., block.rows].unsqueeze(-1)
         columns = values[..., 1 - block.side, block.columns].unsqueeze(-2)
         # torch.compile would recompile for a view at a different offset in the same memory
@@ -160,7 +160,7 @@ class PairGrid:
         return grads[IMAGE], grads[TEXT]
 
     def weighted_sum(self, grads: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the sum of derivative x similarity over local images and all texts, given the result of `gradient`.
+        """Return the sum of derivative times similarity over local images and all texts, given `gradient`'s result.
 
         Summed over ranks, the result includes each pair once.
         """

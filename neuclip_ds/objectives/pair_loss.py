@@ -33,7 +33,7 @@ class PairLoss:
         return -origin
 
     def exponent(self, y: Tensor, origin: Tensor, out: Tensor | None) -> Tensor:
-        """Return l/tau without the anchor's constant (see `offset`), in `out` or as y itself.
+        """Return l/tau without the anchor's constant (see `offset`); the returned tensor may be `out` or y.
 
         Args:
             y: (rows, columns) similarities of a block, divided by tau^(1/power).

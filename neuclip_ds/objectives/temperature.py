@@ -30,7 +30,7 @@ class TemperatureSignal(NamedTuple):
     mean_logit: Tensor  # 0-dim: sum over both directions, averaged over the global batch; equal on all ranks
     tau_term: Tensor  # 0-dim: `tau_term` of the anchors, summed and averaged in the same way
     grad_log_scale: Tensor  # 0-dim: d loss / d log(1/tau), for losses whose scale does not depend on tau
-    local_mean_logit: Tensor  # (2, local) with individual temperatures; with one tau, this rank's 0-dim share
+    local_mean_logit: Tensor  # (2, local) with individual temperatures; with one tau, this rank's 0-dim contribution
     local_tau_term: Tensor  # (2, local): the per-anchor terms
 
 
@@ -44,7 +44,7 @@ class Temperature(Stateful):
         self._config, self._released = config.temperature, config.reference == "released_code"
 
     def of(self, batch: GatheredFeatures) -> Tensor:
-        """Return the temperature of the batch's anchors: 0-dim if all anchors share one, else (2, B)."""
+        """Return the temperature of the batch's anchors: 0-dim if all anchors share it, else (2, B)."""
         raise NotImplementedError
 
     def rho(self, step: Step) -> float:
@@ -71,7 +71,7 @@ def initial_temperature(config: TemperatureConfig, context: Context, learned: bo
     """Return tau at step 0: the configured value or, if there is none, the encoders' value.
 
     Raises:
-        UserError: neither the config nor the encoders have a temperature, or a learned one starts outside its bounds.
+        UserError: neither the config nor the encoders have a temperature, or a learned temperature is out of bounds.
     """
     tau = context.temperature if config.initial is None else config.initial
     if tau is None:
@@ -170,7 +170,7 @@ class LearnableTemperature(Temperature):
         return state
 
     def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the result of `replicated_state`; raise `UserError` if a different variable was learned."""
+        """Restore a state from `replicated_state`; raise `UserError` if it is the state of a different variable."""
         if not self._scalars.keys() <= state.keys():
             other = "log" if self._by_tau else "tau"
             raise UserError(
@@ -212,7 +212,7 @@ class RescaledTemperature(RobustTemperature):
 
 
 def _optimizer(scalars: list[Parameter], name: str, context: Context) -> torch.optim.Optimizer:
-    """Return the optimizer with this name; its learning rate is set at each step."""
+    """Return the optimizer called `name`; the learning rate is set at each step."""
     betas, eps = context.adam
     if name == "lion":
         from timm.optim import Lion
@@ -224,6 +224,6 @@ def _optimizer(scalars: list[Parameter], name: str, context: Context) -> torch.o
 
 
 def trained_temperature(state: Mapping[str, Tensor]) -> Tensor | None:
-    """Return tau from an objective's replicated state, or None if temperatures are individual."""
+    """Return tau from an objective's replicated state, or None if each sample has its own temperature."""
     theta = state.get("temperature.theta", state.get("theta"))
     return state.get("temperature.tau", state.get("tau")) if theta is None else theta.neg().exp()

@@ -1,7 +1,7 @@
 """Count the memory that the towers' forward and backward passes need, without allocating it or using a device.
 
 The model runs on tensors that have shapes but no data (torch's FakeTensorMode), so that recomputation under activation
-checkpointing, views and in-place operations are counted as they happen. The kernels are torch's CPU kernels, whose
+checkpointing, views and in-place operations are accounted for. The kernels are torch's CPU kernels, whose
 flash attention keeps O(T) values per head, as on a GPU. Memory that a kernel allocates internally is not counted.
 """
 

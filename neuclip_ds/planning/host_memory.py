@@ -36,8 +36,8 @@ def loader_memory(query: MemoryQuery, ranks: int) -> LoaderMemory:
     """Estimate the memory of the loaders on a node with `ranks` ranks.
 
     For training and for a concurrent evaluation, each worker keeps `data.prefetch` parts of batches in shared memory
-    and builds one more. A batch of one micro-batch is kept while the next is fetched; with several, the second
-    pass over them frees the rows that it used. With a GPU, parts that are ready or in use are also in pinned memory.
+    and builds one more. If a batch is one micro-batch, it is kept while the next batch is fetched; otherwise, its rows
+    are freed during the second pass over it. With a GPU, pinned memory contains the parts that are ready or in use.
     """
     data, rows, micro, on_gpu = query.config.data, query.rank_batch, query.micro_batch, query.device == "cuda"
     pair = 3 * query.image_size**2 + 8 * query.tokenizer.context_length + 9
@@ -51,7 +51,7 @@ def loader_memory(query: MemoryQuery, ranks: int) -> LoaderMemory:
 
 
 def local_ranks() -> int:
-    """Return the number of ranks of this launch that run on this machine."""
+    """Return the number of launched ranks that run on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)  # torchrun's, DeepSpeed's
 
 

@@ -1,9 +1,9 @@
 """Estimate the memory of a run on one rank, by component, before anything is allocated.
 
-The peak is the maximum at three moments of a step: the towers' forward and backward passes, the objective on the whole
-batch, and the optimizer's step. All gradients are counted at each moment, except gradients that a backward pass creates
-one by one and the step frees. The estimate excludes memory outside torch's allocator (CUDA's context, NCCL, libraries);
-host_memory.py estimates the loaders' host memory.
+The peak is the maximum over three phases of a step: the towers' forward and backward passes, the objective on the whole
+batch, and the optimizer's step. All gradients are counted in each phase, unless the backward pass creates them one by
+one and the optimizer's step frees them. The estimate excludes memory outside torch's allocator (CUDA's context, NCCL,
+libraries); host_memory.py estimates the loaders' host memory.
 """
 
 from collections.abc import Mapping
@@ -56,7 +56,7 @@ class MemoryAccount(NamedTuple):
         return sum(self.host.values())
 
     def fits(self, gigabytes: float) -> bool:
-        """Return whether the peak leaves at least a tenth of the memory of a GPU of this size free."""
+        """Return whether the peak leaves at least a tenth of a GPU's memory free, given that memory in gigabytes."""
         return self.peak <= _USABLE * gigabytes * 1e9
 
     def lines(self) -> list[str]:
@@ -80,7 +80,7 @@ class StandInTokenizer:
 
 @dataclass(frozen=True)
 class MemoryQuery:
-    """The run to estimate; the model is located when first needed."""
+    """The run whose memory is estimated; the model is located on first use."""
 
     config: Config
     world_size: int
@@ -93,7 +93,7 @@ class MemoryQuery:
 
     @property
     def rank_batch(self) -> int:
-        """Number of pairs of the global batch on each rank."""
+        """Number of pairs per rank in a global batch."""
         return self.config.rank_batch(self.world_size)
 
     @property
@@ -151,7 +151,7 @@ def engine_memory(
     """Return the bytes that DeepSpeed allocates under its config, partitioned as in ZeRO (arXiv:1910.02054, Figure 1).
 
     Stage 1 partitions the optimizer state over the ranks, stage 2 also the gradients, and stage 3 also the weights.
-    `averages` adds the moving average of the weights.
+    If `averages` is true, the moving average of the weights is included.
     """
     stage, width = zero_stage(engine), 4 if precision(engine) == "fp32" else 2
     zero = engine.get("zero_optimization", {})
@@ -229,7 +229,7 @@ def account(query: MemoryQuery, towers: Towers) -> MemoryAccount:
 
 
 def smallest_that_fits(query: MemoryQuery, towers: Towers, gigabytes: float) -> tuple[str, MemoryAccount] | None:
-    """Return the first fitting config in ds_configs/ with the run's precision, ordered by stage, then offload."""
+    """Return the first config in ds_configs/ that fits and has the run's precision; offloading is tried last."""
     kind = precision(load_engine_config(query.config, query.world_size))
     names = [f"zero{stage}_{kind}" for stage in range(4)]
     names += ["zero2_bf16_offload", "zero3_bf16_offload"] if kind == "bf16" else []
@@ -242,18 +242,18 @@ def smallest_that_fits(query: MemoryQuery, towers: Towers, gigabytes: float) -> 
 
 
 def _inputs(query: MemoryQuery) -> int:
-    """Return the bytes of pixels and tokens: on a GPU, of two micro-batches (one prefetched); on a CPU, of a batch."""
+    """Return the bytes of the pixels and tokens: two micro-batches on a GPU (one is prefetched), one batch on a CPU."""
     rows = 2 * query.micro_batch if query.device == "cuda" else query.rank_batch
     return rows * (3 * query.image_size**2 + 8 * query.tokenizer.context_length)
 
 
 def _similarities(query: MemoryQuery, itemsize: int) -> int:
-    """Return the peak bytes of similarities, minus the bytes of the sent copies of features, which are freed by then.
+    """Return the peak bytes of the similarities, minus the bytes of features that have been freed by that time.
 
-    Similarities are stored between the two passes over the pairs if they fit the budget; the second pass adds temporary
-    blocks. Between the passes, NeuCLIP's network needs the similarities of all anchors with a rank's prototypes in both
-    directions, plus the larger of a temporary block and nine copies of the features of a group's anchors. At that
-    point, local features and their gradients have been freed, too.
+    Similarities are stored between the two passes over the pairs if they fit in the budget; the second pass adds
+    temporary blocks. Between the passes, NeuCLIP's network needs the similarities of all anchors with a rank's
+    prototypes in both directions, plus the larger of a temporary block and nine copies of the features of a group's
+    anchors. The freed features are the copies for sending and, while the network runs, also the local features.
     """
     objective, batch = query.config.objective, query.config.data.batch_size
     rows, method = batch // query.world_size, find_method(objective.method)
@@ -287,7 +287,7 @@ class ObjectiveState(NamedTuple):
 
 
 def objective_state(query: MemoryQuery) -> ObjectiveState:
-    """Return the size of the objective's state, which is measured on fake tensors."""
+    """Return the size of the objective's state, measured on fake tensors."""
     one_of_all = Communicator()
     one_of_all.world_size = query.world_size
     with FakeTensorMode():

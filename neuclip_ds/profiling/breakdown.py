@@ -4,16 +4,16 @@
 
 Overlap is communication during which the rank also computes; "others" is the remaining time (loading, Python, waiting
 for the GPU). A rank that reaches a collective early waits for the last rank, and this wait counts as communication. The
-last rank does not wait, so the shortest duration of a collective among the ranks is its transfer time.
+last rank does not wait, so a collective's shortest duration on any rank is its transfer time.
 
 `breakdown` returns the content of breakdown.json:
 
     steps, world_size     number of profiled steps, number of ranks
     seconds               for each of COLUMNS: mean and standard deviation over the steps of the mean over the ranks
-    phases                the same for forward, objective, normalizer, backward and optimizer
+    phases                the same statistics for forward, objective, normalizer, backward and optimizer
     purposes              for each purpose, per step and rank: calls, bytes_sent (equal to the bytes received), seconds
-                          (simultaneous collectives add up), hidden_seconds (the part of `seconds` during which the rank
-                          computes) and transfer_seconds (without waiting)
+                          (summed over simultaneous collectives), hidden_seconds (the part of `seconds` during which the
+                          rank computes) and transfer_seconds (without waiting)
     collectives           calls and transfer_seconds per step, by purpose, op and size (bytes of a rank's input)
     ranks                 for each rank and step: the seconds for each of COLUMNS
 """
@@ -35,7 +35,7 @@ _TRAFFIC = [*_LABELS.values(), "purpose", "calls", "kB", "ms", "without waiting"
 
 
 def step_seconds(step: StepTrace) -> dict[str, float]:
-    """Return the seconds of one step for each of COLUMNS."""
+    """Return one step's time, in seconds, for each of COLUMNS."""
     executed = union(interval for collective in step.collectives for interval in collective.intervals)
     communication = intersection(executed, [step.window])
     total, computes, communicates = (length(part) for part in ([step.window], step.computation, communication))
@@ -94,7 +94,7 @@ def _by_purpose(ranks: Sequence[Sequence[Sequence[Sequence[Any]]]]) -> dict[str,
 
 
 def _by_size(ranks: Sequence[Sequence[Sequence[Sequence[Any]]]]) -> list[Record]:
-    """Return calls and transfer times by purpose, op and size; the order of collectives must be equal on all ranks."""
+    """Return calls and transfer times by purpose, op and size; all ranks must run collectives in the same order."""
     sums: defaultdict[tuple[str, str, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for step in zip(*ranks, strict=True):
         for collective in zip(*step, strict=False):  # the same collective on every rank

@@ -49,7 +49,7 @@ class Timeline(Generic[T]):
         self._starts = [interval[0] for interval, _ in self._entries]
 
     def at(self, moment: float) -> T | None:
-        """Return the value at a time, or None outside all intervals."""
+        """Return the value at a time, or None if no interval contains the time."""
         place = bisect_right(self._starts, moment) - 1
         if place < 0 or self._entries[place][0][1] < moment:
             return None

@@ -99,7 +99,7 @@ def _launch(event: Event) -> Launch:
 
 
 def _elements(shape: Sequence[Any]) -> int:
-    """Return the number of elements of a tensor's shape, or of a list of shapes."""
+    """Return the number of elements in a tensor with this shape, or in all tensors with the listed shapes."""
     if all(isinstance(side, int) for side in shape):
         return math.prod(shape)
     return sum(_elements(part) for part in shape)

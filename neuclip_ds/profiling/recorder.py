@@ -26,11 +26,11 @@ TRACE, BREAKDOWN, REPORT = "trace.json.gz", "breakdown.json", "report.md"
 
 
 class Recorder:
-    """Profiler of the `steps` steps that follow the first `after` steps, on all ranks; if `steps` is 0, does nothing.
+    """Profiler that skips `after` steps, then profiles `steps` steps on all ranks; if `steps` is 0, it does nothing.
 
     Rank 0 writes breakdown.json (with `labels` such as the method and ZeRO stage), report.md and its trace.json.gz to
     the folder. The profiler starts one step early, because starting it slows down that step. On a GPU, each profiled
-    step begins and ends with a synchronization, so that only its own kernels run within the step.
+    step begins and ends with a synchronization, so that the step contains only its own kernels.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Recorder:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Enclose a training step, including its waits; use this context for every step."""
+        """Profile the enclosed training step if it is one of the steps to profile; run every step in this context."""
         if self._done >= self._end:
             yield
             return
@@ -76,7 +76,7 @@ class Recorder:
             self._finish()
 
     def _finish(self) -> None:
-        """Stop the profiler, read the trace of each rank and write the breakdown over all ranks."""
+        """Stop the profiler, read the trace on each rank, and write the breakdown over all ranks on rank 0."""
         profiler, self._profiler = self._profiler, None
         assert profiler is not None
         profiler.stop()

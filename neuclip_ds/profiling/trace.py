@@ -1,8 +1,8 @@
 """Training steps in a Chrome trace from `torch.profiler`: computation, and every collective with its purpose.
 
-Computation is the time of ATen's operators on a CPU, and of kernels other than NCCL's on a GPU. A collective has the
-purpose of the `Communicator` call that launched it. Collectives outside `Communicator` calls are DeepSpeed's: their
-purpose is inferred from the phase of the step and the operation.
+Computation is the time spent in ATen operators on a CPU, and in kernels other than NCCL kernels on a GPU. The purpose
+of a collective is that of the `Communicator` call that launched it. DeepSpeed launches all other collectives: their
+purposes are inferred from the operation and the phase of the step.
 """
 
 import gzip
@@ -38,7 +38,7 @@ _ITEM_SIZES = {
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective as one rank executed it."""
+    """A collective as executed by one rank."""
 
     purpose: str
     op: str  # as in `ring_bytes`
@@ -48,7 +48,7 @@ class Collective:
 
 
 class StepTrace(NamedTuple):
-    """A training step as one rank executed it; times in seconds on the profiler's clock."""
+    """A training step as executed by one rank; times are in seconds on the profiler's clock."""
 
     window: Interval
     computation: list[Interval]  # disjoint, within the window
@@ -99,12 +99,12 @@ def parse_trace(trace: Mapping[str, Any]) -> list[StepTrace]:
 
 
 def _executed(host: list[Phase], events: Sequence[Event]) -> list[Phase]:
-    """Return the intervals in which the work of each phase is executed; on a GPU, they may overlap.
+    """Return the intervals in which each phase's work is executed; on a GPU, the intervals may overlap.
 
-    A GPU works tens of milliseconds behind the host. The profiler repeats a host range as `gpu_user_annotation`, but
-    only for work that the range's own thread launches directly. It omits work of autograd's thread in the backward pass
-    (github.com/pytorch/kineto/issues/1022) and work of nested ranges. This function finds the omitted work by the
-    correlation ID of the call that launched it.
+    A GPU runs tens of milliseconds behind the host. The profiler repeats a host range as `gpu_user_annotation`, but
+    only for work that the range's thread launches directly. The profiler omits work that the autograd thread launches
+    in the backward pass (github.com/pytorch/kineto/issues/1022) and work in nested ranges. This function finds the
+    omitted work by the correlation ID of the call that launched it.
     """
     return _annotated(events, "gpu_user_annotation") + _launched_in(host, events) or host
 
@@ -125,7 +125,7 @@ def _annotated(events: Sequence[Event], category: str) -> list[Phase]:
 
 
 def _launched_in(host: Sequence[Phase], events: Sequence[Event]) -> list[Phase]:
-    """Return each phase's interval from the first start to the last end of GPU work launched during the phase."""
+    """Return each phase's interval on the GPU, from the first start to the last end of the work that it launched."""
     calls, timeline = launching_calls(events), Timeline((phase[0], phase) for phase in host)
     spans: dict[Phase, Interval] = {}
     for event in events:
@@ -139,7 +139,7 @@ def _launched_in(host: Sequence[Phase], events: Sequence[Event]) -> list[Phase]:
 
 
 def engine_purpose(phase: str | None, op: str, elements: int) -> str:
-    """Infer the purpose of a DeepSpeed collective, which the trace does not name."""
+    """Infer the purpose of a DeepSpeed collective, because the trace does not record it."""
     reduces = op in ("all_reduce", "reduce_scatter", "reduce")
     if phase == "optimizer" and reduces and elements <= _SCALARS:
         return "norm and overflow"

@@ -30,14 +30,14 @@ class Event(NamedTuple):
 
 
 class EventLog:
-    """One rank's events; rank 0 writes its own to FOLDER/events.jsonl at once, and the other ranks' in `merge`."""
+    """One rank's events. Rank 0 writes to FOLDER/events.jsonl: its events in `add`, those of other ranks in `merge`."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._path, self._rank = folder / FILE, rank
         self._pending: list[Event] = []
 
     def resume(self, done: int) -> None:
-        """Drop the events of the steps after `done`, which a resumed run repeats; 0 drops all events."""
+        """Drop the events of the steps after `done`, which a resumed run repeats; if `done` is 0, drop all events."""
         if self._rank == 0 and self._path.exists():
             drop_from(self._path, done + 1 if done else 0)
 
@@ -50,7 +50,7 @@ class EventLog:
         level: int = logging.WARNING,
         shared: bool = False,
     ) -> None:
-        """Log a message and record the event; only rank 0 does so for a `shared` event, which all ranks report."""
+        """Log a message and record an event; all ranks report a `shared` event, but only rank 0 logs and records it."""
         if shared and self._rank > 0:
             return
         log.log(level, "%s", message)
@@ -61,9 +61,9 @@ class EventLog:
             self._pending.append(event)
 
     def merge(self, gather: Callable[[list[dict[str, Any]]], list[list[dict[str, Any]]]]) -> None:
-        """Write the other ranks' events to the file; all ranks must call this method before a checkpoint.
+        """Write the other ranks' events to the file; all ranks must call this method before they save a checkpoint.
 
-        A resumed run repeats later steps, so no events are lost. `gather` gathers objects over all ranks.
+        No events are lost: a resumed run repeats the steps after the checkpoint. `gather` gathers all ranks' objects.
         """
         gathered = gather([event._asdict() for event in self._pending])
         self._pending = []

@@ -15,7 +15,7 @@ def configure_logging(rank: int, log_file: Path | None = None) -> None:
     """Send log messages and Python warnings to stderr and, on rank 0, append them to `log_file`.
 
     Rank 0 logs INFO for this package and WARNING for other packages; other ranks log WARNING, as `[rank r] ...`.
-    A second call replaces the first call's handlers. Rank 0's earlier messages are also written to the first file.
+    Later calls replace the handlers; the first `log_file` also receives the messages that rank 0 has logged so far.
     """
     root = logging.getLogger()
     former = [handler for handler in root.handlers if handler.name == __name__]

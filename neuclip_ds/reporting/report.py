@@ -67,7 +67,7 @@ def write_report(run: Path) -> Path:
 def _scores(series: Mapping[str, Series], val: str | int) -> Iterator[str]:
     """Yield a table of each score's last and best values in percent, with the chance level, if the run has scores.
 
-    `val` is the source of the retrieval pairs: a path, or a number of pairs held out of the training data.
+    Also yields a sentence about the retrieval pairs; `val` is their path, or the number of held-out training pairs.
     """
     rows = []
     for name in scores_among(series):
@@ -86,9 +86,9 @@ def _scores(series: Mapping[str, Series], val: str | int) -> Iterator[str]:
 
 
 def _plots(series: Mapping[str, Series]) -> Iterator[dict[str, Any]]:
-    """Yield the plots for page.js: `PLOTS`, and single-curve plots for other metrics and for crowded plots.
+    """Yield `PLOTS` and one plot for each other metric, for page.js; split crowded plots into one plot per curve.
 
-    A metric with fewer than two finite values has no curve; only the tables show the metric.
+    A metric with fewer than two finite values is not plotted; it appears only in the tables.
     """
     shown = (name for name in series if name not in _COUNTS and not name.startswith(CHANCE))
     # natural order: recall@5 before recall@10
@@ -107,7 +107,7 @@ def _plots(series: Mapping[str, Series]) -> Iterator[dict[str, Any]]:
 
 
 def _curve(name: str, steps: Sequence[int], values: Sequence[float]) -> dict[str, Any]:
-    """Return a curve for page.js, with None for values that are not finite."""
+    """Return a curve for page.js, with None in place of values that are not finite."""
     kept: Sequence[int] = range(len(values))
     if len(values) > _POINTS:
         parts = np.array_split(np.nan_to_num(values), _POINTS // 2)

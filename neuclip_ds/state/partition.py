@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Partition(NamedTuple):
-    """One rank's rows [start, stop): rank r of K has [r * ceil(rows/K), (r+1) * ceil(rows/K)), clipped to `rows`."""
+    """One rank's rows [start, stop). Rank r of K gets [r * ceil(rows/K), (r+1) * ceil(rows/K)), clipped to `rows`."""
 
     rows: int
     start: int
@@ -30,8 +30,8 @@ class Partition(NamedTuple):
 class RowTable(NamedTuple):
     """This rank's rows of a partitioned table; each tensor has the shape (partition.size, ...).
 
-    If the table is `per_sample`, its store restores the rows after a skipped step. If several ranks store the same
-    rows, only one of these ranks has `saved` set.
+    If `per_sample` is set, `SampleStore` restores the rows after a skipped step. If several ranks store the same rows,
+    `saved` is set on only one of these ranks.
     """
 
     partition: Partition

@@ -1,9 +1,9 @@
 """Per-sample statistics, stored by global sample index and partitioned over ranks.
 
-Reading f fields of each rank's samples takes one reduce-scatter of (B, f), and reading the whole batch takes one
-all-reduce. For both, each rank copies its local rows into a zero-filled buffer. A read can overlap the encoders. A
-write needs no communication, because all ranks have the values. Shapes do not depend on which rank stores a row, and a
-table in host memory is updated once the new values have arrived there, so the host never waits for the device.
+Reading f fields of each rank's samples takes one reduce-scatter of a (B, f) tensor; reading the whole batch takes one
+all-reduce. For both, each rank copies its local rows into a zero-filled buffer. Reads can overlap the encoders' forward
+pass. Writes need no communication, because all ranks have the values. The host never waits for the device: shapes do
+not depend on which rank stores a row, and tables in host memory are updated once the new values have arrived.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ MAX_DEVICE_BYTES = 2 << 30  # larger tables are kept in pinned host memory
 
 
 class SampleStore:
-    """Table of f floating-point fields for n samples; each of K ranks stores 4 f ceil(n / K) bytes in float32.
+    """Table of f floating-point fields for n samples; each of the K ranks stores 4 f ceil(n / K) bytes in float32.
 
     Args:
         n: number of samples in the data set; a global index is in [0, n).
@@ -52,7 +52,7 @@ class SampleStore:
 
     @property
     def _rows(self) -> Tensor:
-        """The table, including the values of the last write."""
+        """The table, after waiting for the values of the last write to arrive."""
         if self._arriving is not None:
             rows, values = self._arriving
             self._arriving = None
@@ -72,7 +72,7 @@ class SampleStore:
         return self._communicator.begin_reduce_scatter(self._contribution(index, len(self.fields)), "state")
 
     def begin_read_all(self, index: Tensor, count: int) -> Pending:
-        """Start reading the first `count` fields of the whole batch as (B, count), with zeros for empty rows."""
+        """Start reading the first `count` fields of the whole batch: a (B, count) tensor, with zeros for empty rows."""
         return self._communicator.begin_all_reduce(self._contribution(index, count), "state")
 
     def local_rows(self, index: Tensor) -> Tensor:
@@ -80,13 +80,13 @@ class SampleStore:
         return to_device(self._rows.index_select(0, self._locate(index)[0]), self._communicator.device)
 
     def _contribution(self, index: Tensor, count: int) -> Tensor:
-        """Return this rank's (B, count) term in the sum of a read: its local rows, and zeros elsewhere."""
+        """Return this rank's (B, count) contribution to a read's sum over ranks: its local rows, zeros elsewhere."""
         rows, is_local = self._locate(index)
         found = self._rows[:, :count].index_select(0, rows)
         return to_device(found.masked_fill_(~is_local[:, None], 0.0), self._communicator.device)
 
     def write(self, index: Tensor, values: Tensor) -> None:
-        """Write the (B, f) values for all ranks' (B,) sample indices; if an index is repeated, store its last row.
+        """Write the (B, f) values of all ranks' (B,) sample indices; if an index is repeated, its last row is stored.
 
         Rows that other ranks store and empty rows are skipped.
         """
@@ -105,13 +105,13 @@ class SampleStore:
         self._rows.index_copy_(0, rows, before)  # a repeated row has the same values each time
 
     def rows(self) -> RowTable:
-        """Return the rank's rows for the checkpoint: one (n/K, f) tensor whose name lists the fields."""
+        """Return this rank's rows for the checkpoint: one (n/K, f) tensor whose name lists the fields."""
         return RowTable(self.partition, {",".join(self.fields): self._rows[:-1]}, per_sample=True)
 
     def _locate(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (B,) local row numbers and a (B,) mask of local rows; all other rows map to the extra last row.
+        """Return the (B,) local row numbers of sample indices, and a (B,) mask that is True for local rows.
 
-        Both tensors are on the table's device.
+        Rows of other ranks map to the extra last row. Both tensors are on the table's device.
         """
         index = to_device(index, self._table.device)
         low, high = self.partition.start, self.partition.stop
@@ -120,7 +120,7 @@ class SampleStore:
 
 
 def _last_of_each(rows: Tensor) -> Tensor:
-    """Return, for each of B row numbers, its last position in `rows`, without synchronizing with the host."""
+    """Return the last position in `rows` of each of its B row numbers, without synchronizing with the host."""
     places = torch.arange(len(rows), device=rows.device)
     bits = len(rows).bit_length()
     keys = (rows << bits) + places  # ordered by row number, then by position

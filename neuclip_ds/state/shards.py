@@ -7,11 +7,10 @@ A folder written by K ranks contains
 
 with the keys
 
-    KIND/NAME/START-STOP    rows [START, STOP) of the tensor NAME of this KIND
+    KIND/NAME/START-STOP    rows [START, STOP) of the tensor NAME; KIND contains no slash
     KIND/NAME/whole         a whole tensor that is equal on all ranks; only in rank 0's file
 
-Together, the shards of a tensor in all files cover each row exactly once. KIND contains no slash. A reader opens only
-the files that it needs.
+Together, the shards of a tensor in all files cover each row exactly once. A reader opens only the files that it needs.
 """
 
 import bisect
@@ -45,7 +44,7 @@ def shard_key(kind: str, name: str, start: int, stop: int) -> str:
 
 
 def whole(kind: str, tensors: Mapping[str, Tensor]) -> Shards:
-    """Return the shards, to be written by rank 0, of tensors that are equal on all ranks."""
+    """Return the shards of tensors that are equal on all ranks; only rank 0 writes these shards."""
     return {f"{kind}/{name}/{_WHOLE}": tensor for name, tensor in tensors.items()}
 
 
@@ -60,7 +59,7 @@ def table_shards(tables: Mapping[str, RowTable]) -> Shards:
 
 
 def shard_files(shards: Shards, facts: Mapping[str, Any], communicator: Communicator) -> list[StateFile]:
-    """Return the files that this rank writes, with rank 0's `facts` in the index (a collective operation)."""
+    """Return the files for this rank to write; the index stores rank 0's `facts`. All ranks call this together."""
     keys = communicator.gather_objects(list(shards))
     files: list[StateFile] = [TensorFile(_file_name(communicator.rank, communicator.world_size), shards)]
     if communicator.rank == 0:

@@ -44,7 +44,7 @@ class TensorFile(NamedTuple):
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
     def write(self, folder: Path) -> Checksum:
-        """Write the file, using at most 64 MB of extra memory for one chunk, and return its checksum."""
+        """Write the file in chunks, using at most about 64 MB of extra memory, and return the file's checksum."""
         header: dict[str, object] = {}
         end = 0
         for name, tensor in self.tensors.items():
@@ -63,7 +63,7 @@ class TensorFile(NamedTuple):
 
 
 class BytesFile(NamedTuple):
-    """A small file to be written, given by its content."""
+    """A small file to be written from bytes in memory."""
 
     name: str  # relative to the folder
     content: bytes
@@ -84,7 +84,7 @@ StateFile = TensorFile | BytesFile
 
 
 def row_chunks(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return views of a tensor's rows in chunks of at most about 64 MB."""
+    """Split a tensor by rows into views of at most about 64 MB each."""
     if tensor.numel() == 0 or tensor.ndim == 0:
         return (tensor,)
     row = tensor[0].numel() * tensor.element_size()

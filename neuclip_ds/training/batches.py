@@ -54,7 +54,7 @@ class DeviceBatches(Iterator["DeviceBatch"]):
     """Iterator that fetches batches and copies them to a device.
 
     Attributes:
-        micro_batch: rows that go through the towers at once.
+        micro_batch: number of rows that go through the towers at once.
     """
 
     def __init__(self, device: torch.device, micro_batch: int) -> None:
@@ -76,7 +76,7 @@ class DeviceBatches(Iterator["DeviceBatch"]):
     def prefetch(self) -> None:
         """On a GPU, fetch the next batch and start copying it; call this after a step has been launched.
 
-        An error, or the end of the batches, is raised at the step that needs the batch.
+        If fetching fails or no batches are left, the exception is raised at the step that needs the batch.
         """
         if self._stream is None:
             return
@@ -90,7 +90,7 @@ class DeviceBatches(Iterator["DeviceBatch"]):
         fetched.record()
 
     def copy(self, pieces: Sequence[tuple[Tensor, Tensor]]) -> tuple[tuple[Tensor, Tensor], torch.cuda.Event | None]:
-        """Copy two tensors, each given as pieces of rows; on a GPU, also return an event that marks the end."""
+        """Copy two tensors, each given as chunks of rows; on a GPU, also return an event for the end of the copy."""
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             first, second = (self._joined(tensors) for tensors in zip(*pieces, strict=True))
             return (first, second), None if self._stream is None else self._stream.record_event()
@@ -118,7 +118,7 @@ class DeviceBatch:
         host: the batch on the host.
         rows: the slice of rows of each micro-batch.
         seconds: time that the host waited for the batch.
-        idle: for a prefetched batch, two GPU events with only the wait for the batch between them.
+        idle: for a prefetched batch, the GPU events recorded before and after the wait for the batch.
     """
 
     idle: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
@@ -131,7 +131,7 @@ class DeviceBatch:
 
     @property
     def waited(self) -> float:
-        """Seconds that the step lost waiting for the batch; a GPU loses none while it computes the previous step."""
+        """Seconds that the step waited for the batch; on a GPU, the time until the previous step ends is excluded."""
         if self.idle is None:
             return self.seconds
         launched, fetched = self.idle

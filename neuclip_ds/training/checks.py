@@ -21,7 +21,7 @@ _NOT_ARCHITECTURE: Any = {
 
 
 def check_config(config: Config, world_size: int) -> None:
-    """Raise `UserError` for a config that would fail with any data, without communicating with other ranks."""
+    """Raise `UserError`, without communicating with other ranks, if a config would fail regardless of the data."""
     config.micro_batch(world_size)
     check_engine_config(load_engine_config(config, world_size), config.deepspeed)
 
@@ -74,7 +74,7 @@ def fingerprint(config: Config) -> Fingerprint:
 
 
 def _architecture(model: ModelConfig) -> Fingerprint:
-    """Return the trained parts, the adapters and, unless the model is pretrained, its architecture; omit file names."""
+    """Return the trained parts, adapters and, unless it is pretrained, the model's architecture; omit file names."""
     trains: dict[str, Any] = {f"model.{name}.trainable": model.trained(name) for name in TOWERS}
     if model.lora.rank:
         trains["model.lora"] = model.lora.model_dump()

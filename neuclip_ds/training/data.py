@@ -46,8 +46,8 @@ def open_training_data(
 ) -> TrainingData:
     """Open the training data of a run, and create a tokenizer if the model has none.
 
-    New files go to `staged` instead of the run's folder. The checkpoint `resumed`, if any,
-    determines the order of the samples.
+    New files are written to `staged` instead of the run's folder. If the run resumes from the checkpoint `resumed`, the
+    checkpoint determines the order of the samples.
     """
     data, preprocessing = config.data, source.preprocessing
     meta = communicator.on_rank_zero(lambda: read_meta(resumed) if resumed is not None else None)
@@ -93,7 +93,7 @@ def open_training_data(
 
 
 def _new_tokenizer(text: TextConfig, captions: Iterator[str]) -> CaptionTokenizer:
-    """Return CLIP's tokenizer if the config names it and open_clip is installed, else a BPE trained on captions."""
+    """Return CLIP's tokenizer if the config names it and open_clip is installed, else train a BPE tokenizer."""
     reason = "model.text.tokenizer is not set"
     if text.tokenizer == CLIP_BPE:
         if find_spec("open_clip"):
@@ -145,7 +145,7 @@ def _missing_here(manifest: Manifest) -> str | None:
 
 
 def loader_options(data: DataConfig, communicator: Communicator, *manifests: Manifest) -> LoaderOptions:
-    """Return the options of a loader for these manifests, with a shard cache if any shard is remote."""
+    """Return the options of a loader that reads these manifests, with a shard cache if any shard is remote."""
     cache = None
     if any(map(needs_cache, manifests)):
         folder = data.cache_dir or private_folder()
@@ -180,7 +180,7 @@ def iter_captions(
 
 
 def unused_sources(manifest: Manifest, captions: CaptionSources, cache: ShardCache | None = None) -> list[str]:
-    """Return the caption sources that no checked sample has, if several are given; read at most one remote shard."""
+    """If several caption sources are given, return those that no checked sample has; read at most one remote shard."""
     if len(captions) < 2:
         return []
     sources = {name: Captions([name]) for name in captions}

@@ -94,7 +94,7 @@ class TrainingSet:
 
 
 def find_split(source: str | int, name: str, train_paths: Sequence[str]) -> str:
-    """Return the path of a held-out set: `source`, or, for `auto`, the `name` folder next to the first training set."""
+    """Return a held-out set's path: `source`, or, for `auto`, a folder called `name` next to the first training set."""
     train = next(iter(train_paths), "")
     if source != "auto":
         return source if isinstance(source, str) else ""
@@ -112,7 +112,7 @@ def find_validation(data: DataConfig, training: Manifest | None) -> str | int:
 
 
 def _choose_held_out(data: DataConfig, sizes: NDArray[np.int64]) -> dict[int, int]:
-    """Return how many samples a new run holds out of each shard, by shard number; `sizes` is (n_shards,).
+    """Return the number of samples that a new run holds out of each shard, keyed by shard; `sizes` is (n_shards,).
 
     The samples come from evenly spaced shards, because data may be sorted.
     """
@@ -137,8 +137,8 @@ def open_order(
     """Return the order of a run's samples, with the `saved` interleave if the run resumes.
 
     Raises:
-        UserError: the batch size does not fit the data or the shard streams, or a new run reads more shards at a time
-            than fit into the cache.
+        UserError: the batch size is incompatible with the data or `data.shard_streams`, or the shards that a new run
+            reads at a time do not fit into the cache.
     """
     data, manifest, seed = config.data, training_set.manifest, config.run.seed
     cache = data.cache_gb * 1e9 if needs_cache(manifest) else None
@@ -183,16 +183,16 @@ def open_order(
 
 
 def needs_cache(manifest: Manifest) -> bool:
-    """Return whether any shard is remote, so that each node caches shards."""
+    """Return whether any shard is remote, in which case each node caches shards."""
     return not all(is_local(shard.path) for shard in manifest.shards)
 
 
 def order_facts(interleave: Interleave) -> dict[str, int]:
-    """Return the options of the interleave, as a checkpoint stores them."""
+    """Return the options of the interleave in the form that a checkpoint stores."""
     return {"shard_streams": interleave.streams, "shuffle_block_size": interleave.block}
 
 
 def source_facts(data: DataConfig) -> dict[str, object]:
-    """Return the weights of a mixture's sources, as a checkpoint stores them; empty for a single data set."""
+    """Return the weights of a mixture's sources in the form that a checkpoint stores; empty for a single data set."""
     described = [source.model_dump(mode="json", exclude={"path"}) for source in data.sources]
     return {"sources": described} if described else {}

@@ -1,4 +1,4 @@
-"""Evaluate a run's model: held-out retrieval, zero-shot accuracy, evaluation sets and the normalizers' error."""
+"""Evaluate a run's model: held-out retrieval, zero-shot accuracy, evaluation sets, and the error of the normalizers."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -40,8 +40,8 @@ _VAL, _TRAIN, _ANCHORS = "val", "train", "anchors"  # the loader's sources of pa
 class Evaluator:
     """Evaluates a model on the held-out sets of a run, which are opened before the first step.
 
-    The first evaluation starts as many loader processes as training uses. These wait for the next evaluation until
-    `close` stops them. Images are decoded as in training, but always at full size.
+    The first evaluation starts as many loader processes as training uses. The processes stay alive between evaluations
+    until `close` stops them. Images are decoded as in training, but always at full size.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Evaluator:
         self._loader.close()
 
     def _scores(self, encoder: BatchEncoder) -> dict[str, float]:
-        """Return each evaluation set's score as `task/KEY`, complete averages as `average/NAME`, and chance levels."""
+        """Return task scores as `task/KEY`, averages as `average/NAME` if no task is missing, and chance levels."""
         metrics = {task.key: measure(task, place, encoder) for task, place in self._on_disk}
         random = {key: {"main_metric": found["chance"]} for key, found in metrics.items()}
         scores: dict[str, float | None] = {}
@@ -109,7 +109,7 @@ class Evaluator:
         return {name: score for name, score in scores.items() if score is not None}
 
     def _normalizer_error(self, encode: Encode, objective: ContrastiveObjective) -> dict[str, float]:
-        """Compare the estimated normalizers of a fixed sample of anchors with the exact ones over the training set."""
+        """Compare the estimated normalizers of a fixed sample of anchors with exact ones over the training set."""
         data, manifest = self._config.data, self._manifest
         order = GlobalOrder(manifest.starts, manifest.sizes, data.batch_size, _ANCHOR_SEED, self._interleave)
         anchors = min(self._config.run.normalizer_anchors, manifest.n_used)
@@ -146,7 +146,7 @@ class Evaluator:
 
 
 def _chance(results: Mapping[str, float], candidates: int) -> dict[str, float]:
-    """Return the chance levels of the scores whose names end in @k or topk, for lists of `candidates` items."""
+    """Return the chance levels of the scores whose names end in @k or topk, given the number of candidates."""
     lengths = {name: re.search(r"(?:@|top)(\d+)$", name) for name in results}
     return {f"{CHANCE}{name}": chance_recall(int(k[1]), candidates) for name, k in lengths.items() if k}
 

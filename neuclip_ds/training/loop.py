@@ -54,7 +54,7 @@ class RunContext(NamedTuple):
 
 @dataclass(frozen=True)
 class StepResult(StepOutcome):
-    """Result of a training step, and its position in the run."""
+    """Result of a training step, and the step's position in the run."""
 
     step: int  # number of steps done, including this one
     last: bool  # whether this is the last step of the loop
@@ -88,7 +88,7 @@ class Loop:
         order: the order of the samples.
         done: number of steps done.
         total: number of steps after which the loop ends.
-        saved: last step with a checkpoint.
+        saved: last step after which a checkpoint was saved.
         stop_requested: set this to True on all ranks to end the loop after the current step, with a checkpoint.
         stop_signal: the signal that requested the stop, if any; the loop then raises `Interrupted`.
         resources: stack of the context managers that hooks enter when they start; the stack closes with the loop.
@@ -110,7 +110,7 @@ class Loop:
         """
         Args:
             context, objective, folder, fingerprint: see the attributes.
-            config: the run's config, with the length and learning rates of this loop.
+            config: the run's config, with this loop's length and learning rates.
             epochs_before: offset of the objective's schedules, in epochs.
         """
         self.context, self.folder, self.fingerprint = context, folder, dict(fingerprint)

@@ -1,9 +1,9 @@
-"""Recover the optimizer's moments and each sample's moving average u for a checkpoint without them (TuneCLIP stage 1).
+"""Recover the optimizer's moments and each sample's moving average u if a checkpoint lacks them (TuneCLIP stage 1).
 
 The weights are frozen (by a learning rate of 0, which also disables decoupled weight decay) while every sample's u and
-the moments accumulate (TuneCLIP Algorithm 1). For a method without u, only the moments for the method's own loss are
-recovered. Fine-tuning reads the recovered state from the last checkpoint of this loop, and so can other runs with the
-same initial weights and data (`recovery.reuse`).
+the moments accumulate (TuneCLIP Algorithm 1). For a method without u, only the moments are recovered, by default with
+the method's own loss. Fine-tuning reads the recovered state from the last checkpoint of this loop. Other runs with the
+same initial weights and data can also read it (`recovery.reuse`).
 """
 
 import logging
@@ -42,7 +42,7 @@ def keeps_u(method: str) -> bool:
 
 
 def recovered_objective(config: Config) -> ObjectiveConfig:
-    """Return the config of the objective whose gradients are averaged: `recovery.loss` at a fixed temperature."""
+    """Return the config of the objective that the recovery uses: `recovery.loss` at a fixed temperature."""
     objective, loss = config.objective, config.recovery.loss
     if loss is None:
         loss = "gcl" if keeps_u(objective.method) else "method"
@@ -82,7 +82,7 @@ def recover(loop: Loop, hooks: Sequence[Hook] = ()) -> Path | None:
 def take_over(checkpoint: Path, context: RunContext, objective: Objective) -> None:
     """Load the recovered state that `recovery.restore` selects into a new engine and objective.
 
-    Raises `UserError` if the recovery had different weights or a different optimizer, or, for u, different data.
+    Raises `UserError` if the recovery had different weights, a different optimizer or, if u is loaded, different data.
     """
     recovery = context.config.recovery
     meta = read_meta(checkpoint)
@@ -115,7 +115,7 @@ def take_over(checkpoint: Path, context: RunContext, objective: Objective) -> No
 
 
 def epochs_behind(config: Config) -> int:
-    """Return the epochs of gamma's schedule to skip: gamma starts at 1, which would replace the recovered u."""
+    """Return how many epochs of gamma's schedule to skip: its initial value of 1 would replace the recovered u."""
     recovery = config.recovery
     continues = "statistics" in recovery.restore and keeps_u(config.objective.method)
     return int(recovery.epochs) if continues else 0

@@ -1,4 +1,4 @@
-"""Compare replicated state, which must be bit-identical on all ranks, and end a run in which it differs."""
+"""Compare replicated state, which must be bit-identical on all ranks, and end the run if the state differs."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence

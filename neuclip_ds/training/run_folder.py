@@ -1,7 +1,7 @@
 """The folder of a run, to which a launch writes only after all checks have passed.
 
 A launch writes the manifests, the tokenizer and the model description to a staging folder next to the run's folder.
-These files are moved into the run's folder when all ranks are ready to train, and deleted if the launch is refused.
+These files are moved into the run's folder when all ranks are ready to train, and deleted if a check fails.
 """
 
 import json
@@ -66,7 +66,7 @@ def take_in(staged: Path, folder: Path, config: Config) -> None:
 
 
 def write_complete(folder: Path, step: int) -> None:
-    """Record that a run is complete after a step."""
+    """Record that a run is complete, and its number of steps."""
     with explain_disk(folder), atomic_write(folder / COMPLETE) as temporary:
         temporary.write_text(json.dumps({"step": step}), encoding="utf-8")
 
@@ -80,7 +80,7 @@ def read_complete(folder: Path) -> int | None:
 
 
 def trained_with(staged: Path, folder: Path, config: Config) -> dict[str, bytes]:
-    """Return the contents, by name, of a checkpoint's config, tokenizer and model description."""
+    """Return the config, tokenizer and model description that a checkpoint stores, as a map from name to content."""
     content = {CONFIG: dump(config).encode()}
     for name in (MODEL, TOKENIZER):
         place = next((home / name for home in (staged, folder) if (home / name).is_dir()), None)

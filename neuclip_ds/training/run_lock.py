@@ -27,7 +27,7 @@ _ENDING = 5.0  # seconds that a stopped process has to exit
 
 @contextmanager
 def locked(folder: Path, communicator: Communicator) -> Iterator[None]:
-    """Hold the lock on a run's folder on rank 0 during the block, which all ranks enter together.
+    """Hold the lock on a run's folder, on rank 0, during the `with` block; all ranks enter the block together.
 
     Raises:
         UserError: another process holds the lock, or the folder cannot be written or does not belong to a run.
@@ -43,10 +43,10 @@ def locked(folder: Path, communicator: Communicator) -> Iterator[None]:
 
 @contextmanager
 def _lock(folder: Path) -> Iterator[None]:
-    """Hold the kernel's lock on FOLDER/lock.json, and record this host and process in the file.
+    """Hold a kernel lock on FOLDER/lock.json, and record this host and process in the file.
 
     The kernel releases the lock of a process that dies. Hosts that share a file system might not share its locks, so
-    the file's modification time serves as a heartbeat. After a clean exit, the empty file marks the folder of a run.
+    the file's modification time serves as a heartbeat. After a clean exit, the empty file marks the folder as a run's.
     """
     path, ended = folder / LOCK, threading.Event()
     _check_is_run(folder)
@@ -85,7 +85,7 @@ def _check_is_run(folder: Path) -> None:
 
 
 def _take(handle: int, path: Path) -> None:
-    """Take the kernel's lock and record this process in the file; wait briefly for a process that is exiting."""
+    """Acquire the kernel lock and record this process in the file; wait briefly for a process that is exiting."""
     deadline = time.monotonic() + _ENDING
     while True:
         try:
@@ -116,7 +116,7 @@ def _wait_for_other_hosts(path: Path) -> None:
 
 
 def _read(path: Path) -> tuple[bytes, int]:
-    """Return the lock file's content and modification time; opening the file makes NFS ask its server for both."""
+    """Return the lock file's content and modification time; opening the file makes NFS fetch both from the server."""
     try:
         with path.open("rb") as file:
             return file.read(), os.fstat(file.fileno()).st_mtime_ns

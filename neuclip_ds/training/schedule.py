@@ -23,7 +23,7 @@ def is_rest(order: BatchOrder, number: int) -> bool:
 def learning_rate(step: int, total: int, config: OptimizerConfig) -> float:
     """Return the learning rate at a step: a linear warm-up to lr, then `config.schedule` until step `total`.
 
-    The warm-up, `cosine` and `cooldown` are open_clip's. `wsd` is the warm-up-stable-decay schedule of Hu et al. 2024
+    The warm-up, `cosine` and `cooldown` match open_clip. `wsd` is the warm-up-stable-decay schedule of Hu et al. 2024
     (MiniCPM), with the decay of Haegele et al. 2024 (arXiv:2405.18392).
     """
     warmup = fitted_warmup(config.warmup_steps, total)
@@ -46,5 +46,5 @@ def learning_rate(step: int, total: int, config: OptimizerConfig) -> float:
 
 
 def fitted_warmup(steps: int, total: int) -> int:
-    """Return the number of warm-up steps: `steps` if the run of `total` steps is longer, else a tenth of the run."""
+    """Return the number of warm-up steps: `steps` if the run has more than `steps` steps, else a tenth of the run."""
     return steps if steps < total else total // _FITTED_WARMUP

@@ -59,8 +59,8 @@ class TrainStep:
         """
         Args:
             engine: DeepSpeed's engine around a `DualEncoder`, with gradient_accumulation_steps 1.
-            objective, communicator: the objective, which computes feature gradients, and the communicator of its ranks.
-            micro_batch: rows that go through the towers at once; must divide the rank's batch.
+            objective, communicator: the objective, which computes feature gradients, and the objective's communicator.
+            micro_batch: number of rows that go through the towers at once; must divide the rank's batch size.
             seed: seed for dropout.
         """
         self._engine, self._objective, self._communicator = engine, objective, communicator
@@ -113,7 +113,7 @@ class TrainStep:
         return StepOutcome(gradients, loss, tau, norm, applied, self._not_finite(collected, batch.host))
 
     def _restore_point(self) -> Callable[[], None]:
-        """Return a closure that undoes a skipped step in the objective and in batch norm."""
+        """Return a function that restores the state of the objective and of batch norm after a skipped step."""
         restore_objective = self._objective.restore_point()
         before = [statistic.clone() for statistic in self._statistics]
 
@@ -141,14 +141,14 @@ class TrainStep:
         return features
 
     def _backward(self, loss: Tensor, learning: tuple[list[Tensor], list[Tensor]], factor: Tensor, last: bool) -> None:
-        """Backpropagate the gradients of the features, times a factor; `last` marks the last call of a step."""
+        """Backpropagate the feature gradients, multiplied by a factor; `last` marks the last call of a step."""
         scalar = with_gradients(loss, *learning)
         self._engine.set_gradient_accumulation_boundary(last)
         with record_function(f"{PHASE}backward"):
             self._engine.backward(scalar * (self._communicator.world_size * factor))
 
     def _fix_dropout(self, step: Step, micro: int) -> None:
-        """Seed dropout with (seed, step, rank, micro-batch): both passes and a resumed run draw the same masks."""
+        """Seed dropout with (seed, step, rank, micro-batch): both passes, and a resumed run, draw the same masks."""
         place = step.number * self._communicator.world_size + self._communicator.rank
         seed = ((self._seed * 1_000_003 + place) * 65_537 + micro) % 2**63
         # torch.manual_seed seeds every kind of device, which takes 0.3 ms even without a GPU
@@ -158,7 +158,7 @@ class TrainStep:
 
     @torch.no_grad()
     def _not_finite(self, features: tuple[Tensor, Tensor], batch: RankBatch) -> list[int]:
-        """Return the indices of the samples on all ranks whose features, (b, d) on each rank, are not finite."""
+        """Return the indices of the samples on all ranks whose features are not finite; `features` are (b, d) each."""
         finite = torch.stack([side.isfinite().all(dim=1) for side in features]).all(dim=0).cpu()
         found = self._communicator.gather_objects(batch.index[batch.valid & ~finite].tolist())
         return [index for of_rank in found for index in of_rank]

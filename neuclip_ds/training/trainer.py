@@ -1,7 +1,7 @@
 """Build and run a training job from a config.
 
-The trainer knows only a list of hooks and a function that opens the evaluation. Its caller passes optional features,
-such as the report or remote copies, as hooks (training/hooks/optional.py).
+The trainer takes a list of hooks and a function that opens the evaluation. Optional features, such as the report or
+remote copies, are hooks that the caller passes (training/hooks/optional.py).
 """
 
 import logging
@@ -102,7 +102,7 @@ def train(
 
     Raises:
         UserError: the config or the data is invalid; raised before the first step where possible.
-        TrainingDiverged: steps stay non-finite after a rollback, or replicated state differs between ranks.
+        TrainingDiverged: the loss or gradient is not finite even after a rollback, or replicated state differs.
         Interrupted: a signal stopped the run; if the run was training, it has saved a checkpoint.
     """
     check_config(config, environment.world_size)  # a mistake in the config is reported before ranks connect
@@ -172,7 +172,7 @@ class Trainer(NamedTuple):
         return True
 
     def _evaluate(self, evaluation: Evaluation, average: WeightAverage | None) -> dict[str, float]:
-        """Evaluate the weights, and their moving average under the names `ema/NAME`."""
+        """Evaluate the weights and, if enabled, their moving average, whose results are named `ema/NAME`."""
         engine, objective = self.loop.context.engine, self.loop.objective
         results = evaluation(engine, objective)
         if average is not None:
@@ -191,8 +191,8 @@ def build(
 ) -> Trainer:
     """Build a run and resume it from its newest checkpoint, if any; all ranks call this together.
 
-    Writes nothing into the run's folder: new files go to `staged`. Raises `UserError` if the config, the data or a
-    checkpoint is invalid.
+    Writes new files to `staged` instead of the run's folder. Raises `UserError` if the config, the data or a checkpoint
+    is invalid.
     """
     engine_config = load_engine_config(config, communicator.world_size)
     resumed = newest_checkpoint(config, communicator, folder)
@@ -233,7 +233,7 @@ def build(
 def newest_checkpoint(config: Config, communicator: Communicator, folder: Path) -> Path | None:
     """Return the newest intact checkpoint of a run's training, else of its recovery, else None.
 
-    Raises `UserError` if the checkpoint contradicts the config, before anything is built.
+    Raises `UserError`, before anything is built, if the checkpoint does not match the config.
     """
     training = Checkpoints(folder / "checkpoints", communicator, 1)
     newest = training.newest()

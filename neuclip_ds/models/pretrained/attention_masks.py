@@ -1,8 +1,8 @@
 """Attention masks for transformers' text encoders, built without waiting for the device.
 
-transformers copies the padding mask from the device to the host to find out whether any caption is padded. The masks
-here depend only on shapes. Causal encoders get no mask, which allows flash attention: captions are padded at the end,
-so caption tokens never attend to the padding. Other encoders get one (b, 1, T, T) mask for all layers.
+transformers copies the padding mask from the device to the host to find out whether any caption is padded. This module
+avoids the copy. Causal encoders get no mask, which allows flash attention: captions are padded at the end, so caption
+tokens never attend to the padding. Other encoders get one (b, 1, T, T) mask for all layers.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ _NAME = "neuclip_ds_sdpa"
 
 
 def use_static_masks(encoder: PreTrainedModel) -> None:
-    """Make an SDPA encoder build its masks without reading the padding, which must be at the end of each caption."""
+    """Make an SDPA encoder build its masks without waiting for the device; captions must be padded at the end."""
     if encoder.config._attn_implementation == "sdpa":
         encoder.set_attn_implementation(_NAME)
 

@@ -1,7 +1,7 @@
 """The interface of model sources, and code shared by the sources of pretrained checkpoints.
 
-The towers' trunks are modules of the checkpoint's library, so the features equal that library's features. The logit
-scale and the bias belong to the objective.
+The towers' trunks are modules of the checkpoint's library, so they compute the same features as that library. The
+logit scale and the bias belong to the objective.
 """
 
 import json
@@ -80,7 +80,7 @@ class ModelSource(ABC):
 
     @abstractmethod
     def tokenizer(self, of_run: Callable[[], CaptionTokenizer]) -> ModelTokenizer:
-        """Return the model's tokenizer, or `of_run()` if the run provides it; raise UserError if there is none."""
+        """Return the model's tokenizer: `of_run()` if the run provides it. Raise UserError if there is none."""
 
     @abstractmethod
     def build(self, tokenizer: ModelTokenizer) -> DualEncoder:
@@ -100,14 +100,14 @@ class ModelSource(ABC):
 
     @abstractmethod
     def package(self, tokenizer: ModelTokenizer, weights: Mapping[str, Tensor], logits: LogitParameters) -> Package:
-        """Convert weights, named as in a model from `build` without adapters, to the file format of a library.
+        """Convert weights to a library's file format; weight names are those of the built model without adapters.
 
         Raises:
             UserError: no library supports the model.
         """
 
     def save(self, folder: Path, logits: LogitParameters) -> None:
-        """Save the files from which `open_saved`, given the model config, can reopen the source without weights."""
+        """Save the files, except the weights, from which `open_saved` can reopen the source, given the model config."""
         folder.mkdir(parents=True, exist_ok=True)
         self.save_files(folder)
         start = {"logits": logits._asdict(), "preprocessing": self.preprocessing._asdict()}

@@ -25,7 +25,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Read the tensors in a safetensors or torch file; raise UserError if it is missing, corrupt or would run code."""
+    """Read tensors from a safetensors or torch file; raise UserError if it is missing, is corrupt or contains code."""
     if not path.is_file():
         raise UserError(f"The weights file {path} does not exist; put it there or name a different one.")
     with explained(

@@ -173,7 +173,7 @@ class OpenClipCheckpoint(ModelSource):
 
 
 def architecture(config: Mapping[str, Any], where: str) -> Any:
-    """Build the open_clip model of a config, with random weights; raise UserError if open_clip cannot build it."""
+    """Build the open_clip model that a config describes, with random weights; raise UserError if that fails."""
     open_clip = library()
     parts = {key: value for key, value in config.items() if key != "custom_text"}
     text = parts.get("text_cfg", {})
@@ -186,7 +186,7 @@ def architecture(config: Mapping[str, Any], where: str) -> Any:
 
 
 def _refuse_foreign_code(name: str, where: str) -> None:
-    """Raise UserError unless transformers includes the text encoder: open_clip would offer to run custom code."""
+    """Raise UserError if transformers lacks the text encoder, because open_clip would offer to run custom code."""
     from transformers import MODEL_MAPPING, AutoConfig
 
     with explained(

@@ -1,6 +1,6 @@
 """Checkpoints of transformers' dual encoders: CLIP, MetaCLIP 2, SigLIP and fixed-resolution SigLIP 2.
 
-A checkpoint is a folder with config.json, the weights, and the files of the preprocessor and the tokenizer.
+A checkpoint is a folder with config.json, the weights, and the preprocessor and tokenizer files.
 Fixed-resolution SigLIP 2 models have the model type `siglip`.
 """
 

@@ -19,8 +19,8 @@ each direction, is added. Each step updates the online net, then the target net,
 
 All ranks have bit-identical copies of both nets. `fits_all_rows` selects one of two ways to fit the nets. Either every
 rank fits them to all rows of the batch, after an all-gather of log Z and log C, so all ranks do the same work. Or each
-rank fits them to its local rows, and the gradient of each update is summed over ranks (4 MB at d = 512); unless the
-batch is large, this sends more than OpenCLIP does. With `gather=fits` (section 3.3), steps that do not fit the nets
+rank fits them to its local rows, and the gradient of each update is summed over ranks (4 MB at d = 512). The latter
+sends more than OpenCLIP unless the batch is large. With `gather=fits` (section 3.3), steps that do not fit the nets
 contrast local rows only: C_i then averages over b - 1 negatives, but the positive's term keeps the factor 1/(B-1).
 """
 
@@ -73,7 +73,7 @@ def fit_gradient(
             omits the factor 1/2 of the squared error.
 
     Returns:
-        (2, rows) x and 0-dim p >= 0. The derivative is exp(p) x, which may overflow the dtype.
+        x, of shape (2, rows), and a 0-dim p >= 0. The derivative is exp(p) x; this product may overflow the dtype.
     """
     gap = log_lambda - log_target
     squared = gap * ((2 if released else 1) / size)
@@ -87,14 +87,14 @@ def fit_gradient(
 
 
 def _bounded_exp(x: Tensor) -> Tensor:
-    """Return exp(x) for x <= 0, bounded below so that the result is never subnormal."""
+    """Return exp(x) for x <= 0, with x clamped so that the result is never subnormal."""
     return x.clamp(min=lowest_exponent(x.dtype)).exp()
 
 
 def fits_all_rows(config: AmortizedConfig, dim: int, rows: int, comm_dtype: torch.dtype) -> bool:
     """Return whether each rank fits the nets to all `rows` of the global batch instead of its local rows.
 
-    This is the case if sending the float32 gradients of a batch's updates takes more bytes than sending the features.
+    This is the case if sending the updates' float32 gradients takes more bytes than sending a batch's features.
     """
     gradients = config.inner_steps * _mlp(config, dim).size * torch.float32.itemsize  # an all-reduce sends them twice
     return gradients > rows * dim * comm_dtype.itemsize  # image features alone; with text features, twice as much
@@ -134,7 +134,7 @@ class AmortizedNormalizer(Normalizer):
         self._steps = 0  # training steps since the nets were initialized
 
     def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> NormalizerOutput:
-        """Fit the nets in a training step; then estimate with the nets or, before they exist, from the batch."""
+        """In training steps, fit the nets; estimate lambda with the nets or, before the first fit, from the batch."""
         features, positive, own_pair, log_total, log_fitted = self._inputs(batch, log_g, tau)
         if step.learn:
             log_target = self._learn(step, batch, features, log_fitted)
@@ -156,7 +156,7 @@ class AmortizedNormalizer(Normalizer):
         return NormalizerOutput(log_weight, ratio - positive, tau_term, {}, feature_grad, metrics)
 
     def log_estimate(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor) -> Tensor:
-        """Return log(lambda_i - c exp(L s_ii)/(B-1)) - L s_ii, without the c term if lambda excludes the positive."""
+        """Return log(lambda_i - c exp(L s_ii)/(B-1)) - L s_ii; omit the c term if lambda excludes the positive."""
         if self._epoch < 0:
             return torch.full_like(log_g, -math.inf)
         features, positive, own_pair, _, log_fitted = self._inputs(batch, log_g, tau)
@@ -178,11 +178,11 @@ class AmortizedNormalizer(Normalizer):
         return self._config.amortizes == "partition"
 
     def _inputs(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor) -> tuple[Tensor, ...]:
-        """Return the features of this rank's anchors, and the logarithms of C and of its terms.
+        """Return the features of this rank's anchors, and the logarithms from which the normalizers are computed.
 
         Returns:
-            (2, local, d) features; (local,) L s_ii; (local,) log of the positive's term in C; and, both (2, local), log
-            C and the log of the part of C that the nets amortize.
+            The features, (2, local, d); L s_ii, (local,); the log of the positive's term in C, (local,); log C,
+            (2, local); and the log of the part of C that the nets amortize, (2, local).
         """
         positive = batch.positive[batch.local] / tau
         own_pair = positive + self._log_positive_weight - math.log(batch.total - 1)
@@ -191,14 +191,14 @@ class AmortizedNormalizer(Normalizer):
         return batch.anchors(), positive, own_pair, log_total, log_fitted
 
     def _log_target(self, log_total: Tensor, features: Tensor, epoch: int) -> Tensor:
-        """Return (2, local) log Z, to which the nets are fitted."""
+        """Return the (2, local) log Z that the nets are fitted to."""
         if self._previous is None or not (weight := previous_weight(epoch, self._config)):
             return log_total
         log_previous = self._mlp(self._previous, features)
         return torch.logaddexp(log_total + math.log1p(-weight), log_previous + math.log(weight))
 
     def _learn(self, step: Step, batch: GatheredFeatures, features: Tensor, log_total: Tensor) -> Tensor:
-        """Initialize the nets if a new epoch starts, fit them to the batch if due, and return (2, local) log Z."""
+        """Initialize the nets at the start of an epoch, fit them if a fit is due, and return (2, local) log Z."""
         epoch = step.epoch
         starts = epoch != self._epoch
         if starts and self._epoch >= 0:
@@ -223,7 +223,7 @@ class AmortizedNormalizer(Normalizer):
         return _FitRows(torch.stack([batch.image, batch.text]), values[:2], values[2:], batch.size, ranks.alone())
 
     def _draw(self, epoch: int, rows: _FitRows) -> None:
-        """Initialize Adam and the nets, seeded by epoch; `reference=paper` also sets mean log lambda to mean log Z."""
+        """Initialize Adam and the nets (seed: `epoch`); if `reference=paper`, shift the mean output to mean log Z."""
         self._target.copy_(self._mlp.draw(epoch))
         if not self._released:
             gap = (rows.log_target - self._mlp(self._target, rows.features)).sum(dim=1)
@@ -246,14 +246,14 @@ class AmortizedNormalizer(Normalizer):
             self._adam.step()
 
     def _sum_over_ranks(self, gradient: Tensor, peak: Tensor, ranks: Communicator) -> tuple[Tensor, Tensor]:
-        """Sum the ranks' gradients, each divided by exp(that rank's peak); return the sum and the maximum peak."""
+        """Return the sum of exp(peak) * `gradient` over ranks, divided by exp(maximum peak), and the maximum peak."""
         if self._config.loss in _DIVERGENCE_SLOPES:
             highest = ranks.all_gather(peak.view(1), "network gradients").max()
             gradient, peak = gradient * _bounded_exp(peak - highest), highest
         return ranks.all_reduce(gradient, "network gradients"), peak
 
     def _log_scale(self, gradient: Tensor, peak: Tensor) -> Tensor:
-        """Return the log of the factor for a gradient that was divided by exp(peak): peak, or less if it is clipped.
+        """Return the log of the factor that restores a gradient divided by exp(peak); clipping reduces this factor.
 
         Just after initialization, the gradient of a divergence may overflow float32, but the clipped gradient does not.
         """

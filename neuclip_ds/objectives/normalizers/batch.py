@@ -1,4 +1,4 @@
-"""Normalizers computed from the batch alone: OpenCLIP's mini-batch contrastive loss (MBCL), also known as InfoNCE.
+"""Normalizer computed from the batch alone, as in OpenCLIP's mini-batch contrastive loss (MBCL, or InfoNCE).
 
 The softmax includes the positive, so an anchor's normalizer is 1/(B-1) + g_i, and the anchor's loss is
 log(1 + sum_{j != i} exp((s_ij - s_ii)/tau)) = log(1/(B-1) + g_i) + log(B-1).

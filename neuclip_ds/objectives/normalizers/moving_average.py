@@ -1,4 +1,4 @@
-"""Moving average of each sample's normalizer over the batches that contain the sample: SogCLR and FastCLIP (eq. 1).
+"""Moving average of each sample's normalizer over the batches that contain it, as in SogCLR and FastCLIP (eq. 1).
 
 The update is u_i <- (1 - gamma) u_i + gamma g_i; u_i is initialized to g_i. The per-sample store contains log u.
 """

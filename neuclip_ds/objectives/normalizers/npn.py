@@ -26,7 +26,7 @@ the derivatives of J, with e_i the anchor and t_i the anchor's partner, are
 
 `alpha_grad` selects how much of r_i grad alpha_i the encoders and tau receive: `full` keeps the term, `stop` drops it,
 and `positive` holds beta_i = alpha_i + s_ii/tau constant. beta_i predicts log Z_i = log(eps + g_i) + s_ii/tau and
-depends on the anchor alone. The other term of alpha_i = beta_i - s_ii/tau has derivatives along the positive only,
+depends on the anchor alone. The derivatives of the other term in alpha_i = beta_i - s_ii/tau are
 
     dalpha_i/de_i = -t_i/tau,   dalpha_i/dt_i = -e_i/tau,   tau dalpha_i/dtau = s_ii/tau            prediction.py
 
@@ -47,11 +47,11 @@ The scaled update is ours; docs/reference/losses.md compares it with AdaGrad. Wi
 Since |r_i| <= 1 + |1 - r_i|, lr tau multiplies a vector of norm below 1, so no logit changes by more than about lr.
 
 K ranks form R groups of S = K/R consecutive ranks, where R is the number of replicas. Each rank of a group stores m/S
-rows of W1 and of W2, with the AdaGrad state and the queue rows of these prototypes. An update needs 2B sums over all
-prototypes but nothing of size d x m, so one all-reduce with bit-identical results suffices. The gradient of an anchor
-needs sum_k p_ik W_k over one group only. Each rank therefore receives S - 1 blocks of b x d instead of K - 1, but
-computes R times as much per update. The 2B sums are sent as float64, relative to (1 - s_ii)/tau, the largest possible
-exponent. For tau >= 0.003, the sums neither overflow nor underflow, so no all-reduce of the maximum is needed.
+rows of W1 and of W2, with the AdaGrad state and the queue rows of these prototypes. For an update, ranks exchange only
+2B sums over all prototypes (no d x m matrix), so one all-reduce with bit-identical results suffices. The gradient of an
+anchor needs sum_k p_ik W_k over one group only. Each rank therefore receives S - 1 blocks of size B/K x d instead of
+K - 1, but computes R times as much per update. The 2B sums are sent as float64, relative to (1 - s_ii)/tau, the largest
+possible exponent. For tau >= 0.003, the sums neither overflow nor underflow, so no all-reduce of the maximum is needed.
 """
 
 import math
@@ -85,7 +85,7 @@ _LOG_NOTHING = -1e4  # log of a sum without terms; finite, so that its product w
 
 
 class _Side(NamedTuple):
-    """Softmax of one direction's anchors over local prototypes: exp(cos(e_i, W_k)/tau) = share_ik exp(log_sum_i)."""
+    """Softmax over local prototypes for one direction's anchors: exp(cos(e_i, W_k)/tau) = share_ik exp(log_sum_i)."""
 
     unit: Tensor  # (local prototypes, d): W_k / |W_k|
     norm: Tensor  # (local prototypes, 1): |W_k|
@@ -103,7 +103,7 @@ class _Prediction(NamedTuple):
 
 
 class NpnNormalizer(NetworkNormalizer):
-    """Normalizer w_i = exp(-alpha_i), where prototypes predict alpha_i from the anchor's feature.
+    """Normalizer w_i = exp(-alpha_i), where the prototypes predict alpha_i from the anchor's feature.
 
     A queue keeps the last m samples, because a batch may have fewer than m. Until m samples have been seen, prototypes
     cannot be drawn; alpha_i is then log(eps + g_i), which a perfectly fitted network would predict.
@@ -130,7 +130,7 @@ class NpnNormalizer(NetworkNormalizer):
         self._steps = 0  # updates so far, for AdamW's bias correction
 
     def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> NormalizerOutput:
-        """Take one step of Algorithm 1 or, with `order=joint`, of Algorithm 3, which updates W last."""
+        """Take one step of Algorithm 1 or, with `order=joint`, of Algorithm 3, which updates the prototypes last."""
         log_target = log_eps_plus(batch.gather(log_g, "normalizer"), self._eps)  # log(eps + g), (2, B)
         fills_queue = batch.size >= self._config.prototypes
         if step.learn and fills_queue:
@@ -189,7 +189,7 @@ class NpnNormalizer(NetworkNormalizer):
         return _Prediction(log_eps_plus(log_ghat, self._eps), log_ghat, log_sum, (image, text))
 
     def _side(self, anchors: Tensor, prototypes: Tensor, tau: Tensor) -> _Side:
-        """Return exp(cos(e_i, W_k)/tau) for one direction, with each row divided by its sum."""
+        """Return the softmax of cos(e_i, W_k)/tau over this rank's prototypes W_k, for all anchors of one direction."""
         norm = torch.linalg.vector_norm(prototypes, dim=1, keepdim=True).clamp_(min=_SHORTEST)
         unit = prototypes / norm
         cold = unit / tau  # dividing here takes a pass over the prototypes, not over the logits
@@ -208,8 +208,8 @@ class NpnNormalizer(NetworkNormalizer):
     ) -> None:
         """Update the prototypes with dJ/dW_k = 1/(B |W_k|) sum_i r_i p_ik (e_i - cos(e_i, W_k) W_k/|W_k|).
 
-        Multiplied by B |W_k|, this is the component of V_k = sum_i r_i p_ik e_i that is orthogonal to W_k. For the
-        separate objective (ablation), 1/B sum_i (alpha_i - log(eps + g_i))^2, r_i = 2/tau (alpha_i - log(eps + g_i)).
+        Multiplied by B |W_k|, this is the component of V_k = sum_i r_i p_ik e_i that is orthogonal to W_k. The separate
+        objective (ablation), 1/B sum_i (alpha_i - log(eps + g_i))^2, has r_i = 2/tau (alpha_i - log(eps + g_i)).
         """
         if self._config.objective == "separate":
             residual = 2 / tau * (prediction.alpha - log_target)  # (2, B) r_i
@@ -275,7 +275,7 @@ class NpnNormalizer(NetworkNormalizer):
     def _full_gradient(
         self, prediction: _Prediction, batch: GatheredFeatures, residual: Tensor, tau: Tensor
     ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        """Return r_i/B grad alpha_i for the local features, and r_i tau dalpha_i/dtau; `residual` is (2, local) r_i."""
+        """Return r_i/B grad alpha_i for local features, and r_i tau dalpha_i/dtau; `residual`, (2, local), is r_i."""
         rows = batch.rows_of(self._group)
         mass, log_sum = self._log_mass(prediction)[:, rows].exp(), prediction.log_sum[:, rows]
         parts = []
@@ -289,7 +289,7 @@ class NpnNormalizer(NetworkNormalizer):
         return prediction_gradient(residual, drawn, mass, batch, tau), -residual * mean_logit
 
     def _enqueue(self, batch: GatheredFeatures) -> None:
-        """Write the batch over the oldest rows of the queue; each rank stores the rows of its prototypes."""
+        """Overwrite the oldest rows of the queue with the batch; each rank stores one queue row per local prototype."""
         m, end = self._config.prototypes, self._seen + batch.size
         begin = max(self._seen, end - m)  # first sample to keep; the run's i-th sample is stored in row i mod m
         for lap in (begin // m * m, begin // m * m + m):
@@ -321,7 +321,7 @@ def build(config: ObjectiveConfig, eps: float, context: Context) -> Normalizer:
 
 
 def _gradients(side: _Side, weighted: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yield dJ/dW_k for one block of prototypes at a time; `weighted` is (B, d) r_i p_ik e_i / (B share_ik)."""
+    """Yield dJ/dW_k for one block of prototypes at a time; row i of `weighted` is r_i p_ik e_i / (B share_ik)."""
     for columns in _blocks(len(side.unit), weighted, weighted.shape[1]):
         unit = side.unit[columns]
         pull = side.share[:, columns].T @ weighted  # V_k / B
@@ -330,6 +330,6 @@ def _gradients(side: _Side, weighted: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def _blocks(count: int, like: Tensor, width: int) -> list[slice]:
-    """Cut `count` rows of `width` elements into blocks that suit the device of `like`."""
+    """Cut `count` rows of `width` elements into blocks of a size that suits the device of `like`."""
     elements = _CPU_BLOCK if like.device.type == "cpu" else _GPU_BLOCK
     return slices(0, count, max(1, elements // max(1, width)))

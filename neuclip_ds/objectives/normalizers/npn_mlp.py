@@ -51,7 +51,7 @@ class MlpNpnNormalizer(NetworkNormalizer):
             return batch_output(batch.gather(log_target, "normalizer"), log_target)
 
         def estimate() -> NormalizerOutput:
-            """Estimate as with prototypes, but without sending gradients: each rank computes those of its anchors."""
+            """Estimate as with prototypes, except that each rank computes its anchors' gradients and sends none."""
             log_ghat = self._log_ghat(features, positive)
             predicted = log_eps_plus(log_ghat, self._eps)
 

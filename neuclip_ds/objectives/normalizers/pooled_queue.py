@@ -1,7 +1,7 @@
 """Normalizers pooled from the batch and a queue of recent features, without parameters or per-sample state.
 
 The queue contains the last m texts, for image anchors, and the last m images, for text anchors. A batch is added after
-its normalizers are computed. An anchor skips entries from its own sample, which would count the positive as a negative;
+its normalizers are computed. An anchor skips entries from its own sample, so that no positive is used as a negative;
 m_i entries remain. With W_k the queue's features, shifted as described below, and t_i the anchor's partner,
 
     z_ik = e_i . (W_k - t_i)/tau,   ghat_i = 1/m_i sum_k exp(z_ik)                 (k: entries of other samples)
@@ -17,9 +17,9 @@ The total weight of the batch's negatives is g_i/((1 + kappa) exp(alpha_i)), at 
 bit-identical copy of the queue and computes the terms of its local anchors.
 
 Entries move with the mean of the features: W_k is the feature that was added, minus the mean at that time, plus the
-current mean. Without this shift, features that all drift in one direction are repelled from their positions of a few
-steps ago and drift ever faster, so towers trained from scratch collapse. The running mean covers about 256 samples,
-because the mean of a small batch is noisy and would shift all entries at once.
+current mean. Without this shift, features that all drift in one direction are repelled from their positions a few
+steps earlier and drift faster and faster, so towers trained from scratch collapse. The running mean covers about 256
+samples, because the mean of a small batch is noisy and would shift all entries at once.
 """
 
 import math
@@ -78,7 +78,7 @@ class PooledQueueNormalizer(Normalizer):
         return self._pooled(log_g, self._estimate(batch, batch.anchors(), self._means_with(batch), tau)[0])[0]
 
     def _pooled(self, log_g: Tensor, log_ghat: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (2, local) log((g + kappa ghat)/(1 + kappa)) and the log of the factor on g, 1/(1 + kappa) or 1."""
+        """Return (2, local) log((g + kappa ghat)/(1 + kappa)) and the log of g's coefficient, 1/(1 + kappa) or 1."""
         log_scale = torch.full_like(log_ghat, -math.log1p(self._kappa)).masked_fill_(log_ghat.isneginf(), 0.0)
         return torch.logaddexp(log_g, log_ghat + math.log(self._kappa)) + log_scale, log_scale
 
@@ -88,7 +88,7 @@ class PooledQueueNormalizer(Normalizer):
         return self._means.lerp(means, min(1.0, batch.size / _WINDOW)) if self._seen else means
 
     def _estimate(self, batch: GatheredFeatures, anchors: Tensor, means: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (2, local) log ghat_i of (2, local, d) anchors, and (2, local, d) sum_k q_ik W_k.
+        """Return log ghat_i, of shape (2, local), and sum_k q_ik W_k, of shape (2, local, d), for the anchors.
 
         For an anchor without entries from other samples, the results are -inf and 0.
         """
@@ -129,9 +129,9 @@ class PooledQueueNormalizer(Normalizer):
         return anchors, places[by_anchor]
 
     def _enqueue(self, batch: GatheredFeatures, means: Tensor) -> None:
-        """Write the batch's last m samples over the oldest rows; the run's i-th sample is stored in row i mod m.
+        """Overwrite the oldest rows with the batch's last m samples; the run's i-th sample is stored in row i mod m.
 
-        A batch with the same samples as the previous batch replaces that batch, for example in a second forward pass.
+        A batch with the same samples as the previous batch (for example, in a second forward pass) replaces it.
         """
         kept = min(batch.size, self._size)
         places, index = torch.arange(self._seen - kept, self._seen) % self._size, batch.index[-kept:]

@@ -19,8 +19,8 @@ from neuclip_ds.objectives.pair_grid import IMAGE, TEXT
 def representable(log_estimate: Tensor, log_target: Tensor) -> Tensor:
     """Return the log estimates, raised where a sum of squared ratios target/estimate would overflow the dtype.
 
-    Norms and optimizers square gradients. In float32, the bound keeps the ratio below 3e15, which an unfitted network
-    may exceed at tau <= 0.03. The derivatives of a raised estimate are unchanged. NaNs are preserved.
+    Norms and optimizers square gradients. In float32, the bound keeps the ratio below 3e15; with an unfitted network
+    and tau <= 0.03, the ratio could be larger. Callers still use the original estimate's derivatives. NaNs are kept.
     """
     return torch.maximum(log_estimate, log_target - 0.4 * math.log(torch.finfo(log_estimate.dtype).max))
 
@@ -92,7 +92,7 @@ class NetworkNormalizer(Normalizer):
     ) -> NormalizerOutput:
         """Return w_i = exp(-alpha_i) and the part of r_i grad alpha_i that `alpha_grad` selects (NeuCLIP eq. 12).
 
-        `alpha` and `log_target`, which is log(eps + g_i), are (2, B).
+        `alpha` and `log_target`, which is log(eps + g_i), have the shape (2, B).
         """
         alpha = representable(alpha, log_target)
         ratios = (log_target - alpha).exp()  # (eps + g)/(eps + ghat)
@@ -111,5 +111,5 @@ class NetworkNormalizer(Normalizer):
 
 
 def batch_output(log_target: Tensor, local: Tensor) -> NormalizerOutput:
-    """Return the output before the first fit, with alpha_i = log(eps + g_i) for all anchors (2, B) and `local` ones."""
+    """Return the output before the first fit: alpha_i = log(eps + g_i) for all 2B anchors and for the local anchors."""
     return NormalizerOutput(-log_target, local, local, {"alpha": log_target.mean()})

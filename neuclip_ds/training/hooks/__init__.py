@@ -29,7 +29,7 @@ class Hook:
         """Called before the data and the model are opened; the folder of the run may not exist yet."""
 
     def start(self, loop: Loop) -> None:
-        """Called before the first step after a launch, a resume or a rollback, when `loop.done` steps are done."""
+        """Called before the first step after a launch, resume or rollback; `loop.done` is the number of steps done."""
 
     def before_step(self, loop: Loop) -> None:
         """Called before the loop waits for the next batch."""
@@ -44,20 +44,20 @@ class Hook:
         """Called after the last step, unless the loop was stopped earlier."""
 
     def state(self, loop: Loop) -> dict[str, Any]:
-        """Return the hook's state for a checkpoint, JSON-compatible and equal on all ranks; called on all ranks."""
+        """Return the hook's state for a checkpoint (JSON-compatible, equal on all ranks); called on all ranks."""
         return {}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Called before `start` with this hook's state from the checkpoint, if the checkpoint contains one."""
+        """Called before `start` with the hook's state from the checkpoint, if the checkpoint contains it."""
 
     def close(self, loop: Loop, error: BaseException | None) -> None:
         """Release the resources acquired by `start`; always called, with the exception that ended the loop, if any.
 
-        A `RollBack` means that the run returns to its newest checkpoint.
+        `error` is a `RollBack` if the run returns to its newest checkpoint.
         """
 
     def after_run(self, loop: Loop) -> None:
         """Called after training, even if a hook stopped it or an earlier launch completed the run.
 
-        The ranks have left their process group, so a collective would fail.
+        By then, the ranks have left their process group, so a collective would fail.
         """

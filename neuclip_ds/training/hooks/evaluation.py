@@ -22,9 +22,9 @@ Evaluate = Callable[[], dict[str, float]]
 
 
 class EvaluateModel(Hook):
-    """Evaluates every `run.evaluate_every` steps, after the last step and, with `run.best_metric`, before step 1.
+    """Evaluates the model every `run.evaluate_every` steps and after the last; with `run.best_metric`, also at step 0.
 
-    A resumed run first runs an evaluation that was due at the checkpoint's step, unless metrics.jsonl has its results.
+    A resumed run starts with any evaluation due at the checkpoint's step, unless metrics.jsonl has its results.
     """
 
     def __init__(self, evaluate: Evaluate, saver: SaveCheckpoints) -> None:
@@ -49,9 +49,9 @@ class EvaluateModel(Hook):
         return every > 0 and loop.done % every == 0 and loop.done < loop.total
 
     def _measure(self, loop: Loop) -> None:
-        """Evaluate now, and keep a checkpoint of this step if its metric is the best so far.
+        """Evaluate now, and keep a checkpoint of this step if `run.best_metric` has its best value so far.
 
-        A stop signal ends the evaluation immediately, so a checkpoint is saved first.
+        A checkpoint is saved before the evaluation, because a stop signal ends the evaluation immediately.
         """
         results, name = self._recorded(loop), loop.context.config.run.best_metric
         if not results or name not in (None, *results):

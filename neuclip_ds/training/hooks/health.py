@@ -43,12 +43,12 @@ class Spike(NamedTuple):
 
 
 class LossSpikeDetector:
-    """Detects loss spikes with robust statistics of the last steps, which a spike hardly changes.
+    """Detects loss spikes with robust statistics of the preceding losses, which a spike hardly affects.
 
-    The level is the median of a window; the deviation is 1.4826 times the median absolute deviation, which is the
-    standard deviation of Gaussian losses. A spike is a loss above `level + 10 * deviation`. By chance, Gaussian losses
-    practically never reach this, and losses with exponential tails reach it once in 60,000 steps. The next 100 steps
-    belong to the spike; after that, a loss that has stayed high is the new level.
+    The level is the median of a window; the deviation is 1.4826 times the median absolute deviation, which equals the
+    standard deviation for Gaussian losses. A spike is a loss above `level + 10 * deviation`. By chance, Gaussian losses
+    practically never exceed this threshold, and losses with exponential tails exceed it once in 60,000 steps. After a
+    spike, no new spike is reported for 100 steps; a loss that stays high longer becomes the new level.
     """
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ class WatchHealth(Hook):
             loop.events.add(self._step, "diverged", str(error), self._batch(loop), logging.ERROR, shared=True)
 
     def _skip(self, loop: Loop, result: StepResult) -> None:
-        """Report a step skipped for a non-finite loss or gradient; roll back after too many consecutive ones."""
+        """Report a step skipped due to a non-finite loss or gradient; roll back after too many consecutive skips."""
         batch, metrics, patience = self._batch(loop), result.metrics, loop.context.config.run.max_skipped_steps
         self._skipped.append(result.not_finite or batch)
         samples = result.not_finite[:_SHOWN]
@@ -163,7 +163,7 @@ class WatchHealth(Hook):
         loop.events.add(result.step, "loss_spike", message, indices, shared=True)
 
     def _batch(self, loop: Loop) -> list[int]:
-        """Return the sample indices of the step's global batch, which every rank can compute from the order."""
+        """Return the sample indices of the step's global batch, which every rank can compute from the sample order."""
         epoch, step = divmod(self._step - 1, loop.order.steps_per_epoch)
         return list(loop.order.batch(epoch, step).tolist())
 
@@ -177,5 +177,5 @@ def _first_samples(indices: Sequence[int]) -> str:
 
 
 def _flood_level(count: int) -> int:
-    """Return the log level of a message's count-th occurrence: a warning for the 1st, 2nd, 4th, 8th, ..."""
+    """Return the log level for the count-th occurrence of a message: WARNING for powers of two, otherwise DEBUG."""
     return logging.WARNING if count & (count - 1) == 0 else logging.DEBUG

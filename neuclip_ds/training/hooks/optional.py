@@ -1,4 +1,4 @@
-"""Hooks that a config can enable, and the report; the trainer does not depend on them."""
+"""Hooks that a config can enable, and the hook that writes the report; the trainer does not depend on them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def optional_hooks(config: Config) -> list[Hook]:
 
 
 class ProfileSteps(Hook):
-    """Records `run.profile_steps` steps, including the wait for their batches, in profile/."""
+    """Profiles `run.profile_steps` steps, including the wait for their batches, and writes the results to profile/."""
 
     def start(self, loop: Loop) -> None:
         context, run, folder = loop.context, loop.context.config.run, loop.folder / "profile"
@@ -53,8 +53,8 @@ class ProfileSteps(Hook):
 class WeightsAndBiases(Hook):
     """Sends the TensorBoard metrics from rank 0 to a Weights & Biases project (PROJECT or ENTITY/PROJECT).
 
-    wandb reads its own variables (WANDB_MODE=offline, WANDB_ENTITY, WANDB_API_KEY ...). The run's id is kept in
-    wandb_id.txt, so that a resumed run continues the same chart. A failure is logged, and training continues.
+    wandb reads its environment variables (WANDB_MODE=offline, WANDB_ENTITY, WANDB_API_KEY, ...). wandb_id.txt stores
+    the W&B run ID, so that a resumed run continues the same W&B run. A failure is logged, and training continues.
     """
 
     def __init__(self, project: str) -> None:

@@ -30,10 +30,10 @@ _LONGEST_WAIT = 1500.0  # seconds at the end; other ranks wait in a collective f
 
 
 class CopyRun(Hook):
-    """Copies complete checkpoints, the best checkpoint, metrics and logs from rank 0, with one copy at a time.
+    """Copies the newest and best checkpoints, metrics and logs from rank 0, one copy at a time.
 
-    The next copy skips all but the newest and the best checkpoint. A failure is recorded as an event and does not end
-    the run. A run first fetches newer checkpoints from the store; the files written at its end are copied last.
+    A checkpoint saved during a copy is skipped unless it is the newest or best. A failure is recorded as an event and
+    does not end the run. A run starts by fetching newer checkpoints, and ends by copying its last files.
     """
 
     in_recovery = True
@@ -91,7 +91,7 @@ class CopyRun(Hook):
             self._push = start_push(_copy_of(loop.context.config.run, loop.folder), loop.folder, self._names)
 
     def _end(self, loop: Loop, seconds: float) -> None:
-        """Wait for the copy in progress, if any, and report its failure; kill it after the timeout."""
+        """Wait for the copy in progress, if any, and report if it fails; kill the copy after the timeout."""
         if self._push is None:
             return
         try:
@@ -106,7 +106,7 @@ class CopyRun(Hook):
 
 
 def restore(run: RunConfig, *folders: Path) -> None:
-    """If a run's copy is newer than the run, fetch its newest intact checkpoint and its best one; called on one rank.
+    """If a run's copy is newer than the run, fetch the copy's best and newest intact checkpoints; called on one rank.
 
     Args:
         run: section of the config with the store's URL.

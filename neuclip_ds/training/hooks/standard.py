@@ -36,7 +36,7 @@ def standard_hooks(saver: SaveCheckpoints) -> list[Hook]:
 
 
 class PrefetchShards(Hook):
-    """Fetches the remote shards that a node needs, ahead of training, on one rank of each node."""
+    """Prefetches the remote shards that a node needs; runs on one rank of each node."""
 
     _prefetcher: Prefetcher | None = None
 
@@ -79,7 +79,7 @@ class WriteRecords(Hook):
         return {"seen": self._bad_samples.seen, "causes": dict(self._bad_samples.causes)}
 
     def start(self, loop: Loop) -> None:
-        """Open the files, which rank 0 writes, and drop records of steps after the current one."""
+        """Open the files, which only rank 0 writes, and drop the records of steps after the current step."""
         communicator, most = loop.context.communicator, loop.context.config.data.max_bad_fraction
         writes = communicator.rank == 0
 
@@ -155,7 +155,7 @@ class StopOnSignal(Hook):
         loop.resources.enter_context(deferring())
 
     def after_step(self, loop: Loop, result: StepResult) -> None:
-        """On steps that log metrics, agree on whether any rank has received a signal, and on which signal."""
+        """After steps that log metrics, gather all ranks' stop signals; if any rank received one, all ranks stop."""
         received = loop.context.communicator.gather_objects(take_signal()) if result.logs else []
         for number in filter(None, received):
             loop.stop_requested, loop.stop_signal = True, number
@@ -174,7 +174,7 @@ class SaveCheckpoints(Hook):
             self.save(loop, last=result.last or loop.stop_requested)
 
     def save(self, loop: Loop, last: bool = False) -> None:
-        """Save now; raise `UserError` if the save fails and is the last one, or the third in a row to fail."""
+        """Save now; raise `UserError` if the save fails and is the last save or the third consecutive failure."""
         loop.events.merge(loop.context.communicator.gather_objects)
         try:
             loop.save()
