@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def train(recipe: str | Config, *, hooks: Sequence[Hook] = (), **overrides: Any) -> Run:
-    """Train as `neuclip-ds train` does, on all ranks of a distributed launch or only in this process.
+    """Train a model as `neuclip-ds train` does, on all ranks of a distributed launch or only in this process.
 
     Args:
         recipe: a recipe's name, the path of a YAML file, or a config.
@@ -116,10 +116,10 @@ class Model:
         """Encode images as L2-normalized float32 features of shape (n, d).
 
         Args:
-            images: paths, encoded bytes, uint8 tensors (3, H, W) of the model's image size, or one tensor (n, 3, H, W).
+            images: paths, encoded bytes, uint8 tensors of shape (3, H, W), or one uint8 tensor of shape (n, 3, H, W).
 
         Raises:
-            ValueError: a tensor has the wrong size or dtype.
+            ValueError: a tensor is not uint8, or does not have the model's image size.
         """
         return self._encoder.encode_images([self._pixels(image) for image in images])
 

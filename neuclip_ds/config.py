@@ -77,7 +77,7 @@ class RunConfig(Section):
 
 
 class SourceConfig(Section):
-    """A source of a mixture."""
+    """One of the data sources in a mixture."""
 
     path: str = Field(min_length=1)
     """Pairs of the source, in any form that `data.train` accepts."""
@@ -146,7 +146,7 @@ class DataConfig(Section):
     @field_validator("train", "captions", mode="before")
     @classmethod
     def _read_option(cls, value: Any, info: ValidationInfo) -> Any:
-        """Parse a list or mapping given on the command line; `[ab].tar` remains a glob."""
+        """Parse a list or mapping given on the command line; leave a glob such as `[ab].tar` unchanged."""
         if isinstance(value, str) and value[:1] in ("[", "{"):
             with suppress(ValueError):
                 return json.loads(value)
@@ -187,7 +187,7 @@ class LoraConfig(Section):
 
 
 class TowerConfig(Section):
-    """Options that both towers have."""
+    """Options common to both towers."""
 
     trainable: Trained | None = None
     """Parameters to train: `all`, none (`frozen`), or the last K blocks with the final norm, pooling and projection (0:
@@ -220,7 +220,7 @@ class VisionConfig(TowerConfig):
     """Standard deviation per channel; it divides the pixels. By default, that of `pretrained` or of OpenAI's CLIP."""
 
     def statistics(self) -> tuple[Channels, Channels]:
-        """Return the mean and the standard deviation per channel, by default those of OpenAI's CLIP."""
+        """Return the per-channel mean and standard deviation, by default those of OpenAI's CLIP."""
         return self.mean or OPENAI_MEAN, self.std or OPENAI_STD
 
     @field_validator("options")
@@ -388,7 +388,7 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _start_where_the_checkpoint_is(cls, tree: Any) -> Any:
-        """With a pretrained checkpoint, start tau and the bias at the checkpoint's values instead of the method's."""
+        """With a pretrained checkpoint, start tau and bias at the checkpoint's values, not the method's defaults."""
         model, objective = (tree.get(key, {}) if isinstance(tree, dict) else None for key in ("model", "objective"))
         if not (isinstance(model, dict) and isinstance(objective, dict) and model.get("pretrained")):
             return tree
@@ -396,7 +396,7 @@ class Config(Section):
         return {**tree, "objective": merge(blank, objective)}
 
     def rank_batch(self, world_size: int) -> int:
-        """Return the number of pairs per rank in the global batch."""
+        """Return the number of pairs that each rank processes per global batch."""
         if self.data.batch_size % world_size:
             below = self.data.batch_size // world_size * world_size
             raise UserError(
@@ -406,7 +406,7 @@ class Config(Section):
         return self.data.batch_size // world_size
 
     def micro_batch(self, world_size: int) -> int:
-        """Return the number of pairs that go through the towers at once on a rank."""
+        """Return the number of pairs that a rank passes through the towers at a time."""
         rank_batch = self.rank_batch(world_size)
         micro = self.data.micro_batch or rank_batch
         if rank_batch % micro:
@@ -421,5 +421,5 @@ class Config(Section):
 
 
 def dump(config: Config) -> str:
-    """Return the config as YAML, which can be used as a recipe; sections that the method does not read are omitted."""
+    """Return the config as YAML, which can be used as a recipe; sections that the method does not use are omitted."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)

@@ -15,7 +15,7 @@ _SECRETS = (
 
 
 def redact(text: str) -> str:
-    """Return the text with `***` in place of URL passwords, URL queries and authorization headers."""
+    """Return the text with `***` in place of URL credentials, URL queries and authorization headers."""
     for secret in _SECRETS:
         text = secret.sub(r"\1***", text)
     return text
@@ -47,7 +47,7 @@ class Interrupted(KeyboardInterrupt):
         """
         Args:
             number: signal number.
-            where: when the program stopped, such as " after step 5"; part of the message.
+            where: point at which the program stopped, such as " after step 5"; part of the message.
         """
         super().__init__(f"Stopped{where} by {signal.Signals(number).name}; the same command resumes.")
         self.number = number
@@ -69,7 +69,7 @@ def require_package(module: str, option: str, extra: str) -> None:
 
 @contextmanager
 def explained(problem: str, fix: str) -> Iterator[None]:
-    """Turn any other exception in the block into a UserError with the message "PROBLEM (start of the error); FIX."."""
+    """Convert any exception but UserError into a UserError with the message "PROBLEM (start of the error); FIX."."""
     try:
         yield
     except UserError:

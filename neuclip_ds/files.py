@@ -100,7 +100,7 @@ def check_unused(folder: Path) -> None:
 
 @contextmanager
 def claimed(path: Path) -> Iterator[bool]:
-    """Hold the kernel's lock on a file or folder during the block, and yield whether the lock was free.
+    """Try to hold a kernel lock on a file or folder during the block, and yield whether the lock was free.
 
     A killed process loses its locks. On a file system that does not support locks, `claimed` never yields True.
     """
@@ -129,7 +129,7 @@ def _remove_abandoned(paths: Iterable[Path]) -> None:
 def sync(path: Path, forget: bool = False) -> None:
     """Flush a file, or the entries of a folder, to disk, so that the data survives a power failure.
 
-    With `forget`, drop the file from the page cache, so that it is read back from the disk.
+    With `forget`, drop the file from the page cache, so that the next read comes from the disk.
     """
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -156,7 +156,7 @@ def json_lines(path: Path) -> list[Any]:
 
 @contextmanager
 def explain_disk(path: Path, remedy: str = "choose another --run.output-dir") -> Iterator[None]:
-    """Turn a file-system error while the block writes `path` into a `UserError` that ends with `remedy`."""
+    """Turn a file-system error that occurs while writing `path` into a `UserError` that ends with `remedy`."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Make a validated config from a recipe's name and `--dotted.name=value` overrides, without importing torch.
+"""Build a validated config from a recipe's name and `--dotted.name=value` overrides, without importing torch.
 
 A recipe is a YAML file with the structure of `neuclip_ds.config.Config`. `include:` lists other recipes (names in
 `neuclip_ds/recipes/`, or paths relative to the file), which are merged in order and then overridden by the recipe's
@@ -68,7 +68,7 @@ def parse(argv: Sequence[str]) -> Invocation:
 
 
 def recipe_config(recipe: str, options: Mapping[str, Any]) -> Config:
-    """Return a recipe's config overridden by nested or dotted `options`; raise the same errors as `parse`."""
+    """Return a recipe's config with `options` (nested or dotted) applied; raise the same errors as `parse`."""
     tree = merge({"run": {"name": Path(recipe).stem}}, load_recipe(recipe))
     given: dict[str, Any] = {}
     for name, value in options.items():
@@ -117,7 +117,7 @@ def override(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 
 def validate(tree: dict[str, Any]) -> Config:
-    """Make a config from a tree; if options are unknown or invalid, raise a `UserError` that names them."""
+    """Build a config from a tree; if options are unknown or invalid, raise a `UserError` that names them."""
     return _validate(Config, _with_other_methods(tree))
 
 
@@ -239,7 +239,7 @@ def _shown(value: Any, text: Callable[[Any], str] = repr) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a hint: the closest known name, else the least nested name with the same last part, else ""."""
+    """Return a hint with a similar known name, else the least deeply nested one with the same last part, else ""."""
     names = sorted(known, key=lambda other: (other.count("."), other))
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
     if not close:

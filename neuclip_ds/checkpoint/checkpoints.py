@@ -3,14 +3,14 @@
 `checkpoints/step_000000100/` contains
 
     meta.json                       step, position in the data, fingerprint of the run (`facts`), and the
-                                    checksums of all files (checkpoint/integrity.py)
-    state/                          float32 weights, moments and the objective's state, one file per rank
+                                    checksums of all other files (checkpoint/integrity.py)
+    state/                          float32 weights, optimizer state and objective state; one file per rank
                                     (checkpoint/sharded_state.py)
     config.yaml, tokenizer/, model/ config, tokenizer and description of the model
 
 A checkpoint is written under `.partial-...`, synced to disk and read back; rank 0 renames it when all ranks are done.
-Checkpoints do not depend on the number of ranks, the ZeRO stage or the precision, so a resumed run may change all
-three. States of random number generators are not saved: the data order and augmentation depend only on (seed, step),
+Checkpoints do not depend on the number of ranks, the ZeRO stage or the precision, so a resumed run may change any
+of them. States of random number generators are not saved: the data order and augmentation depend only on (seed, step),
 and dropout only on (seed, step, rank). Loading a checkpoint never runs code: all files are text or safetensors.
 
 `checkpoints/best.json` records the step with the best evaluation (`run.best_metric`).
@@ -52,7 +52,7 @@ _PARTIAL = ".partial-"  # prefix of a folder that is being written or deleted
 
 
 class Best(NamedTuple):
-    """The best evaluation: the step at which a metric was largest, and the metric's value at that step."""
+    """The best evaluation: the step at which a metric was highest, the metric's name, and its value at that step."""
 
     step: int
     metric: str
@@ -60,7 +60,7 @@ class Best(NamedTuple):
 
 
 def read_best(folder: Path) -> Best | None:
-    """Read the best checkpoint's step and score from a run's `checkpoints` folder; return None if there is none."""
+    """Read the best evaluation from a run's `checkpoints` folder; return None if none has been recorded."""
     path = folder / "best.json"
     if not path.is_file():
         return None
@@ -76,7 +76,7 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """List the complete checkpoints in a run's `checkpoints` folder, unsorted; their paths sort by step."""
+    """List the complete checkpoints in a run's `checkpoints` folder, unsorted; sort the paths to order them by step."""
     return [path for path in folder.glob("step_*") if is_complete(path)]
 
 
@@ -84,13 +84,13 @@ class Checkpoints:
     """The checkpoints of one run; all ranks must call each method together.
 
     Args:
-        folder: the run's `checkpoints` folder, created with the first checkpoint.
+        folder: the run's `checkpoints` folder, created when the first checkpoint is saved.
         keep: number of newest checkpoints to keep.
-        trained_with: files to add to each checkpoint (config, tokenizer, model description): contents by name.
+        trained_with: files to add to each checkpoint (config, tokenizer, model description): name -> content.
 
     Attributes:
-        changes: number of times that this object has completed a checkpoint or recorded a best one.
-        in_use: function that tells whether a checkpoint is being copied and must be kept; called on rank 0.
+        changes: number of times that this object has completed a checkpoint or recorded a new best evaluation.
+        in_use: function that returns whether a checkpoint is being copied and must be kept; only rank 0 calls it.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Checkpoints:
         return None
 
     def set_aside_beyond(self, step: int) -> None:
-        """Rename the damaged checkpoints of later steps so that new checkpoints can use their names."""
+        """Rename the damaged checkpoints of steps after `step` so that new checkpoints can use their names."""
 
         def rename() -> None:
             for path in _all_of(self._folder):
@@ -163,7 +163,7 @@ class Checkpoints:
         return target
 
     def best(self) -> Best | None:
-        """Return the best evaluation so far, or None if its checkpoint is gone; the same on all ranks."""
+        """Return, on all ranks, the best evaluation so far, or None if it or its checkpoint does not exist."""
         found = self._communicator.on_rank_zero(self._find_best)
         return found and Best(*found)  # JSON makes it a list
 
@@ -181,7 +181,7 @@ class Checkpoints:
     def read(self, path: Path, fingerprint: Fingerprint) -> tuple[int, Mapping[str, Any]]:
         """Return a checkpoint's number of completed steps and its position in the data (training/schedule.py).
 
-        Raises `UserError` if the run that wrote the checkpoint has a different fingerprint.
+        Raises `UserError` if the checkpoint was written by a run whose fingerprint differs from `fingerprint`.
         """
         meta = self._communicator.on_rank_zero(lambda: read_meta(path))
         for key, wanted in fingerprint.items():
@@ -194,7 +194,7 @@ class Checkpoints:
         return int(meta["step"]), meta["data"]
 
     def load(self, path: Path, engine: Any, objective: Objective) -> None:
-        """Load a verified checkpoint into the engine and the objective; raise `UserError` if it does not match them."""
+        """Load a verified checkpoint into `engine` and `objective`; raise `UserError` on a mismatch."""
         files = load_engine(path / STATE, engine, self._communicator)
         files.fill(objective.row_tables())
         objective.load_replicated_state(files.whole(OBJECTIVE))
@@ -211,7 +211,7 @@ class Checkpoints:
         return files
 
     def _make_room(self, partial: Path, size: int) -> None:
-        """Delete partial folders and create a new one; raise `SaveFailed` if the disk has too little free space."""
+        """Delete old partial checkpoints and create `partial`; raise `SaveFailed` if the disk has too little space."""
         needed = sum(self._communicator.gather_objects(size))
 
         def make() -> None:
@@ -230,7 +230,7 @@ class Checkpoints:
         self._communicator.on_rank_zero(make)
 
     def _complete(self, target: Path, meta: Mapping[str, Any], checksums: Mapping[str, Checksum]) -> None:
-        """Write meta.json and rename the folder; then delete the oldest checkpoints if there are more than `keep`."""
+        """Write meta.json, rename the partial folder, and delete the oldest checkpoints if more than `keep` exist."""
         partial = _partial(target)
         with explain_failure(target):
             text = sealed({**meta, "files": dict(sorted(checksums.items()))})
@@ -252,7 +252,7 @@ class Checkpoints:
 
 
 def verify_together(path: Path, communicator: Communicator) -> None:
-    """Raise `UserError` on all ranks if a file of a checkpoint has changed; each rank reads some of the files."""
+    """Verify a checkpoint's files, split among ranks; raise `UserError` on all ranks if any file is damaged."""
     communicator.on_every_rank(lambda: verify(path, communicator.rank, communicator.world_size))
 
 

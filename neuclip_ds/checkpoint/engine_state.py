@@ -1,9 +1,9 @@
-"""Save and load the state of DeepSpeed's engine across world sizes, ZeRO stages and precisions.
+"""Save the state of a DeepSpeed engine, and load it at any world size, ZeRO stage and precision.
 
-`engine/zero.py` locates a rank's elements of each parameter; all other code is the same for all ZeRO stages.
+`engine/zero.py` locates a rank's elements of each parameter; the code here is the same for all ZeRO stages.
 
-checkpoint/sharded_state.py lists the state that is saved. Buffers, such as batch norm's, may differ between ranks;
-rank 0's are saved. Hyperparameters are not saved, because they are in the config.
+checkpoint/sharded_state.py lists the state that is saved. Buffers, such as batch-norm statistics, may differ
+between ranks; only rank 0's are saved. Hyperparameters are not saved, because they are in the config.
 """
 
 from collections import defaultdict
@@ -25,7 +25,7 @@ _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
 def engine_shards(engine: Any, communicator: Communicator) -> Shards:
-    """Return this rank's shards of weights, buffers and optimizer state, as views."""
+    """Return this rank's shards of weights, buffers and optimizer state, as views of the engine's tensors."""
     shards, scalars = dict[str, Tensor](), dict[str, Tensor]()
     for place in placements(engine, communicator.rank):
         part = _share(place, communicator)
@@ -47,10 +47,10 @@ def engine_facts(engine: Any) -> dict[str, Any]:
 
 
 def load_engine(folder: Path, engine: Any, communicator: Communicator) -> StateFiles:
-    """Load a new engine's state from files written by any number of ranks under any ZeRO stage; a collective call.
+    """Load state into a new engine from files written by any number of ranks at any ZeRO stage; a collective call.
 
-    Returns the files; the caller must verify them before the call. Raises `UserError` on all ranks if any rank finds
-    that files are missing or were written for a different model.
+    Returns a reader of the files, which the caller must verify before the call. Raises `UserError` on all ranks if any
+    rank finds that files are missing or were written for a different model.
     """
 
     def read() -> StateFiles:
@@ -70,7 +70,7 @@ def load_engine(folder: Path, engine: Any, communicator: Communicator) -> StateF
 def load_moments(folder: Path, engine: Any, communicator: Communicator) -> None:
     """Load only the optimizer state into a new engine; a collective call.
 
-    Raises `UserError` like `load_engine`, and also if the weights in the files differ from the engine's.
+    Raises `UserError` when `load_engine` does, and also if the weights in the files differ from the engine's.
     """
 
     def read() -> None:
@@ -92,7 +92,7 @@ def _check_weights(files: StateFiles, engine: Any, communicator: Communicator) -
 
 
 def _share(place: Placement, communicator: Communicator) -> Placement:
-    """Return the elements that this rank writes: its whole shard, or its share of the elements that all ranks hold."""
+    """Return the elements that this rank writes: its shard or, if all ranks store the same elements, a part of them."""
     if not place.replicated:
         return place
     part = Partition.of(place.stop - place.start, communicator.rank, min(communicator.world_size, _WRITERS))
@@ -102,7 +102,7 @@ def _share(place: Placement, communicator: Communicator) -> Placement:
 
 @torch.no_grad()
 def _fill(files: StateFiles, engine: Any, communicator: Communicator, weights: bool = True) -> None:
-    """Load this rank's optimizer state and, if `weights`, its master weights; padding is set to zero."""
+    """Load this rank's optimizer state and, if `weights` is true, its master weights; set the padding to zero."""
     optimizer = engine.basic_optimizer
     by_master: defaultdict[Tensor, list[Placement]] = defaultdict(list)
     for place in placements(engine, communicator.rank):
@@ -123,7 +123,7 @@ def _fill(files: StateFiles, engine: Any, communicator: Communicator, weights: b
 
 
 def _open(folder: Path, module: Any) -> StateFiles:
-    """Open the files and compare the shapes of their parameters with the model's."""
+    """Open the files; raise `UserError` if their parameters differ from the model's in name or shape."""
     files = StateFiles(folder, verified=True)
     found = {name: list(shape) for name, shape in files.shapes.items()}
     wanted = parameter_shapes(module)
@@ -137,7 +137,7 @@ def _open(folder: Path, module: Any) -> StateFiles:
 
 
 def _buffers(module: Any) -> dict[str, Tensor]:
-    """Return the persistent buffers by name."""
+    """Return the module's persistent buffers, keyed by name."""
     kept = set(module.state_dict(keep_vars=True))
     return {name: buffer for name, buffer in module.named_buffers() if name in kept}
 

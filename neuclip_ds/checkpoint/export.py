@@ -54,7 +54,7 @@ def export_run(
 
 
 def _logits(state: Mapping[str, Tensor], config: Config, start: LogitParameters) -> LogitParameters:
-    """Return the temperature and bias: each is the trained value if there is only one, else the initial value."""
+    """Return the temperature and bias: final values, or initial values for those not trained as one scalar."""
     tau = trained_temperature(state)
     temperature = config.objective.temperature.initial or start.temperature if tau is None else tau.item()
     bias = start.bias if config.model.pretrained else None

@@ -19,7 +19,7 @@ _FIX = "Restore the file, or delete the folder of this checkpoint to use an olde
 
 
 class DamagedCheckpoint(UserError):
-    """A file of a checkpoint is missing or has changed; the message names the file."""
+    """A checkpoint file is missing or has changed since it was written; the message names the file."""
 
 
 class SaveFailed(UserError):
@@ -28,7 +28,7 @@ class SaveFailed(UserError):
 
 @contextmanager
 def explain_failure(folder: Path) -> Iterator[None]:
-    """Raise `SaveFailed` in place of an error from writing files or reading them back."""
+    """If the block raises `OSError` or `DamagedCheckpoint`, raise `SaveFailed` instead."""
     try:
         yield
     except OSError as error:
@@ -41,7 +41,7 @@ def explain_failure(folder: Path) -> Iterator[None]:
 def write_files(folder: Path, files: Sequence[StateFile]) -> dict[str, Checksum]:
     """Write files, sync them, read them back from the disk and return their checksums by name.
 
-    Raises `SaveFailed` if a file cannot be written or if the content read back differs.
+    Raises `SaveFailed` if a file cannot be written or if the content read back differs from what was written.
     """
     written: dict[str, Checksum] = {}
     with explain_failure(folder):
@@ -64,7 +64,7 @@ def sealed(content: Mapping[str, Any]) -> str:
 
 
 def read_sealed(path: Path) -> dict[str, Any]:
-    """Read a file that contains text from `sealed`; raise `DamagedCheckpoint` if it is missing or has changed."""
+    """Read the content of a file written with `sealed`; raise `DamagedCheckpoint` if the file is missing or damaged."""
     try:
         text = path.read_text(encoding="utf-8")
         content = json.loads(text)
@@ -76,19 +76,19 @@ def read_sealed(path: Path) -> dict[str, Any]:
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """Read a checkpoint's meta.json (`step`, `facts`, `data`, `files`); raise `DamagedCheckpoint` if it has changed."""
+    """Read a checkpoint's meta.json (`step`, `facts`, `data`, `files`); raise `DamagedCheckpoint` if it is damaged."""
     return read_sealed(path / META)
 
 
 def verify(path: Path, rank: int = 0, world_size: int = 1) -> None:
-    """Verify a rank's share of a checkpoint's files; raise `DamagedCheckpoint` if a file has changed."""
+    """Verify a rank's share of a checkpoint's files; raise `DamagedCheckpoint` if any of them is missing or damaged."""
     by_size = sorted((Checksum(*written), name) for name, written in read_meta(path)["files"].items())
     for checksum, name in by_size[rank::world_size]:
         verify_file(path / name, checksum)
 
 
 def verify_file(path: Path, written: Checksum) -> None:
-    """Raise `DamagedCheckpoint` if a file is unreadable or differs from the checksum taken when it was written."""
+    """Raise `DamagedCheckpoint` if a file is unreadable or does not match the checksum computed when it was written."""
     try:
         found = checksum_of(path)
     except OSError as error:

@@ -82,7 +82,7 @@ def _eval_result(config: Config, score: str, value: float) -> EvalResult:
 
 
 def _held_out(config: Config, source: str | int) -> str:
-    """Return the name of a held-out set; for `auto` or a number, derive it from the name of the training data."""
+    """Return the name of an evaluation set; for `auto` or a number, name the training data that it was split from."""
     named = isinstance(source, str) and source != "auto"
     return public_name(str(source)) if named else f"held out of {public_name(config.data.train_paths[0])}"
 

@@ -25,7 +25,7 @@ _META, _BEST = "meta.json", "checkpoints/best.json"  # repeated here because che
 
 
 class RemoteRun:
-    """The remote copy of one run; all methods may raise exceptions from fsspec's backend.
+    """The remote copy of one run; any method may raise exceptions from the fsspec backend.
 
     Args:
         url: the run's folder in the store; fsspec finds the credentials.
@@ -63,7 +63,7 @@ class RemoteRun:
         self._put({path: f"{self._root}/{path.relative_to(run)}" for path in [*files, run / _BEST] if path.is_file()})
 
     def pull(self, name: str, folder: Path) -> None:
-        """Download an unverified checkpoint to a new folder; raise `ValueError` if a file would be outside it."""
+        """Download a checkpoint without verifying it; raise `ValueError` if a file would be outside the new folder."""
         source = f"{self._checkpoints}/{name}"
         files = [*json.loads(self._fs.cat_file(f"{source}/{_META}"))["files"], _META]
         for file in files:
@@ -73,7 +73,7 @@ class RemoteRun:
         self._fs.get([f"{source}/{file}" for file in files], [str(folder / file) for file in files])
 
     def pull_records(self, run: Path) -> None:
-        """Download all remote files, except for those of checkpoints, to a run's folder."""
+        """Download the remote run's files, except its checkpoints, to the local folder `run`."""
         files = [info["name"] for info in self._fs.ls(self._root, detail=True) if info["type"] == "file"]
         for name in (*(file.rpartition("/")[2] for file in files), _BEST):
             if (content := self._read(f"{self._root}/{name}")) is not None:
@@ -107,7 +107,7 @@ class RemoteRun:
 def start_push(url: str, run: Path, names: Sequence[str]) -> "subprocess.Popen[str]":
     """Start `push` in a child process, which prints the reason for a failure and ends when this process ends.
 
-    The child process can be killed if the store does not answer, and it does not slow down training.
+    A child process can be killed if the store does not respond, and it does not slow down training.
     """
     return subprocess.Popen(
         [sys.executable, "-m", __name__, str(os.getpid()), url, str(run), *names],

@@ -31,7 +31,7 @@ def open_model(name: str, communicator: Communicator, average: bool = False) -> 
     """Open a model by name; a collective call in which only one rank downloads files.
 
     Args:
-        name: a run's folder (its newest checkpoint is opened), a checkpoint in it, or a value of `model.pretrained`.
+        name: a run's folder (its newest checkpoint is opened), a checkpoint in it, or any value of `model.pretrained`.
         average: whether to open the moving average of a run's weights (`ema.decay`).
 
     Raises `UserError` if the model does not exist or if its files are inconsistent.
@@ -60,7 +60,7 @@ def open_model(name: str, communicator: Communicator, average: bool = False) -> 
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Return a run's newest checkpoint, or `path` if it is a checkpoint; raise `UserError` if there is none."""
+    """Return a run's newest checkpoint, or `path` if it is a checkpoint; raise `UserError` if none is found."""
     found = path if is_complete(path) else max((path / "checkpoints").glob("step_*"), default=None)
     if found is None or not is_complete(found):
         raise UserError(f"{path} is neither a run with a checkpoint nor a checkpoint. Name a folder runs/NAME.")

@@ -1,15 +1,15 @@
 """Read the weights, optimizer state and objective state of a checkpoint without DeepSpeed.
 
-The `state` folder of a checkpoint has the format of state/shards.py, with these kinds of tensors:
+The `state` folder of a checkpoint has the format that state/shards.py describes, with these kinds of tensors:
 
-    weight       elements of a flattened parameter; if it is trained, elements of its float32 master weights
-    exp_avg ...  the same elements of each optimizer tensor, and of the moving average of the weights (average)
+    weight       elements of a flattened parameter; if the parameter is trained, of its float32 master weights
+    exp_avg ...  the same elements of the optimizer's tensors and of the weights' moving average (`average`)
     scalar       the optimizer's 0-dimensional tensors, such as PARAMETER/step
     buffer       the module's persistent buffers
     table        rows of the objective's partitioned tables: per-sample statistics, NPN columns
-    objective    the state of the objective that is equal on all ranks: temperature, counters
+    objective    the part of the objective's state that is the same on all ranks: temperature, counters
 
-Alignment padding is not saved. A parameter that has only the kind `weight` was not trained. The index contains
+Alignment padding is not saved. A parameter that was not trained has only the kind `weight`. The index contains
 `parameters` (name -> shape, in the module's order) and `counters` (of steps and samples).
 """
 
@@ -28,7 +28,7 @@ WEIGHT, SCALAR, BUFFER, OBJECTIVE = "weight", "scalar", "buffer", "objective"
 
 
 class StateFiles(ShardFiles):
-    """Reader of a checkpoint's state; raises `UserError` if the checkpoint's files have changed.
+    """Reader of a checkpoint's state; raises `UserError` if a file of the checkpoint is missing or damaged.
 
     Args:
         folder: the `state` folder of a checkpoint.
@@ -54,7 +54,7 @@ class StateFiles(ShardFiles):
     def weights(self, average: bool = False) -> dict[str, Tensor]:
         """Return all parameters (in float32 if trained) in their original shapes, and all buffers, by name.
 
-        If `average`, moving averages replace the trained weights; raises `UserError` if the checkpoint has none.
+        If `average` is true, moving averages replace the trained weights. Raises `UserError` if none were saved.
         """
         averaged = {name for name in self.shapes if average and AVERAGE in self.kinds(name)}
         if average and not averaged:

@@ -1,4 +1,4 @@
-"""Check paths and packages in under a second, before torch and DeepSpeed are imported, which takes ten seconds.
+"""Check paths and packages in under a second, before the ten-second import of torch and DeepSpeed.
 
 All ranks run these checks, so all of them exit with the same message. Later checks find other mistakes, such as a
 model that is not on the hub.
@@ -19,7 +19,7 @@ _OPEN_CLIP = "open_clip:"
 
 
 def check_run(config: Config) -> None:
-    """Raise UserError if a run reads a path that does not exist, or needs a package that is not installed."""
+    """Raise UserError if a run would read a path that does not exist, or use a package that is not installed."""
     run, data, model = config.run, config.data, config.model
     if run.wandb is not None:
         require_package("wandb", "run.wandb", "wandb")
@@ -39,7 +39,7 @@ def check_run(config: Config) -> None:
 
 
 def check_model(option: str, name: str) -> None:
-    """Raise UserError if `name`, a value of `model.pretrained`, can be neither a path nor a model on the hub."""
+    """Raise UserError if `name`, a value of `model.pretrained`, is neither an existing path nor a valid hub name."""
     if name.startswith(_OPEN_CLIP):
         require_package("open_clip", f"{option}={name}", "open_clip")
         return
@@ -50,9 +50,9 @@ def check_model(option: str, name: str) -> None:
 
 
 def check_path(option: str, path: str) -> None:
-    """Raise UserError if a local path does not exist, or if the package that reads a remote path is missing.
+    """Raise UserError if a local path does not exist, or if a package needed to read a remote path is missing.
 
-    A path may take any form that `data.train` accepts; patterns are checked later, when they are expanded.
+    The path may have any form that `data.train` accepts; patterns are checked later, when they are expanded.
     """
     for part in filter(None, path.split("::")):
         if url := _URL.match(part):

@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def write_features(options: argparse.Namespace) -> Summary:
-    """Write the features on all ranks; raise UserError if the model, the data or the folder cannot be used."""
+    """Write the features on all ranks; raise UserError if the model, the data or the output folder cannot be used."""
     import torch
 
     from neuclip_ds.checkpoint.saved_model import open_model

@@ -66,7 +66,7 @@ def main(arguments: Sequence[str]) -> None:
 def _partition(places: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
     """Split the paths into named sources of pairs (in a form that `data.val` accepts) and evaluation sets.
 
-    Individually named tar files form one source.
+    Tar files that are listed individually form one source.
     """
     from neuclip_ds.data.manifest_file import is_manifest  # pyarrow takes a moment to import
 
@@ -124,7 +124,7 @@ def score(options: argparse.Namespace, communicator: Communicator) -> str:
         return f"{place.resolve()}: {open_set(place).contents}" if task.source is None else None
 
     def unscored() -> list[str]:
-        """Return the keys of the tasks to score. A user's own set is scored again if its files have changed."""
+        """Return the keys of tasks that need a score. A user's own set is scored again if its files have changed."""
         known, keys = Results(folder, identity), []
         for task, place in found:
             if task.key in known.metrics and known.data.get(task.key) == contents(task, place):

@@ -1,4 +1,4 @@
-"""Write a trained model for transformers or open_clip, with its tokenizer and a model card.
+"""Write a trained model in the format of transformers or open_clip, with its tokenizer and a model card.
 
 Examples:
   neuclip-ds export runs/vitb32_tuneclip --format transformers --out exported/vitb32_tuneclip

@@ -25,10 +25,10 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None, command: str = "") -> None:
-    """Run a command, given by name or as the first argument.
+    """Run the command named by `command` or by the first argument.
 
     The exit code is 0 (success), 1 (training failed), 2 (a mistake in the input) or 128 plus the number of the signal
-    that stopped the command. `--local_rank=N`, which launchers add, is ignored: an environment variable has the rank.
+    that stopped the command. `--local_rank=N`, which launchers add, is ignored: the rank comes from the environment.
     """
     given = [*filter(None, [command]), *(sys.argv[1:] if argv is None else argv)]
     arguments = [argument for argument in given if not re.match(r"--local[-_]rank=", argument)]

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def exit_on_mistake() -> Iterator[None]:
-    """Print a `UserError` once per node, and exit with code 2 on every rank, or with code 1 if training diverged.
+    """Print an error once per node, and exit on every rank: with code 2 for a `UserError`, or 1 if training diverged.
 
     After a stop signal, print one line and exit with code 128 plus the signal's number.
     """
@@ -37,7 +37,7 @@ def exit_on_mistake() -> Iterator[None]:
 
 
 class Parser(argparse.ArgumentParser):
-    """Argument parser that accepts dashes or underscores, raises `UserError`, and shows defaults in the help."""
+    """Argument parser that accepts dashes or underscores in option names, raises `UserError` and shows defaults."""
 
     def __init__(self, prog: str, **options: Any) -> None:
         super().__init__(prog, formatter_class=_Formatter, **options)
@@ -65,7 +65,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaults
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar on stderr while the block runs; yield a function that takes the number done and the total."""
+    """Show a progress bar on stderr while the block runs; yield a function that takes (items done, total items)."""
     from rich.console import Console  # slow to import
     from rich.progress import MofNCompleteColumn, Progress
 

@@ -71,7 +71,7 @@ def main(arguments: Sequence[str], hooks: Sequence[Any] = ()) -> None:
 
 
 def requested_help(arguments: Sequence[str]) -> str | None:
-    """Return the help that the arguments request (common options or all options), or None if they request none."""
+    """Return the help text that the arguments request (common or all options), or None if they do not request help."""
     place = next((i for i, argument in enumerate(arguments) if argument.split("=")[0] in ("-h", "--help")), None)
     if place is None:
         return None

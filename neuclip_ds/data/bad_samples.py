@@ -25,12 +25,12 @@ Gather = Callable[[list[Any]], list[list[Any]]]  # takes this rank's values; ret
 class BadSampleLog:
     """A log of bad samples: FOLDER/bad_samples.jsonl lists each of them once, with its index, shard, key and reason.
 
-    The run stops if more than `max_fraction` of all samples are bad. It also stops if the fraction of bad samples
-    in the last 1,000 steps of one rank exceeds ten times `max_fraction`, for example because a node has lost its data.
-    In both rules, fewer than 1,000 samples count as 1,000. Rank 0 creates the file once a sample is bad.
+    The run stops if more than `max_fraction` of the samples read so far are bad. It also stops if the fraction of bad
+    samples in the last 1,000 steps of one rank exceeds ten times `max_fraction`, for example because a node has lost
+    its data. Both denominators are at least 1,000. Rank 0 creates the file when the first bad sample is listed.
 
     Attributes:
-        seen: the number of samples that all ranks together have read, as of the last `merge`.
+        seen: the total number of samples read by all ranks, as of the last `merge`.
         causes: the number of bad samples by cause.
     """
 
@@ -46,7 +46,7 @@ class BadSampleLog:
 
     @property
     def bad(self) -> int:
-        """The number of bad samples on all ranks together, as of the last `merge`."""
+        """The total number of bad samples on all ranks, as of the last `merge`."""
         return self.causes.total()
 
     def restore(self, seen: int, causes: Mapping[str, int]) -> None:
@@ -66,7 +66,7 @@ class BadSampleLog:
                 log.warning("bad sample %d (number %d on this rank): %s in %s: %s", *values)
 
     def merge(self, gather: Gather = lambda own: [own]) -> None:
-        """Merge the records of all ranks since the last merge, and list the bad samples; a collective call.
+        """Merge what all ranks have recorded since the last merge, and list the bad samples; a collective call.
 
         Raises UserError on all ranks when too many samples are bad.
         """
@@ -88,7 +88,7 @@ class BadSampleLog:
             raise UserError(problem)
 
     def _problem_here(self) -> str | None:
-        """Return an error message if too many samples of this rank's recent steps are bad, or None otherwise."""
+        """Return an error message if too many samples in this rank's recent steps are bad, or None otherwise."""
         seen, bad = (sum(counts) for counts in zip(*self._recent, strict=True)) if self._new_bad else (0, 0)
         if bad <= self._max_fraction * _WIDER * max(seen, _MIN_SAMPLES):
             return None

@@ -1,9 +1,9 @@
 """Build manifests: in memory when a run starts, or on disk with many processes for large data sets.
 
-Indices are assigned in the order of the paths, regardless of the order in which the shards were scanned. If a build on
-disk was interrupted, the next build, even of different shards, scans only shards without results. Each group of shards
-has a JSON file of results, whose name begins with a hash of the options, and may have a file of sample tables. Files
-that were truncated by an interrupted write are ignored.
+Indices are assigned in the order of the paths, regardless of the order in which the shards were scanned. After an
+interrupted build on disk, the next build scans only the shards that have no results yet, even if its list of shards
+differs. Each group of shards has a JSON file of results, whose name begins with a hash of the options, and may have a
+file of sample tables. Files that were truncated by an interrupted write are ignored.
 """
 
 import hashlib
@@ -50,10 +50,10 @@ _COUNTED = 512  # shards per group if samples are counted from side files
 def build_manifest(
     paths: Sequence[str], processes: int | None = None, options: ScanOptions = ScanOptions()
 ) -> Manifest:
-    """Build an in-memory manifest of the tars at `paths`, in the given order.
+    """Build an in-memory manifest of the tar files at `paths`, in the given order.
 
     By default, there is one worker process per 16 shards, and at most one per CPU; `processes=1` scans in this process.
-    Raises UserError if a shard cannot be read, or if all shards together have no samples, no images or no captions.
+    Raises UserError if a shard cannot be read, or if the shards contain no samples, no images or no captions.
     """
     processes = processes or min(os.cpu_count() or 1, 1 + len(paths) // _SHARDS_EACH)
     with process_pool(processes) if processes > 1 else nullcontext() as pool:
@@ -125,7 +125,7 @@ def write_manifest(
         folder: the folder for the manifest; it must not contain a manifest yet.
         paths: the shards, in the order in which indices are assigned.
         executor: the executor whose workers (processes on this machine, or MPI ranks) scan the shards.
-        options: the options of the scan; with uids or checksums, the manifest has sample tables.
+        options: the options of the scan; if they include uids or checksums, the manifest has sample tables.
         skip_unreadable: whether to omit unusable shards, and list them in FOLDER/unreadable_shards.jsonl.
         on_progress: called with (shards done, total shards); shards scanned by an interrupted build count as done.
     """
@@ -186,7 +186,7 @@ def scan_shards(
     Args:
         results: the folder for the results of finished groups.
         tables: the folder for the sample tables, or None to omit the tables.
-        sizes: the paths of the shards, each with the shard's size in bytes if it is known.
+        sizes: maps the path of each shard to its size in bytes, or to None if the size is unknown.
         on_progress: called with (shards done, total shards); shards finished by an interrupted scan count as done.
     """
     key = hashlib.sha256(f"{options} {tables is not None}".encode()).hexdigest()[:16]
@@ -276,7 +276,7 @@ def _warn_of_repeats(manifest: Manifest) -> None:
 
 
 def _repeats(parts: Iterable[NDArray[np.uint64]]) -> tuple[NDArray[np.uint64], int]:
-    """Return each number that repeats an earlier number, and the total count of numbers."""
+    """Return the numbers that repeat an earlier one, and how many numbers there are in total."""
     found = np.concatenate([*parts, np.empty(0, np.uint64)])
     found.sort()
     return found[1:][found[1:] == found[:-1]], len(found)

@@ -1,4 +1,4 @@
-"""Cache remote shards on a node's local disk, for all ranks and loader workers of the node.
+"""Cache remote shards on a node's local disk, for all ranks and loader workers on the node.
 
 The total size is limited. The folder contains:
 
@@ -46,7 +46,7 @@ class ShardCache:
             change the data.
         capacity_bytes: the limit on the total size of complete and partial shards, excluding the sample `tables`.
         timeout: the number of seconds without new data after which an attempt to fetch a shard fails.
-        max_outage: the maximum number of seconds for which a reader waits if the storage fails.
+        max_outage: the maximum number of seconds that a reader waits for failed storage to recover.
         downloads: the maximum number of concurrent prefetches on the node.
         backoff: the maximum number of seconds between the first two attempts to fetch a shard.
     """
@@ -102,7 +102,7 @@ class ShardCache:
         return self._shard(url)
 
     def open(self, url: str, expected_bytes: int, expected_crc32: int | None = None) -> FileIO:
-        """Open a shard's local copy, fetching it as `path` does; the open file stays readable after an eviction."""
+        """Open a shard's local copy, which is fetched if necessary; the open file stays readable after an eviction."""
         while True:
             with suppress(FileNotFoundError):  # evicted in between
                 return FileIO(self.path(url, expected_bytes, expected_crc32))
@@ -117,12 +117,12 @@ class ShardCache:
         return False
 
     def arrived(self) -> int:
-        """Return the total bytes of complete and partial shards; the total changes while a shard is being fetched."""
+        """Return the total bytes of complete and partial shards; this number changes while a shard is being fetched."""
         partial = (self._folder / "fetching").iterdir()
         return sum(status.st_size for folder in (self._folder / "shards", *partial) for _, status in files_in(folder))
 
     def waits_for_storage(self) -> bool:
-        """Return whether this node is waiting for its storage, so that no shard can arrive."""
+        """Return whether this node is waiting for its storage; while it waits, no shards can arrive."""
         return _modified(self._folder / "outage") > time.time()
 
     def _shard(self, url: str) -> Path:
@@ -130,7 +130,7 @@ class ShardCache:
         return self._folder / "shards" / f"{name_of(url)}-{name[-60:]}"
 
     def _try_to_fetch(self, url: str, size: int, crc32: int | None, retries: Retries) -> float:
-        """Fetch a shard unless another process is doing so or space is short; return how long to wait, in seconds."""
+        """Fetch a shard unless another process is doing so or space is short; return how many seconds to wait."""
         name = name_of(url)
         failed = self._folder / "failed" / name
         with suppress(Timeout), FileLock(self._folder / "locks" / name, blocking=False):
@@ -169,7 +169,7 @@ class ShardCache:
     def _reserve(self, name: str, size: int) -> Path | None:
         """Make space for a shard whose lock the caller holds, by evicting the least recently used shards.
 
-        Returns a folder for the partial file, or None if other processes are fetching shards that take up the space.
+        Returns a folder for the partial file, or None if other processes have reserved the space for their shards.
         """
         fetching, free = self._folder / "fetching", self.capacity_bytes
         with FileLock(self._folder / "lock"):

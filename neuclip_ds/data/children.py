@@ -17,7 +17,7 @@ _LIBC = ctypes.CDLL(None)
 
 
 def end_with_parent(parent: int) -> None:
-    """Make the Linux kernel kill this process when its parent process `parent` ends, and ignore stop signals.
+    """Ignore stop signals, and make the Linux kernel kill this process when its parent process, `parent`, ends.
 
     Launchers and terminals send stop signals to every process in the tree, but the parent decides when its child
     processes end.

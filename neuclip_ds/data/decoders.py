@@ -54,7 +54,7 @@ class _Source(NamedTuple):
 
 
 class Captions:
-    """Caption sources as in `data.captions`, with or without weights; `extensions` lists the members to read.
+    """Caption sources as in `data.captions`, with or without weights; `extensions` lists the file extensions to read.
 
     Raises UserError if there is no source or a source has an unknown form.
     """
@@ -67,11 +67,11 @@ class Captions:
         self.extensions = tuple(dict.fromkeys(source.extension for source in self._sources))
 
     def of(self, members: Mapping[str, bytes]) -> list[str]:
-        """Return a sample's captions in the order of the sources, omitting blank captions; invalid JSON yields none."""
+        """Return a sample's captions in the order of the sources, omitting blank captions; invalid JSON has none."""
         return [text for found in self._of_sources(members) for text in found]
 
     def draw(self, members: Mapping[str, bytes], number: int) -> str | None:
-        """Choose one of a sample's captions with a random 64-bit number; return None if there are no captions."""
+        """Use a random 64-bit number to choose one of a sample's captions; return None if there are no captions."""
         found = self._of_sources(members)
         if self._weights is None:
             captions = [text for texts in found for text in texts]
@@ -81,7 +81,7 @@ class Captions:
         return captions[number % len(captions)] if captions else None
 
     def _of_sources(self, members: Mapping[str, bytes]) -> list[list[str]]:
-        """Return the captions of each source."""
+        """Return a list of captions for each source."""
         found = [_texts(one, members[one.extension]) if one.extension in members else [] for one in self._sources]
         cut = [[text.replace("\0", " ").strip()[:_MAX_CHARACTERS] for text in texts] for texts in found]
         return [[_SURROGATE.sub("\ufffd", text) for text in texts if text] for texts in cut]
@@ -105,7 +105,7 @@ def _parse(name: str) -> _Source:
 
 
 def _draw(weights: Sequence[float], number: int) -> int:
-    """Choose an index with a random 64-bit number, with probabilities proportional to the weights.
+    """Use a random 64-bit number to choose an index, with probabilities proportional to the weights.
 
     The draw uses the high bits of the number, because `Captions.draw` chooses a caption by `number % len(captions)`.
     """
@@ -169,7 +169,7 @@ def read_header(data: bytes) -> Image.Image:
 
 
 def decode_header(image: Image.Image, min_side: int | None) -> Decoded:
-    """Decode an image whose header has already been read, in the same way as `decode_pil`."""
+    """Decode an image that `read_header` has opened; this is the second half of `decode_pil`."""
     full_size = image.size
     try:
         if min_side is not None:

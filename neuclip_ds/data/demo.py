@@ -7,7 +7,7 @@
 Each pair is a pure function of (seed, split, index). The number of processes therefore does not matter, a smaller set
 contains the first pairs of a larger one, and the same version of Pillow gives the same files. One pair in twenty is a
 near-duplicate, like the false negatives in scraped data: its image shows the scene of an earlier pair, and its caption
-uses a different template. By chance, a `val` pair may have the caption of a `train` pair, but its image differs.
+uses a different template. By chance, a `val` pair may have the same caption as a `train` pair, but its image differs.
 """
 
 import hashlib
@@ -54,7 +54,7 @@ class Scene(NamedTuple):
 
 
 def _arc(radius: float, points: int = 40) -> tuple[Point, ...]:
-    """Return the points of a circle, starting and ending at the top."""
+    """Return points on a circle, starting and ending at the top."""
     angles = (2 * math.pi * i / points for i in range(points + 1))
     return tuple((radius * math.sin(a), -radius * math.cos(a)) for a in angles)
 
@@ -117,12 +117,12 @@ def make_demo_data(
     processes: int | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Render the three splits in a temporary folder and rename it, so that `folder` is either complete or absent.
+    """Render the three splits in a temporary folder, then rename it, so that `folder` is never incomplete.
 
     The processes (by default one per core) are spawned, so a script must call this function with `processes=1` or under
     `if __name__ == "__main__"`. `size` is the side length of the images in pixels; the `zero_shot` images are balanced
-    across the classes. `on_progress` takes (images done, total images). Raises UserError if `folder` is not empty or
-    cannot be written, or if a number is out of range.
+    across the classes. `on_progress` is called with (images done, total images). Raises UserError if `folder` is not
+    empty or cannot be written, or if a number is out of range.
     """
     processes = (os.cpu_count() or 1) if processes is None else processes
     limits = {"pairs": pairs, "held_out": held_out, "zero_shot": zero_shot, "processes": processes, "size": size}
@@ -188,7 +188,7 @@ def _stream(seed: int, split: str, index: int) -> Random:
 
 
 def plan_pair(seed: int, split: str, index: int) -> tuple[Scene, int, int | None, Random]:
-    """Return a pair's scene, template, index of the pair it nearly duplicates (or None), and random generator."""
+    """Return a pair's scene and template, the index of the pair it nearly duplicates (or None), and a `Random`."""
     rng = _stream(seed, split, index)
     if index == 0 or rng.random() >= _DUPLICATES:
         return random_scene(rng), rng.randrange(len(TEMPLATES)), None, rng
@@ -352,5 +352,5 @@ def _phrase(group: Group, place_may_lead: bool, rng: Random) -> str:
 
 
 def _word(words: Words, rng: Random) -> str:
-    """Return the canonical word or, half of the time, a random word from the list."""
+    """Return the canonical word or, half the time, a random word from the list."""
     return words[0] if rng.random() < 0.5 else rng.choice(words)

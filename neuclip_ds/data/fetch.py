@@ -41,7 +41,7 @@ _jitter = random.Random()  # separate from the global generator, on which a run'
 
 
 class FetchError(OSError):
-    """Raised if a shard does not exist or, with `damaged` set, differs from the manifest."""
+    """Raised if a shard does not exist or does not match the manifest; in the second case, `damaged` is true."""
 
     def __init__(self, message: str, damaged: bool = False) -> None:
         super().__init__(message)
@@ -57,9 +57,9 @@ class AttemptFailed(Exception):
 
 
 class Retries:
-    """Exponential backoff between attempts to fetch a shard: up to 1, 2, 4 ... 60 s, for at most `max_outage` s.
+    """Exponential backoff between attempts to fetch a shard: pauses of up to 1, 2, 4 ... 60 s.
 
-    A shard that arrives damaged, or to which the storage refuses access, is tried five times.
+    Retries end when the storage has failed for `max_outage` s, or after five refusals or five damaged downloads.
     """
 
     def __init__(self, url: str, max_outage: float, backoff: float = 1.0) -> None:
@@ -90,7 +90,7 @@ class Retries:
 def attempt(url: str, folder: Path, timeout: float, size: int | None = None, crc32: int | None = None) -> Path:
     """Try once to fetch a shard into a new file in `folder`; the caller must remove the file if the attempt fails.
 
-    Raises AttemptFailed if the transfer fails, no byte arrives for `timeout` seconds, or the file does not have the
+    Raises AttemptFailed if the transfer fails, no data arrives for `timeout` seconds, or the file does not have the
     expected size or checksum (None: not checked).
     """
     part, errors = folder / uuid4().hex, list[BaseException]()

@@ -2,7 +2,7 @@
 
 By default, simplejpeg decodes JPEGs to tensors, which PyTorch resizes several times as fast as PIL does, with the same
 kernel; pixels differ only by rounding. PIL decodes other formats and the JPEGs that simplejpeg rejects. Both decoders
-can scale a large JPEG down to 1/2, 1/4 or 1/8 in the DCT, which is much faster but changes pixels slightly.
+can scale a large JPEG down to 1/2, 1/4 or 1/8 in the DCT domain, which is much faster but changes pixels slightly.
 
 The geometry matches open_clip's, with antialiased bicubic interpolation. Training takes a random resized crop.
 Evaluation takes the center of the resized image, or squashes the whole image to a square for models that were trained
@@ -46,7 +46,7 @@ DECODERS: dict[str, Decode] = {"simplejpeg": decode_simplejpeg, "pil": decode_pi
 
 @dataclass(frozen=True)
 class EvalTransform:
-    """Resize the shorter side to `image_size` and crop the center square, or `squash` the whole image to a square.
+    """Resize the shorter side to `image_size` and crop the center or, with `squash`, resize the image to a square.
 
     SigLIP and DFN models were trained on squashed images.
     """

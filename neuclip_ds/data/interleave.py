@@ -39,14 +39,14 @@ def choose_interleave(
 ) -> Interleave:
     """Choose the interleave with the largest window that fits in the nodes' caches.
 
-    The window has up to 8 million samples, or 500,000 per node on more than 16 nodes. If possible, the window also fits
-    in the caches of half as many nodes, so that the run can resume on them. `streams` and `block` override the choice.
+    The window has up to 8 million samples, or 500,000 per node on more than 16 nodes. If possible, it also fits in the
+    caches of half the nodes, so that the run can resume on half the nodes. `streams` and `block` override the choice.
 
     Args:
         shards: the number of shards, which limits the number of streams.
         cache_bytes: the size of a node's cache in bytes; None if all shards are read in place.
         resident_bytes: a function of the interleave and the number of nodes; it returns the total bytes of the shards
-            that a node needs at a time (see `GlobalOrder.resident_bytes`).
+            that a node needs at any one time (see `GlobalOrder.resident_bytes`).
 
     Raises:
         UserError: `streams` does not divide the batch size, or no interleave fits in the cache.

@@ -2,7 +2,7 @@
 
 The main process sends lists of (epoch, index) pairs to the workers. The step is therefore the training loader's only
 state, and resuming at any step costs no more than starting at the first step. A rank's batch is loaded in parts of
-bounded size to limit the memory that prefetching takes. The parts are never joined, because that would copy all pixels.
+bounded size to limit the memory that prefetching uses. The parts are never joined: joining would copy all the pixels.
 """
 
 import io
@@ -41,10 +41,10 @@ class Jobs(NamedTuple):
 def train_jobs(
     order: BatchOrder, rank: int, world_size: int, epoch: int, step: int, steps: int, parts: int = 1
 ) -> Jobs:
-    """Select a rank's B / world_size rows of each global batch for `steps` batches, split into `parts` jobs per batch.
+    """Select a rank's B / world_size rows of each of `steps` global batches, as `parts` jobs per batch.
 
-    `step` is the number of the first step within the epoch; if it equals steps_per_epoch, the jobs start with the next
-    epoch. Raises UserError if the batch size is not divisible by the number of ranks.
+    The first batch is the one at step `step` (0-based) of `epoch`; if `step` equals steps_per_epoch, the jobs start
+    with the next epoch. Raises UserError if the batch size is not divisible by the number of ranks.
     """
     if order.batch_size % world_size:
         raise UserError(f"data.batch_size={order.batch_size} is not divisible by {world_size} ranks; change one.")
@@ -65,7 +65,7 @@ def train_jobs(
 
 
 def eval_jobs(manifest: Manifest, rank: int, world_size: int, batch_size: int) -> Jobs:
-    """Select rank r's share of the n samples in use: samples [r c, (r + 1) c), where c = ceil(n / world_size).
+    """Select rank r's share of the manifest's n used samples: [r c, (r + 1) c), where c = ceil(n / world_size).
 
     Every rank has ceil(c / batch_size) batches of `batch_size` rows; padding rows have index -1.
     """
@@ -83,7 +83,7 @@ def eval_jobs(manifest: Manifest, rank: int, world_size: int, batch_size: int) -
 class Loader(WorkerPool):
     """Persistent worker processes that load image-caption batches or apply functions to items.
 
-    `pairs` maps names to data sets. The forked workers inherit these data sets, whose manifests may be large.
+    `pairs` maps names to data sets. The forked workers inherit these data sets, so large manifests are not pickled.
     """
 
     def __init__(self, options: LoaderOptions, pairs: Mapping[str, PairDataset] | None = None) -> None:
@@ -136,7 +136,7 @@ def part_rows(rows: int, count: int, number: int) -> slice:
 
 
 class RankBatch:
-    """A batch of b rows, split into parts; `index` (b,), `valid` (b,) and `bad` concatenate those of the parts."""
+    """A batch of b rows, split into parts; `index` (b,), `valid` (b,) and `bad` are concatenated over the parts."""
 
     def __init__(self, parts: Sequence[Batch]) -> None:
         self._parts: list[Batch | None] = list(parts)
@@ -150,7 +150,7 @@ class RankBatch:
         return self._starts[-1]
 
     def pieces(self, rows: slice) -> list[tuple[Tensor, Tensor]]:
-        """Return views of the given rows, one pair per part: pixels, uint8 (r, 3, H, W), and tokens, int64 (r, T)."""
+        """Return the rows as one (pixels, tokens) pair of views per part: uint8 (r, 3, H, W) and int64 (r, T)."""
         found = []
         for part, start, stop in zip(self._parts, self._starts[:-1], self._starts[1:], strict=True):
             if start < rows.stop and rows.start < stop:
@@ -168,7 +168,7 @@ class RankBatch:
 
 
 def join_parts(parts: Iterator[Batch], count: int) -> Iterator[RankBatch]:
-    """Yield batches of `count` consecutive parts each, without copying the parts."""
+    """Yield batches of `count` consecutive parts each, without copying the parts' pixels."""
     while found := list(itertools.islice(parts, count)):
         batch = RankBatch(found)
         del found  # so that only the batch keeps the pixels alive

@@ -34,7 +34,7 @@ class Shard(NamedTuple):
 
 
 class Manifest:
-    """The shards of a data set in the order of their indices, with sample tables if the manifest has them.
+    """The shards of a data set in index order and, optionally, the sample tables of these shards.
 
     `n` is the number of indices, and thus the number of rows of per-sample state. `held_out` maps a shard's number to
     the number of samples at the end of the shard that are held out for `validation`.
@@ -58,7 +58,7 @@ class Manifest:
 
     @cached_property
     def sizes(self) -> NDArray[np.int64]:
-        """The number of samples in use in each shard, (n_shards,)."""
+        """The number of samples that are used from each shard, (n_shards,)."""
         sizes = np.array([shard.n for shard in self.shards], dtype=np.int64)
         for number, count in self.held_out.items():
             sizes[number] -= count
@@ -86,7 +86,7 @@ class Manifest:
         return self.hash_of_first(self.n_shards)
 
     def hash_of_first(self, count: int) -> str:
-        """Return a hash (32 hex digits) of the file names, sample counts and sizes of the first `count` shards.
+        """Return a hash (32 hex digits) of the first `count` shards' file names, sample counts, sizes and selections.
 
         The folders of the shards do not affect the hash, so the data may be moved.
         """
@@ -112,7 +112,7 @@ class Manifest:
         return cls([Shard(*shard) for shard in found["shards"]], samples)
 
     def locate(self, index: int) -> tuple[int, int]:
-        """Convert a global index to (shard number, row in the shard); raise IndexError outside 0 ... n - 1."""
+        """Convert a global index to (shard number, row in the shard); raise IndexError if it is outside 0 ... n - 1."""
         if not 0 <= index < self.n:
             raise IndexError(f"sample index {index} is out of range for a data set of {self.n} samples")
         shard = bisect_right(self._starts, index) - 1
@@ -127,13 +127,13 @@ def indices_at(starts: NDArray[np.int64], sizes: NDArray[np.int64], positions: N
 
 
 def from_shards(found: Sequence[Shard]) -> Manifest:
-    """Return a manifest of shards, assigning indices in the given order."""
+    """Return a manifest of the given shards, numbering their samples in list order."""
     starts = itertools.accumulate((shard.n for shard in found), initial=0)
     return Manifest([shard._replace(start=start) for shard, start in zip(found, starts, strict=False)])
 
 
 def join(manifests: Sequence[Manifest]) -> Manifest:
-    """Join manifests, numbering their samples consecutively; raise UserError if required sample tables are missing."""
+    """Join manifests, numbering their samples consecutively; raise UserError if any lacks required sample tables."""
     shards: list[Shard] = []
     for manifest in manifests:
         start = shards[-1].start + shards[-1].n if shards else 0

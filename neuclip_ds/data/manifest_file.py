@@ -68,7 +68,7 @@ def _repeats(shards: Sequence[Shard]) -> Iterator[tuple[Shard, Shard]]:
 
 
 def _is_same(one: Shard, other: Shard) -> bool:
-    """Return whether shards with equal paths or layouts contain the same samples; compare all bytes if necessary."""
+    """Return whether two shards with the same path or layout have the same samples; compare all bytes if necessary."""
     if None not in (one.selection, other.selection) and one.selection != other.selection:
         return False  # different samples of the same shard
     if one.path == other.path:
@@ -89,7 +89,7 @@ def is_manifest(path: str | os.PathLike[str]) -> bool:
 def write_shards(manifest: Manifest, folder: Path, places: Sequence[Place] = ()) -> None:
     """Write or replace the manifest's shard table atomically; the sample tables at `places` must already exist.
 
-    If shard URLs contain secrets, only the owner is allowed to read the shard table.
+    If any shard URL contains a secret, only the owner of the file can read the shard table.
     """
     columns = [list(column) for column in zip(*manifest.shards, strict=True)] or [[]] * len(Shard._fields)
     none = [None] * manifest.n_shards
@@ -103,7 +103,7 @@ def write_shards(manifest: Manifest, folder: Path, places: Sequence[Place] = ())
 
 
 def load_manifest(folder: str | os.PathLike[str]) -> Manifest:
-    """Read a manifest folder, and check the sizes of its first shard and its largest shard.
+    """Read a manifest folder, and check the sizes of its first and largest shards if they are local.
 
     Raises:
         UserError: the folder is not a valid manifest, or one of these shards is missing or has a different size.
@@ -144,7 +144,7 @@ def load_manifest(folder: str | os.PathLike[str]) -> Manifest:
 
 
 def _check_possible(folder: Path, manifest: Manifest) -> None:
-    """Raise UserError for impossible sample counts or sizes, because they determine how much memory is allocated."""
+    """Raise UserError if a sample count or size is impossible: these values determine how much memory is allocated."""
     start = 0
     for shard in manifest.shards:
         least = 0 if shard.selection is not None else shard.n * MIN_SAMPLE_BYTES  # a selection may repeat samples

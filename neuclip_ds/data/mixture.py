@@ -3,7 +3,7 @@
 All sources have the same number S of shard streams (neuclip_ds/data/order.py), and epochs are counted per source. The B
 rows of a batch form S blocks of B/S rows, one block for each stream. A pattern, fixed for all steps, assigns the rows
 of each block to sources. At step t, stream s uses block j = s + t (mod S) of the pattern. The number of rows from a
-source is therefore the same in every batch, and all streams of a source advance equally fast.
+source is therefore the same in every batch, and all streams of a source advance at the same rate.
 """
 
 from bisect import bisect_right
@@ -18,7 +18,7 @@ from neuclip_ds.errors import UserError
 
 
 class MixtureOrder:
-    """A sample order for a mixture of sources, with the interface of `GlobalOrder`.
+    """A sample order for a mixture of sources, with the same interface as `GlobalOrder`.
 
     An epoch has about as many samples as all sources combined, and all batches are full. The order of each source must
     have the mixture's batch size and number of streams; block sizes may differ. `weights` are the relative shares of
@@ -77,7 +77,7 @@ class MixtureOrder:
         return visits, index
 
     def taken(self, which: int, stream: int, number: int) -> int:
-        """Return how many samples the steps before `number` take from a stream of a source."""
+        """Return how many samples the steps before step `number` take from a stream of a source."""
         return int(self._taken(which, np.array(stream), number))
 
     def _taken(self, which: int, stream: NDArray[np.int64], number: int) -> NDArray[np.int64]:
@@ -86,7 +86,7 @@ class MixtureOrder:
         return cycles * self._per_cycle[which] + before[stream + rest] - before[stream]
 
     def step_of(self, which: int, stream: int, taken: int) -> int:
-        """Return the step that takes sample `taken` (0-based) of a stream; the source's weight must be positive."""
+        """Return the step that takes sample `taken` (0-based) of a source's stream; the source must have weight > 0."""
         low = max(0, taken // int(self._per_cycle[which]) - 1) * self._streams
         # the first step after which more than `taken` samples have been taken
         return low + bisect_right(
@@ -98,7 +98,7 @@ BatchOrder = GlobalOrder | MixtureOrder
 
 
 def _spread(weights: NDArray[np.float64], rows: int) -> NDArray[np.int64]:
-    """Return the source of each row, (rows,); each source's share is rounded to whole rows and evenly spread."""
+    """Return the source of each row, (rows,); each source gets a whole number of rows, which are spread evenly."""
     shares = weights * rows
     counts = np.floor(shares).astype(np.int64)
     counts[np.argsort(counts - shares, kind="stable")[: rows - counts.sum()]] += 1

@@ -1,4 +1,4 @@
-"""Sample tables that all processes of a node share: each table is built once, as a memory-mapped file.
+"""Sample tables that all processes on a node share: each table is built once, as a memory-mapped file.
 
 Private tables would take 50 bytes or more per sample in every worker. A file's name identifies the shard and the source
 of the table. The least recently used files are removed to make room. If no file can be written, each process keeps a
@@ -94,7 +94,7 @@ class NodeTables:
 
 
 def files_in(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Yield the files of a folder with their stat results, skipping files that are removed in the meantime."""
+    """Yield the files of a folder with their stat results, skipping files that are removed during the iteration."""
     with suppress(FileNotFoundError), os.scandir(folder) as entries:
         for entry in entries:
             with suppress(FileNotFoundError):

@@ -28,7 +28,7 @@ _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
 
 
 class _Layout(NamedTuple):
-    """The shards of one epoch in permuted order; all arrays are (n_shards,)."""
+    """The shards of one epoch in permuted order; all arrays have shape (n_shards,)."""
 
     shards: NDArray[np.int64]  # shard numbers
     positions: NDArray[np.int64]  # position of each shard's first sample
@@ -107,7 +107,7 @@ class GlobalOrder:
         return self.samples(epoch, stream, step * self._lane + place)
 
     def visits(self, epoch: int, step: int, rows: slice = slice(None)) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the epoch of each row, which seeds the sample's augmentation, and the result of `batch`."""
+        """Return the epoch of each row (used to seed the augmentation) and the result of `batch`."""
         indices = self.batch(epoch, step, rows)
         return np.full(len(indices), epoch), indices
 
@@ -126,7 +126,7 @@ class GlobalOrder:
         return np.where(present, index, -1)
 
     def block_bounds(self, stream: int, within: int) -> tuple[int, int]:
-        """Return the bounds [start, end) of the block that contains the position `within` of a stream."""
+        """Return the bounds [start, end) of the block that contains position `within` of a stream."""
         number = (within + int(self._phases[stream])) // self.interleave.block
         start, end = self._block(np.int64(stream), np.int64(number))
         return int(start), int(end)
@@ -139,9 +139,9 @@ class GlobalOrder:
         return [int(shard) for shard in shards[self._sizes[shards] > 0]]
 
     def resident_bytes(self, shard_bytes: ArrayLike, nodes: int = 1) -> int:
-        """Estimate the maximum number of shard bytes that any node needs at any one time during the first epochs.
+        """Estimate the maximum total size in bytes of the shards that any node needs at one time in the first epochs.
 
-        A node needs the shards of the current block in each of its streams, and those of the next two blocks to start.
+        A node needs the shards of the current block in each of its streams and of the two blocks that will start next.
 
         Args:
             shard_bytes: (n_shards,) the size of each shard in bytes.
@@ -170,11 +170,11 @@ class GlobalOrder:
         return np.maximum(begin, 0), np.minimum(begin + self.interleave.block, self.stream_lengths[stream])
 
     def _slot_of(self, layout: _Layout, position: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return, for each position, the index in the permuted order of the shard that contains the position."""
+        """Return, for each position, which shard contains it, as an index into the permuted order."""
         return np.searchsorted(layout.positions, position, side="right") - 1
 
     def _layout_of(self, epoch: int) -> _Layout:
-        """Return the shard permutation of an epoch; the two permutations that were computed last are cached."""
+        """Return the shard permutation of an epoch; the two most recently computed permutations are cached."""
         if epoch not in self._layouts:
             while len(self._layouts) > 1:
                 del self._layouts[next(iter(self._layouts))]
@@ -194,7 +194,7 @@ def mix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def hash64(*parts: ArrayLike) -> NDArray[np.uint64]:
-    """Return a 64-bit hash of the tuple of non-negative integers `parts`, which are broadcast against each other.
+    """Broadcast the non-negative integers `parts` together, and return a 64-bit hash of each tuple of elements.
 
     All randomness in the sample order comes from this hash, splitmix64 (Steele, Lea, Flood, "Fast splittable
     pseudorandom number generators", 2014), because NumPy's and PyTorch's generators may change between versions.
@@ -209,8 +209,8 @@ def hash64(*parts: ArrayLike) -> NDArray[np.uint64]:
 def permute(values: NDArray[np.int64], sizes: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
     """Apply a keyed permutation of 0 ... size - 1 to each value.
 
-    The arrays are broadcast. Each value must be in 0 ... size - 1, and elements with equal (size, key) share one
-    permutation. A Feistel network on an a x b rectangle that covers the range is applied until the result is in the
+    The arrays are broadcast together. Each value must be in 0 ... size - 1, and elements with equal (size, key) share
+    one permutation. A Feistel network on an a x b rectangle that covers the range is applied until the result is in the
     range (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
     """
     shape = np.broadcast_shapes(values.shape, sizes.shape, keys.shape)
@@ -225,7 +225,7 @@ def permute(values: NDArray[np.int64], sizes: NDArray[np.int64], keys: NDArray[n
 
 
 def _feistel(values: NDArray[np.uint64], sizes: NDArray[np.uint64], keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Apply a bijection of 0 ... a * b - 1 with a = ceil(sqrt(size)) and b = ceil(size / a); all arrays are (m,)."""
+    """Apply a bijection of 0 ... a * b - 1 with a = ceil(sqrt(size)) and b = ceil(size / a). Arrays have shape (m,)."""
     a = np.ceil(np.sqrt(sizes.astype(np.float64))).astype(np.uint64)
     b = (sizes + a - np.uint64(1)) // a
     high, low = values // b, values % b

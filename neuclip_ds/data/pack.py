@@ -60,7 +60,7 @@ class PairTable(NamedTuple):
                 yield from batch.to_pylist()
 
     def find_column(self, usual: Sequence[str], what: str, advice: str) -> str:
-        """Return the column whose lowercase name comes first in `usual`, or raise UserError with `advice`."""
+        """Return the first column in `usual` that exists, ignoring case; raise UserError with `advice` if none does."""
         by_name = {column.lower(): column for column in reversed(self.data.schema.names)}
         found = next((by_name[name] for name in usual if name in by_name), None)
         if found is None:
@@ -137,14 +137,14 @@ def read_image(source: bytes | str, folder: Path) -> bytes:
 
 
 def captions_of(value: Any) -> list[str]:
-    """Return the nonblank captions in a table cell; line breaks in the captions of a list become spaces."""
+    """Return the nonblank captions in a table cell; in a list of captions, line breaks become spaces."""
     if isinstance(value, list):
         return [" ".join(one.split()) for one in value if isinstance(one, str) and one.strip()]
     return [value.strip()] if isinstance(value, str) and value.strip() else []
 
 
 def choose_columns(table: PairTable, image: str | None = None, captions: Sequence[str] = ()) -> Columns:
-    """Return the columns to pack, found by name if not given; each of `captions` is MEMBER=COLUMN or a txt COLUMN."""
+    """Return the columns to pack, found by name by default; each of `captions` is MEMBER=COLUMN, or COLUMN for txt."""
     image = image or table.find_column(IMAGE_COLUMNS, "images", "name it with --image")
     captions = captions or [table.find_column(CAPTION_COLUMNS, "captions", "name it with --captions")]
     by_member = {member or TEXT: column for member, _, column in (text.rpartition("=") for text in captions)}
@@ -204,7 +204,7 @@ def pack(
 
 
 def _groups(table: PairTable, image: str, columns: Sequence[str]) -> Iterator[dict[int, dict[str, Any]]]:
-    """Group rows by image path or bytes; yield each group, keyed by row number, after its last row has been read."""
+    """Group rows by image path or bytes; yield each group as {row number: row} after its last row has been read."""
 
     def hash_of(row: Mapping[str, Any]) -> int:
         source = image_of(row[image]) or b""

@@ -43,11 +43,11 @@ class ShardRequest(NamedTuple):
 
 
 def shards_ahead(order: BatchOrder, epoch: int, step: int, rows: Sequence[slice]) -> Iterator[ShardRequest]:
-    """Endlessly yield requests for the shards that the given rows of each batch read, starting at `step` of `epoch`.
+    """Endlessly yield requests for the shards that contain the given rows of each batch, starting at `step` of `epoch`.
 
-    For each stream that contains any of the rows, each block's shards are requested once, with the first batch that
-    reads the block. Every shard is requested in time; for a short block, some requested shards might not be read.
-    Sources of weight 0 in a mixture are skipped. `step` may be steps_per_epoch, the start of the next epoch.
+    For each stream that contains any of the rows, all shards of a block are requested once, for the first batch that
+    reads the block. If only part of a block is read, some of these shards might not be needed. Sources of weight 0 in
+    a mixture are skipped. `step` may be steps_per_epoch, which means the start of the next epoch.
     """
     number, lane = epoch * order.steps_per_epoch + step, order.batch_size // order.interleave.streams
     streams = np.unique(np.concatenate([np.arange(order.batch_size)[part] // lane for part in rows])).tolist()
@@ -75,7 +75,7 @@ def _of_stream(order: GlobalOrder, stream: int, number: int, lane: int) -> Itera
 
 
 def _of_source(mixture: MixtureOrder, which: int, stream: int, number: int) -> Iterator[ShardRequest]:
-    """Yield the requests for one stream of a mixture's source, starting at batch `number`."""
+    """Yield the requests for one stream of one source in a mixture, starting at batch `number`."""
     order = mixture.sources[which]
     length, position = int(order.stream_lengths[stream]), mixture.taken(which, stream, number)
     if not length or not mixture.taken(which, stream, mixture.interleave.streams):  # weight 0: no samples in a cycle
@@ -91,7 +91,7 @@ def _of_source(mixture: MixtureOrder, which: int, stream: int, number: int) -> I
 
 
 class RequestWindow:
-    """The shard requests from the current batch up to the batch at which the cache is full.
+    """The shard requests from the current batch up to the batch at which the cache would be full.
 
     `requests` are in order of first use. `shards` are the admitted shards, and `bytes` is their total size. Shards for
     later batches fill at most 90% of `capacity`. `is_too_small` is true once a batch has needed more than `capacity`.
@@ -104,7 +104,7 @@ class RequestWindow:
         self.shards, self.bytes, self.is_too_small = set[int](), 0, False
 
     def move(self, reached: int, end: int) -> list[ShardRequest]:
-        """Drop requests that end before batch `reached`; admit and return those before `end` that fit in the cache."""
+        """Drop requests with last < reached; admit and return more requests with first < end that fit in the cache."""
         self._admitted = [request for request in self._admitted if request.last >= reached]
         self.shards = {request.shard for request in self._admitted}
         self.bytes, before = sum(self._sizes[shard] for shard in self.shards), len(self._admitted)
@@ -125,8 +125,8 @@ class RequestWindow:
 class Prefetcher(SpawnProcess):
     """A process that fetches shards ahead of training, in order of first use; local rank 0 starts it.
 
-    A failed fetch is logged, and the readers then retry it through the same cache. The process ends with the `with`
-    block or with its parent, even if the parent is killed. It is spawned, because threads make forking unsafe.
+    A failed fetch is logged, and the readers then retry it through the same cache. The process ends when the `with`
+    block or the parent ends, even if the parent is killed. It is spawned, because threads make forking unsafe.
 
     `requests` is a picklable function that returns the requests of the node's ranks, starting at batch `begin`. Remote
     shards are fetched at most `ahead` batches ahead, up to batch `end`; local shards are skipped.
@@ -156,7 +156,7 @@ class Prefetcher(SpawnProcess):
         self.join()
 
     def advance(self, number: int) -> None:
-        """Report that training has reached a batch, without blocking."""
+        """Report, without blocking, that training has reached batch `number`."""
         self._reached.value = number
         if self.exitcode is not None and not self._warned:
             self._warned = True

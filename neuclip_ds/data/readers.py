@@ -2,7 +2,7 @@
 
 Readers run in loader workers. A reader opens a shard when it first reads a sample from the shard, and keeps recently
 used shards open. Remote shards are read from the node's cache, except as `TarReader.announce` describes. If the
-manifest has checksums, every read is verified. All processes of a node share the samples' offsets (node_tables.py).
+manifest has checksums, every read is verified. All processes on a node share the samples' offsets (node_tables.py).
 """
 
 import logging
@@ -57,7 +57,7 @@ class TooLarge(OSError):
 
 
 class TarReader:
-    """A reader of tar members at known offsets. If the manifest has no offsets, each node walks a shard's headers once.
+    """A reader of tar members by offset. If the manifest has no offsets, each node walks each shard's headers once.
 
     `texts` are the members that contain captions. Raises UserError if a shard is remote and there is no cache.
     """
@@ -97,10 +97,10 @@ class TarReader:
         return RawSample(image, {name: text for name, text in zip(self._texts, found, strict=True) if text is not None})
 
     def announce(self, indices: Iterable[int]) -> None:
-        """Start reading all of the given samples at the same time.
+        """Start reading all of the given samples concurrently.
 
-        This makes cold reads of local shards 2 to 4 times faster. If the uncached remote shards total 2 GiB or more,
-        their samples are fetched individually, so that the first batch does not wait for whole shards.
+        This makes cold reads of local shards 2 to 4 times faster. If the manifest has offsets and the uncached remote
+        shards total 2 GiB or more, their samples are fetched individually, so that no batch waits for whole shards.
         """
         self._apart, copied = {}, list[tuple[int, int, int]]()
         for index in indices:
@@ -118,7 +118,7 @@ class TarReader:
                 self._fetch_apart(copied)
 
     def _fetch_apart(self, rows: Sequence[tuple[int, int, int]]) -> None:
-        """Fetch the samples (index, shard, row) of uncached shards individually if these shards take at least 2 GiB."""
+        """Fetch the samples (index, shard, row) of uncached shards individually if these shards total 2 GiB or more."""
         assert self._cache is not None
         shards = {number: self._manifest.shards[number] for number in {shard for _, shard, _ in rows}}
         if sum(shard.bytes for shard in shards.values()) < MANY_BYTES:
@@ -149,7 +149,7 @@ class TarReader:
         return self._table(shard).key(row)
 
     def uid(self, index: int, key: str) -> tuple[int, int]:
-        """Return the uid under `key` in a sample's JSON or else `uid_of_place`; raise the same errors as `read`."""
+        """Return a sample's uid from `key` in its JSON or else from `uid_of_place`; raise the same errors as `read`."""
         shard, row = self._manifest.locate(index)
         found = uid_of(self.read(index, with_image=False).texts.get(JSON, b""), key)
         return found or uid_of_place(self._manifest.shards[shard].path, self._table(shard).place(row))
@@ -233,7 +233,7 @@ def read_at(fd: int, offset: int, size: int) -> bytes:
 
 
 def _fetch_ranges(ranges: Sequence[tuple[str, int, int]], timeout: float) -> list[bytes | None]:
-    """Fetch all (URL, start, end) ranges concurrently; return None for ranges that fail or take over `timeout` s."""
+    """Fetch all (URL, start, end) ranges concurrently; return None for ranges that fail or exceed `timeout` seconds."""
     found: list[bytes | None] = [None] * len(ranges)
 
     def run() -> None:
@@ -252,7 +252,7 @@ def _fetch_ranges(ranges: Sequence[tuple[str, int, int]], timeout: float) -> lis
 
 
 def _cut(begin: int, part: bytes, offset: int, size: int) -> bytes:
-    """Return `size` bytes at `offset` in a shard from `part`, the shard's bytes starting at offset `begin`."""
+    """Return the `size` bytes at `offset` in a shard; `part` contains the shard's bytes starting at offset `begin`."""
     return part[offset - begin : offset - begin + size]
 
 

@@ -33,7 +33,7 @@ _UID = ("uid_high", "uid_low")
 
 
 class SampleTable(NamedTuple):
-    """The n samples of a shard as arrays over m members: 52 bytes plus the key per sample if m = 3 (objects: 600)."""
+    """The n samples of a shard, as arrays: 52 bytes each plus the key for m = 3 members (600 as Python objects)."""
 
     ordinals: NDArray[np.int32]  # (n,) position among all samples of the tar
     extents: NDArray[np.int64]  # (n, m, 2) offset and size of each member; the offset is -1 if absent
@@ -49,7 +49,7 @@ class SampleTable(NamedTuple):
 
     @property
     def layout(self) -> int:
-        """A checksum of all keys and of the extents of `MEMBERS`; it almost always differs between different shards."""
+        """A checksum of all keys and of the extents of `MEMBERS`; it almost always differs between two shards."""
         return zlib.crc32(self.extents[:, : len(MEMBERS)].tobytes(), zlib.crc32(self.keys))
 
     def extent(self, row: int, member: str) -> Extent | None:
@@ -66,7 +66,7 @@ class SampleTable(NamedTuple):
         return self.extents[:, self.members.index(member), 0] != _NO_OFFSET
 
     def split_keys(self) -> list[bytes]:
-        """Return the keys of all samples, with the same bytes as in the tar."""
+        """Return the keys of all samples, as the bytes stored in the tar."""
         return bytes(self.keys).split(b"\0") if self.n else []
 
     def key(self, row: int) -> str:
@@ -144,7 +144,7 @@ class SampleParts:
 
     @classmethod
     def open(cls, places: Sequence[Place], sizes: Sequence[int]) -> SampleParts:
-        """Open tables, reading only the files' footers; raise UserError if a table is missing or has the wrong size."""
+        """Open tables, reading only file footers; raise UserError if a table is missing or has the wrong row count."""
         rows, members = dict[Path, list[int]](), list[set[str]]()
         for part in dict.fromkeys(place.part for place in places):
             with _opened(part) as file:
@@ -171,7 +171,7 @@ class SampleParts:
             return _table(file.read_row_group(group))
 
     def image_checksums(self) -> Iterator[NDArray[np.uint64]]:
-        """Yield, file by file, a number for each image with a known CRC-32; equal images have equal numbers."""
+        """Yield, file by file, a number for each image with a known CRC-32; identical images have equal numbers."""
         for crc32, sizes in self._columns(f"image{_CRC32}", "image_size"):
             yield ((sizes << np.uint64(32)) + crc32)[sizes > 0]
 

@@ -76,7 +76,7 @@ def scan_shard(path: str, options: ScanOptions) -> tuple[Scan, SampleTable]:
 
 @contextmanager
 def local_copy(path: str) -> Iterator[Path]:
-    """Yield a shard as a local file; a remote shard is fetched, and the copy is removed after the block."""
+    """Yield a shard as a local file; a remote shard is fetched, and the copy is removed when the `with` block ends."""
     if is_local(path):
         yield Path(path)
         return

@@ -1,4 +1,4 @@
-"""Count the samples of shards without reading the tars, from the files that img2dataset writes next to each tar.
+"""Count the samples in shards without reading the tars, using the files that img2dataset writes next to each tar.
 
 `00000_stats.json` gives the number of pairs in `00000.tar` as "successes". If that file is absent, the rows with status
 "success" in `00000.parquet` are counted. Many requests are made concurrently, so latency matters little.
@@ -38,9 +38,9 @@ def check_names(paths: Sequence[str]) -> None:
 
 
 def count_shards(sizes: Mapping[str, int | None]) -> Scans:
-    """Count the samples of shards from their side files; return the scans, and a reason for each shard that fails.
+    """Count the samples in shards using their side files; return the scans, and the reason for each shard that failed.
 
-    `sizes` maps a shard's path to its size in bytes; if the size is None, it is requested from the storage.
+    `sizes` maps a shard's path to its size in bytes; if the size is None, it is requested from the storage service.
     """
     stores = {folder: _store(folder) for folder in {path.rpartition("/")[0] for path in sizes}}  # shared by all threads
     failures: dict[str, str] = {}

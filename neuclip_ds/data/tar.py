@@ -36,7 +36,7 @@ class Extent(NamedTuple):
 
 
 class SampleEntry(NamedTuple):
-    """One sample: its key and the extents of its members by extension (in lower case, without the leading dot)."""
+    """One sample: its key and the extents of its members, keyed by lowercase extension without the leading dot."""
 
     key: str
     members: dict[str, Extent]
@@ -80,7 +80,7 @@ class _Header(NamedTuple):
 def read_index(fd: int) -> ShardIndex:
     """Index a tar, given its file descriptor; raise OSError if the tar cannot be read.
 
-    A damaged or truncated member is omitted from its sample and is covered by a gap.
+    A damaged or truncated member is omitted from its sample, and its bytes are recorded in `gaps`.
     """
     gaps: list[Extent] = []
     samples = _group_members(_walk(fd, os.fstat(fd).st_size, gaps))
@@ -139,7 +139,7 @@ def _member(
 ) -> tuple[_Header, int, dict[str, str]]:
     """Return the header of the member at `offset`, the offset of its data, and the pax records that apply to it.
 
-    Extension headers (long names, pax) precede a member's header; if two give the name, the first wins, as in tarfile.
+    Extension headers (long names, pax) precede a member's header; if two contain a name, the first wins, as in tarfile.
     """
     long_name: str | None = None
     own: dict[str, str] = {}
@@ -183,7 +183,7 @@ def _parse(block: bytes) -> _Header:
 
 
 def _verify_checksum(block: bytes) -> None:
-    """Verify a header's checksum: the sum of its bytes (signed in some old tars), with spaces in the checksum field."""
+    """Verify a header's checksum: the sum of its bytes (signed in some old tars), with the checksum field blank."""
     field = block[148:156]
     expected = _number(field)
     rest = sum(field) - 8 * ord(" ")

@@ -1,7 +1,7 @@
 """Select subsets of a pool by uid, using .npy files of sorted 128-bit uids, as published by DataComp and DFN.
 
 A sample's JSON stores the uid as 32 hex digits. If the JSON has no uid, a hash of the sample's location in its shard is
-used. The files store each uid as a pair of 64-bit words (dtype `u8,u8`, high word first). A file of a billion uids
+used. The .npy files store each uid as a pair of 64-bit words (dtype `u8,u8`, high word first). A file of a billion uids
 takes 16 GB, so files are memory-mapped, and each is searched for all uids of a shard at once.
 """
 
@@ -41,7 +41,7 @@ class UidFiles:
                     raise UserError(f"{name} is not sorted; sort it with numpy (np.sort) and save it again.")
 
     def count(self, uids: UidArray) -> NDArray[np.int64]:
-        """Return how many times the files list each of the (q,) uids."""
+        """Return, for each of the q uids, how many times the files list it, (q,)."""
         found = np.zeros(len(uids), dtype=np.int64)
         for listed in self._files:
             found += np.searchsorted(listed, uids, side="right") - np.searchsorted(listed, uids, side="left")

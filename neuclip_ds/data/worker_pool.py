@@ -51,7 +51,7 @@ class LoaderOptions(NamedTuple):
 class WorkerPool:
     """A pool of loader processes, which are forked for the first series of jobs and kept for later series.
 
-    `work` does a job in a worker or, without workers, in this process; it may raise `UserError`. With the
+    `work` runs a job in a worker or, if there are no workers, in this process; it may raise `UserError`. With the
     `pin_memory` option, results that have a `pin_memory` method arrive in pinned memory.
     """
 
@@ -64,7 +64,7 @@ class WorkerPool:
 
         Jobs must be picklable; at most `prefetch` jobs per worker are read ahead. Error messages contain `folder` (the
         folder of the shards) and `describe(n)` (a name for the result of job n). If the caller stops early, the next
-        series starts new workers. Raises UserError if a job raises it or if a worker fails repeatedly.
+        call starts new workers. Raises UserError if a job raises it or if a worker fails repeatedly.
         """
         count = self._options.workers
         if not count:
@@ -124,7 +124,7 @@ class _WorkerFailure(Exception):
 
 
 class _Worker:
-    """A worker process and the thread that receives its results; `due` contains the jobs with results not yet taken."""
+    """A worker process and a thread that receives results; `due` contains the jobs whose results are not yet taken."""
 
     def __init__(self, work: Callable[[Any], Any], options: LoaderOptions) -> None:
         self.due: deque[Any] = deque()
@@ -150,7 +150,7 @@ class _Worker:
 
         Raises:
             _WorkerFailure: the worker has died, or neither a result nor shard data has arrived for
-                `options.timeout` seconds, excluding time when the node waits for its storage.
+                `options.timeout` seconds, excluding time that the node spends waiting for storage.
         """
         cache, timeout = self._options.cache, self._options.timeout
         since, arrived = time.monotonic(), -1
@@ -207,7 +207,7 @@ def _receive(results: Connection, received: SimpleQueue[tuple[Any, Exception | N
 
 
 def _do_jobs(parent: int, work: Callable[[Any], Any], jobs: Any, results: Connection) -> None:
-    """Do jobs until this process is killed; if a job raises an error, send the error as the job's result."""
+    """Run jobs until this process is killed; if a job raises an error, send the error as the job's result."""
     end_with_parent(parent)
     with suppress(OSError):
         Path("/proc/self/comm").write_text(PROCESS_NAME)

@@ -1,1 +1,1 @@
-"""Communication between ranks: launch environment, rendezvous, failure detector and counted collectives."""
+"""Communication between ranks: environment, rendezvous, failure detector, and collectives that record their traffic."""

@@ -29,9 +29,9 @@ def ring_bytes(op: str, size: int, world_size: int) -> int:
 
     Args:
         op: all_gather, all_reduce, reduce_scatter, all_to_all, reduce or broadcast. For reduce and broadcast, where
-            ranks send different amounts, the mean over ranks is returned; for any other operation (a barrier), 0.
-        size: bytes of a rank's input: the local rows for all_gather, the rows sent to other ranks for all_to_all, and
-            the whole tensor for the remaining operations.
+            ranks send different amounts, the mean over ranks is returned; for any other operation, 0.
+        size: size of a rank's input in bytes: the local rows for all_gather, the rows sent to other ranks for
+            all_to_all, and the whole tensor for the remaining operations.
         world_size: number of ranks K.
     """
     if op == "all_to_all":
@@ -43,7 +43,7 @@ def ring_bytes(op: str, size: int, world_size: int) -> int:
 
 @dataclass
 class Traffic:
-    """This rank's traffic for one purpose so far: bytes (see `ring_bytes`), and seconds not hidden by computation."""
+    """This rank's traffic for one purpose: calls, bytes (see `ring_bytes`), and time not hidden by computation."""
 
     calls: int = 0
     bytes_sent: int = 0  # equal to the bytes received
@@ -70,7 +70,7 @@ class Pending:
 
 
 class Communicator(Exchange):
-    """Collectives over all ranks of an initialized process group (optional for a single rank, which sends nothing).
+    """Collectives over all ranks of a process group. With a single rank, nothing is sent, and the group is optional.
 
     Args:
         device: device of the tensors.
@@ -79,7 +79,7 @@ class Communicator(Exchange):
         store: store that the same ranks share; required by `count`.
 
     Attributes:
-        traffic: `Traffic` by purpose; on a GPU, call `collect_times()` before reading the times.
+        traffic: maps each purpose to its `Traffic`; on a GPU, call `collect_times()` before reading the times.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Communicator(Exchange):
     def own_group(self) -> ProcessGroup | None:
         """Process group of this rank alone, created without the other ranks.
 
-        It uses gloo even on GPUs: NCCL would split it from the global group, and all ranks would have to take part.
+        It uses gloo even on GPUs: NCCL would split it from the global group, which requires all ranks to take part.
         """
         if self.world_size == 1:
             return self.group
@@ -120,7 +120,7 @@ class Communicator(Exchange):
         return self.begin_all_gather(x, purpose).wait()
 
     def begin_all_gather(self, x: Tensor, purpose: str) -> Pending:
-        """Start an `all_gather` that overlaps computation; all ranks must begin and wait in the same order."""
+        """Start an `all_gather` that overlaps computation; ranks must begin and await collectives in the same order."""
         if self.world_size == 1:
             return Pending(x)
         result = x.new_empty((self.world_size * x.shape[0], *x.shape[1:]))
@@ -149,7 +149,7 @@ class Communicator(Exchange):
         return self._begin("all_reduce", x, purpose, result, dist.all_reduce)
 
     def reduce_scatter(self, x: Tensor, purpose: str) -> Tensor:
-        """Sum x, (K b, ...), over all K ranks and return this rank's rows (b, ...)."""
+        """Sum x, of shape (K b, ...), over all K ranks and return this rank's rows, of shape (b, ...)."""
         return self.begin_reduce_scatter(x, purpose).wait()
 
     def begin_reduce_scatter(self, x: Tensor, purpose: str) -> Pending:
@@ -162,7 +162,7 @@ class Communicator(Exchange):
         return self._begin("reduce_scatter", x, purpose, result, reduce_scatter_single, x.contiguous())
 
     def reduce_scatter_among(self, ranks: range, x: Tensor, purpose: str) -> Tensor:
-        """Sum x, (len(ranks) b, ...), over consecutive `ranks` that include this rank; return the local rows.
+        """Sum x, of shape (len(ranks) b, ...), over consecutive `ranks` that include this rank; return the local rows.
 
         All ranks must call this method, each with the ranks of its group: one global all-to-all serves every group.
         """
@@ -191,7 +191,7 @@ class Communicator(Exchange):
         self._unread_events.clear()
 
     def seconds(self) -> float:
-        """Return the total time of all counted calls so far, in seconds."""
+        """Return the total time recorded in `traffic`, in seconds."""
         self.collect_times()
         return sum(traffic.seconds for traffic in self.traffic.values())
 
@@ -208,7 +208,7 @@ class Communicator(Exchange):
 
     @contextmanager
     def _timed(self, purpose: str, device: torch.device) -> Iterator[None]:
-        """Add the time that this rank spends launching a collective or waiting for it, excluding overlapped time."""
+        """Add to `traffic` the time spent launching a collective or waiting for it, excluding overlapped time."""
         if device.type == "cuda":
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()

@@ -71,7 +71,7 @@ def find_gpus(devices: Path = Path("/dev")) -> list[str]:
 
 
 def let_idle_threads_sleep(env: MutableMapping[str, str] = os.environ) -> None:
-    """Let idle OpenMP threads sleep in a CPU run unless the user has configured them; call before importing torch.
+    """Let idle OpenMP threads sleep in a CPU run unless the user configured them; call this before importing torch.
 
     Threads that spin until the next parallel region take cores away from other ranks and from data loaders.
     """
@@ -83,8 +83,8 @@ def let_idle_threads_sleep(env: MutableMapping[str, str] = os.environ) -> None:
 def refuse_missing_gpus(torch_build: str) -> None:
     """Raise `UserError` if DeepSpeed finds no GPU and would train on the CPU by mistake.
 
-    This is a mistake if the machine has GPUs, or if `deepspeed --num_gpus N` started this process. The alias
-    `--num_accelerators` is accepted, because it can also mean CPU ranks. DS_ACCELERATOR=cpu selects the CPU.
+    This is a mistake if the machine has GPUs or if the process was started by `deepspeed --num_gpus N`. The alias
+    `--num_accelerators` is allowed, because it can also mean CPU ranks. DS_ACCELERATOR=cpu disables these checks.
 
     Args:
         torch_build: torch's version and the platform that it was built for.

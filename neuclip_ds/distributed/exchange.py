@@ -1,4 +1,4 @@
-"""Messages between ranks: small JSON objects, errors that end all ranks, and a shared counter."""
+"""Messages between ranks: small JSON objects, errors that end all ranks, and shared counters."""
 
 import json
 import socket
@@ -96,7 +96,7 @@ class Exchange:
                 raise UserError(text if self.world_size == 1 else f"rank {rank} on {found['host']}: {text}")
 
     def on_every_rank(self, work: Callable[[], T]) -> T:
-        """Return the result of `work`; raise a `UserError` of any rank (if several, the lowest rank's) on all ranks."""
+        """Return `work()`; if it raises `UserError` on any rank, raise the lowest such rank's error on all ranks."""
         try:
             result = work()
         except UserError as error:
@@ -111,7 +111,7 @@ class Exchange:
         return self._store.add(f"counters/{name}", amount)
 
     def ranks_of_node(self) -> list[int]:
-        """Return the ranks on this rank's host, however the launcher assigned ranks to hosts; a collective call."""
+        """Return the ranks on this rank's host (not necessarily consecutive); all ranks must call this method."""
         hosts = self.gather_objects(socket.gethostname())
         return [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
 

@@ -1,12 +1,12 @@
-"""Failure detector: when a rank fails, all ranks exit under any launcher, and the reason is logged once.
+"""Failure detector: when a rank fails, all ranks exit under any launcher, and the reason is logged.
 
-When a rank dies, the others hang in a collective: NCCL does not notice, and under `--no_ssh` or pdsh no launcher
+When a rank dies, the others hang in a collective: NCCL does not notice, and under `--no_ssh` or pdsh, nothing
 informs the other nodes. Each rank therefore keeps an idle TCP connection to the previous rank. The kernel closes the
-connection when the previous rank dies or its node does not answer for 20 s, whatever Python is doing. The first failure
-is stored in torch's store, which all ranks read twice a second. Rank 0, which may serve the store, exits last.
+connection when the previous rank dies or its node does not answer for 20 s, even if Python is busy. The first failure
+is stored in torch's store, which all ranks poll twice a second. Rank 0, which may serve the store, exits last.
 
 The log also names hung ranks. A rank that stays at the same line of code for 10 minutes publishes how many collectives
-it has begun. Ranks that have begun fewer, or have published nothing, keep the others waiting.
+it has begun. Ranks that have begun fewer collectives than others, or have published nothing, keep the others waiting.
 """
 
 import json
@@ -64,11 +64,11 @@ class FailureDetector:
 
     Args:
         environment: rank and world size of this process; all ranks (at least two) must enter the block.
-        store: a dedicated connection to the launch's store, which rank 0 or torchrun serves.
+        store: a dedicated connection to the store that rank 0 or torchrun serves.
         address: address at which the other nodes reach this machine.
 
     Attributes:
-        communicator: set by the caller once the ranks have connected their process groups, within 5 minutes of launch.
+        communicator: the caller must set it within 5 minutes, after the ranks have connected their process groups.
 
     Raises:
         UserError: the previous rank cannot be reached.
@@ -150,7 +150,7 @@ class FailureDetector:
         self._end(failure, wait)
 
     def _watch_connection(self) -> None:
-        """Record that the previous rank has ended; end the process if the store does not respond for too long."""
+        """Record that the previous rank has ended; end this process if the store has not responded for 30 s."""
         poll = select.poll()
         poll.register(self._connection, select.POLLIN)
         while not self._left.is_set():
@@ -164,7 +164,7 @@ class FailureDetector:
                 self._end(Failure(0, self._hosts[0], f"it has not answered for {_SILENCE:.0f} s"))
 
     def _watch_progress(self, communicator: Communicator) -> None:
-        """If this rank is stuck, publish where it is; the lowest stuck rank logs which ranks the others wait for."""
+        """If this rank is stuck, publish where; the lowest stuck rank also logs which ranks keep the others waiting."""
         frame = sys._current_frames()[threading.main_thread().ident or 0]
         calls = [f"{of.f_code.co_filename}:{line} in {of.f_code.co_name}" for of, line in traceback.walk_stack(frame)]
         still, key = time.monotonic() - self._since, f"standing/{self._rank}"
@@ -182,7 +182,7 @@ class FailureDetector:
             self._name_awaited()
 
     def _name_awaited(self) -> None:
-        """Log which ranks are behind the others, unless a lower rank is stuck and therefore logs them."""
+        """Log which ranks are behind the others, unless a stuck rank with a lower number does so."""
         if any(self._standing_place(rank) for rank in range(self._rank)):
             return
         places = {rank: self._standing_place(rank) for rank in range(self._world_size)}
@@ -201,12 +201,12 @@ class FailureDetector:
         )
 
     def _standing_place(self, rank: int) -> tuple[int, str] | None:
-        """Return how many collectives a stuck rank has begun and where it is stuck, or None if it is not stuck."""
+        """Return how many collectives `rank` has begun and where it is stuck, or None if it is not stuck."""
         found = self._store.check([f"standing/{rank}"]) and json.loads(self._store.get(f"standing/{rank}"))
         return found or None
 
     def _end(self, failure: Failure, wait: float = 0.0) -> NoReturn:
-        """Report the failure and end the process; called in a thread, because the main thread may be stuck."""
+        """Report the failure and end the process; runs in a background thread because the main thread may be stuck."""
         rank, host, text, code, is_message = failure
         if is_message and self._rank == 0:
             text = text if text == str(self._error)[:2000] else f"rank {rank} on {host}: {text}"

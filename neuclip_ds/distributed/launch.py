@@ -1,7 +1,7 @@
 """Launch of a run: the ranks rendezvous, compare their code and config, join one process group and end together.
 
-The rendezvous takes place before the process group is created, because torch would wait half an hour without naming the
-missing rank, and would deadlock if the ranks ran different configs.
+The rendezvous takes place before the process group is created, because torch would wait half an hour for a missing
+rank without naming it, and would deadlock if the ranks ran different configs.
 """
 
 import difflib
@@ -86,7 +86,7 @@ def connected(task: str, max_outage: float = 0.0) -> Iterator[Communicator]:
 
 
 def join(max_outage: float = 0.0, store: dist.Store | None = None) -> Communicator:
-    """Join the launcher's process group, or use the existing one; DeepSpeed's engine shares it."""
+    """Join the launcher's process group, or reuse one that exists; DeepSpeed's engine uses the same group."""
     accelerator = get_accelerator()
     device = torch.device(accelerator.current_device_name())
     limit = _COLLECTIVE_LIMIT + timedelta(seconds=max_outage)
@@ -104,7 +104,7 @@ def join(max_outage: float = 0.0, store: dist.Store | None = None) -> Communicat
 def leave() -> None:
     """Leave the process group and drop DeepSpeed's references to it.
 
-    A process that ended while the group's threads were running would abort instead of exiting.
+    If a process ends while the group's threads are still running, it aborts instead of exiting cleanly.
     """
     if deepspeed.comm.is_initialized():
         deepspeed.comm.destroy_process_group()
@@ -113,7 +113,7 @@ def leave() -> None:
 
 
 def _choose_device(local_rank: int) -> None:
-    """Give each rank of a node a separate GPU before anything uses a GPU."""
+    """Assign each rank on a node its own GPU before anything uses a GPU."""
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         refuse_missing_gpus(_torch_build())
@@ -128,7 +128,7 @@ def _choose_device(local_rank: int) -> None:
 
 
 def _facts(task: str) -> dict[str, str]:
-    """Return the facts that must be equal on all ranks."""
+    """Return the devices, library versions, code hash and config, which must be the same on all ranks."""
     package = Path(__file__).parents[1]
     code = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
@@ -253,7 +253,7 @@ def _find_problem(store: dist.Store, world_size: int, timeout: timedelta) -> str
 
 
 def check_shared(folder: Path, communicator: Communicator) -> None:
-    """Raise `UserError` on all ranks unless the run's folder is the same on all nodes."""
+    """Raise `UserError` on all ranks unless all nodes share the run's folder."""
     mark = folder / communicator.on_rank_zero(lambda: f".shared-{secrets.token_hex(8)}")
     if communicator.rank == 0:
         mark.touch()
@@ -270,7 +270,7 @@ def check_shared(folder: Path, communicator: Communicator) -> None:
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
-    """Read the number of slots of each node as DeepSpeed does; raise `UserError` if the file is missing or invalid."""
+    """Read each node's slots from a hostfile as DeepSpeed does; raise `UserError` if the file is missing or invalid."""
     if not path.is_file():
         raise UserError(f"The hostfile {path} does not exist; hostfiles/ has examples.")
     with explained(f"DeepSpeed cannot read the hostfile {path}", "write one line `NAME slots=N` for each node"):

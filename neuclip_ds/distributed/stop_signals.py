@@ -1,7 +1,7 @@
 """Signals that stop a program: raised as `Interrupted`, or only recorded so that the program chooses when to stop.
 
-Python runs a signal's handler in the main thread, between two instructions. A rank that waits in a collective
-reacts when the collective ends, or when another rank that received a signal ends all ranks.
+Python runs a signal's handler in the main thread, between two bytecode instructions. A rank that is waiting in
+a collective therefore reacts only when the collective ends, or when another rank that received a signal ends all ranks.
 """
 
 import os
@@ -26,7 +26,7 @@ class _StopSignals:
         self._times: dict[int, float] = {}
 
     def receive(self, number: int, frame: object) -> None:
-        """Handle a signal; if the same signal arrives again over a second later, end the process at once."""
+        """Handle a signal; if the same signal arrives again more than a second later, end the process at once."""
         now = time.monotonic()
         if now - self._times.setdefault(number, now) > _AGAIN:
             signal.signal(number, signal.SIG_DFL)
@@ -48,8 +48,8 @@ _installed: _StopSignals | None = None
 def raising_interrupted() -> Iterator[None]:
     """Raise `Interrupted` in the main thread when a stop signal arrives during the block.
 
-    If the same signal arrives again a second or more later, the process ends at once. A nested block, or one outside
-    the main thread, does nothing.
+    If the same signal arrives again more than a second later, the process ends at once. Nested blocks, and blocks
+    outside the main thread, have no effect on signals.
     """
     global _installed
     if _installed is not None or threading.current_thread() is not threading.main_thread():

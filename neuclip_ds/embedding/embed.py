@@ -1,11 +1,11 @@
 """Write the features of a data set shard by shard, distributed over the ranks.
 
     OUT/embedding.json                  model, data and options that produced the parts
-    OUT/part-00000012.parquet           index, key, uid, image, text, similarity of the samples of shard 12
+    OUT/part-00000012.parquet           index, key, uid, image, text, similarity of the samples in shard 12
 
-Each rank takes the next shard as soon as it is free, and no rank waits for the others before the end. A shard's
-features depend only on the model, the shard and the batch size, so a restarted job writes only the missing parts, with
-the same contents for any number of ranks. A part's file appears only after the part is complete.
+Whenever a rank is free, it takes the next shard, and no rank waits for the others before the end. A shard's features
+depend only on the model, the shard and the batch size, so a restarted job writes only the missing parts, with the same
+contents regardless of the number of ranks. A part's file appears only after the part is complete.
 """
 
 import json
@@ -44,7 +44,7 @@ _EVERY = 10.0  # seconds between progress lines
 
 
 class Summary(NamedTuple):
-    """Totals over all ranks for one call of `embed`."""
+    """Totals over all ranks for one call to `embed`."""
 
     shards: int  # shards whose parts this call wrote
     samples: int  # samples in these parts
@@ -54,7 +54,7 @@ class Summary(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Consecutive samples of a shard, which are encoded together."""
+    """Consecutive samples of a shard that are encoded together."""
 
     shard: int  # number in the manifest
     start: int  # global index of the first sample
@@ -108,7 +108,7 @@ class Parts:
         self.folder, self._identity = folder, identity
 
     def create(self, manifest: Manifest) -> list[int]:
-        """Open or create the folder and return its part numbers; raise UserError if a different job wrote the parts."""
+        """Open or create the folder, and return the numbers of its parts; raise UserError if another job wrote them."""
         written = {**self._identity, "shards": manifest.n_shards, "data": manifest.content_hash}
         path = self.folder / IDENTITY
         if path.is_file():

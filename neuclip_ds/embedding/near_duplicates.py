@@ -1,8 +1,8 @@
 """Drop each sample whose image is nearly identical to a kept image, based on features from `neuclip-ds embed`.
 
-Samples are visited in order of decreasing value, and a sample is dropped if the cosine similarity between its image
-and a kept image reaches the threshold. SemDeDup (Abbas et al., 2023) does this within clusters. Here, all n samples are
-compared, on a GPU if one is available; with features of width d, this takes at most n^2 d multiplications.
+Samples are visited in decreasing order of a column's values, and a sample is dropped if the cosine similarity between
+its image and a kept image reaches the threshold. SemDeDup (Abbas et al., 2023) does this within clusters. Here, all n
+samples are compared, on a GPU if one is available; with features of width d, this takes at most n^2 d multiplications.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ _ROWS = 4096  # samples in a block
 def drop_near_duplicates(folders: Sequence[Path], column: str, threshold: float, uids: UidArray) -> UidArray:
     """Return the uids of the samples to keep, in the order of the n distinct `uids`.
 
-    `column` names the column of values; near-duplicates have a cosine similarity of at least `threshold`. All n
+    Larger values in `column` take precedence; near-duplicates have a cosine similarity of at least `threshold`. All n
     features stay in memory, in their stored dtype. Raises UserError if a folder has no features or cannot be read.
     """
     places = {(int(high), int(low)): place for place, (high, low) in enumerate(uids.tolist())}

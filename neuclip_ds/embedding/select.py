@@ -32,7 +32,7 @@ class Rule(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """Counts and lower bound of a selection."""
+    """Row and uid counts of a selection, and the smallest value that its rule keeps."""
 
     kept: int  # distinct uids written
     samples: int  # rows in the files
@@ -54,9 +54,9 @@ def select(
     """Write the sorted, distinct uids of the rows that a rule keeps, in the format that `build-manifest --uids` reads.
 
     A rule with `top` needs 8 bytes of memory per row, and each kept uid takes 16 bytes. Sources are parquet files, or
-    folders with such files at any depth. `out` and the files in `within` are .npy files of pairs of 64-bit words (dtype
-    `u8,u8`). A uid must be in every `within` file, and `refine` may drop more uids. Raises UserError if a file
-    cannot be read, or if no row with a uid is kept.
+    folders that contain parquet files at any depth. `out` and the files in `within` are .npy files of pairs of 64-bit
+    words (dtype `u8,u8`). Only uids that are in every `within` file are kept, and `refine` may drop more. Raises
+    UserError if a file cannot be read, or if no row with a uid is kept.
     """
     files = [file for source in sources for file in _files(source)]
     data = ds.dataset([str(file) for file in files], format="parquet")
@@ -100,7 +100,7 @@ def _rows(data: ds.Dataset, column: str, other: str) -> Iterator[tuple[NDArray[n
 
 
 def _threshold(data: ds.Dataset, column: str, share: float) -> float:
-    """Return the smallest value in the top fraction `share` of a column; with ties, more than `share` may reach it."""
+    """Return the smallest of the top `share` of a column's values; with ties, a larger share may be at or above it."""
     values = np.concatenate([found for found, _ in _rows(data, column, column)] or [np.empty(0)])
     values = values[~np.isnan(values)]
     count = math.ceil(share * len(values))

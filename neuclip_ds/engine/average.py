@@ -30,7 +30,7 @@ class WeightAverage:
     def update(self, step: int) -> None:
         """Move the average toward the weights after `step` steps; the first call sets the average to the weights.
 
-        The decay of a step is at most (1 + step) / (10 + step), so that the initial weights are soon forgotten.
+        The decay in a step is at most (1 + step) / (10 + step), so that the initial weights are soon forgotten.
         """
         share = 1 - min(self._decay, (1 + step) / (10 + step))
         for master, state in self._engine.basic_optimizer.state.items():
@@ -42,7 +42,7 @@ class WeightAverage:
     def in_use(self) -> Iterator[None]:
         """Use the average as the module's weights during the block; afterward, restore the weights bit for bit.
 
-        A collective call. After an error, the average stays in place because restoring the weights requires all ranks.
+        All ranks must call this. After an error, the average stays in use because restoring weights requires all ranks.
         """
         self._exchange()
         yield

@@ -1,7 +1,7 @@
-"""DeepSpeed config of a run: the user's JSON file plus settings from the recipe. The module does not import torch.
+"""A run's DeepSpeed config: the user's JSON file plus settings from the recipe. The module does not import torch.
 
 The recipe owns the batch size, learning rate, optimizer and clipping; the JSON owns precision, ZeRO and offload. If the
-JSON sets an option that the recipe owns, both values must be equal (or the JSON's must be "auto").
+JSON sets an option that the recipe owns, the value must equal the recipe's or be "auto".
 """
 
 from importlib.metadata import PackageNotFoundError, version
@@ -140,7 +140,7 @@ def precision(engine: dict[str, Any]) -> Literal["fp32", "bf16"]:
 
 
 def zero_stage(engine: dict[str, Any]) -> int:
-    """Return the ZeRO stage; 0 without ZeRO."""
+    """Return the ZeRO stage, or 0 without ZeRO."""
     return int(engine.get("zero_optimization", {}).get("stage", 0))
 
 

@@ -1,4 +1,4 @@
-"""LAMB (You et al. 2020, Algorithm 2) with trust ratios of whole parameters, even under ZeRO.
+"""LAMB (You et al. 2020, Algorithm 2) with trust ratios computed over whole parameters, even under ZeRO.
 
 The trust ratio needs norms of a whole parameter, but ZeRO 1-3 give the optimizer only this rank's flat shard of a
 parameter group. The squared norm of a parameter is therefore summed over its parts on all ranks.
@@ -15,7 +15,7 @@ from neuclip_ds.distributed.communicator import Communicator
 
 
 class Lamb(torch.optim.Optimizer):
-    """LAMB: Adam's direction plus decoupled weight decay, scaled to the parameter's norm in groups with `adapt`."""
+    """LAMB: Adam's direction plus decoupled weight decay, scaled to the parameter's norm if its group sets `adapt`."""
 
     def __init__(self, groups: Iterable[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float) -> None:
         self._parts: Mapping[Tensor, Sequence[slice]] = {}
@@ -59,7 +59,7 @@ class Lamb(torch.optim.Optimizer):
                 yield weight, update.mul_(moment).div_(1 - beta1**t).add_(weight, alpha=group["weight_decay"])
 
     def _trust_ratios(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """Return the (P,) ratios of the norm of each of P parameters to the norm of its update direction."""
+        """Return (P,) trust ratios: the norm of each of P parameters divided by the norm of its update direction."""
         sides = zip(*pairs, strict=True)
         norms = torch.stack([torch.stack([torch.linalg.vector_norm(x) for x in side]) for side in sides])
         if self._communicator is not None:  # offloaded shards are on the CPU, but the collective needs the device

@@ -1,4 +1,4 @@
-"""Start DeepSpeed's engine and build the optimizer of the encoders."""
+"""Start DeepSpeed's engine and build the encoders' optimizer."""
 
 import copy
 from collections import defaultdict
@@ -32,7 +32,7 @@ def check_engine_config(engine_config: dict[str, Any], name: str) -> None:
 def start_engine(
     model: nn.Module, config: OptimizerConfig, engine_config: dict[str, Any], communicator: Communicator
 ) -> Any:
-    """Start an engine with float32 master weights equal to the model's, no optimizer state and a learning rate of zero.
+    """Start an engine whose float32 master weights equal the model's, with no optimizer state and a zero learning rate.
 
     `engine_config` comes from `load_engine_config`. The engine shares the communicator's process group.
     """
@@ -65,7 +65,7 @@ def start_engine(
 
 
 class _Float32BatchNorm:
-    """Batch normalization with float32 computation and float32 statistics, as under autocast.
+    """Batch normalization that computes in float32 and has float32 statistics, as under autocast.
 
     The input and output have the towers' dtype. A 16-bit statistic would lose updates below 0.4% of its value.
     """
@@ -103,7 +103,7 @@ def parameter_groups(module: nn.Module, config: OptimizerConfig) -> list[dict[st
 
 
 def build_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Return the optimizer that the config names, over `parameter_groups`; the trainer sets its learning rate."""
+    """Return the optimizer that the config names, with `parameter_groups`; the trainer sets the learning rates."""
     groups = parameter_groups(module, config)
     match config.name:
         case "adamw":  # a fused step reads and writes each number once, even for offloaded masters on the CPU

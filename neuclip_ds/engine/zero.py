@@ -29,9 +29,9 @@ class Wrapper(Enum):
 
 
 class Placement(NamedTuple):
-    """Location of a parameter's elements [start, stop) on this rank: [offset, offset + stop - start) of `master`.
+    """Where this rank stores elements [start, stop) of the flattened parameter `name`; the range may be empty.
 
-    The elements are those of the flattened parameter `name`; the range is empty if this rank stores none.
+    In the flattened `master`, the same elements are at [offset, offset + stop - start).
     """
 
     name: str
@@ -43,7 +43,7 @@ class Placement(NamedTuple):
 
     @property
     def elements(self) -> slice:
-        """Slice of these elements in the flattened `master`, or in a flattened tensor with the layout of `master`."""
+        """The slice of the flattened `master`, or of a flat tensor with the same layout, that holds these elements."""
         return slice(self.offset, self.offset + self.stop - self.start)
 
     def within(self, tensor: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ def release_gathered(engine: Any) -> None:
 
 
 def refresh_weights(engine: Any) -> None:
-    """Copy changed master weights to the module's weights, cast to the weights' dtype; a collective call."""
+    """Copy changed master weights to the module's weights, cast to the weights' dtype; all ranks must call this."""
     optimizer, wrapper = engine.optimizer, _wrapper_of(engine)
     if wrapper is Wrapper.ZERO_3:
         for number in range(len(optimizer.fp16_groups)):
@@ -133,7 +133,7 @@ def forget_gradients(engine: Any) -> None:
 
 
 def keep_frozen_whole(module: nn.Module, communicator: Communicator) -> None:
-    """Make ZeRO 3 store frozen weights whole on each rank and never gather them; call before the engine starts."""
+    """Make ZeRO 3 store frozen weights whole on each rank and never gather them; call this before the engine starts."""
     for parameter in module.parameters():
         if not parameter.requires_grad:
             parameter.ds_zero_partition_process_group = communicator.own_group  # type: ignore[attr-defined]
@@ -143,7 +143,7 @@ def share_process_group(communicator: Communicator) -> None:
     """Let the engine use the communicator's process group instead of a copy of it.
 
     NCCL executes the collectives of one group in launch order, but the collectives of two groups (for ZeRO 3's weights
-    and for our features) in any order; ranks with different orders would deadlock.
+    and for the features) in any order; ranks that execute them in different orders would deadlock.
     """
     deepspeed.utils.groups._WORLD_GROUP = communicator.group
 

@@ -20,7 +20,7 @@ The function moves its inputs to the model's device and puts the model into eval
 
 
 def encoder_of(model: Any, device: torch.device) -> Encode:
-    """Return an `Encode` function, without gradients, for a `DualEncoder` or the engine that wraps one."""
+    """Return an `Encode` function that runs a `DualEncoder`, or an engine that wraps one, without gradients."""
 
     def encode(image: Tensor | None, tokens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         model.eval()
@@ -31,7 +31,7 @@ def encoder_of(model: Any, device: torch.device) -> Encode:
 
 
 def encode_batch(encode: Encode, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return image and text features, (b, d), on the device, and `index` and `valid`, (b,), in host memory."""
+    """Return (b, d) image and text features on the device, and the (b,) `index` and `valid` in host memory."""
     image, text = encode(batch.image, batch.tokens)
     assert image is not None and text is not None
     return image, text, batch.index, batch.valid
@@ -49,11 +49,11 @@ class BatchEncoder:
     loader: Loader = IN_PROCESS  # reads evaluation sets
 
     def encode_images(self, rows: Sequence[Tensor]) -> Tensor:
-        """Encode n >= 1 images (3, H, W) to (n, d) features; n may differ between ranks."""
+        """Encode n >= 1 images (3, H, W) into (n, d) features; n may differ between ranks."""
         return self._encode_batches(lambda batch: self.encode(torch.stack(batch), None)[0], rows)
 
     def encode_texts(self, rows: Sequence[str]) -> Tensor:
-        """Encode n >= 1 texts to (n, d) features; n may differ between ranks."""
+        """Encode n >= 1 texts into (n, d) features; n may differ between ranks."""
         return self._encode_batches(lambda batch: self.encode(None, self.tokenize(batch))[1], rows)
 
     def _encode_batches(self, encode: Callable[[list], Tensor | None], rows: Sequence) -> Tensor:

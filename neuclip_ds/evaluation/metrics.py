@@ -1,8 +1,8 @@
 """Metrics and chance levels as pure functions of counts, and accumulators whose size does not grow with the data.
 
-Counts are float64, (C,) by class or (G,) by group: `hits` counts correct predictions, `predicted` all predictions of a
-class, and `support` or `counts` all samples of a class or group. Counts may be fractional: if two classes have equal
-scores, each gets half a prediction. scikit-learn and WILDS compute the same metrics from lists of predictions.
+Counts are float64, (C,) for classes or (G,) for groups: `hits` counts correct predictions, `predicted` all predictions
+of a class, and `support` or `counts` all samples of a class or group. Counts may be fractional: if two classes have
+equal scores, each gets half a prediction. scikit-learn and WILDS compute the same metrics from lists of predictions.
 """
 
 from math import comb
@@ -45,7 +45,7 @@ def _rates(hits: Tensor, counts: Tensor) -> Tensor:
 
 
 def jaccard(truth: Tensor, prediction: Tensor) -> float:
-    """Return the Jaccard index, intersection over union, of two sets given as masks (n,)."""
+    """Return the Jaccard index, intersection over union, of two sets given as (n,) masks."""
     return int((truth & prediction).sum()) / int((truth | prediction).sum())
 
 
@@ -58,7 +58,7 @@ def hit_probability(ahead: Tensor, tied: Tensor, k: int, matches: Tensor | int =
         matches: (n,) counts of matches with this score; one match among the first k suffices.
 
     Returns:
-        (n,) float64 probabilities that a match is in the remaining k - ahead positions, filled at random from the ties.
+        (n,) float64 probabilities that a match is in the other k - ahead positions, which ties fill in random order.
     """
     missed = torch.ones_like(ahead, dtype=torch.float64)
     for place in range(k):
@@ -74,13 +74,13 @@ def chance_recall(k: int, candidates: int) -> float:
 
 
 def chance_macro_f1(support: Tensor) -> float:
-    """Return the macro F1 of uniformly random predictions; `support`, (C,), is the number of samples by class."""
+    """Return the macro F1 of uniformly random predictions; `support`, (C,), is the number of samples per class."""
     share = support[support > 0] / support.sum()
     return float((2 * share / (share * len(support) + 1)).mean())
 
 
 def chance_jaccard(candidates: int, right: int) -> float:
-    """Return the expected Jaccard index if `right` candidates are correct and as many are chosen at random."""
+    """Return the expected Jaccard index if `right` candidates are correct and `right` are chosen at random."""
     overlaps = range(max(0, 2 * right - candidates), right + 1)
     ways = {overlap: comb(right, overlap) * comb(candidates - right, right - overlap) for overlap in overlaps}
     return sum(n * overlap / (2 * right - overlap) for overlap, n in ways.items()) / comb(candidates, right)

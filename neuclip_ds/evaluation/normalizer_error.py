@@ -60,15 +60,15 @@ def normalizer_error(
 ) -> dict[str, float]:
     """Return the errors of a method's estimates for the first `anchors` valid samples of `anchor_batches`.
 
-    All ranks must have the same number of batches, of the same shapes. `parts` consecutive `anchor_batches` form one
-    batch of the training batch size; over all ranks, `all_batches` contain every training sample once. Logits are
-    computed for `chunk` anchors at a time. Raises UserError if there are fewer than two valid samples.
+    All ranks must have the same number of batches, with the same shapes. Every `parts` consecutive `anchor_batches`
+    form one batch of the training batch size; over all ranks, `all_batches` contain every training sample once. Logits
+    are computed for `chunk` anchors at a time. Raises UserError if there are fewer than two valid samples.
 
     Returns:
         Metrics, equal on all ranks: `normalizer_mse`, the mean of `normalizer_mse_image` and `normalizer_mse_text`;
         `normalizer_bias`, the mean of log estimate - log g; `normalizer_anchors`, the number of anchors in these means;
         and `normalizer_unseen`, the number of anchors that have no estimate yet, or whose AmorLIP lambda is below the
-        positive's contribution. Means over no anchors are NaN.
+        positive's contribution. The means are NaN if `normalizer_anchors` is 0.
     """
     encoded = _encode_anchors(encode, estimate, anchor_batches, parts, communicator, anchors)
     log_sum, samples = _log_sum_over_negatives(encode, encoded, pair_loss, all_batches, communicator, chunk)
@@ -124,7 +124,7 @@ def _log_sum_over_negatives(
     communicator: Communicator,
     chunk: int,
 ) -> tuple[Tensor, int]:
-    """Return the log of each anchor's sum over negatives, (2, A) float64, and the number of valid samples."""
+    """Return each anchor's log-sum-exp over its negatives, (2, A) float64, and the number of valid samples."""
     log_sum = torch.full_like(anchors.tau, -math.inf, dtype=torch.float64)
     samples = torch.zeros((), dtype=torch.int64, device=log_sum.device)
     chunks = [slice(low, low + chunk) for low in range(0, len(anchors.sample), chunk)]
@@ -145,7 +145,7 @@ def _log_sum_over_negatives(
 
 @products_exact_for(torch.float32)
 def _logits(anchors: _Anchors, part: slice, partners: Tensor, pair_loss: PairLoss) -> Tensor:
-    """Return l(s_ij - s_ii) / tau_i, (2, chunk, b), for anchors i in `part` and `partners` j (texts, then images)."""
+    """Return l(s_ij - s_ii) / tau_i, (2, chunk, b), for anchors i in `part` and texts or images j in `partners`."""
     features = anchors.features[:, part]
     positive = (features[0] * features[1]).sum(dim=1)  # (chunk,)
     differences = (features @ partners.mT).sub_(positive.unsqueeze(1))

@@ -28,9 +28,9 @@ class Average(NamedTuple):
 
 
 class Results:
-    """Scores of a model in a folder; raises UserError if the folder has scores of a different model.
+    """The scores of one model, stored in a folder; raises UserError if the folder has a different model's scores.
 
-    `metrics` maps each task key to the latest metrics; `data` maps it to the identity of your own set, or to None.
+    `metrics` maps task keys to the latest metrics; `data` maps them to the identities of your own sets, or to None.
     """
 
     def __init__(self, folder: Path, model: Mapping[str, Any]) -> None:
@@ -70,7 +70,7 @@ def averages(tasks: TaskList, metrics: Mapping[str, Metrics]) -> dict[str, Avera
 
 
 def summary_text(tasks: TaskList, metrics: Mapping[str, Metrics]) -> str:
-    """Return Markdown tables of scores and averages in percent; averages without any scored task are omitted."""
+    """Return Markdown tables of scores and averages in percent; averages with no scored tasks are omitted."""
     lines = ["| task | metric | score | chance |", "|---|---|---|---|"]
     for task in tasks.tasks:
         if task.key in metrics:

@@ -5,7 +5,7 @@ several captions, as CLIP_benchmark and DataComp do: an image is a hit at k if o
 captions, and a caption is a hit if its image is among the first k images. Recall is the mean over the images or over
 the captions. Every rank stores all features, but only blocks of the score matrix.
 
-Ties are resolved in expectation (`hit_probability`): a collapsed model, with equal features for all inputs, gets k / n.
+Ties are resolved in expectation (`hit_probability`): a collapsed model, whose features are all equal, has recall k / n.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -36,7 +36,7 @@ def retrieval(
 ) -> dict[str, float]:
     """Return recall@k in both directions over the valid pairs of all ranks.
 
-    All ranks need the same number of batches, of the same shapes. For n pairs on K ranks, scores take O(n / K x chunk)
+    All ranks need the same number of batches with the same shapes. For n pairs on K ranks, scores take O(n / K x chunk)
     memory per rank, and the gathered features take O(n d). Raises UserError if no rank has a valid pair.
     """
     columns = [encode_batch(encode, batch) for batch in batches]
@@ -119,7 +119,7 @@ def _count_hits(queries: _Queries, candidates: tuple[Tensor, Tensor], ks: Sequen
 
 
 def _recalls(sums: dict[str, Tensor], ks: Sequence[int], communicator: Communicator) -> tuple[float, dict[str, float]]:
-    """Return the query count of the last direction and `NAME_recall@k` for each direction, both over all ranks."""
+    """Return the last direction's number of queries, and `NAME_recall@k` for each direction, both over all ranks."""
     totals = communicator.all_reduce(torch.stack(list(sums.values())), "evaluation").tolist()
     if not totals[0][0]:
         raise UserError("The held-out data has no readable pair to retrieve; check data.val.")
@@ -151,7 +151,7 @@ def _prepare(sample: Sample, transform: Callable[[bytes], Tensor]) -> tuple[Tens
 
 
 def _gather(rows: Tensor, labels: Tensor, communicator: Communicator) -> tuple[Tensor, Tensor]:
-    """Gather all ranks' rows (m, d) and labels (m,), padded because m may differ between ranks."""
+    """Gather all ranks' (m, d) rows and (m,) labels, padded because m may differ between ranks."""
     counts = communicator.all_gather(torch.tensor([len(rows)], device=rows.device), "evaluation")
     missing = int(counts.max()) - len(rows)
     rows = torch.cat([rows, rows.new_zeros((missing, rows.shape[1]))])

@@ -1,10 +1,10 @@
-"""Evaluation sets on disk: CLIP_benchmark's webdataset layout, a folder of images by class, or a table of pairs.
+"""Evaluation sets on disk: CLIP_benchmark's webdataset layout, one image folder per class, or a table of pairs.
 
-    SET/classnames.txt  zeroshot_classification_templates.txt    prompts of labeled sets
+    SET/classnames.txt  zeroshot_classification_templates.txt    prompts for labeled sets
     SET/dataset_type.txt                                         `retrieval` for captioned sets, otherwise absent
     SET/test/nshards.txt  0.tar  1.tar ...                       samples KEY.jpg (png, webp), KEY.cls, KEY.txt ...
 
-    SET/red_fox/a.jpg  SET/red_fox/more/b.png  SET/wolf/1.webp   images by class, as in torchvision's ImageFolder
+    SET/red_fox/a.jpg  SET/red_fox/more/b.png  SET/wolf/1.webp   one folder per class, as in torchvision's ImageFolder
     SET/classnames.txt  zeroshot_classification_templates.txt    optional: names in the folders' order, prompts with {c}
 
     SET.csv (.tsv, .jsonl, .parquet)                             a column of images and a column of captions
@@ -44,11 +44,11 @@ class Sample:
     """A sample of a set; error messages refer to it as `name`. Any process can read the sample's members on demand."""
 
     def __init__(self, name: str, members: Mapping[str, Member]) -> None:
-        """Initialize a sample with `members` named as in a tar: an image (`jpg`, `png` ...), `cls`, `txt`, `npy`."""
+        """Initialize a sample; `members` are keyed by extension: an image (`jpg`, `png` ...), `cls`, `txt`, `npy`."""
         self.name, self._members = name, members
 
     def image(self, prefix: str = "") -> bytes:
-        """Return the encoded image whose extension begins with `prefix`; raise UserError if no image can be read."""
+        """Return the encoded image named `prefix` plus an image extension; raise UserError if no image can be read."""
         names = [prefix + extension for extension in IMAGE_EXTENSIONS]
         for name in names:
             if name in self._members:
@@ -153,7 +153,7 @@ def _read_extent(shard: Path, extent: Extent) -> bytes:
 
 
 def _open_images(path: Path) -> EvaluationSet:
-    """Open a folder of images by class; raise UserError if classnames.txt does not match the class folders."""
+    """Open a set with one image folder per class; raise UserError if classnames.txt does not match the folders."""
     folders = _class_folders(path)
     names, templates = path / _CLASS_NAMES, path / _TEMPLATES
     class_names = _read_lines(names) if names.is_file() else tuple(one.name.replace("_", " ") for one in folders)

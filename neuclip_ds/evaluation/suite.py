@@ -28,7 +28,7 @@ def measure(task: Task, folder: Path, encoder: BatchEncoder) -> Metrics:
     """Return a task's metrics on the set in `folder`, equal on all ranks.
 
     `main_metric` is the task's score, and `chance` is the score of random choices, if known. Raises UserError on all
-    ranks if the data are incomplete or broken.
+    ranks if the data is incomplete or broken.
     """
     openers = {"classification": open_labeled, "retrieval": open_captioned, "winogavil": open_shards}
     data = encoder.communicator.on_every_rank(lambda: openers[task.kind](folder))
@@ -43,7 +43,7 @@ def measure(task: Task, folder: Path, encoder: BatchEncoder) -> Metrics:
 
 
 def measure_pairs(batches: Iterable[Batch], encoder: BatchEncoder) -> Metrics:
-    """Return retrieval metrics over all ranks' pairs, equal on all ranks, with the same names as for a set on disk.
+    """Return retrieval metrics for all ranks' pairs, named as for a set on disk and equal on all ranks.
 
     Raises UserError if no pair can be read.
     """

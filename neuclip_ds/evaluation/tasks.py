@@ -25,7 +25,7 @@ _FILES = Path(__file__).parent
 
 
 class GroupRule(BaseModel):
-    """Rule for computing accuracies per group; the groups are in a column of the npy member."""
+    """Rule for computing accuracies per group; the group numbers are in a column of the npy member."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -54,7 +54,7 @@ class Task(BaseModel):
 
     @classmethod
     def own(cls, name: str, kind: Literal["classification", "retrieval"]) -> Task:
-        """Return the task of a set that is not one of DataComp's; averages do not include it."""
+        """Return a task for a set that is not one of DataComp's; averages do not include the task."""
         metric = _RECALL if kind == "retrieval" else "acc1"
         return cls(key=f"{_OWN}{name}", name=name, folder=name, kind=kind, metric=metric)
 

@@ -66,7 +66,7 @@ def winogavil(encoder: BatchEncoder, folder: EvaluationSet) -> dict[str, float |
 
 
 def prompt(cue: str) -> str:
-    """Return the prompt for a cue, as DataComp writes it."""
+    """Return the prompt for a cue, worded as in DataComp."""
     cue = cue.lower()
     return f"An {cue}" if cue[:1] in ("a", "e", "i", "o", "u") else f"A {cue}"
 

@@ -1,4 +1,4 @@
-"""Zero-shot classification: predict the class whose mean prompt feature is nearest to the image (CLIP, sec. 3.1).
+"""Zero-shot classification: predict the class whose mean prompt feature is nearest the image feature (CLIP, sec. 3.1).
 
 Ties between classes, for example two classes with the same name, are resolved in expectation, as in retrieval.
 """
@@ -65,7 +65,7 @@ def zero_shot(encoder: BatchEncoder, image_set: EvaluationSet) -> dict[str, floa
 def class_embeddings(encoder: BatchEncoder, image_set: EvaluationSet) -> Tensor:
     """Return the (C, d) float32 class embeddings: the normalized mean of each class's normalized prompt features.
 
-    Prompts are sharded over the ranks. Features are summed in float64, so the result does not depend on the ranks.
+    Prompts are sharded over ranks. Features are summed in float64, so that the number of ranks does not matter.
     """
     classes, templates = len(image_set.class_names), len(image_set.templates)
     rank, world_size, size = encoder.communicator.rank, encoder.communicator.world_size, encoder.size
@@ -84,7 +84,7 @@ def class_embeddings(encoder: BatchEncoder, image_set: EvaluationSet) -> Tensor:
 def _prepare(
     sample: Sample, classes: int, transform: Callable[[bytes], Tensor], columns: list[int]
 ) -> tuple[Tensor, list[int]]:
-    """Return a sample's pixels, and a list of its label and then its groups, read from `columns` of the .npy member."""
+    """Return a sample's pixels, and a list: its label, followed by its groups from `columns` of the .npy member."""
     pixels, label = decode(sample, transform), sample.text("cls")
     if not label.isdecimal() or int(label) >= classes:
         raise UserError(f"{sample.name} has label '{label}', but the classes are 0 to {classes - 1}; fix one of them.")

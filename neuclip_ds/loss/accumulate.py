@@ -1,4 +1,4 @@
-"""The two passes of `ContrastiveLoss.accumulate`, which computes exact gradients in micro-batches."""
+"""The two passes of `ContrastiveLoss.accumulate`, which computes exact gradients from micro-batches."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _ONCE_EACH = (
 
 
 class TwoPass(MicroBatches):
-    """Two passes: the first collects features for the whole batch's loss, the second back-propagates each micro-batch.
+    """Two passes: the first collects features for the whole batch's loss; the second back-propagates each micro-batch.
 
-    `ContrastiveLoss.accumulate` yields this object. Both passes draw the same random numbers, so dropout masks agree. A
+    `ContrastiveLoss.accumulate` yields this object. Both passes draw the same random numbers, so dropout masks match. A
     missing, extra or out-of-order call raises `RuntimeError`.
     """
 
@@ -38,14 +38,14 @@ class TwoPass(MicroBatches):
     def add(
         self, image_features: Tensor, text_features: Tensor, index: Tensor | None = None, valid: Tensor | None = None
     ) -> None:
-        """Store the features of a micro-batch; the arguments are those of the loss."""
+        """Store the features of a micro-batch; takes the same arguments as the loss."""
         super().add(image_features, text_features)
         self._others.append((index, valid))
         self._ends.append(sum(len(image) for image, _ in self._features))
         self._require(len(self._random) == len(self._ends) and self._first is None, _ONCE_EACH)
 
     def loss(self) -> Tensor:
-        """Compute the gradients of the whole batch's loss, and return the loss without a graph."""
+        """Compute the gradients of the whole batch's loss, and return the detached loss."""
         complete = self._first is None and 0 < len(self._ends) == len(self._random)
         self._require(complete, _ONCE_EACH)
         columns = zip(*self._others, strict=True)
@@ -63,8 +63,8 @@ class TwoPass(MicroBatches):
     def gradients(self) -> Iterator[None]:
         """Run each micro-batch of the second pass and its `backward` in this context, in the order of the first pass.
 
-        The model reduces its gradients over ranks in the last micro-batch only (DDP's `no_sync`, FSDP2's
-        `set_requires_gradient_sync`).
+        Gradients are reduced over ranks in the last micro-batch only, using DDP's `no_sync` or FSDP2's
+        `set_requires_gradient_sync`.
         """
         self._require(self._micro < len(self._ends) and self._first is not None, _ONCE_EACH)
         with _without_reduction(self._model, self.is_last), super().gradients():

@@ -12,7 +12,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def problem_with(image: Any, text: Any, index: Any, valid: Any, dim: int, samples: int, not_finite: bool) -> str | None:
-    """Return a message about the first invalid argument of this rank, or None if all are valid.
+    """Return a message about the first invalid argument on this rank, or None if all are valid.
 
     Args:
         image, text: floating-point (b, dim) features, whose valid rows must have norm 1.
@@ -50,7 +50,7 @@ def problem_with(image: Any, text: Any, index: Any, valid: Any, dim: int, sample
 
 
 def agree_on_call(rows: int, problem: str | None, learns: bool, dtype: torch.dtype, communicator: Communicator) -> int:
-    """Check that a call of the loss is consistent across ranks, and return the largest number of rows on any rank.
+    """Check that a call to the loss is consistent across ranks, and return the largest number of rows on any rank.
 
     Raises:
         ValueError: on all ranks, if any rank has a problem, or if ranks differ in training mode or feature dtype.

@@ -49,8 +49,8 @@ class ContrastiveLoss(nn.Module):
     Attributes:
         lr: current learning rate of the encoders; the temperature's learning rate follows it by default. Set `lr` after
             each scheduler step: `loss_fn.lr = scheduler.get_last_lr()[0]`.
-        scaler: the training loop's `torch.amp.GradScaler`, if any. The loss then reverts the state updates of a
-            call whose step the scaler skipped, and accepts features that are not finite.
+        scaler: the training loop's `torch.amp.GradScaler`, if any. With a scaler, the loss reverts the state updates of
+            a call whose step the scaler skipped, and accepts features that are not finite.
         validates: whether calls check their arguments.
         metrics: metrics of the last call, keyed by name, such as `tau` and `batch_loss` (InfoNCE over the same batch).
     """
@@ -144,7 +144,7 @@ class ContrastiveLoss(nn.Module):
             valid: (b,) bool in host memory, False for rows to ignore.
 
         Raises:
-            ValueError: the arguments of any rank are invalid; all ranks raise.
+            ValueError: on all ranks, if any rank's arguments are invalid or ranks differ in training mode or dtype.
             UserError: fewer than two rows of the global batch are valid.
             RuntimeError: activation checkpointing repeats the call, which would update the loss's state twice.
         """
@@ -251,7 +251,7 @@ class ContrastiveLoss(nn.Module):
         """Read the state that `save` wrote; the number of ranks may differ.
 
         Raises:
-            UserError: the folder is incomplete, or its method, feature width, data set size or options differ.
+            UserError: the folder is incomplete, or comes from a loss with a different method, dim, samples or options.
         """
         folder = Path(folder)
         if not (folder / INDEX).is_file():
@@ -285,7 +285,7 @@ class ContrastiveLoss(nn.Module):
         self._objective: Objective = compose_objective(self._config, context)
 
     def _move(self, device: torch.device, dtype: torch.dtype, keep: bool) -> None:
-        """Rebuild the objective if the device, dtype or ranks have changed; with `keep`, preserve the state."""
+        """Rebuild the objective if the device, dtype, rank or world size has changed; if `keep`, preserve the state."""
         before, was, ranks = self._objective, self._communicator, Communicator(device, self._group)
         same_ranks = (was.rank, was.world_size) == (ranks.rank, ranks.world_size)
         if same_ranks and (was.device, self._dtype) == (device, dtype):
@@ -312,7 +312,7 @@ class ContrastiveLoss(nn.Module):
         return {"built_with": built, "calls": self._calls, "dtype": str(self._dtype).removeprefix("torch.")}
 
     def _prepare_for(self, saved: dict[str, Any], where: str) -> None:
-        """Adopt the dtype and call count of a saved state; raise `UserError` if a different loss saved it."""
+        """Adopt a saved state's dtype and call count; raise `UserError` if its loss had different settings."""
         own, given = self._facts()["built_with"], saved.get("built_with", {})
         for key in sorted(own, key="method".__ne__):  # compare the method first
             if given.get(key) != own[key]:
@@ -324,7 +324,7 @@ class ContrastiveLoss(nn.Module):
         self._calls, self._undo = saved["calls"], None
 
     def _settle(self) -> None:
-        """Revert the last call's updates if the scaler has since lowered the scale because it skipped the step."""
+        """Revert the last call's updates if the scaler skipped its step, that is, if the scale has since dropped."""
         undo, self._undo = self._undo, None
         if undo is not None and self.scaler is not None and self.scaler.get_scale() < undo[1]:
             undo[0]()

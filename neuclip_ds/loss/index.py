@@ -7,7 +7,7 @@ from torch.utils.data import Dataset
 
 
 class IndexedDataset(Dataset[Any]):
-    """A map-style dataset that adds the index to each sample.
+    """A map-style dataset that wraps another one and adds each sample's index to the sample.
 
     A sample that is a mapping gets the key `index`; a tuple or list gets the index as its last element.
 
@@ -39,7 +39,7 @@ def add_index(samples: Iterable[dict[str, Any]], starts: Mapping[str, int]) -> I
 
     Args:
         samples: webdataset samples with `__url__` and `__key__`, in the order of the tar files.
-        starts: index of the first sample of each shard, by URL; index ranges must not overlap.
+        starts: maps each shard's URL to the index of its first sample; the shards' index ranges must not overlap.
 
     Raises:
         KeyError: a shard is not in `starts`.

@@ -1,4 +1,4 @@
-"""Pass closed-form gradients to autograd, and back-propagate them through a batch one micro-batch at a time."""
+"""Pass closed-form gradients to autograd, and back-propagate them one micro-batch at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from neuclip_ds.models.batch_norm import BatchNorm, kept_statistics
 
 
 def with_gradients(loss: Tensor, inputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
-    """Return `loss` as a scalar whose backward pass sends `gradients` to `inputs`.
+    """Return a copy of `loss` whose backward pass propagates `gradients` to `inputs`.
 
     Args:
         loss: 0-dim loss.
@@ -51,7 +51,7 @@ class MicroBatches:
     """
 
     def __init__(self, layers: Sequence[BatchNorm]) -> None:
-        """Prepare the passes; `layers` are the model's `batch_norms`."""
+        """Prepare the passes; `layers` are the model's batch-norm layers."""
         self._layers = layers
         self._features: list[tuple[Tensor, Tensor]] = []
         self._random: list[tuple[Tensor, Tensor | None]] = []  # generator states before each micro-batch
@@ -60,7 +60,7 @@ class MicroBatches:
 
     @contextmanager
     def features(self) -> Iterator[None]:
-        """Run each micro-batch of the first pass in this context, and pass its features to `add`."""
+        """Context in which to run each micro-batch of the first pass; pass the features to `add`."""
         of_device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
         self._random.append((torch.get_rng_state(), of_device))
         with torch.no_grad(), kept_statistics(self._layers):
@@ -71,7 +71,7 @@ class MicroBatches:
         self._features.append((image_features.detach(), text_features.detach()))
 
     def whole(self) -> tuple[Tensor, Tensor]:
-        """Return the (b, d) image and text features of all micro-batches."""
+        """Return the (b, d) image and text features of all micro-batches, and clear the stored ones."""
         if len(self._features) == 1:
             return self._features.pop()
         images, texts = zip(*self._features, strict=True)
@@ -79,12 +79,12 @@ class MicroBatches:
         return torch.cat(images), torch.cat(texts)
 
     def differentiated(self, image: Tensor, text: Tensor) -> None:
-        """Set the (b, d) gradients of the whole batch's loss with respect to its features, before the second pass."""
+        """Before the second pass, set the (b, d) gradients of the whole batch's loss with respect to the features."""
         self._gradients = image, text
 
     @contextmanager
     def gradients(self) -> Iterator[None]:
-        """Run each micro-batch of the second pass in this context, in the order of the first pass."""
+        """Context in which to run each micro-batch of the second pass, in the order of the first pass."""
         with _restored(self._random[self._micro]):
             yield
         self._micro += 1

@@ -15,7 +15,7 @@ def batch_norms(module: nn.Module) -> list[BatchNorm]:
 
 @contextmanager
 def kept_statistics(layers: Sequence[BatchNorm]) -> Iterator[None]:
-    """Freeze the running statistics of batch-norm layers; the layers still normalize with batch statistics."""
+    """In the enclosed code, freeze batch-norm layers' running statistics; the layers still use batch statistics."""
     momenta = [layer.momentum for layer in layers]
     for layer in layers:
         layer.momentum = 0.0

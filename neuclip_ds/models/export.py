@@ -65,7 +65,7 @@ _NAMES = (
 
 
 def timm_name(clip: str) -> str:
-    """Convert a tensor name in transformers' CLIPModel to the name in our dual encoder with a timm ViT."""
+    """Convert a tensor name in transformers' CLIPModel to its name in our dual encoder with a timm ViT."""
     if clip.startswith("text_"):
         return clip.replace("text_model", "text.trunk").replace("text_projection", "text.projection")
     return _renamed(clip, 2)
@@ -168,7 +168,7 @@ def towers_to_clip(
 ) -> Package:
     """Convert a model built from a run's config to CLIPModel or MetaClip2Model; `model` may be on the meta device.
 
-    Any logit bias is kept for open_clip; neither class has one. Raises `UserError` if a tower differs from CLIP's.
+    Any logit bias is kept for conversion to open_clip. Raises `UserError` if the image tower is not a CLIP ViT.
     """
     image_tower = model.vision
     vision = _clip_vision_config(image_tower, preprocessing.size)
@@ -257,7 +257,7 @@ def write_open_clip(package: Package, folder: Path) -> None:
 
 
 def _plain(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return contiguous float32 tensors that share no memory, as safetensors requires."""
+    """Return contiguous copies of the tensors, as safetensors requires; convert floating-point tensors to float32."""
     return {
         name: (tensor.float() if tensor.is_floating_point() else tensor).contiguous().clone()
         for name, tensor in weights.items()

@@ -55,7 +55,7 @@ def _weights_name(config: VisionConfig) -> str:
 def _create_from(config: VisionConfig, weights: Mapping[str, Tensor]) -> Any:
     """Create the image model without a classifier and load its weights; timm resamples the position embeddings.
 
-    Tensors that the weights lack stay random in timm; they are found by comparison with a second random model.
+    Raise UserError if a tensor still has its random initial value: timm does not always reject weights that lack it.
     """
     with torch.random.fork_rng(devices=[]):  # the models are created on the CPU
         torch.manual_seed(0)

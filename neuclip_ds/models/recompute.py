@@ -16,7 +16,7 @@ from neuclip_ds.models.trained_parts import block_names
 def checkpointed_blocks(tower: nn.Module, name: str, wanted: bool | int) -> list[str]:
     """Return the names of a tower's blocks to checkpoint, starting from the first block.
 
-    The last blocks keep their activations, because the backward pass frees them before it recomputes earlier blocks.
+    Any other blocks are the last ones: the backward pass frees their activations before it recomputes earlier blocks.
 
     Args:
         tower: a tower from any library.
@@ -35,7 +35,7 @@ def checkpointed_blocks(tower: nn.Module, name: str, wanted: bool | int) -> list
 
 
 def checkpoint_activations(tower: nn.Module, name: str, wanted: bool | int) -> None:
-    """Enable activation checkpointing, in place, for `checkpointed_blocks`; parameters keep their names."""
+    """Enable activation checkpointing in place for the blocks in `checkpointed_blocks`; parameters keep their names."""
     for block in map(tower.get_submodule, checkpointed_blocks(tower, name, wanted)):
         block.forward = MethodType(_checkpointed_forward, block)
 

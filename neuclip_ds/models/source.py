@@ -1,4 +1,4 @@
-"""Sources of a run's dual encoder: the config, with random or pretrained image weights, or a pretrained checkpoint.
+"""Sources of a run's dual encoder: the config (with random or pretrained image weights) or a pretrained checkpoint.
 
 Code that reads or writes other libraries' models is imported only when used, because most runs do not need it.
 """
@@ -118,9 +118,9 @@ def merged(
 
 
 def open_saved(config: ModelConfig, folder: Path) -> tuple[ModelSource, LogitParameters]:
-    """Return the source of a saved run's model, and its initial logit parameters, without using pretrained weights.
+    """Return a saved run's model source and initial logit parameters, without reading pretrained weights.
 
-    The folder must come from `ModelSource.save`. Raises UserError if files are missing.
+    The folder must have been written by `ModelSource.save`. Raises UserError if files are missing.
     """
     start = read_json(folder / START_FILE)
     logits = LogitParameters(**start["logits"])

@@ -66,7 +66,7 @@ class CaptionTokenizer:
 
     @property
     def bos_id(self) -> int | None:
-        """Id of the token that begins a caption, BOS or BERT's CLS; None if there is none or it is EOS (GPT-2)."""
+        """Id of the token that begins a caption, BOS or BERT's CLS; None if there is none or it equals EOS (GPT-2)."""
         bos = self.inner.bos_token_id
         bos = self.inner.cls_token_id if bos is None else bos
         return None if bos == self.eos_id else bos

@@ -28,7 +28,7 @@ class Encoder(nn.Module, ABC):
 
     @abstractmethod
     def feature(self, x: Tensor) -> Tensor:
-        """Return the trunk's features, (b, width)."""
+        """Return the trunk's (b, width) features."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.projection(self.feature(x))
@@ -80,8 +80,8 @@ class TextTower(Encoder):
     """Text tower whose trunk comes from transformers or open_clip.
 
     Args:
-        trunk, projection: the trunk returns the pooled feature, as in `VisionTower`, or hidden states (b, T, width).
-        eos_id: id of the token at whose first occurrence hidden states are pooled; None if the trunk does the pooling.
+        trunk, projection: as in `VisionTower`, but the trunk may instead return hidden states (b, T, width).
+        eos_id: hidden states are pooled at the first token with this id; None if the trunk does the pooling.
     """
 
     def __init__(self, trunk: Any, projection: nn.Module | None, eos_id: int | None = None) -> None:

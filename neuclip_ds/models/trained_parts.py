@@ -30,18 +30,18 @@ class Parameters(NamedTuple):
 
     @staticmethod
     def of(module: nn.Module) -> "Parameters":
-        """Return the sizes of a module's parameters."""
+        """Count the elements of a module's trained and frozen parameters."""
         frozen = sum(p.numel() for p in module.parameters() if not p.requires_grad)
         return Parameters(tuple(p.numel() for p in module.parameters() if p.requires_grad), frozen)
 
     @property
     def trained(self) -> int:
-        """Total size of the trained parameters."""
+        """Total number of elements in the trained parameters."""
         return sum(self.sizes)
 
     @property
     def total(self) -> int:
-        """Total size of all parameters."""
+        """Total number of elements in all parameters."""
         return self.trained + self.frozen
 
 
@@ -71,7 +71,7 @@ def freeze(model: nn.Module, config: ModelConfig) -> None:
 
 
 def lock_projection(tower: nn.Module) -> None:
-    """Set the new projection of a frozen, pretrained image tower to the identity, to leave features unchanged (LiT).
+    """Set the new projection of a frozen, pretrained image tower to the identity, so that features do not change (LiT).
 
     Raises:
         UserError: the projection is not a square linear layer, so its random weights would be frozen.
@@ -148,7 +148,7 @@ def add_adapters(towers: Mapping[str, nn.Module], config: LoraConfig) -> None:
     """Add LoRA adapters in place to frozen linear layers in the towers' blocks; trainable parameters stay trainable.
 
     Args:
-        towers: maps the names used in messages to the towers; load weights and freeze the layers to adapt beforehand.
+        towers: maps the names used in messages to the towers; load weights and freeze layers before the call.
 
     Raises:
         UserError: peft is not installed, or no tower has blocks with frozen linear layers.
@@ -182,8 +182,8 @@ def merge_adapters(module: nn.Module) -> None:
 def _frozen_linear_layers(tower: nn.Module) -> Iterator[str]:
     """Yield the names of the frozen linear layers in a tower's blocks that an adapter can replace.
 
-    An adapter cannot replace a layer whose weights are read directly by its parent, such as torch's attention (in
-    open_clip's transformers) or the attention with separate biases in timm's BEiT and EVA.
+    An adapter cannot replace a layer whose weights are read directly by its parent module. Such parents are torch's
+    attention (in open_clip's transformers) and the attention with separate biases in timm's BEiT and EVA.
     """
     blocks = tuple(f"{block}." for block in block_names(tower))
     for name, layer in tower.named_modules():

@@ -53,7 +53,7 @@ class Context(NamedTuple):
 
 
 class Stateful:
-    """Base class of components that may have state: replicated on all ranks, or partitioned over the ranks by row."""
+    """Base class of components that may have state, either replicated on all ranks or partitioned over ranks by row."""
 
     _stores: Sequence[SampleStore] = ()  # stores of the per-sample state
     needs_index = False  # whether training needs each row's sample index
@@ -69,13 +69,13 @@ class Stateful:
         return {}
 
     def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the result of `replicated_state`."""
+        """Restore the state that `replicated_state` returned."""
 
     def row_tables(self) -> dict[str, RowTable]:
         return {}
 
     def restore_point(self) -> Callable[[], None]:
-        """Return a function that restores the current state; in per-sample stores, it undoes the last write."""
+        """Return a function that restores the current state after the next call and undoes its per-sample writes."""
         replicated = {name: value.clone() for name, value in self.replicated_state().items()}
         tables = [table.tensors.values() for table in self.row_tables().values() if not table.per_sample]
         rows = [(tensor, tensor.clone()) for tensors in tables for tensor in tensors]
@@ -98,7 +98,7 @@ def adam_state(adam: torch.optim.Optimizer, parameter: Parameter, prefix: str = 
 def load_adam_state(
     adam: torch.optim.Optimizer, parameter: Parameter, state: Mapping[str, Tensor], prefix: str = "adam."
 ) -> None:
-    """Restore the result of `adam_state`."""
+    """Restore the optimizer state that `adam_state` returned."""
     values = {key.removeprefix(prefix): value.clone() for key, value in state.items() if key.startswith(prefix)}
     steps = values.pop("step", None)
     adam.state[parameter] = {key: value.to(parameter) for key, value in values.items()}
@@ -149,7 +149,7 @@ class Normalizer(Stateful):
         """Return the (2, local) log of the current estimate of g for this rank's anchors, or -inf where there is none.
 
         g is the mean over negatives alone. Terms that a method adds, such as eps or the positive's term, are removed,
-        so that methods are comparable. The arguments are those of `__call__`; no state changes.
+        so that methods are comparable. The arguments are those of `__call__`; the state is not changed.
         """
         raise NotImplementedError
 

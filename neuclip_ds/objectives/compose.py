@@ -3,7 +3,7 @@
 `objective.temperature.rule` selects one of two ways to learn the single temperature of the global contrastive loss.
 They differ in eps and in the scale of the loss.
 
-`robust` is RGCL-g (FastCLIP eq. 10, NeuCLIP eq. 12): tau is learned by minimizing tau times the loss plus 2 rho tau.
+`robust` is RGCL-g (FastCLIP eq. 10, NeuCLIP eq. 12): tau is learned by minimizing (tau times the loss) + 2 rho tau.
 
 `learned` does not use rho. With eps = 1/(n-1), and with g_i as the mean over the n-1 negatives in the data set,
 
@@ -47,7 +47,7 @@ _TEMPERATURES: dict[str, type[Temperature]] = {
 
 
 def compose_objective(config: ObjectiveConfig, context: Context) -> Objective:
-    """Build the objective of `config.method`; raise `UserError` if the method needs n but n is unknown."""
+    """Build the objective of `config.method`; raise `UserError` if the data set size is needed but unknown."""
     method = find_method(config.method)
     if method.normalizer is None:
         return SigmoidObjective(config, context)

@@ -104,7 +104,7 @@ class ContrastiveObjective(Objective):
         return super().begin_gather(index, valid) if self._normalizer.always_gathers else None
 
     def _in_epoch(self, step: Step) -> Step:
-        """Return the step; if `epoch_steps` is set, recompute its epoch, counting that many steps per epoch."""
+        """Return the step; if `epoch_steps` is set, set the epoch to the step number // `epoch_steps`."""
         length = self._config.epoch_steps
         return step if length is None else step._replace(epoch=step.number // length)
 

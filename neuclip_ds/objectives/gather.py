@@ -34,7 +34,7 @@ class FeatureGather:
         Args:
             index: (b,) int64 global sample indices in host memory; b must be equal on all ranks.
             valid: (b,) bool in host memory, True for valid rows.
-            communicator: communicator of the ranks.
+            communicator: the ranks to gather from.
             comm_dtype: dtype in which features are sent. Local rows are rounded to this dtype as well, so that all
                 ranks see the same numbers and K ranks give the same result as one rank.
             prefetch: called with the (K b,) indices (-1 for invalid rows) when the first features are added.
@@ -58,7 +58,7 @@ class FeatureGather:
         self._images.append(self._begin(rows))
 
     def features(self, dtype: torch.dtype, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Wait for the (K b, d) image and text features in rank order; return all rows, or only the (B,) `rows`."""
+        """Wait for the (K b, d) image and text features in rank order; if `rows` is given, return only those rows."""
         whole = (self._joined(pieces) for pieces in (self._images, self._texts))
         image, text = ((x if rows is None else x.index_select(0, rows)).to(dtype) for x in whole)
         return image, text
@@ -109,7 +109,7 @@ class GatheredFeatures:
         comm_dtype: torch.dtype,
         prefetch: Callable[[Tensor], None] | None = None,
     ) -> None:
-        """Gather b rows per rank; if `features.gather` is None, pass the other arguments to a new `FeatureGather`."""
+        """Gather b rows per rank; if `features.gather` is None, create a `FeatureGather` from the other arguments."""
         self._communicator, self.comm_dtype = communicator, comm_dtype
         gather = features.gather
         if gather is None:

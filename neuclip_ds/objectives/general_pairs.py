@@ -30,7 +30,7 @@ class GeneralSimilarities:
     """
 
     def __init__(self, grid: PairGrid, pair_loss: PairLoss, tau: Tensor) -> None:
-        """Prepare the two passes; `tau` is 0-dim if all anchors share one, else (2, B)."""
+        """Prepare the two passes; `tau` is 0-dim if all anchors share it, else (2, B)."""
         self._divisor = grid.size - pair_loss.excluded
         self._grid, self._pair_loss = grid, pair_loss
         self._tau, self._shared = tau, tau.ndim == 0
@@ -159,10 +159,10 @@ def _log_sums(pair_loss: PairLoss, similarity: Tensor, block: BlockAnchors, buff
 def _weights(
     pair_loss: PairLoss, similarity: Tensor, block: BlockAnchors, buffers: Buffers, with_products: bool
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Return the derivative with respect to a block's similarities, and sums over the local anchors' negatives.
+    """Return the derivative of L with respect to a block's similarities, and sums over the local anchors' negatives.
 
-    The sums add up weights and, if `with_products`, weights x similarities. `buffers` contains three tensors, which are
-    overwritten, or three Nones.
+    The sums are of the weights and, if `with_products`, of the weights times the similarities. `buffers` contains three
+    tensors, which are overwritten, or three Nones.
     """
     *outs, other = buffers
     parts, pulls, products = [], [], []

@@ -41,7 +41,7 @@ class Method:
 
     @property
     def sections(self) -> tuple[str, ...]:
-        """Sections and options under `objective` that this method reads and some other methods do not."""
+        """Sections and options under `objective` that this method reads but some other methods do not."""
         own = _SECTIONS.get(self.normalizer, (str(self.normalizer),))
         return (*own, "hinge") if self.pair_loss == "hinge" else own
 

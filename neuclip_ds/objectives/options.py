@@ -1,4 +1,4 @@
-"""Options that all objectives share, and sections that only some methods read. This module does not import torch."""
+"""Options that all methods share and config sections that only some read. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ class NpnConfig(Section):
 
     @property
     def rate(self) -> float:
-        """Step size of an update, given by `lr` or its default."""
+        """Step size of an update: `lr`, or the default if `lr` is None."""
         if self.lr is not None:
             return self.lr
         return 1e-3 if self.network == "mlp" else {"scaled": 0.3, "adagrad": 1.0}[self.optimizer]
@@ -196,7 +196,7 @@ class ObjectiveConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _over_the_methods_defaults(cls, tree: Any) -> Any:
-        """Reject sections that the method does not read, and merge the other options over the method's defaults."""
+        """Reject options that the method does not read, and use the method's defaults for options that are not set."""
         if not isinstance(tree, dict):
             return tree
         method = method_of(tree)
@@ -228,7 +228,7 @@ class ObjectiveConfig(Section):
         return by_epochs or released or isinstance(self.temperature.rho, list)
 
     def slips(self) -> list[str]:
-        """Return a sentence for each setting that is valid but probably a mistake."""
+        """Return a warning for each setting that is valid but probably a mistake."""
         released = self.reference == "released_code" and "amortized" in find_method(self.method).sections
         if not released or self.amortized.encoder_normalizer != "ema":
             return []

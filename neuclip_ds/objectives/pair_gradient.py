@@ -5,14 +5,14 @@ All contrastive methods share the feature gradient of
     L = 1/B sum_i [ W1_i g1_i + W2_i g2_i ],   g1_i = 1/(B-1) sum_{j != i} exp(l(s_ij - s_ii) / tau),
                                                g2_i = 1/(B-1) sum_{j != i} exp(l(s_ji - s_ii) / tau)
 
-with the weights W = scale w held constant. For l(x) = x, the gradient of L with respect to an image feature is
+where the weights W = scale * w are held constant. For l(x) = x, the gradient of L with respect to an image feature is
 
     dL/de1_i = 1/(B (B-1) tau) [ sum_{j != i} (W1_i a_ij + W2_j b_ij) e2_j - p_i e2_i ],
     a_ij = exp((s_ij - s_ii)/tau),   b_ij = exp((s_ij - s_jj)/tau),   a'_ij = exp((s_ji - s_ii)/tau),
     p_i = sum_{j != i} (W1_i a_ij + W2_i a'_ij)
 
-and the gradient with respect to a text feature is the same with the roles exchanged. For a different l, the exponents
-contain l(x), and a, a' and b are multiplied by l'(x). Ranks exchange features and weights, but not gradients.
+and the gradient with respect to a text feature is the same with images and texts exchanged. For a different l, the
+exponents contain l(x), and a, a' and b are multiplied by l'(x). Ranks exchange features and weights, but not gradients.
 """
 
 from __future__ import annotations

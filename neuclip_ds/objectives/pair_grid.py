@@ -42,7 +42,7 @@ def slices(start: int, stop: int, size: int) -> list[slice]:
 
 
 class Block(NamedTuple):
-    """A block of the similarity matrix: some of this rank's rows on one side, and some columns on the other."""
+    """A block of the similarity matrix: some of this rank's rows, and some columns from the other modality."""
 
     side: int  # IMAGE: rows are images and columns are texts; TEXT: vice versa
     rows: slice  # among this rank's rows
@@ -51,7 +51,7 @@ class Block(NamedTuple):
 
     @property
     def local_anchors(self) -> list[tuple[int, slice]]:
-        """Sides and slices of this rank's anchors in the block: the rows and, if the columns are local, the columns.
+        """(side, slice) of this rank's anchors in the block: the rows and, if the columns are local, the columns.
 
         The partners of row anchors are along dimension 1, and the partners of column anchors along dimension 0.
         """
@@ -87,7 +87,7 @@ class PairGrid:
     """
 
     def __init__(self, batch: GatheredFeatures, columns: int | None, budget: float) -> None:
-        """Plan blocks (up to `columns` columns, `block_bytes` bytes); store similarities if `budget` bytes suffice."""
+        """Plan blocks of at most `columns` columns; store the similarities if they fit in `budget` bytes."""
         self._features = (batch.image, batch.text)
         self._dtype = batch.comm_dtype
         self.local, self.size = batch.local, batch.size
@@ -106,7 +106,7 @@ class PairGrid:
         self._rows = max(1, elements // self._columns)
 
     def blocks(self) -> Iterator[Block]:
-        """Yield all blocks: local columns once (with images as rows), other ranks' columns once for each side."""
+        """Yield all blocks: local columns once (image rows), other ranks' columns twice (image rows and text rows)."""
         start, stop = self.local.start, self.local.stop
         for columns in slices(start, stop, self._columns):
             for rows in slices(0, self._count, self._rows):
@@ -122,7 +122,7 @@ class PairGrid:
         return pair_products(rows, self._features[1 - block.side][block.columns], self._dtype)
 
     def of_anchors(self, values: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-        """Select a block's anchors from `values`, (..., 2, B); return tensors (..., rows, 1) and (..., 1, columns)."""
+        """Select a block's anchors from (..., 2, B) `values`, as (..., rows, 1) and (..., 1, columns) tensors."""
         rows = values[..., block.side, self.local][..., block.rows].unsqueeze(-1)
         columns = values[..., 1 - block.side, block.columns].unsqueeze(-2)
         # torch.compile would recompile for a view at a different offset in the same memory
@@ -160,7 +160,7 @@ class PairGrid:
         return grads[IMAGE], grads[TEXT]
 
     def weighted_sum(self, grads: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the sum of derivative times similarity over local images and all texts, given `gradient`'s result.
+        """Return the sum of derivative times similarity over local images and all texts, from the result of `gradient`.
 
         Summed over ranks, the result includes each pair once.
         """

@@ -29,7 +29,7 @@ class PairLoss:
         return x
 
     def offset(self, origin: Tensor) -> Tensor:
-        """Return the constant that `exponent` omits from an anchor's l/tau; `origin` is (2, rows)."""
+        """Return the constant that `exponent` omits from an anchor's l/tau; `origin` has shape (2, rows)."""
         return -origin
 
     def exponent(self, y: Tensor, origin: Tensor, out: Tensor | None) -> Tensor:
@@ -46,7 +46,7 @@ class PairLoss:
         """Return the (rows, columns) values of exp(l/tau + log_factor) l'/power at y - origin.
 
         The arguments are those of `exponent`, the anchors' `log_factor`, and `spare`, which is None or a second buffer
-        other than y.
+        that is not y.
         """
         return bounded_exp_(torch.add(y, log_factor - origin, out=out))
 

@@ -170,7 +170,7 @@ class LearnableTemperature(Temperature):
         return state
 
     def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore a state from `replicated_state`; raise `UserError` if it is the state of a different variable."""
+        """Restore a state from `replicated_state`; raise `UserError` if the state is for a different variable."""
         if not self._scalars.keys() <= state.keys():
             other = "log" if self._by_tau else "tau"
             raise UserError(

@@ -1,8 +1,8 @@
 """Count the memory that the towers' forward and backward passes need, without allocating it or using a device.
 
-The model runs on tensors that have shapes but no data (torch's FakeTensorMode), so that recomputation under activation
-checkpointing, views and in-place operations are accounted for. The kernels are torch's CPU kernels, whose
-flash attention keeps O(T) values per head, as on a GPU. Memory that a kernel allocates internally is not counted.
+The model runs on tensors that have shapes but no data (torch's FakeTensorMode), so that views, in-place operations and
+recomputation under activation checkpointing are accounted for. The kernels are torch's CPU kernels, whose flash
+attention stores O(T) values per head for T tokens, as on a GPU. Memory allocated inside a kernel is not counted.
 """
 
 import weakref
@@ -50,7 +50,7 @@ class LiveBytes(TorchDispatchMode):
     Attributes:
         now: bytes of the storages that exist now.
         peak: maximum of `now`.
-        peak_with_gradients: maximum of `now` plus the bytes of the gradients that `take_gradient` has freed.
+        peak_with_gradients: maximum of the sum of `now` and the bytes of gradients that `take_gradient` has freed.
     """
 
     def __init__(self, device_type: str = "cpu") -> None:

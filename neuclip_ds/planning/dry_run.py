@@ -36,7 +36,7 @@ def print_dry_run(
 ) -> None:
     """Print the report of a dry run on rank 0.
 
-    The report is for the current ranks or a hostfile's nodes, and says whether the run fits `gpu_memory` (GB per rank).
+    The report covers the current ranks or a hostfile's nodes, and says whether each rank fits in `gpu_memory` GB.
 
     Raises:
         UserError: the config, DeepSpeed JSON, hostfile or data is invalid.
@@ -122,7 +122,7 @@ def _data_lines(config: Config, manifest: Manifest, order: BatchOrder) -> list[s
 
 
 def _memory_lines(query: MemoryQuery, gpu_memory: float | None, nodes: dict[str, int]) -> Iterator[str]:
-    """Yield memory estimates and, if `gpu_memory` is set, the lowest ZeRO stage that fits; `nodes` is the hostfile."""
+    """Yield memory estimates and, given `gpu_memory`, the lowest ZeRO stage that fits; `nodes`: ranks per host."""
     towers = count_towers(query)
     found = account(query, towers)
     unknown = "" if query.samples else ", without u because n is unknown"

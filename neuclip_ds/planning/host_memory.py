@@ -28,16 +28,16 @@ class LoaderMemory(NamedTuple):
 
     @property
     def advice(self) -> str:
-        """Container option that reserves enough shared memory for a node's batches, in whole gigabytes."""
+        """Container option that provides enough shared memory for a node's batches, rounded up to whole gigabytes."""
         return f"--shm-size={-(-self.shared // 10**9)}g"
 
 
 def loader_memory(query: MemoryQuery, ranks: int) -> LoaderMemory:
     """Estimate the memory of the loaders on a node with `ranks` ranks.
 
-    For training and for a concurrent evaluation, each worker keeps `data.prefetch` parts of batches in shared memory
-    and builds one more. If a batch is one micro-batch, it is kept while the next batch is fetched; otherwise, its rows
-    are freed during the second pass over it. With a GPU, pinned memory contains the parts that are ready or in use.
+    For training and concurrent evaluation, each worker keeps `data.prefetch` parts of batches in shared memory and
+    builds one more. If a batch is one micro-batch, it is kept while the next batch is fetched; otherwise, its rows are
+    freed during the second pass over the batch. With a GPU, pinned memory contains the parts that are ready or in use.
     """
     data, rows, micro, on_gpu = query.config.data, query.rank_batch, query.micro_batch, query.device == "cuda"
     pair = 3 * query.image_size**2 + 8 * query.tokenizer.context_length + 9

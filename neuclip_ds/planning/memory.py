@@ -1,8 +1,8 @@
 """Estimate the memory of a run on one rank, by component, before anything is allocated.
 
 The peak is the maximum over three phases of a step: the towers' forward and backward passes, the objective on the whole
-batch, and the optimizer's step. All gradients are counted in each phase, unless the backward pass creates them one by
-one and the optimizer's step frees them. The estimate excludes memory outside torch's allocator (CUDA's context, NCCL,
+batch, and the optimizer step. All gradients are counted in each phase, unless the backward pass creates them one by
+one and the optimizer step frees them. The estimate excludes memory outside torch's allocator (CUDA's context, NCCL,
 libraries); host_memory.py estimates the loaders' host memory.
 """
 
@@ -56,7 +56,7 @@ class MemoryAccount(NamedTuple):
         return sum(self.host.values())
 
     def fits(self, gigabytes: float) -> bool:
-        """Return whether the peak leaves at least a tenth of a GPU's memory free, given that memory in gigabytes."""
+        """Return whether a GPU with `gigabytes` GB of memory has at least a tenth of its memory free at the peak."""
         return self.peak <= _USABLE * gigabytes * 1e9
 
     def lines(self) -> list[str]:
@@ -80,7 +80,7 @@ class StandInTokenizer:
 
 @dataclass(frozen=True)
 class MemoryQuery:
-    """The run whose memory is estimated; the model is located on first use."""
+    """The run whose memory is estimated; the model is looked up on first use."""
 
     config: Config
     world_size: int
@@ -148,7 +148,7 @@ class EngineMemory(NamedTuple):
 def engine_memory(
     engine: dict[str, Any], optimizer: str, parameters: Parameters, ranks: int, averages: bool = False
 ) -> EngineMemory:
-    """Return the bytes that DeepSpeed allocates under its config, partitioned as in ZeRO (arXiv:1910.02054, Figure 1).
+    """Return the bytes that DeepSpeed allocates under its config, with ZeRO's partitioning (arXiv:1910.02054, Fig. 1).
 
     Stage 1 partitions the optimizer state over the ranks, stage 2 also the gradients, and stage 3 also the weights.
     If `averages` is true, the moving average of the weights is included.
@@ -229,7 +229,7 @@ def account(query: MemoryQuery, towers: Towers) -> MemoryAccount:
 
 
 def smallest_that_fits(query: MemoryQuery, towers: Towers, gigabytes: float) -> tuple[str, MemoryAccount] | None:
-    """Return the first config in ds_configs/ that fits and has the run's precision; offloading is tried last."""
+    """Return the first config in ds_configs/ that fits and has the run's precision; offload configs are tried last."""
     kind = precision(load_engine_config(query.config, query.world_size))
     names = [f"zero{stage}_{kind}" for stage in range(4)]
     names += ["zero2_bf16_offload", "zero3_bf16_offload"] if kind == "bf16" else []
@@ -242,18 +242,18 @@ def smallest_that_fits(query: MemoryQuery, towers: Towers, gigabytes: float) -> 
 
 
 def _inputs(query: MemoryQuery) -> int:
-    """Return the bytes of the pixels and tokens: two micro-batches on a GPU (one is prefetched), one batch on a CPU."""
+    """Return the bytes of pixels and tokens: two micro-batches on a GPU (one is prefetched), or one batch on a CPU."""
     rows = 2 * query.micro_batch if query.device == "cuda" else query.rank_batch
     return rows * (3 * query.image_size**2 + 8 * query.tokenizer.context_length)
 
 
 def _similarities(query: MemoryQuery, itemsize: int) -> int:
-    """Return the peak bytes of the similarities, minus the bytes of features that have been freed by that time.
+    """Return the peak bytes of the similarities, minus the bytes of features that are not allocated at the peak.
 
     Similarities are stored between the two passes over the pairs if they fit in the budget; the second pass adds
-    temporary blocks. Between the passes, NeuCLIP's network needs the similarities of all anchors with a rank's
+    temporary blocks. Between the passes, NeuCLIP's network needs the similarities between all anchors and a rank's
     prototypes in both directions, plus the larger of a temporary block and nine copies of the features of a group's
-    anchors. The freed features are the copies for sending and, while the network runs, also the local features.
+    anchors. The subtracted bytes are the sent copies and, while the network runs, local features and their gradients.
     """
     objective, batch = query.config.objective, query.config.data.batch_size
     rows, method = batch // query.world_size, find_method(objective.method)

@@ -2,9 +2,9 @@
 
     total = computation + pure communication + others,    communication = pure communication + overlap
 
-Overlap is communication during which the rank also computes; "others" is the remaining time (loading, Python, waiting
-for the GPU). A rank that reaches a collective early waits for the last rank, and this wait counts as communication. The
-last rank does not wait, so a collective's shortest duration on any rank is its transfer time.
+Overlap is the communication time during which the rank also computes; "others" is the remaining time (loading, Python,
+waiting for the GPU). A rank that reaches a collective early waits for the last rank, and this wait counts as
+communication. The last rank does not wait, so a collective's shortest duration on any rank is its transfer time.
 
 `breakdown` returns the content of breakdown.json:
 

@@ -42,7 +42,7 @@ def length(disjoint: Iterable[Interval]) -> float:
 
 
 class Timeline(Generic[T]):
-    """Values that apply during disjoint intervals."""
+    """Map from disjoint time intervals to values."""
 
     def __init__(self, entries: Iterable[tuple[Interval, T]]) -> None:
         self._entries = sorted(entries, key=lambda entry: entry[0])

@@ -1,8 +1,8 @@
 """Collectives in a profiler's events: the operators that launch them, matched with their execution.
 
-A launch is a `c10d::...` operator, whose input shapes the profiler records. With gloo, its execution is a `gloo:...`
-range on one of gloo's threads, in launch order. With NCCL, its execution is an `nccl...` kernel with the correlation ID
-of the runtime call that started the kernel inside the operator.
+A launch is a `c10d::...` operator, whose input shapes the profiler records. With gloo, a launch executes as a
+`gloo:...` range on one of gloo's threads; ranges are matched to launches in order. With NCCL, it executes as an
+`nccl...` kernel with the correlation ID of the runtime call that started the kernel inside the operator.
 """
 
 import logging
@@ -31,7 +31,7 @@ _GLOO_FAMILY = {"all_reduce": "reduce", "reduce_scatter": "reduce"}  # gloo runs
 
 
 class Event(NamedTuple):
-    """A complete event of a trace; times in seconds on the profiler's clock."""
+    """An event with a duration (`ph` is X in the trace); times are in seconds on the profiler's clock."""
 
     category: str
     name: str
@@ -61,7 +61,7 @@ class Launch:
 
 
 def read_events(trace: Mapping[str, Any]) -> list[Event]:
-    """Return the complete events of a Chrome trace in order of start time."""
+    """Return a Chrome trace's events with a duration (`ph` is X), in order of start time."""
     found = []
     for event in trace["traceEvents"]:
         if event.get("ph") == "X":
@@ -127,7 +127,7 @@ def _match_gloo(launches: Iterable[Launch], events: Iterable[Event]) -> int:
 
 
 def _match_nccl(launches: Iterable[Launch], events: Sequence[Event]) -> int:
-    """Add NCCL kernels to launches (to the last launch of grouped calls); return the number of unmatched kernels."""
+    """Add NCCL kernels to launches (for grouped calls, to the last launch); return the number of unmatched kernels."""
     by_thread: defaultdict[Thread, list[Launch]] = defaultdict(list)
     for launch in launches:
         by_thread[launch.thread].append(launch)

@@ -55,7 +55,7 @@ class Recorder:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Profile the enclosed training step if it is one of the steps to profile; run every step in this context."""
+        """Profile the enclosed training step if it is one of those to profile; every step must run in this context."""
         if self._done >= self._end:
             yield
             return
@@ -76,7 +76,7 @@ class Recorder:
             self._finish()
 
     def _finish(self) -> None:
-        """Stop the profiler, read the trace on each rank, and write the breakdown over all ranks on rank 0."""
+        """Stop the profiler, read the trace on each rank, and let rank 0 write the breakdown for all ranks."""
         profiler, self._profiler = self._profiler, None
         assert profiler is not None
         profiler.stop()

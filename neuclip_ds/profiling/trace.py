@@ -102,9 +102,9 @@ def _executed(host: list[Phase], events: Sequence[Event]) -> list[Phase]:
     """Return the intervals in which each phase's work is executed; on a GPU, the intervals may overlap.
 
     A GPU runs tens of milliseconds behind the host. The profiler repeats a host range as `gpu_user_annotation`, but
-    only for work that the range's thread launches directly. The profiler omits work that the autograd thread launches
-    in the backward pass (github.com/pytorch/kineto/issues/1022) and work in nested ranges. This function finds the
-    omitted work by the correlation ID of the call that launched it.
+    only for work that the range's thread launches directly. The repeated range misses work that the autograd thread
+    launches in the backward pass (github.com/pytorch/kineto/issues/1022) and work in nested ranges. This function uses
+    the correlation ID of the launching call to find the missing work.
     """
     return _annotated(events, "gpu_user_annotation") + _launched_in(host, events) or host
 
@@ -125,7 +125,7 @@ def _annotated(events: Sequence[Event], category: str) -> list[Phase]:
 
 
 def _launched_in(host: Sequence[Phase], events: Sequence[Event]) -> list[Phase]:
-    """Return each phase's interval on the GPU, from the first start to the last end of the work that it launched."""
+    """Return each phase's GPU interval: from the first start to the last end of the work launched in the phase."""
     calls, timeline = launching_calls(events), Timeline((phase[0], phase) for phase in host)
     spans: dict[Phase, Interval] = {}
     for event in events:

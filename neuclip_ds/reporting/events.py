@@ -2,7 +2,7 @@
 
     {"step": 1234, "rank": 0, "kind": "loss_spike", "message": "...", "indices": [17, 4711, ...]}
 
-Steps count from 1, as in metrics.jsonl; `message` is the logged text, and `indices` are the step's sample indices.
+Steps are numbered from 1, as in metrics.jsonl; `message` is the logged text; `indices` lists the samples involved.
 """
 
 import json
@@ -30,14 +30,14 @@ class Event(NamedTuple):
 
 
 class EventLog:
-    """One rank's events. Rank 0 writes to FOLDER/events.jsonl: its events in `add`, those of other ranks in `merge`."""
+    """One rank's events. On rank 0, `add` writes to FOLDER/events.jsonl, and `merge` adds the other ranks' events."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._path, self._rank = folder / FILE, rank
         self._pending: list[Event] = []
 
     def resume(self, done: int) -> None:
-        """Drop the events of the steps after `done`, which a resumed run repeats; if `done` is 0, drop all events."""
+        """Drop events after step `done`, because a resumed run repeats those steps; if `done` is 0, drop all events."""
         if self._rank == 0 and self._path.exists():
             drop_from(self._path, done + 1 if done else 0)
 
@@ -63,7 +63,7 @@ class EventLog:
     def merge(self, gather: Callable[[list[dict[str, Any]]], list[list[dict[str, Any]]]]) -> None:
         """Write the other ranks' events to the file; all ranks must call this method before they save a checkpoint.
 
-        No events are lost: a resumed run repeats the steps after the checkpoint. `gather` gathers all ranks' objects.
+        A crash can lose later events, but a resumed run repeats their steps. `gather` collects one object per rank.
         """
         gathered = gather([event._asdict() for event in self._pending])
         self._pending = []

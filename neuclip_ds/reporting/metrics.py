@@ -87,7 +87,7 @@ def read_series(run: Path) -> dict[str, Series]:
 
 
 def scores_among(names: Iterable[str]) -> list[str]:
-    """Return the names of the metrics that are scores (accuracies or recalls): averages first, single tasks last."""
+    """Return the names of the metrics that are scores (accuracies or recalls): averages first, tasks last."""
     found = list(dict.fromkeys(names))
     return [name for kind in _SCORES for name in found if name.removeprefix(AVERAGED).startswith(kind)]
 

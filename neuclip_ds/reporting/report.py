@@ -1,4 +1,4 @@
-"""Write a run's report.html: scores, plots, events, last values, config and environment in one file."""
+"""Write a run's report.html: scores, plots, events, last metric values, config and environment in one file."""
 
 import fnmatch
 import html
@@ -86,7 +86,7 @@ def _scores(series: Mapping[str, Series], val: str | int) -> Iterator[str]:
 
 
 def _plots(series: Mapping[str, Series]) -> Iterator[dict[str, Any]]:
-    """Yield `PLOTS` and one plot for each other metric, for page.js; split crowded plots into one plot per curve.
+    """Yield `PLOTS`, and a plot for each remaining metric, for page.js; split crowded plots into one plot per curve.
 
     A metric with fewer than two finite values is not plotted; it appears only in the tables.
     """

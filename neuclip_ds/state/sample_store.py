@@ -72,7 +72,7 @@ class SampleStore:
         return self._communicator.begin_reduce_scatter(self._contribution(index, len(self.fields)), "state")
 
     def begin_read_all(self, index: Tensor, count: int) -> Pending:
-        """Start reading the first `count` fields of the whole batch: a (B, count) tensor, with zeros for empty rows."""
+        """Start reading the whole batch's first `count` fields, as a (B, count) tensor with zeros for empty rows."""
         return self._communicator.begin_all_reduce(self._contribution(index, count), "state")
 
     def local_rows(self, index: Tensor) -> Tensor:
@@ -80,15 +80,15 @@ class SampleStore:
         return to_device(self._rows.index_select(0, self._locate(index)[0]), self._communicator.device)
 
     def _contribution(self, index: Tensor, count: int) -> Tensor:
-        """Return this rank's (B, count) contribution to a read's sum over ranks: its local rows, zeros elsewhere."""
+        """Return this rank's (B, count) contribution to a read's sum over ranks: local rows, with zeros elsewhere."""
         rows, is_local = self._locate(index)
         found = self._rows[:, :count].index_select(0, rows)
         return to_device(found.masked_fill_(~is_local[:, None], 0.0), self._communicator.device)
 
     def write(self, index: Tensor, values: Tensor) -> None:
-        """Write the (B, f) values of all ranks' (B,) sample indices; if an index is repeated, its last row is stored.
+        """Write (B, f) values for all ranks' (B,) sample indices; if an index is repeated, its last row is stored.
 
-        Rows that other ranks store and empty rows are skipped.
+        Empty rows and rows stored by other ranks are skipped.
         """
         rows, _ = self._locate(index)
         self._overwritten = rows, self._rows.index_select(0, rows)
@@ -120,7 +120,7 @@ class SampleStore:
 
 
 def _last_of_each(rows: Tensor) -> Tensor:
-    """Return the last position in `rows` of each of its B row numbers, without synchronizing with the host."""
+    """For each of the B row numbers in `rows`, return its last position, without synchronizing with the host."""
     places = torch.arange(len(rows), device=rows.device)
     bits = len(rows).bit_length()
     keys = (rows << bits) + places  # ordered by row number, then by position

@@ -134,7 +134,7 @@ class ShardFiles:
         """Read this rank's rows into the tensors of partitioned tables.
 
         Raises:
-            UserError: the files do not cover the rows, or contain different tensors.
+            UserError: the files do not cover the rows, or their tensors do not match the tables.
         """
         for table_name, table in tables.items():
             prefix = f"{table_name}/"

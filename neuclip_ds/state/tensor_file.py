@@ -1,4 +1,4 @@
-"""State files to be written: tensors in the safetensors format, or bytes.
+"""Write state files: tensors in the safetensors format, or bytes.
 
 A safetensors file (https://huggingface.co/docs/safetensors) consists of the header's length in 8 little-endian bytes, a
 JSON header with the dtype, shape and byte range of each tensor, and the tensors' bytes. The safetensors library reads

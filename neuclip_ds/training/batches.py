@@ -1,8 +1,8 @@
 """Load batches in worker processes and copy them to the device while the towers compute.
 
 On a GPU, copies run on a side stream, from pinned memory, so that neither the host nor the computation waits for them.
-The next batch is fetched once a step has been launched, so a late batch delays only its own step. Pixels stay on the
-host, and each micro-batch is copied while the previous one is processed, even across passes and steps.
+The next batch is fetched after a step has been launched, so a late batch delays only its own step. The host holds the
+pixels, and each micro-batch is copied while the previous one is processed, even across passes and steps.
 On a CPU, nothing is copied, and a batch is fetched when its step begins.
 """
 
@@ -90,7 +90,7 @@ class DeviceBatches(Iterator["DeviceBatch"]):
         fetched.record()
 
     def copy(self, pieces: Sequence[tuple[Tensor, Tensor]]) -> tuple[tuple[Tensor, Tensor], torch.cuda.Event | None]:
-        """Copy two tensors, each given as chunks of rows; on a GPU, also return an event for the end of the copy."""
+        """Copy two tensors, each given as chunks of rows; on a GPU, also return an event recorded after the copy."""
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             first, second = (self._joined(tensors) for tensors in zip(*pieces, strict=True))
             return (first, second), None if self._stream is None else self._stream.record_event()

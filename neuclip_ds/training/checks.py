@@ -1,4 +1,4 @@
-"""Checks of a run before it starts: errors, likely mistakes, and settings that a resumed run must keep."""
+"""Check a run for errors and likely mistakes before it starts, and list the settings that a resumed run must keep."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -27,7 +27,7 @@ def check_config(config: Config, world_size: int) -> None:
 
 
 def check_data(saved: Mapping[str, Any], manifest: Manifest) -> None:
-    """Raise `UserError` unless the data match those recorded in a checkpoint."""
+    """Raise `UserError` if a manifest's content hash differs from the hash that a checkpoint recorded."""
     if manifest.content_hash != saved["hash"]:
         raise UserError(
             f"The checkpoint was written with different data (hash {saved['hash']}, now {manifest.content_hash}): name "
@@ -74,7 +74,7 @@ def fingerprint(config: Config) -> Fingerprint:
 
 
 def _architecture(model: ModelConfig) -> Fingerprint:
-    """Return the trained parts, adapters and, unless it is pretrained, the model's architecture; omit file names."""
+    """Return the trained parts, adapters and, for a model that is not pretrained, its architecture; omit file names."""
     trains: dict[str, Any] = {f"model.{name}.trainable": model.trained(name) for name in TOWERS}
     if model.lora.rank:
         trains["model.lora"] = model.lora.model_dump()

@@ -1,4 +1,4 @@
-"""Open the data of a run: its paths, splits and manifests, the order of its samples, and the rendered demo."""
+"""Open the data of a run: its paths, splits and manifests, the order of its samples, and the rendered demo data."""
 
 import logging
 import shutil
@@ -106,7 +106,7 @@ def _new_tokenizer(text: TextConfig, captions: Iterator[str]) -> CaptionTokenize
 
 
 def resolve(source: str) -> str:
-    """Return the path of a source; render it first if it is a demo split that does not exist yet."""
+    """Return the path of a source; if it is a demo split that does not exist yet, render the split first."""
     if not source.startswith("demo:"):
         return source
     from neuclip_ds.data.demo import demo_split  # imports the renderer, which only demo runs need
@@ -172,7 +172,7 @@ def iter_captions(
 ) -> Iterator[str]:
     """Yield all captions of up to `limit` samples, evenly spaced within at most 100 evenly spaced shards.
 
-    The same manifest always yields the same captions, unless a shard cannot be read; this is logged as a warning.
+    The same manifest always yields the same captions, unless a shard cannot be read (a warning is logged).
     """
     sources = Captions(captions)
     for texts in _iter_texts(manifest, limit, sources, cache, _SHARDS_FOR_CAPTIONS):
@@ -180,7 +180,7 @@ def iter_captions(
 
 
 def unused_sources(manifest: Manifest, captions: CaptionSources, cache: ShardCache | None = None) -> list[str]:
-    """If several caption sources are given, return those that no checked sample has; read at most one remote shard."""
+    """Given several caption sources, return those that all checked samples lack; read at most one remote shard."""
     if len(captions) < 2:
         return []
     sources = {name: Captions([name]) for name in captions}
@@ -192,7 +192,7 @@ def unused_sources(manifest: Manifest, captions: CaptionSources, cache: ShardCac
 def _iter_texts(
     manifest: Manifest, limit: int, captions: Captions, cache: ShardCache | None, most_shards: int
 ) -> Iterator[Mapping[str, bytes]]:
-    """Yield the caption members of evenly spaced samples, chosen as in `iter_captions`."""
+    """Yield the caption files (tar members) of evenly spaced samples, chosen as in `iter_captions`."""
     reader = TarReader(manifest, captions.extensions, cache)
     filled = np.flatnonzero(manifest.sizes)
     shards = filled[_evenly_spaced(len(filled), most_shards)]

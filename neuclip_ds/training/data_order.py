@@ -30,9 +30,9 @@ class TrainingSet:
     """The training shards of all sources of a run.
 
     Attributes:
-        manifest: manifest of all sources, concatenated, without the held-out pairs.
+        manifest: the concatenated manifests of all sources, without the held-out pairs.
         sources: options of each source; empty for a single data set.
-        parts: for each source, the (n_shards,) counts of used samples per shard, 0 for the shards of other sources.
+        parts: for each source, an (n_shards,) array of the samples used per shard (0 in the shards of other sources).
     """
 
     def __init__(
@@ -105,14 +105,14 @@ def find_split(source: str | int, name: str, train_paths: Sequence[str]) -> str:
 
 
 def find_validation(data: DataConfig, training: Manifest | None) -> str | int:
-    """Return the path of a run's validation pairs, or the number of training pairs held out, or an empty string."""
+    """Return the path of a run's validation pairs, the number of training pairs held out, or "" if there are none."""
     path = find_split(data.val, "val", data.train_paths)
     held_out = sum(training.held_out.values()) if training is not None and data.val != "" else 0
     return path or held_out or ""
 
 
 def _choose_held_out(data: DataConfig, sizes: NDArray[np.int64]) -> dict[int, int]:
-    """Return the number of samples that a new run holds out of each shard, keyed by shard; `sizes` is (n_shards,).
+    """Return the number of samples that a new run holds out from each shard, keyed by shard; `sizes` is (n_shards,).
 
     The samples come from evenly spaced shards, because data may be sorted.
     """
@@ -138,7 +138,7 @@ def open_order(
 
     Raises:
         UserError: the batch size is incompatible with the data or `data.shard_streams`, or the shards that a new run
-            reads at a time do not fit into the cache.
+            reads concurrently do not fit in the cache.
     """
     data, manifest, seed = config.data, training_set.manifest, config.run.seed
     cache = data.cache_gb * 1e9 if needs_cache(manifest) else None

@@ -1,4 +1,4 @@
-"""Evaluate a run's model: held-out retrieval, zero-shot accuracy, evaluation sets, and the error of the normalizers."""
+"""Evaluate a run's model: held-out retrieval, zero-shot accuracy, evaluation sets, and normalizer estimation error."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -109,7 +109,7 @@ class Evaluator:
         return {name: score for name, score in scores.items() if score is not None}
 
     def _normalizer_error(self, encode: Encode, objective: ContrastiveObjective) -> dict[str, float]:
-        """Compare the estimated normalizers of a fixed sample of anchors with exact ones over the training set."""
+        """Compare the estimated normalizers of a fixed sample of anchors with exact values over the training set."""
         data, manifest = self._config.data, self._manifest
         order = GlobalOrder(manifest.starts, manifest.sizes, data.batch_size, _ANCHOR_SEED, self._interleave)
         anchors = min(self._config.run.normalizer_anchors, manifest.n_used)

@@ -91,7 +91,7 @@ class Loop:
         saved: last step after which a checkpoint was saved.
         stop_requested: set this to True on all ranks to end the loop after the current step, with a checkpoint.
         stop_signal: the signal that requested the stop, if any; the loop then raises `Interrupted`.
-        resources: stack of the context managers that hooks enter when they start; the stack closes with the loop.
+        resources: stack of the context managers that hooks enter when they start; the stack closes when the loop ends.
         events: the log of problems.
         metrics: the log of metrics (metrics.jsonl and TensorBoard), open on rank 0 while the loop runs.
     """
@@ -220,7 +220,7 @@ class Loop:
         self.saved = self.done
 
     def roll_back(self, problem: str) -> NoReturn:
-        """Return to the newest checkpoint, on all ranks, after `run.max_skipped_steps` skipped steps.
+        """Return to the newest checkpoint, on all ranks, after `run.max_skipped_steps` consecutive skipped steps.
 
         Raises:
             RollBack: always; `run` catches it and resumes from the checkpoint.

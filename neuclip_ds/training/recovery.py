@@ -69,7 +69,7 @@ def recovery_loop(context: RunContext, checkpoint: Path | None) -> Loop:
 
 
 def recover(loop: Loop, hooks: Sequence[Hook] = ()) -> Path | None:
-    """Run or resume the recovery, with hooks around its steps.
+    """Run or resume the recovery loop, and call `hooks` around its steps.
 
     Returns the checkpoint with the recovered state, or None if the recovery was stopped early.
     """
@@ -80,7 +80,7 @@ def recover(loop: Loop, hooks: Sequence[Hook] = ()) -> Path | None:
 
 
 def take_over(checkpoint: Path, context: RunContext, objective: Objective) -> None:
-    """Load the recovered state that `recovery.restore` selects into a new engine and objective.
+    """Load the recovered state selected by `recovery.restore` into a new engine and objective.
 
     Raises `UserError` if the recovery had different weights, a different optimizer or, if u is loaded, different data.
     """
@@ -115,14 +115,14 @@ def take_over(checkpoint: Path, context: RunContext, objective: Objective) -> No
 
 
 def epochs_behind(config: Config) -> int:
-    """Return how many epochs of gamma's schedule to skip: its initial value of 1 would replace the recovered u."""
+    """Return how many epochs of gamma's schedule to skip: gamma's initial value, 1, would overwrite the recovered u."""
     recovery = config.recovery
     continues = "statistics" in recovery.restore and keeps_u(config.objective.method)
     return int(recovery.epochs) if continues else 0
 
 
 def find_reused(context: RunContext) -> Path:
-    """Return the checkpoint that `recovery.reuse` names, or the newest checkpoint of the run that it names."""
+    """Return the checkpoint named by `recovery.reuse`, or the newest in the named run (recovery checkpoints first)."""
     path = context.config.recovery.reuse
     assert path is not None
 

@@ -30,7 +30,7 @@ CONFIG, MANIFESTS, MODEL, TOKENIZER, COMPLETE = "config.yaml", "manifests", "mod
 
 @contextmanager
 def staging(config: Config, folder: Path, communicator: Communicator) -> Iterator[Path]:
-    """Yield a launch's staging folder, shared by all ranks, with the run's manifests in it; delete it at the end.
+    """Yield a staging folder that all ranks share and that contains the run's manifests; delete the folder at the end.
 
     Raises `UserError` if the folder cannot be written.
     """
@@ -66,7 +66,7 @@ def take_in(staged: Path, folder: Path, config: Config) -> None:
 
 
 def write_complete(folder: Path, step: int) -> None:
-    """Record that a run is complete, and its number of steps."""
+    """Record that a run is complete and how many steps it took."""
     with explain_disk(folder), atomic_write(folder / COMPLETE) as temporary:
         temporary.write_text(json.dumps({"step": step}), encoding="utf-8")
 
@@ -80,7 +80,7 @@ def read_complete(folder: Path) -> int | None:
 
 
 def trained_with(staged: Path, folder: Path, config: Config) -> dict[str, bytes]:
-    """Return the config, tokenizer and model description that a checkpoint stores, as a map from name to content."""
+    """Return the config, tokenizer and model description that a checkpoint stores, as a map from path to content."""
     content = {CONFIG: dump(config).encode()}
     for name in (MODEL, TOKENIZER):
         place = next((home / name for home in (staged, folder) if (home / name).is_dir()), None)

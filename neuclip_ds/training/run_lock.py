@@ -1,4 +1,4 @@
-"""The lock on a run's folder, which lets only one launch at a time train in it."""
+"""The lock that lets only one launch at a time train in a run's folder."""
 
 import errno
 import fcntl
@@ -45,8 +45,8 @@ def locked(folder: Path, communicator: Communicator) -> Iterator[None]:
 def _lock(folder: Path) -> Iterator[None]:
     """Hold a kernel lock on FOLDER/lock.json, and record this host and process in the file.
 
-    The kernel releases the lock of a process that dies. Hosts that share a file system might not share its locks, so
-    the file's modification time serves as a heartbeat. After a clean exit, the empty file marks the folder as a run's.
+    The kernel releases the lock of a process that dies. Hosts that share a file system might not see each other's
+    locks, so the file's modification time is a heartbeat. After a clean exit, the empty file marks a run's folder.
     """
     path, ended = folder / LOCK, threading.Event()
     _check_is_run(folder)

@@ -1,7 +1,7 @@
 """Run one training step: take the features from the engine, and pass their gradients back to the engine.
 
 The engine does not know the objective: it backpropagates a scalar whose gradients the objective has computed in closed
-form. The scalar is multiplied by the number of ranks, which cancels DeepSpeed's mean over ranks.
+form. The scalar is multiplied by the number of ranks, because DeepSpeed averages the gradients over ranks.
 
 If a rank's batch is larger than the micro-batch, the towers run twice (loss/two_pass.py), with the objective between
 the two passes. Dropout is seeded by (seed, step, rank, micro-batch). A frozen tower runs only in the first pass, except
@@ -58,7 +58,7 @@ class TrainStep:
     ) -> None:
         """
         Args:
-            engine: DeepSpeed's engine around a `DualEncoder`, with gradient_accumulation_steps 1.
+            engine: DeepSpeed engine that wraps a `DualEncoder`; gradient_accumulation_steps must be 1.
             objective, communicator: the objective, which computes feature gradients, and the objective's communicator.
             micro_batch: number of rows that go through the towers at once; must divide the rank's batch size.
             seed: seed for dropout.
@@ -148,7 +148,7 @@ class TrainStep:
             self._engine.backward(scalar * (self._communicator.world_size * factor))
 
     def _fix_dropout(self, step: Step, micro: int) -> None:
-        """Seed dropout with (seed, step, rank, micro-batch): both passes, and a resumed run, draw the same masks."""
+        """Seed dropout with (seed, step, rank, micro-batch), so both passes and a resumed run draw the same masks."""
         place = step.number * self._communicator.world_size + self._communicator.rank
         seed = ((self._seed * 1_000_003 + place) * 65_537 + micro) % 2**63
         # torch.manual_seed seeds every kind of device, which takes 0.3 ms even without a GPU
@@ -158,7 +158,7 @@ class TrainStep:
 
     @torch.no_grad()
     def _not_finite(self, features: tuple[Tensor, Tensor], batch: RankBatch) -> list[int]:
-        """Return the indices of the samples on all ranks whose features are not finite; `features` are (b, d) each."""
+        """Return the indices, from all ranks, of samples with non-finite features; `features` holds (b, d) tensors."""
         finite = torch.stack([side.isfinite().all(dim=1) for side in features]).all(dim=0).cpu()
         found = self._communicator.gather_objects(batch.index[batch.valid & ~finite].tolist())
         return [index for of_rank in found for index in of_rank]

@@ -54,7 +54,7 @@ class LoadedModel(NamedTuple):
 
 
 class Package(NamedTuple):
-    """A model in the file format of a library."""
+    """A model's config, weights, preprocessing and tokenizer, in the format of one library."""
 
     family: str
     config: dict[str, Any]  # config of the architecture
@@ -67,7 +67,7 @@ class ModelSource(ABC):
     """Interface through which a run builds, loads, converts and describes its model.
 
     Attributes:
-        config: the model config, some of whose options apply to every source.
+        config: the model config; some options, such as LoRA, apply to every source.
         name: name of the model in messages.
         preprocessing: preprocessing of the model's images.
         embed_dim: width d of the joint embedding space.
@@ -80,7 +80,7 @@ class ModelSource(ABC):
 
     @abstractmethod
     def tokenizer(self, of_run: Callable[[], CaptionTokenizer]) -> ModelTokenizer:
-        """Return the model's tokenizer: `of_run()` if the run provides it. Raise UserError if there is none."""
+        """Return the model's own tokenizer or, if it has none, `of_run()`; raise UserError if neither can be used."""
 
     @abstractmethod
     def build(self, tokenizer: ModelTokenizer) -> DualEncoder:
@@ -107,7 +107,7 @@ class ModelSource(ABC):
         """
 
     def save(self, folder: Path, logits: LogitParameters) -> None:
-        """Save the files, except the weights, from which `open_saved` can reopen the source, given the model config."""
+        """Save all files that `open_saved` needs to reopen the source, except the model config and the weights."""
         folder.mkdir(parents=True, exist_ok=True)
         self.save_files(folder)
         start = {"logits": logits._asdict(), "preprocessing": self.preprocessing._asdict()}
@@ -119,7 +119,7 @@ class ModelSource(ABC):
 
 
 def read_logit_parameters(weights: Mapping[str, Tensor]) -> LogitParameters:
-    """Read the temperature, exp(-logit_scale), and the bias from a checkpoint's tensors, if present."""
+    """Read the temperature (exp(-logit_scale)) and the bias from a checkpoint's tensors; each is None if absent."""
     scale, bias = (weights.get(name) for name in ("logit_scale", "logit_bias"))
     return LogitParameters(
         temperature=None if scale is None else math.exp(-scale.item()), bias=None if bias is None else bias.item()
@@ -157,7 +157,7 @@ def check_tensors(where: str, wanted: Mapping[str, Tensor], found: Mapping[str, 
 
 
 def raise_on_mismatch(where: str, missing: Sequence[str], unexpected: Sequence[str], shapes: Sequence[str]) -> None:
-    """Raise UserError if any list is nonempty; the message gives the length and first name of each nonempty list."""
+    """Raise UserError if any list is nonempty; the message gives the length and first entry of each nonempty list."""
     problems = [
         f"{len(names)} tensors {kind} (first {names[0]})"
         for kind, names in (("are missing", missing), ("are unexpected", unexpected), ("have the wrong shape", shapes))

@@ -186,7 +186,7 @@ def architecture(config: Mapping[str, Any], where: str) -> Any:
 
 
 def _refuse_foreign_code(name: str, where: str) -> None:
-    """Raise UserError if transformers lacks the text encoder, because open_clip would offer to run custom code."""
+    """Raise UserError if transformers lacks the text encoder; open_clip would otherwise offer to run custom code."""
     from transformers import MODEL_MAPPING, AutoConfig
 
     with explained(

@@ -63,7 +63,7 @@ class AmortizationMlp:
         return flat
 
     def raise_level(self, flat: Tensor, by: Tensor) -> None:
-        """Add a constant to each net's output; `by` is (2,), one constant per direction."""
+        """Add a constant to each net's output; `by`, of shape (2,), contains one constant per direction."""
         self.weights(flat).out_bias.add_(by.view(2, 1, 1))
 
     def __call__(self, flat: Tensor, features: Tensor) -> Tensor:

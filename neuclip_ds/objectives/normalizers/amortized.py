@@ -17,11 +17,11 @@ Negative j of anchor i has the weight exp(L s_ij)/lambda_i, so log w_i = L s_ii 
 methods share. In that gradient, w_i is constant; the remaining derivative with respect to s_ii, L (C_i/lambda_i - 1) in
 each direction, is added. Each step updates the online net, then the target net, and then runs stage II.
 
-All ranks have bit-identical copies of both nets. `fits_all_rows` selects one of two ways to fit the nets. Either every
-rank fits them to all rows of the batch, after an all-gather of log Z and log C, so all ranks do the same work. Or each
-rank fits them to its local rows, and the gradient of each update is summed over ranks (4 MB at d = 512). The latter
-sends more than OpenCLIP unless the batch is large. With `gather=fits` (section 3.3), steps that do not fit the nets
-contrast local rows only: C_i then averages over b - 1 negatives, but the positive's term keeps the factor 1/(B-1).
+All ranks have bit-identical copies of both nets. `fits_all_rows` selects one of two ways to fit the nets: every rank
+fits them to all rows of the batch, after an all-gather of log Z and log C (so all ranks do the same work), or each rank
+fits them to its local rows, and the gradient of each update is summed over ranks (4 MB at d = 512). The second way
+sends more data than OpenCLIP unless the batch is large. With `gather=fits` (section 3.3), steps that do not fit the
+nets contrast local rows only: C_i then averages over b - 1 negatives, but the positive's term keeps the factor 1/(B-1).
 """
 
 import math
@@ -92,9 +92,9 @@ def _bounded_exp(x: Tensor) -> Tensor:
 
 
 def fits_all_rows(config: AmortizedConfig, dim: int, rows: int, comm_dtype: torch.dtype) -> bool:
-    """Return whether each rank fits the nets to all `rows` of the global batch instead of its local rows.
+    """Return whether each rank fits the nets to all `rows` rows of the global batch, not only to the rank's rows.
 
-    This is the case if sending the updates' float32 gradients takes more bytes than sending a batch's features.
+    This is the case if all-reducing the float32 gradients of a fit sends more bytes than gathering a batch's features.
     """
     gradients = config.inner_steps * _mlp(config, dim).size * torch.float32.itemsize  # an all-reduce sends them twice
     return gradients > rows * dim * comm_dtype.itemsize  # image features alone; with text features, twice as much
@@ -134,7 +134,7 @@ class AmortizedNormalizer(Normalizer):
         self._steps = 0  # training steps since the nets were initialized
 
     def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> NormalizerOutput:
-        """In training steps, fit the nets; estimate lambda with the nets or, before the first fit, from the batch."""
+        """Fit the nets in training steps, and compute w_i; before the first fit, Z replaces the net's lambda."""
         features, positive, own_pair, log_total, log_fitted = self._inputs(batch, log_g, tau)
         if step.learn:
             log_target = self._learn(step, batch, features, log_fitted)
@@ -156,7 +156,7 @@ class AmortizedNormalizer(Normalizer):
         return NormalizerOutput(log_weight, ratio - positive, tau_term, {}, feature_grad, metrics)
 
     def log_estimate(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor) -> Tensor:
-        """Return log(lambda_i - c exp(L s_ii)/(B-1)) - L s_ii; omit the c term if lambda excludes the positive."""
+        """Return log(lambda_i - c exp(L s_ii)/(B-1)) - L s_ii, without the c term if lambda excludes the positive."""
         if self._epoch < 0:
             return torch.full_like(log_g, -math.inf)
         features, positive, own_pair, _, log_fitted = self._inputs(batch, log_g, tau)
@@ -223,7 +223,7 @@ class AmortizedNormalizer(Normalizer):
         return _FitRows(torch.stack([batch.image, batch.text]), values[:2], values[2:], batch.size, ranks.alone())
 
     def _draw(self, epoch: int, rows: _FitRows) -> None:
-        """Initialize Adam and the nets (seed: `epoch`); if `reference=paper`, shift the mean output to mean log Z."""
+        """Initialize Adam and the nets (seed: `epoch`); if `reference=paper`, make the mean output equal mean log Z."""
         self._target.copy_(self._mlp.draw(epoch))
         if not self._released:
             gap = (rows.log_target - self._mlp(self._target, rows.features)).sum(dim=1)
@@ -246,14 +246,14 @@ class AmortizedNormalizer(Normalizer):
             self._adam.step()
 
     def _sum_over_ranks(self, gradient: Tensor, peak: Tensor, ranks: Communicator) -> tuple[Tensor, Tensor]:
-        """Return the sum of exp(peak) * `gradient` over ranks, divided by exp(maximum peak), and the maximum peak."""
+        """Return the sum over ranks of exp(peak) * `gradient`, divided by exp(maximum peak), and the maximum peak."""
         if self._config.loss in _DIVERGENCE_SLOPES:
             highest = ranks.all_gather(peak.view(1), "network gradients").max()
             gradient, peak = gradient * _bounded_exp(peak - highest), highest
         return ranks.all_reduce(gradient, "network gradients"), peak
 
     def _log_scale(self, gradient: Tensor, peak: Tensor) -> Tensor:
-        """Return the log of the factor that restores a gradient divided by exp(peak); clipping reduces this factor.
+        """Return the log of the factor that undoes a gradient's division by exp(peak) and, if needed, clips the norm.
 
         Just after initialization, the gradient of a divergence may overflow float32, but the clipped gradient does not.
         """

@@ -1,4 +1,4 @@
-"""Moving average of each sample's normalizer over the batches that contain it, as in SogCLR and FastCLIP (eq. 1).
+"""Moving average of each sample's normalizer over the batches with that sample, as in SogCLR and FastCLIP (eq. 1).
 
 The update is u_i <- (1 - gamma) u_i + gamma g_i; u_i is initialized to g_i. The per-sample store contains log u.
 """
@@ -18,9 +18,9 @@ from neuclip_ds.state.sample_store import SampleStore
 
 
 def gamma_of(step: Step, config: MovingAverageConfig) -> float:
-    """Return gamma at a step: gamma_min, or a half cosine from 1 to gamma_min over E = gamma_epochs (FastCLIP eq. 2).
+    """Return gamma at a step: constant gamma_min, or a half cosine from 1 to gamma_min (FastCLIP eq. 2).
 
-    gamma = 1/2 (1 + cos(pi epoch/E)) (1 - gamma_min) + gamma_min,   gamma_min from epoch E on
+    Before epoch E = gamma_epochs, the cosine is gamma = 1/2 (1 + cos(pi epoch/E)) (1 - gamma_min) + gamma_min.
     """
     if config.gamma == "constant" or step.epoch >= config.gamma_epochs:
         return config.gamma_min

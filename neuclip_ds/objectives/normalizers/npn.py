@@ -47,9 +47,9 @@ The scaled update is ours; docs/reference/losses.md compares it with AdaGrad. Wi
 Since |r_i| <= 1 + |1 - r_i|, lr tau multiplies a vector of norm below 1, so no logit changes by more than about lr.
 
 K ranks form R groups of S = K/R consecutive ranks, where R is the number of replicas. Each rank of a group stores m/S
-rows of W1 and of W2, with the AdaGrad state and the queue rows of these prototypes. For an update, ranks exchange only
-2B sums over all prototypes (no d x m matrix), so one all-reduce with bit-identical results suffices. The gradient of an
-anchor needs sum_k p_ik W_k over one group only. Each rank therefore receives S - 1 blocks of size B/K x d instead of
+rows of W1 and of W2, along with their AdaGrad state and queue rows. For an update, ranks exchange only 2B sums over all
+prototypes (no d x m matrix), so one all-reduce suffices, and its result is bit-identical on all ranks. The gradient of
+an anchor needs sum_k p_ik W_k over one group only. Each rank therefore receives S - 1 blocks of size B/K x d instead of
 K - 1, but computes R times as much per update. The 2B sums are sent as float64, relative to (1 - s_ii)/tau, the largest
 possible exponent. For tau >= 0.003, the sums neither overflow nor underflow, so no all-reduce of the maximum is needed.
 """
@@ -173,12 +173,12 @@ class NpnNormalizer(NetworkNormalizer):
         self._drawn = True
 
     def _fit(self, batch: GatheredFeatures, log_target: Tensor, tau: Tensor, lr: float) -> None:
-        """Take T_u updates or, with `order=joint`, one AdamW update, all with the g_i of this batch."""
+        """Update the prototypes T_u times or, if `order=joint`, once with AdamW, always with this batch's g_i."""
         for _ in range(1 if self._joint else self._config.inner_steps):
             self._update(self._predict(batch, tau), batch, log_target, tau, lr)
 
     def _predict(self, batch: GatheredFeatures, tau: Tensor) -> _Prediction:
-        """Compute eq. 10, alpha_i = log(eps + 1/m sum_k exp(z_ik)), with the sum over the prototypes of all ranks."""
+        """Compute eq. 10, alpha_i = log(eps + 1/m sum_k exp(z_ik)), summing over the prototypes of all ranks."""
         anchors, positive = (batch.image, batch.text), batch.positive
         image, text = (self._side(e, w, tau) for e, w in zip(anchors, self._prototypes, strict=True))
         log_sum = torch.stack([image.log_sum, text.log_sum]) - positive / tau
@@ -208,8 +208,8 @@ class NpnNormalizer(NetworkNormalizer):
     ) -> None:
         """Update the prototypes with dJ/dW_k = 1/(B |W_k|) sum_i r_i p_ik (e_i - cos(e_i, W_k) W_k/|W_k|).
 
-        Multiplied by B |W_k|, this is the component of V_k = sum_i r_i p_ik e_i that is orthogonal to W_k. The separate
-        objective (ablation), 1/B sum_i (alpha_i - log(eps + g_i))^2, has r_i = 2/tau (alpha_i - log(eps + g_i)).
+        Multiplied by B |W_k|, this is the component of V_k = sum_i r_i p_ik e_i that is orthogonal to W_k. With the
+        separate objective (ablation), 1/B sum_i (alpha_i - log(eps + g_i))^2, r_i is 2/tau (alpha_i - log(eps + g_i)).
         """
         if self._config.objective == "separate":
             residual = 2 / tau * (prediction.alpha - log_target)  # (2, B) r_i
@@ -245,7 +245,7 @@ class NpnNormalizer(NetworkNormalizer):
         prototype.div_(torch.linalg.vector_norm(prototype, dim=1, keepdim=True))
 
     def _adagrad(self, prototype: Tensor, gradient: Tensor, accumulator: Tensor) -> None:
-        """Take an AdaGrad step in place, as torch does; the accumulator sums squared gradients."""
+        """Take an AdaGrad step in place, with torch's formula; the accumulator sums squared gradients."""
         if self._config.weight_decay:
             gradient.add_(prototype, alpha=self._config.weight_decay)
         accumulator.addcmul_(gradient, gradient)
@@ -257,8 +257,8 @@ class NpnNormalizer(NetworkNormalizer):
             M <- beta_1 M + (1 - beta_1) dJ/dW,   V <- beta_2 V + (1 - beta_2) (dJ/dW)^2
             W <- (1 - lr lambda) W - lr M/(1 - beta_1^t) / (sqrt(V/(1 - beta_2^t)) + epsilon)
 
-        The learning rate, the betas and epsilon are the encoders', because Algorithm 3 has one optimizer for both. The
-        paper gives no value for the weight decay lambda.
+        The learning rate, the betas and epsilon are those of the encoders' optimizer, because Algorithm 3 has a single
+        optimizer for the encoders and the prototypes. The paper does not give a value for the weight decay lambda.
         """
         (beta1, beta2), eps = self._adam
         correction1, correction2 = 1 - beta1**self._steps, 1 - beta2**self._steps
@@ -275,7 +275,7 @@ class NpnNormalizer(NetworkNormalizer):
     def _full_gradient(
         self, prediction: _Prediction, batch: GatheredFeatures, residual: Tensor, tau: Tensor
     ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        """Return r_i/B grad alpha_i for local features, and r_i tau dalpha_i/dtau; `residual`, (2, local), is r_i."""
+        """Return r_i/B grad alpha_i for local features, and r_i tau dalpha_i/dtau; `residual` is the (2, local) r_i."""
         rows = batch.rows_of(self._group)
         mass, log_sum = self._log_mass(prediction)[:, rows].exp(), prediction.log_sum[:, rows]
         parts = []
@@ -330,6 +330,6 @@ def _gradients(side: _Side, weighted: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def _blocks(count: int, like: Tensor, width: int) -> list[slice]:
-    """Cut `count` rows of `width` elements into blocks of a size that suits the device of `like`."""
+    """Cut `count` rows of `width` elements into blocks whose size suits the device of the tensor `like`."""
     elements = _CPU_BLOCK if like.device.type == "cpu" else _GPU_BLOCK
     return slices(0, count, max(1, elements // max(1, width)))

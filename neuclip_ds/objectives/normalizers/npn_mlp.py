@@ -28,7 +28,7 @@ _SEED = 0
 
 
 class MlpNpnNormalizer(NetworkNormalizer):
-    """Normalizer predicted by an MLP, w_i = exp(-alpha_i); only the prediction and its gradient differ from npn.py."""
+    """Normalizer w_i = exp(-alpha_i) predicted by an MLP; npn.py differs only in the prediction and its gradient."""
 
     def __init__(self, config: ObjectiveConfig, eps: float, context: Context) -> None:
         super().__init__(config, eps, context)
@@ -51,7 +51,7 @@ class MlpNpnNormalizer(NetworkNormalizer):
             return batch_output(batch.gather(log_target, "normalizer"), log_target)
 
         def estimate() -> NormalizerOutput:
-            """Estimate as with prototypes, except that each rank computes its anchors' gradients and sends none."""
+            """Compute the same output as npn.py, except that each rank computes its anchors' gradients locally."""
             log_ghat = self._log_ghat(features, positive)
             predicted = log_eps_plus(log_ghat, self._eps)
 

@@ -1,8 +1,8 @@
 """Normalizers pooled from the batch and a queue of recent features, without parameters or per-sample state.
 
 The queue contains the last m texts, for image anchors, and the last m images, for text anchors. A batch is added after
-its normalizers are computed. An anchor skips entries from its own sample, so that no positive is used as a negative;
-m_i entries remain. With W_k the queue's features, shifted as described below, and t_i the anchor's partner,
+its normalizers are computed. Entries from an anchor's own sample are skipped, so that no positive is used as a
+negative; m_i entries remain. With W_k the queue's features, shifted as described below, and t_i the anchor's partner,
 
     z_ik = e_i . (W_k - t_i)/tau,   ghat_i = 1/m_i sum_k exp(z_ik)                 (k: entries of other samples)
     alpha_i = log(eps + (g_i + kappa ghat_i)/(1 + kappa)),   loss = mean_i alpha_i over both directions
@@ -78,7 +78,7 @@ class PooledQueueNormalizer(Normalizer):
         return self._pooled(log_g, self._estimate(batch, batch.anchors(), self._means_with(batch), tau)[0])[0]
 
     def _pooled(self, log_g: Tensor, log_ghat: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (2, local) log((g + kappa ghat)/(1 + kappa)) and the log of g's coefficient, 1/(1 + kappa) or 1."""
+        """Return (2, local) log((g + kappa ghat)/(1 + kappa)) and -log(1 + kappa); where ghat = 0, log g and 0."""
         log_scale = torch.full_like(log_ghat, -math.log1p(self._kappa)).masked_fill_(log_ghat.isneginf(), 0.0)
         return torch.logaddexp(log_g, log_ghat + math.log(self._kappa)) + log_scale, log_scale
 
@@ -131,7 +131,7 @@ class PooledQueueNormalizer(Normalizer):
     def _enqueue(self, batch: GatheredFeatures, means: Tensor) -> None:
         """Overwrite the oldest rows with the batch's last m samples; the run's i-th sample is stored in row i mod m.
 
-        A batch with the same samples as the previous batch (for example, in a second forward pass) replaces it.
+        If the batch has the same samples as the previous one (as in a second forward pass), overwrite the previous one.
         """
         kept = min(batch.size, self._size)
         places, index = torch.arange(self._seen - kept, self._seen) % self._size, batch.index[-kept:]

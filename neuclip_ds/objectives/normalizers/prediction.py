@@ -34,7 +34,7 @@ def partner_gradient(batch: GatheredFeatures, weight: Tensor, tau: Tensor) -> tu
         tau: 0-dim temperature.
 
     Returns:
-        (local, d) gradients for the images, parallel to their texts, and for the texts, parallel to their images.
+        (local, d) gradients for the images and for the texts; each row is a multiple of the paired feature.
     """
     pull = weight.sum(dim=0).div(-batch.size * tau).unsqueeze(1)
     return pull * batch.text[batch.local], pull * batch.image[batch.local]

@@ -51,9 +51,9 @@ class Hook:
         """Called before `start` with the hook's state from the checkpoint, if the checkpoint contains it."""
 
     def close(self, loop: Loop, error: BaseException | None) -> None:
-        """Release the resources acquired by `start`; always called, with the exception that ended the loop, if any.
+        """Release the resources acquired by `start`; called after every successful `start`, even if the loop fails.
 
-        `error` is a `RollBack` if the run returns to its newest checkpoint.
+        `error` is the exception that ended the loop, if any: a `RollBack` if the run returns to its newest checkpoint.
         """
 
     def after_run(self, loop: Loop) -> None:

@@ -24,7 +24,7 @@ Evaluate = Callable[[], dict[str, float]]
 class EvaluateModel(Hook):
     """Evaluates the model every `run.evaluate_every` steps and after the last; with `run.best_metric`, also at step 0.
 
-    A resumed run starts with any evaluation due at the checkpoint's step, unless metrics.jsonl has its results.
+    A resumed run first runs any evaluation due at the checkpoint's step, unless metrics.jsonl has the results.
     """
 
     def __init__(self, evaluate: Evaluate, saver: SaveCheckpoints) -> None:

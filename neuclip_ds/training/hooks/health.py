@@ -43,12 +43,12 @@ class Spike(NamedTuple):
 
 
 class LossSpikeDetector:
-    """Detects loss spikes with robust statistics of the preceding losses, which a spike hardly affects.
+    """Detects loss spikes by comparing each loss with robust statistics of the preceding losses.
 
-    The level is the median of a window; the deviation is 1.4826 times the median absolute deviation, which equals the
-    standard deviation for Gaussian losses. A spike is a loss above `level + 10 * deviation`. By chance, Gaussian losses
-    practically never exceed this threshold, and losses with exponential tails exceed it once in 60,000 steps. After a
-    spike, no new spike is reported for 100 steps; a loss that stays high longer becomes the new level.
+    The level is the median of the last 100 losses; the deviation is 1.4826 times their median absolute deviation (the
+    standard deviation if losses are Gaussian). A spike is a loss above `level + 10 * deviation`. By chance, Gaussian
+    losses practically never exceed this threshold, and Laplace-distributed losses exceed it once in about 60,000 steps.
+    After a spike, no new spike is reported for 100 steps; a loss that stays high longer becomes the new level.
     """
 
     def __init__(self) -> None:
@@ -71,9 +71,9 @@ class LossSpikeDetector:
 
 
 class StallDetector:
-    """Detects steps that wait far longer than usual for this rank's loader.
+    """Detects steps that wait for this rank's loader far longer than the median duration of a step.
 
-    The first step after a launch is ignored, because worker processes start and fill their queues during it.
+    The first step after a launch is ignored, because the worker processes are still starting and filling their queues.
     """
 
     def __init__(self) -> None:

@@ -105,7 +105,7 @@ class WriteReport(Hook):
     """Writes report.html at the end of a run, or at the next launch if writing failed."""
 
     def after_run(self, loop: Loop) -> None:
-        """Write the report on rank 0; the run is complete by now, so a failure only logs a warning."""
+        """Write the report on rank 0; training has ended by now, so a failure is only logged as a warning."""
         if loop.context.communicator.rank > 0:
             return
         try:

@@ -30,10 +30,10 @@ _LONGEST_WAIT = 1500.0  # seconds at the end; other ranks wait in a collective f
 
 
 class CopyRun(Hook):
-    """Copies the newest and best checkpoints, metrics and logs from rank 0, one copy at a time.
+    """Copies metrics, logs, and the newest and best checkpoints from rank 0, one copy at a time.
 
     A checkpoint saved during a copy is skipped unless it is the newest or best. A failure is recorded as an event and
-    does not end the run. A run starts by fetching newer checkpoints, and ends by copying its last files.
+    does not end the run. A run starts by fetching checkpoints newer than its own, and ends by copying its final files.
     """
 
     in_recovery = True
@@ -60,7 +60,7 @@ class CopyRun(Hook):
             self._begin(loop)
 
     def close(self, loop: Loop, error: BaseException | None) -> None:
-        """Wait on all ranks for the last copy, unless the loop failed; a signal ends the wait."""
+        """On all ranks, wait for the last copy, unless the loop failed; a signal ends the wait."""
         try:
             if error is None:
                 loop.context.communicator.on_rank_zero(lambda: self._finish(loop))
@@ -91,7 +91,7 @@ class CopyRun(Hook):
             self._push = start_push(_copy_of(loop.context.config.run, loop.folder), loop.folder, self._names)
 
     def _end(self, loop: Loop, seconds: float) -> None:
-        """Wait for the copy in progress, if any, and report if it fails; kill the copy after the timeout."""
+        """Wait for the copy in progress, if any, and report a failure; kill the copy after the timeout."""
         if self._push is None:
             return
         try:
@@ -110,7 +110,7 @@ def restore(run: RunConfig, *folders: Path) -> None:
 
     Args:
         run: section of the config with the store's URL.
-        folders: the run's folder, then folders to fetch only if that folder has no checkpoint.
+        folders: the run's folder, then folders to fetch only if the run's folder still has no checkpoint.
 
     Raises:
         UserError: the store cannot be read or written.

@@ -1,4 +1,4 @@
-"""The hooks of every loop: shard prefetching, health checks, progress, records, stop signals and checkpoints."""
+"""The hooks that every loop uses: shard prefetching, health checks, progress, records, stop signals and checkpoints."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SECONDS = 10.0  # seconds between progress lines
 
 
 def standard_hooks(saver: SaveCheckpoints) -> list[Hook]:
-    """Return the hooks of every loop, in the order in which they run."""
+    """Return the hooks that every loop uses, in the order in which they run."""
     return [PrefetchShards(), WatchHealth(), ShowProgress(), WriteRecords(), StopOnSignal(), saver]
 
 
@@ -125,7 +125,7 @@ class WriteRecords(Hook):
 
 
 class ShowProgress(Hook):
-    """Logs the step, loss, temperature, throughput and time left every 10 seconds and at the end, on rank 0.
+    """Logs the step, loss, temperature, throughput and remaining time on rank 0, every 10 seconds and at the end.
 
     The loss is that of the last full batch. The other ranks log only warnings.
     """
