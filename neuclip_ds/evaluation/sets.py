@@ -32,9 +32,9 @@ _TEMPLATES, _CLASS_NAMES = "zeroshot_classification_templates.txt", "classnames.
 PLACEHOLDER = "{c}"  # replaced by the class name in a template
 LAYOUT = (
     "a zero-shot set is a folder with classnames.txt, zeroshot_classification_templates.txt, test/nshards.txt "
-    "and test/0.tar, test/1.tar, ...; a retrieval set has dataset_type.txt (retrieval) in place of the first two"
+    "and test/0.tar, test/1.tar, ...; a retrieval set has dataset_type.txt (retrieval) instead of the two text files"
 )
-FORMS = f"{LAYOUT}; or a folder with one folder of images per class; or a table ({', '.join(TABLES)}) of pairs"
+FORMS = f"{LAYOUT}; a set can also be a folder with a subfolder of images per class, or a table ({', '.join(TABLES)})"
 # TIFF files cannot be decoded; they are listed so that they raise an error instead of being silently omitted
 _IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 Member = bytes | Callable[[], bytes]  # the bytes of a member, or a function that reads them in any process

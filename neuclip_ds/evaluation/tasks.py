@@ -86,7 +86,7 @@ class TaskList(BaseModel):
         return self.model_copy(update={"tasks": (*self.tasks, *others)})
 
     def with_scored(self, metrics: Mapping[str, Mapping[str, Any]]) -> TaskList:
-        """Return the list extended with your own sets that have metrics; `metrics` is indexed by task key."""
+        """Return the tasks plus those of the user's sets that have an entry in `metrics`, a mapping by task key."""
         own = {key.removeprefix(_OWN): found for key, found in metrics.items() if key.startswith(_OWN)}
         return self.with_own(
             [Task.own(name, "retrieval" if _RECALL in own[name] else "classification") for name in own]

@@ -122,7 +122,7 @@ def _data_lines(config: Config, manifest: Manifest, order: BatchOrder) -> list[s
 
 
 def _memory_lines(query: MemoryQuery, gpu_memory: float | None, nodes: dict[str, int]) -> Iterator[str]:
-    """Yield memory estimates and, given `gpu_memory`, the lowest ZeRO stage that fits; `nodes`: ranks per host."""
+    """Yield memory estimates and, given `gpu_memory`, the lowest ZeRO stage that fits; `nodes` maps hosts to ranks."""
     towers = count_towers(query)
     found = account(query, towers)
     unknown = "" if query.samples else ", without u because n is unknown"

@@ -17,7 +17,7 @@ def test_what_is_saved_comes_back(tmp_path: Path) -> None:
     assert newest is not None
     engine, read = PlainEngine(), fresh()
     assert keeper(tmp_path).read(newest, FACTS) == (7, DATA)
-    with pytest.raises(UserError, match="seed=0, but this run has seed=xyz: set it back, or give the run another"):
+    with pytest.raises(UserError, match="seed=0, but this run has seed=xyz: set it back, or give the run a different"):
         keeper(tmp_path).read(newest, {**FACTS, "seed": "xyz"})
     keeper(tmp_path).load(newest, engine, read)
     assert engine.value == 3.0

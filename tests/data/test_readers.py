@@ -118,7 +118,7 @@ def test_members_of_any_name_with_sample_tables_and_without(tmp_path: Path) -> N
     assert TarReader(manifest, ("json",)).read(3).texts == {"json": b"{}"}
     damaged = Path(paths[0]).read_bytes().replace(b"3" + bytes(511), b"x" + bytes(511))
     Path(paths[0]).write_bytes(damaged)
-    with pytest.raises(ChecksumError, match=r"syn\.txt is not what"):
+    with pytest.raises(ChecksumError, match=r"syn\.txt does not match"):
         TarReader(stored, texts).read(0)
 
 

@@ -101,7 +101,7 @@ def test_mistakes_with_own_sets(tmp_path: Path) -> None:
         found_in(root / "pets", write_own_sets(tmp_path / "b") / "pets")
     with pytest.raises(UserError, match="is not a folder; name the one"):
         found_in(root / "notes.md")
-    with pytest.raises(UserError, match=r"a file \(\.csv, \.tsv"):
+    with pytest.raises(UserError, match=r"a table \(\.csv, \.tsv"):
         found_in(root / "images")
     (root / "coco" / "dataset_type.txt").write_text("multilabel")
     with pytest.raises(UserError, match="is a multilabel set, which has no score here"):

@@ -157,7 +157,7 @@ def test_generated(
         ("optimizer: {lr: .inf}", "finite"),
         ("optimizer: {lr: .nan}", "lr=nan"),
         ("run: {seed: 123456789012345678901234567890}", "beyond 64 bits"),
-        ('run: {name: "a\\0b"}', "no text can hold"),
+        ('run: {name: "a\\0b"}', "contains a NUL character"),
         ("model: {vision: {options: {a: 2001-01-01}}}", "is a date; write it in quotes"),
         ("include: [other]", "includes itself (r.yaml includes other.yaml includes r.yaml)"),
         ("include: demo", "is not a list of recipes"),

@@ -66,7 +66,7 @@ def test_scores_come_first_with_chance(page: str) -> None:
     assert row in page, "last and best, and their steps"
     averaged = "<td>ema/image_to_text_recall@1</td><td>50.00</td><td>20</td><td>50.00</td><td>20</td><td>0.10</td>"
     assert averaged in page
-    assert "among 40 pairs held out of data.train" in page
+    assert "on 40 pairs held out of data.train" in page
     assert page.index(row) < page.index('id="plots"')
 
 

@@ -78,7 +78,7 @@ class PooledQueueNormalizer(Normalizer):
         return self._pooled(log_g, self._estimate(batch, batch.anchors(), self._means_with(batch), tau)[0])[0]
 
     def _pooled(self, log_g: Tensor, log_ghat: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (2, local) log((g + kappa ghat)/(1 + kappa)) and -log(1 + kappa); where ghat = 0, log g and 0."""
+        """Return log((g + kappa ghat)/(1 + kappa)) and -log(1 + kappa), each (2, local); if ghat is 0, log g and 0."""
         log_scale = torch.full_like(log_ghat, -math.log1p(self._kappa)).masked_fill_(log_ghat.isneginf(), 0.0)
         return torch.logaddexp(log_g, log_ghat + math.log(self._kappa)) + log_scale, log_scale
 
