@@ -3,13 +3,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-# before torch, DeepSpeed and others are imported, which read them then; processes that tests start inherit them
+# set before torch, DeepSpeed and other libraries are imported, which read these variables; child processes inherit them
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ["HF_HUB_OFFLINE"] = "1"  # no test may reach for the network
+os.environ["HF_HUB_OFFLINE"] = "1"  # tests must not use the network
 
 HERE = Path(__file__).parent
-# tests share helpers such as `ranks` and `oracle`
+# tests import shared helper modules, such as `ranks` and `oracle`, from these folders
 _SHARED = (
     "evaluation",
     "models/pretrained",
@@ -32,7 +32,7 @@ import torch  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
 torch.set_num_threads(1)
-settings.register_profile("unhurried", deadline=None)  # a busy machine is not a fault of the code
+settings.register_profile("unhurried", deadline=None)  # a slow example on a loaded machine is not a failure
 settings.load_profile("unhurried")
 
 
@@ -46,23 +46,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Choose the device for DeepSpeed, torch and all processes of the tests, before any test is imported."""
+    """Select the device for DeepSpeed, torch and all child processes before any test module is imported."""
     os.environ["DS_ACCELERATOR"] = config.getoption("--device")
     if config.getoption("--device") == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a machine with GPUs tests what one without does
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a machine with GPUs runs the same tests as a machine without
     elif not torch.cuda.is_available():
         raise pytest.UsageError("--device=cuda: torch finds no GPU.")
 
 
 @pytest.fixture(scope="session")
 def device(pytestconfig: pytest.Config) -> str:
-    """Return where a test marked `gpu` runs: on `cuda`, or without --device=cuda as a trial on `cpu`."""
+    """Return the device for tests marked `gpu`: `cuda` if --device=cuda is given, else `cpu` for a trial run."""
     return str(pytestconfig.getoption("--device"))
 
 
 @pytest.fixture(scope="session")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the training shards of 100 demo pairs, next to the other splits; no test changes them."""
+    """Return the folder of training shards with 100 demo pairs, next to the other splits; tests must not modify it."""
     from small_runs import demo_shards
 
     return demo_shards(tmp_path_factory.mktemp("demo") / "data", 100)
@@ -70,7 +70,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def quick_meta_models() -> Iterator[None]:
-    """Draws no weights on the meta device, which has no room for them: that takes a second a model."""
+    """Skip timm's random initialization of meta tensors, which has no effect but takes a second per model."""
     import timm.layers.weight_init as init
 
     draw = init._trunc_normal_

@@ -1,7 +1,7 @@
-"""Processes that start at once: a server that has imported torch and DeepSpeed forks them off.
+"""Start processes quickly by forking them from a server that has already imported torch and DeepSpeed.
 
-Each is a fresh process with its own globals, environment and exit code, as a spawned one would be. Those for GPUs are
-spawned ones: the server has told DeepSpeed that there are none.
+Each process has separate globals, a separate environment and an exit code, like a spawned process. Processes that use
+GPUs are spawned instead, because DeepSpeed in the fork server is configured for the CPU.
 """
 
 import atexit
@@ -26,13 +26,13 @@ import numpy as np
 import psutil
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-ON_CPU = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}  # variables of a process that uses no GPU
+ON_CPU = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}  # environment of a process that does not use a GPU
 
 
 def context() -> ForkServerContext:
-    """Return what starts processes by the server, which this call starts where it does not run yet.
+    """Return the multiprocessing context of the fork server, and start the server if it is not running yet.
 
-    Its `Process` keeps this process's environment of that moment; `fork` gives each its own.
+    A process of this context inherits the server's environment; `fork` gives each process a separate environment.
     """
     here = Path(__file__).parent
     path = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
@@ -45,14 +45,14 @@ def context() -> ForkServerContext:
 def fork(
     work: Callable[..., None], *args: Any, variables: Mapping[str, str], folder: Path | None = None
 ) -> BaseProcess:
-    """Start `work(*args)`, a module's function, in a session of its own with these environment variables alone."""
+    """Run a module-level function, `work(*args)`, in a new process and session with only these variables."""
     task = (work, args, dict(variables), folder)
     if variables.get("DS_ACCELERATOR", "cpu") == "cpu":
         process: BaseProcess = context().Process(target=_begin, args=task)
         process.start()
     else:
         process = multiprocessing.get_context("spawn").Process(target=_begin, args=task)
-        with patch.dict(os.environ, dict(variables), clear=True):  # it imports modules before `_begin`
+        with patch.dict(os.environ, dict(variables), clear=True):  # the child imports modules before it calls `_begin`
             process.start()
     return process
 
@@ -63,29 +63,29 @@ def _begin(work: Callable[..., None], args: tuple[Any, ...], variables: dict[str
     os.environ.update(variables)
     if folder is not None:
         os.chdir(folder)
-    multiprocessing.set_start_method("fork", force=True)  # the platform's default, and not the server's
-    np.random.seed()  # as `random` does by itself in a fork
+    multiprocessing.set_start_method("fork", force=True)  # the usual default, however this process was started
+    np.random.seed()  # Python reseeds `random` after a fork, but not NumPy's generator
     work(*args)
 
 
 def kill(process: BaseProcess) -> None:
-    """End a process and all that it has started."""
+    """Kill a process and all processes that it has started."""
     if process.exitcode is None and process.pid is not None:
         try:
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:  # it leads no session yet, or has just ended
+        except ProcessLookupError:  # the process does not lead a session yet, or has just ended
             process.kill()
     process.join()
 
 
 class Program:
-    """A Python program that runs as `python PATH OPTIONS` would.
+    """A Python program that runs as if started with `python PATH OPTIONS`.
 
     Args:
-        path: its file.
-        options: its arguments.
-        variables: its environment.
-        folder: its working folder.
+        path: the program's file.
+        options: the command-line arguments.
+        variables: the environment variables.
+        folder: the working folder.
     """
 
     def __init__(self, path: Path, *options: str, variables: Mapping[str, str], folder: Path | None = None) -> None:
@@ -103,12 +103,12 @@ class Program:
         return self._process.exitcode is None
 
     def printed(self) -> tuple[str, str]:
-        """Return what it has written to standard output and to standard error."""
+        """Return the text that the program has written to standard output and to standard error."""
         out, err = (Path(self._output.name, name) for name in ("out", "err"))
         return out.read_text() if out.exists() else "", err.read_text() if err.exists() else ""
 
     def wait(self, timeout: float = 240) -> subprocess.CompletedProcess[str]:
-        """Return how it ended; a program that takes longer is killed."""
+        """Wait for the program to end, and return its result; kill it and raise `TimeoutExpired` if it takes longer."""
         self._process.join(timeout)
         if self.running:
             self.kill()
@@ -116,11 +116,11 @@ class Program:
         return subprocess.CompletedProcess(self._args, self._process.exitcode or 0, *self.printed())
 
     def terminate(self) -> None:
-        """Send SIGTERM to this process, but not to those that it has started."""
+        """Send SIGTERM to the program, but not to the processes that it has started."""
         self._process.terminate()
 
     def kill(self) -> None:
-        """End it and all that it has started."""
+        """Kill the program and all processes that it has started."""
         kill(self._process)
 
 
@@ -131,15 +131,15 @@ def _program(args: tuple[str, ...], output: str) -> None:
     sys.path[:0] = [str(Path(args[0]).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     try:
         runpy.run_path(args[0], run_name="__main__")
-    finally:  # the end of an interpreter, which that of a fork leaves out
+    finally:  # run the exit handlers, which a forked process would skip
         threading._shutdown()
         atexit._run_exitfuncs()
 
 
 def children_of(parent: int, name: str | None = None) -> list[int]:
-    """Return the living descendants of a process, or those of a name."""
+    """Return the IDs of a process's live descendants, or only of the descendants with the given name."""
     found = []
-    with suppress(psutil.NoSuchProcess):  # one may end meanwhile
+    with suppress(psutil.NoSuchProcess):  # a process may end in the meantime
         for child in psutil.Process(parent).children(recursive=True):
             if alive(child.pid) and name in (None, child.name()):
                 found.append(child.pid)

@@ -1,4 +1,4 @@
-"""Count the numbers that the host reads from tensors, each of which would make it wait for a GPU."""
+"""Count reads of tensor values by the host, each of which would make the host wait for a GPU."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class HostReads(TorchDispatchMode):
-    """Counts reads while it is entered, also those behind `if tensor:`."""
+    """Context manager that counts the host reads in its block, including those caused by `if tensor:`."""
 
     def __init__(self) -> None:
         super().__init__()

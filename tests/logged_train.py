@@ -1,4 +1,4 @@
-"""train.py with a log of the samples, and without a report, whose plots take longer than the tests' training."""
+"""Run train.py with a log of the samples, but without the report, whose plots take longer than the tests' training."""
 
 import sys
 

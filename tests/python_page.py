@@ -18,13 +18,13 @@ PARTS: dict[str, list[Any]] = {
     "Training": [neuclip_ds.train, neuclip_ds.load, neuclip_ds.Run, neuclip_ds.Model, neuclip_ds.Hook],
     "Exceptions": [neuclip_ds.UserError, neuclip_ds.TrainingDiverged, errors.Interrupted],
 }
-NOT_CONSTRUCTED = (TwoPass, neuclip_ds.Run, neuclip_ds.Model, neuclip_ds.Hook)  # by users
+NOT_CONSTRUCTED = (TwoPass, neuclip_ds.Run, neuclip_ds.Model, neuclip_ds.Hook)  # classes that users do not instantiate
 SECTION = re.compile(r"^(Args|Returns|Raises|Attributes|Example):$", re.MULTILINE)
-EXCERPT = "```py\n{}\n```"  # tests run blocks of `python`
+EXCERPT = "```py\n{}\n```"  # not `python`, because the tests run `python` blocks
 
 
 def written() -> str:
-    """Return the page, whose introduction is kept."""
+    """Return the text of the page: its current introduction, followed by generated sections."""
     page = PAGE.read_text(encoding="utf-8").split("\n## Loss\n")[0]
     for title, objects in PARTS.items():
         page += f"\n## {title}\n" + "".join(f"\n{block}\n" for one in objects for block in described(one))
@@ -32,7 +32,7 @@ def written() -> str:
 
 
 def described(one: Any) -> Iterator[str]:
-    """Yield the blocks that describe a function, or a class with its public methods that have a docstring."""
+    """Yield Markdown blocks for a function, or for a class and those of its public members that have a docstring."""
     yield f"### {one.__name__}"
     if isinstance(one, type) and issubclass(one, BaseException):
         yield inspect.cleandoc(one.__doc__ or "")
@@ -54,7 +54,7 @@ def described(one: Any) -> Iterator[str]:
 
 
 def signature(function: Any, name: str) -> str:
-    """Return a call with its parameters and defaults as the source has them, broken into lines where it is long."""
+    """Return the signature of a function or class as written in the source, one parameter per line if it is long."""
     source = vars(function).get("__init__") if isinstance(function, type) else inspect.unwrap(function)
     if source is None:
         return f"{name}()"
@@ -71,7 +71,7 @@ def signature(function: Any, name: str) -> str:
 
 
 def sections(docstring: str | None) -> Iterator[str]:
-    """Yield the Markdown of a docstring in Google's style."""
+    """Yield the parts of a Google-style docstring as Markdown."""
     first, *rest = SECTION.split(inspect.cleandoc(docstring or ""))
     if first.strip():
         yield first.strip()

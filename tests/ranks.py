@@ -1,6 +1,6 @@
-"""Runs a function on several real ranks, of gloo on CPUs or of NCCL on GPUs, and brings their results back.
+"""Run a function on several real ranks, with gloo on CPUs or NCCL on GPUs, and collect the results.
 
-Where there are fewer GPUs than ranks, ranks share them, and gloo copies what they send through the host.
+If there are fewer GPUs than ranks, the ranks share the GPUs, and gloo sends tensors through host memory.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _LIMIT = 300.0  # seconds
 
 
 def run_ranks(world_size: int, work: Callable[..., Any], *args: Any, device: str = "cpu") -> list[Any]:
-    """`work(communicator, *args)` on each rank; the ranks' results in rank order, on the CPU.
+    """Run `work(communicator, *args)` on each rank, and return the results in rank order, on the CPU.
 
-    Work must be a module's function. With device `cuda` the ranks join as those of a launcher do.
+    `work` must be a module-level function. With enough GPUs, the ranks connect in the same way as under a launcher.
 
     Raises:
-        RuntimeError: a rank failed, which ends the others, or took too long.
+        RuntimeError: a rank failed, in which case the other ranks are killed, or a rank took too long.
     """
-    # the loopback interface by name: without it gloo looks up the machine's name, which may fail or be slow
+    # without the name of the loopback interface, gloo looks up the machine's hostname, which may fail or be slow
     common = {**os.environ, "WORLD_SIZE": str(world_size), "GLOO_SOCKET_IFNAME": "lo"}
     common |= ON_CPU if device == "cpu" else {"DS_ACCELERATOR": device}
     common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -56,7 +56,7 @@ def run_ranks(world_size: int, work: Callable[..., Any], *args: Any, device: str
 
 
 def _join(processes: list[Any]) -> None:
-    """Wait for the good end of all, or for the first that fails."""
+    """Wait until all processes succeed, one of them fails, or the time limit is reached."""
     deadline = time.monotonic() + _LIMIT
     running = {process.sentinel: process for process in processes}
     while running:
@@ -70,7 +70,7 @@ def _rank(rank: int, world_size: int, folder: str, work: Callable[..., Any], arg
     backend, gpus = "gloo", 0
     if os.environ["DS_ACCELERATOR"] == "cuda":
         backend, gpus = "cpu:gloo,cuda:gloo", torch.cuda.device_count()
-        os.environ["LOCAL_RANK"] = str(rank % gpus)  # ranks may share a GPU, and DeepSpeed reads its number here
+        os.environ["LOCAL_RANK"] = str(rank % gpus)  # ranks may share a GPU, whose index DeepSpeed reads here
         torch.cuda.set_device(rank % gpus)
     store = dist.FileStore(f"{folder}/store", world_size)
     if gpus < world_size:

@@ -1,4 +1,4 @@
-"""Print the files of the package that run in one training step of the demo, loading included; argument: its shards."""
+"""Given the demo's shards, print the package's files that run in a training step, including data loading."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PACKAGE = Path(neuclip_ds.__file__).parent
 
 
 class RecordFiles(Hook):
-    """Record the files whose functions are called between the ends of the second step and the third."""
+    """Hook that records the files whose functions are called between the end of step 2 and the end of step 3."""
 
     def __init__(self) -> None:
         self.found: set[Path] = set()
@@ -36,7 +36,7 @@ class RecordFiles(Hook):
 
 
 def files_of_a_step(shards: str) -> dict[str, int]:
-    """Return the number of lines of each file; batches are loaded in this process."""
+    """Return the number of lines of each file that runs; with workers=0, batches are loaded in this process."""
     record = RecordFiles()
     with tempfile.TemporaryDirectory() as folder:
         data = {"train": shards, "val": "", "zero_shot": "", "workers": 0}
@@ -45,7 +45,7 @@ def files_of_a_step(shards: str) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    logging.disable(logging.INFO)  # progress is logged every ten seconds, on a slow machine within any step
+    logging.disable(logging.INFO)  # a progress line, logged every ten seconds, could fall within the recorded step
     lines = files_of_a_step(sys.argv[1])
     print(*(f"{count:5} {path}" for path, count in lines.items()), sep="\n")
     print(json.dumps({"files": len(lines), "lines": sum(lines.values())}))

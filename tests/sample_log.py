@@ -1,4 +1,4 @@
-"""A hook that logs the samples of every step, and the reader of its files: the order that a run has seen."""
+"""A hook that logs the sample indices of every step, and a function that reads the logs of a run."""
 
 import heapq
 import json
@@ -13,7 +13,7 @@ from neuclip_ds.training.loop import Loop
 
 
 class LogSamples(Hook):
-    """Writes lines `{"step": 17, "indices": [...]}` to samples/rankRRRRR.jsonl, with -1 for padding."""
+    """Hook that writes lines `{"step": 17, "indices": [...]}` to samples/rankRRRRR.jsonl, with index -1 for padding."""
 
     in_recovery = True
 
@@ -22,7 +22,7 @@ class LogSamples(Hook):
         folder.mkdir(exist_ok=True)
 
         def drop() -> None:
-            for path in folder.glob("rank*.jsonl"):  # also of ranks that an earlier launch had
+            for path in folder.glob("rank*.jsonl"):  # including ranks that only an earlier launch had
                 drop_from(path, loop.done + 1)
 
         communicator.on_rank_zero(drop)
@@ -36,7 +36,7 @@ class LogSamples(Hook):
 
 
 def read_samples(folder: Path) -> Iterator[tuple[int, list[int]]]:
-    """Yield (step, indices of its global batch, padding included) in order of steps, merged from the ranks' files."""
+    """Yield (step, indices of the global batch, including padding) in step order, merged from all ranks' files."""
     lines = heapq.merge(*(_lines(path, rank) for rank, path in enumerate(sorted(folder.glob("rank*.jsonl")))))
     for step, parts in groupby(lines, key=lambda line: line[0]):
         yield step, [index for _, _, indices in parts for index in indices]

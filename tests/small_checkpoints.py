@@ -1,4 +1,4 @@
-"""Checkpoints of a model of two layers' size, without DeepSpeed."""
+"""Helpers for checkpoints of tiny models, mostly without DeepSpeed."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ DATA = {"hash": "abc", "step": 0}
 
 
 class PlainEngine:
-    """What DeepSpeed's engine is without ZeRO in float32: a module and its optimizer as they are."""
+    """Replacement for DeepSpeed's engine without ZeRO in float32: an unwrapped module and its optimizer."""
 
     def __init__(self, value: float = 0.0) -> None:
         self.module = nn.Linear(2, 3)
@@ -54,7 +54,7 @@ def keeper(folder: Path, keep: int = 2, communicator: Communicator | None = None
 
 
 def save_engine(folder: Path, engine: Any, communicator: Communicator) -> StateFiles:
-    """Write weights and optimizer state, on all ranks together, into a new folder, and return their reader."""
+    """Write the weights and optimizer state to a new folder, and return a reader; all ranks call this together."""
     communicator.on_rank_zero(lambda: folder.mkdir(parents=True))
     for file in shard_files(engine_shards(engine, communicator), engine_facts(engine), communicator):
         file.write(folder)
@@ -63,12 +63,12 @@ def save_engine(folder: Path, engine: Any, communicator: Communicator) -> StateF
 
 
 def small_engine(net: nn.Module, optimizer: OptimizerConfig, deepspeed: str, rows: int, ranks: Communicator) -> Any:
-    """An engine around a net, under a config of DeepSpeed by its name, for batches of so many rows."""
+    """Start an engine for `net`, given the name of a DeepSpeed config and the global batch size (`rows`)."""
     config = Config.model_validate({"data": {"batch_size": rows}, "deepspeed": deepspeed})
     return start_engine(net, optimizer, load_engine_config(config, ranks.world_size), ranks)
 
 
 def save_tables(folder: Path, objective: Objective, communicator: Communicator | None = None) -> None:
-    """Write an objective's partitioned tables, on all ranks together."""
+    """Write an objective's partitioned tables; all ranks call this together."""
     for file in shard_files(table_shards(objective.row_tables()), {}, communicator or Communicator()):
         file.write(folder)

@@ -1,4 +1,4 @@
-"""Tools of this project called as a user calls them, with a model that trains in no time."""
+"""Run this project's tools as a user does, with a tiny model that trains quickly."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 TRAIN = "tests/logged_train.py"
-TIMES = ("samples_per_second", "data_wait_share", "objective_communication_share")  # metrics that no two runs share
+TIMES = ("samples_per_second", "data_wait_share", "objective_communication_share")  # metrics that differ between runs
 SMALL = [
     "--model.vision.image_size=16",
     '--model.vision.options={"patch_size":8,"embed_dim":16,"depth":1,"num_heads":2}',
@@ -50,20 +50,20 @@ TINY = [
 
 
 def read_options(options: Sequence[str]) -> list[str]:
-    """The options of a demo run without those that its method does not read."""
+    """Return the options of a demo run, except options that its method does not read."""
     chosen = [option.partition("=")[2] for option in options if option.startswith("--objective.method=")]
     method = METHODS[chosen[-1] if chosen else "neuclip_queue"]
     return [option for option in options if method.reads(option.removeprefix("--"))]
 
 
 def environment() -> dict[str, str]:
-    """Of a process that no launcher has started."""
+    """Return the environment variables of a process that was not started by a launcher."""
     kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
     return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
 def start(tool: str, *options: str, folder: Path | None = None, ranks: int = 1) -> list[Program]:
-    """A tool by its path in the repository, in a working folder: as no launcher starts it, or as so many ranks."""
+    """Start a tool, given its path in the repository, as one process without a launcher or as one process per rank."""
     variables = [environment()]
     if ranks > 1:
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
@@ -72,7 +72,7 @@ def start(tool: str, *options: str, folder: Path | None = None, ranks: int = 1) 
 
 
 def call(tool: str, *options: str, folder: Path | None = None, ranks: int = 1, code: int = 0) -> CompletedProcess[str]:
-    """Run a tool, all of whose ranks must end with this code; return what they print together."""
+    """Run a tool, check that every rank ends with this exit code, and return the combined output of all ranks."""
     done = ends(start(tool, *options, folder=folder, ranks=ranks))
     out, err = ("".join(texts) for texts in zip(*((one.stdout, one.stderr) for one in done), strict=True))
     assert [one.returncode for one in done] == [code] * ranks, out + err
@@ -80,7 +80,7 @@ def call(tool: str, *options: str, folder: Path | None = None, ranks: int = 1, c
 
 
 def wait_for(condition: Callable[[], object], programs: Sequence[Program], limit: float = 240) -> None:
-    """Wait until a condition holds; fail where a program ends before, or after so many seconds."""
+    """Wait until a condition holds; fail if a program ends first or the limit in seconds is reached."""
     deadline = time.monotonic() + limit
     while not condition():
         assert all(program.running for program in programs), [program.printed() for program in programs]
@@ -89,7 +89,7 @@ def wait_for(condition: Callable[[], object], programs: Sequence[Program], limit
 
 
 def ends(programs: Sequence[Program], timeout: float = 240) -> list[CompletedProcess[str]]:
-    """How each program ends; those that do not are killed."""
+    """Return the result of each program; if one exceeds the timeout, kill all of them and raise `TimeoutExpired`."""
     try:
         return [program.wait(timeout) for program in programs]
     finally:
@@ -102,7 +102,7 @@ def lines_in(path: Path) -> int:
 
 
 def demo_shards(folder: Path, pairs: int, held_out: int = 40) -> Path:
-    """The training shards of a small demo set, its other splits beside them."""
+    """Render a small demo data set, and return the folder of training shards, which is next to the other splits."""
     make_demo_data(folder, pairs=pairs, held_out=held_out, zero_shot=80, size=32, processes=1)
     return folder / "train"
 
@@ -110,17 +110,17 @@ def demo_shards(folder: Path, pairs: int, held_out: int = 40) -> Path:
 def train(
     runs: Path, data: str | Path, steps: int, *options: str, ranks: int = 1, code: int = 0
 ) -> CompletedProcess[str]:
-    """A training with a log of samples, for some steps of a run named `run` in the folder `runs`."""
+    """Train the run named `run` in the folder `runs` for some steps, with a log of the samples."""
     return call(TRAIN, *training(runs, data, steps), *options, ranks=ranks, code=code)
 
 
 def training(runs: Path, data: str | Path, steps: int) -> list[str]:
-    """The options of `train`, for a run that a test starts with `start`."""
+    """Return the options that `train` uses, for tests that start a run with `start`."""
     return [*TINY, f"--run.output_dir={runs}", "--run.name=run", f"--data.train={data}", f"--max_steps={steps}"]
 
 
 def train_connected(communicator: Communicator, config: Config, *hooks: Hook) -> None:
-    """Train on ranks that are connected already, as those of `run_ranks` are."""
+    """Train on ranks that are already connected, such as the ranks of `run_ranks`."""
     from neuclip_ds.training.evaluator import Evaluator
     from neuclip_ds.training.run_folder import staging, take_in
     from neuclip_ds.training.trainer import build
@@ -137,12 +137,12 @@ def newest_checkpoint(runs: Path, run: str = "run") -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """All files below a folder."""
+    """Return the contents of all files below a folder, by relative path."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def records(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file of JSON."""
+    """Return the records of a JSON Lines file."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -152,14 +152,14 @@ def weights(checkpoint: Path) -> dict[str, Tensor]:
 
 
 def log_u(checkpoint: Path) -> Tensor:
-    """(n, 2)"""
+    """Return log u of all samples, (n, 2)."""
     files = StateFiles(checkpoint / STATE)
     (name,) = (name for name in files.names(TABLE) if name.startswith("samples/"))
     return files.read(name, TABLE)
 
 
 def tensors(checkpoint: Path) -> dict[str, bytes]:
-    """All that a checkpoint's files hold, by file and name."""
+    """Return the bytes of all tensors in a checkpoint's files, by file and tensor name."""
     files = {str(path.relative_to(checkpoint)): load_file(path) for path in sorted(checkpoint.rglob("*.safetensors"))}
     return {
         f"{path}/{name}": value.reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -169,7 +169,7 @@ def tensors(checkpoint: Path) -> dict[str, bytes]:
 
 
 def outcome(runs: Path, run: str = "run") -> dict[str, object]:
-    """What two equal runs leave: tensors and counters of the newest checkpoint, metrics, the samples of every step."""
+    """Return the results of a run to compare: the newest checkpoint's tensors and counters, metrics, and samples."""
     checkpoint = newest_checkpoint(runs, run)
     counters = json.loads((checkpoint / STATE / "index.json").read_text())["counters"]
     lines = records(runs / run / "metrics.jsonl")

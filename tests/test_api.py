@@ -1,4 +1,4 @@
-"""The trainer as a library: `neuclip_ds.train`, its results, and the model that it leaves."""
+"""Test the trainer as a library: `neuclip_ds.train`, its results, and the trained model."""
 
 import signal
 import threading
@@ -24,11 +24,11 @@ class CountSteps(neuclip_ds.Hook):
     steps = 0
 
     def after_step(self, loop, result) -> None:
-        assert torch.are_deterministic_algorithms_enabled()  # as the run asks for
+        assert torch.are_deterministic_algorithms_enabled()  # as the config requests
         self.steps += 1
 
     def after_run(self, loop) -> None:
-        assert not torch.distributed.is_initialized()  # rank 0 may take long, and no other waits
+        assert not torch.distributed.is_initialized()  # so that no rank waits while rank 0 runs this hook
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def run(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> neuclip_ds.Ru
 
 
 def test_a_run_in_another_thread(shards: Path, tmp_path: Path) -> None:
-    """Python allows handlers of signals in the main thread alone."""
+    """A run works outside the main thread, although Python allows signal handlers only in the main thread."""
     where = {"run": {"output_dir": tmp_path, "name": "run"}, "data.train": str(shards), "data.val": ""}
     thread = threading.Thread(target=lambda: neuclip_ds.train("demo", **{**SMALL, **where}))
     thread.start()
@@ -54,7 +54,7 @@ def test_a_run_in_another_thread(shards: Path, tmp_path: Path) -> None:
 def test_results_are_those_of_training_and_evaluation(run: neuclip_ds.Run) -> None:
     assert run.folder.name == "library"
     assert {"loss", "tau", "image_to_text_recall@1"} <= run.results.keys()
-    assert run.results["lr"] < 1e-3  # of the last step
+    assert run.results["lr"] < 1e-3  # the learning rate of the last step
 
 
 def test_the_model_encodes_images_and_texts(run: neuclip_ds.Run, tmp_path: Path) -> None:

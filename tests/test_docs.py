@@ -1,4 +1,4 @@
-"""What README.md and docs/ name exists and what they show runs: files, recipes, options, commands, messages, code."""
+"""Check that the files, recipes, options and commands that README.md and docs/ name exist, and that their code runs."""
 
 import ast
 import fnmatch
@@ -25,10 +25,10 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TOOLS = [path for path in sorted((ROOT / "tools").glob("*.py")) if "__main__" in path.read_text(encoding="utf-8")]
 OUR_FOLDERS = r"(?:neuclip_ds|tools|tests|docs|ds_configs|hostfiles)/"
-# options of other programs
+# placeholders for option names
 PLACEHOLDERS = {"--dotted.name", "--options"}
-SKETCHES = {"RECIPE", "...", "--options", "--help", "mine.yaml"}  # commands with these are no whole ones
-# what a page tells the reader to write, a pattern, a file of open_clip
+SKETCHES = {"RECIPE", "...", "--options", "--help", "mine.yaml"}  # a command with one of these is incomplete
+# files that a page tells readers to write, a file-name pattern, and a file of open_clip
 NO_FILES = {
     *("hostfiles/mine", "neuclip_ds/objectives/normalizers/offset.py"),
     *("ds_configs/zeroN_bf16.json", "docs/openclip_results.csv"),
@@ -36,7 +36,7 @@ NO_FILES = {
 
 
 def code_of(page: Path) -> list[str]:
-    """The page's code: blocks by lines, continued ones joined, and inline spans."""
+    """Return a page's code: the lines of code blocks, with continuation lines joined, and inline code."""
     found = []
     for token in MarkdownIt("commonmark").enable("table").parse(page.read_text(encoding="utf-8")):
         if token.type in ("fence", "code_block"):
@@ -61,13 +61,13 @@ def module_of(command: str) -> Path:
 
 
 def program_of(tool: Path) -> Path:
-    """Return the command's module that a file in tools/ stands for, or the file itself."""
+    """Return the module of the command that a file in tools/ wraps, or the file itself if it is not a wrapper."""
     command = re.search(r'main\(command="([\w-]+)"', tool.read_text(encoding="utf-8"))
     return module_of(command[1]) if command else tool
 
 
 def modules_of(program: Path) -> set[Path]:
-    """Return a program's module and those of the command line that it imports."""
+    """Return a program's module and the modules of `neuclip_ds.cli` that it imports, directly or indirectly."""
     found, new = set(), {program}
     while new:
         found |= new
@@ -77,7 +77,7 @@ def modules_of(program: Path) -> set[Path]:
 
 
 def options_of(tool: Path) -> set[str]:
-    """Return the options that a tool's parser takes, read from the source, as importing some tools takes seconds."""
+    """Return the options of a tool's parser, read from the source because importing some tools takes seconds."""
     trees = (ast.parse(path.read_text(encoding="utf-8")) for path in modules_of(program_of(tool)))
     calls = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call))
     added = (call.args[0] for call in calls if getattr(call.func, "attr", "") == "add_argument")
@@ -88,7 +88,7 @@ def options_of(tool: Path) -> set[str]:
 TRAIN_OPTIONS = {with_dashes(name) for name in option_names(TrainCommand)} | {"--help"}
 OPTIONS = {tool.name: options_of(tool) for tool in TOOLS} | {name: options_of(module_of(name)) for name in PROGRAMS}
 for tool in ("train.py", "train", "profile_communication.py", "benchmark_step.py", "cost_model.py"):
-    OPTIONS[tool] = OPTIONS.get(tool, set()) | TRAIN_OPTIONS  # which they pass on
+    OPTIONS[tool] = OPTIONS.get(tool, set()) | TRAIN_OPTIONS  # which these programs also accept
 
 
 def named_options(text: str) -> Iterator[str]:
@@ -145,7 +145,7 @@ def test_recipes_that_are_named_exist() -> None:
 
 
 def test_dotted_names_are_options() -> None:
-    """In commands or alone; options without a dot are checked in whole commands."""
+    """Check dotted option names in commands and on their own; the next test checks the other options in commands."""
     sections, known = "|".join(Config.model_fields), set(option_names(Config))
     dotted = re.compile(rf"^({sections})(\.[a-z][\w.]*)(?:=|$)|--({sections})(\.[\w.-]*\w)")
     names = {(page, "".join(one).replace("-", "_")) for page, text in CODE for one in dotted.findall(text)}
@@ -199,7 +199,7 @@ class Block(NamedTuple):
     line: int
     language: str
     text: str
-    skipped: bool  # a comment before it gives the reason
+    skipped: bool  # a comment before the block gives the reason
 
 
 def blocks() -> Iterator[Block]:
@@ -212,14 +212,14 @@ def blocks() -> Iterator[Block]:
             before = token.content if token.type == "html_block" else ""
 
 
-# a block that begins with a file's name is a part of that file
+# a block that begins with a file name is an excerpt from that file
 PYTHON = [b for b in blocks() if b.language == "python" and not (b.skipped or re.match(r"# [\w/]+\.py", b.text))]
 YAML = [block for block in blocks() if block.language == "yaml"]
 
 
 @pytest.fixture(scope="module")
 def readers_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What readers have when they come to the code: exports, a picture, captions, shards in data/."""
+    """Return a folder with the files that the code on the pages uses: exports, a picture, captions and shards."""
     folder = tmp_path_factory.mktemp("reader")
     for name in ("demo", "mine"):
         save_clip(folder / "exported" / name)
@@ -232,7 +232,7 @@ def readers_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("block", PYTHON, ids=lambda block: f"{block.page}:{block.line}")
 def test_python_that_is_shown_runs(block: Block, readers_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = block.text.replace("/data/", f"{readers_folder}/data/")
-    if "neuclip_ds.train" in text:  # it takes over its process: ranks, signals, DeepSpeed
+    if "neuclip_ds.train" in text:  # training changes its process: ranks, signals, DeepSpeed
         (readers_folder / "block.py").write_text(text, encoding="utf-8")
         call(str(readers_folder / "block.py"), folder=readers_folder)
     else:
@@ -247,7 +247,7 @@ def test_recipes_that_are_shown_are_valid(block: Block, tmp_path: Path) -> None:
 
 
 def test_the_api_page_is_that_of_the_docstrings() -> None:
-    """`python tests/python_page.py` writes it."""
+    """The page is equal to the output of `python tests/python_page.py`."""
     assert python_page.PAGE.read_text(encoding="utf-8") == python_page.written()
 
 

@@ -1,4 +1,4 @@
-"""Files and folders appear whole or not at all, and what killed writers have left goes."""
+"""Files and folders are written completely or not at all, and files left by killed writers are removed."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from neuclip_ds.files import atomic_write, claimed, new_folder
 
 
 def test_folders_that_fail_change_nothing(tmp_path: Path) -> None:
-    """One that holds something, one that the disk refuses, and one whose writer fails half way."""
+    """Test a folder that is not empty, a folder that cannot be created, and a writer that fails halfway."""
     (tmp_path / "file").touch()
     refusals = {
         tmp_path: "is not an empty folder",
@@ -25,7 +25,7 @@ def test_folders_that_fail_change_nothing(tmp_path: Path) -> None:
 
 
 def test_what_killed_writers_left_is_removed(tmp_path: Path) -> None:
-    """Neither what a living writer holds nor a stranger's hidden file is theirs."""
+    """The temporary files of live writers and unrelated hidden files are kept."""
     (tmp_path / ".out.0123abcd.partial").mkdir()
     (tmp_path / ".out.4567abcd.partial").mkdir()
     (tmp_path / ".out.json.12").touch()
@@ -42,7 +42,7 @@ def test_what_killed_writers_left_is_removed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["[0]", "*", "**"])
 def test_names_are_no_patterns(tmp_path: Path, name: str) -> None:
-    """What killed writers of this name have left is removed, and nothing of another name."""
+    """Names match literally: only temporary files left by killed writers of the same name are removed."""
     for number in (1, 2):
         (tmp_path / f".{name}.{number}").touch()
         (tmp_path / f".other.{number}").touch()

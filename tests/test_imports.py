@@ -16,7 +16,7 @@ from small_runs import demo_shards, environment
 from neuclip_ds.objectives import METHODS
 
 PACKAGE = Path(__file__).parents[1] / "neuclip_ds"
-# lowest first; packages of one layer do not know each other
+# lowest first; packages in the same layer do not import each other
 LAYERS: list[set[str]] = [
     {"errors"},
     {"section", "distributed", "files"},
@@ -31,8 +31,8 @@ LAYERS: list[set[str]] = [
     {"api", "planning"},
     {"cli"},
 ]
-# packages and modules whose functions import this package's own: commands and public names, which torch would delay,
-# the table of methods, what scans or renders data, and models of other libraries, which most runs and ranks do not need
+# packages and modules whose functions may import neuclip_ds: commands, public names and the table of methods, which
+# importing torch would delay, and rarely needed code (models of other libraries, scanning and rendering of data)
 LATE_IMPORTS = {
     "cli",
     "loss/__init__.py",
@@ -54,7 +54,7 @@ def nodes(path: Path) -> list[ast.AST]:
 
 @cache
 def imported(path: Path) -> set[str]:
-    """Return the dotted names of all modules that a file imports, wherever in it."""
+    """Return the dotted names of all modules that a file imports, at the top level or inside functions."""
     return {name for node in nodes(path) for name in names_of(node)}
 
 
@@ -67,7 +67,7 @@ def names_of(node: ast.AST) -> set[str]:
 
 
 def modules() -> Iterator[tuple[Path, str, set[str]]]:
-    """Yield each module of a package or of the top level: its path, its package and what it imports."""
+    """Yield the path, package and imports of each module; a top-level module counts as a package."""
     for path in sorted(PACKAGE.rglob("*.py")):
         package = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
         if package not in ("__init__", "__main__"):
@@ -98,7 +98,7 @@ def test_libraries_stay_where_they_belong() -> None:
 
 
 def test_nothing_unpickles_what_another_rank_or_a_file_holds() -> None:
-    """Unpickling runs code that the bytes name, and whoever reaches a launch's port could send some to its ranks."""
+    """Unpickling can run arbitrary code, and anyone who can reach a run's port could send a pickle to its ranks."""
     collectives = {"all_gather_object", "gather_object"}
     collectives |= {f"{name}_object_list" for name in ("broadcast", "scatter", "send", "recv")}
     found = []
@@ -116,7 +116,7 @@ def test_nothing_unpickles_what_another_rank_or_a_file_holds() -> None:
 
 
 def test_functions_import_nothing_of_this_package() -> None:
-    """An import inside a function hides a cycle, or what a module needs."""
+    """An import inside a function hides an import cycle or a dependency of the module."""
     late = [
         f"{path.relative_to(PACKAGE)}:{node.lineno}"
         for path, package, _ in modules()
@@ -131,7 +131,7 @@ def test_functions_import_nothing_of_this_package() -> None:
 
 
 def test_options_and_the_table_of_methods_load_without_torch() -> None:
-    """So that --help and mistakes in a config answer at once, and processes that scan shards start at once."""
+    """Without torch, --help and config errors appear at once, and processes that scan shards start at once."""
     loaded = "neuclip_ds.recipe, neuclip_ds.objectives, neuclip_ds.cli.build_manifest"
     heavy = {"torch", "timm", "transformers", "deepspeed"}
     code = f"import {loaded}, sys; neuclip_ds.UserError; sys.exit(bool({heavy} & sys.modules.keys()))"
@@ -139,7 +139,7 @@ def test_options_and_the_table_of_methods_load_without_torch() -> None:
 
 
 def test_methods_are_named_in_the_table_alone() -> None:
-    """A comparison with a method's name, `if method == "neuclip"`, is a switch."""
+    """No code compares with the name of a method, as in `if method == "neuclip"`."""
     for path, _, _ in modules():
         for node in nodes(path):
             if isinstance(node, ast.Compare):
@@ -150,8 +150,8 @@ def test_methods_are_named_in_the_table_alone() -> None:
 
 
 ROOT = "neuclip_ds.training.trainer"
-FILES, LINES = 120, 13_500  # of this package, which importing the trainer imports at most
-SATELLITES = (  # that the trainer must not know
+FILES, LINES = 120, 13_500  # limits on the files and lines of this package that the trainer imports
+SATELLITES = (  # modules that the trainer must not import
     "neuclip_ds.api",
     "neuclip_ds.checkpoint.export",
     "neuclip_ds.checkpoint.model_card",
@@ -172,7 +172,7 @@ SATELLITES = (  # that the trainer must not know
 
 
 def at_import(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes that run when a module is imported: none within functions or for type checkers."""
+    """Yield the nodes that run when a module is imported, without function bodies and imports for type checkers."""
     for child in ast.iter_child_nodes(node):
         for_types = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
         if not (for_types or isinstance(child, ast.FunctionDef)):
@@ -181,7 +181,7 @@ def at_import(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def closure(root: str) -> dict[str, Path]:
-    """Return the modules of this package that importing one of them imports, with their files."""
+    """Return the modules of this package that importing `root` imports, mapped to their files."""
     found: dict[str, Path] = {}
     new = {root}
     while new:
@@ -196,7 +196,7 @@ def closure(root: str) -> dict[str, Path]:
 
 
 def test_the_trainer_knows_no_satellite() -> None:
-    """Reports, exports, copies, evaluation, plans and profiles are hooks or commands, which whoever trains adds."""
+    """Reports, exports, remote copies, evaluation, planning and profiling are hooks or commands outside the trainer."""
     files = closure(ROOT)
     assert [name for name in files if name.startswith(SATELLITES)] == []
     lines = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in files.items()}

@@ -1,4 +1,4 @@
-"""Two nodes on this machine, by every launcher: the same weights as two ranks of one node, and one end for all."""
+"""Train on two simulated nodes with every launcher: weights equal those of one node, and a failure ends both nodes."""
 
 import getpass
 import os
@@ -23,12 +23,12 @@ pytestmark = pytest.mark.slow
 BIN = Path(sys.executable).parent
 DEEPSPEED, TORCHRUN = str(BIN / "deepspeed"), str(BIN / "torchrun")
 NODES = ("127.0.0.2", "127.0.0.3")
-LIMIT = 1200  # seconds until a launch counts as stuck; far above what a busy machine takes
+LIMIT = 1200  # seconds after which a launch counts as stuck; a loaded machine takes far less
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With the data, a recipe (options with quotes and braces do not survive pdsh's shells) and a hostfile."""
+    """Return a folder with data, a hostfile and a recipe, because pdsh's shells break options with quotes or braces."""
     folder = tmp_path_factory.mktemp("launch")
     options = ["--objective.method=fastclip_v3", "--data.batch_size=8", "--data.workers=1", "--data.val="]
     options += ["--data.zero_shot=", f"--data.train={demo_shards(folder / 'data', pairs=80)}"]
@@ -42,7 +42,7 @@ def train(name: str, steps: int = 6) -> list[str]:
 
 
 def start(folder: Path, *commands: list[str], **variables: str) -> list[subprocess.Popen[str]]:
-    """Each with its own output, as in terminals of their own."""
+    """Start each command in a process with separate output, as if each ran in its own terminal."""
     variables = {**environment(), "PATH": f"{BIN}:{os.environ['PATH']}", **variables}
     return [
         subprocess.Popen(
@@ -53,7 +53,7 @@ def start(folder: Path, *commands: list[str], **variables: str) -> list[subproce
 
 
 def ends(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
-    """Exit code and output of each."""
+    """Return the exit code and the output of each process."""
     try:
         said = [process.communicate(timeout=LIMIT)[0] for process in processes]
     finally:
@@ -68,13 +68,13 @@ def succeed(processes: list[subprocess.Popen[str]]) -> None:
 
 
 def by_hand(script: list[str]) -> list[list[str]]:
-    """`--no_ssh`, once a node."""
+    """Return the commands that start each of the two nodes by hand, with `--no_ssh`."""
     common = ["--hostfile", "hostfile", "--no_ssh", "--master_addr", NODES[0], "--master_port", str(free_port())]
     return [[DEEPSPEED, *common, "--node_rank", str(rank), *script] for rank in range(2)]
 
 
 def state(folder: Path, name: str) -> dict[str, torch.Tensor]:
-    """All that the run's checkpoint holds."""
+    """Return all tensors in the run's only checkpoint."""
     (checkpoint,) = (folder / "runs" / name / "checkpoints").glob("step_*")
     files = sorted(checkpoint.rglob("*.safetensors"))
     return {f"{file.relative_to(checkpoint)}:{key}": x for file in files for key, x in load_file(file).items()}
@@ -82,7 +82,7 @@ def state(folder: Path, name: str) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> dict[str, torch.Tensor]:
-    """Of one node with two ranks."""
+    """Return the state of a run on one node with two ranks."""
     succeed(start(folder, [DEEPSPEED, "--num_accelerators", "2", "--master_port", str(free_port()), *train("one")]))
     return state(folder, "one")
 
@@ -99,7 +99,7 @@ def under_torchrun(folder: Path, script: list[str]) -> list[subprocess.Popen[str
 
 
 def under_mpirun(folder: Path, script: list[str]) -> list[subprocess.Popen[str]]:
-    """Ranks and address by mpi4py."""
+    """Start two ranks with mpirun; DeepSpeed finds their ranks and address with mpi4py."""
     mpirun = shutil.which("mpirun", path=f"{BIN}:{os.environ['PATH']}")
     if mpirun is None:
         pytest.skip("needs Open MPI")
@@ -108,7 +108,7 @@ def under_mpirun(folder: Path, script: list[str]) -> list[subprocess.Popen[str]]
 
 
 def under_srun(folder: Path, script: list[str]) -> list[subprocess.Popen[str]]:
-    """What srun would set, as no SLURM is here."""
+    """Start two ranks with the variables that srun would set, because SLURM is not installed here."""
     step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0", "SLURM_STEP_NODELIST": "127.0.0.[2-3]"}
     step.update(SLURM_JOB_ID=str(free_port()))
     return [start(folder, [sys.executable, *script], SLURM_PROCID=str(rank), **step)[0] for rank in range(2)]
@@ -130,7 +130,7 @@ def test_two_nodes_end_as_one(launcher: str, folder: Path, expected: dict[str, t
 
 @pytest.fixture(scope="module")
 def ssh_port(folder: Path) -> Iterator[str]:
-    """An ssh server on loopback for this user, by a key of its own."""
+    """Start an ssh server that accepts this user with a new key, and yield its port."""
     missing = [tool for tool in ("pdsh", "ssh", "ssh-keygen") if shutil.which(tool) is None]
     server = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
     if missing or server is None:
@@ -161,12 +161,12 @@ def test_pdsh(folder: Path, expected: dict[str, torch.Tensor], ssh_port: str) ->
 
 
 def rank_process(name: str, rank: int) -> int:
-    """The process that is a rank of a run."""
+    """Return the process ID of a rank of a run."""
     for entry in Path("/proc").iterdir():
         try:
             words = (entry / "cmdline").read_text().split("\0")
             variables = (entry / "environ").read_text().split("\0")
-        except OSError:  # no process, or one that has ended
+        except OSError:  # not a process, or a process that has ended
             continue
         if f"--run.name={name}" in words and f"RANK={rank}" in variables:
             return int(entry.name)
@@ -174,7 +174,7 @@ def rank_process(name: str, rank: int) -> int:
 
 
 def endless(folder: Path, name: str) -> list[subprocess.Popen[str]]:
-    """Both nodes of a run that does not end by itself, after its first steps."""
+    """Start both nodes of a run that does not end on its own, and return them after its first step."""
     nodes, log = start(folder, *by_hand(train(name, steps=1_000_000))), folder / "runs" / name / "log.txt"
     deadline = time.monotonic() + LIMIT
     while not (log.is_file() and "step 1/" in log.read_text()):
@@ -195,7 +195,7 @@ def test_a_killed_rank_ends_both_nodes(rank: int, folder: Path) -> None:
 
 
 def test_sigterm_at_the_launcher_saves(folder: Path) -> None:
-    """It is enough that one node's launcher is told."""
+    """A SIGTERM to the launcher of one node is enough to save a checkpoint and end both nodes."""
     nodes = endless(folder, "terminated")
     launcher = subprocess.run(["pgrep", "-P", str(nodes[1].pid)], capture_output=True, text=True).stdout.split()[0]
     os.kill(int(launcher), signal.SIGTERM)
@@ -206,7 +206,7 @@ def test_sigterm_at_the_launcher_saves(folder: Path) -> None:
 
 
 def test_data_that_the_second_node_lacks(folder: Path) -> None:
-    """The second node starts in another folder, whose shards and runs are others."""
+    """The second node starts in a different folder, so it does not share the run's folder with the first node."""
     elsewhere = folder / "elsewhere"
     elsewhere.mkdir()
     for name in ("small.yaml", "hostfile"):

@@ -1,4 +1,4 @@
-"""The wheel holds all that the programs need: they run from it, in another folder, without the checkout."""
+"""Check that the wheel contains all files that the programs need, so that they run without the checkout."""
 
 import shutil
 import subprocess
@@ -14,7 +14,7 @@ SOURCES = ("pyproject.toml", "requirements.txt", "README.md", "neuclip_ds", "ds_
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the wheel holds; built from a copy, as builds leave files next to the sources."""
+    """Return a folder with the wheel's files; it is built from a copy, because builds add files to the source tree."""
     folder = tmp_path_factory.mktemp("wheel")
     checkout = folder / "checkout"
     checkout.mkdir()

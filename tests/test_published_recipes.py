@@ -1,4 +1,4 @@
-"""The shipped recipes against the papers' tables, and how they are composed."""
+"""Compare the shipped recipes with the papers' tables and with the docs page that lists the papers' experiments."""
 
 import math
 import re
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("quick_meta_models")
 ROOT = Path(__file__).parents[1]
 FILES = sorted(RECIPES.rglob("*.yaml"))
 
-# FastCLIP Table 7, NeuCLIP Tables 2 and 3: batch, epochs or steps, lr, decay, warm-up, Adam's betas and eps, u's eps
+# FastCLIP Table 7, NeuCLIP Tables 2 and 3: batch size, epochs or steps, lr, decay, warm-up, betas, eps, eps of u
 RN50, VIT = ((0.9, 0.999), 1e-8), ((0.9, 0.98), 1e-6)
 ENCODERS = {
     "cc3m": (1024, 37, 1e-3, 0.1, 10_000, *RN50, 1e-14),
@@ -37,10 +37,10 @@ ENCODERS = {
     "dfn14m": (4096, 78_125, 5e-4, 0.2, 500, *VIT, 1e-14),
     "dfn192m": (5120, 253_907, 3.125e-4, 0.2, 500, *VIT, 1e-6),
     "dfn1b": (5120, 195_313, 3.125e-4, 0.2, 500, *VIT, 1e-6),
-    "dfn2b": (5120, 9.5, 2e-4, 0.2, 13_000, *VIT, 1e-6),  # not published: that of laion315m
+    "dfn2b": (5120, 9.5, 2e-4, 0.2, 13_000, *VIT, 1e-6),  # not published: as laion315m, except the epochs
 }
-PUBLISHED = [name for name in recipe_names() if name.split("_")[0] in ENCODERS]  # the others are our own
-# what a recipe says against its data set's row: AmorLIP's own budget and decay, FastCLIP Table 10
+PUBLISHED = [name for name in recipe_names() if name.split("_")[0] in ENCODERS]  # the other recipes are our own
+# differences from the data set's row: AmorLIP's epochs and weight decay, and the optimizers of FastCLIP Table 10
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     "cc3m_amorlip": {"budget": 30},
     "cc12m_amorlip": {"weight_decay": 0.2},
@@ -52,7 +52,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "cc3m_fastclip_v3_sgdm": {"name": "sgd", "lr": 1.0, "weight_decay": 3e-6, "momentum": 0.9},
     "cc12m_fastclip_v3_sgdm": {"name": "sgd", "lr": 2.0, "weight_decay": 3e-6, "momentum": 0.9},
 }
-# FastCLIP Tables 12 to 14: batch and learning rates of 1, 4 and 8 nodes by the linear rule; tau's is FastCLIP-v3's
+# FastCLIP Tables 12 to 14: batch size, lr, and lr of FastCLIP-v3's tau, scaled linearly to 1, 4 and 8 nodes
 NODES = {
     "cc3m": {"1node": (512, 5e-4, 1e-4), "4nodes": (2048, 2e-3, 4e-4), "8nodes": (4096, 4e-3, 8e-4)},
     "cc12m": {"1node": (1024, 2e-4, 5e-5), "4nodes": (4096, 8e-4, 2e-4), "8nodes": (8192, 1.6e-3, 4e-4)},
@@ -63,7 +63,7 @@ EXCEPTIONS |= {
     for nodes, (batch, lr, _) in by_nodes.items()
     for method in ("openclip", "fastclip_v3")
 }
-# tau at step 0, its lr, rho
+# initial tau, lr of tau, rho
 TEMPERATURES: dict[str, tuple[float, float | None, Any]] = {
     "cc3m_isogclr": (0.03, 1e-2, 9.0),
     "cc12m_isogclr": (0.03, 1e-2, 9.0),
@@ -83,7 +83,7 @@ TEMPERATURES: dict[str, tuple[float, float | None, Any]] = {
     "cc3m_amorlip": (0.07, 2e-4, [6.5, 6.5, 6.5, -8.0]),
     "cc12m_amorlip": (0.07, 1e-4, [8.5, 8.5, -8.5]),
     "cc12m_amorlip_released_code": (0.07, 1e-4, [8.5, -8.5, -8.5]),
-    # not published: NeuCLIP's rho, AmorLIP's large scale, and a quarter of the encoders' lr
+    # not published: rho from NeuCLIP or from AmorLIP on CC12M, and a quarter of the encoders' lr
     "dfn14m_fastclip_v3": (0.07, 1.25e-4, 11.0),
     "dfn192m_fastclip_v3": (0.07, 7.8e-5, 11.0),
     "dfn1b_fastclip_v3": (0.07, 7.8e-5, 11.0),
@@ -97,7 +97,7 @@ TEMPERATURES |= {
     for nodes, (_, _, lr) in by_nodes.items()
 }
 FIXED_OR_OF_THE_ENCODERS = {"openclip": 0.07, "siglip": 0.1, "sogclr": 0.03, "fastclip_v0": 0.03, "fastclip_v1": 0.03}
-# gamma's schedule and minimum on CC3M and CC12M, where it is not FastCLIP's cosine to 0.2
+# schedule and minimum of gamma in recipes that do not use FastCLIP's cosine to 0.2
 GAMMAS = {
     "cc3m_sogclr": ("constant", 0.6),
     "cc12m_sogclr": ("constant", 0.6),
@@ -112,7 +112,7 @@ GAMMAS = {
     "dfn1b_fastclip_v3": ("cosine", 0.8),
 }
 GAMMA_EPOCHS = {"cc3m": 18, "cc12m": 16, "laion315m": 10, "dfn14m": 12, "dfn192m": 3, "dfn1b": 1, "dfn2b": 2}
-# data sets by their model, open_clip's RN50, ViT-B-32 and ViT-B-16, and its parameters less the temperature
+# number of parameters without the temperature -> data sets with that model (open_clip's RN50, ViT-B-32, ViT-B-16)
 MODELS = {
     102_007_136: ("cc3m",),
     151_277_312: ("cc12m", "dfn14m"),
@@ -146,7 +146,7 @@ def test_encoders_are_trained_as_published(name: str) -> None:
 @pytest.mark.parametrize(("data", "pairs"), [("cc3m", 128), ("cc12m", 256)])
 @pytest.mark.parametrize("nodes", [1, 2, 4, 8])
 def test_a_gpu_has_as_many_pairs_on_any_number_of_nodes(data: str, pairs: int, nodes: int) -> None:
-    """FastCLIP section 6 and Tables 12 to 22: nodes of 4 GPUs, for which there are hostfiles; 2 are the default."""
+    """As in FastCLIP section 6 and Tables 12 to 22, nodes have 4 GPUs; recipes without a suffix are for 2 nodes."""
     slots = read_hostfile(ROOT / "hostfiles" / f"{nodes}node4gpu")
     assert list(slots.values()) == [4] * nodes
     suffix = {1: "_1node", 2: ""}.get(nodes, f"_{nodes}nodes")
@@ -160,13 +160,13 @@ def test_temperature_is_as_published(name: str) -> None:
     tau = config.objective.temperature
     if config.objective.method in FIXED_OR_OF_THE_ENCODERS:
         wanted = (FIXED_OR_OF_THE_ENCODERS[config.objective.method], None, 0.0)
-    else:  # variants of a recipe say nothing about tau unless the table does
+    else:  # a variant of a recipe has the recipe's temperature unless the table lists the variant
         wanted = TEMPERATURES.get(name) or TEMPERATURES[f"{data_of(name)}_{config.objective.method}"]
     assert (tau.initial, tau.lr, tau.rho) == wanted
 
 
 def test_tau_follows_the_optimizer_of_the_encoders() -> None:
-    """FastCLIP Table 10; LAMB's trust ratio is 1 for tau, which leaves Adam's step."""
+    """Tau uses the optimizer in FastCLIP Table 10; for LAMB that is Adam, because LAMB's trust ratio for tau is 1."""
     wanted = {"lion": "lion", "sgdm": "sgd", "lamb": "adam"}
     for data in ("cc3m", "cc12m"):
         for suffix, optimizer in wanted.items():
@@ -188,7 +188,7 @@ def test_neuclips_network_is_as_published() -> None:
 
 
 def test_amorlip_is_as_published() -> None:
-    """The last column is beta's T, all epochs of the run."""
+    """The last value of a row is T in the schedule of beta, the number of epochs of the run."""
 
     def row(name: str) -> tuple[float, ...]:
         net = config_of(name).objective.amortized
@@ -203,7 +203,7 @@ def test_amorlip_is_as_published() -> None:
     for data, pairs in (("dfn14m", 13.7e6), ("dfn192m", 192e6), ("dfn1b", 1.0e9)):
         batch, steps = ENCODERS[data][:2]
         name, length = f"{data}_amorlip", pairs / batch
-        if data == "dfn1b":  # seen once; its nets live as long as CC12M's
+        if data == "dfn1b":  # each pair is seen once; an epoch is as long as CC12M's
             length = config_of(name).objective.epoch_steps or 0
             assert length == 8_059_642 // 2048
         assert row(name) == (*large, math.ceil(steps / length - 1e-3))
@@ -220,8 +220,8 @@ def test_every_recipe_builds_its_objective(name: str) -> None:
 def test_models_are_the_published_ones(
     parameters: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The plan builds them on the meta device, then misses the data."""
-    monkeypatch.setattr(memory, "count_activations", lambda *_: Activations(0, 0))  # which takes seconds
+    """The dry run builds the models on the meta device, and then fails because the data is missing."""
+    monkeypatch.setattr(memory, "count_activations", lambda *_: Activations(0, 0))  # the count takes seconds
     config, *others = (config_of(f"{data}_openclip") for data in MODELS[parameters])
     assert all(other.model == config.model for other in others)
     with pytest.raises(UserError, match="training data"):
@@ -229,7 +229,7 @@ def test_models_are_the_published_ones(
     assert f"= {parameters:,} parameters" in capsys.readouterr().out
 
 
-# TuneCLIP Table 7: checkpoint, global batch over 8 GPUs (that of ViT-H/14 is not published)
+# TuneCLIP Table 7: checkpoint, global batch size over 8 GPUs (not published for ViT-H/14)
 FINE_TUNED = {
     "vitb32_tuneclip": ("openai/clip-vit-base-patch32", 512 * 8),
     "vitb16_tuneclip": ("openai/clip-vit-base-patch16", 256 * 8),
@@ -247,7 +247,7 @@ def test_fine_tuning_is_as_published(name: str) -> None:
     assert config.data.workers == 6
     hinge = objective.hinge
     assert (objective.method, hinge.margin) == ("tuneclip", 0.1)
-    assert objective.temperature.initial is None  # the checkpoint's
+    assert objective.temperature.initial is None  # taken from the checkpoint
     average = objective.moving_average
     assert (average.gamma, average.gamma_min, average.gamma_epochs) == ("cosine", 0.9, 4)
     assert (optimizer.lr, optimizer.weight_decay, optimizer.betas) == (1e-5, 0.02, (0.9, 0.98))
@@ -258,7 +258,7 @@ def test_fine_tuning_is_as_published(name: str) -> None:
     ("name", "temperature"), [("vitb32", 0.01), ("vitb16", 0.01), ("laion_vitb32", 0.01), ("siglip_vitb16", 0.0085)]
 )
 def test_baselines_of_fine_tuning_recover_nothing_and_keep_tau(name: str, temperature: float) -> None:
-    """TuneCLIP Tables 9 and 16: what differs from TuneCLIP's own run is the loss, and that there is one stage."""
+    """As in TuneCLIP Tables 9 and 16, baselines differ from TuneCLIP only in the loss and in having no recovery."""
     tuned = config_of(f"{name}_tuneclip")
     for baseline, method, rule in (("openclip", "openclip", "log"), ("fastclip", "gcl", "constant")):
         config = config_of(f"{name}_{baseline}")
@@ -267,7 +267,7 @@ def test_baselines_of_fine_tuning_recover_nothing_and_keep_tau(name: str, temper
         context = Context(512, 1000, Communicator(), temperature=temperature)
         state = build_objective(config, context, torch.float32).replicated_state()
         tau = state["temperature.tau"] if rule == "constant" else state["temperature.theta"].neg().exp()
-        assert tau.item() == pytest.approx(temperature)  # the bounds of a tau that could be learned leave it alone
+        assert tau.item() == pytest.approx(temperature)  # the bounds for a learned tau do not change it
         for part in ("model", "data", "optimizer", "epochs"):
             assert getattr(config, part) == getattr(tuned, part)
 
@@ -288,12 +288,12 @@ COMMANDS = [shlex.split(cell)[1:] for cell in EXPERIMENTS if cell.startswith("tr
 def test_the_page_of_experiments_has_every_published_recipe() -> None:
     listed = {name for cell in EXPERIMENTS if not cell.startswith("train.py ") for name in braceexpand(cell)}
     papers = {name for name in recipe_names() if re.match("cc|dfn|laion|vit|siglip", name)}
-    assert listed == papers - {"vitb32_gcl", "vith14_openclip"}  # which no paper has
+    assert listed == papers - {"vitb32_gcl", "vith14_openclip"}  # recipes that are not from a paper
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_an_experiment_of_the_page_changes_its_recipe(command: list[str]) -> None:
-    """Each of its options does."""
+    """Removing any one option from the command changes the config."""
     recipe, *options = command
     whole = parse(command).config
     for option in options:

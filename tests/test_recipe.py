@@ -1,4 +1,4 @@
-"""From the command line and YAML to a validated config, and how it cuts a global batch."""
+"""Test how the command line and YAML become a validated config, and how the config divides a global batch."""
 
 from pathlib import Path
 
@@ -40,7 +40,7 @@ def test_without_a_recipe_it_is_the_demo_and_the_last_of_an_option_counts() -> N
 
 
 def test_forms_of_options() -> None:
-    """Null takes a value away, a switch has no value, and dashes and underscores are alike."""
+    """`null` clears a value, a switch takes no value, and dashes and underscores are equivalent."""
     assert parse(["demo"]).config.objective.temperature.lr is not None
     assert parse(["demo", "--objective.temperature.lr=null"]).config.objective.temperature.lr is None
     asked = parse(["demo", "--dry-run", "--hostfile=hostfiles/8node"]).command
@@ -80,7 +80,7 @@ def test_a_pretrained_model_starts_at_its_own_temperature_and_bias(tmp_path: Pat
 
 
 def test_sections_for_other_methods_wait_for_theirs() -> None:
-    """A recipe's sections that a later choice of method does not read come back with the method that does."""
+    """A recipe's sections are ignored if a different method is chosen, and apply again to a method that reads them."""
     assert parse(["demo", "--objective.method=openclip"]).config.objective.npn == NpnConfig()
     average = parse(["demo", "--objective.method=fastclip_v1"]).config.objective.moving_average
     assert average.gamma_epochs == 4
@@ -143,6 +143,6 @@ def test_shares() -> None:
 
 
 def test_options_stay_few() -> None:
-    """Each option is one more thing to know: a new one should replace another."""
+    """Every option is one more thing for users to learn, so a new option should replace an existing one."""
     assert len(dict(option_fields(Config))) <= 140
     assert sum(file.read_text().count(".add_argument(") for file in Path(cli.__file__).parent.glob("*.py")) <= 80

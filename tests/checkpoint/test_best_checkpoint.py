@@ -1,4 +1,4 @@
-"""The checkpoint with the best evaluation stays, whatever comes after it."""
+"""The checkpoint with the best evaluation score is kept, even after worse checkpoints follow."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Checkpoints are complete or absent, and belong to their run."""
+"""Checkpoints restore what was saved, are refused by a different run, and cannot execute code."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Engines that other numbers of ranks, ZeRO stages and precisions have saved go on as if nothing had happened."""
+"""Engine state saved with one number of ranks, ZeRO stage and precision can be resumed with different ones."""
 
 import re
 from pathlib import Path
@@ -30,7 +30,7 @@ Case = tuple[str, str]  # optimizer, name in ds_configs/
 
 
 def build(case: Case, communicator: Communicator, seed: int, embedding: int = 5, freeze: bool = True) -> Any:
-    """An engine around matrices and vectors whose sizes two and three ranks do not divide, one frozen, and buffers."""
+    """Return an engine with buffers and parameters, one frozen; two or three ranks cannot split all sizes evenly."""
     torch.manual_seed(seed)
     net = nn.Sequential(
         nn.Embedding(embedding, 3), nn.Linear(3, 5), nn.BatchNorm1d(4), nn.LayerNorm(5), nn.Conv1d(4, 7, 1, bias=False)
@@ -55,7 +55,7 @@ def place(folder: Path, case: Case) -> Path:
 
 
 def start(communicator: Communicator, folder: Path, cases: list[Case]) -> list[str]:
-    """Two steps, a checkpoint, and a third step; then, what each rank says of folders that cannot be loaded."""
+    """Save each engine after two steps and after a third; return this rank's errors from two loads that must fail."""
     for case in cases:
         engine = build(case, communicator, seed=0)
         train(engine, communicator, range(2))
@@ -76,7 +76,7 @@ def start(communicator: Communicator, folder: Path, cases: list[Case]) -> list[s
 def hand_on(
     communicator: Communicator, folder: Path, cases: list[Case], readers: list[str], source: str, target: str
 ) -> None:
-    """Reads each case's checkpoint by another kind of engine and writes it again."""
+    """Load each case's checkpoint into a different kind of engine and save it again."""
     for case, reader in zip(cases, readers, strict=True):
         engine = build((case[0], reader), communicator, seed=1)
         load_engine(place(folder, case) / source, engine, communicator)
@@ -85,7 +85,7 @@ def hand_on(
 
 
 def go_on(communicator: Communicator, folder: Path, cases: list[Case], others: list[str]) -> None:
-    """Reads what another number of ranks has handed on, and makes the third step; hands it on in other precision."""
+    """Take the third step from the resharded checkpoint, and also save the resharded one in the other precision."""
     for case in cases:
         engine = build(case, communicator, seed=2)
         load_engine(place(folder, case) / "second", engine, communicator)
@@ -95,7 +95,7 @@ def go_on(communicator: Communicator, folder: Path, cases: list[Case], others: l
 
 
 def weights_are_masters(engine: Any, files: StateFiles) -> None:
-    """On every rank, what the module computes with is the master, rounded."""
+    """Check that the module's weights are the saved master weights, cast to the module's dtype."""
     import deepspeed
 
     parameters = dict(engine.module.named_parameters())
@@ -121,7 +121,7 @@ def unequal(left: Path, right: Path) -> set[str]:
 
 
 def hand_over(cases: list[Case], ranks: int, folder: Path) -> list[list[str]]:
-    """From two ranks to `ranks` of the next ZeRO stage; what the two said of wrong folders."""
+    """Reshard from two ranks to `ranks` ranks of the next ZeRO stage; return the errors of `start` on the two ranks."""
     said = run_ranks(2, start, folder, cases)
     following = [f"zero{(int(engine[4]) + 1) % 4}_{engine[6:10]}" for _, engine in cases]
     run_ranks(ranks, hand_on, folder, cases, following, "first", "second")
@@ -137,7 +137,7 @@ def hand_over(cases: list[Case], ranks: int, folder: Path) -> list[list[str]]:
 
 
 def hand_back(cases: list[Case], folder: Path) -> None:
-    """To two ranks of the first ZeRO stage, who make the third step; and to the other precision."""
+    """Reshard back to two ranks of the original ZeRO stage for the third step, and convert to the other precision."""
     others = [f"zero{(int(engine[4]) + 2) % 4}_{'fp32' if 'bf16' in engine else 'bf16'}" for _, engine in cases]
     run_ranks(2, go_on, folder, cases, others)
     for case in cases:
@@ -149,7 +149,7 @@ def hand_back(cases: list[Case], folder: Path) -> None:
 
 
 def complete(folder: Path, case: Case) -> None:
-    """Every element is in one file alone, and what is kept is what the optimizer has."""
+    """Check that every element is stored exactly once, and that the optimizer's state is complete."""
     kinds, scalars = OPTIMIZERS[case[0]]
     files = StateFiles(folder)
     sizes = {name: shape.numel() for name, shape in files.shapes.items()}

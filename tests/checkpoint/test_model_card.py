@@ -1,4 +1,4 @@
-"""The model card of an export: metadata that the hub reads, scores, data and method, and nothing of this machine."""
+"""An export's model card has the hub's metadata, scores, data and method, but no paths of this machine."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ def config_of(tmp_path: Path, **model: Any) -> Config:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a checkpoint of step 20 in a run with scores of two steps."""
+    """Return the checkpoint of step 20 of a run that has scores at two steps."""
     monkeypatch.setattr(module, "read_meta", lambda path: {"step": 20})
     records = [
         {"step": 10, "zero_shot_top1": 0.1},
@@ -91,7 +91,7 @@ def test_image_weights_and_random_weights_without_scores(checkpoint: Path, tmp_p
         ("openai/clip-vit-base-patch32", "openai/clip-vit-base-patch32"),
         ("open_clip:ViT-B-32/laion2b_s34b_b79k", "open_clip:ViT-B-32/laion2b_s34b_b79k"),
         ("open_clip:ViT-B-32//weights/epoch_5.pt", "epoch_5.pt"),
-        ("models/clip", "clip"),  # which is a folder
+        ("models/clip", "clip"),  # an existing folder
     ],
 )
 def test_names_without_paths(value: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The copy of a run in a remote store: complete there or invisible, fetched again, and kept through faults."""
+"""A run's copy in a remote store is either complete or invisible, can be restored, and survives faults of the store."""
 
 import json
 import shutil
@@ -26,12 +26,12 @@ from neuclip_ds.training.hooks import remote as module
 from neuclip_ds.training.hooks.remote import CopyRun, restore
 
 STEPS = ["step_000000001", "step_000000002", "step_000000003"]
-NAME = "run [1] * of?{a,b}"  # with the characters of glob
+NAME = "run [1] * of?{a,b}"  # contains glob wildcards
 
 
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[str]:
-    """A bucket of a local S3 server, configured for this process and those that it starts."""
+    """Yield a bucket of a local S3 server, which this process and its children use by default."""
     boto3, moto_server = pytest.importorskip("boto3"), pytest.importorskip("moto.server")
     pytest.importorskip("s3fs")
     server = moto_server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
@@ -65,7 +65,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(checkpoints: Path, tmp_path: Path) -> Path:
-    """A run's folder with three checkpoints, of which the first is the best."""
+    """Return a run's folder with three checkpoints, the first of which is the best."""
     folder = shutil.copytree(checkpoints, tmp_path / "here" / NAME)
     (folder / "metrics.jsonl").write_text('{"step": 3}\n')
     return folder
@@ -76,7 +76,7 @@ def config(folder: Path, remote: str) -> RunConfig:
 
 
 def test_what_was_copied_is_restored_elsewhere(store: str, run: Path, tmp_path: Path) -> None:
-    """The newest and the best, with the files next to them, of a run whose name holds the characters of glob."""
+    """The newest and best checkpoints and the files next to them are restored, even if the run's name has wildcards."""
     remote = RemoteRun(f"{store}/{NAME}")
     assert remote.names() == []
     remote.push(run, [STEPS[2], STEPS[0]])
@@ -122,7 +122,7 @@ def test_a_store_that_cannot_be_used_is_refused(bucket: str, tmp_path: Path) -> 
 def test_a_copy_that_is_killed_at_any_moment_is_invisible_and_repeated(run: Path, tmp_path: Path) -> None:
     store = tmp_path / "store"
     url = f"file://{store}/run"
-    for files in range(1, 25, 5):  # that are there at least
+    for files in range(1, 25, 5):  # number of copied files after which the copy is killed
         shutil.rmtree(store, ignore_errors=True)
         push = start_push(url, run, STEPS)
         while push.poll() is None and sum(path.is_file() for path in store.rglob("*")) < files:
@@ -137,7 +137,7 @@ def test_a_copy_that_is_killed_at_any_moment_is_invisible_and_repeated(run: Path
 
 
 def loop_of(run: Path, store: Path, messages: list[str]) -> Any:
-    """What the hook uses of a loop, with the messages of its events."""
+    """Return a fake loop with the attributes that the hook uses; its events are added to `messages`."""
     return SimpleNamespace(
         folder=run,
         done=3,
@@ -161,7 +161,7 @@ def test_training_goes_on_while_the_store_fails_or_stalls(
 ) -> None:
     store = tmp_path / "store"
     (store / NAME / "checkpoints").mkdir(parents=True)
-    (store / NAME / "checkpoints" / STEPS[2]).touch()  # where a folder should be
+    (store / NAME / "checkpoints" / STEPS[2]).touch()  # a file where a folder should be
     messages: list[str] = []
     loop, hook = loop_of(run, store, messages), CopyRun(str(store))
     hook.start(loop)

@@ -1,4 +1,4 @@
-"""`neuclip-ds build-manifest` as a user starts it: alone, by mpirun, killed in the middle, with mistakes."""
+"""Run `neuclip-ds build-manifest` as users do: alone, under mpirun, again after a kill, and with mistakes."""
 
 import os
 import shutil
@@ -62,12 +62,12 @@ def test_from_side_files(folder, tmp_path, capsys, caplog):
 
 
 def known(folder: Path) -> int:
-    """Return the number of shards among the results of an unfinished build."""
+    """Return the number of shards for which an unfinished build has stored results."""
     return sum(path.read_bytes().count(b".tar") for path in folder.glob(".building/*"))
 
 
 def test_killed_in_the_middle(folder, tmp_path):
-    """A download that stalls holds the build up behind the other shards' results."""
+    """The build is killed while its last download stalls; a second build then finishes."""
     with files_server() as server:
         server.files["last.tar"] = (write_pairs(tmp_path / "last", [7]) / "00000.tar").read_bytes()
         server.gate.clear()

@@ -1,4 +1,4 @@
-"""embed and filter as a user calls them: with a pretrained model, on two ranks, killed and started again."""
+"""Run embed and filter as users do: with a pretrained model, on two ranks, and again after a kill."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ from neuclip_ds.embedding.select import feature_tables
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model and 40 shards of 15 samples."""
+    """Return a folder with a model and 40 shards of 15 samples each."""
     folder = tmp_path_factory.mktemp("place")
     save_open_clip(folder / "model")
     (folder / "shards").mkdir()

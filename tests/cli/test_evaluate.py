@@ -1,4 +1,4 @@
-"""tools/evaluate.py as a user calls it: of a pretrained model, of a run, on two ranks."""
+"""Run tools/evaluate.py as users do: on a pretrained model, on a run, and on two ranks."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ CLASSES = ["red dog", "blue cat", "green tree", "old car", "night sky", "bread"]
 
 
 def write_sets(root: Path, images: int = 23) -> Path:
-    """CIFAR-10 and Flickr, made of noise."""
+    """Write noise images in the layout of the CIFAR-10 and Flickr sets."""
     labeled, captioned = root / "wds_cifar10_test", root / "wds_flickr30k"
     write_shards(labeled, [{"jpg": jpeg(n), "cls": str(n * 5 % 6).encode()} for n in range(images)])
     (labeled / "classnames.txt").write_text("\n".join(CLASSES))
@@ -25,7 +25,7 @@ def write_sets(root: Path, images: int = 23) -> Path:
 
 
 def write_own(root: Path) -> None:
-    """Images of two classes, and a table of their captions."""
+    """Write images of two classes and a table of their captions."""
     lines = ["image\tcaption\n"]
     for number in range(6):
         image = root / "pets" / ("cat", "dog")[number % 2] / f"{number}.jpg"

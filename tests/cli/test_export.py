@@ -1,4 +1,4 @@
-"""A run from a pretrained checkpoint to its export: train.py and tools/export.py as a user calls them."""
+"""Fine-tune pretrained checkpoints and export the results with tools/export.py, as users do."""
 
 import json
 from pathlib import Path
@@ -36,7 +36,7 @@ def test_fine_tuning_and_export(shards: Path, tmp_path: Path) -> None:
     metrics = records(tmp_path / "runs/fine/metrics.jsonl")
     assert metrics[0]["tau"] == pytest.approx(0.018315638)
     assert "zero_shot_top1" in metrics[-1]
-    (tmp_path / "clip").rename(tmp_path / "moved")  # the run keeps what it needs
+    (tmp_path / "clip").rename(tmp_path / "moved")  # the run no longer needs it
     call("tools/export.py", "runs/fine", "--out=exported", folder=tmp_path)
     after = load_file(tmp_path / "exported/model.safetensors")
     assert after.keys() == before.keys()
@@ -57,7 +57,7 @@ def test_fine_tuning_and_export(shards: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_pretrained_towers_train_resume_and_are_exported(shards: Path, tmp_path: Path) -> None:
-    """A timm tower at another resolution, on two ranks under ZeRO-3."""
+    """A timm tower at a different resolution trains on two ranks under ZeRO 3, resumes and is exported."""
     saved_timm(tmp_path / "image.safetensors", TINY_VIT["name"], img_size=32, **TINY_VIT["options"])
     options = [*OPTIONS[:2], "--data.micro_batch=4", "--model.activation_checkpointing=true", f"--data.train={shards}"]
     vision = {**TINY_VIT, "image_size": 64, "pretrained": f"{tmp_path}/image.safetensors"}
@@ -68,7 +68,7 @@ def test_pretrained_towers_train_resume_and_are_exported(shards: Path, tmp_path:
     options += ["--objective.method=openclip"]
     for steps in (2, 4):
         call(TRAIN, "recipe.yaml", *options, f"--max_steps={steps}", folder=tmp_path, ranks=2)
-    (tmp_path / "image.safetensors").unlink()  # the run keeps what it needs
+    (tmp_path / "image.safetensors").unlink()  # the run no longer needs it
     call("tools/export.py", "runs/towers", "--out=out", "--license=mit", folder=tmp_path)
     card = (tmp_path / "out/README.md").read_text()
     assert "license: mit" in card and "`image.safetensors` (image tower)" in card

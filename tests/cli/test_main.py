@@ -1,4 +1,4 @@
-"""`neuclip-ds`, `python -m neuclip_ds` and the files that stand for them: which command runs, and at what cost."""
+"""Test which command each entry point runs, and that help and early errors are printed without importing torch."""
 
 import json
 import runpy
@@ -11,11 +11,11 @@ from small_runs import ROOT, environment
 
 from neuclip_ds.cli.main import COMMANDS, main
 
-# the files that stand for a command
+# the scripts that run a command
 DOORS = [
     path for path in (ROOT / "train.py", *sorted((ROOT / "tools").glob("*.py"))) if "main(command=" in path.read_text()
 ]
-# the help of all commands, each of which ends the program, and then the heavy libraries that were imported
+# print the help of all commands, each of which exits, and then the heavy libraries that were imported
 HELP = """
 import contextlib, sys
 from neuclip_ds.cli.main import COMMANDS, main
@@ -75,7 +75,7 @@ def test_a_mistake_is_one_sentence(arguments: list[str], message: str, capfd: py
     assert line.startswith("error: ") and message in line
 
 
-# option -> what the message says
+# option -> expected part of the message
 EARLY = {
     "--data.train=/nope": "data.train=/nope: /nope does not exist",
     "--data.val=/nope::/tmp": "data.val=/nope::/tmp: /nope does not exist",
@@ -96,7 +96,7 @@ COMMANDS_EARLY = {
     ("embed", "a/b/c", ".", "--out=out"): "MODEL=a/b/c does not exist",
     ("embed", "openai/clip", "/nope", "--out=out"): "SHARDS=/nope: /nope does not exist",
 }
-# what is wrong is said without the libraries that take seconds to import
+# errors are reported without importing the libraries that take seconds to import
 WITHOUT_TORCH = """
 import contextlib, json, sys
 import importlib.util
@@ -133,7 +133,7 @@ def test_deepspeed_gives_no_advice_where_there_is_no_gpu(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("rank", ["--local_rank=1", "--local-rank=0"])
 def test_the_rank_that_launchers_add_is_dropped(rank: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """`deepspeed --module neuclip_ds train ...` puts it before the command, `deepspeed train.py ...` after it."""
+    """`deepspeed --module neuclip_ds train` puts the rank before the command; `deepspeed train.py` puts it after."""
     main(["train", "demo", "--print-config"])
     expected = capsys.readouterr().out
     for arguments in ([rank, "train", "demo", "--print-config"], ["train", rank, "demo", "--print_config"]):

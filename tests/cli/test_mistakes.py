@@ -1,4 +1,4 @@
-"""A mistake is one sentence with the fix and exit code 2, on one rank and on two, without traceback or hang."""
+"""A user's mistake gives one line with the fix and exit code 2, on one or two ranks, without a traceback or a hang."""
 
 import subprocess
 import sys
@@ -43,7 +43,7 @@ def test_mistakes_that_are_found_before_and_after_the_ranks_connect(
 
 @pytest.mark.slow
 def test_what_one_rank_alone_meets_ends_both(tmp_path: Path) -> None:
-    """The second of two ranks finds an image of the zero-shot set that is none."""
+    """Only rank 1 reads a corrupt zero-shot image, and both ranks exit with the same error."""
     import webdataset as wds
 
     from neuclip_ds.data.demo import make_demo_data

@@ -1,4 +1,4 @@
-"""`neuclip-ds train --help`: which options each form lists."""
+"""Test which options `neuclip-ds train --help` and `--help all` list."""
 
 import re
 
@@ -33,4 +33,4 @@ def test_help_all_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None
         options, text = listed(capsys, *arguments)
         assert options == SWITCHES | ALL
         named = set(re.findall(r"--[\w.-]*_[\w.-]*", text))
-        assert named <= {"--num_gpus"}  # DeepSpeed's own: all others are spelled with dashes
+        assert named <= {"--num_gpus"}  # DeepSpeed's option; all others use dashes

@@ -1,4 +1,4 @@
-"""An HTTP server with injected faults."""
+"""An HTTP server that injects faults into its responses."""
 
 import socket
 import threading
@@ -11,7 +11,7 @@ from urllib.parse import parse_qs
 
 
 def wait_for(condition: Callable[[], object]) -> None:
-    """Wait until a condition holds, or raise AssertionError."""
+    """Wait until a condition holds; raise AssertionError after 60 seconds."""
     end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end, "timed out"
@@ -19,17 +19,17 @@ def wait_for(condition: Callable[[], object]) -> None:
 
 
 class Files(ThreadingHTTPServer):
-    """Serve `files` (path without the slash -> bytes) on 127.0.0.1, also as a bucket of S3's first folder.
+    """A server on 127.0.0.1 for `files` (relative path -> bytes); S3 clients see the top folder as a bucket.
 
     Attributes:
-        gets: GET requests of each path; those of a range count as one where they begin at byte 0.
-        heads: HEAD requests of each path.
-        authorizations: header of this name of each GET request that has one.
-        faults: path -> what its next requests meet, one each: a status, `cut`, `stall`, `short`, `slow`; then nothing.
-        gate: bodies are sent while it is set.
-        delay: seconds that a body takes.
-        refuses: status of every answer, if set.
-        most: requests at a time beyond which the answer is 503 SlowDown, if set.
+        gets: the number of GET requests per path; omits refused requests and ranges that start after byte 0.
+        heads: the number of HEAD requests per path.
+        authorizations: the Authorization headers of all GET requests that have one.
+        faults: path -> the faults of its next requests, one per request: a status, `cut`, `stall`, `short` or `slow`.
+        gate: an event; the second half of a body is sent once the event is set.
+        delay: the number of seconds to wait before sending the second half of a body.
+        refuses: the status of every response to a GET request, if set.
+        most: the maximum number of concurrent GET requests, if set; any more get 503 SlowDown.
     """
 
     daemon_threads = True
@@ -54,7 +54,7 @@ class Files(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}/{path}"
 
     def handle_error(self, request, client_address) -> None:
-        """Ignore clients that hang up, which is part of the tests."""
+        """Ignore errors caused by clients that hang up, as some tests make them do."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -99,7 +99,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_error(fault)
         elif name in self.server.files:
             self._send(self.server.files[name], fault)
-        elif listing:  # of a bucket with one folder
+        elif listing:  # of the bucket, which is the top folder
             keys = ((path.partition("/")[2], len(data)) for path, data in sorted(self.server.files.items()))
             keys = ((key, size) for key, size in keys if key.startswith(prefix))
             listed = "".join(f"<Contents><Key>{key}</Key><Size>{size}</Size></Contents>" for key, size in keys)
@@ -132,7 +132,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data[half:])
 
     def _range(self, size: int) -> tuple[int, int]:
-        """Return begin and end of what is requested of a body of `size` bytes."""
+        """Return the start and end of the requested byte range in a body of `size` bytes."""
         header = self.headers["Range"]
         if header is None:
             return 0, size

@@ -29,7 +29,7 @@ def write_tar(path: Path, members: Iterable[tuple[str, bytes]], tar_format: int 
 
 
 def jpeg(seed: int, width: int = 40, height: int = 30) -> bytes:
-    """Return a smooth random image."""
+    """Return a smooth random image as JPEG bytes."""
     coarse = np.random.default_rng(seed).integers(0, 256, (4, 5, 3), dtype=np.uint8)
     picture = Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
     out = io.BytesIO()
@@ -38,7 +38,7 @@ def jpeg(seed: int, width: int = 40, height: int = 30) -> bytes:
 
 
 def write_pairs(folder: Path, sizes: Iterable[int], replace: dict[int, dict[str, bytes]] | None = None) -> Path:
-    """Write shards of `sizes` pairs; `replace` sets the members of single samples by global index and extension."""
+    """Write shards with `sizes` pairs; `replace` maps the global index of a sample to its members by extension."""
     folder.mkdir(parents=True, exist_ok=True)
     index = 0
     for shard, size in enumerate(sizes):
@@ -66,7 +66,7 @@ def assert_same(found: Sequence[Batch], expected: Sequence[Batch]) -> None:
 
 
 def tokenize(captions: list[str]) -> torch.Tensor:
-    """Return code points, truncated or padded to 12."""
+    """Return each caption's code points, truncated or padded to 12."""
     rows = [[ord(letter) for letter in caption[:12].ljust(12, "\0")] for caption in captions]
     return torch.tensor(rows, dtype=torch.int64).reshape(len(captions), 12)
 
@@ -84,7 +84,7 @@ def load_training(
     step: int = 0,
     parts: int = 1,
 ) -> Iterator[Batch]:
-    """A rank's batches, as training loads them."""
+    """Return an iterator over a rank's batches, loaded as in training."""
     jobs = train_jobs(order, rank, world_size, epoch, step, steps, parts)
     return _load(manifest, transform, options, order.seed, jobs)
 
@@ -97,7 +97,7 @@ def load_evaluation(
     rank: int = 0,
     world_size: int = 1,
 ) -> Iterator[Batch]:
-    """A rank's batches of a held-out set."""
+    """Return an iterator over a rank's batches, loaded as in evaluation."""
     return _load(manifest, transform, options, 0, eval_jobs(manifest, rank, world_size, batch_size))
 
 

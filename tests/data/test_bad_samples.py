@@ -1,4 +1,4 @@
-"""The log of bad samples: each is listed once, counted by cause over all ranks, and too many stop the run."""
+"""Check that each bad sample is listed once and counted by cause over all ranks, and that too many stop the run."""
 
 import json
 from contextlib import suppress
@@ -38,7 +38,7 @@ def test_each_sample_is_listed_once(tmp_path, caplog):
     first = json.loads(log.path.read_text().splitlines()[0])
     assert first == {"index": 1, "shard": "s.tar", "key": "001", "reason": "no image"}
     assert (log.seen, log.bad) == (30, 5)
-    assert len(caplog.records) == 3  # the 1st, 2nd and 4th
+    assert len(caplog.records) == 3  # for the 1st, 2nd and 4th bad samples
 
 
 def test_a_resumed_run_does_not_list_again_and_mends_a_broken_line(tmp_path):
@@ -70,16 +70,16 @@ def test_ranks_settle_together(tmp_path):
 
 def test_bad_fraction_stops_the_run(tmp_path):
     log = BadSampleLog(tmp_path, 0.01)
-    merged(log, bad_batch(list(range(10))))  # 10 are what 1000 samples may hold
+    merged(log, bad_batch(list(range(10))))  # exactly the limit for up to 1000 samples
     with pytest.raises(UserError, match=r"^11 of 20 samples .*max_bad_fraction=0.01 .*no image.*bad_samples.jsonl"):
         merged(log, bad_batch([10]))
-    merged(log, bad_batch([], size=1080))  # 11 of 1100
+    merged(log, bad_batch([], size=1080))  # 11 of 1100 samples
     with pytest.raises(UserError, match="12 of 1101"):
         merged(log, bad_batch([11], size=1))
 
 
 def test_a_node_that_reads_nothing_stops_a_long_run(tmp_path):
-    """One of two ranks, after so many good samples that the limit of the whole run is far away."""
+    """One rank of two cannot read its data, after so many good samples that the limit for the whole run is far away."""
     logs = [BadSampleLog(tmp_path, 0.01, writes=False) for _ in range(2)]
     logs[0].restore(10**6, {})
 
@@ -103,7 +103,7 @@ def test_a_node_that_reads_nothing_stops_a_long_run(tmp_path):
 
 
 def test_the_window_forgets(tmp_path):
-    """A damaged shard's samples come together: many in few steps, then none."""
+    """The limit on recent steps tolerates short bursts of bad samples, as from a damaged shard, but not a long one."""
     log = BadSampleLog(tmp_path, 0.01)
     log.restore(10**6, {})
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Building manifests: in memory, on disk, interrupted, from subsets of uids, which are searched in sorted files."""
+"""Check manifests built in memory or on disk, interrupted builds, subsets selected by uid, and sorted files of uids."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 class Worker(ThreadPoolExecutor):
-    """One thread, which counts the groups of shards that it scans."""
+    """An executor with one thread that counts the groups of shards submitted to it."""
 
     def __init__(self) -> None:
         super().__init__(1)
@@ -94,7 +94,7 @@ def test_what_a_run_builds_is_used_until_a_shard_changes(folder, tmp_path, monke
     first = opened()
     assert opened().shards == first.shards
     assert len(scanned) == 3
-    opened(options=ScanOptions(("txt", "json:caption")))  # which could count other samples as bad
+    opened(options=ScanOptions(("txt", "json:caption")))  # with these, different samples may be bad
     assert len(scanned) == 6
     os.utime(folder / "00001.tar", ns=(0, 0))
     assert opened().shards == first.shards
@@ -106,12 +106,12 @@ def test_what_a_run_builds_is_used_until_a_shard_changes(folder, tmp_path, monke
 @pytest.mark.parametrize("change", ["nothing", "shards", "options"])
 def test_an_interrupted_build_continues_with_what_it_knows(folder, tmp_path, change):
     paths, target, options = paths_of(folder), tmp_path / "m", CHECKED
-    with pytest.raises(KeyboardInterrupt), Worker() as first:  # a thread that still scanned would leave its table
+    with pytest.raises(KeyboardInterrupt), Worker() as first:  # on exit, waits for a scan that may write a table
         write_manifest(target, paths, first, options, on_progress=interrupt_after(2))
     assert not (target / "shards.parquet").exists()
     if change == "shards":
         write_pairs(folder / "other", [6])
-        (folder / "other" / "00000.tar").replace(paths[0])  # of another size than the one that was scanned
+        (folder / "other" / "00000.tar").replace(paths[0])  # not the size of the shard that was scanned
         paths = paths[::-1]
     options = options._replace(uid_key="other" if change == "options" else "uid")
     again, seen = Worker(), []
@@ -126,9 +126,9 @@ def test_an_interrupted_build_continues_with_what_it_knows(folder, tmp_path, cha
 
 
 def test_a_group_of_shards_shares_a_file_of_tables(tmp_path, monkeypatch):
-    """One that cannot be read does not move the tables of the others in its group."""
+    """An unreadable shard does not shift the tables of the other shards in its group."""
     monkeypatch.setattr(build, "GROUPS", 4)
-    monkeypatch.setattr(build, "as_completed", iter)  # which has no fixed order
+    monkeypatch.setattr(build, "as_completed", iter)  # the real function has no fixed order
     paths = paths_of(write_pairs(tmp_path / "shards", [1, 2, 3, 0, 1, 2, 3, 1]))
     unreadable(Path(paths[4]))
     with pytest.raises(KeyboardInterrupt), Worker() as first:
@@ -140,7 +140,7 @@ def test_a_group_of_shards_shares_a_file_of_tables(tmp_path, monkeypatch):
 
 
 def unreadable(path: Path) -> None:
-    """Put a folder in a shard's place."""
+    """Replace a shard with a folder of the same name."""
     path.unlink()
     path.mkdir()
 
@@ -162,7 +162,7 @@ def test_an_unreadable_shard_costs_no_other_and_may_be_omitted(folder, tmp_path,
 
 
 def test_a_shard_that_changes_while_it_is_scanned_is_not_lost(folder, tmp_path):
-    def grow(done: int, total: int) -> None:  # before any is scanned
+    def grow(done: int, total: int) -> None:  # before any shard is scanned
         if done == 0:
             with (folder / "00001.tar").open("ab") as file:
                 file.write(bytes(512))
@@ -196,7 +196,7 @@ def write_uids(path: Path, uids: list[str]) -> str:
 
 
 def test_a_subset_by_uids_has_dense_indices(tmp_path):
-    """A uid that is listed twice is kept twice: DataComp's own resharder repeats such samples."""
+    """A sample whose uid is listed twice occurs twice in the manifest, as with DataComp's resharder."""
     folder, uids = uid_shards(tmp_path / "pool", [5, 4, 6])
     chosen = [1, 3, 10, 12, 12, 14]
     files = (
@@ -236,7 +236,7 @@ def test_uids_that_occur_twice_are_counted_with_an_example(tmp_path, caplog, sel
     write_manifest(tmp_path / "first", paths[:2], Worker(), options)
     assert "have the uid" not in caplog.text
     write_manifest(tmp_path / "m", paths, Worker(), options)
-    # of 6 samples with a uid, as that of the first is 0, which counts as none
+    # 6 samples have a uid, but the uid of the first sample is 0, which counts as none
     assert "1 of 5 samples have the uid of another one" in caplog.text
     assert uids[1] in caplog.text
 

@@ -1,4 +1,4 @@
-"""The shard cache under several processes: each shard is fetched once, the limit holds, killed processes do no harm."""
+"""Check that processes that share a cache fetch each shard once, obey the size limit, and survive a killed process."""
 
 import os
 import pickle
@@ -29,7 +29,7 @@ def http():
 
 
 def cache_in(folder: Path, shards: float, **options) -> ShardCache:
-    """Return a cache with room for a number of shards."""
+    """Return a cache with room for the given number of shards."""
     return ShardCache(folder / "cache", int(shards * SIZE), **{"timeout": 2, "backoff": 0.01, **options})
 
 
@@ -38,14 +38,14 @@ def url(http: Files, number: int) -> str:
 
 
 def held(folder: Path) -> list[int]:
-    """Return the shards in the cache."""
+    """Return the sorted numbers of the shards in the cache."""
     return sorted(path.read_bytes()[0] for path in (folder / "cache/shards").glob("*.tar"))
 
 
 def size_of(folder: Path) -> int:
-    """Return the bytes of shards and partial downloads; files may vanish meanwhile."""
+    """Return the total size in bytes of all shards and partial downloads, ignoring files that vanish meanwhile."""
     total = 0
-    for place in ("shards", "fetching"):  # in this order no shard that moves counts twice
+    for place in ("shards", "fetching"):  # in this order, a shard that is moved meanwhile is not counted twice
         for where, _, names in os.walk(folder / "cache" / place):
             for name in names:
                 with suppress(FileNotFoundError):
@@ -88,7 +88,7 @@ def test_the_least_recently_used_makes_room(http, tmp_path):
     for number in (0, 1, 2, 0, 3, 4):
         cache.path(url(http, number), SIZE)
         assert size_of(tmp_path) <= cache.capacity_bytes
-        time.sleep(0.01)  # the clock of file times ticks every few ms
+        time.sleep(0.01)  # the resolution of file times is a few ms
     assert held(tmp_path) == [0, 3, 4]
     assert cache.touch(url(http, 0), SIZE)
     assert not cache.touch(url(http, 1), SIZE)
@@ -141,7 +141,7 @@ def visit(cache: ShardCache, urls: list[str], barrier) -> None:
 
 
 def in_processes(visits: list[tuple[ShardCache, list[str]]]) -> None:
-    context = forks.context()  # of a server that has not used fsspec, which does not stand a fork after its first use
+    context = forks.context()  # its server has not used fsspec, which cannot be forked safely after its first use
     barrier = context.Barrier(len(visits))
     processes = [context.Process(target=visit, args=(*arguments, barrier)) for arguments in visits]
     for process in processes:
@@ -167,7 +167,7 @@ def test_processes_that_press_on_the_capacity_never_exceed_it(http, tmp_path):
 
     def watch() -> None:
         nonlocal most
-        while not over.wait(0.001):  # a fetch takes five times as long
+        while not over.wait(0.001):  # a fetch takes five times as long as this wait
             most = max(most, size_of(tmp_path))
 
     watcher = threading.Thread(target=watch)
@@ -182,7 +182,7 @@ def test_processes_that_press_on_the_capacity_never_exceed_it(http, tmp_path):
 
 @pytest.mark.parametrize("wanted", [5, 6], ids=["the same shard", "another shard"])
 def test_a_killed_process_leaves_the_cache_usable(http, tmp_path, wanted):
-    """The killed process holds a lock, space and a partial file; the cache has room for one shard only."""
+    """The process is killed while it holds a lock, reserved space and a partial file; the cache fits only one shard."""
     http.gate.clear()
     cache = cache_in(tmp_path, 1, timeout=60)
     process = forks.context().Process(target=cache.path, args=(url(http, 5), SIZE))
@@ -198,7 +198,7 @@ def test_a_killed_process_leaves_the_cache_usable(http, tmp_path, wanted):
 
 
 def test_a_fetch_of_another_process_is_waited_for(http, tmp_path):
-    """It is alive, though slower than the time-outs of this one; both want all the space."""
+    """Threads wait past their own time-outs for a slow but live process, although each shard needs the whole cache."""
     http.gate.clear()
     process = forks.context().Process(target=cache_in(tmp_path, 1, timeout=60).path, args=(url(http, 5), SIZE))
     process.start()
@@ -221,7 +221,7 @@ def test_a_fetch_of_another_process_is_waited_for(http, tmp_path):
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder for temporary files that anyone can write to."""
+    """Create a world-writable folder, and make it the default folder for temporary files."""
     folder = tmp_path / "tmp"
     folder.mkdir()
     folder.chmod(0o1777)

@@ -1,4 +1,4 @@
-"""Captions: their sources, how one is drawn, and text that nobody checked, which never ends a run."""
+"""Check the sources of captions, the random choice of a caption, and that malformed text never stops a run."""
 
 import time
 from collections import Counter

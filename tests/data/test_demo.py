@@ -1,4 +1,4 @@
-"""The demo data set: layout, labels, captions, near-duplicates and reproducibility."""
+"""Check the layout, labels, captions, near-duplicates and reproducibility of the demo data set."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def facts(folder: Path) -> list[dict[str, Any]]:
 
 
 def names_one(caption: str, words: tuple[str, ...]) -> bool:
-    """Whether the caption contains one of the words, in singular or plural."""
+    """Return whether the caption contains one of the words, in the singular or plural."""
     return any(re.search(rf"(?<![\w-]){re.escape(word)}(s|es)?(?![\w-])", caption.lower()) for word in words)
 
 
@@ -102,12 +102,12 @@ def test_captions_tell_the_scene_and_nothing_false(folder: Path) -> None:
         named["place"] += any(names_one(caption, PLACES[group["place"]]) for group in groups)
         named["background"] += names_one(caption, BACKGROUNDS[pair["background"]][1])
         assert not re.search(r"\ba [aeiou]|\ban [^aeiou]|  |[{}]", caption), caption
-    for fact in ("place", "background"):  # sometimes omitted, more often named
+    for fact in ("place", "background"):  # most captions name it, but not all
         assert 0.5 < named[fact] / len(described) < 0.9
 
 
 def spoken_objects(caption: str) -> str:
-    """Return the caption without its background, which may name a color."""
+    """Return the caption in lower case without the background, which may name a color."""
     for _, phrases in BACKGROUNDS.values():
         for phrase in phrases:
             caption = caption.lower().replace(phrase, "")
@@ -152,11 +152,11 @@ def test_objects_are_where_the_scene_says(shape: str, place: str, middle: tuple[
         dark = np.asarray(render(scene, 90, Random(seed)).convert("L")) < 100
         rows, columns = dark.nonzero()
         assert (int(columns.mean() // 30), int(rows.mean() // 30)) == middle
-        assert all(marks.min() > 0 and marks.max() < 89 for marks in (rows, columns))  # whole
+        assert all(marks.min() > 0 and marks.max() < 89 for marks in (rows, columns))  # the whole object
 
 
 def test_mistakes_change_nothing(tmp_path: Path) -> None:
-    """An empty folder is taken, one that holds something is not."""
+    """Invalid options create nothing; an existing empty folder is filled, and a non-empty folder is left unchanged."""
     folder = tmp_path / "set"
     for name, number in (("pairs", 0), ("held_out", -1), ("size", 8), ("processes", 0)):
         with pytest.raises(UserError, match=f"^{name}="):
@@ -171,7 +171,7 @@ def test_mistakes_change_nothing(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="exists already"):
         make_demo_data(folder, seed=1, **FEW)
     assert contents(folder) == before
-    assert [path.name for path in tmp_path.iterdir()] == ["set"]  # nothing aside is left
+    assert [path.name for path in tmp_path.iterdir()] == ["set"]  # no temporary folder is left
 
 
 def test_demo_split_renders_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +190,7 @@ def test_demo_split_renders_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_loser_of_the_race_uses_the_winners_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(folder: Path) -> None:
-        """Let another process finish first while this one is rendering."""
+        """Simulate a second process that finishes just before this call does."""
 
         def overtake(done: int, total: int) -> None:
             if done == total:
@@ -205,7 +205,7 @@ def test_loser_of_the_race_uses_the_winners_files(tmp_path: Path, monkeypatch: p
     assert not list(tmp_path.glob("*.partial"))
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])  # each of two imports torch
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])  # slow: both import torch
 def test_the_command_renders_the_same_in_several_processes(
     processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,4 +1,4 @@
-"""Fetching from real servers with injected faults, and what their failures mean."""
+"""Check fetches from real servers with injected faults, and how failures are classified."""
 
 import errno
 import multiprocessing
@@ -26,7 +26,7 @@ def http() -> Iterator[Files]:
 
 @pytest.fixture
 def shard(http: Files) -> tuple[str, str]:
-    """Return the URL and name of a separate file of this test on the HTTP server."""
+    """Create a file on the HTTP server for one test; return the file's URL and name."""
     name = f"{len(http.files)}/00000.tar"
     http.files[name] = DATA
     return http.url(name), name
@@ -34,7 +34,7 @@ def shard(http: Files) -> tuple[str, str]:
 
 @pytest.fixture
 def s3(http: Files, monkeypatch: pytest.MonkeyPatch) -> Files:
-    """Configure fsspec for the HTTP server as an S3 server with the bucket `pairs`."""
+    """Configure fsspec to use the HTTP server as an S3 server with the bucket `pairs`."""
     pytest.importorskip("s3fs")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
@@ -82,7 +82,7 @@ def test_a_download_that_stalls_is_abandoned(shard: tuple[str, str], http: Files
 
 
 def test_an_abandoned_download_writes_nowhere_and_ends(shard: tuple[str, str], http: Files, tmp_path: Path) -> None:
-    """It goes on when its folder has been removed and another download has the same place."""
+    """An abandoned download writes nothing, even if its folder is removed and a new folder takes its place."""
     before, folder = threading.active_count(), tmp_path / "folder"
     folder.mkdir()
     http.gate.clear()
@@ -92,7 +92,7 @@ def test_an_abandoned_download_writes_nowhere_and_ends(shard: tuple[str, str], h
     folder.rmdir()
     folder.mkdir()
     http.gate.set()
-    wait_for(lambda: threading.active_count() <= before + 1)  # fsspec's own thread
+    wait_for(lambda: threading.active_count() <= before + 1)  # 1 for fsspec's thread
     assert not list(folder.iterdir())
 
 
@@ -150,7 +150,7 @@ def test_resolving_shards_on_servers(s3: Files, http: Files) -> None:
 def test_other_processes_can_fetch_after_this_one_has(
     shard: tuple[str, str], http: Files, tmp_path: Path, method: str
 ) -> None:
-    """Loader processes are forks, also while downloads of this process hang."""
+    """A new process, such as a forked loader process, can fetch even while a download hangs in its parent."""
     assert fetch(shard[0], tmp_path) == DATA
     http.faults[shard[1]] = ["stall"]
     failure(shard[0], tmp_path, timeout=0.3)
@@ -186,7 +186,7 @@ def test_what_failures_mean(error: Exception, kind: Kind) -> None:
     ],
 )
 def test_errors_of_s3(kind: Kind, codes: dict[str, int]) -> None:
-    """As s3fs translates them (https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html)."""
+    """Classify S3 errors translated by s3fs (https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html)."""
     errors, exceptions = pytest.importorskip("s3fs.errors"), pytest.importorskip("botocore.exceptions")
     for code, status in codes.items():
         response = {"Error": {"Code": code, "Message": "A message."}, "ResponseMetadata": {"HTTPStatusCode": status}}

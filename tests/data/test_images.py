@@ -1,4 +1,4 @@
-"""Decoders agree with PIL; pixels depend on the seed alone and agree with torchvision's own pipeline."""
+"""Check that decoders agree with PIL, and that transforms agree with torchvision and are deterministic per seed."""
 
 import io
 import os
@@ -18,7 +18,7 @@ from neuclip_ds.data.decoders import Decode, Decoded, DecodeError, decode_pil
 from neuclip_ds.data.images import DECODERS, EvalTransform, decode_simplejpeg, draw_crop, train_transform
 
 MODES = [("RGB", "JPEG"), ("L", "JPEG"), ("CMYK", "JPEG"), ("RGBA", "PNG"), ("P", "PNG"), ("RGB", "WEBP")]
-SCALED = {(900, 610): 100, (401, 333): 60, (640, 479): 240, (9, 900): 2}  # sizes with the shorter side that is wanted
+SCALED = {(900, 610): 100, (401, 333): 60, (640, 479): 240, (9, 900): 2}  # image size -> min_side
 
 
 def saved(image: Image.Image, kind: str, **options: object) -> bytes:
@@ -41,7 +41,7 @@ TRANSFORMS = {
 
 
 def pixels_of(decoded: Decoded) -> np.ndarray:
-    """(H, W, 3), int."""
+    """Return the pixels as an integer array of shape (H, W, 3)."""
     image = decoded.image
     array = image.permute(1, 2, 0).numpy() if isinstance(image, torch.Tensor) else np.asarray(image)
     return array.astype(int)
@@ -112,11 +112,11 @@ def test_scaled_decode_only_for_large_sources_and_close_to_the_full_one():
     random = reference.RandomResizedCrop(64, (0.9, 1.0), interpolation=InterpolationMode.BICUBIC)
     torch.manual_seed(3)
     expected = reference.functional.pil_to_tensor(random(full)).float()
-    assert (transform(data, 3).float() - expected).abs().mean() < 2  # of 255
+    assert (transform(data, 3).float() - expected).abs().mean() < 2  # out of 255
 
 
 def noisy_photograph(seed: int, width: int, height: int) -> bytes:
-    """A JPEG with detail in every block, of which no scale or kernel makes the same pixels by chance."""
+    """Return a JPEG with noise in every block, so that no wrong scale or kernel gives the same pixels by chance."""
     generator = np.random.default_rng(seed)
     smooth = np.asarray(Image.open(io.BytesIO(jpeg(seed, width, height))), dtype=float)
     noise = generator.normal(0, 25, smooth.shape)
@@ -145,7 +145,7 @@ def test_a_broken_transform_is_not_taken_for_a_broken_image():
 
 
 def test_squashing_keeps_the_whole_image():
-    """Left half black, right half white: in a square of the whole image each has half of the columns."""
+    """The left half of the image is black and the right half is white, so each takes half the columns of the square."""
     image = Image.new("L", (120, 40))
     image.paste(255, (60, 0, 120, 40))
     data = saved(image, "PNG")
@@ -162,7 +162,7 @@ RAMP = np.linspace(0, 65535, 40 * 30).reshape(30, 40)
 
 
 def png(width: int, height: int, bits: int, color: int, rows: bytes) -> bytes:
-    """A PNG as its specification has it: also with 16 bits a channel, and with sizes that its data do not have."""
+    """Return a PNG built by hand, which may have 16 bits per channel or a wrong size in its header."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -181,7 +181,7 @@ def png_16(channels: int, color: int) -> bytes:
 def test_16_bits_a_channel_become_their_high_byte(name: str, channels: int, color: int) -> None:
     found = pixels_of(DECODERS[name](png_16(channels, color), None))
     expected = RAMP.astype(np.uint16) >> 8
-    assert (found[:, :, 0] == expected).all()  # PIL alone clips: 254 of 256 become white
+    assert (found[:, :, 0] == expected).all()  # PIL alone would clip: 254 of 256 would become white
 
 
 BAD = {

@@ -1,4 +1,4 @@
-"""The interleave fits the cache of a node, gives each node its own streams, divides the batch, and mixes well."""
+"""Check that the interleave fits each node's cache, gives nodes separate streams, divides the batch and mixes well."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from neuclip_ds.errors import UserError
 SAMPLE_BYTES = 45_000
 DFN = np.full(19_200, 10_000)
 DRAW = np.random.default_rng(0)
-SHAPES = {  # samples of 2,000 shards
+SHAPES = {  # sample counts of 2,000 shards
     "equal": np.full(2000, 1000),
     "lognormal": DRAW.lognormal(6.4, 1, 2000).astype(int) + 1,
     "a few are huge": np.where(np.arange(2000) % 100 == 0, 30_000, 1000),
@@ -67,7 +67,7 @@ def test_the_real_sizes_of_shards_fit_the_cache(shape, nodes):
 
 
 @settings(max_examples=15, deadline=None)
-@example(batch_size=1437, nodes=77, cache=1e9, shards=32)  # 39 nodes need fewer bytes each than 77
+@example(batch_size=1437, nodes=77, cache=1e9, shards=32)  # each of 39 nodes needs fewer bytes than each of 77
 @given(st.integers(2, 3000), st.integers(1, 200), st.floats(1e9, 1e13), st.integers(1, 5000))
 def test_whatever_is_chosen_divides_the_batch_and_fits(batch_size, nodes, cache, shards):
     sizes = np.full(shards, 1000)
@@ -87,9 +87,9 @@ def test_whatever_is_chosen_divides_the_batch_and_fits(batch_size, nodes, cache,
     [(12, 8, None), (24, 32, None), (48, 64, None), (192, 64, None), (24, 32, 1e11), (48, 64, 1e11), (192, 64, 1e11)],
 )
 def test_neighbors_in_a_shard_are_mixed_as_well_as_by_mosaicml(millions, nodes, cache):
-    """Two neighbors are together in a batch as many times as often as in a random permutation as there are blocks.
+    """If a stream has N blocks, two neighbors in a shard share a batch N times as often as in a random permutation.
 
-    MosaicML's py1e spreads the samples of a shard over at most 4 million of a node's, or 262,144 on many nodes.
+    MosaicML's py1e spreads the samples of a shard over at most max(4 million / nodes, 262,144) positions per node.
     """
     sizes = np.full(100 * millions, 10_000)
     found = choose(sizes, 4096, nodes, cache)
@@ -126,7 +126,7 @@ def test_a_cache_that_can_hold_no_window():
 
 
 def test_what_a_node_needs():
-    """10 shards of 100 samples: blocks of a shard's length begin and end within one, and two more are fetched ahead."""
+    """Shards have 100 samples. A block of 100 may span two shards, and a node fetches the next two blocks early."""
     sizes = np.full(10, 100)
     assert 4 <= resident(sizes, 10, Interleave(2, 100)) / (100 * SAMPLE_BYTES) <= (2 + 2) * 2
     assert 2 <= resident(sizes, 10, Interleave(5, 100), nodes=5) / (100 * SAMPLE_BYTES) <= 3

@@ -1,4 +1,4 @@
-"""Loaders: batches are independent of workers, ranks and starting step; bad samples keep their row."""
+"""Check that batches do not depend on the workers, ranks or starting step, and that bad samples keep their rows."""
 
 import os
 import signal
@@ -61,7 +61,7 @@ def load(
 
 @pytest.fixture(scope="module")
 def uninterrupted(manifest) -> list[Batch]:
-    """Two epochs of 5 steps and two steps of the third."""
+    """Load two epochs of 5 steps each and two steps of the third epoch."""
     return load(manifest, order_of(manifest))
 
 
@@ -104,7 +104,7 @@ def test_rank_slices_join_to_the_global_batches(manifest, uninterrupted, world):
 
 
 class Dies:
-    """The usual transform, which kills its process at one call, counted over all processes, or at each."""
+    """A transform that kills its process at call `deadly`, counted over all processes, or at every call by default."""
 
     image_size = 16
 
@@ -122,7 +122,7 @@ class Dies:
 
 @pytest.mark.parametrize(("workers", "deadly"), [(0, 0), (2, 15)])
 def test_parts_join_to_the_batches(manifest, uninterrupted, workers, deadly, tmp_path):
-    """Also where a worker dies at a part in the middle of a batch."""
+    """The parts of a batch give the whole batch, even if a worker dies while it loads a part."""
     options = {"workers": workers, "prefetch": 2, "transform": Dies(tmp_path, deadly)}
     parts = load(manifest, order_of(manifest), parts=3, epoch=1, step=2, **options)
     assert [len(part.index) for part in parts[:3]] == [2, 3, 3]
@@ -203,7 +203,7 @@ class Sleeps:
 
 
 def test_a_loader_that_dies_or_hangs_is_a_clear_error(manifest, caplog, monkeypatch, tmp_path):
-    """One that dies is tried three times: the failure may be of the moment."""
+    """A worker that dies is replaced twice before an error is raised, because the failure may be temporary."""
     with pytest.raises(UserError, match=r"A loader process died .* step 0 of epoch 0 .*\(3 times"):
         load(manifest, order_of(manifest), 3, transform=Dies(tmp_path), workers=1)
     monkeypatch.setattr(worker_pool, "MAX_FAILURES", 2)
@@ -271,7 +271,7 @@ def whole() -> Batch:
 
 
 def cut(batch: Batch, count: int = PARTS) -> list[Batch]:
-    """Copies of a batch's parts, as processes deliver them."""
+    """Return copies of the parts of a batch, as loader processes deliver them."""
     found = []
     for number in range(count):
         rows = part_rows(len(batch.index), count, number)

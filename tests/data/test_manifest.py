@@ -1,4 +1,4 @@
-"""Manifests: indices, identity and files; damaged and impossible ones are refused in one sentence."""
+"""Check the indices, hashes and files of manifests, and that damaged or impossible manifests give one-line errors."""
 
 import random
 import resource
@@ -98,7 +98,7 @@ def without(name: str) -> Callable[[pa.Table], pa.Table]:
 
 
 def replaced(name: str, value: object, kind: pa.DataType | None = None) -> Callable[[pa.Table], pa.Table]:
-    """Return what sets a column to a value in all rows; `kind` is needed for None alone."""
+    """Return a function that sets a column to a value in all rows; only the value None needs `kind`."""
     return lambda table: table.set_column(
         table.column_names.index(name), name, pa.array([value] * len(table), kind or None)
     )
@@ -149,7 +149,7 @@ def test_a_damaged_sample_table(folder: Path, damage: str) -> None:
 
 
 def test_every_flipped_bit_is_found_or_harmless(folder: Path) -> None:
-    """Page checksums find those in the data; the footer's are found, or name what nobody reads."""
+    """Page checksums detect flipped bits in the data; flipped bits in the footer are detected or have no effect."""
     expected = [TarReader(load_manifest(folder)).read(index) for index in range(7)]
     rng, found = random.Random(15), 0
     for path in (folder / "shards.parquet", *sorted((folder / "samples").iterdir())):
@@ -193,7 +193,7 @@ def test_impossible_numbers_are_refused_before_anything_is_allocated(tmp_path: P
 
 
 def test_results_of_an_interrupted_build(tmp_path: Path) -> None:
-    """What of them cannot be read is scanned again."""
+    """A build reuses the results of an interrupted build, but scans shards again if their results are unreadable."""
     paths, target = resolve_shards(str(write_pairs(tmp_path / "shards", [2, 2, 2]))), tmp_path / "m"
     with pytest.raises(KeyboardInterrupt), Worker() as first:
         write_manifest(target, paths, first, CHECKED, on_progress=interrupt_after(2))

@@ -1,4 +1,4 @@
-"""Sample tables are made once a node and mapped by all of its processes; damaged or stale files are made again."""
+"""Check that a node makes each sample table once, for all its processes, and replaces damaged or stale files."""
 
 import multiprocessing
 import os
@@ -40,7 +40,7 @@ def same(one: SampleTable, other: SampleTable) -> bool:
 
 
 def mapped(folder: Path) -> list[str]:
-    """Return the lines of this process's mappings of files in a folder."""
+    """Return the lines of /proc/self/maps that name files in a folder."""
     return [line for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line]
 
 
@@ -130,7 +130,7 @@ def test_the_least_recently_used_tables_make_room(tmp_path: Path) -> None:
     tables = NodeTables(tmp_path, 3 * size + 100)
     for number, name in enumerate("abcad"):
         tables.get(name, 1, lambda: table_of(100))
-        for path in tmp_path.iterdir():  # clocks of file systems are coarse
+        for path in tmp_path.iterdir():  # make each file older, as file times are coarse
             age = time.time_ns() - path.stat().st_mtime_ns
             os.utime(path, ns=(0, time.time_ns() - age - 10**9))
         assert number < 4 or sum(path.stat().st_size for path in tmp_path.iterdir()) == 3 * size
@@ -160,7 +160,7 @@ def test_an_unsafe_folder_is_not_used(
 
 
 def cached(folder: Path, tar: Path, **changes: object) -> tuple[Manifest, ShardCache]:
-    """Return the manifest of a shard with a URL, without tables, and a node's cache."""
+    """Return a manifest without tables, in which one shard is named by its URL, and a node's cache."""
     (shard,) = build_manifest([str(tar)], 1).shards
     return Manifest([shard._replace(path=tar.as_uri(), **changes)]), ShardCache(folder / "cache", 10**6)
 
@@ -176,7 +176,7 @@ def test_headers_are_walked_once_a_node(tmp_path: Path) -> None:
     with ProcessPoolExecutor(1, FORK) as pool:
         assert pool.submit(read_all, manifest, cache).result() == expected
     (copy,) = (tmp_path / "cache" / "shards").iterdir()
-    with copy.open("r+b") as file:  # no header is left
+    with copy.open("r+b") as file:  # erase all headers
         for sample in read_index(file.fileno()).samples:
             for extent in sample.members.values():
                 file.seek(extent.offset - 512)

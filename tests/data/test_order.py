@@ -1,4 +1,4 @@
-"""The order and mixtures: exactly once, in their shares, independent of ranks and starts, stable across versions."""
+"""Check that orders are complete, mixtures keep their shares, and both are equal for all ranks, starts and versions."""
 
 import hashlib
 import itertools
@@ -91,7 +91,7 @@ def test_errors():
 
 
 def test_golden_orders():
-    """They must never change: every checkpoint would resume into another one."""
+    """Check that the orders never change, because a change would make checkpoints resume with a different order."""
     order, mixture = order_of([1000, 1, 0, 777, 1234, 90], 48, 7, 4, 200), mixture_of([3, 2, 1])
     epochs = [epoch_of(order, epoch) for epoch in (0, 1, 41)]
     steps = [np.array(at(mixture, number)) for number in (0, 8, 9, 77, 200)]
@@ -117,7 +117,7 @@ def test_shards_ahead_are_those_of_the_batches(case, drop_last, data):
     order = order_of(sizes, batch_size, seed, *interleave, drop_last=drop_last)
     step = data.draw(st.integers(0, order.steps_per_epoch))
     rows = []
-    for _ in range(data.draw(st.integers(1, 3))):  # a node's ranks need not be neighbors
+    for _ in range(data.draw(st.integers(1, 3))):  # a node's ranks need not be consecutive
         start = data.draw(st.integers(0, batch_size - 1))
         rows.append(slice(start, data.draw(st.integers(start + 1, batch_size))))
     assert_none_missing_or_late(order, sizes, 1, step, rows, epochs=4)
@@ -126,7 +126,7 @@ def test_shards_ahead_are_those_of_the_batches(case, drop_last, data):
 def assert_none_missing_or_late(
     order: GlobalOrder | MixtureOrder, sizes: Sequence[int], epoch: int, step: int, rows: list[slice], epochs: int
 ) -> float:
-    """Return the share of requests for shards that no batch reads meanwhile."""
+    """Check that each shard is requested by the time a batch reads it; return the fraction of requests never used."""
     begin, end = (order.steps_per_epoch * number for number in (epoch, epochs))
     requests = list(itertools.takewhile(lambda need: need.first < end, shards_ahead(order, epoch, step, rows)))
     firsts = [request.first for request in requests]
@@ -149,7 +149,7 @@ def test_shards_ahead_of_large_blocks_have_few_that_are_needless(rows):
 
 
 def test_shards_ahead_of_a_huge_set_begin_at_once():
-    """A billion samples, in the middle of an epoch: no batch in between is built."""
+    """Requests that start in the middle of an epoch of a billion samples need none of the batches before them."""
     sizes = np.full(100_000, 10_000)
     order = GlobalOrder(np.cumsum(sizes) - sizes, sizes, 4096)
     needs = list(itertools.islice(shards_ahead(order, 5, 200_000, [slice(64, 128)]), 150))
@@ -161,8 +161,8 @@ def test_shards_ahead_of_a_huge_set_begin_at_once():
 
 SIZES = np.array([30, 50, 40, 25, 15, 64])
 STARTS = np.cumsum(SIZES) - SIZES
-SOURCE = np.array([0, 0, 0, 1, 1, 2])  # of each shard
-SAMPLES = [120, 40, 64]  # of each source
+SOURCE = np.array([0, 0, 0, 1, 1, 2])  # the source of each shard
+SAMPLES = [120, 40, 64]  # the size of each source
 
 
 def mixture_of(weights, batch_size=16, streams=4, block=20, seed=3) -> MixtureOrder:

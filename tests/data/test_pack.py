@@ -1,4 +1,4 @@
-"""Packing: every row of any form of table is in a shard or listed as broken, and the folder is complete or absent."""
+"""Check that each row of a table is packed or listed as broken, and that the output folder is complete or absent."""
 
 import io
 import json
@@ -30,7 +30,7 @@ ROWS = [
 
 
 def write_table(folder: Path, form: str) -> str:
-    """Write the rows, in two files where that is possible; return what names them."""
+    """Write the rows to two files in the given format; return the folder."""
     frame = pandas.DataFrame(ROWS)
     for number, part in enumerate((frame[:13], frame[13:])):
         path = folder / f"part{number}.{form}"
@@ -61,7 +61,7 @@ def encoded(seed: int, form: str) -> bytes:
 
 
 def write_csv(folder: Path) -> Path:
-    """Ten rows, of which those from the fifth on are broken, but the last."""
+    """Write a CSV file with ten rows, numbered from 0; rows 4 to 8 are broken. Return the file's path."""
     images = [jpeg(0), encoded(1, "PNG"), encoded(2, "WEBP"), encoded(3, "BMP"), b"no image", jpeg(5)[:200]]
     for number, data in enumerate(images):
         (folder / f"{number}.img").write_bytes(data)
@@ -86,7 +86,7 @@ def samples_of(out: Path) -> list[dict[str, Any]]:
 
 def test_a_csv_of_paths(tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
-    table, out = write_csv(tmp_path), tmp_path / "o%dt"  # a name that a pattern of shards would replace
+    table, out = write_csv(tmp_path), tmp_path / "o%dt"  # a pattern of shard names would replace %d
     packed = run(table, out, on_progress=lambda *counts: seen.append(counts))
     assert (packed.rows, packed.pairs, packed.several) == (10, 5, 0)
     assert seen == [(10, 10)]
@@ -114,7 +114,7 @@ def test_a_csv_of_paths(tmp_path: Path) -> None:
 
 
 def test_images_in_the_table_and_several_captions(tmp_path: Path) -> None:
-    """In a table that Hugging Face's library has written."""
+    """Pack a table written by Hugging Face's datasets library."""
     rows = {
         "image": [Image.open(io.BytesIO(jpeg(number))) for number in range(7)],
         "text": [[f"one {number}", f"two\n{number}"] for number in range(7)],
@@ -135,7 +135,7 @@ def test_images_in_the_table_and_several_captions(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", ["csv", "parquet"])
 def test_rows_with_the_same_image_become_one_sample(tmp_path: Path, form: str) -> None:
-    """Next to each other or not; a row of such an image without a caption is broken, and all rows of a broken image."""
+    """The rows need not be adjacent; rows with a blank caption and all rows of a broken image are listed as broken."""
     numbers = [0, 0, 1, 2, 0, 1, 3, 3, 0]
     captions = ["a", "b\nb", "c", "d", " ", "c", "e", "f", "g"]
     for number in range(3):

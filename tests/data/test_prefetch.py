@@ -1,4 +1,4 @@
-"""The prefetching process: it fetches what comes first, within the cache's limits, and ends with its parent."""
+"""Check that the prefetcher fetches shards in order of use, within the cache's limits, and ends with its block."""
 
 import os
 import signal
@@ -36,7 +36,7 @@ def stored(http: Files) -> list[Shard]:
 
 
 def order_of(batch_size: int = 4, streams: int = 1, shards: int = 1) -> GlobalOrder:
-    """By default one stream and blocks of a shard's size, so that a shard is read after the other."""
+    """Return an order; by default, it has one stream and one shard per block, so it reads one shard after another."""
     sizes = np.full(SHARDS, SAMPLES)
     return GlobalOrder(np.cumsum(sizes) - sizes, sizes, batch_size, 0, Interleave(streams, shards * SAMPLES))
 
@@ -48,13 +48,13 @@ def shards_of(order: GlobalOrder, number: int) -> set[int]:
 def held(folder: Path) -> set[int]:
     found = set()
     for path in (folder / "shards").glob("*.tar"):
-        with suppress(FileNotFoundError):  # the cache makes room meanwhile
+        with suppress(FileNotFoundError):  # the cache may have evicted the shard
             found.add(path.read_bytes()[0])
     return found
 
 
 def settle(http: Files) -> None:
-    """Wait until no further shard is requested for two polling intervals."""
+    """Wait until no further shard is requested for 0.3 s, which is three polling intervals."""
     seen = -1
     while seen != (seen := http.gets.total()):
         time.sleep(0.3)
@@ -82,7 +82,7 @@ def test_the_window_holds_what_batches_read_and_never_more_than_fits(streams: in
 
 
 def test_the_cache_is_filled_in_order_of_use_and_no_shard_in_use_is_evicted(http: Files, tmp_path: Path) -> None:
-    """One shard at a time is in use, for two steps; the cache has room for six, of which later ones may fill five."""
+    """Each shard is in use for two steps; the cache has room for six shards, of which the prefetcher may fill five."""
     cache, order = ShardCache(tmp_path, 6 * SIZE, timeout=5), order_of()
     needed = [shards_of(order, 2 * turn).pop() for turn in range(SHARDS)]
     with prefetcher(cache, order, stored(http)) as ahead:
@@ -97,7 +97,7 @@ def test_the_cache_is_filled_in_order_of_use_and_no_shard_in_use_is_evicted(http
 
 
 def test_shards_that_are_no_longer_needed_are_evicted_first(http: Files, tmp_path: Path) -> None:
-    """Blocks of three shards end at once, in a cache for eight: each new block evicts the one before the last."""
+    """Blocks have three shards and the cache fits eight, so a new block must evict only shards of finished blocks."""
     order, turns = order_of(shards=3), SHARDS // 3
     needed = [set().union(*(shards_of(order, 6 * turn + step) for step in range(6))) for turn in range(turns)]
     with prefetcher(ShardCache(tmp_path, 8 * SIZE, timeout=5), order, stored(http), end=6 * turns) as ahead:
@@ -158,6 +158,6 @@ def test_it_ends_with_the_block_even_when_it_is_stuck(http: Files, tmp_path: Pat
         time.sleep(0.05)
         assert ahead.is_alive(), "launchers send it to the whole tree"
     assert ahead.exitcode == -signal.SIGKILL
-    for number in range(3):  # training continues without it
+    for number in range(3):  # training continues without the prefetcher
         ahead.advance(number)
     assert caplog.text.count("fetched only when they are read") == 1

@@ -1,4 +1,4 @@
-"""The reader gives what webdataset gives; caches stay within bounds; changed shards are refused."""
+"""Check that the reader returns the same samples as webdataset, limits its caches, and refuses changed shards."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +30,7 @@ from neuclip_ds.training.data import loader_options
 
 
 def of_webdataset(manifest: Manifest, texts: tuple[str, ...] = ("txt",)) -> list[tuple[str, RawSample]]:
-    """The key and contents of every sample, read by the library of that name."""
+    """Return the key and contents of every sample, as read by webdataset."""
     found = webdataset.tariterators.tarfile_samples([{"url": shard.path} for shard in manifest.shards])
     return [
         (
@@ -93,7 +93,7 @@ def test_file_descriptors_are_bounded(tmp_path, monkeypatch):
 
 
 def recaptioned(folder: Path) -> Path:
-    """Four pairs, of which the second has no synthetic caption and the third nothing else."""
+    """Write a shard of four samples with both captions, only `txt`, only `syn.txt`, and neither; return its folder."""
     folder.mkdir()
     members = [
         *(("a.jpg", b"1"), ("a.txt", b"2"), ("a.SYN.txt", b"3"), ("b.jpg", b"4"), ("b.txt", b"5")),
@@ -133,7 +133,7 @@ def test_a_manifest_without_a_member_is_refused_where_it_is_opened(tmp_path: Pat
 
 
 def test_a_start_without_shards_fetches_samples_by_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While no shard arrives; what storage does not send by ranges comes with its shard."""
+    """Samples are fetched individually if the uncached shards are large; if that fails, whole shards are fetched."""
     paths = resolve_shards(str(write_pairs(tmp_path / "shards", [20, 20, 20])))
     with files_server() as http, process_pool(1) as pool:
         http.files = {Path(path).name: Path(path).read_bytes() for path in paths}

@@ -1,4 +1,4 @@
-"""Resolution of what a user names to a list of shards."""
+"""Check how the sources that a user names are resolved to a list of shards."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Manifests from img2dataset's side files: no shard is read, whichever store has them and whatever fails."""
+"""Check that manifests are built from img2dataset's side files without reading shards, and that errors are clear."""
 
 import io
 import json
@@ -39,7 +39,7 @@ def parquet(n: int) -> bytes:
 
 @pytest.fixture
 def local(tmp_path: Path) -> Path:
-    """Shards as img2dataset leaves them; one has a parquet file alone."""
+    """Write shards and side files as img2dataset does; one shard has only a parquet file."""
     folder = write_pairs(tmp_path / "shards", SIZES)
     for number, n in enumerate(SIZES):
         stem = f"{number:05d}"
@@ -68,7 +68,7 @@ def check(manifest: Manifest, local: Path) -> None:
 
 def test_local_shards_may_be_unreadable(local: Path, tmp_path: Path) -> None:
     for path in local.glob("*.tar"):
-        path.write_bytes(bytes(path.stat().st_size))  # nothing in them can be counted
+        path.write_bytes(bytes(path.stat().st_size))  # leaves no samples to count
     check(build(tmp_path / "m", str(local)), local)
 
 
@@ -83,7 +83,7 @@ def test_no_shard_is_requested_from_a_server(http: Files, local: Path, tmp_path:
 
 @pytest.fixture
 def bucket(http: Files, monkeypatch: pytest.MonkeyPatch) -> Files:
-    """The same files in the folder `a` of an S3 bucket."""
+    """Serve the same files from the folder `a` of an S3 bucket."""
     pytest.importorskip("s3fs")
     http.files = {f"pool/a/{name}": data for name, data in http.files.items()}
     monkeypatch.setitem(fsspec.config.conf, "s3", {"endpoint_url": http.url(""), "key": "k", "secret": "s"})

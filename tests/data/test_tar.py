@@ -1,4 +1,4 @@
-"""The tar reader against webdataset on well-formed shards, and alone on damaged ones."""
+"""Compare the tar reader with webdataset on well-formed shards, and test the reader alone on damaged shards."""
 
 import io
 import os
@@ -22,7 +22,7 @@ from neuclip_ds.data.tar import ShardIndex
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
 KEYS = ("__key__", "__url__", "__local_path__")
 
-# Names meant to hit every rule: dots, folders, metadata, upper case, non-ASCII, beyond the 100 bytes of the field.
+# These names test every rule: dots, folders, metadata, upper case, non-ASCII, and names longer than 100 bytes.
 component = st.text(alphabet="ab.A_é ", min_size=1, max_size=6) | st.sampled_from(
     ["__meta__", "__x", "a" * 60, "b" * 120, "..", "a.", ".a", "é" * 70]
 )
@@ -55,7 +55,7 @@ def webdataset_samples(path: Path) -> list[tuple[str, dict[str, bytes]]]:
 
 
 def without_duplicates(entries: list[tuple[str, bytes]]) -> list[tuple[str, bytes]]:
-    """webdataset raises on a repeated extension, which a well-formed shard does not have."""
+    """Remove repeated names, which a well-formed shard does not have and for which webdataset raises an error."""
     unique: dict[str, tuple[str, bytes]] = {}
     for name, data in entries:
         unique.setdefault(name.lower().rstrip("/"), (name, data))
@@ -73,7 +73,7 @@ def test_equals_webdataset_on_well_formed_shards(tmp_path, entries, tar_format):
     for name, data in without_duplicates(entries):
         try:
             write_tar(path, [(name, data)], FORMATS[tar_format])
-        except ValueError:  # this format cannot hold the name
+        except ValueError:  # this format cannot store the name
             continue
         kept.append((name, data))
     write_tar(path, kept, FORMATS[tar_format])
@@ -106,7 +106,7 @@ def test_folders_links_pax_headers_and_contiguous_files_as_webdataset(tmp_path):
 
 
 def with_field(block: bytes, start: int, field: bytes) -> bytes:
-    """Return the header with one field replaced and its checksum updated."""
+    """Return the header with one field replaced and the checksum updated."""
     block = block[:start] + field + block[start + len(field) :]
     total = sum(block[:148]) + sum(block[156:]) + 256
     return block[:148] + b"%06o\0 " % total + block[156:]
@@ -198,7 +198,7 @@ GOOD = [("a.jpg", jpeg(1)), ("a.txt", b"caption")]
 
 
 def shard(folder: Path, odd: bytes) -> Path:
-    """A shard with a good sample before and after the odd bytes."""
+    """Write a shard with a good sample before and after the odd bytes."""
     first, last = (write_tar(folder / f"{name}.part", [(f"{name}{e[1:]}", data) for e, data in GOOD]) for name in "xz")
     path = folder / "0.tar"
     good = first.read_bytes().rstrip(b"\0")
@@ -215,7 +215,7 @@ def record(keyword: bytes, value: bytes) -> bytes:
 
 
 def member(name: str, kind: bytes, data: bytes = b"", size: int | None = None) -> bytes:
-    """A header with its data, whatever they are."""
+    """Return a header and its data, which may be invalid."""
     header = header_of(name, kind, len(data) if size is None else size)
     return header.tobuf(tarfile.GNU_FORMAT) + data + bytes(-len(data) % 512)
 

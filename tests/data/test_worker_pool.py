@@ -1,4 +1,4 @@
-"""Worker processes survive from one series of jobs to the next, are replaced where they die, and leave none behind."""
+"""Check that workers are kept from one series of jobs to the next, are replaced if they die, and end with the pool."""
 
 import multiprocessing
 import os
@@ -21,7 +21,7 @@ OPTIONS = LoaderOptions(workers=2, prefetch=2, timeout=60)
 
 
 def square(job: int) -> tuple[int, int]:
-    """Return the process that does the job, and its result."""
+    """Return the ID of this process and the square of the job."""
     if job < 0:
         raise UserError(f"{job} is negative")
     return os.getpid(), job * job
@@ -50,7 +50,7 @@ def test_workers_survive_from_series_to_series(pool: WorkerPool) -> None:
     assert os.getpid() not in found[0][0] and len(found[0][0]) == 2
     pool.close()
     assert not any(alive(pid) for pid in found[0][0])
-    pool.close()  # again
+    pool.close()  # a second call is harmless
 
 
 def test_jobs_are_read_only_as_far_ahead_as_workers_prepare(pool: WorkerPool) -> None:
@@ -111,7 +111,7 @@ def lock_is_free() -> bool:
 
 @pytest.fixture
 def _default() -> Iterator[None]:
-    """The default start method of Python 3.14; of others on Linux it is `fork`."""
+    """Use `forkserver`, the default start method on Linux since Python 3.14; earlier versions use `fork`."""
     before = multiprocessing.get_start_method(allow_none=True)
     multiprocessing.set_start_method("forkserver", force=True)
     yield
@@ -124,7 +124,7 @@ def parent_of_worker(job: int) -> int:
 
 @pytest.mark.usefixtures("_default")
 def test_processes_are_children_without_the_locks_of_other_threads() -> None:
-    """Whatever Python's default is."""
+    """Both pools start child processes, even if `forkserver` is the default; `process_pool` copies no held lock."""
     with LOCK, process_pool(1) as pool:
         assert pool.submit(lock_is_free).result()
         assert pool.submit(os.getppid).result() == os.getpid()

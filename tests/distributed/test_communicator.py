@@ -1,4 +1,4 @@
-"""Collectives on real gloo ranks, their traffic counts, and errors raised on all ranks."""
+"""Check collectives on real gloo ranks, their traffic counts, and errors that are raised on all ranks."""
 
 import pickle
 import socket
@@ -34,7 +34,7 @@ def collect(communicator: Communicator) -> dict[str, Any]:
 
 
 def fail(communicator: Communicator) -> list[str]:
-    """Return the errors of a job on rank 0 and of a problem on the last rank only."""
+    """Return the messages of two errors: a job that fails on rank 0, and a problem on the last rank only."""
 
     def job() -> None:
         raise SaveFailed("the disk is full")
@@ -68,7 +68,7 @@ def test_collectives(world_size: int) -> None:
 
 
 def gather_on_hosts(communicator: Communicator) -> list[Any]:
-    """Gather a host tensor through a separate group, and through that of all."""
+    """Gather a host tensor through a separate gloo group and through the default group."""
     separate = Communicator(host_group=dist.new_group(backend="gloo"))
     x = torch.tensor([communicator.rank])
     found = [ranks.begin_host_gather(x, "features").wait().tolist() for ranks in (separate, communicator)]
@@ -80,7 +80,7 @@ def test_host_tensors_are_gathered_whatever_the_group_carries() -> None:
 
 
 def join_with_gpus(communicator: Communicator) -> list[Any]:
-    """Join with an accelerator whose backend happens to be gloo."""
+    """Join with a fake GPU accelerator whose backend is gloo."""
     gpu = SimpleNamespace(current_device_name=lambda: "cuda:0", communication_backend_name=lambda: "gloo")
     with patch.object(launch, "get_accelerator", lambda: gpu):
         joined = launch.join()
@@ -92,7 +92,7 @@ def join_with_gpus(communicator: Communicator) -> list[Any]:
 
 
 def test_ranks_with_gpus_have_a_group_of_hosts_and_one_of_their_own() -> None:
-    """Another backend's group of one rank would be split from that of all."""
+    """A rank's separate group uses gloo, because NCCL would split the group from the global one."""
     common = ["cuda:0", True, [0, 1], 1]
     assert run_ranks(2, join_with_gpus) == [[*common, []], [*common, ["gloo"]]]
 
@@ -128,7 +128,7 @@ def test_errors_reach_all_ranks(world_size: int) -> None:
 
 
 def exchange(communicator: Communicator) -> list[Any]:
-    """Gather and broadcast JSON of other sizes on each rank, then bytes of rank 1 that are no JSON."""
+    """Gather and broadcast JSON whose size differs between ranks, then bytes from rank 1 that are not JSON."""
     rank = communicator.rank
     mine = {"text": "\udcff é" * rank, "numbers": [rank, -0.1, float("inf"), 2**62], "none": None}
     found: list[Any] = [

@@ -1,4 +1,4 @@
-"""Two ranks that connect as those of a launch do: the network that they take, GPUs that fail, and ranks that hang."""
+"""Connect two ranks as launched ranks do: the network that they choose, GPUs that fail, and ranks that hang."""
 
 import os
 import re
@@ -67,7 +67,7 @@ def one_rank(rank: int, folder: str, work: str) -> None:
 
 @contextmanager
 def started(folder: Path, work: str, *addresses: str) -> Iterator[list[BaseProcess]]:
-    """Start both ranks, each as a node's first, at rank 0's address as each knows it."""
+    """Start both ranks, each as the first rank of a node; `addresses` are rank 0's addresses as seen by each rank."""
     shared = {"MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"}
     kept = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "DS_ACCELERATOR") if name in os.environ}
     processes = []
@@ -82,14 +82,14 @@ def started(folder: Path, work: str, *addresses: str) -> Iterator[list[BaseProce
 
 
 def ends(folder: Path, processes: list[BaseProcess]) -> list[tuple[int | None, str]]:
-    """Return the exit code of both ranks, and what they have printed."""
+    """Return the exit code and the output of each rank."""
     for process in processes:
         process.join(60)
     return [(process.exitcode, (folder / f"{rank}.txt").read_text()) for rank, process in enumerate(processes)]
 
 
 def test_gloo_takes_the_network_in_which_the_nodes_reach_rank_0(tmp_path: Path) -> None:
-    """Rank 0 knows its own name as a loopback address, as on Debian."""
+    """Rank 0's host name resolves to a loopback address on its own machine, as on Debian."""
     networks = {
         one.address: name
         for name, addresses in psutil.net_if_addrs().items()

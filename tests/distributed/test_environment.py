@@ -1,4 +1,4 @@
-"""Reading and completing the launchers' environment variables; GPUs that torch cannot use; gloo's interface."""
+"""Check launchers' environment variables, the refusal of GPUs that torch cannot use, and gloo's interface."""
 
 import os
 import socket
@@ -26,7 +26,7 @@ checked.find_gpus = list  # none, whatever machine this is
 checked.refuse_missing_gpus("torch")
 print("fine")
 """
-# what the launcher is here: a program of that name, whose child's child is the rank
+# a fake launcher: a program named like the real one, whose grandchild process is the rank
 LAUNCHER = f"""#!{sys.executable}
 import subprocess, sys
 subprocess.run(["sh", "-c", '"$0" -c "$1"; true', sys.executable, sys.argv[-1]])
@@ -109,7 +109,7 @@ def test_idle_threads_of_cpu_runs_sleep_unless_the_user_has_chosen(monkeypatch: 
 
 
 def test_gpus_that_torch_cannot_use_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("nvidiactl", "nvidia-uvm", "nvidia-modeset", "dri/renderD128"):  # all there is without a GPU
+    for name in ("nvidiactl", "nvidia-uvm", "nvidia-modeset", "dri/renderD128"):  # files that exist without a GPU
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     assert find_gpus(tmp_path) == []

@@ -1,4 +1,4 @@
-"""Failure detector: however one process ends, all end with one reason; their "collective" never returns."""
+"""Check that all ranks end with the same reason, however one of them ends; their "collective" never returns."""
 
 import os
 import signal
@@ -37,7 +37,7 @@ def killed_zero(rank: int) -> None:
 
 
 def killed_with_a_loader_process(rank: int) -> None:
-    """The loader process lives on for a while, with all that it has inherited."""
+    """Kill rank 1 while its loader process, which has inherited the rank's open files, keeps running."""
     if rank == 1:
         child = os.fork()
         if child == 0:
@@ -49,7 +49,7 @@ def killed_with_a_loader_process(rank: int) -> None:
 
 
 def paused(rank: int) -> None:
-    """Each rank stands still for a while, then all."""
+    """Pause every rank for 2 s; the ranks then end one after another."""
     stop(os.getpid(), 2.0)
     time.sleep(0.5 * rank)
 
@@ -89,7 +89,7 @@ def diverged(rank: int) -> None:
 
 
 def done(rank: int) -> None:
-    """End rank 0 first, which closes the connections."""
+    """End rank 0 first; the connections that it closes must not look like a failure."""
     time.sleep(0.3 * rank)
 
 
@@ -100,7 +100,7 @@ def one_rank(rank: int, folder: str, work: str) -> None:
     store = open_store(rank, timedelta(seconds=30))
     failure_detector._SILENCE = 4.0
     with failure_detector.FailureDetector(RankEnvironment(rank, 0, RANKS), open_store(rank, serve=False), "127.0.0.1"):
-        store.set(f"in {rank}", "")  # as the process group does, which comes next in a run
+        store.set(f"in {rank}", "")  # as the process group does, which a run creates next
         store.wait([f"in {other}" for other in range(RANKS)])
         globals()[work](rank)
 
@@ -121,7 +121,7 @@ def test_a_clean_end(tmp_path: Path) -> None:
 
 def test_a_killed_rank_ends_all(tmp_path: Path) -> None:
     found = ends(tmp_path, "killed_with_a_loader_process")
-    os.kill(int((tmp_path / "loader").read_text()), signal.SIGKILL)  # fails unless it is still there
+    os.kill(int((tmp_path / "loader").read_text()), signal.SIGKILL)  # fails if the loader process has ended
     assert found.codes == [1, -signal.SIGKILL, 1]
     assert all("rank 1 on node1 failed: it was killed and reported no error" in found.logs[rank] for rank in (0, 2))
 
@@ -134,7 +134,7 @@ def test_the_death_of_rank_zero_ends_all(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_pause_is_no_failure_but_a_rank_zero_that_does_not_answer_is(tmp_path: Path) -> None:
-    """A stopped process cannot be told from one whose node hangs."""
+    """Other ranks cannot distinguish a stopped process from one whose node hangs."""
     assert ends(tmp_path, "paused") == ([0, 0, 0], ["", "", ""])
     found = ends(tmp_path, "stopped_zero")
     assert found.codes[1:] == [1, 1]

@@ -1,4 +1,4 @@
-"""K real gloo ranks compute what one rank computes: gradients, temperature, u, NPN columns and their AdaGrad state."""
+"""Check that K real gloo ranks compute the same gradients, losses, temperatures and per-row state as one rank."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -25,21 +25,21 @@ MORE_PROTOTYPES = {
     if section in METHODS[method].sections and options.get(section, {}).get("network") != "mlp"
 }
 OTHER_SIZES = {**MORE_PROTOTYPES, "neuclip_few": ("neuclip", merge(VARIANTS["neuclip"][1], {"npn": {"prototypes": 3}}))}
-SUM_PULLS = ("neuclip_split",)  # alpha_grad=full without replicas: the prototypes' pull, (B, d) over ranks
+SUM_PULLS = ("neuclip_split",)  # alpha_grad=full without replicas: (B, d) prototype gradients are summed over ranks
 
 
 def global_batch(number: int) -> tuple[torch.Tensor, ...]:
     image, text = pairs(ROWS, DIM, seed=number)
-    generator = torch.Generator().manual_seed(number // 2)  # samples come back: u has a past
+    generator = torch.Generator().manual_seed(number // 2)  # samples recur, so their u has earlier values
     index = torch.randperm(SAMPLES, generator=generator)[:ROWS]
     valid = torch.ones(ROWS, dtype=torch.bool)
-    if number == STEPS - 2:  # unevenly over ranks: the last of four has none
+    if number == STEPS - 2:  # uneven over ranks: the last of four ranks has no valid row
         valid[[0, 1, 7, *range(18, 24)]] = False
     return image, text, index, valid
 
 
 def train(communicator: Communicator, chunk: int, variants: Variants = VARIANTS) -> dict[str, Any]:
-    """Some steps of every method on this rank's rows."""
+    """Run several steps of every method on this rank's rows, and return the results by name."""
     share = ROWS // communicator.world_size
     mine = slice(communicator.rank * share, (communicator.rank + 1) * share)
     results: dict[str, Any] = {}
@@ -50,7 +50,7 @@ def train(communicator: Communicator, chunk: int, variants: Variants = VARIANTS)
         for number in range(STEPS):
             image, text, index, valid = (part[mine] for part in global_batch(number))
             features = batch(image.to(communicator.device), text.to(communicator.device), index, valid)
-            if number % 2:  # as they come from the towers, in pieces of their own
+            if number % 2:  # as from the towers: piece by piece, in different sizes
                 gather = built.begin_gather(features.index, features.valid)
                 for piece in features.text.split(share // 2):
                     gather.add_text(piece)
@@ -79,13 +79,13 @@ def test_ranks_equal_one(world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_more_prototypes_than_pairs_and_fewer_than_ranks(world_size: int) -> None:
-    """m > B: prototypes are drawn from several batches, and no world size divides them. m < K: a rank has none."""
+    """If m > B, prototypes are drawn from several batches and divided unevenly; if m < K, a rank has no prototypes."""
     assert {"neuclip", "neuclip_stop", "neuclip_positive", "neuclip_no_rho", "neuclip_queue"} <= MORE_PROTOTYPES.keys()
     check_ranks(run_ranks(world_size, train, 5, OTHER_SIZES), OTHER_SIZES)
 
 
 def check_ranks(ranks: list[dict[str, Any]], variants: Variants = VARIANTS) -> None:
-    """The ranks' results together are those of one rank on the CPU, and its state is the same on all."""
+    """Check that the ranks' combined results equal one CPU rank's, and that all ranks have the same replicated state."""
     one = train(Communicator(), 1000, variants)
     for name in variants:
         for number in range(STEPS):
@@ -105,7 +105,7 @@ def check_ranks(ranks: list[dict[str, Any]], variants: Variants = VARIANTS) -> N
 
 
 def test_traffic_is_counted() -> None:
-    """Two ranks: features are gathered once; the rest is O(B) scalars and the nets' gradients, no B x d gradient."""
+    """Check that ranks send features once and otherwise only O(B) scalars and nets' gradients, except in SUM_PULLS."""
     ranks = trained(2)
     share, item, apart = ROWS // 2, 8, ("features", "network gradients")
     for name in VARIANTS:
@@ -127,7 +127,7 @@ LOCAL = {"width": 0.5, "gather": "fits", "online_every": 4, "target_every": 1, "
 
 
 def gather_in_fits(communicator: Communicator) -> list[dict[str, Any]]:
-    """Steps of AmorLIP of which the first fits the nets; in the third, the second rank has one row that counts."""
+    """Run three AmorLIP steps: only the first fits the nets; in the third, the second rank has one valid row."""
     options = {"temperature": {"initial": 0.1, "lr": 0.0}, "amortized": LOCAL}
     built = objective("amorlip", communicator, DIM, **options)
     share, found = ROWS // communicator.world_size, []
@@ -135,7 +135,7 @@ def gather_in_fits(communicator: Communicator) -> list[dict[str, Any]]:
     for number in range(3):
         image, text, index, _ = global_batch(0)
         valid = torch.ones(ROWS, dtype=torch.bool)
-        valid[2 * number : 4 * number] = False  # two rows of the first rank, then four
+        valid[2 * number : 4 * number] = False  # two rows of the first rank in step 1, four in step 2
         if number == 2:
             valid[share + 1 :] = False
         assert built.begin_gather(index[mine], valid[mine]) is None
@@ -149,7 +149,7 @@ def gather_in_fits(communicator: Communicator) -> list[dict[str, Any]]:
 
 
 def test_steps_without_a_fit_contrast_a_ranks_own_rows() -> None:
-    """Against autograd of the loss over each rank's rows, with the nets of the fit; only numbers travel then."""
+    """Compare with autograd of the loss over each rank's rows, and check the bytes that steps send for features."""
     ranks = run_ranks(2, gather_in_fits)
     share, mlp = ROWS // 2, AmortizationMlp(DIM, DIM // 2)
     image, text, *_ = global_batch(0)
@@ -161,7 +161,7 @@ def test_steps_without_a_fit_contrast_a_ranks_own_rows() -> None:
         kept = torch.arange(share)[found["valid"]] + number * share
         own = [x[kept].requires_grad_() for x in (image, text)]
         log_lambda = mlp(found["target"], torch.stack([x.detach() for x in own]))
-        positive_weight = 0.3 * (len(kept) - 1) / (total - 1)  # its share in the global batch
+        positive_weight = 0.3 * (len(kept) - 1) / (total - 1)  # c/(B-1), as in the global batch
         loss = oracle.amorlip(*own, tau, log_lambda, positive_weight, 0.0) * (len(kept) / total)
         for part, wanted in zip(("image", "text"), torch.autograd.grad(loss, own), strict=True):
             torch.testing.assert_close(found[part][found["valid"]], wanted, rtol=1e-9, atol=1e-12)

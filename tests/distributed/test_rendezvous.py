@@ -1,4 +1,4 @@
-"""Rendezvous of ranks, as threads: missing ranks, duplicate ranks, ranks with another config."""
+"""Check the rendezvous of ranks, run as threads: missing ranks, duplicate ranks, and ranks whose configs differ."""
 
 import re
 import socket
@@ -28,7 +28,7 @@ def _address(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def outcomes(ranks: Sequence[tuple[Any, ...]], seconds: float = 20) -> list[Any]:
-    """Return the outcome of each (rank, world size, fingerprint, problem): the message of an error, or the store."""
+    """Return each rank's store or error message; `ranks` are (rank, world size, fingerprint, optional problem)."""
 
     def one(rank: int, world_size: int, fingerprint: Mapping[str, str], problem: str = "") -> str | dist.Store:
         try:
@@ -91,7 +91,7 @@ def test_a_rank_with_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_problem_of_a_rank_ends_all_at_once() -> None:
-    """Rank 2 never comes."""
+    """The other ranks do not wait for rank 2, which never arrives."""
     first, second = outcomes([(0, 3, FINGERPRINT, ""), (1, 3, FINGERPRINT, "no GPU here")])
     assert first == second == f"rank 1 on {socket.gethostname()}: no GPU here"
 

@@ -1,4 +1,4 @@
-"""The per-sample store on real ranks: each reads its samples, whichever rank holds them."""
+"""Check the per-sample store on real ranks: each rank reads its samples, whichever rank stores them."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""State of every method saved by some ranks and loaded by others: training continues as if nothing had changed."""
+"""Check that training continues unchanged if every method's state is loaded by a different number of ranks."""
 
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ def one_step(built: Any, communicator: Communicator, number: int) -> tuple[Tenso
 
 
 def save(communicator: Communicator, folder: Path) -> None:
-    """Three steps of every method, then its state to disk."""
+    """Run three steps of every method, and save its state to disk."""
     for name in VARIANTS:
         built = build(name, communicator)
         for number in range(3):

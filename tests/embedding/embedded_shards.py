@@ -1,4 +1,4 @@
-"""Shards of samples with uids, an encoder without weights, and how features are written with it."""
+"""Helpers that write shards of samples with uids, encode samples without a model, and write the features."""
 
 import json
 from pathlib import Path
@@ -33,7 +33,7 @@ def members(index: int) -> dict[str, bytes]:
 
 
 def write_samples(folder: Path) -> Manifest:
-    """Four shards of 21 samples: number 6 has a broken image, number 13 no caption, odd numbers no uid."""
+    """Write 21 samples to four shards: number 6 has a broken image, number 13 no caption, and odd numbers no uid."""
     folder.mkdir()
     samples = [members(number) for number in range(sum(SIZES))]
     samples[6]["jpg"] = b"no image"

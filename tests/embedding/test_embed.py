@@ -1,4 +1,4 @@
-"""Features by sample: which rows, the same files at any number of ranks and after any end, and what is left out."""
+"""Check which samples get features, and that files do not depend on the number of ranks or on interruptions."""
 
 from pathlib import Path
 

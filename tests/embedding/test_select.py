@@ -1,4 +1,4 @@
-"""Which uids a rule keeps, and that the files are those that the data engine and DataComp read."""
+"""Check which uids a rule keeps, and that the files have the format that the data engine and DataComp read."""
 
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ SCORES = [0.5, None, 0.1, 0.9, float("nan"), 0.9, 0.3, 0.7]
 
 @pytest.fixture
 def pool(tmp_path: Path) -> Path:
-    """Metadata in two files; number 7 has no uid, number 5 that of number 3."""
+    """Write metadata to two files; sample 7 has no uid, and sample 5 has the uid of sample 3."""
     uids = [uid(n) for n in (0, 1, 2, 3, 4, 3, 6)] + [None]
     table = pa.table({"uid": uids, "score": SCORES, "words": ["a"] * 8})
     (tmp_path / "pool" / "deep").mkdir(parents=True)
@@ -43,7 +43,7 @@ def words(*numbers: int) -> list[tuple[int, int]]:
         (Rule(minimum=0.5), (0, 3)),
         (Rule(maximum=0.3), (2, 6)),
         (Rule(0.2, 0.5), (0, 6)),
-        (Rule(top=0.5), (3,)),  # 0.9, 0.9 and 0.7, which has no uid
+        (Rule(top=0.5), (3,)),  # 0.9, 0.9 and 0.7; the sample with 0.7 has no uid
         (Rule(top=1 / 6), (3,)),  # one of two equal values
         (Rule(top=1.0), (0, 2, 3, 6)),
         (Rule(minimum=0.2, top=1.0), (0, 3, 6)),
@@ -85,7 +85,7 @@ def test_mistakes(tmp_path: Path, pool: Path, column: str, rule: Rule, uid_colum
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_of_near_duplicates_the_best_stays(tmp_path: Path, monkeypatch, dtype: str) -> None:
-    """As a loop over all pairs finds it, in blocks of 16 rows; clusters of up to 5 images with noise."""
+    """Blocks of 16 rows give the same result as a loop over all pairs; the images form noisy clusters."""
     monkeypatch.setattr(near_duplicates, "_ROWS", 16)
     random, n = np.random.default_rng(0), 120
     image = random.normal(size=(n // 3, 8))[random.integers(0, n // 3, n)] + 0.1 * random.normal(size=(n, 8))

@@ -1,4 +1,4 @@
-"""The moving average of the weights in every ZeRO stage: its values, its use, and what checkpoints make of it."""
+"""Test the moving average of the weights in every ZeRO stage: its values, its use and its checkpoints."""
 
 from pathlib import Path
 from typing import Any
@@ -70,13 +70,13 @@ def average_of_four_steps(communicator: Communicator, folder: Path, names: list[
 
 
 def moved_toward(before: dict[str, Tensor], now: dict[str, Tensor], number: int) -> dict[str, Tensor]:
-    """The textbook's average, from the float32 weights."""
+    """Return the expected average, computed from the float32 weights."""
     decay = min(DECAY, (1 + number) / (10 + number))
     return {name: decay * before.get(name, now[name]) + (1 - decay) * now[name] for name in now}
 
 
 def in_use_for_a_moment(engine: Any, average: WeightAverage, wanted: dict[str, Tensor]) -> None:
-    """The module computes with the average, rounded to its precision, and then with the same bits as before."""
+    """Check that the module uses the average, cast to its dtype, and then the original weights, bit for bit."""
     before = weights_in_use(engine)
     with average.in_use():
         used = weights_in_use(engine)
@@ -87,7 +87,7 @@ def in_use_for_a_moment(engine: Any, average: WeightAverage, wanted: dict[str, T
 
 
 def read_elsewhere(communicator: Communicator, folder: Path, names: list[str]) -> None:
-    """Another number of ranks and stage keeps every bit, and steps on as the first would."""
+    """Check that a different number of ranks and ZeRO stage restores every bit, and can update or drop the average."""
     for name in names:
         other = STAGES[(STAGES.index(name) + 2) % len(STAGES)]
         engine = build(other, communicator, seed=1)

@@ -1,4 +1,4 @@
-"""Batch normalization of 16-bit towers: statistics follow float32 arithmetic, and are saved, resumed and loaded."""
+"""Batch-norm statistics of bf16 towers are computed in float32, and are saved, resumed and loaded."""
 
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ OPTIONS: dict[str, Any] = {
 
 
 class FollowStatistics(Hook):
-    """Compute the statistics of every layer from its inputs in float64, and compare them with the layer's."""
+    """Hook that computes every layer's statistics from its inputs in float64 and compares them with the layer's."""
 
     def __init__(self) -> None:
         self.at_start: dict[str, Tensor] = {}
@@ -62,11 +62,11 @@ def _move(layer: Any, inputs: tuple[Tensor], wanted: dict[str, Tensor]) -> None:
     if layer.training:
         variance, mean = torch.var_mean(x.detach().double(), dim=(0, 2, 3))
         for name, value in zip(STATISTICS, (mean, variance), strict=True):
-            wanted[name].lerp_(value, layer.momentum)  # 0 in the first of two passes
+            wanted[name].lerp_(value, layer.momentum)  # the momentum is 0 in the first of two passes
 
 
 def train(communicator: Communicator, shards: str, runs: Path, engines: list[str]) -> None:
-    """Two steps and an evaluation, a checkpoint, and two more from there."""
+    """With each engine, train two steps with an evaluation and a checkpoint, then resume for two more steps."""
     for name in engines:
         run = {"name": name, "output_dir": str(runs), "evaluate_every": 2, "checkpoint_every": 2}
         data = {**OPTIONS["data"], "train": shards, "val": str(Path(shards).parent / "val")}

@@ -1,4 +1,4 @@
-"""The DeepSpeed JSON files, ours and a user's."""
+"""Test how our DeepSpeed JSON files and a user's files are loaded and checked."""
 
 import json
 from contextlib import nullcontext

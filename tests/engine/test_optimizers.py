@@ -1,4 +1,4 @@
-"""The encoders' optimizers: what decays, the written-out formulas, and the same steps under every ZeRO stage."""
+"""Test the encoders' optimizers: which parameters decay, LAMB's formula, and equal steps under every ZeRO stage."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -20,7 +20,7 @@ ROWS, STEPS = 8, 3
 
 
 def module() -> nn.Module:
-    """Matrices and vectors whose sizes two ranks do not divide."""
+    """Return a module whose parameters two ranks cannot all split evenly."""
     return nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5), nn.LayerNorm(5), nn.Conv1d(4, 7, 1, bias=False))
 
 
@@ -38,7 +38,7 @@ def test_frozen_parameters_have_no_optimizer() -> None:
 
 
 def adam_direction(grads: list[Tensor]) -> Tensor:
-    """Loshchilov & Hutter 2019, Algorithm 2, lines 7-10, with the moments as sums over all gradients so far."""
+    """Return Adam's update (Loshchilov & Hutter 2019, Algorithm 2, lines 7-10); moments are sums over all gradients."""
     t = len(grads)
     m = sum(BETA1 ** (t - k) * (1 - BETA1) * g for k, g in enumerate(grads, 1))
     v = sum(BETA2 ** (t - k) * (1 - BETA2) * g**2 for k, g in enumerate(grads, 1))
@@ -46,13 +46,13 @@ def adam_direction(grads: list[Tensor]) -> Tensor:
 
 
 def lamb(p: Tensor, grads: list[Tensor], decay: float) -> Tensor:
-    """You et al. 2020, Algorithm 2; a vector's trust ratio is 1."""
+    """Return `p` after a LAMB step (You et al. 2020, Algorithm 2); a vector's trust ratio is 1."""
     update = adam_direction(grads) + decay * p
     return p - LR * update * (p.norm() / update.norm() if p.ndim > 1 else 1.0)
 
 
 def test_lamb_steps_by_the_written_out_formula() -> None:
-    """Three steps in float64; vectors do not decay."""
+    """Three steps in float64 equal LAMB's formula; weight decay does not apply to vectors."""
     torch.manual_seed(0)
     net = module().double()
     optimizer = build_optimizer(net, config_of("lamb"))
@@ -116,12 +116,12 @@ def plain(name: str) -> list[Tensor]:
 
 
 def under_zero(communicator: Communicator, engines: list[str]) -> dict[tuple[str, str], tuple[list[Tensor], int]]:
-    """Weights after the steps, and the optimizer's own collectives in the last of them."""
+    """Return the weights after all steps and the number of the optimizer's collectives in the last step."""
     import deepspeed
 
     torch.use_deterministic_algorithms(
         True, warn_only=True
-    )  # memory that DeepSpeed leaves unfilled, in padding, is NaN
+    )  # uninitialized memory, such as DeepSpeed's padding, is filled with NaN
     rows = slice(*(ROWS // communicator.world_size * edge for edge in (communicator.rank, communicator.rank + 1)))
     results = {}
     for name in NAMES:
@@ -150,9 +150,9 @@ def under_zero(communicator: Communicator, engines: list[str]) -> dict[tuple[str
     ],
 )
 def test_zero_stages_step_as_plain_pytorch(stages: Iterable[int], precision: str, atol: float) -> None:
-    """Every optimizer under ZeRO 0-3 on two ranks, whose shards cut through parameters; the learning rate moves.
+    """Every optimizer steps under ZeRO 0-3 on two ranks as in plain PyTorch; shard boundaries split parameters.
 
-    bf16 weights of about 2 are 0.016 apart.
+    The learning rate changes at each step. Numbers from 2 to 4 are 0.016 apart in bf16.
     """
     for results in run_ranks(2, under_zero, [f"zero{stage}_{precision}" for stage in stages]):
         for (name, engine), (found, collectives) in results.items():

@@ -1,4 +1,4 @@
-"""Precisions that a device has, matrix products of float32 towers on a GPU, and deterministic algorithms."""
+"""Test the precisions that a device supports, float32 matrix products on a GPU, and deterministic algorithms."""
 
 import logging
 import os
@@ -64,8 +64,8 @@ def test_a_device_without_the_precision_is_refused(monkeypatch: pytest.MonkeyPat
     require_precision({}, "zero1_fp32")
 
 
-# of torch's list, what adds in an undefined order on CUDA, with a deterministic form or without; also as the gradient
-# of an index, index_select or gather. An index_put counts where it accumulates, as our indices do not repeat.
+# The operations of torch's list that add in an undefined order on CUDA, with or without a deterministic form; some are
+# gradients of index, index_select or gather. index_put is listed only with accumulate: our indices do not repeat.
 ORDERLESS = {
     *("index_add", "index_put accumulate", "index_reduce", "scatter_add", "scatter_reduce", "put", "cumsum", "histc"),
     *("median", "bincount", "kthvalue", "embedding_dense_backward", "nll_loss_forward", "nll_loss_backward"),
@@ -113,7 +113,7 @@ def test_an_operation_that_cannot_is_named() -> None:
 
 
 class Operations(TorchDispatchMode):
-    """Keeps the names of the operations, also of those in a backward pass."""
+    """Dispatch mode that records the names of all operations, including operations of backward passes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class Operations(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_no_method_adds_in_an_undefined_order(name: str) -> None:
-    """So nets that every rank fits to the same rows stay equal on GPUs, deterministic or not."""
+    """Networks that all ranks fit to the same rows therefore stay equal on GPUs, with or without deterministic mode."""
     method, options = VARIANTS[name]
     built = objective(method, Communicator(), 6, torch.float32, **options)
     with Operations() as seen:

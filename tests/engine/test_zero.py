@@ -1,4 +1,4 @@
-"""The rules of DeepSpeed: which optimizer class a config gets, what it does, and where weights lie."""
+"""Test the rules for DeepSpeed: a config's optimizer class, its master tensors, and where weights are stored."""
 
 import json
 from pathlib import Path
@@ -52,12 +52,12 @@ def test_offload_and_dtypes() -> None:
 
 
 def net() -> nn.Module:
-    """Sizes that two ranks do not divide."""
+    """Return a module whose parameters two ranks cannot all split evenly."""
     return nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5), nn.LayerNorm(5), nn.Linear(5, 7))
 
 
 def start_all(communicator: Communicator, folder: Path) -> dict[str, dict[str, Any]]:
-    """Start an engine for each case; what it is and how this rank's placements look."""
+    """Start an engine for each case; return its optimizer class, its parameter shapes and this rank's placements."""
     found = {}
     for number, (name, (engine_file, _)) in enumerate(CASES.items()):
         path = folder / f"{number}-{communicator.rank}.json"
@@ -84,7 +84,7 @@ def start_all(communicator: Communicator, folder: Path) -> dict[str, dict[str, A
 
 
 def test_the_rules_are_those_of_deepspeed(tmp_path: Path) -> None:
-    """The predicted class; ranks together hold every element once, or all of it each, with the bits that it had."""
+    """The optimizer class is as predicted; each element is stored unrounded, on one rank or on every rank."""
     ranks = run_ranks(2, start_all, tmp_path)
     numel = {name: p.numel() for name, p in net().named_parameters()}
     shapes = {name: list(p.shape) for name, p in net().named_parameters()}

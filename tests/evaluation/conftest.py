@@ -14,7 +14,7 @@ from neuclip_ds.errors import UserError
 
 
 class FakeRank(Communicator):
-    """Rank `rank` of `world_size`; `values` and `barrier` are shared with the others."""
+    """A simulated rank; all ranks share the same `values` and `barrier`."""
 
     def __init__(self, rank: int, world_size: int, values: list[Any], barrier: threading.Barrier) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class FakeRank(Communicator):
 
     def _exchange(self, x: Tensor, purpose: str) -> list[Tensor]:
         self.purposes.add(purpose)
-        if self.world_size == 1:  # a rank alone
+        if self.world_size == 1:  # a single rank
             return [x]
         gathered = self._gather(x)
         assert len({(part.shape, part.dtype) for part in gathered}) == 1
@@ -58,9 +58,9 @@ class FakeRank(Communicator):
 
 
 def _run_ranks(world_size: int, work: Callable[[FakeRank], Any]) -> list[Any]:
-    """Run `work(communicator)` on every rank at once; return the results in rank order.
+    """Run `work(communicator)` on all ranks at once, and return the results in rank order.
 
-    A rank that fails alone leaves the others at the barrier until it times out, so all ranks raise the same error.
+    If only one rank fails, the others time out at the barrier; the test then fails because their errors differ.
     """
     values, barrier = [None] * world_size, threading.Barrier(world_size)
     with ThreadPoolExecutor(world_size) as pool:

@@ -1,4 +1,4 @@
-"""Small evaluation sets on disk, and a model that reads its features from the pixels."""
+"""Small evaluation sets on disk, and a model that computes its features from pixels and tokens."""
 
 import io
 import json
@@ -17,15 +17,15 @@ Members = dict[str, bytes]
 
 
 class Labeled(NamedTuple):
-    """Labeled set with the features that the model gives."""
+    """Pixel values, labels and metadata of a labeled set, in the order in which the shards store them."""
 
-    features: Tensor  # (n, DIM) of the images
+    features: Tensor  # (n, DIM) pixel values of the images
     labels: Tensor  # (n,)
     metadata: Tensor  # (n, 3)
 
 
 def write_shards(folder: Path, samples: Sequence[Members], shards: int = 2) -> Path:
-    """Write test/nshards.txt and tars; neighboring samples are in different shards."""
+    """Write test/nshards.txt and the tars, and return `folder`; neighboring samples are in different shards."""
     (folder / "test").mkdir(parents=True, exist_ok=True)
     (folder / "test" / "nshards.txt").write_text(f"{shards}\n")
     for shard in range(shards):
@@ -42,7 +42,7 @@ def write_prompts(folder: Path, classes: int) -> None:
 
 
 def labeled_set(folder: Path, count: int, classes: int = 6, metadata: Tensor | None = None) -> Labeled:
-    """Write a labeled set whose features are between the class's and noise, so that many predictions are right."""
+    """Write a labeled set whose features are class features plus noise, so that many predictions are correct."""
     generator = torch.Generator().manual_seed(count)
     labels = torch.randint(0, classes, (count,), generator=generator)
     features = pixel_features(torch.randn(count, DIM, generator=generator) + 2 * torch.eye(DIM)[labels])
@@ -58,7 +58,7 @@ def labeled_set(folder: Path, count: int, classes: int = 6, metadata: Tensor | N
 
 
 def captioned_set(folder: Path, captions: Sequence[int], noise: float = 0.5) -> tuple[Tensor, Tensor, Tensor]:
-    """Write a set of images with that many captions each; return images, captions (m, DIM), image of each (m,)."""
+    """Write `captions[i]` captions for image i; return images, captions (m, DIM), and each caption's image (m,)."""
     generator = torch.Generator().manual_seed(len(captions))
     raw = torch.randn(len(captions), DIM, generator=generator)
     images = pixel_features(raw)
@@ -75,7 +75,7 @@ def captioned_set(folder: Path, captions: Sequence[int], noise: float = 0.5) -> 
 
 
 def winogavil_set(folder: Path, sizes: Sequence[int]) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Write a set of instances; return of each its cue (DIM,), candidates (n, DIM) and associated (n,) bool."""
+    """Write a set of instances; return each one's cue (DIM,), candidates (n, DIM) and mask of associations (n,)."""
     generator = torch.Generator().manual_seed(len(sizes))
     samples, instances = [], []
     for size in sizes:
@@ -104,7 +104,7 @@ def npy(row: Tensor) -> bytes:
 
 
 def pixel_features(raw: Tensor) -> Tensor:
-    """Round to integers that a pixel can hold."""
+    """Scale to the range of pixels, and round to integers."""
     return (raw * 30 + 128).round().clamp(1, 255)
 
 
@@ -122,7 +122,7 @@ def transform(encoded: bytes) -> Tensor:
 
 
 def tokenize(texts: list[str]) -> Tensor:
-    """Tokenize: a class's prompt is one-hot, other texts are features in decimal digits."""
+    """Tokenize texts: a class prompt becomes a one-hot row; any other text lists its tokens as decimal numbers."""
     rows = []
     for text in texts:
         words = text.rstrip(".").split()
@@ -134,7 +134,7 @@ def tokenize(texts: list[str]) -> Tensor:
 
 
 def features_of(x: Tensor) -> Tensor:
-    """Return the features of pixels or tokens (n, DIM), centered on the middle of the range."""
+    """Return unit features for (n, DIM) pixels or tokens, after subtracting 128, the middle of their range."""
     return functional.normalize(x.float() - 128, dim=-1)
 
 

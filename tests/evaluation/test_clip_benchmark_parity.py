@@ -1,4 +1,4 @@
-"""The same data and weights scored by us and by clip-benchmark (`pip install '.[clip_benchmark]'`)."""
+"""Compare our scores with clip-benchmark's on the same data and weights (`pip install '.[clip_benchmark]'`)."""
 
 import random
 from pathlib import Path
@@ -49,7 +49,7 @@ def ours(model: Path, key: str, data: Path) -> dict[str, float | None]:
 
 
 def theirs(model: Path, data: Path, collate: Any = None) -> tuple[Any, Any, Any, Any]:
-    """Model, tokenizer, data and loader, as clip_benchmark's command line puts them together."""
+    """Return the model, tokenizer, dataset and loader, built as in clip_benchmark's command line."""
     network, transform = open_clip.create_model_from_pretrained(f"local-dir:{model}")
     dataset = builder.build_wds_dataset("test", transform=transform, split="test", data_dir=str(data))
     loader = torch.utils.data.DataLoader(dataset.batched(16, collation_fn=collate or builder.default_collate), None)
@@ -67,7 +67,7 @@ def test_zero_shot(model: Path, tmp_path: Path) -> None:
     ]
     write_shards(tmp_path, samples)
     network, tokenizer, dataset, loader = theirs(model, tmp_path)
-    # its `accuracy` (1.6.2) does not run with numpy 2.4, so top-k is taken here of its logits
+    # clip-benchmark 1.6.2's `accuracy` fails with numpy 2.4, so top-k is computed here from its logits
     prompts = classification.zero_shot_classifier(network, tokenizer, dataset.classes, dataset.templates, "cpu", False)
     logits, target = classification.run_classification(network, prompts, loader, "cpu", amp=False)
     wanted = {f"acc{k}": float((logits.topk(k).indices == target[:, None]).any(1).double().mean()) for k in (1, 5)}

@@ -1,4 +1,4 @@
-"""Metrics, accumulators and chance, against lists of predictions written out as scikit-learn defines them."""
+"""Compare metrics, accumulators and chance levels with direct computations from their definitions."""
 
 import itertools
 import math
@@ -63,7 +63,7 @@ def test_ties_are_shared_and_nan_is_predicted_as_no_class() -> None:
     scores = torch.tensor([[5.0, 5.0, 1.0], [0.0, 1.0, 2.0], [math.nan, 1.0, 2.0]])
     top1, top5 = counts.add(scores, torch.tensor([0, 2, 0]))
     assert top1.tolist() == [0.5, 1.0, 0.0]
-    assert top5.tolist() == [1.0, 1.0, 1.0]  # three classes fit into five places
+    assert top5.tolist() == [1.0, 1.0, 1.0]  # there are only three classes
     assert counts.predicted.tolist() == [0.5, 0.5, 1.0]
     assert counts.support.tolist() == [2, 0, 1]
     assert counts.top1.tolist() == [0.5, 0.0, 1.0]
@@ -95,6 +95,6 @@ def test_small_cases() -> None:
     truth, guess = torch.tensor([True, True, False, False]), torch.tensor([True, False, True, False])
     assert jaccard(truth, guess) == pytest.approx(1 / 3)
     assert (chance_recall(5, 1000), chance_recall(10, 4)) == (0.005, 1)
-    # of 90 guesses each class gets 30: of class 0 10 are right, of class 1 20
+    # each of the 3 classes gets 30 of the 90 guesses: 10 are right for class 0, and 20 for class 1
     wanted = (2 * 10 / (30 + 30) + 2 * 20 / (30 + 60)) / 2
     assert chance_macro_f1(torch.tensor([30.0, 60.0, 0.0])) == pytest.approx(wanted)

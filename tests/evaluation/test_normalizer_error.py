@@ -1,4 +1,4 @@
-"""The normalizers' error against a float64 reference from the method's state, on one to three ranks."""
+"""Compare the normalizer error with a float64 reference from the method's state, on one to three ranks."""
 
 import math
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from neuclip_ds.objectives.normalizers.amortization_mlp import AmortizationMlp
 N, DIM, BATCH = 29, 6, 12  # the last of three batches has five rows
 BAD = [3, 11, 20]
 TAU = 0.1
-TRAINED = [torch.arange(12), torch.arange(6, 18), torch.arange(12, 24)]  # 24 ... 28 are never visited
+TRAINED = [torch.arange(12), torch.arange(6, 18), torch.arange(12, 24)]  # samples 24 to 28 are never visited
 ROBUST = {"initial": TAU, "lr": 0.02, "rho": 2.0, "rule": "robust"}
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "openclip": ("openclip", {}),
@@ -36,7 +36,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Rows(NamedTuple):
-    """A batch whose `image` and `tokens` already are the features that `identity` returns."""
+    """A batch whose `image` and `tokens` are already the features, which `identity` returns unchanged."""
 
     image: Tensor
     tokens: Tensor
@@ -49,7 +49,7 @@ def identity(image: Tensor | None, tokens: Tensor | None) -> tuple[Tensor | None
 
 
 def batches_of(samples: Tensor, features: tuple[Tensor, Tensor], rank: Any, batch: int = BATCH) -> list[Rows]:
-    """This rank's share of global batches of `samples`; invalid rows are NaN."""
+    """Return this rank's rows of each global batch of `samples`; invalid rows are NaN."""
     steps = math.ceil(len(samples) / batch)
     index = torch.full((steps * batch,), -1)
     index[: len(samples)] = samples
@@ -60,7 +60,7 @@ def batches_of(samples: Tensor, features: tuple[Tensor, Tensor], rank: Any, batc
 
 
 def trained(name: str, communicator: Any, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
-    """Return the method after a few steps with features other than those of the evaluation."""
+    """Return the method after three training steps on features that differ from those of the evaluation."""
     method, options = METHODS[name]
     temperature = {"initial": TAU, "lr": 0.02, "rho": 2.0}
     averages = {"moving_average": {"gamma_epochs": 2}}
@@ -99,7 +99,7 @@ VALID = torch.tensor([i for i in range(N) if i not in BAD])
 
 
 def temperatures(method: Any) -> Tensor:
-    """(2, N) of every sample."""
+    """Return the temperature of every sample in both directions, (2, N)."""
     tables = method.row_tables()
     if "temperatures" in tables:
         tau = columns(tables["temperatures"])
@@ -112,7 +112,7 @@ def temperatures(method: Any) -> Tensor:
 
 
 def log_means(method: Any, samples: Tensor) -> Tensor:
-    """(2, N) log g within the given samples, NaN for all others."""
+    """Return log g, (2, N), computed within the given samples; the values of all other samples are NaN."""
     loss = method.pair_loss
     hinge = None if loss.is_identity else loss.margin
     image, text = (x[samples] for x in FEATURES)
@@ -141,14 +141,14 @@ def predictions(method: Any) -> Tensor:
 
 
 def pooled(method: Any) -> Tensor:
-    """(2, N) estimates from the queue and the rows of the same batch that count."""
+    """Return (2, N) estimates from the queue and the valid rows of the same batch."""
     state, result = method.replicated_state(), torch.zeros(2, N, dtype=torch.float64)
     entries = torch.stack([state["normalizer.queue_text"], state["normalizer.queue_image"]])
     for batch in ORDER.split(BATCH):
         rows = batch[torch.isin(batch, VALID)]
         image, text = (x[rows] for x in FEATURES)
         tau, others = temperatures(method)[0, 0], rows.unsqueeze(1) != state["normalizer.queue_index"]
-        means = torch.stack([text.mean(0), image.mean(0)])  # which the entries move with
+        means = torch.stack([text.mean(0), image.mean(0)])  # queue entries move with the means
         means = state["normalizer.queue_means"].flip(0).lerp(means, len(rows) / 256)
         queues = (entries + means.unsqueeze(1)).unbind()
         result[:, rows] = oracle.pooled_normalizers(image, text, tau, queues, others, kappa=2.0).log()
@@ -156,14 +156,14 @@ def pooled(method: Any) -> Tensor:
 
 
 def network(method: Any, name: str = "weights") -> Tensor:
-    """(2, N) answers of the MLP relative to the positives."""
+    """Return the MLP's outputs, (2, N), minus the positives' scaled similarities."""
     flat = method.replicated_state()[f"normalizer.{name}"]
     image, text = FEATURES
     return AmortizationMlp(DIM, DIM)(flat, torch.stack(FEATURES)) - (image * text).sum(1) / temperatures(method)
 
 
 def amortized(method: Any) -> Tensor:
-    """(2, N) answers of the target net without the positives' share of a batch."""
+    """Return the target net's (2, N) estimates without the positive's contribution, c/(B-1)."""
     result = torch.zeros(2, N, dtype=torch.float64)
     for batch in ORDER.split(BATCH):
         rows = batch[torch.isin(batch, VALID)]
@@ -223,7 +223,7 @@ def test_parts_make_a_batch_of_the_trainings_size(run_ranks: Any, world_size: in
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("name", ["openclip", "neuclip"])
 def test_some_anchors_against_all_samples(run_ranks: Any, name: str, world_size: int) -> None:
-    """The first 15 valid samples are the anchors; the second batch is complete nevertheless."""
+    """Use the first 15 valid samples as anchors; the second batch is still complete."""
     anchors = ORDER[torch.isin(ORDER, VALID)][:15]
     wanted = reference(run_ranks, name, anchors)
     found = on_ranks(run_ranks, world_size, name, anchors=15, order=ORDER[: 2 * BATCH])
@@ -233,12 +233,12 @@ def test_some_anchors_against_all_samples(run_ranks: Any, name: str, world_size:
 
 @pytest.mark.parametrize("name", ["openclip", "neuclip", "tuneclip"])
 def test_float32_at_the_coldest_temperature(run_ranks: Any, name: str) -> None:
-    """Exponents up to 190, far beyond what exp can hold in float32."""
+    """Check exponents of up to 190, for which exp overflows in float32."""
     image, text = pairs(N, DIM, seed=99, likeness=0.3)
     text[:4], text[4:8] = -image[:4], image[:4]
     results = []
     for dtype in (torch.float32, torch.float64):
-        # inner updates, which amplify rounding at this temperature, stand still
+        # without inner updates, which amplify rounding errors at this temperature
         npn = {"prototypes": 8, "inner_steps": 0}
         cold = {"temperature": {"initial": 0.01, "lr": 0.0}, "npn": npn}
 
@@ -268,7 +268,7 @@ def test_changes_no_state(run_ranks: Any, name: str) -> None:
 
 
 def test_a_batch_of_one_gives_no_estimate(run_ranks: Any) -> None:
-    """13 samples in batches of 12: the last one has no negative in its batch."""
+    """With 13 samples in batches of 12, the last sample has no negative in its batch."""
     found = on_ranks(run_ranks, 2, "openclip", order=VALID[:13])
     assert found["normalizer_anchors"] == 12
     assert found["normalizer_unseen"] == 1

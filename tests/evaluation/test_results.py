@@ -1,4 +1,4 @@
-"""Scores on disk: DataComp's layout, continuing after a crash, averages that never hide a missing task."""
+"""Check scores on disk: DataComp's layout, resuming after a crash, and averages that name missing tasks."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ MODEL = {"model": "a", "precision": "float32"}
 
 
 def scores(leave_out: tuple[str, ...] = ()) -> dict[str, Metrics]:
-    """Task number i has the score i / 100."""
+    """Return metrics in which task number i has the score i / 100."""
     numbered = enumerate(TASKS.tasks)
     return {task.key: {"main_metric": number / 100} for number, task in numbered if task.name not in leave_out}
 

@@ -1,4 +1,4 @@
-"""Retrieval of pairs and of captions against brute-force oracles, with ties, padding and several ranks."""
+"""Compare retrieval of pairs and captions with brute-force oracles, with ties, padding and several ranks."""
 
 import math
 from pathlib import Path
@@ -23,7 +23,7 @@ DIRECTIONS = ("image_to_text", "text_to_image")
 
 
 class Pairs(NamedTuple):
-    """Pairs whose `image` and `tokens` already are the features that `identity` returns."""
+    """Pairs whose `image` and `tokens` are already the features, which `identity` returns unchanged."""
 
     image: Tensor
     tokens: Tensor
@@ -35,7 +35,7 @@ def identity(image: Tensor | None, tokens: Tensor | None) -> tuple[Tensor | None
 
 
 def batches_of(pairs: Pairs, rank: int, world_size: int, batch_size: int) -> list[Batch]:
-    """Rank r's rows r::K in batches, padded to equal numbers with invalid rows."""
+    """Return rows rank::world_size in batches, padded with invalid rows to the same number of full batches per rank."""
     n, d = pairs.image.shape
     batches = max(1, math.ceil(n / (world_size * batch_size)))
     missing = batches * world_size * batch_size - n
@@ -60,7 +60,7 @@ def measure(run_ranks, pairs: Pairs, world_size: int = 1, batch_size: int = 4, *
 
 
 def oracle(pairs: Pairs, ks: tuple[int, ...]) -> dict[str, float]:
-    """Recall by sorting every row, the places of a tied group shared evenly."""
+    """Compute recall by sorting the scores of every row; ties are resolved in expectation."""
     image, text = pairs.image[pairs.valid], pairs.tokens[pairs.valid]
     result: dict[str, float] = {"retrieval_pairs": len(image)}
     for name, scores in (("image_to_text", image @ text.T), ("text_to_image", text @ image.T)):
@@ -91,7 +91,7 @@ def random_pairs(n: int, d: int = 16, noise: float = 1.0) -> Pairs:
     chunk=st.integers(1, 5),
 )
 def test_equals_the_oracle_with_many_ties(run_ranks, rows, world_size, batch_size, chunk):
-    # small integers multiply exactly, so ties are real ones
+    # products of small integers are exact, so equal scores are true ties
     values = torch.tensor([row for row, _ in rows], dtype=torch.float32)
     pairs = Pairs(values[:, :3], values[:, 3:], torch.tensor([valid for _, valid in rows]))
     if not pairs.valid.any():
@@ -114,7 +114,7 @@ def test_one_two_and_three_ranks_agree_bit_for_bit(run_ranks):
 @pytest.mark.parametrize("n", [1, 37, 130])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_collapsed_model_scores_chance(run_ranks, n, world_size):
-    # odd widths reach the edge code of matmul kernels, where float32 sums alone would not tie
+    # odd widths reach the edge code of matmul kernels, where plain float32 sums would not be equal
     image, text = functional.normalize(torch.randn(2, 61, generator=torch.Generator().manual_seed(n)))
     pairs = Pairs(image.repeat(n, 1), text.repeat(n, 1), torch.ones(n, dtype=torch.bool))
     found = measure(run_ranks, pairs, world_size, batch_size=16, chunk=13)
@@ -173,7 +173,7 @@ def test_captions_equal_sorting_at_any_number_of_ranks(tmp_path: Path, run_ranks
 
 
 def test_captions_of_a_collapsed_model_are_at_chance(tmp_path: Path, run_ranks: Any) -> None:
-    """All captions alike: one of an image's c among k of n at random."""
+    """With identical features, recall@k is the probability that k items chosen at random include a match."""
     texts = pixel_features(torch.ones(1, 24)).int().tolist()[0]
     line = " ".join(map(str, texts))
     (tmp_path / "dataset_type.txt").write_text("retrieval")

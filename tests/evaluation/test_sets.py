@@ -1,4 +1,4 @@
-"""Evaluation sets in all their forms: CLIP_benchmark's layout, images by class, tables of pairs."""
+"""Read evaluation sets in all supported forms: CLIP_benchmark's layout, images by class, and tables of pairs."""
 
 from pathlib import Path
 from typing import Any
@@ -131,7 +131,7 @@ def test_mistakes_in_a_folder_of_images(tmp_path: Path) -> None:
 
 
 def write_tables(folder: Path) -> list[Path]:
-    """Shards with several captions an image, and the same as a table of paths and as one that holds the images."""
+    """Write shards with several captions per image, and the same pairs as a table of paths and a table of images."""
     images, captions, image_of_text = captioned_set(folder / "shards", [2, 1, 3, 1, 2, 1, 1], noise=2)
     order = [image for shard in range(2) for image in range(7)[shard::2]]
     rows = {"filepath": [f"{image}.png" for image in image_of_text.tolist()], "title": list(map(words_of, captions))}

@@ -1,4 +1,4 @@
-"""Evaluation sets and pairs are loaded by the same processes, with the results of this one."""
+"""Check that the same workers load evaluation sets and pairs, with the same results as in this process."""
 
 import os
 from collections.abc import Iterator
@@ -56,7 +56,7 @@ def test_sets_and_pairs_share_processes(tmp_path: Path) -> None:
             batches = list(loader.batches("val", eval_jobs(manifest, 0, 1, 4)))
             assert torch.cat([batch.index for batch in batches]).tolist() == [*range(11), -1]
         captions = sharded_batches(open_shards(tmp_path / "captioned"), read_captions, Communicator(), 2, loader)
-        assert [len(row) for batch in captions for row in batch.rows] == [1, 3, 2]  # as the shards store them
+        assert [len(row) for batch in captions for row in batch.rows] == [1, 3, 2]  # in the order of the shards
         seen.append({pid for batch in load(tmp_path / "labeled", loader) for _, pid in batch.rows})
     assert seen[0] == seen[1] == seen[2]
     assert os.getpid() not in seen[0]

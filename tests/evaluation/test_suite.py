@@ -1,4 +1,4 @@
-"""Tasks with every metric of DataComp, against predictions on whole sets; on simulated and on real ranks."""
+"""Compare every DataComp metric with predictions on whole sets, on simulated ranks and on real ranks."""
 
 from pathlib import Path
 from typing import Any
@@ -45,13 +45,13 @@ def on_ranks(run_ranks: Any, key: str, folder: Path, world_size: int) -> dict[st
 
 
 def metadata(count: int) -> torch.Tensor:
-    """Column 0 has groups 0, 1 and 3, column 1 groups 0 to 4."""
+    """Return metadata with the groups 0, 1 and 3 in column 0, and the groups 0 to 4 in column 1."""
     rows = torch.arange(count)
     return torch.stack([torch.tensor([0, 1, 3])[rows % 3], rows % 5, rows], dim=1)
 
 
 def predictions(data: Labeled) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(n,) class, (n,) right, (n,) right among five."""
+    """Return three (n,) tensors: the predicted class, whether it is correct, and whether one of the top five is."""
     scores = features_of(data.features) @ class_features(CLASSES).T
     five = (scores.topk(5).indices == data.labels[:, None]).any(1)
     guess = scores.argmax(1)

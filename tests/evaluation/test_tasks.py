@@ -1,4 +1,4 @@
-"""DataComp's list: its tasks, scores and groups; where tasks are found on disk."""
+"""Check DataComp's tasks, their metrics and averages, and how tasks are found on disk."""
 
 from collections import Counter
 from pathlib import Path
@@ -60,7 +60,7 @@ def test_folder_by_either_name(tmp_path: Path) -> None:
 
 
 def write_own_sets(root: Path) -> Path:
-    """A folder of sets: pets by class, pairs, and shards of two kinds; next to them one of DataComp and other files."""
+    """Write images of pets by class, pairs, and shards of two kinds, next to a DataComp set and unrelated files."""
     for name in ("pets/cat/a.jpg", "pets/dog/more/b.png", "pets/dog/c.PNG", "images/a.jpg", "wds_cifar10/x"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(b"")

@@ -1,4 +1,4 @@
-"""WinoGAViL: the images chosen for a cue, on sets whose associations are known."""
+"""Check the scores of WinoGAViL, which chooses images for a cue, on sets with known associations."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Zero-shot classification on synthetic sets whose right answers are known: pixels are the scores of the classes."""
+"""Check zero-shot classification on synthetic sets with known answers: an image's pixels are its class scores."""
 
 import random
 from pathlib import Path
@@ -24,7 +24,7 @@ def write_set(
     extension: str = "jpg",
     names: list[str] | None = None,
 ) -> EvaluationSet:
-    """`images` are (score of each class, label) pairs."""
+    """Write an evaluation set; `images` are pairs of (score of each class, label)."""
     write_prompts(folder, CLASSES)
     (folder / "zeroshot_classification_templates.txt").write_text("a photo of {c}\n{in} 100% {c}\n")
     if names:
@@ -38,7 +38,7 @@ def write_set(
 
 
 def random_images(count: int) -> list[tuple[list[int], int]]:
-    """Distinct scores, so without ties."""
+    """Return images whose class scores are distinct, so that there are no ties."""
     source = random.Random(count)
     return [(source.sample(range(1, 200), CLASSES), source.randrange(CLASSES)) for _ in range(count)]
 
@@ -76,7 +76,7 @@ def test_ties_count_by_expectation(tmp_path, run_ranks):
     assert found["zero_shot_top1"] == pytest.approx(1 / CLASSES, abs=1e-12)
     assert found["zero_shot_top5"] == pytest.approx(5 / CLASSES, abs=1e-12)
 
-    names = ["name 0", "name 0", "name 1"]  # ImageNet, too, has two classes of one name
+    names = ["name 0", "name 0", "name 1"]  # ImageNet, too, has two classes with the same name
     twins = write_set(tmp_path / "twins", [([9] + [0] * 7, 1), ([0, 9] + [0] * 6, 2)], names=names)
     assert measure(run_ranks, twins)["zero_shot_top1"] == 0.75
 

@@ -1,4 +1,4 @@
-"""A checkpoint with a damaged, empty or missing file is never loaded: the one before it is, or the run is refused."""
+"""A checkpoint with a damaged, empty or missing file is never loaded; the run uses the previous checkpoint or fails."""
 
 import logging
 import os
@@ -24,7 +24,7 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
 from neuclip_ds.files import checksum_of
 
-FLIPS = 10  # in each file
+FLIPS = 10  # bit flips in each file
 
 
 def flip(path: Path, rng: random.Random) -> None:
@@ -47,7 +47,7 @@ DAMAGES: dict[str, Callable[[Path, random.Random], object]] = {
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run's folder with the checkpoints of steps 1 and 2."""
+    """Return a run's folder with checkpoints of steps 1 and 2."""
     folder = tmp_path_factory.mktemp("two")
     for step in (1, 2):
         keeper(folder).save(step, PlainEngine(step), trained(), FACTS, DATA)
@@ -93,7 +93,7 @@ def test_readers_of_the_weights_compare_them_too(two: Path, tmp_path: Path) -> N
 
 
 def test_a_file_that_is_no_safetensors_although_its_checksum_matches(two: Path, tmp_path: Path) -> None:
-    """As of a program that has edited the checkpoint and sealed it again."""
+    """Such a file could come from a program that edits a checkpoint and then updates the checksums."""
     for number, name in enumerate(name for name in files_of(two) if name.endswith(".safetensors")):
         folder = tmp_path / str(number)
         shutil.copytree(two, folder)

@@ -1,4 +1,4 @@
-"""Generated wrong recipes, options, DeepSpeed JSONs and hostfiles: one sentence each, never a traceback."""
+"""Check that invalid recipes, options, DeepSpeed configs and hostfiles cause one-line errors, never a traceback."""
 
 import contextlib
 import io
@@ -43,7 +43,7 @@ ZERO_KEYS = ["stage", "offload_optimizer", "offload_param", "allgather_bucket_si
 
 
 def one_sentence(work: Callable[[], object]) -> None:
-    """Fail unless the work succeeds or is refused in one line of moderate length."""
+    """Fail unless `work` succeeds or raises a one-line `UserError` of moderate length."""
     try:
         work()
     except UserError as error:
@@ -52,7 +52,7 @@ def one_sentence(work: Callable[[], object]) -> None:
 
 
 def resolve(argv: Sequence[str]) -> None:
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):  # --help
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):  # raised by --help
         config = parse(argv).config
         config.micro_batch(2)
         assert validate(yaml.safe_load(dump(config))) == config

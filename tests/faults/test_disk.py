@@ -1,6 +1,6 @@
-"""A disk that is full, read-only or gone: one sentence, no half checkpoint, and the next start resumes.
+"""Test full, read-only and missing disks: errors are short, no partial checkpoint stays, and the next launch resumes.
 
-The disks are real file systems in memory, which only root may mount.
+The disks are real in-memory file systems, which only root can mount.
 """
 
 import resource
@@ -23,7 +23,7 @@ EVERY = ("--run.checkpoint_every=2", "--run.log_every=1")
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 8 MB."""
+    """Mount a file system of 8 MB, and yield its folder."""
     place = tmp_path / "disk"
     place.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(place)], capture_output=True)
@@ -36,7 +36,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(disk: Path, left: int) -> Path:
-    """Fill a disk up to so many bytes, and return the file that does."""
+    """Fill a disk until only `left` bytes are free, and return the file that fills it."""
     filler = disk / "filler"
     filler.write_bytes(bytes(max(0, shutil.disk_usage(disk).free - left)))
     return filler
@@ -59,7 +59,7 @@ def test_no_room(disk: Path) -> None:
 
 @pytest.mark.parametrize("reason", ["No space left on device", "Read-only file system", "No such file or directory"])
 def test_a_checkpoint_that_cannot_be_written(disk: Path, reason: str) -> None:
-    """The room that is checked is that of the tensors, which must do without the files' headers here."""
+    """The check for free space counts only tensors, so with 8 KB free it passes and writing the file headers fails."""
     (disk / "run").mkdir()
     checkpoints = keeper(disk / "run", keep=1)
     first = checkpoints.save(1, PlainEngine(1.0), trained(), FACTS, DATA)
@@ -79,7 +79,7 @@ def test_a_checkpoint_that_cannot_be_written(disk: Path, reason: str) -> None:
 
 
 def _save_with_a_limit(communicator: Communicator, folder: Path) -> list[str]:
-    """Save twice; rank 1 may not write files of more than 100 bytes in the first save, as of a full disk."""
+    """Save twice; in the first save, rank 1 cannot write files of more than 100 bytes, as if its disk were full."""
     checkpoints, built = keeper(folder, communicator=communicator), fresh(communicator)
     if communicator.rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
@@ -111,7 +111,7 @@ def test_no_room_for_metrics(disk: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_training_outlives_a_full_disk(ranks: int, disk: Path, shards: Path) -> None:
-    """Checkpoints 4, 6 and 8 fail, and so do metrics and log; with more room the run resumes from step 2."""
+    """Writing checkpoints 4, 6 and 8, metrics and the log fails; once there is space, the run resumes from step 2."""
     train(disk, shards, 2, *EVERY, ranks=ranks)
     filler = fill(disk, 20_000)
     done = train(disk, shards, 20, *EVERY, ranks=ranks, code=2)

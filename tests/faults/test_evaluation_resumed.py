@@ -1,4 +1,4 @@
-"""A resume does the evaluation that a kill has cut off, and counts bad samples on; a finished run does nothing."""
+"""A resumed run repeats an interrupted evaluation and keeps its count of bad samples; a finished run does nothing."""
 
 import os
 import signal
@@ -31,7 +31,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def _die_in(place: Any, name: str, number: int, options: list[str]) -> None:
-    """Train; the process is killed as it calls a method for the so-and-so-many-th time."""
+    """Train, and kill this process when it calls the method `name` for the `number`-th time."""
     original, calls = getattr(place, name), 0
 
     def killed(*arguments: Any, **further: Any) -> Any:
@@ -70,7 +70,7 @@ def whole(shards: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return runs
 
 
-MOMENTS: dict[str, tuple[Any, str, int]] = {  # a method and its call in one start; evaluations are at 0, 2, 4, 6
+MOMENTS: dict[str, tuple[Any, str, int]] = {  # a method, and the call to kill; evaluations are at steps 0, 2, 4, 6
     "between checkpoint and evaluation": (Evaluator, "__call__", 2),
     "before the best is kept": (Checkpoints, "keep_best", 1),
     "before the last evaluation": (Evaluator, "__call__", 4),
@@ -104,7 +104,7 @@ def test_a_finished_run_does_nothing_more(whole: Path, shards: str) -> None:
 def test_bad_samples_of_all_starts_count(tmp_path: Path) -> None:
     bad = {index: {"jpg": b"none", "txt": b"a caption"} for index in (3, 11, 17, 25)}
     data = str(write_pairs(tmp_path / "shards", [16, 16], replace=bad))
-    options = ("--run.log_every=1", "--data.max_bad_fraction=0.006")  # 6 of the first 1000
+    options = ("--run.log_every=1", "--data.max_bad_fraction=0.006")  # 6 of the first 1000 samples
     train(tmp_path, data, 4, *options)
     (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step_*")
     kept = read_meta(checkpoint)["data"]["hooks"]["WriteRecords"]

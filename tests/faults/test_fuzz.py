@@ -1,4 +1,4 @@
-"""Ten thousand mutated shards, manifests, images and lists: nothing crashes, hangs or leaves its folder."""
+"""Read mutated shards, manifests, images and lists: nothing may crash, hang or access files outside its folder."""
 
 import io
 import json
@@ -61,7 +61,7 @@ NAMES = ("../../out.jpg", "/etc/passwd", "/tmp/canary.txt", "..", ".", "a/../../
 
 
 def mutated(data: bytes, rng: random.Random) -> bytes:
-    """Return the bytes with one to four flips, cuts, blocks, splices or wrong numbers."""
+    """Return the bytes after one to four mutations: flips, cuts, overwritten blocks, insertions or extreme numbers."""
     changed = bytearray(data)
     for _ in range(rng.randint(1, 4)):
         at, size = rng.randrange(len(changed) + 1), rng.choice((1, 8, 100, 512, 3000))
@@ -86,7 +86,7 @@ def mutated(data: bytes, rng: random.Random) -> bytes:
 
 
 def images(rng: random.Random) -> bytes:
-    """Return an image of some format, mode and size."""
+    """Return an image file of a random format, mode and size."""
     picture = Image.open(io.BytesIO(jpeg(rng.randrange(20), rng.randint(1, 90), rng.randint(1, 60))))
     kind = rng.choice(("JPEG", "JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "EPS", "PPM"))
     out = io.BytesIO()
@@ -98,7 +98,7 @@ def images(rng: random.Random) -> bytes:
 
 
 def header_fields(shard: bytes, rng: random.Random) -> bytes:
-    """Give some members hostile names, sizes and kinds, under valid header checksums."""
+    """Give some members a hostile name, size or type, with valid header checksums."""
     changed = bytearray(shard)
     for _ in range(rng.randint(1, 5)):
         at = 512 * rng.randrange(max(1, len(changed) // 512))
@@ -119,7 +119,7 @@ def header_fields(shard: bytes, rng: random.Random) -> bytes:
 
 
 def shard(folder: Path, rng: random.Random) -> bytes:
-    """Return a shard of a few samples, a third of whose members are mutated."""
+    """Return a shard of a few samples, in which about a third of the members are mutated."""
     members: list[tuple[str, bytes]] = []
     for number in range(rng.randint(1, 4)):
         parts = {"jpg": images(rng), "txt": b"a caption", "json": b'{"caption": ["a", "b \\ud800"], "n": 1}'}
@@ -141,7 +141,7 @@ def read_all(manifest: Manifest, rng: random.Random) -> Batch:
 
 
 def a_shard(folder: Path, rng: random.Random) -> bool:
-    """Build a run's manifest of a mutated shard and read every sample."""
+    """Build a manifest of a mutated shard, as a run does, and read every sample."""
     data = shard(folder, rng)
     change = rng.choice((mutated, header_fields, lambda data, rng: mutated(header_fields(data, rng), rng)))
     (folder / "0.tar").write_bytes(change(data, rng))
@@ -149,7 +149,7 @@ def a_shard(folder: Path, rng: random.Random) -> bool:
 
 
 def a_changed_shard(folder: Path, rng: random.Random) -> bool:
-    """Read a shard that was mutated after its manifest was built: what counts as good is what it was."""
+    """Read a shard that was mutated after its manifest was built: samples reported as valid must be unchanged."""
     path = folder / "0.tar"
     path.write_bytes(shard(folder, rng))
     manifest = write_manifest(folder / "m", [str(path)], ThreadPoolExecutor(1), ScanOptions(SOURCES, checksum=True))
@@ -164,7 +164,7 @@ def a_changed_shard(folder: Path, rng: random.Random) -> bool:
 
 
 def a_manifest(folder: Path, rng: random.Random) -> bool:
-    """Load a manifest of which one file was mutated, and read every sample."""
+    """Load a manifest after one of its files was mutated, and read every sample."""
     (folder / "0.tar").write_bytes(shard(folder, rng))
     write_manifest(folder / "m", [str(folder / "0.tar")], ThreadPoolExecutor(1), ScanOptions(SOURCES, checksum=True))
     path = rng.choice([path for path in sorted((folder / "m").rglob("*")) if path.is_file()])
@@ -173,7 +173,7 @@ def a_manifest(folder: Path, rng: random.Random) -> bool:
 
 
 def an_image(folder: Path, rng: random.Random) -> bool:
-    """Decode a mutated image with all decoders, which must agree on whether it is one."""
+    """Decode a mutated image with all decoders, which must agree on whether it is valid and on its full size."""
     data = mutated(images(rng), rng)
     found: dict[str, tuple[int, int] | None] = {}
     for name in DECODERS:
@@ -186,7 +186,7 @@ def an_image(folder: Path, rng: random.Random) -> bool:
 
 
 def a_list(folder: Path, rng: random.Random) -> bool:
-    """Resolve a mutated list of shards; its names are relative, as one such as / may be searched for long."""
+    """Resolve a mutated list of shards with relative names, because searching a folder such as / could take long."""
     os.chdir(folder)
     for number in range(3):
         Path(f"{number}.tar").touch()
@@ -201,12 +201,12 @@ KINDS: dict[str, Callable[[Path, random.Random], bool]] = {
 
 
 _READABLE = (sys.prefix, sys.base_prefix, Path(__file__).parents[2], "/proc", "/usr/share/zoneinfo", "/dev/null")
-_DIR_FD = {"os.remove": 1, "os.mkdir": 2, "os.rmdir": 1}  # position of the open folder that a path is relative to
+_DIR_FD = {"os.remove": 1, "os.mkdir": 2, "os.rmdir": 1}  # position of the folder descriptor in the arguments
 
 
 @contextmanager
 def watched(folder: Path) -> Iterator[list[str]]:
-    """Note what is written outside a folder, what is read outside it and Python's own files, and what is run."""
+    """Record writes outside a folder, reads outside the folder and `_READABLE`, and programs that are started."""
     found: list[str] = []
     active = [True]
     readable = tuple(os.path.realpath(path) for path in _READABLE)
@@ -224,7 +224,7 @@ def watched(folder: Path) -> Iterator[list[str]]:
             if not place.startswith(f"{folder}/") and not (only_read and place.startswith(readable)):
                 found.append(f"{event} {place}")
 
-    sys.addaudithook(note)  # for the rest of this process
+    sys.addaudithook(note)  # stays for the rest of this process
     try:
         yield found
     finally:
@@ -232,11 +232,11 @@ def watched(folder: Path) -> Iterator[list[str]]:
 
 
 def report(folder: str, seed: int, number: int) -> None:
-    """Try inputs seed, seed + 1, ..., each with a random generator of its own; write outcome.json."""
+    """Try `number` inputs, generated from the seeds `seed`, `seed + 1`, ..., and write outcome.json."""
     root, kinds = Path(folder).resolve() / "in", list(KINDS.values())
     root.mkdir()
     tempfile.tempdir = str(root)  # sample tables are written there
-    os.dup2(os.open(f"{folder}/stderr", os.O_WRONLY | os.O_CREAT), 2)  # libjpeg writes there
+    os.dup2(os.open(f"{folder}/stderr", os.O_WRONLY | os.O_CREAT), 2)  # libjpeg writes to standard error
     counts: Counter[str] = Counter()
     slowest, failures = 0.0, list[str]()
     with watched(root) as outside:
@@ -260,7 +260,7 @@ def report(folder: str, seed: int, number: int) -> None:
 
 
 def tried(work: Callable[[Path, random.Random], bool], place: Path, seed: int) -> str:
-    """Return whether an input was read, refused with a sentence, bad, or a crash."""
+    """Return `read`, `bad`, `refused` (a one-line `UserError`) or `crash: ...` for an input."""
     try:
         return "bad" if work(place, random.Random(seed)) else "read"
     except UserError as error:

@@ -1,4 +1,4 @@
-"""Runs killed at random moments, fifty times, end bit-equal to one that was left alone."""
+"""Runs that are killed at random moments, fifty times in all, end bit-identical to an undisturbed run."""
 
 import os
 import random
@@ -10,7 +10,7 @@ import pytest
 from small_runs import SMALL, TRAIN, call, demo_shards, outcome, read_options, start
 
 KILLS = 50
-_END = 60.0  # seconds in which the other ranks must have ended by themselves
+_END = 60.0  # seconds within which the other ranks must end on their own
 _OPTIONS = [
     *SMALL,
     "--data.batch_size=16",
@@ -23,7 +23,7 @@ _OPTIONS = [
     "--run.checkpoint_every=3",
     "--run.evaluate_every=4",
     "--run.log_every=1",
-    "--max_steps=24",  # into the second epoch
+    "--max_steps=24",  # ends in the second epoch
 ]
 
 
@@ -31,12 +31,12 @@ _OPTIONS = [
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_fifty_random_moments(ranks: int, tmp_path: Path) -> None:
     seed = int(os.environ.get("KILL_SEED", time.time_ns() % 2**32))
-    print(f"KILL_SEED={seed}")  # shown where the test fails, and with -s
+    print(f"KILL_SEED={seed}")  # shown if the test fails, or with -s
     chance = random.Random(seed)
     data = demo_shards(tmp_path / "data", 300)
     where = [f"--data.train={data}", f"--run.output_dir={tmp_path}"]
     command = [TRAIN, "demo", *where, *read_options(_OPTIONS)]
-    for name in ("first", "whole"):  # the first has to start the server that forks processes
+    for name in ("first", "whole"):  # the first call also starts the fork server, so the second is timed
         began = time.monotonic()
         done = call(*command, f"--run.name={name}", ranks=ranks)
         whole_takes = time.monotonic() - began
@@ -49,13 +49,13 @@ def test_fifty_random_moments(ranks: int, tmp_path: Path) -> None:
             time.sleep(0.002)
         if any(program.running for program in programs):
             kills += 1
-            connected = " INFO " in programs[0].printed()[1]  # before, ranks wait five minutes for a missing one
-            chance.choice(programs).kill()  # with its loader processes
-            if not connected or chance.random() < 0.5:  # a lost machine; else the others end by themselves
+            connected = " INFO " in programs[0].printed()[1]  # until then, ranks wait five minutes for a missing one
+            chance.choice(programs).kill()  # also kills the rank's loader processes
+            if not connected or chance.random() < 0.5:  # as if a machine failed; else the others end on their own
                 for program in programs:
                     program.kill()
             ends = [program.wait(_END) for program in programs]
-            done = (tmp_path / "broken" / "complete.json").exists()  # then ranks may have left before the kill
+            done = (tmp_path / "broken" / "complete.json").exists()  # if so, ranks may have exited before the kill
             assert done or all(end.returncode for end in ends), (seed, kills, [end.stderr for end in ends])
             continue
         ends = [program.wait() for program in programs]

@@ -1,4 +1,4 @@
-"""Loader processes that are killed or stopped at any moment: no sample is lost or doubled, no bit of a run changes."""
+"""If loader processes are killed or stopped, no sample is lost or repeated, and the results stay bit-identical."""
 
 import os
 import random
@@ -50,7 +50,7 @@ def evaluation(manifest: Manifest) -> Load:
 
 
 def compute(seconds: float) -> None:
-    """Run Python code in the main thread, into which a signal's handler may raise."""
+    """Run Python code in the main thread, where a signal handler may raise an exception."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         sum(range(100))
@@ -58,9 +58,9 @@ def compute(seconds: float) -> None:
 
 @contextmanager
 def killing(parents: Callable[[], list[int]], seed: int, pause: float, age: float = 0) -> Iterator[list[int]]:
-    """Kill loader processes of these processes at random moments during the block; yields those that were.
+    """Kill loader processes of the parents at random moments during the block; yield the list of killed process IDs.
 
-    Those that are younger than `age` seconds are left alone: a job that fails three times in a row ends a run.
+    Loaders younger than `age` seconds are spared, because a job that fails three times in a row ends a run.
     """
     draw, over, killed = random.Random(seed), threading.Event(), []
     seen: dict[int, float] = {}
@@ -87,7 +87,7 @@ def killing(parents: Callable[[], list[int]], seed: int, pause: float, age: floa
 def test_killed_workers_are_replaced_wherever_the_main_thread_is(
     kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Training batches are pinned, as for a GPU."""
+    """Killed workers are replaced and no batch changes; training batches are pinned, as they are for a GPU."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())
@@ -104,7 +104,7 @@ def test_killed_workers_are_replaced_wherever_the_main_thread_is(
 
 
 def test_a_stopped_worker_is_replaced(training_batches: Load, caplog: pytest.LogCaptureFixture) -> None:
-    """It has already announced batches whose memory it cannot hand over any more."""
+    """The stopped worker has already announced batches whose memory it can no longer hand over."""
     batches = training_batches(OPTIONS._replace(timeout=2))
     found = [next(batches)]
     compute(0.5)
@@ -142,7 +142,7 @@ def test_a_run_with_killed_workers_equals_an_undisturbed_one(shards: Path, tmp_p
 
 
 def test_a_batch_is_waited_for_while_shards_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four shards of a batch come in turn, one a second, which is more than the time-out in all."""
+    """The four shards of a batch arrive one per second, which takes longer in total than the loader's timeout."""
     monkeypatch.setattr(worker_pool, "MAX_FAILURES", 1)
     folder = write_pairs(tmp_path / "pairs", [2, 2, 2, 2])
     local = manifest_of(folder)

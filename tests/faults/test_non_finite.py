@@ -1,6 +1,6 @@
-"""Steps with features, losses or gradients that are not finite: skipped on all ranks, without a trace in any state.
+"""Steps with non-finite features, losses or gradients are skipped on all ranks and do not change any state.
 
-A run whose steps stay so returns to its newest checkpoint once, and ends if it fails there again.
+A run whose steps stay non-finite rolls back to its newest checkpoint once, and ends if they are non-finite again.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,12 +35,12 @@ Fault = Callable[[Any, Batch], Any]
 
 
 def on_last_rank(batch: Batch) -> bool:
-    return int(batch.index[-1]) == FAULTY + ROWS - 1  # the first of the global batch's indices is its number
+    return int(batch.index[-1]) == FAULTY + ROWS - 1  # the first index in a global batch is the number of the batch
 
 
 @contextmanager
 def activation(model: Any, batch: Batch) -> Iterator[None]:
-    """The third image of each of the last rank's micro-batches gives an infinite activation."""
+    """Make the activations of the third image of each micro-batch infinite on the last rank."""
 
     def overflow(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
         return output.index_fill(0, torch.tensor([2]), torch.inf)
@@ -53,7 +53,7 @@ def activation(model: Any, batch: Batch) -> Iterator[None]:
 
 @contextmanager
 def weight(model: Any, batch: Batch) -> Iterator[None]:
-    """One weight of the last rank is infinite during the step."""
+    """Make one weight infinite on the last rank during the step."""
     broken = next(p for p in model.parameters() if p.ndim > 1)
     before = broken.detach().clone()
     if on_last_rank(batch):
@@ -64,7 +64,7 @@ def weight(model: Any, batch: Batch) -> Iterator[None]:
 
 @contextmanager
 def gradient(model: Any, batch: Batch) -> Iterator[None]:
-    """The gradient of one weight overflows on the last rank, though loss and features are finite."""
+    """Make the gradient of one parameter overflow on the last rank, while the loss and features are finite."""
     factor = torch.inf if on_last_rank(batch) else 1.0
     hook = next(p for p in model.parameters() if p.ndim > 1).register_hook(lambda grad: grad * factor)
     yield
@@ -72,7 +72,7 @@ def gradient(model: Any, batch: Batch) -> Iterator[None]:
 
 
 def state_of(engine: Any, objective: Objective, rank: int) -> dict[str, torch.Tensor]:
-    """Copies of all that a rank keeps: weights, masters, moments, and the objective's."""
+    """Return copies of a rank's state: weights, master weights, optimizer moments, and the objective's state."""
     found = {name: getattr(p, "ds_tensor", p) for name, p in engine.module.named_parameters()}
     for part in placements(engine, rank):
         found[f"{part.name} master"] = part.master
@@ -88,7 +88,7 @@ def differing(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -
 
 
 class Run:
-    """A few steps of a method under an engine."""
+    """A model, its engine and an objective that run a few training steps."""
 
     def __init__(self, communicator: Communicator, method: str, engine: str, micro: int) -> None:
         config = config_of(method, engine)
@@ -112,7 +112,7 @@ class Run:
 
 
 def skip_one(communicator: Communicator, cases: list[tuple[str, str, int, Fault]]) -> list[Any]:
-    """What changes in a faulty step, what differs at the end from a run without that step, and the step's samples."""
+    """Run cases with and without a faulty step; return whether it applied, changes, differences and bad samples."""
     results = []
     for method, engine, micro, fault in cases:
         run, other = (Run(communicator, method, engine, micro) for _ in range(2))
@@ -142,7 +142,7 @@ METHODS = ["openclip", "siglip", "sogclr", "isogclr", "fastclip_v3", "tuneclip",
 
 
 def test_a_skipped_step_leaves_no_trace_in_any_methods_state() -> None:
-    """In float32 without ZeRO, where DeepSpeed would apply it."""
+    """The engine uses float32 without ZeRO, a setting in which DeepSpeed itself would apply the step."""
     check([(method, "zero0_fp32", 8, activation) for method in METHODS])
 
 
@@ -168,15 +168,15 @@ OPTIONS = [
 
 
 class BreakWeight(Hook):
-    """Makes a weight infinite on rank 1 after a step, once or each time."""
+    """Hook that makes a weight infinite on rank 1 after a step, at most `times` times if the step is repeated."""
 
     def __init__(self, rank: int, step: int, times: int) -> None:
         self._rank, self._step, self._left = rank, step, times
         self.steps: list[int] = []
-        self.states: list[dict[str, torch.Tensor]] = []  # at starts and before checkpoints
+        self.states: list[dict[str, torch.Tensor]] = []  # after each launch or rollback, and before each checkpoint
 
     def start(self, loop: Loop) -> None:
-        assert not active_children()  # the loader's of the steps before
+        assert not active_children()  # the loader processes of earlier steps have ended
         self.states.append(self.snapshot(loop))
 
     def after_step(self, loop: Loop, result: StepResult) -> None:
@@ -214,11 +214,11 @@ def test_a_passing_fault_costs_the_steps_since_the_checkpoint_and_a_lasting_one_
     results = run_ranks(2, runs_of, shards, {tmp_path / "broken": 1, tmp_path / "whole": 0, tmp_path / "lasting": 2})
     for (steps, (_, saved, restored, *_), message), _, _ in results:
         assert not message
-        assert steps == [1, 2, 3, 4, 5, 6, 4, 5, 6, 7]  # this hook comes before the one that rolls back
+        assert steps == [1, 2, 3, 4, 5, 6, 4, 5, 6, 7]  # this hook runs before the hook that rolls back
         assert differing(saved, restored) == []
     (event,) = records(tmp_path / "broken" / "run" / "events.jsonl")
     assert (event["step"], event["kind"]) == (3, "rolled_back")
-    assert len(event["indices"]) == 2 * 4  # rank 1's of both steps
+    assert len(event["indices"]) == 2 * 4  # the samples of rank 1 in both steps
     assert event["message"].startswith("steps 5 to 6 were skipped: in the last, the features of samples [")
     broken, whole = (newest_checkpoint(tmp_path / name) for name in ("broken", "whole"))
     assert broken.name == "step_000000007"

@@ -1,4 +1,4 @@
-"""Storage that throttles, refuses, stalls or cuts: readers wait, and no sample is bad or out of order."""
+"""Test storage that throttles, refuses access or fails: readers wait, and no sample is bad or out of order."""
 
 import os
 import signal
@@ -45,7 +45,7 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
 
 @pytest.fixture
 def remote(local: Manifest, http: Files) -> Manifest:
-    """The same shards behind the server."""
+    """Return a manifest of the same shards on the HTTP server."""
     for shard in local.shards:
         http.files[Path(shard.path).name] = Path(shard.path).read_bytes()
     return Manifest([shard._replace(path=http.url(Path(shard.path).name)) for shard in local.shards])
@@ -56,7 +56,7 @@ def cache_in(folder: Path, **options: float) -> ShardCache:
 
 
 def order_of(manifest: Manifest) -> GlobalOrder:
-    """A batch is a shard."""
+    """Return an order in which each batch is one shard."""
     return GlobalOrder(manifest.starts, manifest.sizes, SAMPLES, 0, Interleave(1, SAMPLES))
 
 
@@ -67,7 +67,7 @@ def batches(manifest: Manifest, cache: ShardCache | None, workers: int = 1, **op
 
 @contextmanager
 def refusing(http: Files, status: int, answers: int) -> Iterator[None]:
-    """Answer all requests with a status, until so many were."""
+    """Answer all requests with an error status until `answers` requests have been refused."""
     before, http.refuses, over = http.refused, status, threading.Event()
 
     def watch() -> None:
@@ -96,7 +96,7 @@ def assert_undisturbed(found: list[Batch], local: Manifest) -> None:
 def test_an_outage_is_waited_for(
     status: int, http: Files, remote: Manifest, local: Manifest, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """After the first batch the server refuses access, fails or throttles; then all is well again."""
+    """After the first batch, the server refuses access, fails or throttles for a while, and then recovers."""
     loading = batches(remote, cache_in(tmp_path), workers=0)
     found = [next(loading)]
     with refusing(http, status, answers=3):
@@ -109,7 +109,7 @@ def test_an_outage_is_waited_for(
 def test_a_server_that_throttles_delivers_each_shard_once(
     http: Files, remote: Manifest, local: Manifest, tmp_path: Path
 ) -> None:
-    """The server takes one request at a time from the prefetching process and two readers, and holds the first."""
+    """The server accepts one request at a time from the prefetcher and two readers, and delays its first response."""
     http.most = 1
     http.gate.clear()
 
@@ -148,7 +148,7 @@ def test_a_missing_package_is_no_bad_sample(local: Manifest, tmp_path: Path) -> 
 def test_workers_that_wait_for_the_storage_are_not_replaced(
     http: Files, remote: Manifest, local: Manifest, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The loader's time-out is shorter than the outage, and longer than workers take to start on a busy machine."""
+    """The loader's timeout is shorter than the outage, and longer than workers take to start on a loaded machine."""
     with refusing(http, 500, answers=4):
         found = list(batches(remote, cache_in(tmp_path, backoff=2), timeout=10))
     assert_undisturbed(found, local)
@@ -156,7 +156,7 @@ def test_workers_that_wait_for_the_storage_are_not_replaced(
 
 
 def wait_in_vain(manifest: Manifest, folder: Path, workers: int) -> None:
-    """Wait for a batch as a training loop does, which notes signals for the end of the step."""
+    """Wait for a batch as a training loop does, which defers signals to the end of the step."""
     try:
         with raising_interrupted(), deferring():
             next(batches(manifest, cache_in(folder), workers))
@@ -179,7 +179,7 @@ def test_a_signal_ends_the_wait(number: int, workers: int, http: Files, remote: 
 
 @pytest.mark.slow
 def test_a_run_through_an_outage_equals_an_undisturbed_one(http: Files, tmp_path: Path) -> None:
-    """The cache holds eight shards of twelve, so the epoch fetches some."""
+    """The cache has room for only eight of the twelve shards, so some are fetched during the epoch."""
     folder = write_pairs(tmp_path / "local", [8] * 12)
     for path in folder.iterdir():
         http.files[path.name] = path.read_bytes()

@@ -1,4 +1,4 @@
-"""What a dry run and the start of a run refuse or warn of; a refused start leaves the folder as it was, to the byte."""
+"""Test what dry runs and launches refuse or warn about; a refused launch does not change a byte of the run's folder."""
 
 import json
 import os
@@ -21,13 +21,13 @@ EVERY = ("--run.checkpoint_every=2", "--run.log_every=1")
 
 
 def content(folder: Path) -> dict[Path, bytes]:
-    """Every folder and file below a folder."""
+    """Map each path below a folder to the content of the file, or to b"" for a folder."""
     return {path: path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")}
 
 
 @pytest.fixture(scope="module")
 def trained(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a run of 2 steps."""
+    """Return the output folder of a run of 2 steps."""
     runs = tmp_path_factory.mktemp("runs")
     train(runs, shards, 2, *EVERY)
     return runs
@@ -63,7 +63,7 @@ def test_a_refused_start_changes_nothing(case: str, trained: Path, shards: Path,
 
 
 def test_what_it_was_trained_with_is_in_the_checkpoint(trained: Path, tmp_path: Path) -> None:
-    """Opened alone, and in a run's folder with the config of another method and without the tokenizer."""
+    """A checkpoint gives the same model when opened alone or from a run folder with a wrong config and no tokenizer."""
     shutil.copytree(trained, tmp_path / "runs")
     path = tmp_path / "runs" / "run" / "config.yaml"
     path.write_text(path.read_text().replace("method: fastclip_v3", "method: openclip"))
@@ -79,7 +79,7 @@ def test_what_it_was_trained_with_is_in_the_checkpoint(trained: Path, tmp_path: 
 
 @pytest.mark.slow
 def test_a_tokenizer_of_a_start_without_checkpoint_is_made_anew(shards: Path, tmp_path: Path) -> None:
-    """The start ends at its first step, as the best metric is misspelled; it leaves a tokenizer."""
+    """Each launch fails at its first step because the best metric is misspelled, and leaves a tokenizer behind."""
     for size in (300, 310):
         options = (f"--model.text.vocab_size={size}", "--run.best_metric=x", f"--data.val={shards.parent / 'val'}")
         train(tmp_path, shards, 2, *EVERY, *options, code=2)

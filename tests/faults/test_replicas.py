@@ -1,4 +1,4 @@
-"""What all ranks must hold with the same bits is compared, and the rank that drifted is named before a checkpoint."""
+"""Replicated state is compared across ranks before each checkpoint, and the error names the rank that differs."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ def flip(tensor: torch.Tensor) -> None:
 
 
 class FlipBit(Hook):
-    """Flips one bit of some state of one rank after a step."""
+    """Hook that flips one bit of the tensor `name` on one rank after a step."""
 
     def __init__(self, rank: int, of_rank: int, step: int, name: str) -> None:
         self._mine, self._step, self._name = rank == of_rank, step, name
@@ -38,7 +38,7 @@ class FlipBit(Hook):
 
 
 def messages(communicator: Communicator, cases: list[tuple[list[str], str, int]], shards: Path, runs: Path) -> Any:
-    """How each run ends, of which one bit of `name` flips on the last rank after a step."""
+    """Train each case while one bit of the tensor `name` flips on the last rank, and return the error messages."""
     found = []
     for number, (options, name, step) in enumerate(cases):
         where = [f"--data.train={shards}", f"--run.output_dir={runs}", f"--run.name={number}"]

@@ -1,4 +1,4 @@
-"""Secrets of a remote store are in nothing that a run prints or writes, and its files have the umask's mode."""
+"""A run never prints or writes the secrets of a remote store, and the umask sets the permissions of its files."""
 
 import os
 import re
@@ -35,7 +35,7 @@ def signed(server: Files, name: str) -> str:
 
 @pytest.mark.slow
 def test_a_run_on_signed_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One shard vanishes after the manifest is built, one holds a broken image, and one fetch is refused at first."""
+    """One shard vanishes after the manifest is built, and the first request for another shard fails with status 500."""
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", AWS)
     monkeypatch.setenv("WANDB_API_KEY", WANDB)
     local = write_pairs(tmp_path / "local", [7, 9, 8])
@@ -56,14 +56,14 @@ def test_a_run_on_signed_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert (runs / "run" / "bad_samples.jsonl").read_text().count("***@127.0.0.1")
     assert found(*(text for one in (built, done, missing) for text in (one.stdout, one.stderr))) == set()
     assert in_folder(runs) == set()
-    assert in_folder(manifest) == {PASSWORD, SIGNATURE}  # it needs them, so nobody else may read it
+    assert in_folder(manifest) == {PASSWORD, SIGNATURE}  # the manifest needs the secrets, so only its owner may read it
     assert (manifest / "shards.parquet").stat().st_mode & 0o777 == 0o600
     for path in runs.rglob("*"):
         assert path.stat().st_mode & 0o777 == (0o777 if path.is_dir() else 0o666) & ~umask(), path
 
 
 def umask() -> int:
-    """Return this process's umask, which processes that tests start inherit."""
+    """Return this process's umask, which child processes inherit."""
     (found,) = re.findall(r"Umask:\s*(\d+)", Path("/proc/self/status").read_text())
     return int(found, 8)
 

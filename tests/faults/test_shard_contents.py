@@ -1,4 +1,4 @@
-"""Flipped bits, replaced shards, shards that count twice, and validation on what was trained on are found."""
+"""Flipped bits, replaced shards, shards that are listed twice, and validation on training shards are detected."""
 
 import os
 import shutil
@@ -27,7 +27,7 @@ SIZES = [6, 5]
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Shards and a manifest as `build-manifest` makes it, with its defaults."""
+    """Return a folder with shards and a manifest that `build-manifest` made with its default options."""
     folder = tmp_path_factory.mktemp("built")
     write_pairs(folder / "shards", SIZES)
     main(["build-manifest", str(folder / "m"), str(folder / "shards"), "--processes=1"])
@@ -61,7 +61,7 @@ def test_every_flipped_bit_of_a_sample_is_a_bad_sample(built: Path, member: str)
 
 
 def replace_by_equal_size(path: Path) -> None:
-    """Put another shard of as many samples and bytes in a shard's place, with its time."""
+    """Replace a shard with a different shard that has the same number of samples, size and modification time."""
     times = path.stat()
     other = write_pairs(
         path.parent / "other", [6], {index: {"jpg": b"other" * index, "txt": b"x"} for index in range(6)}
@@ -111,7 +111,7 @@ def test_a_shard_named_twice_is_refused(built: Path, tmp_path: Path, how: str) -
 
 
 def test_other_shards_of_equal_layout_are_kept(tmp_path: Path) -> None:
-    """Names and sizes may be equal by chance; then bytes decide."""
+    """Names and sizes may be equal by chance, so the shards' bytes are compared."""
     for name in "ab":
         write_pairs(tmp_path / name, [1], {0: {"jpg": b"image " + name.encode(), "txt": b"text"}})
     manifest = open_manifest(f"{tmp_path}/a::{tmp_path}/b", tmp_path / "cache", 1)

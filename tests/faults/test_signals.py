@@ -1,4 +1,4 @@
-"""Signals in every phase of a run: one line, one exit code on all ranks, a checkpoint, nothing left behind."""
+"""Test signals in every phase of a run: one message, one exit code on all ranks, and no leftover processes or files."""
 
 import os
 import random
@@ -31,7 +31,7 @@ ENDLESS = 1_000_000
 
 
 def assert_stopped(done: list[CompletedProcess[str]], number: int) -> str:
-    """All ranks have the signal's exit code and one of them has said so; returns what they said."""
+    """Check that all ranks have the signal's exit code and that one message reports it; return their standard error."""
     said = "".join(one.stderr for one in done)
     assert [one.returncode for one in done] == [128 + number] * len(done), said
     assert "Traceback" not in said
@@ -58,7 +58,7 @@ def test_a_signal_in_the_loop_saves(ranks: int, number: int, shards: Path, tmp_p
 def test_a_second_signal_does_not_wait(shards: Path, tmp_path: Path) -> None:
     (program,) = start(TRAIN, *training(tmp_path, shards, ENDLESS), "--run.log_every=1000000")
     log = tmp_path / "run" / "log.txt"
-    wait_for(lambda: log.is_file() and "step 1/" in log.read_text(), [program])  # step 1 logs, and looks for signals
+    wait_for(lambda: log.is_file() and "step 1/" in log.read_text(), [program])  # step 1 logs and checks for signals
     program.terminate()
     time.sleep(1.2)
     assert program.running, "it waits for the next step that logs"
@@ -68,12 +68,12 @@ def test_a_second_signal_does_not_wait(shards: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_kill_and_a_signal_while_the_demo_is_rendered(tmp_path: Path) -> None:
-    """One rank is killed; of two, rank 0 gets a signal, and rank 1 only waits for it. No process or file is left."""
+    """A single rank is killed; then rank 0 of two gets a signal while rank 1 waits. No process or file remains."""
     cache, options = tmp_path / ".cache", ["demo", *SMALL, "--run.output_dir=runs", "--run.name=run"]
     before: set[Path] = set()
 
     def rendering() -> set[Path]:
-        with suppress(FileNotFoundError):  # the second start clears what the first has left
+        with suppress(FileNotFoundError):  # the second launch removes files that the first left
             return {path.parents[1] for path in cache.glob(".demo.*.partial/*/*.tar")} - before
         return set()
 
@@ -94,7 +94,7 @@ def test_a_kill_and_a_signal_while_the_demo_is_rendered(tmp_path: Path) -> None:
 
 
 def load_a_shard_that_never_comes(folder: Path, urls: list[str]) -> None:
-    """Have a loader process and the prefetching process fetch."""
+    """Start a loader process and a prefetching process, which wait for shards that do not arrive."""
     shards = [Shard(url, 8 * number, 8, 10_000) for number, url in enumerate(urls)]
     order = GlobalOrder(np.array([0, 8]), np.array([8, 8]), 4)
     cache = ShardCache(folder, 10**6, timeout=100)
@@ -121,16 +121,16 @@ def test_a_kill_while_shards_are_fetched_leaves_no_process(tmp_path: Path) -> No
 
 
 def scanners(parent: int) -> list[int]:
-    """Return the spawned processes of a program; Python's tracker of resources is another child."""
+    """Return the spawned processes of a program, but not Python's resource tracker, which is also a child."""
     found = []
     for pid in children_of(parent):
-        with suppress(OSError):  # it may end meanwhile
+        with suppress(OSError):  # the process may end in the meantime
             found += [pid] if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes() else []
     return found
 
 
 def test_a_signal_while_shards_are_scanned(tmp_path: Path) -> None:
-    """The scan hangs in processes of its own, as the storage does."""
+    """The scan hangs in separate processes, because the storage does not respond."""
     shards = tmp_path / "shards"
     shards.mkdir()
     for number in range(16):
@@ -147,7 +147,7 @@ def test_a_signal_while_shards_are_scanned(tmp_path: Path) -> None:
 
 
 class Finalized:
-    """Receives a signal while it is finalized, where Python drops exceptions."""
+    """Object that sends its process a signal during the object's finalization, when Python ignores exceptions."""
 
     def __del__(self) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -163,7 +163,7 @@ def test_a_signal_in_a_finalizer_is_not_lost() -> None:
 
 
 def test_a_signal_in_the_evaluation(shards: Path, tmp_path: Path) -> None:
-    """The evaluation hangs, as its loader process has been stopped."""
+    """The evaluation hangs, because its loader process has been stopped."""
     options = [f"--data.val={shards.parent / 'val'}", "--data.workers=1", "--run.evaluate_every=3"]
     (program,) = start(TRAIN, *training(tmp_path, shards, ENDLESS), *options)
     checkpoints = tmp_path / "run" / "checkpoints"
@@ -191,7 +191,7 @@ def test_a_signal_in_the_evaluation(shards: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_signal_at_any_moment(shards: Path, tmp_path: Path) -> None:
-    """From the first import to the report: a signal to one rank ends all ranks with its code and one line."""
+    """At any time from the first import to the report, a signal to one rank ends all ranks with the same exit code."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     draw = random.Random(seed)
@@ -202,7 +202,7 @@ def test_a_signal_at_any_moment(shards: Path, tmp_path: Path) -> None:
         programs = start("train.py", *training(runs, shards, 20), *options, "--data.workers=1", ranks=1 + number % 2)
         began = time.monotonic()
         time.sleep(draw.uniform(0.5, length))
-        # before they are connected, ranks wait five minutes for a missing one, unless the launcher tells them too
+        # until ranks are connected, they wait five minutes for a missing rank unless they all get the signal
         connected = " INFO " in programs[0].printed()[1]
         told = [draw.choice(programs)] if connected else programs
         number = draw.choice([signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])

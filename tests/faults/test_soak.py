@@ -1,4 +1,4 @@
-"""Two hours of training on two ranks under faults: nothing grows, and every sample is accounted for."""
+"""Train for two hours on two ranks under faults: resource usage does not grow, and every sample is accounted for."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from small_runs import SMALL, TRAIN, call, demo_shards, newest_checkpoint, read_
 
 MINUTES = float(os.environ.get("SOAK_MINUTES", "120"))
 PAIRS, BATCH = 2000, 32
-_END = 60.0  # seconds in which the other ranks must have ended by themselves
+_END = 60.0  # seconds within which the other ranks must end on their own
 _OPTIONS = [
     *SMALL,
     f"--data.batch_size={BATCH}",
@@ -35,23 +35,23 @@ _OPTIONS = [
     "--run.checkpoint_every=100",
     "--epochs=1e6",
 ]
-_SETTLES = 0.25  # share of a process's life that is left out of its slope
+_SETTLES = 0.25  # initial fraction of a process's lifetime that is excluded from its slopes
 _ROOM = 200_000  # bytes that are left free on a full disk
-_LIFE = 300.0  # seconds below which a life tells nothing of slopes
+_LIFE = 300.0  # minimum number of seconds for a slope
 
 
 class Look(NamedTuple):
-    """What one process takes."""
+    """The resource usage of one process at one moment."""
 
     time: float  # seconds
-    memory: int  # bytes of its own
+    memory: int  # bytes that are not shared
     handles: int  # open files and sockets
     threads: int
     children: int
 
 
 class Usage:
-    """What processes take over their lives."""
+    """The resource usage of processes over their lifetimes."""
 
     def __init__(self) -> None:
         self._lives: dict[int, list[Look]] = {}
@@ -64,7 +64,7 @@ class Usage:
             self._lives.setdefault(pid, []).append(look)
 
     def slopes(self) -> list[dict[str, float]]:
-        """Return growth an hour (memory in MB) over each life of more than five minutes."""
+        """Return the growth per hour (memory in MB) of each process that was observed for at least five minutes."""
         found = []
         for life in self._lives.values():
             life = life[int(_SETTLES * len(life)) :]
@@ -79,26 +79,26 @@ class Usage:
 
 
 class Faults:
-    """Faults at random moments: each lasts some seconds and is then undone.
+    """Random faults; a full disk, a damaged or missing shard, and a paused rank recover after a few seconds.
 
     Attributes:
-        counts: how often each happened.
-        damaged: names of the shards that were damaged.
+        counts: how often each kind of fault happened.
+        damaged: the names of shards that were damaged or moved away.
     """
 
     def __init__(self, seed: int, shards: Path, disk: Path | None) -> None:
         """
         Args:
-            seed: of all choices.
+            seed: the seed of all random choices.
             shards: the folder of the training shards.
-            disk: a small file system that holds the run, or None where none can be made.
+            disk: a small file system that contains the run, or None if it could not be mounted.
         """
         self._chance, self._shards, self._disk = random.Random(seed), shards, disk
         self.counts: Counter[str] = Counter()
         self.damaged: set[str] = set()
 
     def one(self, ranks: list[int]) -> None:
-        """Cause one fault of any kind, and undo it."""
+        """Cause one fault of a random kind."""
         kinds: list[Callable[[list[int]], None]] = [
             self.loader_killed,
             self.loader_hangs,
@@ -131,11 +131,11 @@ class Faults:
         rank.resume()
 
     def bit_flipped(self, ranks: list[int]) -> None:
-        """Flip one bit in the middle half of a shard, for some seconds."""
+        """Flip one bit in the middle half of a shard, and flip it back after a few seconds."""
         shard = self._shard()
         place = self._chance.randrange(shard.stat().st_size // 4, 3 * shard.stat().st_size // 4)
         bit = 1 << self._chance.randrange(8)
-        for _ in range(2):  # there and back
+        for _ in range(2):  # flip the bit, then flip it back
             with shard.open("r+b") as file:
                 file.seek(place)
                 (byte,) = file.read(1)
@@ -150,11 +150,11 @@ class Faults:
         elsewhere.rename(shard)
 
     def disk_full(self, ranks: list[int]) -> None:
-        """Leave too little room for a checkpoint, but some for a line of a log."""
+        """Leave too little space for a checkpoint, but enough for a line of the log."""
         assert self._disk is not None
         filler = self._disk / "filler"
         try:
-            with filler.open("wb", buffering=0) as file, suppress(OSError):  # full already, as the run writes too
+            with filler.open("wb", buffering=0) as file, suppress(OSError):  # full sooner, because the run writes too
                 free = psutil.disk_usage(str(self._disk)).free - _ROOM
                 while free > 0:
                     free -= file.write(b"\0" * min(free, 1 << 20))
@@ -174,7 +174,7 @@ class Faults:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path | None]:
-    """A file system of 500 MB, which can be filled."""
+    """Mount a file system of 500 MB, and yield its folder, or None if it cannot be mounted."""
     folder = tmp_path / "disk"
     folder.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=500m", "tmpfs", str(folder)], check=False).returncode:
@@ -194,7 +194,7 @@ def _reached(runs: Path, step: int) -> bool:
 
 
 def check_samples(run: Path, steps: int) -> int:
-    """Every epoch has shown each sample once; return the number of rows in `steps` steps."""
+    """Check that no epoch repeats or omits a sample; return the number of samples in the first `steps` steps."""
     per_epoch = -(-PAIRS // BATCH)
     rows, expected = 0, 1
     for epoch, lines in groupby(read_samples(run / "samples"), key=lambda line: (line[0] - 1) // per_epoch):
@@ -215,7 +215,7 @@ def check_samples(run: Path, steps: int) -> int:
 def train_under_faults(
     command: list[str], runs: Path, faults: Faults, usage: Usage, chance: random.Random
 ) -> dict[int, float]:
-    """Start the run again after each rank that is killed, until the time is over; return when each rank ended."""
+    """Restart the run after each killed rank until the time is over; return the time at which each process ended."""
     began, end, ended = time.monotonic(), MINUTES * 60, dict[int, float]()
     while True:
         programs = start(*command, ranks=2)
@@ -223,7 +223,7 @@ def train_under_faults(
         try:
             wait_for(partial(_reached, runs, steps_done(runs) + 20), programs, limit=300)
             dies = time.monotonic() - began + chance.expovariate(20 / end)
-            dies = dies if dies < end / 4 else end  # then one unbroken life, for the slopes
+            dies = dies if dies < end / 4 else end  # ranks are killed only in the first quarter of the time
             while time.monotonic() - began < dies:
                 usage.look(ranks)
                 faults.one(ranks)
@@ -245,12 +245,12 @@ def train_under_faults(
 
 
 def left_behind(ended: dict[int, float]) -> list[str]:
-    """Return the processes that ranks have started and that run after those have ended."""
+    """Return the command lines of processes that ranks have started and that outlived the ranks."""
     found = []
     for process in psutil.process_iter():
         with suppress(ProcessLookupError, psutil.Error):
-            leader = os.getsid(process.pid)  # a rank leads a session; its number may since be that of another process
-            zombie = process.status() == psutil.STATUS_ZOMBIE  # not collected by the system's first process
+            leader = os.getsid(process.pid)  # a rank leads a session; its ID may have been reused
+            zombie = process.status() == psutil.STATUS_ZOMBIE  # ended, but not yet reaped by init
             if not zombie and process.create_time() <= ended.get(leader, 0):
                 found.append(" ".join(process.cmdline()))
     return found
@@ -278,4 +278,4 @@ def test_hours_of_faults(tmp_path: Path, disk: Path | None) -> None:
     for slope in slopes:
         assert slope["handles"] * slope["hours"] < 3, slope
         assert slope["threads"] * slope["hours"] < 2, slope
-        assert slope["memory"] < 10, slope  # MB an hour
+        assert slope["memory"] < 10, slope  # MB per hour

@@ -1,4 +1,4 @@
-"""Prints the speed of steps at the end of `make test-gpu`; without GPUs, also what it has and has not tested."""
+"""Print the speed of steps at the end of `make test-gpu`; without GPUs, also list the tests run and skipped."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Whole runs on GPUs, as a user starts them: by each launcher, resumed after kills, profiled, and measured."""
+"""Test whole runs on GPUs as a user starts them: with each launcher, resumed after kills, profiled, and timed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def gpus(device: str) -> int:
-    """Return the GPUs of a launch; on the CPU so many ranks."""
+    """Return the number of ranks to launch: one per GPU but at most 8, or 2 on the CPU."""
     return min(8, torch.cuda.device_count()) if device == "cuda" else 2
 
 
@@ -68,7 +68,7 @@ def test_a_profile_shows_all_phases(shards: Path, tmp_path: Path) -> None:
 
 
 def test_the_speed_of_steps_is_a_table(gpus: int, device: str, tmp_path: Path, record_property: Any) -> None:
-    """The summary prints it, for docs/reference/performance.md."""
+    """The tool prints a table of speeds, which the test summary repeats for docs/reference/performance.md."""
     options = ["--recipe=models/vitb16", "--rows=256"] if device == "cuda" else [*SMALL, "--rows=8"]
     options += ["--parts=throughput", "--steps=10", "--methods", "openclip", "fastclip_v3"]
     options += [f"--ranks={gpus}", "--precision=bf16"]

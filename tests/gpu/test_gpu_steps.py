@@ -1,7 +1,7 @@
-"""Steps on GPUs are those of the CPU: every method, DeepSpeed file and optimizer, two passes, compiled towers.
+"""Compare steps on GPUs with steps on the CPU: all methods, DeepSpeed files and optimizers, and compiled towers.
 
-They wait for the GPU once, and take the memory that the plan says. `make test-gpu` runs them on GPUs, or on the CPU
-where there are none.
+The tests also check that a step waits for the GPU once and that its peak memory is as estimated. `make test-gpu` runs
+the tests on GPUs, or on the CPU if there are none.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from neuclip_ds.section import merge
 pytestmark = pytest.mark.gpu
 FILES = sorted(path.stem for path in FOLDER.glob("*.json"))
 FLOAT32 = [name for name in FILES if "fp32" in name]
-# five AdamW steps of 1e-3; bf16 has 8 bits
+# after five AdamW steps of size 1e-3; bf16 has 8 bits of precision
 TOLERANCE = {
     "fp32": {"rtol": 0, "atol": 1e-4},
     "bf16": {"rtol": 2**-7, "atol": 1.2e-2},
@@ -43,7 +43,7 @@ def ranks(request: pytest.FixtureRequest) -> int:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_float32_on_the_device_is_float64_on_the_cpu(name: str, device: str) -> None:
-    """Loss and gradients of two steps; inner optimizers stand still."""
+    """Compare the loss and the gradients of two steps, with options that avoid inner optimizers."""
     method, options = VARIANTS[name]
     found = []
     for place, dtype in ((device, torch.float32), ("cpu", torch.float64)):
@@ -57,12 +57,12 @@ def test_float32_on_the_device_is_float64_on_the_cpu(name: str, device: str) -> 
 
 
 def test_every_method(ranks: int, device: str) -> None:
-    """Gradients, losses, temperatures and per-sample statistics of five float64 steps."""
+    """Compare gradients, losses, temperatures and per-sample statistics of five float64 steps."""
     test_objective_ranks.check_ranks(run_ranks(ranks, test_objective_ranks.train, 5, device=device))
 
 
 def check_weights(method: str, files: list[str], passes: int, ranks: int, device: str, **options: Any) -> None:
-    """The weights after five steps are those of plain PyTorch on the CPU."""
+    """Check that the weights after five steps match those of plain PyTorch on the CPU."""
     wanted, tau = plain(method, clip=0.5)
     for rank in run_ranks(ranks, under_deepspeed, method, files, ROWS // ranks // passes, options, device=device):
         for name, (weights, found_tau) in zip(files, rank, strict=True):
@@ -106,7 +106,7 @@ def needs_gpu(device: str) -> None:
 
 
 def waits(communicator: Communicator, options: list[str]) -> list[str]:
-    """Return the files that wait for the GPU in the fourth step, as often as they do."""
+    """Return the name of the file that causes each wait for the GPU in the fourth step."""
     steps = SyntheticSteps(parse(options).config, communicator)
     for number in range(3):
         steps.run(number, steps.batch(number))
@@ -128,7 +128,7 @@ def test_a_step_waits_once(method: str, device: str) -> None:
 
 
 def peak(communicator: Communicator, options: list[str]) -> tuple[int, int]:
-    """Return the bytes of two steps at their peak, and those of the account."""
+    """Return the measured peak memory of two steps and the estimated peak, in bytes."""
     query = MemoryQuery(parse(options).config, communicator.world_size, samples=10**6)
     steps = SyntheticSteps(query.config, communicator)
     torch.cuda.reset_peak_memory_stats()

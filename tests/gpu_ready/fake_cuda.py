@@ -1,17 +1,17 @@
-"""A GPU without hardware: operations on `cuda` tensors run on shapes alone, tensors of the host keep their values.
+"""Simulate a GPU: operations on `cuda` tensors compute only shapes, and tensors on the host keep their values.
 
-Tensors of both devices in one operation raise, as on a GPU. What waits for a GPU is counted by the file of this package
-or of DeepSpeed that asks for it:
+An operation that mixes tensors of both devices raises, as on a GPU. Waits for the GPU are counted for each file of this
+package or of DeepSpeed that causes them. The following count as waits:
 
-- a number read from the device (`item`, `bool`, `float`, `tolist`), and a copy to the host;
-- a copy from the host that is not `non_blocking`, such as those of `new_tensor` and `torch.tensor(..., device="cuda")`,
-  or one of more than 64 KB from memory that is not pinned, which CUDA copies piece by piece through memory that is;
-- a synchronization with the device or a stream, and with an event unless the device has been given work after it: then
-  the host waits while the device has something to do.
+- reading a number from the device (`item`, `bool`, `float`, `tolist`), and a blocking copy to the host;
+- a copy from the host that is not `non_blocking`, as in `new_tensor` and `torch.tensor(..., device="cuda")`, or that
+  moves more than 64 KB from memory that is not pinned, because CUDA copies it in pieces through pinned memory;
+- a synchronization with the device or a stream, or with an event. Events are not counted if the device has received
+  more work since the event was recorded, because the device is then busy while the host waits.
 
-A given value is returned where the result depends on data: no gradient overflows in DeepSpeed. An operation whose
-result has a shape that the device must tell (`nonzero`, boolean masks, `bincount`) raises. Within `fake_ranks`,
-DeepSpeed's engine runs on the device too.
+If a result depends on data, a fixed value is returned; for example, no gradient overflows in DeepSpeed. An operation
+whose result has a data-dependent shape (`nonzero`, boolean masks, `bincount`) raises. Within `fake_ranks`, DeepSpeed's
+engine also runs on the device.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ RANKS = (1, 8)
 
 _PACKAGES = [Path(package.__file__).parent for package in (neuclip_ds, deepspeed)]
 _HOST = "outside the package"
-_WITHOUT_STREAMS = torch.device("meta")  # where autograd believes fake tensors to be: a GPU's streams need hardware
+_WITHOUT_STREAMS = torch.device("meta")  # the device that autograd sees for fake tensors: a GPU's streams need hardware
 _ATEN = torch.ops.aten
 _ALLOCATIONS = {
     _ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty, _ATEN.new_empty_strided,
@@ -59,17 +59,17 @@ _ALLOCATIONS = {
 _INDEXED = {_ATEN.index, _ATEN.index_put, _ATEN.index_put_, _ATEN._unsafe_index, _ATEN._index_put_impl_}
 _PINNING = {_ATEN._pin_memory, _ATEN.pin_memory}
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
-_STAGED = 65_536  # bytes that CUDA copies at once from memory that is not pinned
+_STAGED = 65_536  # bytes that CUDA copies in one piece from memory that is not pinned
 
 
 class FakeGpu(TorchDispatchMode):
-    """Counts what is asked of the fake device; made by `fake_cuda`.
+    """Dispatch mode that counts operations on the fake device and waits for it; `fake_cuda` creates the mode.
 
     Attributes:
-        launches: operations on tensors of the device; views and allocations launch nothing.
-        syncs: waits of the host for the device, by the file of this package, or of DeepSpeed, that asks for them.
-        integer: what an integer that is read from the device is.
-        differentiates: whether a backward pass runs.
+        launches: number of operations on device tensors, excluding views and allocations.
+        syncs: number of host waits for the device, for each file of this package or DeepSpeed that causes them.
+        integer: value of every integer that is read from the device.
+        differentiates: whether a backward pass is running.
     """
 
     def __init__(self, integer: int) -> None:
@@ -86,7 +86,7 @@ class FakeGpu(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         if func is torch.ops.prim.device.default and (self.differentiates or torch.is_grad_enabled()):
             return _WITHOUT_STREAMS if _is_cuda(args[0]) else func(*args, **kwargs)
-        if func.namespace != "aten":  # a question about a tensor
+        if func.namespace != "aten":  # a query about a tensor
             return func(*args, **kwargs)
         # DeepSpeed keeps shapes as zeros_like(..., device="meta")
         if kwargs.get("device") == _WITHOUT_STREAMS and func.overloadpacket is not _ATEN.zeros_like:
@@ -113,7 +113,7 @@ class FakeGpu(TorchDispatchMode):
             self._wait(on_gpu)
             return self._value(args[0])
         if op is _ATEN._to_copy and on_gpu and target == DEVICE and kwargs.get("dtype") in (None, args[0].dtype):
-            return args[0]  # is there already
+            return args[0]  # already on the device
         if op in _INDEXED:
             args = [args[0], self._plain_indices(args), *args[2:]]
         self._refuse_host_numbers(func, tensors, on_gpu)
@@ -139,21 +139,21 @@ class FakeGpu(TorchDispatchMode):
             self.wait()
 
     def _plain_indices(self, args: Sequence[Any]) -> list[Tensor | None]:
-        """Return indices of an indexed tensor on its device."""
+        """Return the indices on the device of the indexed tensor, and count a wait for each index that moves to the GPU."""
         for index in args[1]:
             if index is not None and _is_cuda(args[0]) and not _is_cuda(index):
-                self._wait(args[:1])  # to move it to the device
+                self._wait(args[:1])  # for the copy of the index to the device
         return [index if index is None else index.to(args[0].fake_device) for index in args[1]]
 
     def _refuse_host_numbers(self, func: Any, tensors: Sequence[Tensor], on_gpu: Sequence[Tensor]) -> None:
-        """Raise where a 0-dim tensor of the host meets one of the device: not every kernel takes it."""
+        """Raise if an operation combines a 0-dim host tensor with device tensors, which not every kernel accepts."""
         copies = (_ATEN._to_copy, _ATEN.copy_, *_INDEXED)
         if on_gpu and len(on_gpu) < len(tensors) and func.overloadpacket not in copies:
             raise AssertionError(f"{func} of {[(str(x.device), tuple(x.shape)) for x in tensors]} in {asking_file()}")
 
     def _value(self, tensor: Tensor) -> bool | int | float:
         if tensor.dtype in (torch.bool, torch.uint8):
-            return not asking_file().startswith("deepspeed")  # which asks whether a gradient overflows
+            return not asking_file().startswith("deepspeed")  # DeepSpeed asks whether a gradient overflows
         return 1.0 if tensor.is_floating_point() else self.integer
 
     def _wait(self, on_gpu: Sequence[Tensor]) -> None:
@@ -165,7 +165,7 @@ class FakeGpu(TorchDispatchMode):
         self.syncs[asking_file()] += 1
 
     def listed(self, tensor: Tensor) -> Any:
-        """Return what `tolist` gives, of one copy to the host."""
+        """Return the result of `tolist`, and count one copy to the host."""
         self._wait([tensor] if _is_cuda(tensor) else [])
 
         def nested(shape: Sequence[int]) -> Any:
@@ -175,7 +175,7 @@ class FakeGpu(TorchDispatchMode):
 
 
 class _Event:
-    """A CUDA event, as far as this package and DeepSpeed use it."""
+    """Fake CUDA event with the methods that this package and DeepSpeed use."""
 
     def __init__(self, gpu: FakeGpu) -> None:
         self._gpu, self._recorded = gpu, gpu.launches
@@ -192,7 +192,7 @@ class _Event:
 
 
 class _Stream:
-    """A CUDA stream, likewise."""
+    """Fake CUDA stream with the methods that this package and DeepSpeed use."""
 
     def __init__(self, gpu: FakeGpu) -> None:
         self._gpu, self.synchronize = gpu, gpu.wait
@@ -208,7 +208,7 @@ class _Stream:
 
 
 class _Accelerator(CUDA_Accelerator):
-    """The fake device as DeepSpeed sees it."""
+    """DeepSpeed's interface to the fake device."""
 
     def is_available(self) -> bool:
         return True
@@ -239,19 +239,19 @@ class _Accelerator(CUDA_Accelerator):
 
 
 def _is_cuda(tensor: Tensor) -> bool:
-    """Tell it without a dispatch, which `Tensor.is_cuda` of a fake tensor is."""
+    """Return whether a tensor is on the fake device, without the dispatch that `Tensor.is_cuda` causes."""
     return isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda"
 
 
 def asking_file() -> str:
-    """Return the innermost file of either package on the stack: this one's as seen from it, `deepspeed/...`."""
+    """Return the innermost file of either package on the stack, such as `engine/update.py` or `deepspeed/...`."""
     frame = sys._getframe()
     while frame is not None:
         path = Path(frame.f_code.co_filename)
         for package, shown_from in zip(_PACKAGES, (_PACKAGES[0], _PACKAGES[1].parent), strict=True):
             if (
                 path.is_relative_to(package) and frame.f_code.co_name != "__torch_dispatch__"
-            ):  # a mode's, above this one
+            ):  # not a dispatch mode above this one
                 return path.relative_to(shown_from).as_posix()
         frame = frame.f_back  # type: ignore[assignment]
     return _HOST
@@ -267,7 +267,7 @@ def _attention(
     scale: float | None = None,
     **options: Any,
 ) -> Tensor:
-    """Return the result of the kernel that a GPU takes where there is no mask; both keep O(T) values per head."""
+    """Call the kernel that a GPU uses if there is no mask; both such kernels store O(T) values per head."""
     if not _is_cuda(query) or attn_mask is not None:
         return _ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **options)
     if query.element_size() == 2:
@@ -280,7 +280,7 @@ def _attention(
 
 @contextmanager
 def fake_cuda(integer: int = 1) -> Iterator[FakeGpu]:
-    """Run with a fake device `cuda:0`; `integer` is what a read of an integer from it gives."""
+    """Run with a fake device `cuda:0`; every integer that is read from the device has the value `integer`."""
     gpu = FakeGpu(integer)
     run_backward = torch.autograd._engine_run_backward
 
@@ -311,11 +311,11 @@ def fake_cuda(integer: int = 1) -> Iterator[FakeGpu]:
 
 @contextmanager
 def fake_ranks(rank: int, world_size: int, on_gpu: bool = True) -> Iterator[None]:
-    """Run as one of several ranks that all hold the same values: collectives communicate nothing."""
+    """Run as one of several ranks that all have the same values; collectives do not communicate."""
     coordinator = patch.object(partitioned_param_coordinator, "assert_ints_same_as_other_ranks", lambda ints: None)
     accelerator = patch.object(real_accelerator, "ds_accelerator", _Accelerator())
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    gc.freeze()  # DeepSpeed collects garbage, which takes a second where everything is looked at
+    gc.freeze()  # DeepSpeed collects garbage, which takes a second if all objects are examined
     try:
         with coordinator, patch.dict("os.environ", LOCAL_RANK="0"), accelerator if on_gpu else nullcontext():
             yield
@@ -325,9 +325,9 @@ def fake_ranks(rank: int, world_size: int, on_gpu: bool = True) -> Iterator[None
 
 
 class GpuRank(SimulatedRank):
-    """The middle one of `world_size` ranks, each with a fake GPU; on the host all of them hold the same values.
+    """The middle one of `world_size` ranks, each with a fake GPU; host tensors are the same on all ranks.
 
-    Collectives give results of the right shape and device.
+    Collectives return results of the right shape and device.
     """
 
     def __init__(self, world_size: int) -> None:

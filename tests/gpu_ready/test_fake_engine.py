@@ -1,7 +1,7 @@
-"""Steps of DeepSpeed's engine as one of many ranks: what waits for the GPU, and the order of collectives.
+"""Run steps of DeepSpeed's engine as one of many ranks, and check the waits for the GPU and the order of collectives.
 
-The host waits for the device once in a step of ours, to read the gradient's norm. DeepSpeed waits in its own files to
-find an overflow, to clip, and under ZeRO 3 for its side streams; no option turns these off.
+This package waits for the device once per step, to read the gradient norm. DeepSpeed also waits, to detect overflows,
+to clip, and under ZeRO 3 to synchronize its side streams; no option turns these waits off.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context, Step
 from neuclip_ds.training.step import TrainStep
 
-RANK, RANKS, ROWS, STEPS = 3, 8, 4, 3  # in the third step NeuCLIP's network predicts
+RANK, RANKS, ROWS, STEPS = 3, 8, 4, 3  # NeuCLIP's network predicts in the third step
 METHODS = ("openclip", "siglip", "fastclip_v3", "isogclr", "amorlip", "neuclip")  # one of each kind
 SMALL = {"vision": {"options": {"depth": 1}}}
 SAMPLES = 1024
-WEIGHT = 0.1  # all weights, so that ranks may hold whichever shard of them
+WEIGHT = 0.1  # value of all weights, so that all shards are alike
 DEEPSPEED_WAITS = {
-    "zero0_fp32": 2,  # two constants of the clipping
-    "zero0_bf16": 48,  # whether the gradient of a parameter overflows, for each of 40, and their norm
-    "zero1_fp32": 5,  # for each of two groups a constant and whether its norm is finite, then of all
+    "zero0_fp32": 2,  # two constants for clipping
+    "zero0_bf16": 48,  # whether the gradient overflows, for each of 40 parameters, and the norm
+    "zero1_fp32": 5,  # a constant and whether the norm is finite, for two groups; whether the total is finite
     "zero2_fp32": 5,
-    "zero1_bf16": 3,  # a constant, whether the norm is finite, whether to clip
-    "zero2_bf16": 6,  # those of fp32, and an overflow
-    "zero3_fp32": 5,  # the reductions' stream, two constants, whether the norm is finite, and the whole device
+    "zero1_bf16": 3,  # a constant, whether the norm is finite, and whether to clip
+    "zero2_bf16": 6,  # the waits of zero2_fp32, and whether a gradient overflows
+    "zero3_fp32": 5,  # the reduction stream, two constants, whether the norm is finite, and the whole device
     "zero3_bf16": 5,
 }
 
 
 def run_steps(file: str, cases: Sequence[tuple[str, int]], device: str | torch.device = "cpu") -> Iterator[Any]:
-    """Run steps of methods, in so many passes, on one engine, and yield what comes before each of them."""
+    """Run the steps of each (method, passes) case on one engine, and yield the case before each step."""
     communicator = Communicator(device)
     options: dict[str, Any] = {"data": {"batch_size": ROWS * communicator.world_size}, "model": SMALL}
     config = config_of("openclip", file, **options)
     model = build_dual_encoder(config.model, TOKENS)  # type: ignore[arg-type]
     for weight in model.parameters():
         nn.init.constant_(weight, WEIGHT)
-    model.to(device).to = lambda *_: model  # type: ignore[method-assign]  # what others refer to cannot move again
+    model.to(device).to = lambda *_: model  # type: ignore[method-assign]  # has references, so must not move again
     engine = start_engine(model, config.optimizer, load_engine_config(config, communicator.world_size), communicator)
     first = communicator.rank * SAMPLES // communicator.world_size
-    index = torch.arange(first, first + ROWS)  # whose statistics this rank keeps
+    index = torch.arange(first, first + ROWS)  # samples whose statistics this rank stores
     steps = []
     for method, passes in cases:
         context = Context(16, SAMPLES, communicator)
@@ -79,16 +79,16 @@ def test_a_step_waits_once(file: str) -> None:
             last[passes] = gpu.syncs = Counter()
     for passes, waits in last.items():
         theirs = Counter({name: count for name, count in waits.items() if name.startswith("deepspeed")})
-        streams = passes - 1 if file.startswith("zero3") else 0  # one more for each backward pass
+        streams = passes - 1 if file.startswith("zero3") else 0  # one for each additional backward pass
         assert theirs.total() == DEEPSPEED_WAITS[file] + streams, theirs
-        # without ZeRO, DeepSpeed gives the norm of a bf16 gradient as a number
+        # without ZeRO, DeepSpeed returns the norm of a bf16 gradient as a Python number
         assert waits - theirs == ({} if file == "zero0_bf16" else {"engine/update.py": 1})
 
 
 class Collectives(TorchDispatchMode):
-    """Notes operation, process group, shapes and dtypes of each collective.
+    """Record the operation, process group, shapes and dtypes of each collective.
 
-    The fake group gathers copies of this rank's tensor. Of weights, whose shards differ in size, these would be others.
+    The fake group gathers copies of this rank's tensor. Gathered weights are then set to `WEIGHT`, as on real ranks.
     """
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class Collectives(TorchDispatchMode):
     [(1, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((3, 8), (1, 64), (3, 64)))],
 )
 def test_all_ranks_call_the_same_collectives(stage: int, ranks: int) -> None:
-    """In one group, whose collectives NCCL keeps in order; otherwise they wait for each other for ever."""
+    """All ranks use one group, in the same order; otherwise, ranks would wait for each other forever."""
     first: list[tuple[Any, ...]] = []
     for rank in range(ranks):
         with fake_ranks(rank, ranks, on_gpu=False), Collectives() as noted:

@@ -1,4 +1,4 @@
-"""The plan's peak of memory is that of real steps on the simulated GPU: DeepSpeed's engine, towers and objective."""
+"""Compare the estimated peak memory with that of real steps on the simulated GPU: engine, towers and objective."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ METHODS = ("openclip", "fastclip_v3", "isogclr", "neuclip", "siglip", "amorlip",
 
 
 def peak_of_steps(query: MemoryQuery) -> int:
-    """Return the bytes of the GPU of rank 0 at the peak of the second of two steps."""
+    """Return rank 0's peak GPU memory, in bytes, during the second of two steps."""
     config, ranks, rows = query.config, query.world_size, query.rank_batch
     loaded, built = load_engine_config(config, ranks), query.build()
     with fake_cuda(), fake_ranks(0, ranks), LiveBytes("cuda") as live:
         model: Any = built.to_empty(device=DEVICE)
-        model.to = lambda *_: model  # what others refer to cannot move again
+        model.to = lambda *_: model  # has references, so must not move again
         communicator = Communicator(DEVICE)
         engine = start_engine(model, config.optimizer, loaded, communicator)
         context = Context(query.source.embed_dim, SAMPLES, communicator)
@@ -58,7 +58,7 @@ OTHER_STAGES = ("zero0_fp32", "zero1_fp32", "zero2_bf16", "zero3_bf16")
     "options",
     [
         pytest.param([*B32, "--data.batch_size=1024"], marks=pytest.mark.slow),
-        [*B32, "--data.batch_size=128"],  # gradients take more than activations
+        [*B32, "--data.batch_size=128"],  # gradients take more memory than activations
         pytest.param([*B32, "--data.batch_size=1024", "--data.micro_batch=64"], marks=pytest.mark.slow),
         *(
             pytest.param([*B32[:2], f"--deepspeed={file}", "--data.batch_size=1024"], marks=pytest.mark.slow)
@@ -76,7 +76,7 @@ def test_a_step_on_eight_gpus(options: list[str]) -> None:
 
 
 def as_compiled(live: LiveBytes, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Count results alone, and one intermediate block where a block is returned, as inductor's code does."""
+    """Count only the results, and one intermediate block if blocks are returned, as in code that inductor compiles."""
 
     def call(pair_loss: Any, similarity: torch.Tensor, *others: Any) -> Any:
         before, results = live.peak, function(pair_loss, similarity, *others)

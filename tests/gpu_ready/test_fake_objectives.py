@@ -1,4 +1,4 @@
-"""Every method's step and the evaluation on a GPU that is not there: no mixed devices, and no waits but for results."""
+"""Run all methods' steps and the evaluation on a simulated GPU: no mixed devices, and no waits except for results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from neuclip_ds.objectives.base import Context, Objective, Step
 from neuclip_ds.objectives.gather import Features
 
 ROWS, DIM = 12, 6
-WARM_UP = 2  # steps: NeuCLIP has drawn its prototypes, AmorLIP its nets; the next step restarts neither, and fits
+WARM_UP = 2  # steps in which NeuCLIP draws its prototypes and AmorLIP its nets; the next step only fits them
 WHOLE = torch.ones(ROWS, dtype=torch.bool)
 
 
@@ -35,7 +35,7 @@ def objective_of(name: str, rank: GpuRank) -> Objective:
 
 
 def run_step(objective: Objective, number: int, valid: torch.Tensor = WHOLE) -> Callable[[], None]:
-    """Run a step as the trainer does, whose towers give float32 features, the texts first; return what undoes it."""
+    """Run a step as the trainer does, with float32 features, texts first; return a function that undoes the step."""
     index = torch.arange(ROWS)
     image, text = torch.empty(2, ROWS, DIM, device=DEVICE)
     restore = objective.restore_point()
@@ -81,7 +81,7 @@ BATCHES, SIZE, CLASSES = 3, 2, 3
 
 
 class Pixels(torch.nn.Module):
-    """Towers whose features are the first pixels and the tokens."""
+    """Towers whose features are the first row of pixels and the tokens."""
 
     def forward(
         self, image: torch.Tensor | None, tokens: torch.Tensor | None
@@ -103,7 +103,7 @@ def test_retrieval(world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", RANKS)
 def test_classification(world_size: int, tmp_path: Path) -> None:
-    """Two batches of a rank, whose samples have two groups."""
+    """Classify two batches on each rank, with two rules that assign the samples to groups."""
     labeled_set(tmp_path, 2 * SIZE * world_size, CLASSES)
     image_set = open_labeled(tmp_path)
     rules = [GroupRule(field="group", column=column, worst="worst") for column in (0, 1)]

@@ -1,4 +1,4 @@
-"""Large copies to the device wait for nothing; the per-sample store with its table on the device, and on the host."""
+"""Check when large copies to the device and the per-sample store wait, with the table on the device or the host."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from neuclip_ds.distributed.communicator import to_device
 from neuclip_ds.state import sample_store
 from neuclip_ds.state.sample_store import MAX_DEVICE_BYTES, SampleStore
 
-SAMPLES, ROWS = 20_000, 16_384  # int64 indices of 128 KB, which a copy waits for unless they are pinned
+SAMPLES, ROWS = 20_000, 16_384  # 128 KB of int64 indices: the host waits for their copy unless they are pinned
 FIELDS = {"tau_image": 0.07, "tau_text": 0.07, "visits": 0.0}
 
 
 @pytest.mark.parametrize("place", ["device", "host"])
 @pytest.mark.parametrize("world_size", RANKS)
 def test_a_visit(place: str, world_size: int) -> None:
-    """One read of the rank's rows, one of all ranks', one of the local rows, and a write."""
+    """Read this rank's rows, all ranks' rows and the local rows, then write; the host never waits."""
     limit = MAX_DEVICE_BYTES if place == "device" else 0
     with fake_cuda() as gpu:
         store = SampleStore(SAMPLES, FIELDS, GpuRank(world_size), max_device_bytes=limit)
         index = torch.arange(world_size * ROWS)
         values = torch.empty(len(index), len(FIELDS), device=DEVICE)
         for _ in range(2):
-            torch.zeros(1, device=DEVICE)  # the towers, between two visits
+            torch.zeros(1, device=DEVICE)  # the towers' work between two visits
             gpu.syncs.clear()
             own = store.begin_read(index).wait()
             every = store.begin_read_all(index, count=2).wait()
@@ -40,7 +40,7 @@ def test_a_visit(place: str, world_size: int) -> None:
 
 
 def test_values_for_a_table_on_the_host_count_once_they_have_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rows of a table in host memory keep their values under a fake device; what it sends is given here."""
+    """A table in host memory has real values; the test supplies the values that the fake device sends."""
     arrived: list[str] = []
 
     class Given:

@@ -1,4 +1,4 @@
-"""Both towers, in float32 and bf16, and training steps."""
+"""Run both towers, in float32 and bf16, and training steps on a simulated GPU."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def batch() -> Batch:
     "options", [{}, {"vision": {"patch_drop": 0.5}}, {"activation_checkpointing": True}, {"lora": {"rank": 2}}], ids=str
 )
 def test_compiled_towers_are_one_graph_each(options: dict[str, Any]) -> None:
-    """A break would return to Python within a pass; a second batch of the same shape compiles nothing."""
+    """A graph break would return to Python within a pass; a second batch of the same shape is not recompiled."""
     towers = build_dual_encoder(config_of("openclip", model=options).model, TOKENS).train()
     torch.compiler.reset()
     counters.clear()
@@ -84,7 +84,7 @@ def test_convolutions_run_channels_last(name: str, channels_last: bool) -> None:
                     x.is_contiguous(memory_format=torch.channels_last) for x in (inputs[0], output)
                 )
             )
-    with fake_cuda(), torch.no_grad():  # with a graph, a fake tensor does not know its device
+    with fake_cuda(), torch.no_grad():  # with autograd, a fake tensor does not know its device
         model.to(DEVICE)(torch.zeros(2, 3, 64, 64, dtype=torch.uint8).to(DEVICE), None)
     assert layouts and all(layouts) == channels_last
 
@@ -120,7 +120,7 @@ def test_a_training_step_of_frozen_parts_and_adapters(micro: int) -> None:
 
 
 def test_the_loader_is_waited_for_after_the_backward_passes() -> None:
-    """A training step is launched before the host waits for the batch of the next one."""
+    """A step's backward passes are launched before the host waits for the next step's batch."""
     steps, micro, events = 3, ROWS // 2, list[str]()
 
     class LoggingEngine(PlainEngine):

@@ -1,4 +1,4 @@
-"""Run the code of a page, and train by the project's own `TrainStep` on the batches that its loss was given."""
+"""Run a page's code, and train with the project's `TrainStep` on the batches that the page's loss received."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from neuclip_ds.training.step import TrainStep
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "own_loop.md"
 DIM, SAMPLES, LR, EPOCHS = 6, 48, 1e-3, 2
-# 7 prototypes: the NPN predicts from the second step on
+# with 7 prototypes, the NPN makes predictions from the second step on
 OPTIONS: dict[str, dict[str, Any]] = {
     "neuclip": {"npn": {"prototypes": 7, "inner_steps": 3}},
     "fastclip_v3": {"temperature": {"rho": 2.0}},
 }
-# a method that keeps statistics of samples on one process and one with prototypes on two, then the other way round
+# per-sample statistics on one process and prototypes on two; the slow cases swap the numbers of processes
 METHODS_AND_RANKS = [
     ("fastclip_v3", 1),
     ("neuclip", 2),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (("fastclip_v3", 2), ("neuclip", 1))),
 ]
-# variables of launchers that tests/ranks.py leaves out, as the process group is there already
+# launcher variables; their values are unused because the process group already exists
 RENDEZVOUS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
 
@@ -48,9 +48,9 @@ class Call(NamedTuple):
 
 class Trained(NamedTuple):
     weights: dict[str, Tensor]
-    gradients: dict[str, Tensor]  # of the last step, as far as the loop keeps them
+    gradients: dict[str, Tensor]  # from the last step, if the loop keeps them
     temperature: float
-    calls: list[Call]  # of the loss in training, on this rank
+    calls: list[Call]  # this rank's calls to the loss in training mode
 
     @classmethod
     def of(cls, model: nn.Module, temperature: float, calls: list[Call]) -> Trained:
@@ -61,18 +61,18 @@ class Trained(NamedTuple):
 
 
 def whole(value: Tensor) -> Tensor:
-    """Return a tensor that FSDP2 may have sharded, on all ranks together."""
+    """Return the full value of a tensor that FSDP2 may have sharded; all ranks must call this together."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def code_blocks(heading: str) -> list[str]:
-    """Return the Python code below a heading of the page."""
+    """Return the Python code blocks below a heading on the page."""
     section = PAGE.read_text(encoding="utf-8").split(f"\n## {heading}\n")[1].split("\n## ")[0]
     return re.findall(r"```python\n(.*?)```", section, re.DOTALL)
 
 
 def run_code(code: str, method: str, names: dict[str, Any], changes: Mapping[str, str] = {}) -> dict[str, Any]:
-    """Run a page's code with another method and return its names; `changes` replace text that it must contain."""
+    """Run a page's code with a given method and return the code's globals; `changes` maps old code to new code."""
     for before, after in {'"fastclip_v3", ': f'"{method}", **options, ', **changes}.items():
         assert before in code
         code = code.replace(before, after).replace("dim=512", f"dim={DIM}")
@@ -102,7 +102,7 @@ def pairs(seed: int = 1) -> list[tuple[Tensor, Tensor]]:
 
 @contextmanager
 def recorded() -> Iterator[list[Call]]:
-    """Record the index and the learning rate of every call of a loss in training."""
+    """Record the index and the learning rate of each call to a loss in training mode."""
     calls: list[Call] = []
 
     def record(module: nn.Module, args: Any) -> None:
@@ -117,7 +117,7 @@ def recorded() -> Iterator[list[Call]]:
 
 
 class PlainEngine:
-    """What the trainer calls of DeepSpeed's engine, on one rank and in plain PyTorch."""
+    """The part of DeepSpeed's engine that the trainer uses, for one rank and in plain PyTorch."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.module, self.optimizer = model, optimizer
@@ -139,7 +139,7 @@ class PlainEngine:
 
 
 class _ClippingEngine(PlainEngine):
-    """Runs `encode` for a forward pass, and clips the gradient before each step."""
+    """Engine that runs `encode` as the forward pass and clips the gradients before each step."""
 
     def __init__(self, model: nn.Module, encode: Callable[..., Any], optimizer: Any, clip: float) -> None:
         super().__init__(model, optimizer)
@@ -165,11 +165,11 @@ def replay(
     encode: Callable[..., Any] | None = None,
     clip: float = float("inf"),
 ) -> Trained:
-    """Train on one rank by the project's `TrainStep`, on the global batches of recorded calls.
+    """Train on one rank with the project's `TrainStep`, using the global batches of the recorded calls.
 
     Args:
-        ranks: the calls of each rank.
-        encode: (images, texts) -> features, where it is not the model.
+        ranks: the recorded calls on each rank.
+        encode: a function from (images, texts) to their features; by default, the model.
     """
     tree = {"objective": {"method": method, **OPTIONS[method]}, "optimizer": {"betas": (0.9, 0.98), "eps": 1e-6}}
     context = Context(DIM, len(data), Communicator(), torch.float64)
@@ -186,13 +186,13 @@ def replay(
 
 
 def replay_encoders(ranks: list[list[Call]], method: str) -> Trained:
-    """Train `Encoders` on the pairs that the pages' loops are given."""
+    """Train `Encoders` on the pairs that the page's loops receive."""
     model = Encoders()
     return replay(ranks, pairs(), method, model, torch.optim.AdamW(model.parameters(), LR))
 
 
 def check_loop(train: Callable[..., Trained], method: str, ranks: int, folder: Path, resume: dict[str, str]) -> None:
-    """Run a page's loop, and once more from the middle of its steps, where `resume` changes its code to start."""
+    """Check that a page's loop matches the trainer, both in full and when the changes in `resume` start it midway."""
     steps = 12 // ranks
     known: list[list[Call]] = [[] for _ in range(ranks)]
     for changes in ({}, resume):
@@ -206,10 +206,10 @@ def check_loop(train: Callable[..., Trained], method: str, ranks: int, folder: P
 
 
 def assert_equal(found: Trained, wanted: Trained) -> None:
-    """Compare in float64, as ranks sum in another order: measured, 3e-14 of a weight and 1e-14 of the largest gradient.
+    """Compare up to rounding: ranks sum in a different order (measured effect: 3e-14 on weights, 1e-14 on gradients).
 
-    Gradients that are zero but for rounding, such as those of the keys' biases, are divided by Adam's eps, and the
-    NPN's updates magnify rounding: with NeuCLIP's full gradient up to 1.2e-11 of a weight.
+    Adam divides gradients that are zero except for rounding, such as those of the keys' biases, by its small eps. The
+    NPN's updates also magnify rounding errors: with NeuCLIP's full gradient, to as much as 1.2e-11 of a weight.
     """
     torch.testing.assert_close(found.weights, wanted.weights, rtol=1e-9, atol=1e-10)
     if found.gradients:

@@ -1,4 +1,4 @@
-"""The page's Accelerate loop gives the weights of the project's trainer, on one process and on two, and resumes."""
+"""The page's Accelerate loop gives the project trainer's weights on one and two processes, even when resumed."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The loss gives the objective's gradient, whatever the loop does: ranks, dtypes, evaluation, misuse, state."""
+"""Check `ContrastiveLoss`: gradients, ranks, dtypes, evaluation, misuse, saved state and micro-batches."""
 
 import copy
 import re
@@ -32,7 +32,7 @@ def loss_of(name: str, **changes: Any) -> ContrastiveLoss:
 
 
 def features(seed: int, rows: int = ROWS) -> tuple[Tensor, Tensor, Tensor]:
-    """Float64 leaves and an index."""
+    """Return float64 image and text features as leaf tensors, and an index."""
     image, text = pairs(rows, DIM, seed)
     return image.requires_grad_(), text.requires_grad_(), torch.arange(rows) + seed
 
@@ -63,7 +63,7 @@ def _on_ranks(communicator: Communicator, name: str, sizes: list[int]) -> list[t
 
 
 def _trained(communicator: Communicator, name: str, sizes: list[int], reduction: str) -> tuple[Tensor, ...]:
-    """A rank's part of some steps with unequal rows; the last step's gradients, as they are summed over ranks."""
+    """Run four steps on this rank's rows; return the last step's loss and this rank's feature gradients."""
     loss_fn = loss_of(name, reduction=reduction)
     start = sum(sizes[: communicator.rank])
     mine = slice(start, start + sizes[communicator.rank])
@@ -108,7 +108,7 @@ def test_evaluation_reports_and_learns_nothing(name: str) -> None:
 def test_a_loss_that_evaluates_first_can_be_trained(name: str) -> None:
     loss_fn, wanted = loss_of(name), loss_of(name)
     with torch.inference_mode():
-        loss_fn(*(x.detach().clone() for x in features(7)))  # float64: the state is built once more
+        loss_fn(*(x.detach().clone() for x in features(7)))  # the state is rebuilt for float64
     for number in range(2):
         assert torch.equal(loss_fn(*features(number)), wanted(*features(number)))
 
@@ -264,7 +264,7 @@ def test_the_state_of_another_loss_is_refused(saved: ContrastiveLoss, message: s
     with pytest.raises(UserError, match=message):
         loss_of("neuclip").load_state_dict(saved.state_dict())
     replicas = {"npn": {**options("neuclip")["npn"], "replicas": 2}}
-    for name, same in (("openclip", {"chunk_size": 7}), ("neuclip", replicas)):  # same results
+    for name, same in (("openclip", {"chunk_size": 7}), ("neuclip", replicas)):  # options that do not affect results
         loss_of(name, **same).load_state_dict(loss_of(name).state_dict())
 
 
@@ -335,7 +335,7 @@ def test_the_temperature_follows_the_loops_learning_rate() -> None:
 @pytest.mark.parametrize(
     "calls",
     [
-        "FA FA L",  # f: features, a: add, l: loss, g: gradients, b: backward, with the micro-batch's number
+        "FA FA L",  # F: features, A: add, L: loss, G: gradients, B: backward; digits number the micro-batches
         "FA FA G0B0",
         "FA FA L G0B0",
         "FA FA L G0B0 G1B1 G1B1",

@@ -1,4 +1,4 @@
-"""The loops of the pages on DDP and FSDP2, on two ranks, give the weights and gradients of the project's trainer."""
+"""On two ranks, the page's DDP and FSDP2 loops give the project trainer's weights and gradients."""
 
 import re
 import textwrap
@@ -40,7 +40,7 @@ def _on_ranks(communicator: Communicator, code: str, method: str) -> Trained:
 
 
 def loops() -> dict[str, str]:
-    """Return the code of each way to run the loop."""
+    """Return the page's code for each variant of the loop."""
     (ddp,), (shard,), (micro,) = map(code_blocks, ("DDP", "FSDP2", "Micro-batches"))
     wrapping = "model = DistributedDataParallel(encoders)\n"
     assert wrapping in ddp
@@ -54,7 +54,7 @@ def loops() -> dict[str, str]:
 
 
 def in_micro_batches(loop: str, step: str) -> str:
-    """Return a loop whose loss and backward pass are replaced by the code of a step."""
+    """Return a loop's code with its loss and backward pass replaced by the code in `step`."""
     lines = r"^( +)loss = loss_fn\(.*\n +loss\.backward\(\)\n"
     assert re.search(lines, loop, re.MULTILINE)
     return re.sub(lines, lambda found: textwrap.indent(step, found[1]), loop, flags=re.MULTILINE)
@@ -71,7 +71,7 @@ def test_the_loop_equals_the_trainer(loop: str, method: str) -> None:
 
 
 def _after_each_micro_batch(communicator: Communicator, shards: bool) -> list[bool]:
-    """Say after each of two micro-batches of a step whether gradients have been reduced over ranks."""
+    """Return, for each of a step's two micro-batches, whether gradients have been reduced over ranks after it."""
     encoders = Encoders()
     model: nn.Module = encoders
     if shards:

@@ -1,4 +1,4 @@
-"""The page's `transformers.Trainer` gives the weights of the project's trainer, on one process and on two."""
+"""The page's `transformers.Trainer` gives the project trainer's weights on one and two processes."""
 
 import os
 from pathlib import Path
@@ -17,7 +17,7 @@ pytest.importorskip("accelerate", reason="transformers.Trainer needs it")
 
 
 def build(kind: str) -> Any:
-    """A small random model in float64."""
+    """Build a small random model in float64."""
     torch.manual_seed(0)
     tower = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     text = {**tower, "vocab_size": 20, "max_position_embeddings": 4, "eos_token_id": 19, "bos_token_id": 0}
@@ -60,7 +60,7 @@ def _trained(communicator: Communicator, kind: str, method: str, folder: Path, c
 def _replayed(found: list[Trained], kind: str, method: str) -> Trained:
     model = build(kind)
     model.logit_scale.requires_grad_(False)
-    optimizer = torch.optim.AdamW(model.parameters(), LR, weight_decay=0.0)  # what Trainer builds
+    optimizer = torch.optim.AdamW(model.parameters(), LR, weight_decay=0.0)  # the optimizer that Trainer builds
 
     def encode(image: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         outputs = model(pixel_values=image, input_ids=tokens)
@@ -84,7 +84,7 @@ def test_the_trainer_equals_that_of_the_project(kind: str, method: str, ranks: i
     for rank in found:
         assert_equal(rank, wanted)
     if kind != "CLIPModel":
-        return  # transformers 5.23 leaves a ViT there as it was: it looks for its weights by other names
+        return  # on resuming, transformers 5.23 does not load a ViT: it looks for different weight names
     last = f"runs/clip/checkpoint-{6 // ranks}"
     resume = f'loss_fn.load("{last}/loss")\ntrainer.train(resume_from_checkpoint="{last}")'
     for rank in run_ranks(ranks, _trained, kind, method, tmp_path, {"trainer.train()": resume}):

@@ -1,4 +1,4 @@
-"""Samples carry their place in the data set, through the pipelines of the page and webdataset's usual stages."""
+"""Samples keep their index in the data set through the page's pipelines and webdataset's usual stages."""
 
 from pathlib import Path
 from typing import Any

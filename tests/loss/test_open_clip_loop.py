@@ -1,4 +1,4 @@
-"""open_clip's own training loop with the loss of the page gives the weights and gradients of the project's trainer."""
+"""open_clip's training loop with the page's loss gives the project trainer's weights and gradients."""
 
 import json
 import os
@@ -22,7 +22,7 @@ STEPS = EPOCHS * sum(SIZES) // (2 * ROWS)
 
 
 def shards(folder: Path) -> Path:
-    """Write shards whose samples say their index in their caption."""
+    """Write shards in which each sample's caption contains the sample's index."""
     write_pairs(folder, SIZES)
     counts = {f"{number:05d}.tar": size for number, size in enumerate(SIZES)}
     (folder / "sizes.json").write_text(json.dumps(counts), encoding="utf-8")
@@ -45,7 +45,7 @@ def pixels(image: Any) -> Tensor:
 def _on_ranks(
     communicator: Communicator, folder: Path, method: str
 ) -> tuple[Trained, dict[int, tuple[Tensor, Tensor]]]:
-    """Train by open_clip's loop; return also the samples that its model was given, by their index."""
+    """Train with open_clip's loop; also return the samples that the model received, by index."""
     from open_clip_train.data import get_data
     from open_clip_train.scheduler import cosine_lr
     from open_clip_train.train import train_one_epoch

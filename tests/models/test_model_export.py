@@ -1,4 +1,4 @@
-"""Exported models, read by transformers and open_clip, give the trained features."""
+"""Check that exported models, loaded by transformers and open_clip, compute the trained model's features."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -45,7 +45,7 @@ class Trained(NamedTuple):
 
 
 def trained(**config: Any) -> Trained:
-    """Return a model with weights that differ from every initialization."""
+    """Return a model whose weights have all been changed, as if by training."""
     torch.manual_seed(0)
     model_config = ModelConfig.model_validate(config)
     source = model_source(model_config, locate_model(model_config))
@@ -75,7 +75,7 @@ def features(of: Trained) -> tuple[Tensor, Tensor]:
 
 
 def by_transformers(folder: Path, size: int) -> tuple[Tensor, Tensor]:
-    """Return features from transformers alone, images and captions through the folder's processor."""
+    """Return features computed by transformers alone, with the folder's processor for images and captions."""
     model, processor = AutoModel.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
     pictures = [to_pil_image(picture) for picture in images(size)]
     inputs = processor(
@@ -88,7 +88,7 @@ def by_transformers(folder: Path, size: int) -> tuple[Tensor, Tensor]:
 
 
 def by_open_clip(folder: Path, size: int) -> tuple[Tensor, Tensor]:
-    """Return features from open_clip alone."""
+    """Return features computed by open_clip alone."""
     model, preprocess = open_clip.create_model_from_pretrained(f"local-dir:{folder}")
     tokenizer = open_clip.get_tokenizer(f"local-dir:{folder}")
     model.eval()
@@ -128,7 +128,7 @@ def reopened(folder: Path) -> tuple[Trained, LogitParameters]:
     ],
 )
 def test_pretrained_models_go_out_and_come_back(family: str, form: str, tmp_path: Path) -> None:
-    """With the same bits in their own library's form."""
+    """Exported models keep their features; in their own library's format, their weights stay bit-identical."""
     SAVERS[family](tmp_path / "from")
     model = trained(pretrained=str(tmp_path / "from"))
     folder = exported(model, form, tmp_path / "out")
@@ -144,8 +144,8 @@ def test_pretrained_models_go_out_and_come_back(family: str, form: str, tmp_path
 
 
 def options_of(case: str, folder: Path) -> dict[str, Any]:
-    """Return options of a model that is built from the config."""
-    if case == "eos of 2":  # XLM-R's ids, for which CLIPModel would read the feature elsewhere
+    """Return the model options of a case; the model is built from the config."""
+    if case == "eos of 2":  # XLM-R's ids; for EOS 2, CLIPModel would read the feature elsewhere
         xlm_roberta_tokenizer().save_pretrained(folder)
         return {"text": {**TINY_TEXT, "tokenizer": str(folder)}}
     quick_vit = {**TINY_VIT, "name": "vit_base_patch32_clip_quickgelu_224"}
@@ -155,7 +155,7 @@ def options_of(case: str, folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("form", READERS)
 @pytest.mark.parametrize("case", ["new", "quick gelu", "adapters", "eos of 2"])
 def test_clip_vits_from_the_config(case: str, form: str, tmp_path: Path) -> None:
-    """With options and a tokenizer trained on captions, whose EOS is 1; CLIPModel has no place for SigLIP's bias."""
+    """Export CLIP ViTs that are built from the config; CLIPModel has no parameter for SigLIP's bias."""
     tiny = {"vision": TINY_VIT, "text": TINY_TEXT, "embed_dim": 16}
     model = trained(**{**tiny, **options_of(case, tmp_path / "from")})
     source, weights = merged(model.source, model.tokenizer, model.model.state_dict())
@@ -167,9 +167,9 @@ def test_clip_vits_from_the_config(case: str, form: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("family", ["clip", "scratch", "metaclip_2", "siglip"])
 def test_single_towers_and_the_pipeline_of_transformers(family: str, tmp_path: Path) -> None:
-    """Projections of 20 or 16 numbers, where transformers' configs say 512 by default.
+    """Check projections of width 20 or 16, which differ from the default of 512 in transformers' configs.
 
-    The pipeline pads captions of MetaCLIP 2 and SigLIP to the 64 tokens of the published models.
+    For MetaCLIP 2 and SigLIP, the pipeline pads captions to 64 tokens, as for the published models.
     """
     if family == "scratch":
         model = trained(vision=TINY_VIT, text=TINY_TEXT, embed_dim=16)

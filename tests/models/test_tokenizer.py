@@ -20,7 +20,7 @@ TOKENIZE = train_bpe(CAPTIONS, vocab_size=320, context_length=12)
 
 
 def word_level(**special: str) -> PreTrainedTokenizerFast:
-    """Return a tokenizer of six words whose special tokens have the given roles."""
+    """Return a tokenizer with a vocabulary of six words and the given special tokens."""
     vocab = {word: place for place, word in enumerate(["[UNK]", "<s>", "</s>", "[PAD]", "a", "dog"])}
     backend = Tokenizer(models.WordLevel(vocab, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -28,7 +28,7 @@ def word_level(**special: str) -> PreTrainedTokenizerFast:
 
 
 def test_a_row_is_bos_tokens_eos_padding() -> None:
-    """BOS is 0, EOS and padding are 1; a long caption is cut so that EOS fits, and rows do not depend on others."""
+    """BOS is 0, and EOS and padding are 1; long captions are cut so that EOS fits, and rows are independent."""
     assert (TOKENIZE.bos_id, TOKENIZE.eos_id, TOKENIZE.pad_id) == (0, 1, 1)
     rows = TOKENIZE(["a dog", "", " \n\t ", "dog " * 50])
     assert rows.dtype == torch.int64
@@ -62,7 +62,7 @@ def test_no_byte_is_out_of_vocabulary(word: str) -> None:
     tokenize = CaptionTokenizer(TOKENIZE.inner, 200)
     first, end = tokenize([word]), tokenize([word])[0].tolist().index(1)
     text = TOKENIZE.inner.decode(first[0, 1:end].tolist())
-    assert torch.equal(tokenize([text]), first)  # what is decoded again is the same caption
+    assert torch.equal(tokenize([text]), first)  # decoding and encoding again gives the same tokens
 
 
 @pytest.mark.slow
@@ -98,7 +98,7 @@ def test_saved_and_pickled_tokenizers_are_the_same(tmp_path) -> None:
     [
         ({"cls_token": "<s>", "sep_token": "</s>", "pad_token": "[PAD]"}, [[1, 4, 5, 2, 3], [1, 2, 3, 3, 3]]),
         ({"eos_token": "</s>"}, [[4, 5, 2, 2, 2], [2] * 5]),
-        # GPT-2: a row that began with EOS would be read there
+        # GPT-2 uses one token as BOS and EOS: if a row began with it, the feature would be read there
         ({"bos_token": "</s>", "eos_token": "</s>"}, [[4, 5, 2, 2, 2], [2] * 5]),
     ],
     ids=["bert", "only eos", "one token for both ends"],

@@ -53,7 +53,7 @@ def test_pixels_are_normalized_per_channel(config: VisionConfig) -> None:
     mean, std = (torch.tensor(values)[:, None, None] for values in config.statistics())
     expected = tower.projection(tower.trunk((image.double() / 255 - mean).div(std).float()))
     torch.testing.assert_close(tower(image), expected, rtol=1e-4, atol=1e-5)
-    assert torch.equal(image, pixels(32))  # left as it was
+    assert torch.equal(image, pixels(32))  # unchanged
     with pytest.raises(TypeError, match="uint8"):
         tower(pixels(32).float())
 
@@ -79,11 +79,11 @@ def test_families_end_in_one_projection_without_bias(name: str, side: int, width
 
 
 def test_attention_pools_own_projection_is_the_only_one() -> None:
-    """OpenAI's RN50 has an image tower of 38,316,896 parameters with a grid of 7 x 7 positions; here it has one."""
+    """OpenAI's RN50 image tower has 38,316,896 parameters with a grid of 7 x 7 positions; here, the grid is 1 x 1."""
     tower = vision_tower(VisionConfig(name="resnet50_clip", image_size=32)).bfloat16()
     projection = tower.trunk.head.proj
     assert not list(tower.projection.parameters())
-    others = (1024 - 16) * 2049 + 48 * 2048  # of 1,024 features, and of the other positions
+    others = (1024 - 16) * 2049 + 48 * 2048  # for 1,024 features instead of 16, and for the other 48 positions
     assert sum(parameter.numel() for parameter in tower.parameters()) == 38_316_896 - others
     assert projection.weight.float().std().item() == pytest.approx(2048**-0.5, rel=0.05)
     assert (projection.bias == 0).all()
@@ -106,7 +106,7 @@ BLOCKS = {
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_checkpointing_any_number_of_blocks_keeps_all_bits(name: str) -> None:
-    """Of gradients and batch norm's statistics, also in a copy of the tower."""
+    """Gradients and batch norm statistics stay bit-identical, also in a copy of the tower."""
     build, inputs, count = BLOCKS[name]
     plain, calls = build(), list[str]()
     wanted = gradients(plain, inputs)
@@ -158,7 +158,7 @@ def test_mistakes_in_the_vision_config_are_user_errors(config: VisionConfig, mes
 
 @pytest.mark.parametrize("eos", [1, 2, 7])
 def test_the_feature_is_read_at_the_first_eos(eos: int) -> None:
-    """Also where EOS has id 2, for which transformers reads the largest id."""
+    """The feature is read at the first EOS even if its id is 2, for which transformers reads at the largest id."""
     tower = text_tower(SimpleNamespace(vocab_size=300, context_length=12, bos_id=0, eos_id=eos, pad_id=eos)).eval()
     row = torch.tensor([[0, 40, 50, eos, 60, 299, eos, 70, eos, eos, 80, 20]])
     other_end, other_start = row.clone(), row.clone()
@@ -168,7 +168,7 @@ def test_the_feature_is_read_at_the_first_eos(eos: int) -> None:
     assert not torch.allclose(tower(row), tower(other_start))
     expected = tower.projection(tower.trunk(input_ids=row).last_hidden_state[:, 3])
     assert torch.equal(tower(row), expected)
-    torch.testing.assert_close(tower(row[:, :4]), expected)  # without anything after it
+    torch.testing.assert_close(tower(row[:, :4]), expected)  # without any tokens after EOS
 
 
 def test_text_weights_begin_as_in_clip() -> None:
@@ -198,7 +198,7 @@ def built(config: ModelConfig = TINY) -> DualEncoder:
 
 
 def test_features_are_float32_on_the_unit_sphere_and_near_in_bf16() -> None:
-    """Either side may be absent."""
+    """Either the images or the captions may be absent."""
     model, inputs = built().eval(), (pixels(32, 3), TOKENIZE(CAPTIONS))
     with torch.no_grad():
         exact = model(*inputs)

@@ -1,4 +1,4 @@
-"""What trains of a dual encoder, and at which learning rate."""
+"""Check which parameters of a dual encoder are trained, and at which learning rates."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -64,7 +64,7 @@ def test_the_last_blocks_and_what_follows_them_train() -> None:
 
 
 def test_frozen_towers_give_the_same_features_in_training() -> None:
-    """Their dropout is off; that of a block that trains is on."""
+    """Dropout is off in a frozen tower, and on in a block that is trained."""
     tokens = torch.zeros(2, 8, dtype=torch.int64)
     image = torch.zeros(2, 3, 16, 16, dtype=torch.uint8)
     for part, same in (("frozen", True), (1, False)):
@@ -115,7 +115,7 @@ def test_mistakes_in_a_recipe(options: list[str], message: str) -> None:
 
 
 def test_a_locked_pretrained_tower_has_no_projection_of_its_own() -> None:
-    """LiT: a new projection is the identity where the tower is frozen, and trained elsewhere."""
+    """As in LiT, the new projection of a frozen tower is the identity; otherwise, the projection is trained."""
     locked = build(vision={"trainable": "frozen", "pretrained": "weights"}).vision
     assert torch.equal(locked.projection.weight, torch.eye(16)) and not trained(locked)
     assert not torch.equal(
@@ -134,7 +134,7 @@ def test_frozen_random_weights_are_reported() -> None:
 
 
 def test_learning_rates_of_towers_and_layers() -> None:
-    """The projection has the tower's rate, the last of three blocks half of it, the embeddings a sixteenth."""
+    """The projection has the tower's rate, the last of three blocks has half of it, and the embeddings a sixteenth."""
     config = config_of(optimizer={"lr": 1e-3, "vision_lr": 2e-3, "text_lr": 1e-4, "layer_decay": 0.5})
     model = build()
     scales = learning_rate_scales(model, config.optimizer)
@@ -159,7 +159,7 @@ OPEN_CLIP = {
     "vision_cfg": {"image_size": 32, "layers": 2, "width": 64, "patch_size": 16},
     "text_cfg": {"context_length": 8, "vocab_size": 300, "width": 32, "heads": 2, "layers": 3},
 }
-# build, number of blocks, a parameter before the first, of the first, of the last, and one after all blocks
+# build function, number of blocks, and a parameter before the blocks, in the first, in the last, and after them
 CASES: dict[str, tuple[Callable[[], nn.Module], int, str, str, str, str]] = {
     "timm's ViT": (
         lambda: timm.create_model("vit_base_patch32_clip_224", num_classes=0, depth=11),
@@ -200,7 +200,7 @@ def test_every_parameter_is_in_the_layer_where_it_is_used(case: str) -> None:
 
 
 def test_layers_of_other_towers() -> None:
-    """Nothing follows a ResNet's blocks; a tower without blocks is refused."""
+    """A ResNet has no parameters after its blocks; a tower without blocks is refused."""
     with torch.device("meta"):
         layers = parameter_layers(timm.create_model("resnet18", num_classes=0), "vision")
     assert len(layers) == 10 and "layer4.1.bn2.bias" in layers[-2] and layers[-1] == []
@@ -213,7 +213,7 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def draw(model: nn.Module) -> None:
-    """Give the adapters weights, as training does: at first they change nothing."""
+    """Randomize the adapters' B weights, which are initially zero, so that the adapters take effect."""
     for name, parameter in model.named_parameters():
         if ".lora_B." in name:
             nn.init.normal_(parameter)
@@ -236,7 +236,7 @@ def test_adapters_change_nothing_at_first_and_alone_train() -> None:
 
 
 def test_attention_of_torch_gets_no_adapters() -> None:
-    """peft would replace its parameters in every forward pass, which DeepSpeed has partitioned."""
+    """peft would replace the attention's parameters in every forward pass, but DeepSpeed has partitioned them."""
     tower = architecture(OPEN_CLIP, "").visual.requires_grad_(False)
     add_adapters({"vision": tower}, LoraConfig(rank=2))
     assert sum(".lora_A." in name for name, _ in tower.named_parameters()) == 4

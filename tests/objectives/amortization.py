@@ -1,4 +1,4 @@
-"""AmorLIP for the tests: the specified net out of torch's layers, and the partition function written out."""
+"""Reference code for AmorLIP: the specified net built from torch layers, and the partition function written out."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -24,13 +24,13 @@ def amorlip(
     common: Mapping[str, Any] = MappingProxyType({}),
     **options: Any,
 ) -> Any:
-    """The method with `common` below objective, and `options` below objective.amortized."""
+    """Build AmorLIP with `common` as options of objective and `options` as options of objective.amortized."""
     temperature = {"initial": tau, "rho": rho, "lr": 0.0}
     return objective("amorlip", Communicator(), DIM, dtype, amortized=options, temperature=temperature, **common)
 
 
 class Net(nn.Module):
-    """The specified net of one direction, as torch's layers have it."""
+    """The specified net for one direction (side 0: images, side 1: texts), built from torch layers."""
 
     def __init__(self, flat: Tensor, side: int) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def net_of(method: Any, name: str) -> Tensor:
 
 
 def log_partition(image: Tensor, text: Tensor, tau: float, c: float) -> Tensor:
-    """(2, B) log C."""
+    """Return log C, of shape (2, B), where C is the partition function with weight c for the positives."""
     with torch.no_grad():
         scores = image @ text.T / tau
         weight = (1 + (c - 1) * torch.eye(len(image)).to(image)) / (len(image) - 1)

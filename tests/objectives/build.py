@@ -1,4 +1,4 @@
-"""Random features and objectives for the tests."""
+"""Build random features and objectives for the tests."""
 
 from typing import Any
 from unittest.mock import patch
@@ -16,10 +16,10 @@ from neuclip_ds.state.partition import RowTable
 
 SAMPLES = 1000
 _AVERAGE = {"gamma_min": 0.3, "gamma_epochs": 2}
-_NPN = {"prototypes": 7, "inner_steps": 3, "redraw_every": 3}  # no world size divides 7
-_OWN_ROWS = {"width": 0.01, "inner_steps": 1}  # one hidden unit: its gradient is smaller than the features
+_NPN = {"prototypes": 7, "inner_steps": 3, "redraw_every": 3}  # 7 rows cannot be split evenly over ranks
+_OWN_ROWS = {"width": 0.01, "inner_steps": 1}  # with one hidden unit, the net's gradient is smaller than the features
 _ADAGRAD = {"optimizer": "adagrad", "lr": 0.1}
-_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {  # method -> variant -> options; a method without has its defaults
+_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {  # method -> variant -> options; an unlisted method uses its defaults
     **{
         name: {"": {"eps": 1e-6, "moving_average": _AVERAGE}}
         for name, method in METHODS.items()
@@ -41,7 +41,7 @@ _OPTIONS: dict[str, dict[str, dict[str, Any]]] = {  # method -> variant -> optio
         "mlp": {"npn": {"network": "mlp", "inner_steps": 2}},
         "joint": {"npn": {**_NPN, "order": "joint", "weight_decay": 0.1}},
     },
-    "neuclip_queue": {  # fewer prototypes than a batch has rows, and more
+    "neuclip_queue": {  # queues shorter and longer than a batch
         "": {"queue": {"size": 7}},
         "long": {"queue": {"size": 40, "kappa": 3.0}},
         "rho": {"eps": 1e-6, "queue": {"size": 7}, "temperature": {"rule": "robust"}},
@@ -53,11 +53,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     for name in METHODS
     for variant, options in _OPTIONS.get(name, {"": {}}).items()
 }
-"""Every method of the table with each of its test options."""
-# by method, to compare float32 with float64: options that keep inner optimizers still
+"""Maps a variant's name to its method and test options; each method has at least one variant."""
+# options, by method, that keep inner optimizers out of comparisons of float32 with float64
 STILL: dict[str, dict[str, Any]] = {
     "amorlip": {"amortized": {"encoder_normalizer": "combined"}},  # the batch's own target instead of the fitted net
-    "neuclip": {"npn": {"inner_steps": 0, "prototypes": 48}},  # prototypes from the batch itself: moderate ratios
+    "neuclip": {"npn": {"inner_steps": 0, "prototypes": 48}},  # prototypes from the batch keep the ratios moderate
 }
 
 
@@ -69,7 +69,7 @@ def objective(
 
 
 def pairs(rows: int, dim: int, seed: int = 0, likeness: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Normalized (rows, dim) images and texts whose partners resemble each other."""
+    """Return normalized (rows, dim) images and texts; the rows of a pair share a component scaled by `likeness`."""
     generator = torch.Generator().manual_seed(seed)
     shared, a, b = torch.randn(3, rows, dim, generator=generator, dtype=torch.float64)
     return normalize(likeness * shared + a, dim=1), normalize(likeness * shared + b, dim=1)
@@ -90,7 +90,7 @@ def step(number: int = 0, epoch: int = 0, lr: float = 1e-3) -> Step:
 
 
 def with_scalar_gradients(method: Any, features: Features, at: Step) -> tuple[FeatureGradients, dict[str, Tensor]]:
-    """The objective's answer, and the gradients of theta and the bias, which do not move."""
+    """Return the objective's result and the gradients of theta and the bias, without updating theta or the bias."""
     rule = method._temperature if hasattr(method, "_temperature") else method._logit
     seen: dict[str, Tensor] = {}
     with patch.object(rule, "descend", lambda _, **gradients: seen.update(gradients)):
@@ -102,5 +102,5 @@ def relative_error(found: Tensor, wanted: Tensor) -> float:
 
 
 def columns(table: RowTable) -> dict[str, Tensor]:
-    """Return this rank's rows of a store's table by field, each (n/K,)."""
+    """Return this rank's rows of a table by field, each of shape (n/K,)."""
     return {name: rows[:, column] for key, rows in table.tensors.items() for column, name in enumerate(key.split(","))}

@@ -1,6 +1,6 @@
-"""The methods' losses written out as the papers state them, for autograd in float64; shares no code with the package.
+"""The methods' losses as the papers state them, for autograd in float64; this module shares no code with the package.
 
-Features are (B, d) leaves, all rows valid. Sums over j != i use the full similarity matrix and a boolean mask.
+Features are (B, d) leaf tensors with valid rows only. Sums over j != i use the whole similarity matrix and a mask.
 """
 
 import torch
@@ -8,9 +8,9 @@ from torch import Tensor
 
 
 def logits(image: Tensor, text: Tensor, tau: Tensor, hinge: float | None = None) -> tuple[Tensor, Tensor]:
-    """(B, B) exponents of image anchors (rows, against texts) and of text anchors (rows, against images).
+    """Return the (B, B) exponents for image anchors (rows) against texts and for text anchors (rows) against images.
 
-    tau is 0-dim, or (2, B) with one for each anchor of either direction.
+    tau is 0-dim, or has shape (2, B), with one value for each anchor in each direction.
     """
     s = image @ text.T
     positive = (image * text).sum(1, keepdim=True)
@@ -22,33 +22,33 @@ def logits(image: Tensor, text: Tensor, tau: Tensor, hinge: float | None = None)
 
 
 def log_mean_exp(exponents: Tensor) -> Tensor:
-    """(B,) log g_i over j != i."""
+    """Return log g_i, of shape (B,), where g_i is the mean of exp(exponents) over j != i."""
     size = exponents.shape[0]
     diagonal = torch.eye(size, dtype=torch.bool)
     return exponents.masked_fill(diagonal, -torch.inf).logsumexp(1) - torch.log(torch.tensor(size - 1.0).to(exponents))
 
 
 def openclip(image: Tensor, text: Tensor, tau: Tensor) -> Tensor:
-    """Mean of the two cross-entropies of the scaled similarity matrix, as OpenCLIP writes it."""
+    """Return the mean of the two cross-entropies of the scaled similarity matrix, as in OpenCLIP."""
     scores = image @ text.T / tau
     labels = torch.arange(len(scores))
     return (torch.nn.functional.cross_entropy(scores, labels) + torch.nn.functional.cross_entropy(scores.T, labels)) / 2
 
 
 def siglip(image: Tensor, text: Tensor, tau: Tensor, bias: Tensor) -> Tensor:
-    """Minus the log-likelihood of which pairs belong together, summed over pairs and divided by B (SigLIP eq. 1)."""
+    """Return minus the log-likelihood of which pairs match, summed over pairs and divided by B (SigLIP eq. 1)."""
     sign = 2 * torch.eye(len(image)).to(image) - 1
     return -torch.nn.functional.logsigmoid(sign * (image @ text.T / tau + bias)).sum() / len(image)
 
 
 def global_contrastive(image: Tensor, text: Tensor, tau: Tensor, u: Tensor, eps: float) -> Tensor:
-    """tau/B sum_i [g1_i/(eps + u1_i) + g2_i/(eps + u2_i)], u (2, B) and the leading tau constant (FastCLIP eq. 7)."""
+    """Return FastCLIP eq. 7, tau/B sum_i [g1_i/(eps + u1_i) + g2_i/(eps + u2_i)]; u and the first tau are fixed."""
     g = torch.stack([log_mean_exp(x).exp() for x in logits(image, text, tau)])
     return tau.detach() * (g / (eps + u)).mean(1).sum()
 
 
 def robust_tau_gradient(image: Tensor, text: Tensor, tau: Tensor, u: Tensor, eps: float, rho: float) -> Tensor:
-    """FastCLIP eq. 10: mean of log(eps + u1) + log(eps + u2), + 2 rho, + tau times the data term."""
+    """Return FastCLIP eq. 10: the mean of log(eps + u1) + log(eps + u2), plus 2 rho, plus tau times the data term."""
     leaf = tau.detach().clone().requires_grad_()
     g = torch.stack([log_mean_exp(x).exp() for x in logits(image, text, leaf)])
     (grad_tau,) = torch.autograd.grad((g / (eps + u)).mean(1).sum(), leaf)
@@ -56,7 +56,7 @@ def robust_tau_gradient(image: Tensor, text: Tensor, tau: Tensor, u: Tensor, eps
 
 
 def alphas(image: Tensor, text: Tensor, tau: Tensor, w1: Tensor, w2: Tensor, eps: float) -> Tensor:
-    """(2, B) NeuCLIP eq. 10 for prototypes in rows."""
+    """Return alpha, of shape (2, B), from NeuCLIP eq. 10; each row of w1 and of w2 is a prototype."""
     positive = (image * text).sum(1, keepdim=True)
     predictions = []
     for anchors, prototypes in ((image, w1), (text, w2)):
@@ -75,14 +75,14 @@ def neuclip(
     rho: float,
     reading: str = "full",
 ) -> Tensor:
-    """NeuCLIP eq. 12, with all or part of alpha a constant for encoders and temperature."""
+    """Return NeuCLIP eq. 12; `reading` says which part of alpha is constant in the gradient."""
     return 2 * rho * tau + tau * conjugate(image, text, tau, alphas(image, text, tau, w1, w2, eps), eps, reading)
 
 
 def conjugate(image: Tensor, text: Tensor, tau: Tensor, alpha: Tensor, eps: float, reading: str) -> Tensor:
-    """1/B sum_i exp(-alpha_i)(eps + g_i) + alpha_i - 1 of both directions.
+    """Return 1/B sum_i [exp(-alpha_i)(eps + g_i) + alpha_i - 1], summed over both directions.
 
-    `stop` holds alpha (2, B) constant, `positive` alpha_i + s_ii/tau.
+    With `stop`, alpha (2, B) is constant; with `positive`, alpha_i + s_ii/tau is constant; with `full`, neither is.
     """
     g = torch.stack([log_mean_exp(x).exp() for x in logits(image, text, tau)])
     positive = (image * text).sum(1) / tau
@@ -91,9 +91,9 @@ def conjugate(image: Tensor, text: Tensor, tau: Tensor, alpha: Tensor, eps: floa
 
 
 def amorlip(image: Tensor, text: Tensor, tau: Tensor, log_lambda: Tensor, c: float, rho: float) -> Tensor:
-    """AmorLIP's stage II, rescaled: tau_const [-2/tau mean s_ii + mean C1/lambda1 + mean C2/lambda2] + rho tau.
+    """Return AmorLIP's stage II loss: tau_const [-2/tau mean s_ii + mean C1/lambda1 + mean C2/lambda2] + rho tau.
 
-    C_i = 1/(B-1) [sum_{j != i} exp(s_ij/tau) + c exp(s_ii/tau)]; lambda (2, B) is constant.
+    C_i = 1/(B-1) [sum_{j != i} exp(s_ij/tau) + c exp(s_ii/tau)]; lambda (2, B) and tau_const are constant.
     """
     size = len(image)
     scores = image @ text.T / tau
@@ -105,10 +105,10 @@ def amorlip(image: Tensor, text: Tensor, tau: Tensor, log_lambda: Tensor, c: flo
 def pooled_normalizers(
     image: Tensor, text: Tensor, tau: Tensor, queues: tuple[Tensor, Tensor], others: Tensor, kappa: float
 ) -> Tensor:
-    """(2, B) (g + kappa ghat)/(1 + kappa) for queues of texts and of images.
+    """Return (g + kappa ghat)/(1 + kappa), of shape (2, B), for a queue of texts and a queue of images.
 
-    `others` (B, m) says which entries are of other samples than the anchor; without any, g stands alone. Queues are
-    constant, and so is the anchor's partner where ghat compares it with them.
+    `others` (B, m) marks the entries whose sample differs from the anchor's; if an anchor has none, its result is g.
+    The queues are constant, and so is the anchor's partner within ghat.
     """
     count, pooled = others.sum(1), []
     sides = zip(logits(image, text, tau), (image, text), (text, image), queues, strict=True)

@@ -1,4 +1,4 @@
-"""AmorLIP's stage II against autograd of its loss, and the method as a part of a run."""
+"""Check AmorLIP's stage II against autograd of its loss, and check its evaluation, rho and float32 results."""
 
 import math
 
@@ -16,9 +16,9 @@ from neuclip_ds.distributed.communicator import Communicator
 @pytest.mark.parametrize("amortizes", ["partition", "negatives"])
 @pytest.mark.parametrize(("tau", "chunk"), [(0.02, None), (0.2, 5)])
 def test_stage_two(c: float, encoder_normalizer: str, amortizes: str, tau: float, chunk: int | None) -> None:
-    """Loss, its feature gradients and its gradient by theta = log(1/tau), rho included.
+    """The loss and its gradients for the features and for theta = log(1/tau) match autograd, with rho included.
 
-    A net of negatives gets the batch's positives added back.
+    If the net predicts the sum over negatives only, the batch's positives are added to its prediction.
     """
     image, text = (x.requires_grad_() for x in pairs(17, DIM))
     options = {"encoder_normalizer": encoder_normalizer, "amortizes": amortizes, "ema": 0.5, "target_every": 1}
@@ -61,7 +61,7 @@ def test_the_estimate_that_is_evaluated_is_the_one_in_use(encoder_normalizer: st
     log_lambda = log_partition(image, text, TAU, 0.3)
     if encoder_normalizer == "ema":
         log_lambda = predict(net_of(method, "target"), image, text)
-    negatives = (log_lambda - (image * text).sum(1) / TAU).exp() - 0.3 / 8  # without the positive's share
+    negatives = (log_lambda - (image * text).sum(1) / TAU).exp() - 0.3 / 8  # without the positive's term
     torch.testing.assert_close(log_estimate, negatives.clamp(min=0).log(), rtol=EXACT, atol=EXACT)
     assert torch.isfinite(log_estimate).any()
 
@@ -76,7 +76,7 @@ def test_rho_counts_once_and_is_annealed() -> None:
 @pytest.mark.parametrize("encoder_normalizer", ["ema", "combined"])
 @pytest.mark.parametrize("loss", ["l2_log", "kl", "js"])
 def test_float32_at_low_temperatures(tau: float, reference: str, encoder_normalizer: str, loss: str) -> None:
-    """New nets miss log C by up to 300, and C/lambda is beyond float32: all stays finite."""
+    """All values stay finite although new nets miss log C by up to 300, so that C/lambda overflows float32."""
     method = objective(
         "amorlip", Communicator(), DIM, torch.float32,
         temperature={"initial": tau, "minimum": 0.003, "rho": 2.0},

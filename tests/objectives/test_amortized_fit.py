@@ -1,4 +1,4 @@
-"""AmorLIP's stage I: nets, targets and schedule by hand; fitting losses against autograd of the written-out form."""
+"""Check AmorLIP's stage I: nets, targets and schedule by hand, and fitting losses by autograd of their formulas."""
 
 import oracle
 import pytest
@@ -46,7 +46,7 @@ def test_weight_of_the_previous_net_by_hand() -> None:
 
 
 def test_the_second_epochs_target_holds_a_part_of_the_last_nets_answer() -> None:
-    """Z = (1 - beta) C + beta lambda', in the linear domain; the batch sees it as its normalizer."""
+    """The target is Z = (1 - beta) C + beta lambda', in the linear domain; the encoders' loss uses Z as normalizer."""
     method = amorlip(encoder_normalizer="combined", previous_weight=0.6, previous_epochs=2, positive_weight=1e-3)
     method(batch(*pairs(9, DIM, seed=1)), step(0, epoch=0))
     last = net_of(method, "target")
@@ -60,7 +60,7 @@ def test_the_second_epochs_target_holds_a_part_of_the_last_nets_answer() -> None
 
 
 def written_out(name: str, log_lambda: Tensor, log_target: Tensor, scores: Tensor, c: float, scale: str) -> Tensor:
-    """One direction's loss over the B x B matrix of pairs: AmorLIP eq. 8-10, or as the released code scales it."""
+    """Return one direction's loss over the B x B pairs: AmorLIP eq. 8-10, or with the released code's scale."""
     size = len(scores)
     half, over = (1, size**2) if scale == "released_code" else (1 / 2, size)
     error = half * (log_lambda - log_target).square().mean()
@@ -104,7 +104,7 @@ def test_updates_are_adam_on_the_written_out_loss(name: str, scale: str, clip: f
         adam.step()
     options = {"inner_steps": 3, "lr": 1e-2, "max_grad_norm": clip, "positive_weight": c}
     method = amorlip(loss=name, common={"reference": scale}, amortizes=amortizes, **options)
-    # from a random level: where the mean error is zero, Adam makes steps out of rounding
+    # start from a random level: if the mean error is zero, Adam turns rounding errors into steps
     start = {"epoch": torch.tensor(0), "online": drawn, "target": drawn}
     method.load_replicated_state(method.replicated_state() | {f"normalizer.{key}": x for key, x in start.items()})
     method(batch(image, text), step())
@@ -122,9 +122,9 @@ def test_updates_are_adam_on_the_written_out_loss(name: str, scale: str, clip: f
     ("online_every", "target_every", "epoch_steps"), [(1, 1, None), (1, 2, None), (3, 2, None), (3, 2, 5)]
 )
 def test_when_nets_are_fitted_and_followed(online_every: int, target_every: int, epoch_steps: int | None) -> None:
-    """Counted from the epoch's first step; the target moves by 1 - ema toward the online net of the same step.
+    """Intervals count from the epoch's first step; the target moves by 1 - ema toward the same step's online net.
 
-    With `epoch_steps` the epochs of the data do not count.
+    With `epoch_steps`, the data's epochs are ignored.
     """
     options = {"online_every": online_every, "target_every": target_every}
     method = amorlip(inner_steps=2, ema=0.75, lr=0.05, common={"epoch_steps": epoch_steps}, **options)
@@ -143,7 +143,7 @@ def test_when_nets_are_fitted_and_followed(online_every: int, target_every: int,
 
 @pytest.mark.parametrize("reference", ["paper", "released_code"])
 def test_an_epoch_starts_with_new_nets(reference: str) -> None:
-    """Whatever came before: drawn by the epoch's number, and with the paper on the batch's level."""
+    """The epoch number seeds the new nets; with `paper`, their mean output is then set to the batch's mean log C."""
     method = amorlip(common={"reference": reference}, previous_weight=0.0, inner_steps=0)
     for number in range(3):
         method(batch(*pairs(9, DIM, seed=number)), step(number, epoch=0))

@@ -30,7 +30,7 @@ def leaves(size: int, dim: int, seed: int = 0, likeness: float = 1.0) -> tuple[T
 
 
 def log_inverse(tau: float) -> Tensor:
-    """theta = log(1/tau), a leaf."""
+    """Return theta = log(1/tau) as a leaf tensor."""
     return torch.tensor(-math.log(tau), dtype=torch.float64, requires_grad=True)
 
 
@@ -99,7 +99,7 @@ def test_neuclip(size: int, dim: int, prototypes: int, tau: float, reading: str)
         npn={"prototypes": prototypes, "inner_steps": 2, "lr": 0.05, "alpha_grad": reading},
     )
     number = 0
-    while number * size < prototypes:  # fill the queue; until then the batch is its own normalizer
+    while number * size < prototypes:  # fill the queue; until it is full, the batch gives the normalizer
         image, text = leaves(size, dim, seed=100 + number)
         method(batch(image.detach(), text.detach()), step(number))
         number += 1
@@ -131,7 +131,7 @@ def test_siglip(tau: float, bias: float, size: int, chunk: int | None) -> None:
 
 @pytest.mark.parametrize("tau", TAUS)
 def test_no_rho_is_openclip_over_the_data_set(tau: float) -> None:
-    """With the whole data set as the batch, and no prototypes yet, the gradients are OpenCLIP's."""
+    """With the whole data set as the batch and no prototypes yet, the gradients equal OpenCLIP's."""
     temperature = {"initial": tau, "rule": "learned", "lr": 1e-3}
     image, text = pairs(SAMPLES // 10, 8)
     found = {}
@@ -153,7 +153,7 @@ def test_no_rho_is_openclip_over_the_data_set(tau: float) -> None:
 
 @pytest.mark.parametrize(("negative", "excess"), [(0.1, 0.0), (-0.97, 0.0), (-0.3, 60.0)])
 def test_float32_where_one_exponential_a_pair_would_not_fit(negative: float, excess: float) -> None:
-    """tau = 0.01: all negatives nearly opposite, so that exp(s/tau) vanishes; weights far above 1/g."""
+    """At tau = 0.01, float32 is accurate even if exp(s/tau) vanishes for all negatives or if weights far exceed 1/g."""
     image = torch.eye(2, 8, dtype=torch.float64)
     text = negative * image.flip(0) + (1 - negative**2) ** 0.5 * image
     results = []
@@ -168,7 +168,7 @@ def test_float32_where_one_exponential_a_pair_would_not_fit(negative: float, exc
 
 
 def placed(kind: str) -> tuple[Tensor, Tensor]:
-    """(24, 6) images and texts: of matching partners, all in one place, or in two opposite ones."""
+    """Return (24, 6) images and texts: matching pairs, or features near one point or near two opposite points."""
     image, text = pairs(24, 6)
     place = torch.ones(24, 1, dtype=torch.float64)
     if kind == "opposed":

@@ -1,4 +1,4 @@
-"""Promises that hold for every method of the table, with each of its test options."""
+"""Check properties that every method must have, with each set of the method's test options."""
 
 import math
 from typing import Any
@@ -31,7 +31,7 @@ def build(name: str, tau: float = 0.07, dtype: torch.dtype = torch.float64, **ch
 def test_feature_gradient_is_that_of_the_weighted_pairs(
     name: str, tau: float, size: int, chunk: int | None, kept: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Autograd of scale/B sum w g with the normalizer's own weights, plus what the normalizer adds by itself."""
+    """The gradient is that of scale/B sum w g, with the normalizer's weights w, plus the normalizer's own gradient."""
     monkeypatch.setattr(contrastive, "KEPT_BYTES", kept)
     method = build(name, tau, chunk_size=chunk)
     assert isinstance(method, ContrastiveObjective)
@@ -68,7 +68,7 @@ def test_feature_gradient_is_that_of_the_weighted_pairs(
 
 @every_method
 def test_rows_that_do_not_count_change_nothing(name: str) -> None:
-    """Invalid rows, whatever they hold, get no gradient and leave the others' as if they were absent."""
+    """Invalid rows get a zero gradient, even if they contain NaN or inf, and do not affect any other result."""
     image, text = pairs(12, 6)
     valid = torch.tensor([True, False, True] * 4)
     poisoned_image, poisoned_text = image.clone(), text.clone()
@@ -89,7 +89,7 @@ def test_rows_that_do_not_count_change_nothing(name: str) -> None:
 @every_method
 @pytest.mark.parametrize("poison", [1.0, math.nan])
 def test_a_restored_step_leaves_no_trace(name: str, poison: float) -> None:
-    """A step that is undone, at the start of an epoch too, and the steps after it, are as if it had never been."""
+    """An undone step, even the first of an epoch, has no effect on the state after later steps."""
     restored, without = build(name), build(name)
     for number in range(6):
         image, text = pairs(12, 6, seed=number)
@@ -112,14 +112,14 @@ def test_a_restored_step_leaves_no_trace(name: str, poison: float) -> None:
 
 @every_method
 def test_float32_at_the_coldest_temperature(name: str) -> None:
-    """tau = 0.01, with anchors whose negatives win by 1.9 (an exponent of 190): finite, and within 1e-4 of float64."""
+    """At tau = 0.01, with negatives 1.9 above positives (exponents of 190), gradients match float64 to within 1e-4."""
     image, text = pairs(48, 6, likeness=0.3)
     text[:4] = -image[:4] * 0.95 + text[:4] * 0.05  # positives far apart ...
     text[4:8] = image[:4]  # ... and a negative that is identical
     text = torch.nn.functional.normalize(text, dim=1)
     results = []
     for dtype in (torch.float32, torch.float64):
-        # inner optimizers stand still; tests/objectives/test_npn.py and test_amortized_fit.py are about those
+        # inner optimizers are excluded; tests/objectives/test_npn.py and test_amortized_fit.py test them
         built = build(name, 0.01, dtype, **STILL.get(VARIANTS[name][0], {}))
         for number in range(2):
             results.append(built(batch(image.to(dtype), text.to(dtype)), step(number, lr=0.0)))

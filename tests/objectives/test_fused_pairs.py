@@ -1,4 +1,4 @@
-"""What a GPU fuses gives the gradient of what it does not, in few graphs; products of 16-bit features lose nothing."""
+"""Fused operations give the gradients of unfused ones, with few graphs; 16-bit features are multiplied exactly."""
 
 import logging
 from functools import partial
@@ -24,7 +24,7 @@ from neuclip_ds.objectives.pair_loss import Hinge, PairLoss
 def results(
     fuses: bool, pair_loss: PairLoss, rows: int, ranks: int, individual: bool, chunk: int | None
 ) -> list[Tensor]:
-    """Return log g, gradients and mean logits of rank 0 of a batch."""
+    """Return log g, the gradients and the mean logits of rank 0 for a batch."""
     gathered = GatheredFeatures(batch(*pairs(rows, 6)), SimulatedRank(ranks), torch.float64)
     tau = torch.tensor(0.05, dtype=torch.float64)
     if individual:
@@ -56,7 +56,7 @@ def fresh() -> None:
 def test_ragged_batches_share_graphs(
     pair_loss: PairLoss, individual: bool, chunk: int | None, fresh: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One graph for a rank's own pairs and one for those with others, in each of the two visits."""
+    """Each of the two passes needs one graph for local pairs and one for pairs with other ranks' rows."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     for rows in (24, 23, 17, 20, 26):
         compare(pair_loss, rows, individual, chunk=chunk)
@@ -106,7 +106,7 @@ def test_blocks_of_a_gpu(rows: int, fuses: bool) -> None:
 
 
 class Products(TorchDispatchMode):
-    """Records the dtypes that matrix products read, and whether they may round them to TF32."""
+    """Records the input dtype of each matrix product and whether the product may round its inputs to TF32."""
 
     def __init__(self) -> None:
         super().__init__()

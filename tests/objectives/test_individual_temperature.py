@@ -1,4 +1,4 @@
-"""Temperatures of single samples by hand: FastCLIP eq. 9 with its own Adam, and the released code's form."""
+"""Check individual temperatures by hand: FastCLIP eq. 9 with a per-sample Adam, and the released code's variant."""
 
 import math
 from typing import Any
@@ -24,7 +24,7 @@ def build(reference: str, **temperature: Any) -> Any:
 
 
 def gradient(image: Tensor, text: Tensor, tau: Tensor, u: Tensor) -> Tensor:
-    """(2, B) log(eps + u) + rho + tau/(eps + u) d g / d tau, by autograd of the written-out g."""
+    """Return log(eps + u) + rho + tau/(eps + u) dg/dtau, of shape (2, B), with dg/dtau from autograd."""
     leaf = tau.clone().requires_grad_()
     g = torch.stack([oracle.log_mean_exp(x).exp() for x in oracle.logits(image, text, leaf)])
     (grad_tau,) = torch.autograd.grad(g.sum(), leaf)
@@ -48,7 +48,7 @@ def test_three_visits_by_hand(reference: str) -> None:
         beta1, beta2, corrections = BETA1, BETA2, (1 - BETA1 ** (visit + 1), 1 - BETA2 ** (visit + 1))
         if reference == "released_code":
             G = G.clamp(-5, 5)
-            if visit == 0:  # the released code's epoch 0 has no memory, its first step is the sign
+            if visit == 0:  # in the released code's epoch 0, Adam has no memory and steps by the sign
                 beta1, beta2, corrections = 0.0, 0.0, (1.0, 1.0)
         m, v = beta1 * m + (1 - beta1) * G, beta2 * v + (1 - beta2) * G**2
         change = (m / corrections[0]) / ((v / corrections[1]).sqrt() + EPS)

@@ -1,4 +1,4 @@
-"""The page about methods: its table lists them all, and the method that it adds works."""
+"""The page about losses lists every method in its table, and the example method that it adds works."""
 
 import json
 import re
@@ -23,7 +23,7 @@ def test_the_pages_table_lists_the_methods() -> None:
 
 @pytest.fixture(scope="module")
 def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the package with the page's estimator, options and row."""
+    """Copy the package and insert the page's estimator, options and entry in the table of methods."""
     folder = tmp_path_factory.mktemp("extended")
     for name in ("neuclip_ds", "ds_configs"):
         if (ROOT / name).is_dir():

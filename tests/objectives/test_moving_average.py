@@ -1,4 +1,4 @@
-"""gamma's schedule and the update of u in the log domain."""
+"""Check the schedule of gamma and the update of u in the log domain."""
 
 import oracle
 import pytest
@@ -25,7 +25,7 @@ def test_gamma(gamma: str, epoch_steps: int | None, steps: list[tuple[int, int]]
 
 
 def test_u_averages_the_visits_of_each_sample() -> None:
-    """Two halves of the data in turn: u, weights and loss are those of the formula."""
+    """With batches from alternating halves of the data, the loss and the gradients match the formula for u."""
     gamma, eps, tau = 0.5, 1e-6, torch.tensor(0.07, dtype=torch.float64)
     average = {"gamma": "constant", "gamma_min": gamma}
     method = objective("fastclip_v3", Communicator(), 6, eps=eps, moving_average=average, temperature={"lr": 0.0})

@@ -1,4 +1,4 @@
-"""The NPN's closed-form updates against autograd and torch's Adagrad and AdamW (Algorithm 3), and its queue."""
+"""Check the NPN's closed-form updates (Algorithm 3) against autograd with torch's Adagrad and AdamW, and its queue."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from neuclip_ds.distributed.communicator import Communicator
 
 @pytest.mark.parametrize("separate", [False, True])
 def test_updates_follow_adagrad_on_the_papers_objective(separate: bool) -> None:
-    """Three updates equal torch.optim.Adagrad on autograd's gradient of tau/B sum [exp(-alpha)(eps + g) + alpha]."""
+    """Three updates equal Adagrad steps along autograd's gradient of tau/B sum [exp(-alpha)(eps + g) + alpha]."""
     dim, size, eps, tau = 6, 20, 1e-14, torch.tensor(0.07, dtype=torch.float64)
     npn: dict[str, Any] = {"prototypes": 2 * size, "inner_steps": 3}
     npn |= {"optimizer": "adagrad", "lr": 0.3}
@@ -43,7 +43,7 @@ def test_updates_follow_adagrad_on_the_papers_objective(separate: bool) -> None:
 
 @pytest.mark.parametrize("separate", [False, True])
 def test_scaled_updates_step_by_lr_tau_along_the_gradient_over_its_bound(separate: bool) -> None:
-    """Three of W_k - lr tau B dJ/dW_k/(sum_i p_ik (1 + |1 - r_i|) + delta), to unit length; none exceeds lr tau."""
+    """Each update normalizes W_k - lr tau B dJ/dW_k/(sum_i p_ik (1 + |1 - r_i|) + delta); moves are below lr tau."""
     dim, size, m, lr, tau = 6, 20, 20, 0.4, torch.tensor(0.02, dtype=torch.float64)
     npn = {"prototypes": m, "inner_steps": 3, "lr": lr, "objective": "separate" if separate else "unified"}
     method = objective("neuclip", Communicator(), dim, npn=npn, temperature={"initial": 0.02, "lr": 0.0})
@@ -62,14 +62,14 @@ def test_scaled_updates_step_by_lr_tau_along_the_gradient_over_its_bound(separat
             move = lr * tau * gradients[number] / bound.unsqueeze(1)
             assert float(move.norm(dim=1).max()) < lr * tau
             w[number] = torch.nn.functional.normalize(w[number].detach() - move, dim=1).requires_grad_()
-    method(batch(image, text), step(0))  # m = B: they are drawn from this batch
+    method(batch(image, text), step(0))  # m = B: the prototypes are drawn from this batch
     table = method.row_tables()["npn"].tensors
     assert max(relative_error(table[name], x.detach()) for name, x in zip(("w1", "w2"), w, strict=True)) < 1e-10
 
 
 @pytest.mark.parametrize(("npn", "stable"), [({}, True), ({"optimizer": "adagrad", "lr": 0.05}, False)])
 def test_a_perturbation_of_the_encoders_grows_less_than_a_hundredfold(npn: dict[str, Any], stable: bool) -> None:
-    """Relative change of the gradient over 20 steps at tau = 0.01, after one of 1e-12 in the weights."""
+    """Measure how much a relative change of 1e-12 in the weights changes the gradients of 20 steps at tau = 0.01."""
 
     def train(change: float) -> list[torch.Tensor]:
         rows = [pairs(128, 32, seed=number) for number in range(20)]
@@ -93,7 +93,7 @@ def test_a_perturbation_of_the_encoders_grows_less_than_a_hundredfold(npn: dict[
 
 
 def test_updates_in_float32() -> None:
-    """tau = 0.01 and unlike pairs, ten updates."""
+    """At tau = 0.01, updates in float32 match those in float64 to within 1e-4."""
     tables = []
     for dtype in (torch.float32, torch.float64):
         npn = {"prototypes": 32}
@@ -107,7 +107,7 @@ def test_updates_in_float32() -> None:
 
 
 def test_prototypes_of_small_batches_come_from_earlier_ones() -> None:
-    """A re-draw takes the last m samples before the current batch: W1 texts, W2 images, of the same samples."""
+    """A redraw sets W1 to the texts and W2 to the images of the last m samples before the current batch."""
     dim, size, m = 4, 5, 12
     npn = {"prototypes": m, "inner_steps": 0, "redraw_every": 4}
     method = objective("neuclip", Communicator(), dim, npn=npn)
@@ -128,7 +128,7 @@ def test_prototypes_of_small_batches_come_from_earlier_ones() -> None:
 
 
 def test_prototypes_of_large_batches_come_from_the_batch_itself() -> None:
-    """Algorithm 1, line 4."""
+    """A batch with at least m samples supplies all prototypes (Algorithm 1, line 4)."""
     npn = {"prototypes": 6, "inner_steps": 0, "redraw_every": 1}
     method = objective("neuclip", Communicator(), 4, npn=npn)
     for number in range(2):
@@ -144,7 +144,7 @@ def test_prototypes_of_large_batches_come_from_the_batch_itself() -> None:
 @pytest.mark.parametrize("prototypes", [32, 64])
 @pytest.mark.parametrize("reading", ["full", "positive", "stop"])
 def test_float32_at_a_temperature_of_three_thousandths(network: str, prototypes: int, reading: str) -> None:
-    """Unlike, clustered batches, whose normalizers the network misses by up to exp(600): all stays finite."""
+    """All values stay finite for dissimilar batches whose normalizers the network misses by factors up to exp(600)."""
     npn: dict[str, Any] = {"prototypes": prototypes, "inner_steps": 5, "redraw_every": 3, "lr": 0.1}
     npn |= {"network": network, "alpha_grad": reading}
     temperature = {"initial": 0.003, "minimum": 0.003, "rho": 2.0}
@@ -159,7 +159,7 @@ def test_float32_at_a_temperature_of_three_thousandths(network: str, prototypes:
 
 
 def test_each_step_is_one_of_adamw_on_the_papers_objective() -> None:
-    """30 prototypes and batches of 20: they are drawn in the third step, from the samples 10 to 39, and never again."""
+    """With batches of 20, the 30 prototypes are drawn in the third step, from samples 10 to 39, and never again."""
     dim, eps, lr = 6, 1e-14, 3e-3
     tau = torch.tensor(0.07, dtype=torch.float64)
     npn = {"prototypes": 30, "redraw_every": 3, "order": "joint", "weight_decay": 0.2, "alpha_grad": "stop"}
@@ -177,7 +177,7 @@ def test_each_step_is_one_of_adamw_on_the_papers_objective() -> None:
         alpha = oracle.alphas(image, text, tau, w1, w2, eps)
         found = method(batch(image, text), step(number, lr=lr))
         loss = ((-alpha).exp() * (eps + g) + alpha - 1).mean(1).sum()
-        before = float(alpha.detach().mean())  # of the prototypes that the step has not moved
+        before = float(alpha.detach().mean())  # before the step moves the prototypes
         assert float(found.metrics["alpha"]) == pytest.approx(before)
         adamw.zero_grad()
         (tau * loss).backward()
@@ -197,7 +197,7 @@ EPS = 1e-6
 
 
 def mlp(**npn: Any) -> Any:
-    """The MLP form of the network."""
+    """Build NeuCLIP with the MLP form of the network."""
     common = {"eps": EPS, "temperature": {"lr": 0.0}}
     return objective("neuclip", Communicator(), DIM, npn={"network": "mlp", **npn}, **common)
 
@@ -230,7 +230,7 @@ def test_updates_of_the_mlp_follow_adam_on_the_objective(goal: str) -> None:
 
 @pytest.mark.parametrize("reading", ["full", "positive", "stop"])
 def test_gradients_through_the_mlp_are_autograds(reading: str) -> None:
-    """Of the features, and of theta = log(1/tau), through f where alpha_grad=full."""
+    """The gradients for the features and theta = log(1/tau) match autograd for each value of alpha_grad."""
     method = mlp(inner_steps=2, lr=0.1, alpha_grad=reading)
     method(batch(*pairs(15, DIM, seed=1)), step())
     image, text = (x.requires_grad_() for x in pairs(15, DIM))

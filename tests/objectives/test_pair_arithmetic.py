@@ -1,4 +1,4 @@
-"""No method computes with subnormal numbers; TF32 is on in the products that lose nothing by it, and nowhere else."""
+"""No method computes with subnormal numbers, and TF32 is enabled only in products that lose no precision."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -32,8 +32,8 @@ class Watch(TorchDispatchMode):
     """Counts the subnormal numbers that matrix products read and exponentials of pairs return.
 
     Attributes:
-        exponentials: elements that exponentials have returned.
-        subnormal: the subnormal ones by operation.
+        exponentials: the number of elements that exponentials have returned.
+        subnormal: the number of subnormal elements by operation.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Watch(TorchDispatchMode):
         seen: list[Tensor] = []
         if func in PRODUCTS:
             seen = [x for x in args[-2:] if isinstance(x, Tensor)]
-        elif func in EXPONENTIALS and result.ndim == 2 and len(result) > 2:  # of pairs, not of 2 x B anchors
+        elif func in EXPONENTIALS and result.ndim == 2 and len(result) > 2:  # of pairs, not of the 2 x B anchors
             seen = [result]
             self.exponentials += result.numel()
         elif func is aten.logsumexp.default:
@@ -58,7 +58,7 @@ class Watch(TorchDispatchMode):
 
 
 def features(kind: str) -> tuple[Tensor, Tensor]:
-    """(rows, dim) images and texts: of unlike partners, of equal ones, or all in two opposite places."""
+    """Return (rows, dim) images and texts: unrelated, similar in pairs, or all near two opposite points."""
     image, text = torch.randn(2, ROWS, DIM, generator=torch.Generator().manual_seed(0))
     if kind == "matched":
         text = image + 0.1 * text
@@ -84,7 +84,7 @@ def test_no_product_or_exponential_is_slowed_down(name: str, kind: str) -> None:
 
 
 def test_a_feature_that_is_not_finite_is_not_hidden() -> None:
-    """Bounds keep NaN, by which the step is skipped."""
+    """Bounds on exponents keep NaN, so that the trainer can detect it and skip the step."""
     for name in ("openclip", "isogclr", "siglip", "neuclip"):
         image, text = features("random")
         image[3, 2] = torch.nan
@@ -101,7 +101,7 @@ def outside(request: pytest.FixtureRequest) -> Iterator[bool]:
 
 
 class Products(TorchDispatchMode):
-    """Records whether TF32 is allowed: in products of a block of pairs, and in the positives'."""
+    """Records whether TF32 is allowed, separately for products of blocks of pairs and for products of positives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,6 +142,6 @@ def test_a_program_that_sets_fp32_precision() -> None:
     MATMUL.fp32_precision = "tf32"
     with products_exact_for(torch.float32):
         assert MATMUL.fp32_precision == "ieee"
-        assert not MATMUL.allow_tf32  # torch's profiler reads it
+        assert not MATMUL.allow_tf32  # torch's profiler reads `allow_tf32`
     assert MATMUL.fp32_precision == "tf32"
     MATMUL.allow_tf32 = before

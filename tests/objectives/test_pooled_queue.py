@@ -1,4 +1,4 @@
-"""The queue's normalizer against float64 autograd, its queue, and its numbers in float32."""
+"""Check the queue method's normalizer against float64 autograd, its queue's contents, and its float32 results."""
 
 import math
 from typing import Any, Literal
@@ -15,18 +15,18 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
 
 DIM, RHO = 6, 2.0
-Batches = list[tuple[Tensor, Tensor, Tensor]]  # images, texts and samples
+Batches = list[tuple[Tensor, Tensor, Tensor]]  # images, texts and sample indices
 
 
 def batches(size: int, n: int, count: int = 5) -> Batches:
-    """Batches of shuffled epochs of n samples, whose features differ each time."""
+    """Return batches from shuffled epochs of n samples; a sample's features differ between visits."""
     generator = torch.Generator().manual_seed(n)
     order = torch.cat([torch.randperm(n, generator=generator) for _ in range(1 + count * size // n)]).split(size)
     return [(*pairs(size, DIM, seed=10 + number), order[number]) for number in range(count)]
 
 
 def means_of(history: Batches, side: int) -> list[Tensor]:
-    """Running means after each batch; a batch of b samples has the weight b/256."""
+    """Return the running mean after each batch; a batch of b samples has the weight b/256, but at most 1."""
     means = [history[0][side].mean(0)]
     for rows in history[1:]:
         weight = min(1, len(rows[side]) / 256)
@@ -35,14 +35,14 @@ def means_of(history: Batches, side: int) -> list[Tensor]:
 
 
 def queue_of(history: Batches, m: int, side: int) -> Tensor:
-    """The last m features before the last batch, which moved with the mean until then."""
+    """Return the last m features before the last batch, each moved with the running mean since it was added."""
     means = means_of(history, side)
     moved = [rows[side] - mean for rows, mean in zip(history[:-1], means[:-1], strict=True)]
     return torch.cat(moved)[-m:] + means[-1]
 
 
 def _found(communicator: Communicator, given: Batches, options: dict[str, Any]) -> list[dict[str, Tensor]]:
-    """This rank's gradients and the loss of each step."""
+    """Return this rank's gradients and the loss for each step."""
     method, results = objective("neuclip_queue", communicator, DIM, chunk_size=5, **options), []
     for number, rows in enumerate(given):
         mine = [x.chunk(communicator.world_size)[communicator.rank] for x in rows]
@@ -52,7 +52,7 @@ def _found(communicator: Communicator, given: Batches, options: dict[str, Any]) 
 
 
 def _wanted(given: Batches, number: int, m: int, kappa: float, eps: float, tau: float, rule: str) -> dict[str, Tensor]:
-    """The same of the whole batch by autograd."""
+    """Return the same values for the whole batch, computed by autograd."""
     image, text = (x.clone().requires_grad_() for x in given[number][:2])
     theta = torch.tensor(-math.log(tau), dtype=torch.float64, requires_grad=True)
     leaf = (-theta).exp()
@@ -69,15 +69,15 @@ SIZES = [  # batch, queue, kappa, samples
     (24, 7, 0.3, SAMPLES),
     (16, 16, 3.0, SAMPLES),
     (8, 24, 1.0, 16),  # each anchor's sample is in the queue, some twice
-    (8, 24, 0.5, 26),  # those of some anchors are
-    (10, 1, 1.0, 10),  # one anchor has no entry of another sample
+    (8, 24, 0.5, 26),  # only some anchors' samples are in the queue
+    (10, 1, 1.0, 10),  # for one anchor, the queue has no entry of a different sample
 ]
 
 
 def check_gradients(
     world_size: int, sizes: tuple[int, int, float, int], tau: float, eps: float, rule: Literal["robust", "learned"]
 ) -> None:
-    """Features and temperature, from the second step on: while the queue fills, and afterward."""
+    """Check the gradients for the features and theta from the second step on, while the queue fills and afterward."""
     size, m, kappa, n = sizes
     temperature = {"initial": tau, "lr": 0.0, "rule": rule, "rho": RHO}
     options = {"temperature": temperature, "eps": eps, "queue": {"size": m, "kappa": kappa}}
@@ -105,7 +105,7 @@ def test_gradients_on_two_ranks(sizes: tuple[int, int, float, int]) -> None:
 @pytest.mark.parametrize("sizes", [(3, 4, 5, 2, 6, 2, 7), (9, 2, 16, 3), (20, 7, 7, 7), (300, 3, 400)])
 @pytest.mark.parametrize("passes", [1, 2])
 def test_the_queue_holds_the_last_samples(sizes: tuple[int, ...], passes: int) -> None:
-    """Sample number i has place i mod m; batches smaller and larger than m. Two passes over a batch enter it once."""
+    """Sample i is stored at position i mod m, whatever the batch size; a batch that is passed twice is added once."""
     m = 7
     method = objective("neuclip_queue", Communicator(), DIM, queue={"size": m})
     history: Batches = []
@@ -124,7 +124,7 @@ def test_the_queue_holds_the_last_samples(sizes: tuple[int, ...], passes: int) -
 
 
 def test_features_that_move_together_have_no_gradient_from_their_old_places() -> None:
-    """All features of a batch are equal, and those of the next one are equal to each other, elsewhere."""
+    """If all features in a batch are equal, the gradients are zero, even after the features have moved together."""
     method = objective("neuclip_queue", Communicator(), DIM, temperature={"initial": 0.05}, queue={"size": 512})
     for number in range(2):
         row = normalize(
@@ -136,7 +136,7 @@ def test_features_that_move_together_have_no_gradient_from_their_old_places() ->
 
 
 def clustered(rows: int, dim: int, seed: int, spread: float = 0.1) -> tuple[Tensor, Tensor]:
-    """Images and texts around four places, the texts of every other pair at another place than its image."""
+    """Return images and texts around four centers; if an image's center is odd, its text is around the next center."""
     generator = torch.Generator().manual_seed(seed)
     places = torch.randn(4, dim, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
     of = torch.randint(4, (rows,), generator=generator)
@@ -147,7 +147,7 @@ def clustered(rows: int, dim: int, seed: int, spread: float = 0.1) -> tuple[Tens
 @pytest.mark.parametrize("tau", [0.003, 0.01, 0.03, 0.1])
 @pytest.mark.parametrize(("size", "m"), [(24, 64), (40, 16)])
 def test_float32(tau: float, size: int, m: int) -> None:
-    """Clusters that the queue has seen, and in the last step opposite ones, which it has not."""
+    """Float32 matches float64 for clusters that the queue contains and, in the last step, for opposite clusters."""
     results = []
     for dtype in (torch.float32, torch.float64):
         temperature = {"initial": tau, "minimum": 0.003, "lr": 0.0}

@@ -1,4 +1,4 @@
-"""The temperature's gradients against autograd, its schedule and its clamp."""
+"""Check the temperature's gradients against autograd, and check its schedule, bounds and initial value."""
 
 import math
 
@@ -37,7 +37,7 @@ def test_rgcl_g_gradient(reference: str, coefficient: int) -> None:
 
 @pytest.mark.parametrize("reading", ["stop", "full", "positive"])
 def test_neuclip_without_rho(reading: str) -> None:
-    """Half the conjugate with eps = 1/(n-1); rho and eps of the config are not read."""
+    """The loss is half the conjugate with eps = 1/(n-1), plus a constant; rho and eps in the config are ignored."""
     image, text = (x.requires_grad_() for x in pairs(17, 6))
     npn = {"prototypes": 17, "inner_steps": 3, "lr": 0.05, "alpha_grad": reading}
     temperature = {"rule": "learned", "rho": 3.0, "lr": 0.0}
@@ -68,7 +68,7 @@ def test_a_loss_without_rho_needs_the_size_of_the_data_set() -> None:
 
 def test_clamp_holds_openclip_at_one_hundred() -> None:
     method = objective("openclip", Communicator(), 6, temperature={"initial": 0.0101, "lr": 1.0})
-    image, text = pairs(8, 6, likeness=100.0)  # all solved: the loss wants tau smaller
+    image, text = pairs(8, 6, likeness=100.0)  # all pairs are solved, so the loss lowers tau
     for number in range(3):
         method(batch(image, text), step(number))
     assert tau_of(method) == pytest.approx(0.01)
@@ -80,13 +80,13 @@ def test_learning_rate_falls_to_a_third_below_threshold(initial: float, share: f
     options = {"initial": initial, "lr": 1e-3, "schedule": "third_below_0.03", "rho": 100.0, "variable": variable}
     method = objective("fastclip_v3", Communicator(), 6, temperature=options)
     method(batch(*pairs(8, 6)), step(0))
-    # Adam's first step is the learning rate itself; a large rho wants tau smaller, theta larger
+    # Adam's first step equals the learning rate; a large rho lowers tau and raises theta
     moved = math.log(initial / tau_of(method)) if variable == "log" else initial - tau_of(method)
     assert moved == pytest.approx(1e-3 * share, rel=1e-4)
 
 
 def test_tau_itself_descends_its_own_gradient() -> None:
-    """SGD shows the gradient, which is that of autograd by tau; the bounds hold, and the state comes back."""
+    """SGD moves tau along autograd's gradient with respect to tau, within the bounds; saved states can be loaded."""
     image, text = pairs(17, 6)
     tau, rho, eps = torch.tensor(0.05, dtype=torch.float64), 6.5, 1e-6
     u = torch.stack([oracle.log_mean_exp(x).exp() for x in oracle.logits(image, text, tau)])
@@ -113,7 +113,7 @@ def test_encoder_schedule_scales_the_rate() -> None:
 
 
 def started(method: str, temperature: float | None, bias: float | None = None, **options: float) -> dict[str, float]:
-    """The learned or kept scalars of an objective whose encoders come with a temperature and a bias."""
+    """Return the scalars in a new objective's state, given the temperature and the bias of the encoders' checkpoint."""
     tree = {"model": {"pretrained": "a checkpoint"}, "objective": {"method": method, "temperature": options}}
     config = Config.model_validate(tree)
     context = Context(4, 10, Communicator(), temperature=temperature, bias=bias)
@@ -157,7 +157,7 @@ def test_a_constant_temperature_goes_with_the_checkpoint_of_the_run() -> None:
 @pytest.mark.parametrize("name", ["lion", "sgd"])
 @pytest.mark.parametrize("method", ["fastclip_v3", "siglip"])
 def test_other_optimizers_of_tau(name: str, method: str) -> None:
-    """A run that resumes continues the optimizer's recurrence, and a step that is undone leaves no trace."""
+    """A resumed run continues the optimizer's recurrence, and an undone step has no effect."""
     features, temperature = batch(*pairs(17, 6)), {"initial": 0.05, "lr": 1e-2, "optimizer": name, "rho": 6.5}
     kept = {"temperature": temperature} if method == "fastclip_v3" else {"temperature": temperature | {"rho": 0.0}}
     whole, first, second = (objective(method, Communicator(), 6, **kept) for _ in range(3))
@@ -172,7 +172,7 @@ def test_other_optimizers_of_tau(name: str, method: str) -> None:
         whole(features, step(number))
         second(features, step(number))
     initial = objective(method, Communicator(), 6, **kept).replicated_state()
-    for key in initial:  # theta, and the bias of SigLIP
+    for key in initial:  # theta, and SigLIP's bias
         assert torch.equal(second.replicated_state()[key], whole.replicated_state()[key])
         assert not torch.allclose(whole.replicated_state()[key], initial[key], rtol=0, atol=1e-6), key
 

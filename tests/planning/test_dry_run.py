@@ -1,4 +1,4 @@
-"""`--dry-run`: the plan of every recipe, and what is wrong with hostfiles and data."""
+"""Check the plans that `--dry-run` prints for the recipes, and its errors for invalid hostfiles and data."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +24,7 @@ QUICK = ("demo", "cc12m_neuclip", "vitb32_tuneclip")
 
 
 def no_activations(model: DualEncoder, *_: object) -> Activations:
-    """Counting them takes seconds a model; tests/planning/test_memory.py has it."""
+    """Return constants: counting takes seconds per model, and tests/planning/test_memory.py tests the counting."""
     return Activations(10**9, 10**9)
 
 
@@ -32,7 +32,7 @@ def no_activations(model: DualEncoder, *_: object) -> Activations:
 def test_a_recipe_of_every_model_on_eight_nodes(
     names: Sequence[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The plan is printed even where the data are not at hand, which the error then says."""
+    """The plan is printed even if the data or the pretrained model is missing, which an error then reports."""
     monkeypatch.setattr(memory, "count_activations", no_activations)
     configs = (parse([name, f"--data.train={tmp_path}/nothing"]).config for name in names)
     by_model = {config.model.model_dump_json(): config for config in configs}
@@ -66,7 +66,7 @@ def test_samples_and_steps(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # manifests of a dry run are kept in .cache
+    monkeypatch.chdir(tmp_path)  # a dry run stores manifests in .cache
     monkeypatch.setattr(memory, "count_activations", no_activations)
     write_pairs(tmp_path / "data", [10, 6])
     options = [f"--data.train={tmp_path}/data", "--data.batch_size=8", "--epochs=3", *recovery]

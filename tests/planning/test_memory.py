@@ -1,4 +1,4 @@
-"""The memory account against the bytes that real engines and real passes allocate, and what the plan says of it."""
+"""Check the memory estimate against the bytes that real engines and real passes allocate."""
 
 import gc
 import time
@@ -33,7 +33,7 @@ WIDTH, LAYERS = 256, 12
 ENGINES = [f"zero{stage}_{precision}" for precision in ("fp32", "bf16") for stage in range(4)]
 OFFLOADS = ["zero2_bf16_offload", "zero3_bf16_offload"]
 QUICK = ["zero1_bf16", "zero2_bf16", "zero3_bf16"]
-BUCKET = 50_000_000  # elements, as ds_configs/ says
+BUCKET = 50_000_000  # elements, as in ds_configs/
 SMALL = [
     "--model.vision.image_size=32",
     '--model.vision.options={"patch_size":8,"embed_dim":128,"depth":4,"num_heads":4}',
@@ -49,7 +49,7 @@ SMALL = [
 def small_engine(
     name: str, communicator: Communicator, optimizer: str = "adamw", frozen: int = 0
 ) -> tuple[Any, EngineMemory]:
-    """An engine whose sizes two ranks divide, with so many frozen layers, and its account."""
+    """Build an engine with sizes divisible by two and `frozen` frozen layers; return it and its memory estimate."""
     net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
     net[:frozen].requires_grad_(False)
     ranks = communicator.world_size
@@ -70,8 +70,8 @@ def test_an_average_takes_a_master_more() -> None:
 
 
 def storages() -> dict[int, torch.UntypedStorage]:
-    """All storages whose tensors Python holds, by their address."""
-    time.sleep(0.3)  # gloo's threads keep the last reduced bucket until they run again after its reduction
+    """Return the storages of all tensors that Python references, by address."""
+    time.sleep(0.3)  # gloo's threads keep the last reduced bucket until they next run
     gc.collect()
     tensors = [thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, nn.Parameter)]
     kept = [tensor.untyped_storage() for tensor in tensors if tensor.device.type != "meta"]
@@ -79,14 +79,14 @@ def storages() -> dict[int, torch.UntypedStorage]:
 
 
 def held(name: str, before: dict[int, torch.UntypedStorage]) -> int:
-    """Bytes of storages that were not there before; as those are kept, their addresses are not used again."""
+    """Return the bytes of storages not in `before`, which keeps its storages alive so that no address is reused."""
     size = sum(storage.nbytes() for place, storage in storages().items() if place not in before)
-    # ZeRO 3 allocates a bucket once, though on a CPU it takes memory only where it is filled
+    # ZeRO 3 allocates one bucket, but on a CPU, the unused part of the bucket takes no memory
     return size - 4 * BUCKET * name.startswith("zero3")
 
 
 def census(communicator: Communicator, names: list[str], frozen: int = 0) -> list[tuple[int, int, EngineMemory]]:
-    """Bytes that each engine holds after a backward pass and after a step, and its account."""
+    """Return the bytes that each engine uses after a backward pass and after a step, and the estimate for it."""
     found = []
     for name in names:
         before = storages()
@@ -116,14 +116,14 @@ def test_weights_gradients_and_optimizer_are_those_of_two_ranks(names: list[str]
     for ranks in run_ranks(2, census, names, frozen):
         for name, (after_backward, after_step, expected) in zip(names, ranks, strict=True):
             wanted = expected.weights + expected.optimizer + expected.host
-            if not name.startswith(("zero1", "zero3")):  # which keep gradients between steps
+            if not name.startswith(("zero1", "zero3")):  # these keep gradients between steps
                 assert after_step == pytest.approx(wanted, rel=0.05), name
-            if name != "zero1_fp32":  # which keeps a rank's part of the gradients once the last one is there
+            if name != "zero1_fp32":  # it keeps only a rank's part once all gradients have arrived
                 assert after_backward == pytest.approx(wanted + expected.gradients, rel=0.05), name
 
 
 def allocated_peak(work: Callable[[], object]) -> int:
-    """The most bytes that torch's CPU allocator had given out at once during some work, beyond those at its start."""
+    """Return the peak of the bytes that torch's CPU allocator allocates during `work`, relative to the start."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         work()
     results = recorded.profiler.kineto_results  # type: ignore[union-attr]
@@ -162,6 +162,6 @@ def test_a_large_store_lies_on_the_host() -> None:
     towers = Towers(Parameters((), 0), Activations(0, 0))
     config = parse(["demo", *SMALL, "--objective.method=fastclip_v3"]).config
     few, many = (account(MemoryQuery(config, 2, samples), towers) for samples in (1000, 10**9))
-    assert few.device["u, NPN, nets"] == pytest.approx(8 * 1000 / 2, abs=100)  # log u of two directions
+    assert few.device["u, NPN, nets"] == pytest.approx(8 * 1000 / 2, abs=100)  # log u for two directions
     assert many.device["u, NPN, nets"] < 1000
     assert many.host["u, NPN, nets"] == pytest.approx(4e9, rel=0.01)

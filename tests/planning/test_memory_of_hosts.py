@@ -1,4 +1,4 @@
-"""The account of the loaders' memory, against what real loaders on two ranks hold in shared memory."""
+"""Check the estimate of the loaders' memory against the shared memory that real loaders on two ranks use."""
 
 import os
 import time
@@ -40,7 +40,7 @@ def small(world_size: int = 2) -> MemoryQuery:
 
 
 def shared_bytes() -> int:
-    """Bytes of the tensors that this process and its loader processes have in shared memory, each file once."""
+    """Return the bytes of the tensors in shared memory of this process and its loaders, counting each file once."""
     found: dict[int, int] = {}
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     for process in ("self", *children):
@@ -53,7 +53,7 @@ def shared_bytes() -> int:
             try:
                 if str(handle.readlink()).startswith("/dev/shm/torch"):
                     found[handle.stat().st_ino] = handle.stat().st_blocks * 512
-            except FileNotFoundError:  # closed meanwhile
+            except FileNotFoundError:  # closed in the meantime
                 pass
     return sum(found.values())
 
@@ -63,7 +63,7 @@ def tokenize(captions: list[str]) -> torch.Tensor:
 
 
 def fill(communicator: Communicator, shards: str, config: Config) -> int:
-    """Take a batch and keep it until the loader processes have prepared all that they may; the bytes then."""
+    """Take a batch, wait until the loader processes have filled their queues, and return the bytes in shared memory."""
     manifest = build_manifest(resolve_shards(shards), processes=1)
     order = GlobalOrder(manifest.starts, manifest.sizes, config.data.batch_size, 0)
     options = LoaderOptions(config.data.workers, config.data.prefetch)
@@ -76,7 +76,7 @@ def fill(communicator: Communicator, shards: str, config: Config) -> int:
         enough, deadline = (WORKERS * PREFETCH + 1) * size_of_batch, time.monotonic() + LIMIT
         while (held := shared_bytes()) < enough and time.monotonic() < deadline:
             time.sleep(0.05)
-        time.sleep(0.5)  # more than they may would come now
+        time.sleep(0.5)  # any batch beyond the limit would appear now
         return max(held, shared_bytes())
 
 
@@ -87,7 +87,7 @@ def test_two_ranks_hold_what_is_predicted(tmp_path: Path) -> None:
     assert 0.8 * predicted < sum(held) <= predicted, "all but the second batch that training may hold"
 
 
-PIXELS = 3 * 224**2  # bytes of an image of 224 pixels
+PIXELS = 3 * 224**2  # bytes of a 224 x 224 image
 LARGE = ["--model.vision.image_size=224", "--data.workers=8", "--data.prefetch=4"]
 
 

@@ -1,4 +1,4 @@
-"""Real steps under DeepSpeed on two gloo ranks: they send the bytes of docs/reference/losses.md."""
+"""Run real DeepSpeed steps on two gloo ranks, and check that they send the bytes in docs/reference/losses.md."""
 
 import gzip
 import json
@@ -25,9 +25,9 @@ from neuclip_ds.section import merge
 RANKS, ROWS, DIM, STEPS, UPDATES = 2, 8, 16, 2, 3
 FLOAT, DOUBLE, INTEGER = 4, 8, 8
 OTHERS = (RANKS - 1) * ROWS  # B - b
-VALUE = OTHERS * FLOAT  # one number for each row of the other ranks
+VALUE = OTHERS * FLOAT  # bytes of one number for each row of the other ranks
 FEATURES = 2 * DIM * VALUE + OTHERS * INTEGER
-ALL_REDUCE = 2 * (RANKS - 1) / RANKS  # received by each rank, of the tensor's size
+ALL_REDUCE = 2 * (RANKS - 1) / RANKS  # bytes received by each rank, as a multiple of the tensor's size
 PREDICTED: dict[str, dict[str, float]] = {  # bytes received per step and rank
     "openclip": {"features": FEATURES, "normalizer": 2 * VALUE, "scalars": ALL_REDUCE * 6 * FLOAT},
     "siglip": {"features": FEATURES, "scalars": ALL_REDUCE * 4 * FLOAT},
@@ -46,7 +46,7 @@ PREDICTED: dict[str, dict[str, float]] = {  # bytes received per step and rank
     },
     "amorlip": {
         "features": FEATURES,
-        "normalizer": 6 * VALUE,  # log w, and log Z and log C of the rows that every rank fits the nets to
+        "normalizer": 6 * VALUE,  # log w, and log Z and log C of all rows, to which every rank fits the nets
         "scalars": ALL_REDUCE * 9 * FLOAT,
     },
     "neuclip": {
@@ -127,7 +127,7 @@ def check_bytes(folder: Path, name: str) -> None:
 
 
 def check_collectives(folder: Path, name: str, stage: int) -> None:
-    """Purpose, operation, size and number of every one are those of tools/step_costs.py."""
+    """Check that the purposes, operations, sizes and counts of all collectives match tools/step_costs.py."""
     found = breakdown_of(folder, name, stage)
     config = parse([str(folder / f"{name}{stage}" / CONFIG)]).config
     build = REFERENCES.get(name, build_objective)
@@ -138,7 +138,7 @@ def check_collectives(folder: Path, name: str, stage: int) -> None:
 
 
 def check_complete(folder: Path, name: str, stage: int) -> None:
-    """Calls by purpose are all of the trace's operators and all of what gloo has carried out."""
+    """Check that the counted calls are all c10d operators in the trace and all collectives that gloo executed."""
     found = breakdown_of(folder, name, stage)
     path = folder / f"{name}{stage}" / TRACE
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]

@@ -1,4 +1,4 @@
-"""Profiles by `train.py --profile` and tools/profile_communication.py, as a user calls them."""
+"""Profile with `train.py --profile` and tools/profile_communication.py, as a user does."""
 
 import json
 from pathlib import Path

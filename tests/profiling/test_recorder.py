@@ -1,4 +1,4 @@
-"""The recorder in one process: which steps it profiles, and that a failing profile does not end a run."""
+"""Check which steps the recorder profiles in one process, and that a failing profile does not end a run."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Hand-written traces with gloo and with NCCL: steps, computation, and collectives with purpose and bytes."""
+"""Parse handwritten traces with gloo and NCCL: steps, computation, and collectives with purposes and bytes."""
 
 import json
 from typing import Any
@@ -14,7 +14,7 @@ MAIN, BACKWARD, GLOO, STREAM = 1, 2, 7, 20
 
 
 def event(category: str, name: str, start: float, end: float, thread: int = MAIN, **arguments: Any) -> dict[str, Any]:
-    """Times in microseconds, as in a trace."""
+    """Return a trace event; times are in microseconds, as in a trace."""
     place = {"pid": 0 if thread == STREAM else 9, "tid": thread}
     return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": end - start, **place, "args": arguments}
 
@@ -42,7 +42,7 @@ GLOO_STEP = [
     note(STEP, 0, 100),
     note(PHASE + "forward", 0, 20),
     event("cpu_op", "aten::mm", 0, 20),
-    event("cpu_op", "aten::copy_", 5, 10),  # within the product: counted once
+    event("cpu_op", "aten::copy_", 5, 10),  # within the matrix product, so its time is counted once
     note(PHASE + "objective", 20, 50),
     note(PURPOSE + "features", 20, 30),
     launch("_allgather_base_", 20, 21, [[16, 8], [4, 8], []], ["c10::BFloat16", "c10::BFloat16", ""]),
@@ -88,7 +88,7 @@ def test_gloo_step() -> None:
             "total": 100,
             "computation": 45,
             "communication": communication,
-            "overlap": 13,  # of the gradients', from 62 to 75
+            "overlap": 13,  # with the gradients' all-reduce, from 62 to 75 us
             "pure_communication": communication - 13,
             "others": 100 - 45 - (communication - 13),
         }
@@ -99,7 +99,7 @@ def test_gloo_step() -> None:
 
 
 def test_breakdown_over_steps_and_ranks() -> None:
-    """Two steps, the second three times as slow; the other rank reaches the reduction of the gradients last."""
+    """Use two steps, the second three times as slow; in the first, the second rank is last to reduce gradients."""
     later = [{**one, "ts": 3 * one["ts"] + 1000, "dur": 3 * one["dur"]} for one in GLOO_STEP]
     late = [gloo("all_reduce", 74, 78, [1000], "float") if one == GRADIENTS else one for one in GLOO_STEP]
     first, second = (rank_record(parse_trace(trace([*later, *step]))) for step in (GLOO_STEP, late))
@@ -164,12 +164,12 @@ NCCL_STEP = [
     event("kernel", "vectorized_elementwise_kernel", 100, 130, STREAM, correlation=4),
     nccl("AllReduce_Sum_bf16", 110, 150, 3),
     note(PHASE + "optimizer", 120, 200),
-    # a group of two calls is one kernel, started after the operators have returned
+    # a group of two calls is one kernel, launched after the operators have returned
     launch("_allgather_base_", 130, 131, [[200], [100], []], ["float", "float", ""]),
     launch("_allgather_base_", 132, 133, [[400], [200], []], ["float", "float", ""]),
     start_kernel(135, 5),
     nccl("AllGather", 160, 170, 5),
-    nccl("AllReduce_Sum_f32", 180, 185, 99),  # whose launch is not in the trace
+    nccl("AllReduce_Sum_f32", 180, 185, 99),  # its launch is not in the trace
 ]
 
 
@@ -195,11 +195,11 @@ def test_nccl_step(caplog: pytest.LogCaptureFixture) -> None:
     )
 
 
-MS = 1000.0  # of a trace's unit, the microsecond
+MS = 1000.0  # in microseconds, the unit of a trace
 
 
 def host(name: str, start: float, end: float) -> dict[str, Any]:
-    """Times in milliseconds, as in the next two functions."""
+    """Return a host range; times here and in the next two functions are in milliseconds."""
     return note(name, start * MS, end * MS)
 
 
@@ -212,7 +212,7 @@ def kernel(launched: float, start: float, end: float, number: int, thread: int =
     return [call, event("kernel", "gemm", start * MS, end * MS, STREAM, correlation=number)]
 
 
-# The host has launched the whole step after 12 ms and waits for the GPU, which takes 100.
+# The host launches the whole step within 12 ms and then waits for the GPU, which takes 100 ms.
 GPU_STEP = [
     host(STEP, 0, 101),
     host(PHASE + "forward", 0, 3),
@@ -221,12 +221,12 @@ GPU_STEP = [
     *kernel(2, 20, 40, 2),
     host(PHASE + "objective", 3, 5),
     *kernel(3.5, 40, 44, 3),
-    on_gpu(PHASE + "objective", 40, 44),  # it ends where a nested range begins
+    on_gpu(PHASE + "objective", 40, 44),  # ends where a nested range begins
     host(PHASE + "normalizer", 4, 4.6),
     host(PURPOSE + "normalizer", 4.1, 4.5),
     *kernel(4.2, 44, 46, 4),
     *kernel(4.7, 46, 48, 8),
-    host(PHASE + "backward", 5, 9),  # autograd's thread launches it, so there is no range of the GPU
+    host(PHASE + "backward", 5, 9),  # launched by autograd's thread, so there is no GPU range
     *kernel(6, 48, 70, 5, BACKWARD),
     *kernel(8, 70, 90, 6, BACKWARD),
     host(PHASE + "optimizer", 9, 12),
@@ -238,9 +238,9 @@ GPU_STEP = [
 
 
 def test_phases_of_a_gpu_that_lags_behind_the_host() -> None:
-    """Host ranges would be 3, 1.4, 0.6, 4 and 3 ms; ranges of the GPU alone would lack the backward pass.
+    """A phase lasts as long as its work on the GPU; host ranges are shorter, and GPU ranges lack the backward pass.
 
-    A step gets what the GPU does within it; the second has two micro-batches.
+    A step includes the work that the GPU starts during the step; the second step has two micro-batches.
     """
     later = [{**one, "ts": one["ts"] + 200 * MS} for one in GPU_STEP]
     for one in later:

@@ -1,4 +1,4 @@
-"""What each rank logs, and where: console, log.txt, other libraries."""
+"""Test what each rank logs to the console and to log.txt, including messages of other libraries."""
 
 import logging
 import warnings
@@ -48,9 +48,9 @@ def test_other_ranks_log_warnings_only_with_their_rank(capsys, tmp_path):
 
 def test_other_libraries_log_warnings_only(capsys, monkeypatch):
     configure_logging(0)
-    logging.getLogger("DeepSpeed").setLevel(logging.INFO)  # as importing some versions of it does
+    logging.getLogger("DeepSpeed").setLevel(logging.INFO)  # as importing some versions of DeepSpeed does
     for name in ("DeepSpeed", "transformers.modeling_utils", "httpx"):
-        # a library that has been imported may use a handler of its own
+        # an imported library may have turned off propagation and set its own handler
         monkeypatch.setattr(logging.getLogger(name), "propagate", True)
         logging.getLogger(name).info("chatter of %s", name)
         logging.getLogger(name).warning("trouble in %s", name)
@@ -62,7 +62,7 @@ def test_other_libraries_log_warnings_only(capsys, monkeypatch):
 def test_python_warnings_are_logged(capsys, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        logging.captureWarnings(False)  # so that this context's display is the one that is replaced
+        logging.captureWarnings(False)  # so that the next capture replaces this context's showwarning
         configure_logging(0, tmp_path / "log.txt")
         warnings.warn("mind the gap", UserWarning, stacklevel=1)
         logging.captureWarnings(False)

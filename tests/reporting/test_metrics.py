@@ -1,4 +1,4 @@
-"""metrics.jsonl and TensorBoard: valid JSON for all numbers, and a resumed run equals an uninterrupted one."""
+"""metrics.jsonl is valid JSON for all numbers, and the logs of a resumed run equal those of an uninterrupted run."""
 
 import json
 import logging
@@ -20,7 +20,7 @@ def metrics_of(step: int) -> dict[str, float]:
 
 
 def run(folder: Path, resume_step: int | None = None, last: int = STEPS[-1]) -> bytes:
-    """Write the metrics of a run from `resume_step` on; return the file's content."""
+    """Write the metrics of a run after `resume_step`; return the content of metrics.jsonl."""
     with MetricsLog(folder, resume_step) as metrics:
         for step in STEPS:
             if (resume_step is None or step > resume_step) and step <= last:
@@ -66,7 +66,7 @@ def test_resumed_file_equals_an_uninterrupted_one(tmp_path_factory, resume_step,
     whole = run(tmp_path_factory.mktemp("whole"))
     folder = tmp_path_factory.mktemp("killed")
     written = run(folder)
-    # the checkpoint of `resume_step` comes after its line, so the kill does too, at whatever byte
+    # the checkpoint of `resume_step` is saved after its line is written, so a kill can cut off only later bytes
     lines_before = sum(step <= resume_step for step in STEPS)
     safe = len(b"".join(written.splitlines(keepends=True)[:lines_before]))
     (folder / "metrics.jsonl").write_bytes(written[: min(safe + killed_after, len(written))])
@@ -85,7 +85,7 @@ def test_garbled_lines_are_skipped_with_a_warning(tmp_path, caplog, garbled):
 
 @pytest.mark.parametrize(("resume_step", "kept"), [(20, [(0, 100.0), (10, 110.0), (20, 120.0)]), (None, [])])
 def test_tensorboard_shows_the_resumed_points_only(tmp_path, resume_step, kept):
-    """Of a run that is resumed, and of a new one in an old folder."""
+    """A resumed run keeps the points up to its checkpoint; a new run in an old folder keeps none."""
     with MetricsLog(tmp_path) as metrics:
         for step in STEPS:
             metrics.write(step, {"loss": 100.0 + step})

@@ -1,4 +1,4 @@
-"""The report of a run: one file with everything that was logged, which a browser shows."""
+"""A run's report is one self-contained HTML page that shows everything that was logged."""
 
 import json
 import re

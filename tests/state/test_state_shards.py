@@ -1,4 +1,4 @@
-"""State in shards: what several ranks wrote is read by any number, row by row; what is missing is one sentence."""
+"""Any number of ranks can read the state shards that several ranks wrote; missing rows raise a clear error."""
 
 import json
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ def elements(name: str, kind: str) -> Tensor:
 
 
 def three(folder: Path) -> ShardFiles:
-    """Three files; the second holds the end of one tensor, all of another and nothing of the rest."""
+    """Write three files; the second contains the end of one tensor, all of a second one and none of the others."""
 
     def cut(kind: str, name: str, start: int, stop: int) -> Shards:
         return {shard_key(kind, name, start, stop): elements(name, kind)[start:stop]}

@@ -1,4 +1,4 @@
-"""Files written chunk by chunk are what the safetensors library writes and reads."""
+"""The safetensors library can read files that were written in chunks."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The loaders that tools/benchmark_images.py compares yield batches of its photographs."""
+"""The loaders that tools/benchmark_images.py compares yield whole batches without end."""
 
 import itertools
 

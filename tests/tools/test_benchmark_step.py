@@ -1,4 +1,4 @@
-"""Programs side by side: what a speed is read from, what a table says, and that all train the same towers."""
+"""Check how the step benchmark reads speeds, that its programs train equal models, and that its tables are complete."""
 
 import argparse
 import re
@@ -31,7 +31,7 @@ def test_speed_is_that_between_the_points_after_the_warm_up(tmp_path: Path) -> N
 def test_open_clip_is_told_of_a_model_of_the_same_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     open_clip = pytest.importorskip("open_clip")
     params = pytest.importorskip("open_clip_train.params")
-    pytest.importorskip("pandas")  # which open_clip_train imports
+    pytest.importorskip("pandas")  # open_clip_train imports it
     monkeypatch.setattr(sys, "path", [str(ROOT / "tools" / "peers"), str(ROOT / "tools"), *sys.path])
     import open_clip_program
 

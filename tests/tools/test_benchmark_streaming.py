@@ -1,4 +1,4 @@
-"""The contenders of tools/benchmark_streaming.py read whole and resumed epochs, from disk and from S3."""
+"""The loaders that tools/benchmark_streaming.py compares read whole and resumed epochs from disk and from S3."""
 
 import shutil
 from collections.abc import Iterator

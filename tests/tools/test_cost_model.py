@@ -1,4 +1,4 @@
-"""The cost model finds a known machine again, knows machines by name, and gives published times its range."""
+"""The cost model recovers a known machine's rates, finds machines by name, and gives ranges for published times."""
 
 import json
 from pathlib import Path

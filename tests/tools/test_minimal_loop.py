@@ -1,4 +1,4 @@
-"""The loop that newcomers read first learns, and two ranks print what one prints."""
+"""The minimal loop lowers the loss, and two ranks print the same losses as one rank."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ from small_runs import call, demo_shards
 
 
 def numbers(data: Path, ranks: int) -> tuple[list[float], float]:
-    """Return the printed losses of each epoch and the recall, of a run on so many ranks as torchrun starts them."""
+    """Run the loop on `ranks` ranks; return the printed loss of each epoch and the recall."""
     done = call("tools/minimal_loop.py", f"--data={data}", "--batch=32", "--epochs=3", ranks=ranks)
     (recall,) = re.findall(r"recall@1 ([0-9.]+) \(chance 0\.0625\)", done.stdout)
     return [float(loss) for loss in re.findall(r"batch_loss ([0-9.]+)", done.stdout)], float(recall)
@@ -21,4 +21,4 @@ def test_the_loss_falls_alike_on_one_rank_and_two(tmp_path: Path) -> None:
     assert 0 <= recall <= 1
     found, other = numbers(data, ranks=2)
     assert found == pytest.approx(losses, abs=1e-3)
-    assert other == pytest.approx(recall, abs=0.07)  # a pair may change sides
+    assert other == pytest.approx(recall, abs=0.07)  # one pair may rank differently

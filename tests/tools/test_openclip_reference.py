@@ -1,4 +1,4 @@
-"""OpenCLIP's own communication scheme computes what the method `openclip` does, and sends B x d gradients besides."""
+"""OpenCLIP's communication scheme gives the results of the `openclip` method but also sends B x d gradients."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ ROWS, DIM, STEPS = 12, 6, 3
 
 
 def descend(built: Objective, communicator: Communicator) -> dict[str, Any]:
-    """Gradients, losses and temperatures of some steps, and what they sent."""
+    """Run several steps; return their gradients, losses and temperatures, and the bytes sent for each purpose."""
     share = ROWS // communicator.world_size
     mine = slice(communicator.rank * share, (communicator.rank + 1) * share)
     found = []
@@ -31,7 +31,7 @@ def descend(built: Objective, communicator: Communicator) -> dict[str, Any]:
 
 
 def schemes(communicator: Communicator) -> tuple[dict[str, Any], ...]:
-    """The method, then the reference."""
+    """Run the `openclip` method, then the reference."""
     config = Config.model_validate({"optimizer": {"eps": 1e-8}})
     context = Context(DIM, SAMPLES, communicator, torch.float64)
     built = [objective("openclip", communicator, DIM), OpenClipReference(config, context, torch.float64)]

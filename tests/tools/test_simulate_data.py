@@ -1,4 +1,4 @@
-"""The simulated flow of shards: nothing is fetched twice where the cache suffices, and waits are the link's."""
+"""In the simulation, a large enough cache fetches no shard twice, and a slow link makes training wait."""
 
 import numpy as np
 import pytest
@@ -53,7 +53,7 @@ def test_a_cache_that_the_real_sizes_are_planned_for_fetches_nothing_twice(huge)
 
 
 def test_a_slow_link_makes_training_wait():
-    """A step uses 0.8 shards; the link carries 0.4 a second."""
+    """A step of one second uses 0.8 shards, but the link transfers only 0.4 shards per second."""
     flow = flow_of(order_of(8, 500), 120, bandwidth=0.4 * BYTES)
     assert flow.stalled == pytest.approx(0.5, abs=0.08)
     assert flow.first_seconds == pytest.approx(flow.first / BYTES / 0.4, rel=0.3)

@@ -1,4 +1,4 @@
-"""What an objective sends and multiplies at another size than it was counted at, and how long a step takes."""
+"""Check predictions of what an objective sends and computes at any size, and of how long a step takes."""
 
 import dataclasses
 import math
@@ -39,7 +39,7 @@ def config_of(method: str) -> Config:
 
 
 def at_size(method: str, pieces: int) -> list[tuple[str, str, int]]:
-    """Collectives of two late steps of the objective itself."""
+    """Return the collectives of two late steps of the real objective."""
     rank, config = SimulatedRank(RANKS), config_of(method)
     build = REFERENCES.get(method, build_objective)
     objective = build(config, Context(DIM, ROWS, rank), torch.float32)
@@ -88,7 +88,7 @@ def test_collectives_at_another_size(method: str, pieces: int) -> None:
 def test_methods_as_published_send_less_than_openclips_scheme(
     method: str, ranks: int, dtype: torch.dtype, share: float
 ) -> None:
-    """B = m = 4,096 and d = 512: each prototype is on both of two ranks, on four of eight, and on eight of 64."""
+    """With B = m = 4,096 and d = 512, each prototype is on both of two ranks, on four of eight, or on eight of 64."""
     config, sent = parse([f"dfn14m_{method}"]).config, []
     for name in ("openclip_reference", method):
         build = REFERENCES.get(name, build_objective)
@@ -98,14 +98,14 @@ def test_methods_as_published_send_less_than_openclips_scheme(
 
 
 def test_operations_are_those_of_the_formulas() -> None:
-    """A rank's rows against all, both ways and for both gradients, own pairs once; 8 B m/K d an NPN update.
+    """Count a rank's rows against all rows, both ways and for both gradients, and 8 B m/K d for an NPN update.
 
-    The queue has a product for its estimates, and one for their gradient.
+    Local pairs count once. The queue needs one product for its estimates and one for their gradient.
     """
     batch = RANKS * ROWS
     pairs = (8 * ROWS * batch - 2 * ROWS * ROWS) * DIM
     positives = 2 * batch * DIM
-    # two updates, a prediction and its gradient, three prototypes a rank
+    # two updates, a prediction and its gradient; three prototypes per rank
     npn = (2 * 8 + 4 + 4) * batch * 3 * DIM
     queue = 2 * 2 * 2 * ROWS * 9 * DIM
     for method, wanted in (("openclip", pairs), ("neuclip", pairs + npn), ("neuclip_queue", pairs + queue)):
@@ -118,7 +118,7 @@ NETWORK = Network(start=1e-3, inner_latency=2e-4, inner_bandwidth=5e8)
 
 
 def work(rows: int, ranks: int, stage_3: int = 0) -> Work:
-    """Grows with rows and ranks as that of a method does, and differs enough that every rate shows."""
+    """Return work that grows with rows and ranks like a method's and varies enough to determine every rate."""
     calls = [
         Call("features", "all_gather", 4096 * rows, 2),
         Call("normalizer", "all_reduce", 16 * rows * ranks, 11),
@@ -144,12 +144,12 @@ def test_the_ring_crosses_nodes_at_their_bandwidth() -> None:
 
 
 def test_what_travels_under_computation_is_not_exposed() -> None:
-    """Features but the last of the images under the image tower; the engine's where device and config allow it."""
+    """The image tower can hide all feature gathers but one; engine collectives overlap if device and config allow."""
     cluster = Cluster(1, 4, NETWORK)
     slow = work(64, 4)
     fast = dataclasses.replace(COMPUTE, tower_rate=math.inf)
     hidden, exposed = (step_time(slow, compute, cluster).exposed for compute in (COMPUTE, fast))
-    one = 2 * collective_seconds("all_gather", 4096 * 64, cluster)  # two ranks a core
+    one = 2 * collective_seconds("all_gather", 4096 * 64, cluster)  # two ranks per core
     window = 0.7 / 3 * 2 * 1.4 * 1e9 * 64 / 4e10
     assert exposed - hidden == pytest.approx(min(one, window))
     beside = Compute(0.02, 4e8, 1e10, 5e8, 5e7, 1e4, overlaps_engine=True)
@@ -159,7 +159,7 @@ def test_what_travels_under_computation_is_not_exposed() -> None:
 
 
 def test_a_slow_loader_is_waited_for() -> None:
-    """A step is no shorter than its pairs take to load; steps without a loader wait for nothing."""
+    """A step takes at least as long as loading its pairs; a step without a loader does not wait."""
     slow = dataclasses.replace(COMPUTE, loading_rate=100.0)
     loaded, alone = (step_time(work(64, 4)._replace(rows=rows), slow, Cluster(1, 4, NETWORK)) for rows in (1000, 0))
     assert loaded.total == pytest.approx(10) and loaded.loading == pytest.approx(10 - alone.total)

@@ -23,7 +23,7 @@ from neuclip_ds.errors import UserError
 
 @pytest.fixture(scope="module")
 def features(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Features of pictures with two captions each, which share a latent vector."""
+    """Write features of images and of two captions per image; an image and its captions share a latent vector."""
     folder, generator = tmp_path_factory.mktemp("features"), torch.Generator().manual_seed(0)
     for split, images, crops in [("train", 500, 4), ("test", 50, 1)]:
         latent = torch.randn(images, 16, generator=generator)
@@ -55,7 +55,7 @@ def test_losses_learn(features: Path, loss: str, options: dict[str, object]) -> 
 
 
 def test_recovery_leaves_the_weights_as_they_are(features: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And fine-tuning after it goes another way than without it."""
+    """Recovery leaves the weights unchanged, but fine-tuning gives different results after it."""
     splits = load_splits(features, validation=250)
     run = Run("tuneclip", batch=10, seed=1, epochs=2, lr=0.0, width=16, fine_tunes=True, recovery=1)
     monkeypatch.setattr(fine_tuning, "CHECKPOINT", replace(run, loss="openclip", epochs=8, lr=3e-3, recovery=0))
@@ -99,7 +99,7 @@ def test_a_study_goes_on_where_it_ended(features: Path, tmp_path: Path, monkeypa
         "grid": True,
     }
     final = {"arms": ["openclip", "fixed"], "batch": [10], "seeds": 1, "set": {"epochs": 1}, "best_of": "search"}
-    arms = {"openclip": arm, "fixed": {"loss": "openclip", "lr": 2e-3}}  # the second has no settings to search
+    arms = {"openclip": arm, "fixed": {"loss": "openclip", "lr": 2e-3}}  # `fixed` has no settings to search
     monkeypatch.setattr(run_study, "PLAN", {"arms": arms, "stages": {"search": search, "final": final}})
     with pytest.raises(UserError, match="search has not ended"):
         list(run_study.jobs("final", {}, features))

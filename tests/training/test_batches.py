@@ -1,4 +1,4 @@
-"""Batches on their way to the device: equal rows on a CPU; the order of copies and computation on fake cuda tensors."""
+"""Test the rows of device batches on a CPU, and the order of copies and computation with fake CUDA tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 def rank_batch(parts: int, rows: int = ROWS) -> RankBatch:
-    """Rows whose pixels and tokens are their numbers."""
+    """Return a batch, split into parts, whose pixels and tokens are the row numbers."""
     number = torch.arange(rows)
     columns = (number.view(-1, 1, 1, 1).expand(-1, 3, 2, 2).byte(), number.view(-1, 1).expand(-1, 5), number)
     cut = [part_rows(rows, parts, part) for part in range(parts)]
@@ -38,7 +38,7 @@ def to_device(batches: Iterable[RankBatch], micro: int = ROWS, device: torch.dev
 @pytest.mark.parametrize("parts", [1, 2, 3, 5])
 @pytest.mark.parametrize("passes", [1, 2])
 def test_micro_batches_are_the_rows_in_order(parts: int, passes: int) -> None:
-    """Micro-batches lie within parts, or over two and three of them."""
+    """Micro-batches contain all rows in order, whether they lie within one part or span two parts."""
     batch = next(to_device([rank_batch(parts)], MICRO))
     assert (batch.host.index.tolist(), bool(batch.host.valid.all())) == (list(range(ROWS)), True)
     assert [(part.start, part.stop) for part in batch.rows] == [(0, 4), (4, 8), (8, 12)]
@@ -68,7 +68,7 @@ def test_on_a_cpu_nothing_is_copied_or_taken_early() -> None:
 
 
 class Stream:
-    """A stand-in for a CUDA stream, which notes what is asked of it."""
+    """Fake CUDA stream that logs the events it waits for."""
 
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self._log, self._events = name, log, 0
@@ -82,7 +82,7 @@ class Stream:
 
 
 class Event:
-    """A stand-in for a CUDA event, by the clock of a log."""
+    """Fake CUDA event that reads its times from a log's clock."""
 
     def __init__(self, log: Log) -> None:
         self._log = log
@@ -97,12 +97,12 @@ class Event:
 
 
 class Log(TorchDispatchMode):
-    """Notes the copies of pixels to the device, and holds all copies to the side stream and to pinned memory's way."""
+    """Log pixel copies to the device, and check that every copy is non-blocking and on the side stream."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[str] = []
-        self.kept: list[str] = []  # streams that a tensor's memory is kept for
+        self.kept: list[str] = []  # streams passed to record_stream
         self.stream = "main"
         self.clock: Callable[[], float] = float
 
@@ -153,7 +153,7 @@ def test_the_next_batch_is_copied_while_a_step_is_computed(log: Log) -> None:
 
 
 def test_the_next_micro_batch_is_copied_before_one_is_computed(log: Log) -> None:
-    """Of a batch in several parts: two micro-batches are on the device at a time, in either pass and between steps."""
+    """With a batch in two parts, the device holds at most two micro-batches, in both passes and between steps."""
     hosts: list[RankBatch] = []
 
     def batches() -> Iterator[RankBatch]:
@@ -174,7 +174,7 @@ def test_the_next_micro_batch_is_copied_before_one_is_computed(log: Log) -> None
         wanted += in_parts[(number + 1) % 3] if number < 5 else []
         wanted += [f"main waits for {number}", f"compute {number}"]
     assert log.calls == wanted
-    with pytest.raises(RuntimeError, match="released"):  # so that the host has room for the next
+    with pytest.raises(RuntimeError, match="released"):  # freed to make room for the next batch
         hosts[0].pieces(slice(0, ROWS))
     found.prefetch()
     assert (len(hosts), log.calls[len(wanted) :]) == (2, ["copy of 4"])
@@ -194,7 +194,7 @@ def test_an_error_of_the_loader_comes_at_its_turn(log: Log) -> None:
 
 
 def test_only_time_in_which_nothing_computes_counts_as_waiting(log: Log) -> None:
-    """The first batch is waited for by the host; the next costs what the device has idled for it."""
+    """The first wait is measured on the host; the second is the time that the device was idle."""
     now: list[float] = []
 
     def batches() -> Iterator[RankBatch]:
@@ -208,5 +208,5 @@ def test_only_time_in_which_nothing_computes_counts_as_waiting(log: Log) -> None
     assert 0.01 <= next(found).waited < 3
     found.prefetch()
     assert next(found).waited == 5
-    found.start(batches())  # what was fetched of the batches before is dropped
+    found.start(batches())  # after a restart, the first wait is again measured on the host
     assert next(found).waited < 3

@@ -1,4 +1,4 @@
-"""Shards that a node lacks or cannot have, and the tokenizer that a run keeps."""
+"""Test download options, missing shards, unused caption sources and the choice of the tokenizer."""
 
 import json
 from pathlib import Path
@@ -60,7 +60,7 @@ def test_a_shard_that_cannot_be_had_is_bad_samples(tmp_path: Path) -> None:
     [
         (["txt", "syn.txt", "json:caption"], ["syn.txt", "json:caption"]),
         ({"json:long": 0.5, "json:short": 0.5}, ["json:short"]),
-        (["json:none"], []),  # alone, it leaves no captions, which is refused
+        (["json:none"], []),  # not reported: a data set without captions is refused elsewhere
     ],
 )
 def test_sources_of_captions_that_no_sample_has(captions: Any, unused: list[str], tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_a_shard_that_is_not_here(tmp_path: Path) -> None:
 def test_recipes_of_papers_have_clips_tokenizer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """That of open_clip's package; without it, or where none is named, a BPE of the captions, which the log says."""
+    """Paper recipes use open_clip's tokenizer; without it, the run trains a BPE on the captions and logs why."""
     shards = write_pairs(tmp_path / "shards", [6, 6])
     captions = ["Two DOGS, 3 cats", "it's a caf\u00e9!", "word " * 90, ""]
 
@@ -98,7 +98,7 @@ def test_recipes_of_papers_have_clips_tokenizer(
 
     ours, theirs = tokenizer("named"), open_clip.get_tokenizer("ViT-B-32")(captions)
     ids = ours(captions)
-    ids[ids.eq(ours.eos_id).cumsum(1).gt(1)] = 0  # open_clip fills rows with 0
+    ids[ids.eq(ours.eos_id).cumsum(1).gt(1)] = 0  # open_clip pads rows with 0
     assert ours.vocab_size == 49408 and ids.equal(theirs) and "captions" not in caplog.text
     monkeypatch.setattr(training_data, "find_spec", lambda name: None)
     assert tokenizer("absent").vocab_size < 49408

@@ -1,4 +1,4 @@
-"""The training set and the order of its samples: chosen once and kept by checkpoints, also of weighted sources."""
+"""The training set and its sample order are chosen once and stored in checkpoints, including with weighted sources."""
 
 import json
 import math
@@ -54,7 +54,7 @@ def test_a_resumed_run_keeps_the_order_on_any_number_of_nodes():
 
 
 def test_a_cache_that_is_too_small_is_refused_at_first_and_reported_later(caplog):
-    """60 shards of 4.5 MB."""
+    """The remote set has 60 shards of 4.5 MB each."""
     explicit = ["--data.cache_gb=0.1", "--data.shard_streams=32", "--data.shuffle_block_size=1000"]
     with pytest.raises(UserError, match=r"0.27 GB .* set data.cache_gb=0.3 or more"):
         open_order(config_of(*explicit), set_of(REMOTE))
@@ -66,7 +66,7 @@ def test_a_cache_that_is_too_small_is_refused_at_first_and_reported_later(caplog
 
 
 def test_sources_and_their_weights():
-    """Indices of sources follow one another."""
+    """The sources' indices are consecutive, and weights set each source's share of a batch."""
     found = mixture_of({"path": "a"}, {"path": "b"})
     assert [shard.start for shard in found.manifest.shards] == [0, 60, 100]
     assert [part.tolist() for part in found.parts] == [[60, 40, 0], [0, 0, 300]]

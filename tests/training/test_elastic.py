@@ -1,4 +1,4 @@
-"""A run that is stopped and goes on with other numbers of ranks sees the same batches and learns the same."""
+"""A stopped run that resumes with a different number of ranks sees the same batches and reaches the same state."""
 
 import signal
 from collections import Counter
@@ -15,7 +15,7 @@ from neuclip_ds.checkpoint.sharded_state import OBJECTIVE, STATE, StateFiles
 from neuclip_ds.state.shards import TABLE
 
 PAIRS, BATCH = 300, 32
-EPOCH = 10  # steps: the last batch has 20 empty rows
+EPOCH = 10  # steps; the last batch has 20 padding rows
 TINY = [
     f"--data.batch_size={BATCH}",
     "--data.workers=1",
@@ -37,7 +37,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Launch:
-    """One start of a run: train.py once a rank, as a launcher would call it."""
+    """One launch of a run, with a training process for each rank, as a launcher would start it."""
 
     def __init__(self, ranks: int, options: Sequence[str], folder: Path) -> None:
         self.metrics = folder / "metrics.jsonl"
@@ -45,18 +45,18 @@ class Launch:
         self.programs = start(TRAIN, "demo", *read_options([*TINY, *options]), *where, ranks=ranks)
 
     def end(self, code: int = 0) -> str:
-        """Waits for all ranks to end with a code; what they said."""
+        """Wait until all ranks exit with `code`; return their stderr."""
         done = ends(self.programs)
         said = "".join(one.stderr for one in done)
         assert [one.returncode for one in done] == [code] * len(done), said
         return said
 
     def reach(self, step: int) -> None:
-        """Waits until the metrics show that a step is done."""
+        """Wait until the metrics show that a step is done."""
         wait_for(lambda: self.metrics.is_file() and f'"step": {step},' in self.metrics.read_text(), self.programs)
 
     def stop(self, step: int) -> str:
-        """SIGTERM to the first rank after a step; what the run said."""
+        """Send SIGTERM to rank 0 after a step; return the run's stderr."""
         self.reach(step)
         self.programs[0].terminate()
         said = self.end(128 + signal.SIGTERM)
@@ -77,7 +77,7 @@ def checkpoint(run: Path) -> Path:
 
 
 def tables(run: Path) -> dict[str, Tensor]:
-    """The columns of all partitioned tables, whole: u, individual temperatures, NPN columns; of a queue none."""
+    """Return the whole partitioned tables: u, individual temperatures and NPN columns; a queue is not partitioned."""
     files = StateFiles(checkpoint(run) / STATE)
     return {name: files.read(name, TABLE) for name in files.names(TABLE)}
 
@@ -93,7 +93,7 @@ def same_batches(run: Path, whole: Path, steps: int) -> None:
 
 
 def same_end(run: Path, whole: Path) -> None:
-    """To what other orders of reduction make of float32; the distance is that of all weights together."""
+    """Check that two runs end equal up to float32 rounding; all weights are compared as one vector."""
     found, wanted = (torch.cat(list(weights(checkpoint(folder)).values())) for folder in (run, whole))
     assert (found - wanted).norm() < 1e-5 * wanted.norm()
     ours, theirs = tables(run), tables(whole)
@@ -109,9 +109,9 @@ Stop = tuple[int, int, str]  # ranks, step after which they are stopped, name in
 
 
 def elastic(shards: Path, folder: Path, steps: int, method: Sequence[str], stops: Sequence[Stop], ranks: int) -> None:
-    """One rank without a break against one that is stopped again and again, and ended by `ranks` under ZeRO 3.
+    """Compare an uninterrupted one-rank run with one stopped repeatedly and finished by `ranks` ranks under ZeRO 3.
 
-    `method` is its name and options.
+    `method` contains the method's name, followed by its options.
     """
     chosen = options(shards, steps, f"--objective.method={method[0]}", *method[1:], "--deepspeed=zero1_fp32")
     Launch(1, chosen, folder / "whole").end()
@@ -123,7 +123,7 @@ def elastic(shards: Path, folder: Path, steps: int, method: Sequence[str], stops
 
 
 def test_two_killed_ranks_and_then_one(shards: Path, tmp_path: Path) -> None:
-    """What the second rank logged after the last checkpoint is dropped, though it never comes back."""
+    """The sample log of rank 1 after the last checkpoint is dropped, although that rank never restarts."""
     chosen = options(shards, 20, "--objective.method=fastclip_v3", "--run.checkpoint_every=4")
     Launch(1, [*chosen, "--deepspeed=zero1_fp32"], tmp_path / "whole").end()
     killed = Launch(2, [*chosen, "--deepspeed=zero3_fp32"], tmp_path / "broken")

@@ -1,4 +1,4 @@
-"""A run with a moving average of its weights: resumed exactly, evaluated and exported by choice."""
+"""A run with a moving average of its weights resumes exactly; both sets of weights are evaluated and can be opened."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.average import AVERAGE
 from neuclip_ds.recipe import parse
 
-# and no schedule, which another budget would change
+# without a schedule, which would depend on the number of steps
 EMA = ["--deepspeed=zero1_fp32", "--ema.decay=0.5", "--optimizer.warmup_steps=0", "--optimizer.schedule=constant"]
 
 
@@ -23,7 +23,7 @@ def evaluations(runs: Path) -> list[dict[str, float]]:
 
 
 def run(communicator: Communicator, shards: Path, runs: Path, ends: list[tuple[str, int]]) -> None:
-    """Train the run in a folder to so many steps, one after the other."""
+    """For each pair of a folder and a step, train the run in that folder up to that step."""
     for folder, steps in ends:
         options = [*TINY, *EMA, f"--data.train={shards}", f"--data.val={shards.parent / 'val'}"]
         where = [f"--run.output_dir={runs / folder}", "--run.name=run", f"--max_steps={steps}"]

@@ -1,4 +1,4 @@
-"""Loss spikes and data stalls: found once, never in noise; warnings and events.jsonl with step, values, samples."""
+"""Loss spikes, data stalls and skipped steps are detected, logged, and recorded in events.jsonl with their samples."""
 
 import logging
 from pathlib import Path
@@ -22,7 +22,7 @@ def samples(step: int) -> list[int]:
 
 
 def started(folder: Path, rank: int = 0) -> tuple[WatchHealth, Any]:
-    """The hook, and as much of a loop as it reads."""
+    """Start the hook; return it and a fake loop with the attributes that it reads."""
 
     def roll_back(problem: str) -> None:
         raise RollBack(problem, folder / "step_000000005")
@@ -51,7 +51,7 @@ def run_step(hook: WatchHealth, loop: Any, step: int, **changed: Any) -> None:
 
 
 def curve(steps: int = 2000, seed: int = 0) -> NDArray[np.float64]:
-    """Falls from 8 to 2, with noise."""
+    """Return a noisy loss curve that falls from 8 to 2."""
     noise = np.random.default_rng(seed).normal(0, 0.03, steps)
     return 2 + 6 * np.exp(-np.arange(steps) / 150) + noise
 
@@ -67,7 +67,7 @@ def test_noise_drift_and_heavy_tails_are_no_spikes() -> None:
         assert spikes_in(curve(seed=seed)) == []
         assert spikes_in(-curve(seed=seed)[::-1] / 100) == []  # losses may be negative and rise slowly
     assert spikes_in(3 + np.random.default_rng(1).laplace(0, 0.03, 2000)) == []
-    assert spikes_in(4.852 + np.where(np.arange(500) % 7 == 0, 1e-4, 0)) == []  # hardly any deviation of its own
+    assert spikes_in(4.852 + np.where(np.arange(500) % 7 == 0, 1e-4, 0)) == []  # almost constant
 
 
 def test_a_spike_is_detected_once_and_a_loss_that_stays_up_becomes_the_level() -> None:
@@ -79,7 +79,7 @@ def test_a_spike_is_detected_once_and_a_loss_that_stays_up_becomes_the_level() -
     assert spike.deviation == pytest.approx(0.03, rel=0.3)
     losses = curve()
     losses[1000:1100:10] += 2.0
-    losses[1130] += 2.0  # after the hundred steps that belong to the first
+    losses[1130] += 2.0  # after the 100 steps that belong to the first spike
     assert [step for step, _ in spikes_in(losses)] == [1001, 1131]
     losses = curve()
     losses[1000:] += 3.0
@@ -90,10 +90,10 @@ def test_a_spike_is_detected_once_and_a_loss_that_stays_up_becomes_the_level() -
 @pytest.mark.parametrize(
     "steps",
     [
-        [(30.0, 31.0)] + [(0.01, 0.5)] * 50,  # worker processes start
-        [(0.01, 0.5)] * 20 + [(1.5, 2.0)] + [(0.01, 0.5)] * 20,  # shorter than the least stall
-        [(1.0, 10.0)] * 20 + [(6.0, 16.0)] + [(1.0, 10.0)] * 20,  # less than five usual steps
-        [(0.0, 0.2)] * 20 + [(0.0, 60.0)] * 3,  # slow, but not the loader
+        [(30.0, 31.0)] + [(0.01, 0.5)] * 50,  # worker processes are starting
+        [(0.01, 0.5)] * 20 + [(1.5, 2.0)] + [(0.01, 0.5)] * 20,  # below the minimum duration of a stall
+        [(1.0, 10.0)] * 20 + [(6.0, 16.0)] + [(1.0, 10.0)] * 20,  # less than five median steps
+        [(0.0, 0.2)] * 20 + [(0.0, 60.0)] * 3,  # the step is slow, but the loader is not
     ],
 )
 def test_what_is_no_stall(steps: list[tuple[float, float]]) -> None:
@@ -165,7 +165,7 @@ def test_events_beyond_the_resumed_step_are_dropped(tmp_path: Path) -> None:
     events = EventLog(tmp_path, 0)
     for step in (10, 20, 30):
         events.add(step, "diverged", f"step {step}")
-    EventLog(tmp_path, 1).resume(10)  # other ranks leave the file alone
+    EventLog(tmp_path, 1).resume(10)  # only rank 0 changes the file
     assert len(list(read_events(tmp_path))) == 3
     events.resume(20)
     assert [event.step for event in read_events(tmp_path)] == [10, 20]

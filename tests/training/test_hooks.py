@@ -1,4 +1,4 @@
-"""Hooks of the user run around the steps of a run, in order, and may end it with a checkpoint."""
+"""User hooks run around every training step in order, and can stop a run, which then saves a checkpoint."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from neuclip_ds.training.trainer import train
 
 
 class Recording(Hook):
-    """Notes what is called, and requests a stop after some steps."""
+    """Hook that records its calls and the losses, and requests a stop after step `stop_after`."""
 
     def __init__(self, stop_after: int | None = None) -> None:
         self.calls: list[str] = []

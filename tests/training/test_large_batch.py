@@ -1,4 +1,4 @@
-"""Batches in several parts train as whole ones do; one step on 65,536 pairs stays within 8 GB on a CPU."""
+"""Batches split into parts give the same training as whole batches, and a 65,536-pair step fits in 8 GB on a CPU."""
 
 import threading
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ PAIRS, SHARDS, PICTURES = 65_536, 16, 256
 
 
 class Losses(Hook):
-    """Notes the loss and the samples of every step, and how many parts each batch has come in."""
+    """Hook that records the loss and the samples of every step, and the number of parts of each batch."""
 
     def __init__(self) -> None:
         self.steps: list[tuple[float, list[int]]] = []
@@ -50,7 +50,7 @@ def test_a_run_in_parts_equals_one_in_whole_batches(
 
 
 def write_shards(folder: Path) -> Path:
-    """Shards of few different pictures, so that they are written in seconds."""
+    """Write shards that repeat a few pictures, which takes only seconds."""
     folder.mkdir()
     pictures = [jpeg(number) for number in range(PICTURES)]
     for shard in range(SHARDS):
@@ -67,7 +67,7 @@ def _members(number: int, image: bytes) -> list[tuple[str, bytes]]:
 
 @contextmanager
 def peak_memory(pid: int) -> Iterator[list[int]]:
-    """Yields the largest sum so far of a process and its children, shared pages counted once (PSS), in bytes."""
+    """Yield a list whose only element is the peak memory (PSS) of a process and its children so far, in bytes."""
     peak, over = [0], threading.Event()
 
     def watch() -> None:

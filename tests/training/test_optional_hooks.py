@@ -1,4 +1,4 @@
-"""What a run has besides its training: the report, and Weights & Biases; a failure of neither ends a run."""
+"""Test the report and Weights & Biases hooks; a failure in either does not end a run."""
 
 import json
 import re
@@ -21,7 +21,7 @@ STAND_IN = Path(__file__).with_name("wandb_stand_in.py")
 
 
 def run(folder: Path, tool: str, *options: str, **variables: str) -> CompletedProcess[str]:
-    """A training with the stand-in for wandb."""
+    """Run a training script with the stand-in for wandb."""
     (folder / "site").mkdir(exist_ok=True)
     shutil.copy(STAND_IN, folder / "site" / "wandb.py")
     paths = f"{ROOT}:{folder / 'site'}"
@@ -34,7 +34,7 @@ def test_a_finished_run_stays_complete_whatever_fails_after_it(tmp_path: Path) -
     shards = write_pairs(tmp_path / "shards", [13, 13])  # batches of 8, 8, 8 and 2
     options = [*training(tmp_path, str(shards), 4), f"--data.val={tmp_path / 'val'}", "--run.evaluate_every=2"]
     folder = tmp_path / "run"
-    (folder / "report.html").mkdir(parents=True)  # where a file is to be written
+    (folder / "report.html").mkdir(parents=True)  # a folder where the report should be written
     (folder / LOCK).touch()  # left by an earlier launch
     done = run(tmp_path, "train.py", *options, WANDB_BREAKS="1")
     assert done.returncode == 0, done.stderr

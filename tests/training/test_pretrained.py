@@ -1,4 +1,4 @@
-"""Pretrained models under DeepSpeed: what open_clip uses outside of a module's forward, micro-batches."""
+"""Pretrained models train under DeepSpeed as in plain PyTorch, and a dry run reports their sizes."""
 
 from itertools import product
 from pathlib import Path
@@ -58,7 +58,7 @@ def config_of(folder: Path, engine: str = "zero0_fp32") -> Config:
             "data": {"batch_size": ROWS},
             "model": {**model, "activation_checkpointing": True},
             "objective": {"method": "tuneclip"},
-            # far above the gradients' rounding, which Adam would magnify to whole steps where a gradient is nearly 0
+            # eps is far above rounding errors, which Adam would magnify to full steps where gradients are nearly 0
             "optimizer": {"lr": LR, "weight_decay": 0.02, "eps": 1e-4},
             "deepspeed": engine,
         }
@@ -74,7 +74,7 @@ def batch_of(source: ModelSource, number: int) -> Batch:
 def plain(folder: Path) -> dict[str, torch.Tensor]:
     config = config_of(folder)
     source = model_source(config.model, locate_model(config.model))
-    torch.manual_seed(0)  # new projections
+    torch.manual_seed(0)  # for the new projections
     model, logits = source.load(source.tokenizer(bpe))
     optimizer = build_optimizer(model, config.optimizer)
     context = Context(source.embed_dim, 100, Communicator(), temperature=logits.temperature)
@@ -113,7 +113,7 @@ def under_deepspeed(communicator: Communicator, folder: Path) -> dict[tuple[str,
 
 @pytest.mark.slow
 def test_zero_stages_with_micro_batches_equal_plain_pytorch(tmp_path: Path) -> None:
-    """Two ranks, micro-batches of 2 out of 4, checkpointed activations, TuneCLIP at the checkpoint's temperature."""
+    """Two ranks use TuneCLIP at the checkpoint's temperature, activation checkpointing and micro-batches of 2 rows."""
     for family, save in FAMILIES.items():
         save(tmp_path / family)
     wanted = {family: plain(tmp_path / family) for family in FAMILIES}
@@ -121,7 +121,7 @@ def test_zero_stages_with_micro_batches_equal_plain_pytorch(tmp_path: Path) -> N
         for (family, name), weights in rank.items():
             for key, value in weights.items():
                 if key.endswith(("k_proj.bias", "in_proj_bias", "key.bias", "qkv.bias")):
-                    continue  # attention is blind to the keys' bias: its gradient is rounding, which Adam magnifies
+                    continue  # the keys' bias cannot affect attention: Adam magnifies its rounding error
                 torch.testing.assert_close(
                     value,
                     wanted[family][key],

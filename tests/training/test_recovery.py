@@ -1,4 +1,4 @@
-"""Recovered statistics: the weights stand still, moments and u are those of a plain replay, and training takes over."""
+"""Recovery accumulates moments and u while the weights stay fixed, and training then starts from this state."""
 
 import re
 import shutil
@@ -52,10 +52,10 @@ def test_weights_stand_still_on_two_ranks(engine: str, shards: str, tmp_path: Pa
 
 
 def stands_still(engine: str, ranks: int, shards: str, tmp_path: Path) -> None:
-    """4 steps an epoch: two epochs of recovery, then one step of training."""
+    """Check two epochs of recovery, of 4 steps each, and the training step that follows."""
     chosen = f"--deepspeed={engine}"
     run(tmp_path / "tuned", shards, 1, *FULL, chosen, ranks=ranks)
-    # the weights at the start: those of a run with a learning rate of zero
+    # a run with a learning rate of 0 gives the initial weights
     run(tmp_path / "start", shards, 1, chosen, "--optimizer.lr=0", ranks=ranks)
     before, after = weights(newest_checkpoint(tmp_path / "start")), weights(recovered(tmp_path / "tuned"))
     assert all(torch.equal(after[name], before[name]) for name in before)
@@ -92,7 +92,7 @@ def test_what_is_taken_over_is_chosen(shards: str, tmp_path: Path) -> None:
 def test_recovery_that_is_broken_off_goes_on(shards: str, tmp_path: Path) -> None:
     run(tmp_path / "whole", shards, 2, *FULL)
     train(tmp_path / "broken", shards, 2, *TUNE, "--recovery.epochs=1")
-    shutil.rmtree(tmp_path / "broken" / "run" / "checkpoints")  # as if it had ended in the middle of its recovery
+    shutil.rmtree(tmp_path / "broken" / "run" / "checkpoints")  # as if the run had stopped during its recovery
     said = run(tmp_path / "broken", shards, 2, *FULL)
     assert "8 steps of which 4 are done" in said
     for part in (weights, moments):
@@ -116,7 +116,7 @@ def test_other_weights_are_refused(shards: str, tmp_path: Path) -> None:
 
 
 def moments_of_a_method(method: str, shards: str, folder: Path, *options: str) -> None:
-    """An epoch of recovery and a step of training: moments gather at the initial weights and temperature."""
+    """Check that recovery accumulates moments for an epoch at fixed weights and temperature; then train one step."""
     chosen = [f"--objective.method={method}", "--recovery.epochs=1", "--run.log_every=1"]
     said = run(folder, shards, 1, *read_options([*chosen, *options]))
     assert re.search("moments( and statistics)? are taken from", said)

@@ -1,4 +1,4 @@
-"""A run whose checkpoints are copied to a remote store, and that resumes from there on another machine."""
+"""A run copies its checkpoints to a remote store, and resumes from the copy on a different machine."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ def names(store: Path) -> list[str]:
 @pytest.mark.slow
 def test_a_machine_without_the_run_resumes_from_the_copy(shards: Path, tmp_path: Path) -> None:
     store = tmp_path / "store"
-    every = (*EVERY, "--optimizer.schedule=constant", "--optimizer.warmup_steps=0")  # at any number of steps
+    every = (*EVERY, "--optimizer.schedule=constant", "--optimizer.warmup_steps=0")  # independent of the run's length
     options = (*every, f"--run.remote=file://{store}")
     train(tmp_path / "here", shards, 4, *options, ranks=2)
     assert names(store)[-1] == "step_000000004", "those before are left out where the copy takes longer than two steps"

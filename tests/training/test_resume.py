@@ -1,4 +1,4 @@
-"""A killed run, started again with the same command, ends bit-equal to one that was never interrupted."""
+"""A killed run that is restarted with the same command ends bit-identical to an uninterrupted run."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def command(shards: Path, runs: Path, name: str, *options: str) -> list[str]:
 
 
 def kill_after(command: list[str], metrics: Path, steps: int, ranks: int = 1) -> None:
-    """Starts the command and kills it with its workers once `steps` steps have been logged."""
+    """Start the command, and kill it and its workers once `steps` steps have been logged."""
     programs = start(*command, ranks=ranks)
     wait_for(lambda: lines_in(metrics) >= steps, programs)
     for program in programs:
@@ -35,7 +35,7 @@ def kill_after(command: list[str], metrics: Path, steps: int, ranks: int = 1) ->
 def whole_and_broken(
     shards: Path, runs: Path, *options: str, ranks: int = 1
 ) -> tuple[dict[str, object], dict[str, object]]:
-    """Return what a run leaves that is never interrupted, and one that is killed twice."""
+    """Return the outcomes of an uninterrupted run and of a run that is killed twice."""
     call(*command(shards, runs, "whole", *options), ranks=ranks)
     broken_off = command(shards, runs, "broken", *options)
     for steps in (4, 7):

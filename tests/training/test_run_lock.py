@@ -1,4 +1,4 @@
-"""One process at a time trains into a run's folder, and only into one that is a run's."""
+"""Only one process at a time can train in a run's folder, and folders with unrelated files are refused."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The number of a run's steps, and the learning rate of each."""
+"""Test the number of steps of a run and the learning rate of each step."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ def rates(total: int, **options: object) -> list[float]:
     return [learning_rate(step, total, config) for step in range(total + 1)]
 
 
-CASES: dict[str, tuple[int, dict[str, object], dict[int, float]]] = {  # steps, options, rates of some steps
+CASES: dict[str, tuple[int, dict[str, object], dict[int, float]]] = {  # steps, options, learning rates at some steps
     "warm-up, half cosine": (12, {}, {0: 0.25, 1: 0.5, 2: 0.75, 3: 1.0, 4: 1.0, 8: 0.55, 12: 0.1}),
     "constant": (12, {"schedule": "constant"}, dict.fromkeys(range(3, 13), 1.0)),
     "cooldown": (24, {"schedule": "cooldown", "cooldown_steps": 8}, {4: 1.0, 16: 1.0, 18: 0.775, 24: 0.1}),
@@ -52,5 +52,5 @@ def test_rates(case: str) -> None:
 
 @pytest.mark.parametrize("schedule", ["constant", "cooldown", "wsd"])
 def test_a_constant_run_can_be_prolonged_by_a_cooldown(schedule: str) -> None:
-    """What is behind a checkpoint of the constant part does not depend on what follows."""
+    """The learning rates of the constant phase do not depend on the schedule that follows."""
     assert rates(30, schedule=schedule, cooldown_steps=10)[:21] == rates(20, schedule="constant")

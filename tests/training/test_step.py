@@ -1,4 +1,4 @@
-"""Training under DeepSpeed equals training without it: ZeRO 0-3, micro-batches, two real ranks."""
+"""Training under DeepSpeed equals plain PyTorch training, for ZeRO 0-3, micro-batches and two real ranks."""
 
 import math
 from collections.abc import Mapping
@@ -73,7 +73,7 @@ def place(number: int) -> Step:
 
 
 def plain(method: str, clip: float, options: Mapping[str, Any] = {}) -> tuple[dict[str, torch.Tensor], float]:
-    """One process, the whole batch, no DeepSpeed: autograd through the towers from the feature gradients."""
+    """Train on whole batches in one process without DeepSpeed; return the weights and the temperature."""
     config = config_of(method, **options)
     torch.manual_seed(0)
     model = build_dual_encoder(config.model, TOKENS)  # type: ignore[arg-type]
@@ -121,7 +121,7 @@ FLOAT32 = [f"zero{stage}_fp32" for stage in range(4)]
 BFLOAT16 = [f"zero{stage}_bf16" for stage in range(4)]
 
 
-PARTS: dict[str, Any] = {  # of the towers train, at several learning rates
+PARTS: dict[str, Any] = {  # only parts of the towers train, at different learning rates
     "model": {"vision": {"trainable": 1}, "text": {"trainable": "frozen"}, "activation_checkpointing": True},
     "optimizer": {"vision_lr": 3 * LR, "layer_decay": 0.5},
 }
@@ -140,7 +140,7 @@ PARTS: dict[str, Any] = {  # of the towers train, at several learning rates
 def test_zero_stages_with_micro_batches_equal_plain_pytorch(
     method: str, engines: list[str], options: dict[str, Any]
 ) -> None:
-    """Two ranks, micro-batches of 4 out of 8, clipping, five AdamW steps; frozen parts keep their bits."""
+    """Two ranks take five clipped AdamW steps in micro-batches of 4 of 8 rows; frozen parts stay bit-identical."""
     wanted, tau = plain(method, clip=0.5, options=options)
     torch.manual_seed(0)
     before = dict(build_dual_encoder(config_of(method, **options).model, TOKENS).named_parameters())  # type: ignore[arg-type]
@@ -162,7 +162,7 @@ def test_compiled_towers_learn_the_same() -> None:
 
 
 def test_bf16_stays_close_to_float32() -> None:
-    """bf16 has 8 bits: five steps of 1e-3 agree to bf16's spacing, in every ZeRO stage, and the stages with another."""
+    """After five steps, every ZeRO stage in bf16 agrees with float32 to about bf16's precision (8 significant bits)."""
     wanted, _ = plain("openclip", clip=0.5)
     (results,) = run_ranks(1, under_deepspeed, "openclip", BFLOAT16, 8)
     for name, (weights, _) in zip(BFLOAT16, results, strict=True):
@@ -171,7 +171,7 @@ def test_bf16_stays_close_to_float32() -> None:
 
 
 class _Explodes(Objective):
-    """An objective whose gradient is not finite."""
+    """An objective that reports an infinite norm for a finite feature gradient."""
 
     def __init__(self) -> None:
         super().__init__(Context(16, 100, Communicator()), {})

@@ -1,4 +1,4 @@
-"""Stand-in for the module wandb, which records its calls in the file WANDB_CALLS."""
+"""Stand-in for the `wandb` module that records its calls in the file named by WANDB_CALLS."""
 
 import json
 import os
@@ -19,7 +19,7 @@ class Run:
 
 
 def init(**options: Any) -> Run:
-    import torch.utils.tensorboard.writer as tensorboard  # as the real one patches the writer, it must come before it
+    import torch.utils.tensorboard.writer as tensorboard  # wandb patches this, so init must precede any writer
 
     folder = Path(options["dir"], "tensorboard")
     _note("init", before_tensorboard=tensorboard is not None and not list(folder.glob("*")), **options)

@@ -1,4 +1,4 @@
-"""Miniature models of every family with random weights, saved as their libraries save them."""
+"""Miniature models of every family, with random weights and saved in the formats of their libraries."""
 
 import json
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from transformers import (
     XLMRobertaTokenizer,
 )
 
-# of a model that is built from the config: a CLIP ViT on 32 pixels and a text tower
+# towers of a model that is built from the config: a CLIP ViT for 32-pixel images, and a text tower
 TINY_VIT: dict[str, Any] = {
     "name": "vit_base_patch32_clip_224",
     "image_size": 32,
@@ -49,7 +49,7 @@ def clip_tokenizer() -> CLIPTokenizer:
 
 
 def siglip_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer like T5's: no BOS, `</s>` is EOS and padding."""
+    """Return a tokenizer like T5's: it has no BOS, and `</s>` is both EOS and padding."""
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", -9.0), ("▁", -2.0), *((letter, -3.0) for letter in LETTERS)]
     backend = Tokenizer(models.Unigram([*pieces, ("▁dog", -1.0)], unk_id=2))
     backend.normalizer = normalizers.Lowercase()
@@ -61,7 +61,7 @@ def siglip_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def xlm_roberta_tokenizer() -> XLMRobertaTokenizer:
-    """Return a tokenizer as XLM-R's: ids 0 to 3 are BOS, padding, EOS and unknown."""
+    """Return a tokenizer like XLM-R's: ids 0 to 3 are BOS, padding, EOS and the unknown token."""
     specials = ("<s>", "<pad>", "</s>", "<unk>")
     pieces = [*((name, 0.0) for name in specials), ("▁", -2.0), *((letter, -3.0) for letter in LETTERS)]
     return XLMRobertaTokenizer(vocab=[*pieces, ("▁dog", -1.0), ("<mask>", 0.0)], model_max_length=16)
@@ -77,7 +77,7 @@ def save_clip(folder: Path) -> CLIPModel:
 
 
 def save_metaclip_2(folder: Path, length: int = 16) -> MetaClip2Model:
-    """Save a MetaCLIP 2, whose text tower is read at XLM-R's EOS, 2."""
+    """Save a MetaCLIP 2 model, whose text feature is read at XLM-R's EOS (id 2)."""
     return _save_clip(folder, MetaClip2Config, MetaClip2Model, xlm_roberta_tokenizer(), length)
 
 
@@ -122,7 +122,7 @@ OPEN_CLIP_CONFIG: dict[str, Any] = {
 }
 
 
-PE_CONFIG: dict[str, Any] = {  # as of Perception Encoder, with its smallest image tower
+PE_CONFIG: dict[str, Any] = {  # like Perception Encoder's, with its smallest image tower
     **OPEN_CLIP_CONFIG,
     "custom_text": True,
     "vision_cfg": {
@@ -152,7 +152,7 @@ def save_open_clip(folder: Path, config: dict[str, Any] | None = None) -> Any:
 
 
 def flat_processor(folder: Path) -> None:
-    """transformers 5 nests the image processor in processor_config.json; the published checkpoints have it apart."""
+    """Move the image processor from transformers 5's processor_config.json to its own file, as in published models."""
     nested = folder / "processor_config.json"
     if nested.is_file():
         tree = json.loads(nested.read_text())
@@ -161,7 +161,7 @@ def flat_processor(folder: Path) -> None:
 
 
 def _save(model: Any, folder: Path, **logits: float) -> None:
-    """Save a model whose weights differ from their initial values, with these values of its logits' parameters."""
+    """Save a model after changing its biases and gains, and setting the logit scale and bias to `logits`."""
     _disturb(model)
     with torch.no_grad():
         for name, value in logits.items():
@@ -170,7 +170,7 @@ def _save(model: Any, folder: Path, **logits: float) -> None:
 
 
 def _disturb(model: torch.nn.Module) -> None:
-    """Randomize biases and gains, whose initial 0 and 1 would hide a wrong mapping."""
+    """Add noise to biases and gains, whose initial values 0 and 1 would hide a wrong mapping of weights."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:

@@ -1,4 +1,4 @@
-"""Checkpoints that cannot be loaded: the message names what is missing and where to put it."""
+"""Check that the error for an unusable checkpoint names what is missing and where to put it."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -78,18 +78,18 @@ def test_places_that_are_no_checkpoint(tmp_path: Path) -> None:
 
 
 def config(change: Callable[[dict[str, Any]], object], name: str = "config.json") -> Callable[[Path], object]:
-    """Return what changes a JSON file of a checkpoint."""
+    """Return a function that edits a JSON file of a checkpoint."""
     return lambda folder: edit(folder / name, change)
 
 
 def without(pattern: str) -> Callable[[Path], object]:
-    """Return what removes files of a checkpoint."""
+    """Return a function that removes matching files of a checkpoint."""
     return lambda folder: [path.unlink() for path in folder.glob(pattern)]
 
 
 PROCESSOR, OPEN_CLIP_CONFIG = "preprocessor_config.json", "open_clip_config.json"
 SIZE = len(clip_tokenizer())
-# name -> family, what is done to its files, what the message says
+# name -> family, the damage to its files, and words in the error message
 DAMAGED: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "config is no JSON": ("clip", lambda folder: (folder / "config.json").write_text("{"), "is not valid JSON"),
     "no processor": ("clip", without(PROCESSOR), f"has no {PROCESSOR}; put the checkpoint's file there"),
@@ -172,7 +172,7 @@ def test_no_temperature_is_told_as_none(family: str, tmp_path: Path) -> None:
 
 @pytest.fixture
 def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Put code next to a model, and fail if it is run or the user is asked whether it may."""
+    """Put code next to a model, and fail if the user is asked whether to run the code."""
     code = f"import pathlib; pathlib.Path({str(tmp_path / 'ran')!r}).touch()"
     for folder in (tmp_path, tmp_path / "encoder"):
         folder.mkdir(exist_ok=True)
@@ -184,7 +184,7 @@ def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("code")
 @pytest.mark.parametrize("family", ["clip", "open_clip"])
 def test_code_of_a_model_is_never_run(family: str, tmp_path: Path) -> None:
-    """The library's own classes are used."""
+    """Models and tokenizers are built from the library's classes."""
     save_clip(tmp_path)
     if family == "open_clip":
         text = {**OPEN_CLIP_TREE["text_cfg"], "hf_tokenizer_name": "tokenizer", "vocab_size": SIZE}
@@ -204,7 +204,7 @@ def test_code_of_a_model_is_never_run(family: str, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("code")
 @pytest.mark.parametrize("known", [True, False])
 def test_code_of_open_clips_text_encoders_is_never_run(known: bool, tmp_path: Path) -> None:
-    """An encoder that transformers has is built from its own class; any other is refused."""
+    """An encoder that transformers implements is built from transformers' class; any other encoder is refused."""
     encoder = tmp_path / "encoder"
     tree = {"model_type": "roberta" if known else "made", **small(24), "vocab_size": 60, "pad_token_id": 1}
     tree["auto_map"] = {"AutoConfig": "code.Made", "AutoModel": "code.Made"}

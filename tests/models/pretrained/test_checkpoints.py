@@ -1,4 +1,4 @@
-"""Miniatures of every family, saved by their libraries and loaded here; published sizes on the meta device."""
+"""Load miniatures of every family that their libraries have saved, and check published sizes on the meta device."""
 
 import json
 import math
@@ -45,10 +45,10 @@ Encode = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 class Saved(NamedTuple):
     folder: Path
-    encode: Encode  # the library's own: (normalized pixels, ids) -> features on the unit sphere
+    encode: Encode  # the library's function: (normalized pixels, ids) -> features on the unit sphere
     mean: list[float]
     std: list[float]
-    ids: Callable[[list[str]], Tensor]  # the library's own
+    ids: Callable[[list[str]], Tensor]  # the library's tokenizer
 
 
 HALF = [0.5] * 3
@@ -85,11 +85,11 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def opened(folder: Path) -> Any:
-    return open_checkpoint(pickle.loads(pickle.dumps(locate(str(folder)))))  # as it reaches the other ranks
+    return open_checkpoint(pickle.loads(pickle.dumps(locate(str(folder)))))  # references can be pickled
 
 
 def test_features_are_the_librarys_own(saved: Saved) -> None:
-    """And nearly so in bf16."""
+    """Features equal the library's in float32, and are close to them in bf16."""
     model = opened(saved.folder).load().model.eval()
     shape = (1, 3, 1, 1)
     pixels = (images(32) / 255 - torch.tensor(saved.mean).reshape(shape)) / torch.tensor(saved.std).reshape(shape)
@@ -106,7 +106,7 @@ def test_features_are_the_librarys_own(saved: Saved) -> None:
 
 
 def test_a_text_encoder_of_transformers_in_open_clip(tmp_path: Path) -> None:
-    """Its masks are made without reading the device."""
+    """The encoder's masks are built without reading from the device."""
     tokenizer = xlm_roberta_tokenizer()
     config = small(32, vocab_size=len(tokenizer), max_position_embeddings=66, bos_token_id=0, pad_token_id=1)
     XLMRobertaModel(XLMRobertaConfig(**config, eos_token_id=2, type_vocab_size=1)).save_pretrained(tmp_path / "text")
@@ -123,7 +123,7 @@ def test_a_text_encoder_of_transformers_in_open_clip(tmp_path: Path) -> None:
 
 def test_facts_come_from_the_checkpoint(saved: Saved) -> None:
     checkpoint, siglip = opened(saved.folder), saved.folder.parent.name.startswith("siglip")
-    tokenizer = pickle.loads(pickle.dumps(checkpoint.tokenizer()))  # as it reaches a loader process
+    tokenizer = pickle.loads(pickle.dumps(checkpoint.tokenizer()))  # as when sent to a loader process
     assert torch.equal(tokenizer(CAPTIONS), saved.ids(CAPTIONS))
     assert tokenizer([]).shape == (0, 16)
     assert checkpoint.embed_dim == (32 if siglip else 20)
@@ -132,7 +132,7 @@ def test_facts_come_from_the_checkpoint(saved: Saved) -> None:
     wanted = LogitParameters(math.exp(-4.75), -12.5) if siglip else LogitParameters(math.exp(-4), None)
     before = torch.get_rng_state()
     found = checkpoint.load().logits
-    if not saved.folder.parent.name.startswith("open_clip"):  # which builds a random model first
+    if not saved.folder.parent.name.startswith("open_clip"):  # open_clip builds a random model first
         assert torch.equal(torch.get_rng_state(), before), "what is random in a run would change"
     assert found.temperature == pytest.approx(wanted.temperature, rel=1e-6)
     assert found.bias == wanted.bias
@@ -143,7 +143,7 @@ def test_a_run_keeps_all_but_the_weights(saved: Saved, tmp_path: Path) -> None:
     kept = opened(tmp_path / "kept")
     assert (kept.preprocessing, kept.embed_dim) == (opened(saved.folder).preprocessing, opened(saved.folder).embed_dim)
     words = CAPTIONS[:2]
-    mask = saved.ids(words) != saved.ids([""])[0, -1]  # open_clip's files may pad with another token
+    mask = saved.ids(words) != saved.ids([""])[0, -1]  # open_clip's files may pad with a different token
     assert torch.equal(kept.tokenizer()(words)[mask], saved.ids(words)[mask])
     built, whole = kept.build().state_dict(), opened(saved.folder).load().model.state_dict()
     assert {name: value.shape for name, value in built.items()} == {n: value.shape for n, value in whole.items()}
@@ -176,7 +176,7 @@ def test_an_open_clip_file_takes_its_architecture_by_name(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("family", ["clip", "open_clip"])
 def test_a_hub_name_is_served_from_the_cache(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Create the layout of the hub's cache after a download."""
+    """A hub name is found in a cache folder that has the layout of the hub's cache after a download."""
     repository = tmp_path / "models--someone--something"
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text("0" * 40)
@@ -212,7 +212,7 @@ def test_published_sizes_of_open_clip_models(name: str, vision: int, total: int)
 
 
 TEXT = {"vocab_size": 300, "context_length": 16, "width": 24, "layers": 1, "heads": 2}
-NAME = "test_vit"  # timm's smallest, 160 pixels in patches of 16
+NAME = "test_vit"  # timm's smallest ViT, for 160-pixel images with patches of 16 pixels
 
 
 def bpe() -> CaptionTokenizer:
@@ -220,7 +220,7 @@ def bpe() -> CaptionTokenizer:
 
 
 def saved_timm(path: Path, name: str = NAME, **options: Any) -> Any:
-    """Save a timm model with a classifier, as it is published."""
+    """Save a timm model with a classifier, as timm's models are published, and return the model."""
     torch.manual_seed(1)
     model = timm.create_model(name, num_classes=10, **options).eval()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -253,7 +253,7 @@ def by_timm(model: Any, source: FromConfig, size: int) -> Tensor:
 
 @pytest.mark.parametrize("size", [160, 192])
 def test_a_file_gives_timms_features(size: int, tmp_path: Path) -> None:
-    """At another size the positions are resampled as timm does; pixel statistics are those of timm's model."""
+    """At a different size, positions are resampled as in timm; pixel statistics are those of timm's model."""
     model = saved_timm(tmp_path / "weights.safetensors")
     config = config_of(tmp_path / "weights.safetensors", size)
     source = source_of(config)
