@@ -85,7 +85,7 @@ def test_more_prototypes_than_pairs_and_fewer_than_ranks(world_size: int) -> Non
 
 
 def check_ranks(ranks: list[dict[str, Any]], variants: Variants = VARIANTS) -> None:
-    """Check that the ranks' combined results equal one CPU rank's, and that all ranks have the same replicated state."""
+    """Check that the ranks' combined results equal one CPU rank's, and that all ranks' replicated state is the same."""
     one = train(Communicator(), 1000, variants)
     for name in variants:
         for number in range(STEPS):

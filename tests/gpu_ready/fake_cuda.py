@@ -139,7 +139,7 @@ class FakeGpu(TorchDispatchMode):
             self.wait()
 
     def _plain_indices(self, args: Sequence[Any]) -> list[Tensor | None]:
-        """Return the indices on the device of the indexed tensor, and count a wait for each index that moves to the GPU."""
+        """Return the indices on the device of the indexed tensor, and count a wait for each index that is copied."""
         for index in args[1]:
             if index is not None and _is_cuda(args[0]) and not _is_cuda(index):
                 self._wait(args[:1])  # for the copy of the index to the device
