@@ -172,13 +172,14 @@ def test_no_temperature_is_told_as_none(family: str, tmp_path: Path) -> None:
 
 @pytest.fixture
 def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Put code next to a model, and fail if the user is asked whether to run the code."""
+    """Put code next to a model, and fail if the code runs or the user is asked whether to run it."""
     code = f"import pathlib; pathlib.Path({str(tmp_path / 'ran')!r}).touch()"
     for folder in (tmp_path, tmp_path / "encoder"):
         folder.mkdir(exist_ok=True)
         (folder / "code.py").write_text(code)
     monkeypatch.setattr("builtins.input", lambda *words: pytest.fail("the user was asked"))
     yield
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.usefixtures("code")
