@@ -161,7 +161,7 @@ class DataConfig(Section):
 
     @property
     def sources(self) -> list[SourceConfig]:
-        """The sources of a mixture; empty for a single data set."""
+        """The sources of a mixture; empty for a single dataset."""
         return [] if isinstance(self.train, str) else self.train
 
     @property

@@ -239,7 +239,7 @@ def _shown(value: Any, text: Callable[[Any], str] = repr) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a hint with a similar known name, else the least deeply nested one with the same last part, else ""."""
+    """Return a hint that suggests a similar known name, or the least nested name with this last component, or ""."""
     names = sorted(known, key=lambda other: (other.count("."), other))
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
     if not close:

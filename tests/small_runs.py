@@ -102,7 +102,7 @@ def lines_in(path: Path) -> int:
 
 
 def demo_shards(folder: Path, pairs: int, held_out: int = 40) -> Path:
-    """Render a small demo data set, and return the folder of training shards, which is next to the other splits."""
+    """Render a small demo dataset, and return the folder of training shards, which is next to the other splits."""
     make_demo_data(folder, pairs=pairs, held_out=held_out, zero_shot=80, size=32, processes=1)
     return folder / "train"
 

@@ -40,7 +40,7 @@ ENCODERS = {
     "dfn2b": (5120, 9.5, 2e-4, 0.2, 13_000, *VIT, 1e-6),  # not published: as laion315m, except the epochs
 }
 PUBLISHED = [name for name in recipe_names() if name.split("_")[0] in ENCODERS]  # the other recipes are our own
-# differences from the data set's row: AmorLIP's epochs and weight decay, and the optimizers of FastCLIP Table 10
+# differences from the dataset's row: AmorLIP's epochs and weight decay, and the optimizers of FastCLIP Table 10
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     "cc3m_amorlip": {"budget": 30},
     "cc12m_amorlip": {"weight_decay": 0.2},
@@ -112,7 +112,7 @@ GAMMAS = {
     "dfn1b_fastclip_v3": ("cosine", 0.8),
 }
 GAMMA_EPOCHS = {"cc3m": 18, "cc12m": 16, "laion315m": 10, "dfn14m": 12, "dfn192m": 3, "dfn1b": 1, "dfn2b": 2}
-# number of parameters without the temperature -> data sets with that model (open_clip's RN50, ViT-B-32, ViT-B-16)
+# number of parameters without the temperature -> datasets with that model (open_clip's RN50, ViT-B-32, ViT-B-16)
 MODELS = {
     102_007_136: ("cc3m",),
     151_277_312: ("cc12m", "dfn14m"),

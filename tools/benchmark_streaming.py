@@ -195,7 +195,7 @@ def mosaic(setting: Setting, storage: Storage, start: Start) -> Callable[[], Ite
         loader: Any = StreamingDataLoader(dataset, batch_size=setting.batch, **setting.torch_workers)
         if start.batches:
             state = dataset.state_dict(start.batches * setting.batch, from_beginning=True)
-            loader.load_state_dict({**state, "epoch": 0})  # the epoch is -1 until a data set is read
+            loader.load_state_dict({**state, "epoch": 0})  # the epoch is -1 until a dataset is read
         return (len(images) for images, _ in loader)
 
     return sizes

@@ -422,7 +422,7 @@ def main() -> None:
     scaling.add_argument("--rows", type=int, help="pairs per rank (default: the recipe's batch, divided by the ranks)")
     scaling.add_argument("--machine", default="h100", help="a name in machines.yaml, or a fitted machine.json")
     scaling.add_argument("--networks", nargs="+", help="networks between nodes (default: all in machines.yaml)")
-    scaling.add_argument("--samples", type=float, default=1e9, help="size n of the data set")
+    scaling.add_argument("--samples", type=float, default=1e9, help="size n of the dataset")
     scaling.add_argument("--seen", type=float, default=1.28e10, help="samples seen in the whole run")
     commands.add_parser("published", help="compare the cost model with published times")
     with exit_on_mistake():

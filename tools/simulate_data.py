@@ -156,7 +156,7 @@ def main() -> None:
     parser = Parser(prog="simulate_data.py", description=__doc__)
     parser.add_argument("recipe", help="a recipe's name, or the path of a YAML file; config options may follow")
     parser.add_argument(
-        "--samples", type=float, default=192e6, help="samples n in the data set, in shards of 10,000 on average"
+        "--samples", type=float, default=192e6, help="samples n in the dataset, in shards of 10,000 on average"
     )
     parser.add_argument("--sample-kb", type=float, default=45, help="KB of an image and its caption in a shard")
     parser.add_argument("--sigma", type=float, default=0, help="sigma of the lognormal shard sizes; 0: all equal")

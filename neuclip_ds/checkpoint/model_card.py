@@ -59,7 +59,7 @@ def model_card(config: Config, checkpoint: Path, form: str, license: str | None 
 
 
 def _eval_result(config: Config, score: str, value: float) -> EvalResult:
-    """Return a score and the name of its data set as an entry of the hub's `model-index`."""
+    """Return a score and the name of its dataset as an entry of the hub's `model-index`."""
     kind, _, key = score.partition("/")
     task, metric = "zero-shot-image-classification", "accuracy"
     if kind == "task":

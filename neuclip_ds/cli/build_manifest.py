@@ -1,4 +1,4 @@
-"""Build the manifest of a data set: the list of its shards, and the global index at which each shard starts.
+"""Build the manifest of a dataset: the list of its shards, and the global index at which each shard starts.
 
 Examples:
   neuclip-ds build-manifest /data/cc12m/manifest '/data/cc12m/{00000..01242}.tar'

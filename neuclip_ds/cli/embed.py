@@ -1,4 +1,4 @@
-"""Write the features of all images and captions of a data set, for filtering, search and analysis.
+"""Write the features of all images and captions of a dataset, for filtering, search and analysis.
 
 The features are written to --out, one file per shard. After an interruption, the same command writes the missing
 files, on any number of ranks. docs/how-to/prepare_data.md shows how to use the features.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # torch and deepspeed take seconds to import
 def main(arguments: Sequence[str]) -> None:
     parser = Parser(prog="neuclip-ds embed", description=__doc__)
     parser.add_argument("model", help="a run's folder (its newest checkpoint), a checkpoint, or a pretrained model")
-    parser.add_argument("shards", help="data set, as in data.train: a folder, glob, brace pattern or manifest")
+    parser.add_argument("shards", help="dataset, as in data.train: a folder, glob, brace pattern or manifest")
     parser.add_argument("--out", type=Path, required=True, help="folder for the features, shared by all nodes")
     parser.add_argument("--ema", action="store_true", help="use the moving average of a run's weights (ema.decay)")
     parser.add_argument(

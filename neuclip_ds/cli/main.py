@@ -16,11 +16,11 @@ COMMANDS = {
     "train": "train a model from a recipe",
     "evaluate": "score a model on DataComp's evaluation sets or your own",
     "export": "write a trained model for transformers or open_clip",
-    "embed": "write the features of all samples of a data set",
+    "embed": "write the features of all samples of a dataset",
     "filter": "select samples by similarity or another column",
     "pack": "pack tables of pairs into shards",
-    "build-manifest": "index the shards of a data set",
-    "make-demo-data": "render the demo data set",
+    "build-manifest": "index the shards of a dataset",
+    "make-demo-data": "render the demo dataset",
 }
 
 

@@ -1,4 +1,4 @@
-"""Render the demo data set: colored shapes with captions, held-out pairs and a zero-shot set.
+"""Render the demo dataset: colored shapes with captions, held-out pairs and a zero-shot set.
 
 Example:
   neuclip-ds make-demo-data /tmp/demo --pairs 5000

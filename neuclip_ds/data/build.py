@@ -1,4 +1,4 @@
-"""Build manifests: in memory when a run starts, or on disk with many processes for large data sets.
+"""Build manifests: in memory when a run starts, or on disk with many processes for large datasets.
 
 Indices are assigned in the order of the paths, regardless of the order in which the shards were scanned. After an
 interrupted build on disk, the next build scans only the shards that have no results yet, even if its list of shards

@@ -1,7 +1,7 @@
 """Decode the captions and the image of a sample; training draws one of the captions.
 
 `data.captions` lists the caption sources: `txt` is the whole text member, `txt:lines` is every line of that member, and
-`json:KEY` is the string or list of strings under a key of the JSON member, where recaptioned data sets keep captions.
+`json:KEY` is the string or list of strings under a key of the JSON member, where recaptioned datasets keep captions.
 Other members work in the same way, for example `syn.txt` and `blip.json:caption`.
 
 Without weights, all captions of a sample are equally likely. With a weight for each source, training first draws one of

@@ -1,4 +1,4 @@
-"""Render the demo data set from a seed: image-caption pairs and a zero-shot set, both of colored shapes.
+"""Render the demo dataset from a seed: image-caption pairs and a zero-shot set, both of colored shapes.
 
     FOLDER/train/00000.tar, ...        img2dataset layout: 000000000.jpg/.json/.txt, 1,000 pairs per shard
     FOLDER/val/00000.tar, ...          held-out pairs
@@ -152,9 +152,9 @@ def make_demo_data(
 
 
 def demo_split(source: str, cache: Path) -> Path:
-    """Return the folder of `demo:train`, `demo:val` or `demo:zero_shot`; render the data set if it is not in `cache`.
+    """Return the folder of `demo:train`, `demo:val` or `demo:zero_shot`; render the dataset if it is not in `cache`.
 
-    If several processes render the data set at the same time, all of them use the files of the first one to finish.
+    If several processes render the dataset at the same time, all of them use the files of the first one to finish.
     Raises UserError if `source` is not the name of a split, or `cache` cannot be written.
     """
     _, _, split = source.partition(":")

@@ -83,7 +83,7 @@ def eval_jobs(manifest: Manifest, rank: int, world_size: int, batch_size: int) -
 class Loader(WorkerPool):
     """Persistent worker processes that load image-caption batches or apply functions to items.
 
-    `pairs` maps names to data sets. The forked workers inherit these data sets, so large manifests are not pickled.
+    `pairs` maps names to datasets. The forked workers inherit these datasets, so large manifests are not pickled.
     """
 
     def __init__(self, options: LoaderOptions, pairs: Mapping[str, PairDataset] | None = None) -> None:
@@ -91,7 +91,7 @@ class Loader(WorkerPool):
         self._pairs = pairs or {}
 
     def batches(self, source: str, jobs: Jobs) -> Generator[Batch, None, None]:
-        """Yield the batches or parts that `jobs` selects from the `source` data set; raise UserError if `run` does."""
+        """Yield the batches or parts that `jobs` selects from the `source` dataset; raise UserError if `run` does."""
         jobs_of_source = ((source, jobs.items(number)) for number in range(jobs.number))
         return self.run(jobs_of_source, jobs.describe, self._pairs[source].folder)
 

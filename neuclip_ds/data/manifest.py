@@ -1,4 +1,4 @@
-"""The manifest of a data set: its shards, and the global index at which each shard starts.
+"""The manifest of a dataset: its shards, and the global index at which each shard starts.
 
 A sample's index is its shard's first index plus its position in the shard; incomplete samples are counted too. A
 manifest with sample tables (neuclip_ds/data/sample_table.py) may list only some samples of each shard. It then
@@ -34,7 +34,7 @@ class Shard(NamedTuple):
 
 
 class Manifest:
-    """The shards of a data set in index order and, optionally, the sample tables of these shards.
+    """The shards of a dataset in index order and, optionally, the sample tables of these shards.
 
     `n` is the number of indices, and thus the number of rows of per-sample state. `held_out` maps a shard's number to
     the number of samples at the end of the shard that are held out for `validation`.
@@ -82,7 +82,7 @@ class Manifest:
 
     @cached_property
     def content_hash(self) -> str:
-        """A hash that identifies the data set: `hash_of_first(n_shards)`."""
+        """A hash that identifies the dataset: `hash_of_first(n_shards)`."""
         return self.hash_of_first(self.n_shards)
 
     def hash_of_first(self, count: int) -> str:
@@ -114,7 +114,7 @@ class Manifest:
     def locate(self, index: int) -> tuple[int, int]:
         """Convert a global index to (shard number, row in the shard); raise IndexError if it is outside 0 ... n - 1."""
         if not 0 <= index < self.n:
-            raise IndexError(f"sample index {index} is out of range for a data set of {self.n} samples")
+            raise IndexError(f"sample index {index} is out of range for a dataset of {self.n} samples")
         shard = bisect_right(self._starts, index) - 1
         return shard, index - self._starts[shard]
 

@@ -67,7 +67,7 @@ class GlobalOrder:
         self._sizes = np.asarray(shard_sizes, dtype=np.int64)
         self.n = int(self._sizes.sum())
         if self.n < 2:
-            raise UserError(f"The data set has {self.n} samples; contrastive training needs at least 2.")
+            raise UserError(f"The dataset has {self.n} samples; contrastive training needs at least 2.")
         if drop_last and self.n < batch_size:
             raise UserError(f"data.drop_last leaves no batch: {self.n} samples, batch_size={batch_size}; lower it.")
         self.interleave = interleave or choose_interleave(len(self._sizes), batch_size)

@@ -1,4 +1,4 @@
-"""Write the features of a data set shard by shard, distributed over the ranks.
+"""Write the features of a dataset shard by shard, distributed over the ranks.
 
     OUT/embedding.json                  model, data and options that produced the parts
     OUT/part-00000012.parquet           index, key, uid, image, text, similarity of the samples in shard 12

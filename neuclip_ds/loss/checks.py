@@ -19,7 +19,7 @@ def problem_with(image: Any, text: Any, index: Any, valid: Any, dim: int, sample
         index: (b,) integers in [0, samples) in host memory, or None.
         valid: (b,) bool in host memory, or None if all rows are valid.
         dim: required width of the features.
-        samples: size n of the data set.
+        samples: size n of the dataset.
         not_finite: whether to accept rows with NaN or infinite values.
     """
     given = {"image_features": image, "text_features": text, "index": index, "valid": valid}

@@ -42,7 +42,7 @@ class Context(NamedTuple):
     """Sizes, communicator and settings that an objective's components need in addition to their options."""
 
     dim: int  # d
-    samples: int  # n, the size of the data set
+    samples: int  # n, the size of the dataset
     communicator: Communicator
     dtype: torch.dtype = torch.float32
     temperature: float | None = 0.07  # initial tau of the encoders; None if the checkpoint has no tau

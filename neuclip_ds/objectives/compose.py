@@ -5,12 +5,12 @@ They differ in eps and in the scale of the loss.
 
 `robust` is RGCL-g (FastCLIP eq. 10, NeuCLIP eq. 12): tau is learned by minimizing (tau times the loss) + 2 rho tau.
 
-`learned` does not use rho. With eps = 1/(n-1), and with g_i as the mean over the n-1 negatives in the data set,
+`learned` does not use rho. With eps = 1/(n-1), and with g_i as the mean over the n-1 negatives in the dataset,
 
     (n-1) (eps + g_i) = 1 + sum_{j != i} exp((s_ij - s_ii)/tau),
     L = 1/2 1/n sum_i [ log(eps + g1_i) + log(eps + g2_i) ] + log(n-1)
 
-so L is OpenCLIP's cross-entropy with the data set as the batch. The positive's term keeps L bounded below as tau
+so L is OpenCLIP's cross-entropy with the dataset as the batch. The positive's term keeps L bounded below as tau
 decreases, so log(1/tau) can follow the gradient of L, as in OpenCLIP. With NeuCLIP's alpha_i,
 
     dL/dlog(1/tau) = 1/2 1/B sum_i [ mean logit_i - r_i tau dalpha_i/dtau ]         (both directions)
@@ -47,7 +47,7 @@ _TEMPERATURES: dict[str, type[Temperature]] = {
 
 
 def compose_objective(config: ObjectiveConfig, context: Context) -> Objective:
-    """Build the objective of `config.method`; raise `UserError` if the data set size is needed but unknown."""
+    """Build the objective of `config.method`; raise `UserError` if the dataset size is needed but unknown."""
     method = find_method(config.method)
     if method.normalizer is None:
         return SigmoidObjective(config, context)
@@ -71,7 +71,7 @@ def compose_objective(config: ObjectiveConfig, context: Context) -> Objective:
 
 
 def _other_samples(context: Context) -> int:
-    """Return n - 1, the number of negatives of an anchor in the data set."""
+    """Return n - 1, the number of negatives of an anchor in the dataset."""
     if not context.samples:
         raise UserError(
             "objective.temperature.rule=learned has eps = 1/(n-1), but n is unknown: pass ContrastiveLoss the number "

@@ -19,7 +19,7 @@ from neuclip_ds.errors import UserError
 Options = Mapping[str, Any]
 """Options under `objective`, nested as in a recipe."""
 
-DEFAULT = "openclip"  # it has no settings that need tuning on a new data set
+DEFAULT = "openclip"  # it has no settings that need tuning on a new dataset
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ METHODS: dict[str, Method] = {
         starts={**_tau(0.1), "siglip": {"bias": -10.0}},
     ),
     # SogCLR (Yuan et al. 2022; FastCLIP eq. 1), w_i = 1/(eps + u_i): u_i is a moving average of g_i.
-    #   tau/n sum_i [ log(eps + g1_i) + log(eps + g2_i) ]   over the data set
+    #   tau/n sum_i [ log(eps + g1_i) + log(eps + g2_i) ]   over the dataset
     "sogclr": Method(
         normalizer="moving_average",
         temperature="constant",
@@ -143,9 +143,9 @@ METHODS: dict[str, Method] = {
     #   tau/n sum_i sum_{1, 2} [ exp(-alpha_i) (eps + g_i) + alpha_i - 1 ] + 2 rho tau
     #   alpha1_i = log(eps + 1/m sum_k exp((cos(e1_i, W1_k) - s_ii)/tau)),   alpha2_i with e2_i and W2
     # tau's initial value and schedule are not published. We use 0.07, and the encoders' schedule because tau's learning
-    # rate (NeuCLIP Table 3) is an eighth of the encoders' on every data set.
+    # rate (NeuCLIP Table 3) is an eighth of the encoders' on every dataset.
     "neuclip": Method(normalizer="npn", temperature="rule", starts=_tau(0.07)),
-    # InfoNCE over the data set, with normalizers pooled from the batch and a queue (this project, with MoCo's queue).
+    # InfoNCE over the dataset, with normalizers pooled from the batch and a queue (this project, with MoCo's queue).
     #   1/2n sum_i sum_{1, 2} alpha_i + log(n-1),   eps = 1/(n-1)
     #   alpha_i = log(eps + (g_i + kappa ghat_i)/(1 + kappa)),   ghat1_i = 1/m sum_k exp((e1_i . W_k - s_ii)/tau)
     # W contains the last m features of the other modality. With `temperature.rule=robust`, the scale is tau, eps is

@@ -84,7 +84,7 @@ class MemoryQuery:
 
     config: Config
     world_size: int
-    samples: int = 0  # n of the data set, 0 if unknown
+    samples: int = 0  # n of the dataset, 0 if unknown
     device: str = "cuda"  # or `cpu`
 
     @cached_property

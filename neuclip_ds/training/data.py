@@ -115,7 +115,7 @@ def resolve(source: str) -> str:
 
 
 def open_data(source: str, data: DataConfig, communicator: Communicator, folder: Path) -> Manifest:
-    """Open the manifest of a data set on all ranks; rank 0 builds it in `folder` if it does not exist."""
+    """Open the manifest of a dataset on all ranks; rank 0 builds it in `folder` if it does not exist."""
 
     def read() -> dict[str, Any]:
         from neuclip_ds.data.build import open_manifest  # scans shards, which only rank 0 does

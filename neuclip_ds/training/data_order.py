@@ -1,4 +1,4 @@
-"""The training set of a run (one data set or a weighted mixture) and the order of its samples.
+"""The training set of a run (one dataset or a weighted mixture) and the order of its samples.
 
 The order is chosen when the run starts, and is stored in the run's checkpoints.
 """
@@ -31,7 +31,7 @@ class TrainingSet:
 
     Attributes:
         manifest: the concatenated manifests of all sources, without the held-out pairs.
-        sources: options of each source; empty for a single data set.
+        sources: options of each source; empty for a single dataset.
         parts: for each source, an (n_shards,) array of the samples used per shard (0 in the shards of other sources).
     """
 
@@ -193,6 +193,6 @@ def order_facts(interleave: Interleave) -> dict[str, int]:
 
 
 def source_facts(data: DataConfig) -> dict[str, object]:
-    """Return the weights of a mixture's sources in the form that a checkpoint stores; empty for a single data set."""
+    """Return the weights of a mixture's sources in the form that a checkpoint stores; empty for a single dataset."""
     described = [source.model_dump(mode="json", exclude={"path"}) for source in data.sources]
     return {"sources": described} if described else {}

@@ -134,7 +134,7 @@ class Loop:
     def resume(self, checkpoint: Path) -> None:
         """Load the engine and the objective from an intact checkpoint, and set `done` to its step.
 
-        Writes nothing; raises `UserError` if the checkpoint belongs to a different run, model or data set.
+        Writes nothing; raises `UserError` if the checkpoint belongs to a different run, model or dataset.
         """
         self.done, saved = self.checkpoints.read(checkpoint, self.fingerprint)
         check_data(saved, self.context.data.manifest)

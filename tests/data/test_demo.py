@@ -1,4 +1,4 @@
-"""Check the layout, labels, captions, near-duplicates and reproducibility of the demo data set."""
+"""Check the layout, labels, captions, near-duplicates and reproducibility of the demo dataset."""
 
 import json
 import os

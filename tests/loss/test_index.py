@@ -1,4 +1,4 @@
-"""Samples keep their index in the data set through the page's pipelines and webdataset's usual stages."""
+"""Samples keep their index in the dataset through the page's pipelines and webdataset's usual stages."""
 
 from pathlib import Path
 from typing import Any

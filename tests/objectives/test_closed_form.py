@@ -131,7 +131,7 @@ def test_siglip(tau: float, bias: float, size: int, chunk: int | None) -> None:
 
 @pytest.mark.parametrize("tau", TAUS)
 def test_no_rho_is_openclip_over_the_data_set(tau: float) -> None:
-    """With the whole data set as the batch and no prototypes yet, the gradients equal OpenCLIP's."""
+    """With the whole dataset as the batch and no prototypes yet, the gradients equal OpenCLIP's."""
     temperature = {"initial": tau, "rule": "learned", "lr": 1e-3}
     image, text = pairs(SAMPLES // 10, 8)
     found = {}

@@ -60,7 +60,7 @@ def test_a_shard_that_cannot_be_had_is_bad_samples(tmp_path: Path) -> None:
     [
         (["txt", "syn.txt", "json:caption"], ["syn.txt", "json:caption"]),
         ({"json:long": 0.5, "json:short": 0.5}, ["json:short"]),
-        (["json:none"], []),  # not reported: a data set without captions is refused elsewhere
+        (["json:none"], []),  # not reported: a dataset without captions is refused elsewhere
     ],
 )
 def test_sources_of_captions_that_no_sample_has(captions: Any, unused: list[str], tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from neuclip_ds.training.step import TrainStep
 
 Build = Callable[[Config, Context, torch.dtype], Objective]
 CONFIG = "config.yaml"  # file next to breakdown.json
-EPOCH = 100  # steps per epoch of the data set that the indices are drawn from
+EPOCH = 100  # steps per epoch of the dataset that the indices are drawn from
 _TOKENS = 512  # vocabulary size assumed for a pretrained tokenizer that does not report one
 
 

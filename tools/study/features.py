@@ -67,7 +67,7 @@ class Splits(NamedTuple):
 
 
 def load_splits(folder: Path, validation: int = 400) -> Splits:
-    """Return the standardized features of a data set; `cache_features` must have written them.
+    """Return the standardized features of a dataset; `cache_features` must have written them.
 
     The last `validation` images of the training shards become the validation split.
     """
