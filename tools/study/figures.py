@@ -25,8 +25,8 @@ def draw(records: Mapping[str, Any], stage: str, folder: Path) -> list[Path]:
     """Draw the runs of a stage; return the files written."""
     groups = {batch: rows for (name, batch), rows in sorted(grouped(records).items()) if name == stage}
     arms = sorted({arm for rows in groups.values() for arm in rows})
-    color = {arm: f"C{number}" for number, arm in enumerate(arms)}
-    figures = {"gains": _gains(groups, color), "curves": _curves(groups[min(groups)], color)}
+    color = dict(zip(arms, plt.get_cmap("tab20").colors, strict=False))
+    figures = {"gains": _gains(groups, color), "curves": _curves(max(groups.values(), key=len), color)}
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / f"{stage}_{name}.svg" for name in figures]
     for file, figure in zip(files, figures.values(), strict=True):
@@ -35,13 +35,13 @@ def draw(records: Mapping[str, Any], stage: str, folder: Path) -> list[Path]:
     return files
 
 
-def _gains(groups: Mapping[int, Any], color: Mapping[str, str]) -> plt.Figure:
+def _gains(groups: Mapping[int, Any], color: Mapping[str, Any]) -> plt.Figure:
     """Plot each arm's gain over OpenCLIP at the same batch size, with 95 % intervals."""
     figure, axes = plt.subplots(figsize=(7, 4))
     for number, arm in enumerate(arm for arm in color if arm != PEER):
         points = []
         for batch, rows in groups.items():
-            seeds = sorted(rows[arm].keys() & rows[PEER].keys())
+            seeds = sorted(rows.get(arm, {}).keys() & rows[PEER].keys())
             if len(seeds) > 1:
                 pairs = ([rows[name][seed]["recall"] for seed in seeds] for name in (arm, PEER))
                 points.append((batch * 1.03**number, *difference(*pairs)))
@@ -55,7 +55,7 @@ def _gains(groups: Mapping[int, Any], color: Mapping[str, str]) -> plt.Figure:
     return figure
 
 
-def _curves(rows: Mapping[str, Any], color: Mapping[str, str]) -> plt.Figure:
+def _curves(rows: Mapping[str, Any], color: Mapping[str, Any]) -> plt.Figure:
     """Plot means over seeds of what a run records as it trains."""
     figure, panels = plt.subplots(2, 2, figsize=(9, 6), sharex=True)
     for axes, (key, label) in zip(panels.flat, CURVES.items(), strict=True):
@@ -65,6 +65,6 @@ def _curves(rows: Mapping[str, Any], color: Mapping[str, str]) -> plt.Figure:
                 means = [statistics.mean(one[key] for one in each) for each in records]
                 axes.plot([each[0]["step"] for each in records], means, color=color[arm], label=arm)
         axes.set(ylabel=label, xlabel="step")
-    panels[0, 0].legend(fontsize=7)
     figure.tight_layout()
+    figure.legend(*panels[0, 0].get_legend_handles_labels(), fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
