@@ -54,7 +54,7 @@ def export_run(
 
 
 def _logits(state: Mapping[str, Tensor], config: Config, start: LogitParameters) -> LogitParameters:
-    """Return the temperature and bias: final values, or initial values for those not trained as one scalar."""
+    """Return the temperature and bias: the final value if trained as a single scalar, else the initial value."""
     tau = trained_temperature(state)
     temperature = config.objective.temperature.initial or start.temperature if tau is None else tau.item()
     bias = start.bias if config.model.pretrained else None

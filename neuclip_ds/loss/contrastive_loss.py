@@ -251,7 +251,7 @@ class ContrastiveLoss(nn.Module):
         """Read the state that `save` wrote; the number of ranks may differ.
 
         Raises:
-            UserError: the folder is incomplete, or comes from a loss with a different method, dim, samples or options.
+            UserError: the folder is incomplete, or was saved with a different `method`, `dim`, `samples` or option.
         """
         folder = Path(folder)
         if not (folder / INDEX).is_file():

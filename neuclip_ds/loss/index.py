@@ -38,7 +38,7 @@ def add_index(samples: Iterable[dict[str, Any]], starts: Mapping[str, int]) -> I
     `wds.decode` ignores keys that start with `__`; `wds.to_tuple("image", "text", "__index__")` selects the index.
 
     Args:
-        samples: webdataset samples with `__url__` and `__key__`, in the order of the tar files.
+        samples: webdataset samples with `__url__` and `__key__`, in their order in the tar files.
         starts: maps each shard's URL to the index of its first sample; the shards' index ranges must not overlap.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Options that all methods share and config sections that only some read. This module does not import torch."""
+"""Options shared by all methods, and config sections read by only some of them. This module does not import torch."""
 
 from __future__ import annotations
 
