@@ -14,8 +14,9 @@ The part `shares` prints the objective's share of a step of --share-model. Tower
 of --share-rows pairs. The objective alone is timed at that batch size and at the paper's global batch size, for which
 the towers are assumed to take the same time per pair.
 
-The part `throughput` prints a table for the documentation: samples/s of our steps on random pairs, the objective's
-share of a step, and the share of the GPUs' peak FLOP/s that the towers reach (MFU, without recomputed operations).
+The part `throughput` prints a table for the documentation: samples/s of our steps on random pairs, the share of the
+GPUs' peak FLOP/s that the towers reach (MFU, without recomputed operations), and the objective's share of profiled
+steps, in which the profiler slows down the host.
 
 With --compile, our program and plain DDP also run with compiled towers, interleaved with the other runs. Config
 options, such as --data.decoder=pil or --objective.temperature.initial=0.01, are passed to all programs.
@@ -67,6 +68,7 @@ _CACHE = Path(".cache")
 _CAPTIONS = 20_000  # captions that the tokenizer is trained on
 _METHODS_OF_SHARES = ("openclip", "fastclip_v3", "neuclip")
 _PAPER_BATCH, _PAPER_RANKS = 5120, 8
+_TOWERS = {False: (), True: ("--model.compile=true",)}
 
 
 class Setting(NamedTuple):
@@ -166,6 +168,8 @@ def print_throughput(arguments: argparse.Namespace) -> None:
     names = "hardware, model, engine, method, pairs per rank, samples/s, objective %, MFU %"
     print(f"\n| {names.replace(', ', ' | ')} |\n" + "|---" * 8 + "|")
     for ranks, method in itertools.product(arguments.ranks, arguments.methods):
+        setting = setting_for(arguments, ranks)
+        speed = run(our_program(setting, method), setting, 0)
         folder = arguments.out / f"throughput_{method}_{ranks}ranks"
         asked = {"methods": method, "stages": arguments.zero, "recipe": arguments.recipe, "rows": arguments.rows}
         asked |= {"precision": arguments.precision, "steps": arguments.steps, "out": folder}
@@ -173,14 +177,14 @@ def print_throughput(arguments: argparse.Namespace) -> None:
         script = str(profile_communication.__file__)
         profile_communication.run_on_ranks(method, [script, "--worker", *options], ranks, folder, arguments.threads)
         found = json.loads((folder / BREAKDOWN).read_text(encoding="utf-8"))
-        seconds = found["seconds"]["total"]["mean"]
         objective = sum(of["mean"] for name, of in found["phases"].items() if name in ("objective", "normalizer"))
+        share = objective / found["seconds"]["total"]["mean"]
         query = MemoryQuery(config_for(method, [arguments.recipe, *arguments.overrides]), ranks)
-        flops = arguments.rows * sum(map(sum, count_flops(query)))
-        reached = f"{100 * flops / seconds / peaks[-1]:.1f}" if peaks and arguments.precision == "bf16" else "-"
+        flops = speed / ranks * sum(map(sum, count_flops(query)))  # per second and rank
+        reached = f"{100 * flops / peaks[-1]:.1f}" if peaks and arguments.precision == "bf16" else "-"
         print(
             f"| {ranks} x {hardware} | {arguments.recipe} | {engine} | {method} | {arguments.rows} "
-            f"| {ranks * arguments.rows / seconds:,.0f} | {100 * objective / seconds:.1f} | {reached} |",
+            f"| {speed:,.0f} | {100 * share:.1f} | {reached} |",
             flush=True,
         )
 
@@ -194,8 +198,7 @@ def compare(arguments: argparse.Namespace, source: str) -> None:
     found: dict[int, Speeds] = {}
     absent: dict[str, str] = {}
     for ranks in arguments.ranks:
-        threads = arguments.threads or max(1, (os.cpu_count() or 1) // ranks)
-        setting = Setting(arguments, arguments.recipe, ranks, arguments.rows, threads, source, tokenizer)
+        setting = setting_for(arguments, ranks, source, tokenizer)
         listed = programs(setting)
         speeds: dict[str, list[float]] = {program.name: [] for program in listed}
         absent.update({program.name: program.absent for program in listed})
@@ -209,6 +212,13 @@ def compare(arguments: argparse.Namespace, source: str) -> None:
     print(f"\n{arguments.recipe}, {arguments.rows} pairs per rank, {kind}\n")
     print("\n".join(table(found, [ours(*variant) for variant in variants(arguments)], absent)), flush=True)
     print_sizes(arguments.out, setting)
+
+
+def setting_for(
+    arguments: argparse.Namespace, ranks: int, source: str = RANDOM, tokenizer: tuple[Path, int] | None = None
+) -> Setting:
+    threads = arguments.threads or max(1, (os.cpu_count() or 1) // ranks)
+    return Setting(arguments, arguments.recipe, ranks, arguments.rows, threads, source, tokenizer)
 
 
 def make_tokenizer(arguments: argparse.Namespace, source: str) -> tuple[Path, int] | None:
@@ -243,20 +253,11 @@ def programs(setting: Setting) -> list[Program]:
     """Return the programs in the order in which they are interleaved; write their configs next to their folders."""
     asked = setting.arguments
     steps = asked.steps + asked.log_every  # open_clip writes its points one step late
-    alike = ["--random"] if setting.source == RANDOM else []
-    towers = {False: (), True: ("--model.compile=true",)}
-    listed = []
-    for method, compiled in variants(asked):
-        # the warm-up lasts at least until NeuCLIP's network predicts
-        predicts = first_prediction(setting.config(method))
-        warmup = max(asked.warmup, math.ceil(predicts / asked.log_every) * asked.log_every)
-        name = ours(method, compiled)
-        path = setting.write(name, warmup + steps, method, *towers[compiled])
-        listed.append(Program(name, PEERS / "ours.py", (path, *alike), "loss", warmup))
-    of_peers = (*alike, *(["--bf16"] if asked.precision == "bf16" else []))
+    listed = [our_program(setting, *variant) for variant in variants(asked)]
+    of_peers = (*random_input(setting), *(["--bf16"] if asked.precision == "bf16" else []))
     for compiled in towers_of(asked):
         name = as_variant("plain DDP", compiled)
-        path = setting.write(name, asked.warmup + steps, asked.methods[0], *towers[compiled])
+        path = setting.write(name, asked.warmup + steps, asked.methods[0], *_TOWERS[compiled])
         listed.append(Program(name, PEERS / "plain_ddp.py", (path, *of_peers), "loss", asked.warmup))
     missing = [name for name in ("open_clip_train", "pandas") if importlib.util.find_spec(name) is None]
     absent = f"pip install open_clip_torch pandas (no {' and no '.join(missing)})" if missing else ""
@@ -264,6 +265,20 @@ def programs(setting: Setting) -> list[Program]:
     script = PEERS / "open_clip_program.py"
     listed.append(Program("open_clip", script, (path, *of_peers), "train/loss", asked.warmup, absent))
     return listed
+
+
+def our_program(setting: Setting, method: str, compiled: bool = False) -> Program:
+    """Return our program; its warm-up lasts at least until NeuCLIP's network predicts."""
+    asked = setting.arguments
+    predicts = first_prediction(setting.config(method))
+    warmup = max(asked.warmup, math.ceil(predicts / asked.log_every) * asked.log_every)
+    name = ours(method, compiled)
+    path = setting.write(name, warmup + asked.steps + asked.log_every, method, *_TOWERS[compiled])
+    return Program(name, PEERS / "ours.py", (path, *random_input(setting)), "loss", warmup)
+
+
+def random_input(setting: Setting) -> tuple[str, ...]:
+    return ("--random",) if setting.source == RANDOM else ()
 
 
 def run(program: Program, setting: Setting, turn: int) -> float:
