@@ -18,15 +18,15 @@ The part `throughput` prints a table for the documentation: samples/s of our ste
 GPUs' peak FLOP/s that the towers reach (MFU, without recomputed operations), and the objective's share of profiled
 steps, in which the profiler slows down the host.
 
-With --compile, our program and plain DDP also run with compiled towers, interleaved with the other runs. Config
-options, such as --data.decoder=pil or --objective.temperature.initial=0.01, are passed to all programs.
+Config options, such as --data.decoder=pil, --model.compile=true or --objective.temperature.initial=0.01, are passed to
+all programs.
 
 Examples:
     python tools/benchmark_step.py
     python tools/benchmark_step.py --data /data/flickr8k/train random --repeats 5 --parts speed shares
     python tools/benchmark_step.py --data random --repeats 5 --objective.temperature.initial=0.01
     python tools/benchmark_step.py --parts throughput --recipe models/vitb16 --rows 256 --ranks 1 8 --precision bf16
-    python tools/benchmark_step.py --recipe models/vitb16 --data random --rows 256 --ranks 1 --precision bf16 --compile
+    python tools/benchmark_step.py --recipe models/vitb16 --data random --rows 256 --ranks 1 --precision bf16
 """
 
 import argparse
@@ -68,7 +68,6 @@ _CACHE = Path(".cache")
 _CAPTIONS = 20_000  # captions that the tokenizer is trained on
 _METHODS_OF_SHARES = ("openclip", "fastclip_v3", "neuclip")
 _PAPER_BATCH, _PAPER_RANKS = 5120, 8
-_TOWERS = {False: (), True: ("--model.compile=true",)}
 
 
 class Setting(NamedTuple):
@@ -129,7 +128,6 @@ def main() -> None:
     parser.add_argument("--threads", type=int, help="threads per rank (cores / ranks)")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="bf16 is autocast in the peers")
     parser.add_argument("--zero", type=int, choices=range(4), default=1, help="our ZeRO stage; peers replicate (1)")
-    parser.add_argument("--compile", action="store_true", help="also measure ours and plain DDP with compiled towers")
     parser.add_argument("--share-model", default="models/vitb16", help="recipe for the part shares (models/vitb16)")
     parser.add_argument("--share-rows", type=int, default=16, help="pairs per real step of shares (16)")
     parser.add_argument("--share-steps", type=int, default=2, help="real steps after the first (2)")
@@ -210,7 +208,7 @@ def compare(arguments: argparse.Namespace, source: str) -> None:
         found[ranks] = speeds
     kind = "one random batch" if source == RANDOM else f"shards, {arguments.workers} loader processes per rank"
     print(f"\n{arguments.recipe}, {arguments.rows} pairs per rank, {kind}\n")
-    print("\n".join(table(found, [ours(*variant) for variant in variants(arguments)], absent)), flush=True)
+    print("\n".join(table(found, [ours(method) for method in arguments.methods], absent)), flush=True)
     print_sizes(arguments.out, setting)
 
 
@@ -232,33 +230,18 @@ def make_tokenizer(arguments: argparse.Namespace, source: str) -> tuple[Path, in
     return arguments.out / "tokenizer", tokenizer.vocab_size
 
 
-def ours(method: str, compiled: bool = False) -> str:
-    return f"here: {as_variant(method, compiled)}"
-
-
-def as_variant(name: str, compiled: bool) -> str:
-    return f"{name}, compiled" if compiled else name
-
-
-def variants(arguments: argparse.Namespace) -> list[tuple[str, bool]]:
-    """Return the variants of our program: the method, and whether the towers are compiled."""
-    return [(method, compiled) for method in arguments.methods for compiled in towers_of(arguments)]
-
-
-def towers_of(arguments: argparse.Namespace) -> list[bool]:
-    return [False, True] if arguments.compile else [False]
+def ours(method: str) -> str:
+    return f"here: {method}"
 
 
 def programs(setting: Setting) -> list[Program]:
     """Return the programs in the order in which they are interleaved; write their configs next to their folders."""
     asked = setting.arguments
     steps = asked.steps + asked.log_every  # open_clip writes its points one step late
-    listed = [our_program(setting, *variant) for variant in variants(asked)]
+    listed = [our_program(setting, method) for method in asked.methods]
     of_peers = (*random_input(setting), *(["--bf16"] if asked.precision == "bf16" else []))
-    for compiled in towers_of(asked):
-        name = as_variant("plain DDP", compiled)
-        path = setting.write(name, asked.warmup + steps, asked.methods[0], *_TOWERS[compiled])
-        listed.append(Program(name, PEERS / "plain_ddp.py", (path, *of_peers), "loss", asked.warmup))
+    path = setting.write("plain DDP", asked.warmup + steps, asked.methods[0])
+    listed.append(Program("plain DDP", PEERS / "plain_ddp.py", (path, *of_peers), "loss", asked.warmup))
     missing = [name for name in ("open_clip_train", "pandas") if importlib.util.find_spec(name) is None]
     absent = f"pip install open_clip_torch pandas (no {' and no '.join(missing)})" if missing else ""
     path = setting.write("open_clip", asked.warmup + steps, asked.methods[0])
@@ -267,13 +250,13 @@ def programs(setting: Setting) -> list[Program]:
     return listed
 
 
-def our_program(setting: Setting, method: str, compiled: bool = False) -> Program:
+def our_program(setting: Setting, method: str) -> Program:
     """Return our program; its warm-up lasts at least until NeuCLIP's network predicts."""
     asked = setting.arguments
     predicts = first_prediction(setting.config(method))
     warmup = max(asked.warmup, math.ceil(predicts / asked.log_every) * asked.log_every)
-    name = ours(method, compiled)
-    path = setting.write(name, warmup + asked.steps + asked.log_every, method, *_TOWERS[compiled])
+    name = ours(method)
+    path = setting.write(name, warmup + asked.steps + asked.log_every, method)
     return Program(name, PEERS / "ours.py", (path, *random_input(setting)), "loss", warmup)
 
 
