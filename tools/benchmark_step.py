@@ -26,7 +26,6 @@ Examples:
     python tools/benchmark_step.py --data /data/flickr8k/train random --repeats 5 --parts speed shares
     python tools/benchmark_step.py --data random --repeats 5 --objective.temperature.initial=0.01
     python tools/benchmark_step.py --parts throughput --recipe models/vitb16 --rows 256 --ranks 1 8 --precision bf16
-    python tools/benchmark_step.py --recipe models/vitb16 --data random --rows 256 --ranks 1 --precision bf16
 """
 
 import argparse
@@ -84,6 +83,11 @@ class Setting(NamedTuple):
     @property
     def batch(self) -> int:
         return self.rows * self.ranks
+
+    @property
+    def steps(self) -> int:
+        """Steps after the warm-up; open_clip writes its points one step late."""
+        return int(self.arguments.steps + self.arguments.log_every)
 
     def config(self, method: str | None = None, *more: str) -> Config:
         """Return the config of a run with `method`; None selects the recipe's method."""
@@ -237,14 +241,13 @@ def ours(method: str) -> str:
 def programs(setting: Setting) -> list[Program]:
     """Return the programs in the order in which they are interleaved; write their configs next to their folders."""
     asked = setting.arguments
-    steps = asked.steps + asked.log_every  # open_clip writes its points one step late
     listed = [our_program(setting, method) for method in asked.methods]
     of_peers = (*random_input(setting), *(["--bf16"] if asked.precision == "bf16" else []))
-    path = setting.write("plain DDP", asked.warmup + steps, asked.methods[0])
+    path = setting.write("plain DDP", asked.warmup + setting.steps, asked.methods[0])
     listed.append(Program("plain DDP", PEERS / "plain_ddp.py", (path, *of_peers), "loss", asked.warmup))
     missing = [name for name in ("open_clip_train", "pandas") if importlib.util.find_spec(name) is None]
     absent = f"pip install open_clip_torch pandas (no {' and no '.join(missing)})" if missing else ""
-    path = setting.write("open_clip", asked.warmup + steps, asked.methods[0])
+    path = setting.write("open_clip", asked.warmup + setting.steps, asked.methods[0])
     script = PEERS / "open_clip_program.py"
     listed.append(Program("open_clip", script, (path, *of_peers), "train/loss", asked.warmup, absent))
     return listed
@@ -256,7 +259,7 @@ def our_program(setting: Setting, method: str) -> Program:
     predicts = first_prediction(setting.config(method))
     warmup = max(asked.warmup, math.ceil(predicts / asked.log_every) * asked.log_every)
     name = ours(method)
-    path = setting.write(name, warmup + asked.steps + asked.log_every, method)
+    path = setting.write(name, warmup + setting.steps, method)
     return Program(name, PEERS / "ours.py", (path, *random_input(setting)), "loss", warmup)
 
 

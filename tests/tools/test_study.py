@@ -126,6 +126,21 @@ def test_a_study_goes_on_where_it_ended(features: Path, tmp_path: Path, monkeypa
     assert drawn and all(path.read_text(encoding="utf-8").endswith("</svg>\n") for path in drawn)
 
 
+def test_arms_are_compared_with_openclip_in_the_same_setting() -> None:
+    recalls = {"openclip/B9/epochs=1": 1.0, "openclip/B9/epochs=3": 4.0, "siglip/B9/epochs=1": 3.0, "sogclr/B9": 5.0}
+    records = {
+        f"map/{name}/seed{seed}": {"results": {"recall": recall}} for name, recall in recalls.items() for seed in (1, 2)
+    }
+    rows = [line.split(" | ") for line in tables(records).splitlines() if line.startswith("| ")]
+    gains = {row[0].removeprefix("| "): row[2] for row in rows[2:]}
+    assert gains == {
+        "sogclr": "+1.00 ± 0.00",  # there is no OpenCLIP in its setting, so the best one
+        "openclip, epochs=3": "-",
+        "siglip, epochs=1": "+2.00 ± 0.00",
+        "openclip, epochs=1": "-3.00 ± 0.00",
+    }
+
+
 def test_intervals_are_those_of_paired_seeds() -> None:
     mean, half_width = difference([2.0, 3.0, 4.0], [1.0, 1.0, 3.0])
     assert mean == pytest.approx(4 / 3)

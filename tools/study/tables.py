@@ -38,18 +38,19 @@ def grouped(records: Mapping[str, Any]) -> Groups:
 def tables(records: Mapping[str, Any]) -> str:
     """Return a Markdown table for each stage and batch size.
 
-    Each arm is compared with OpenCLIP in the same setting or, if there is none, with the best OpenCLIP arm.
+    Each arm is compared with OpenCLIP in the same setting. OpenCLIP itself, or an arm without such a run, is compared
+    with the best setting of OpenCLIP.
     """
     return "\n\n".join(_table(stage, batch, rows) for (stage, batch), rows in sorted(grouped(records).items()))
 
 
 def _table(stage: str, batch: int, rows: Mapping[str, Mapping[int, Any]]) -> str:
     peers = [name for name in rows if name.split(",")[0].removeprefix("tune ") == PEER]
-    best = max(peers, key=lambda name: _mean(rows[name], "recall"), default=None)
+    best = PEER if PEER in rows else max(peers, key=lambda name: _mean(rows[name], "recall"), default=None)
     header = ["arm", "recall %", f"minus {PEER}", *_COLUMNS, "lowest", "seeds"]
     lines = [header, ["---"] * len(header)]
     for name, seeds in sorted(rows.items(), key=lambda row: -_mean(row[1], "recall")):
-        alike = [peer for peer in peers if peer.startswith(PEER) and name.endswith(peer.removeprefix(PEER))]
+        alike = [peer for peer in peers if peer != name and name.endswith(peer.removeprefix(PEER))]
         peer = min(alike, key=len, default=best)
         shared = sorted(seeds.keys() & rows[peer].keys()) if peer and name != peer else []
         gain = "-"
