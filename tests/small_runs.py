@@ -122,13 +122,13 @@ def training(runs: Path, data: str | Path, steps: int) -> list[str]:
 def train_connected(communicator: Communicator, config: Config, *hooks: Hook) -> None:
     """Train on ranks that are already connected, such as the ranks of `run_ranks`."""
     from neuclip_ds.training.evaluator import Evaluator
-    from neuclip_ds.training.run_folder import staging, take_in
+    from neuclip_ds.training.run_folder import move_staged_files, staging
     from neuclip_ds.training.trainer import build
 
     folder = config.run.output_dir / str(config.run.name)
     with staging(config, folder, communicator) as staged:
         trainer = build(config, communicator, folder, staged, Evaluator)
-        communicator.on_rank_zero(lambda: take_in(staged, folder, config))
+        communicator.on_rank_zero(lambda: move_staged_files(staged, folder, config))
         trainer.run(hooks)
 
 

@@ -153,7 +153,7 @@ ROOT = "neuclip_ds.training.trainer"
 FILES, LINES = 120, 13_500  # limits on the files and lines of this package that the trainer imports
 SATELLITES = (  # modules that the trainer must not import
     "neuclip_ds.api",
-    "neuclip_ds.checkpoint.export",
+    "neuclip_ds.checkpoint.export_run",
     "neuclip_ds.checkpoint.model_card",
     "neuclip_ds.checkpoint.remote",
     "neuclip_ds.checkpoint.saved_model",
@@ -161,7 +161,7 @@ SATELLITES = (  # modules that the trainer must not import
     "neuclip_ds.embedding",
     "neuclip_ds.data.demo",
     "neuclip_ds.evaluation",
-    "neuclip_ds.models.export",
+    "neuclip_ds.models.conversion",
     "neuclip_ds.planning",
     "neuclip_ds.profiling",
     "neuclip_ds.reporting.report",

@@ -26,7 +26,7 @@ from benchmarking.synthetic_profile import SyntheticSteps
 from neuclip_ds.checkpoint.checkpoints import Checkpoints
 from neuclip_ds.checkpoint.engine_state import engine_facts, engine_shards
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.distributed.launch import connected
+from neuclip_ds.distributed.launch import process_group
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Objective
 from neuclip_ds.recipe import load_recipe, override, validate
@@ -79,7 +79,7 @@ def _seconds(work: Callable[[], object]) -> float:
 def measure(asked: argparse.Namespace, model: str, ranks: int, folder: str) -> dict[str, float]:
     """Return one rank's measurements by column."""
     place = Path(folder)
-    with connected("benchmark") as communicator:
+    with process_group("benchmark") as communicator:
         run = _Run(asked, model, ranks, communicator)
         usual = [_seconds(run.step) for _ in range(asked.steps)]
         step = statistics.median(usual[1:])

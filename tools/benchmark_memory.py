@@ -23,7 +23,7 @@ from step_costs import count_flops
 from torch.multiprocessing import ProcessRaisedException
 
 from neuclip_ds.config import Config, dump
-from neuclip_ds.distributed.launch import connected
+from neuclip_ds.distributed.launch import process_group
 from neuclip_ds.planning.memory import MemoryQuery, account, count_towers
 from neuclip_ds.recipe import load_recipe, override, validate
 
@@ -55,7 +55,7 @@ class Case(NamedTuple):
 def measure(case: Case, steps: int) -> dict[str, Any]:
     """Return one rank's measured and predicted memory, time and FLOPs."""
     config = case.config()
-    with connected(dump(config)) as communicator:
+    with process_group(dump(config)) as communicator:
         on_gpu = communicator.device.type == "cuda"
         query = MemoryQuery(config, case.ranks, EPOCH * config.data.batch_size, communicator.device.type)
         found = account(query, count_towers(query))

@@ -112,7 +112,7 @@ def profile_rank(arguments: argparse.Namespace, overrides: Sequence[str]) -> Non
     from benchmarking.openclip_reference import REFERENCES
     from benchmarking.synthetic_profile import first_prediction, run_synthetic_profile
 
-    from neuclip_ds.distributed.launch import connected
+    from neuclip_ds.distributed.launch import process_group
     from neuclip_ds.engine.precision import deterministic_algorithms
     from neuclip_ds.objectives import build_objective
 
@@ -122,7 +122,7 @@ def profile_rank(arguments: argparse.Namespace, overrides: Sequence[str]) -> Non
     ours += [f"--run.profile_steps={arguments.steps}"]
     config = config_for(None if name in REFERENCES else name, [arguments.recipe, *ours, *overrides])
     after = 3 if name in REFERENCES else max(3, first_prediction(config) + 1)
-    with connected(dump(config)) as communicator, deterministic_algorithms(config.run.deterministic):
+    with process_group(dump(config)) as communicator, deterministic_algorithms(config.run.deterministic):
         run_synthetic_profile(config, communicator, arguments.out, name, after, REFERENCES.get(name, build_objective))
 
 

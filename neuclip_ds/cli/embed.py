@@ -61,7 +61,7 @@ def write_features(options: argparse.Namespace) -> Summary:
 
     from neuclip_ds.checkpoint.saved_model import open_model
     from neuclip_ds.data.images import EvalTransform
-    from neuclip_ds.distributed.launch import check_shared, connected
+    from neuclip_ds.distributed.launch import check_shared, process_group
     from neuclip_ds.embedding.embed import Parts, RowReader, embed
     from neuclip_ds.evaluation.encoding import encoder_of
     from neuclip_ds.files import explain_disk
@@ -74,7 +74,7 @@ def write_features(options: argparse.Namespace) -> Summary:
     with explain_disk(options.out, "choose another --out"):
         options.out.mkdir(parents=True, exist_ok=True)
     task = "\n".join(f"{name}: {value}" for name, value in vars(options).items())
-    with connected(task, data.max_outage) as communicator:
+    with process_group(task, data.max_outage) as communicator:
         check_shared(options.out, communicator)
         saved, device = open_model(options.model, communicator, options.ema), communicator.device
         manifest = open_data(options.shards, data, communicator, options.out)

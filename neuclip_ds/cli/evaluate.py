@@ -52,12 +52,12 @@ def main(arguments: Sequence[str]) -> None:
     check_model("MODEL", options.model)
     for path in options.data:
         check_path("--data", path)
-    from neuclip_ds.distributed.launch import connected
+    from neuclip_ds.distributed.launch import process_group
 
     first = read_environment().rank == 0
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("neuclip_ds").setLevel(logging.INFO if first else logging.ERROR)
-    with connected("\n".join(f"{name}: {value}" for name, value in vars(options).items())) as communicator:
+    with process_group("\n".join(f"{name}: {value}" for name, value in vars(options).items())) as communicator:
         text = score(options, communicator)
     if first:
         print(text)

@@ -23,7 +23,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--license", help="license for the model card, as the hub names it, such as apache-2.0")
     options = parser.parse(arguments)
     check_path("RUN", str(options.run))
-    from neuclip_ds.checkpoint.export import export_run  # torch and deepspeed take seconds to import
+    from neuclip_ds.checkpoint.export_run import export_run  # torch and deepspeed take seconds to import
 
     checkpoint = export_run(options.run, options.format, options.out, options.best, options.ema, options.license)
     print(f"Wrote {checkpoint} to {options.out} in {options.format} format.")

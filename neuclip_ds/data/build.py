@@ -25,7 +25,7 @@ from neuclip_ds.data.children import process_pool
 from neuclip_ds.data.decoders import Captions
 from neuclip_ds.data.manifest import Manifest, Shard, from_shards
 from neuclip_ds.data.manifest_file import SAMPLES, check_distinct, is_manifest, load_manifest, write_shards
-from neuclip_ds.data.sample_table import Place, SampleParts, SampleTable, write_part
+from neuclip_ds.data.sample_table import SampleLocation, SampleParts, SampleTable, write_part
 from neuclip_ds.data.scan import Scan, ScanOptions, Scans, check_usable, log_loss, scan_shard
 from neuclip_ds.data.shards import is_local, resolve_shards
 from neuclip_ds.data.side_files import check_names, count_shards
@@ -154,7 +154,7 @@ def write_manifest(
     check_usable(found, paths)
     manifest = from_shards([scan.shard for scan in found])
     check_distinct(manifest)
-    places = [Place(tables / scan.place[0], scan.place[1]) for scan in found if scan.place]
+    places = [SampleLocation(tables / scan.place[0], scan.place[1]) for scan in found if scan.place]
     if places:
         SampleParts.open(places, [shard.n for shard in manifest.shards])
     unreadable = folder / _UNREADABLE

@@ -85,7 +85,7 @@ class PairDataset:
         known = np.maximum(indices, 0)
         seeds = hash64(self._seed, epochs, known).tolist()
         which = hash64(self._seed, epochs, known, _WHICH_CAPTION).tolist()
-        self._reader.announce(indices[indices != PADDING].tolist())
+        self._reader.prefetch_samples(indices[indices != PADDING].tolist())
         for row in np.flatnonzero(indices != PADDING).tolist():
             pair = self._pair(int(indices[row]), seeds[row], which[row])
             if isinstance(pair, str):

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from neuclip_ds.data.sample_table import Place, SampleParts
+from neuclip_ds.data.sample_table import SampleLocation, SampleParts
 from neuclip_ds.errors import UserError
 
 
@@ -107,7 +107,7 @@ class Manifest:
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> "Manifest":
         """Rebuild a manifest from the result of `to_json`."""
-        places = [Place(Path(part), group) for part, group in found.get("places", [])]
+        places = [SampleLocation(Path(part), group) for part, group in found.get("places", [])]
         samples = SampleParts(places, frozenset(found["members"])) if "members" in found else None
         return cls([Shard(*shard) for shard in found["shards"]], samples)
 

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from neuclip_ds.data.manifest import Manifest, Shard, check_size
-from neuclip_ds.data.sample_table import Place, SampleParts
+from neuclip_ds.data.sample_table import SampleLocation, SampleParts
 from neuclip_ds.data.shards import is_local
 from neuclip_ds.errors import UserError, redact
 from neuclip_ds.files import atomic_write
@@ -86,7 +86,7 @@ def is_manifest(path: str | os.PathLike[str]) -> bool:
     return (Path(path) / _TABLE).is_file()
 
 
-def write_shards(manifest: Manifest, folder: Path, places: Sequence[Place] = ()) -> None:
+def write_shards(manifest: Manifest, folder: Path, places: Sequence[SampleLocation] = ()) -> None:
     """Write or replace the manifest's shard table atomically; the sample tables at `places` must already exist.
 
     If any shard URL contains a secret, only the owner of the file can read the shard table.
@@ -129,7 +129,7 @@ def load_manifest(folder: str | os.PathLike[str]) -> Manifest:
     if any(parts):
         if None in parts or None in groups or not all(map(_PART.fullmatch, parts)):
             raise _unreadable(folder, "a part is not a file of sample tables")
-        places = [Place(folder / SAMPLES / part, group) for part, group in zip(parts, groups, strict=True)]
+        places = [SampleLocation(folder / SAMPLES / part, group) for part, group in zip(parts, groups, strict=True)]
         manifest.samples = SampleParts.open(places, [shard.n for shard in manifest.shards])
     if manifest.shards:
         largest = max(manifest.shards, key=lambda shard: shard.n)

@@ -1,7 +1,7 @@
 """Read the bytes of a sample by its global index.
 
 Readers run in loader workers. A reader opens a shard when it first reads a sample from the shard, and keeps recently
-used shards open. Remote shards are read from the node's cache, except as `TarReader.announce` describes. If the
+used shards open. Remote shards are read from the node's cache, except as `TarReader.prefetch_samples` describes. If the
 manifest has checksums, every read is verified. All processes on a node share the samples' offsets (node_tables.py).
 """
 
@@ -96,7 +96,7 @@ class TarReader:
         image = found.pop(0) if with_image else None
         return RawSample(image, {name: text for name, text in zip(self._texts, found, strict=True) if text is not None})
 
-    def announce(self, indices: Iterable[int]) -> None:
+    def prefetch_samples(self, indices: Iterable[int]) -> None:
         """Start reading all of the given samples concurrently.
 
         This makes cold reads of local shards 2 to 4 times faster. If the manifest has offsets and the uncached remote

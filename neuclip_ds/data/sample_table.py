@@ -129,7 +129,7 @@ def _schema(members: Sequence[str]) -> pa.Schema:
     return pa.schema([("key", pa.binary()), ("ordinal", pa.int32()), *extents, *checksums])
 
 
-class Place(NamedTuple):
+class SampleLocation(NamedTuple):
     """The location of a shard's sample table."""
 
     part: Path
@@ -139,11 +139,11 @@ class Place(NamedTuple):
 class SampleParts:
     """The sample tables of several shards, stored at `places`; `members` are the members that all tables list."""
 
-    def __init__(self, places: Sequence[Place], members: frozenset[str]) -> None:
+    def __init__(self, places: Sequence[SampleLocation], members: frozenset[str]) -> None:
         self.places, self.members = tuple(places), members
 
     @classmethod
-    def open(cls, places: Sequence[Place], sizes: Sequence[int]) -> SampleParts:
+    def open(cls, places: Sequence[SampleLocation], sizes: Sequence[int]) -> SampleParts:
         """Open tables, reading only file footers; raise UserError if a table is missing or has the wrong row count."""
         rows, members = dict[Path, list[int]](), list[set[str]]()
         for part in dict.fromkeys(place.part for place in places):

@@ -94,7 +94,7 @@ class Communicator(Exchange):
         self.traffic: defaultdict[str, Traffic] = defaultdict(Traffic)
         self._unread_events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
-    def alone(self) -> "Communicator":
+    def single_rank(self) -> "Communicator":
         """Return a communicator for this rank alone; its calls send nothing."""
         lone = copy.copy(self)
         lone.rank, lone.world_size, lone.traffic = 0, 1, defaultdict(Traffic)
@@ -179,7 +179,7 @@ class Communicator(Exchange):
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.world_size > 1:
-            self.begun += 1
+            self.collectives_started += 1
             with record_function(f"{PURPOSE}control"):
                 dist.barrier(group=self._group)
 
@@ -197,7 +197,7 @@ class Communicator(Exchange):
 
     def _begin(self, op: str, x: Tensor, purpose: str, result: Tensor, launch: Any, *inputs: Tensor) -> Pending:
         """Count and launch a collective; `launch` is torch's function, called with the result and the inputs."""
-        self.begun += 1
+        self.collectives_started += 1
         traffic = self.traffic[purpose]
         traffic.calls += 1
         traffic.bytes_sent += ring_bytes(op, x.nbytes, self.world_size)

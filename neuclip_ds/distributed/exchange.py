@@ -27,7 +27,7 @@ class Exchange:
     Attributes:
         rank: rank of this process, 0 <= rank < world_size.
         device: device of the tensors.
-        begun: number of collectives that this rank has begun; ranks with a larger number wait for this rank.
+        collectives_started: number of collectives that this rank has started; ranks with a larger number wait for it.
     """
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None, store: dist.Store | None) -> None:
@@ -35,7 +35,7 @@ class Exchange:
         reaches_hosts = not connected or "cpu:" in dist.get_backend_config(group)
         self.rank: int = dist.get_rank(group) if connected else 0
         self.world_size: int = dist.get_world_size(group) if connected else 1
-        self.device, self.begun, self._host_group = device, 0, group
+        self.device, self.collectives_started, self._host_group = device, 0, group
         self._host = torch.device("cpu") if reaches_hosts else device  # device through which host tensors are sent
         self._store = dist.HashStore() if store is None and self.world_size == 1 else store
 
@@ -64,7 +64,7 @@ class Exchange:
 
     def _exchange(self, x: Any, collective: Callable[[Tensor], list[Tensor]]) -> list[Any]:
         """Send x as JSON and return the objects received; raise `TypeError` if x is not JSON-serializable."""
-        self.begun += 1
+        self.collectives_started += 1
         own = torch.frombuffer(bytearray(json.dumps(x).encode()), dtype=torch.uint8).to(self._host)
         with record_function(f"{PURPOSE}control"):
             received = collective(own) if self.world_size > 1 else [own]
@@ -89,7 +89,7 @@ class Exchange:
         rows = received.view(self.world_size, -1).cpu()
         return [row[:size] for row, size in zip(rows, sizes.tolist(), strict=True)]
 
-    def agree(self, problem: str | None) -> None:
+    def raise_if_any_rank_failed(self, problem: str | None) -> None:
         """Raise `UserError` on all ranks if any rank has a problem; name the lowest such rank and its host."""
         for rank, found in enumerate(self.gather_objects({"host": socket.gethostname(), "problem": problem})):
             if (text := found["problem"]) is not None:
@@ -100,9 +100,9 @@ class Exchange:
         try:
             result = work()
         except UserError as error:
-            self.agree(str(error))
+            self.raise_if_any_rank_failed(str(error))
             raise
-        self.agree(None)
+        self.raise_if_any_rank_failed(None)
         return result
 
     def count(self, name: str, amount: int = 1) -> int:

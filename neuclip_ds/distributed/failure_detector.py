@@ -168,14 +168,14 @@ class FailureDetector:
         frame = sys._current_frames()[threading.main_thread().ident or 0]
         calls = [f"{of.f_code.co_filename}:{line} in {of.f_code.co_name}" for of, line in traceback.walk_stack(frame)]
         still, key = time.monotonic() - self._since, f"standing/{self._rank}"
-        if [communicator.begun, *calls] != self._place:
-            self._place, self._since = [communicator.begun, *calls], time.monotonic()
+        if [communicator.collectives_started, *calls] != self._place:
+            self._place, self._since = [communicator.collectives_started, *calls], time.monotonic()
             if self._standing:
                 self._store.set(key, "null")
             self._standing = self._named = False
         elif still > _PATIENCE and not self._standing:
             ours = (call.removeprefix(_PACKAGE) for call in calls if call.startswith(_PACKAGE))
-            self._store.set(key, json.dumps([communicator.begun, next(ours, calls[0])]))
+            self._store.set(key, json.dumps([communicator.collectives_started, next(ours, calls[0])]))
             self._standing = True
         elif still > _PATIENCE + _SPREAD and not self._named:
             self._named = True

@@ -41,7 +41,7 @@ _SEEN_WITHIN = 15.0  # longest time in seconds until a network file system shows
 
 
 @contextmanager
-def connected(task: str, max_outage: float = 0.0) -> Iterator[Communicator]:
+def process_group(task: str, max_outage: float = 0.0) -> Iterator[Communicator]:
     """Join the launched ranks in a process group for the duration of the block.
 
     Within the block, this thread and the threads that it starts flush subnormal numbers to zero. The moments of weights
@@ -265,7 +265,7 @@ def check_shared(folder: Path, communicator: Communicator) -> None:
             f"{folder.absolute()} is not rank 0's folder of that name, but all nodes must share it: put "
             "--run.output_dir on a file system that they have in common, and start in the same folder on each."
         )
-    communicator.agree(problem)
+    communicator.raise_if_any_rank_failed(problem)
     communicator.on_rank_zero(mark.unlink)
 
 

@@ -63,7 +63,7 @@ class FromConfig(ModelSource):
         pass  # the config describes the model
 
     def package(self, tokenizer: ModelTokenizer, weights: Mapping[str, Tensor], logits: LogitParameters) -> Package:
-        from neuclip_ds.models.export import towers_to_clip
+        from neuclip_ds.models.conversion import towers_to_clip
 
         with torch.device("meta"):
             model = self.build(tokenizer)

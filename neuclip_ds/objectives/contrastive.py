@@ -117,7 +117,7 @@ class ContrastiveObjective(Objective):
             count = features.valid.sum().view(1)
             counts = self._communicator.begin_host_gather(count, "features").wait()
             if int(counts.min()) > 1:
-                own = GatheredFeatures(features, self._communicator.alone(), self.comm_dtype)
+                own = GatheredFeatures(features, self._communicator.single_rank(), self.comm_dtype)
                 own.total = int(counts.sum())
                 return own
         return GatheredFeatures(features, self._communicator, self.comm_dtype, self.prefetch)

@@ -227,7 +227,7 @@ class ObjectiveConfig(Section):
         by_epochs = "epoch_steps" in method.sections and self.epoch_steps is None
         return by_epochs or released or isinstance(self.temperature.rho, list)
 
-    def slips(self) -> list[str]:
+    def warnings(self) -> list[str]:
         """Return a warning for each setting that is valid but probably a mistake."""
         released = self.reference == "released_code" and "amortized" in find_method(self.method).sections
         if not released or self.amortized.encoder_normalizer != "ema":

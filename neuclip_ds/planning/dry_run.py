@@ -22,7 +22,7 @@ from neuclip_ds.models.recompute import checkpointed_blocks
 from neuclip_ds.models.trained_parts import TOWERS, Parameters
 from neuclip_ds.planning.host_memory import FIX, loader_memory, local_ranks, shortages
 from neuclip_ds.planning.memory import MemoryQuery, account, count_towers, smallest_that_fits
-from neuclip_ds.training.checks import check_config, likely_slips
+from neuclip_ds.training.checks import check_config, config_warnings
 from neuclip_ds.training.data import CACHE, resolve
 from neuclip_ds.training.data_order import TrainingSet, open_order
 from neuclip_ds.training.evaluator import open_held_out
@@ -111,7 +111,7 @@ def _data_lines(config: Config, manifest: Manifest, order: BatchOrder) -> list[s
         f"data       {manifest.n:,} samples in {manifest.n_shards:,} shards, {manifest.n_bad} incomplete",
         f"checksums  {'of every sample' if manifest.has_checksums else 'none; build-manifest computes them'}",
         f"steps      {steps:,} ({order.steps_per_epoch:,} per epoch, {order.interleave.streams} shard streams)",
-        *(f"warning    {slip}" for slip in likely_slips(config, steps)),
+        *(f"warning    {slip}" for slip in config_warnings(config, steps)),
     ]
     recovery = config.recovery
     if recovery.reuse is not None:

@@ -35,7 +35,7 @@ def check_data(saved: Mapping[str, Any], manifest: Manifest) -> None:
         )
 
 
-def likely_slips(config: Config, steps: int) -> list[str]:
+def config_warnings(config: Config, steps: int) -> list[str]:
     """Return a warning for each setting that is legal but probably a mistake in a run of `steps` steps."""
     optimizer, found = config.optimizer, []
     if optimizer.lr == 0:
@@ -53,7 +53,7 @@ def likely_slips(config: Config, steps: int) -> list[str]:
         found.append("optimizer.min_lr has no effect with optimizer.schedule=constant; cooldown decays to it.")
     elif optimizer.min_lr > optimizer.lr:
         found.append(f"optimizer.min_lr={optimizer.min_lr:g} is above optimizer.lr={optimizer.lr:g}: swap them.")
-    return found + config.objective.slips()
+    return found + config.objective.warnings()
 
 
 def fingerprint(config: Config) -> Fingerprint:

@@ -126,7 +126,7 @@ def open_data(source: str, data: DataConfig, communicator: Communicator, folder:
 
     manifest = Manifest.from_json(communicator.on_rank_zero(read))
     first_of_node = communicator.rank == communicator.ranks_of_node()[0]
-    communicator.agree(_missing_here(manifest) if first_of_node else None)
+    communicator.raise_if_any_rank_failed(_missing_here(manifest) if first_of_node else None)
     return manifest
 
 

@@ -79,7 +79,7 @@ def recover(loop: Loop, hooks: Sequence[Hook] = ()) -> Path | None:
         return loop.checkpoints.newest() if loop.run(hooks=hooks) else None
 
 
-def take_over(checkpoint: Path, context: RunContext, objective: Objective) -> None:
+def load_recovered_state(checkpoint: Path, context: RunContext, objective: Objective) -> None:
     """Load the recovered state selected by `recovery.restore` into a new engine and objective.
 
     Raises `UserError` if the recovery had different weights, a different optimizer or, if u is loaded, different data.
@@ -114,7 +114,7 @@ def take_over(checkpoint: Path, context: RunContext, objective: Objective) -> No
     log.info("%s are taken from %s", " and ".join(transferred) or "no statistics", checkpoint)
 
 
-def epochs_behind(config: Config) -> int:
+def gamma_epoch_offset(config: Config) -> int:
     """Return how many epochs of gamma's schedule to skip: gamma's initial value, 1, would overwrite the recovered u."""
     recovery = config.recovery
     continues = "statistics" in recovery.restore and keeps_u(config.objective.method)

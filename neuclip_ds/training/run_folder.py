@@ -52,7 +52,7 @@ def staging(config: Config, folder: Path, communicator: Communicator) -> Iterato
             shutil.rmtree(staged, ignore_errors=True)
 
 
-def take_in(staged: Path, folder: Path, config: Config) -> None:
+def move_staged_files(staged: Path, folder: Path, config: Config) -> None:
     """Move a launch's staged files into the run's folder, and write the config; called on one rank."""
     with explain_disk(folder):
         folder.mkdir(exist_ok=True)

@@ -17,7 +17,7 @@ from neuclip_ds.checkpoint.checkpoints import Checkpoints
 from neuclip_ds.config import Config, dump
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.environment import RankEnvironment
-from neuclip_ds.distributed.launch import connected, leave
+from neuclip_ds.distributed.launch import leave, process_group
 from neuclip_ds.distributed.stop_signals import raising_interrupted
 from neuclip_ds.engine.average import WeightAverage
 from neuclip_ds.engine.config import load_engine_config
@@ -39,26 +39,26 @@ from neuclip_ds.objectives.base import Context, Objective
 from neuclip_ds.reporting.log import configure_logging
 from neuclip_ds.reporting.metrics import AVERAGED, CHANCE
 from neuclip_ds.training.batches import TrainingData
-from neuclip_ds.training.checks import check_config, fingerprint, likely_slips
+from neuclip_ds.training.checks import check_config, config_warnings, fingerprint
 from neuclip_ds.training.data import open_training_data
 from neuclip_ds.training.data_order import find_validation, order_facts
 from neuclip_ds.training.hooks import Hook
 from neuclip_ds.training.loop import Loop, RunContext
 from neuclip_ds.training.recovery import (
     RECOVERY,
-    epochs_behind,
     find_reused,
+    gamma_epoch_offset,
+    load_recovered_state,
     recover,
     recovered_objective,
     recovery_loop,
-    take_over,
 )
 from neuclip_ds.training.run_folder import (
     MODEL,
+    move_staged_files,
     read_complete,
     record_environment,
     staging,
-    take_in,
     trained_with,
     write_complete,
 )
@@ -111,7 +111,7 @@ def train(
         fix_library_algorithms()
     with (
         raising_interrupted(),
-        connected(dump(config), config.data.max_outage) as communicator,
+        process_group(dump(config), config.data.max_outage) as communicator,
         deterministic_algorithms(config.run.deterministic),
         locked(folder, communicator),
     ):
@@ -125,7 +125,7 @@ def train(
                 steps = trainer.loop.done
                 log.info("%s is complete after %d steps; for more, raise epochs or max_steps", folder, steps)
             else:
-                communicator.on_rank_zero(lambda: take_in(staged, folder, trainer.loop.context.config))
+                communicator.on_rank_zero(lambda: move_staged_files(staged, folder, trainer.loop.context.config))
         if not ended:
             record_environment(folder, communicator)
             configure_logging(communicator.rank, folder / "log.txt")
@@ -157,7 +157,7 @@ class Trainer(NamedTuple):
             recovered = recover(self.recovery, [hook for hook in hooks if hook.in_recovery])
             if recovered is None:  # stopped early
                 return False
-            take_over(recovered, context, objective)
+            load_recovered_state(recovered, context, objective)
         ema = context.config.ema
         average = WeightAverage(context.engine, ema.decay) if ema.decay else None
         with closing(self.evaluation) if self.evaluation is not None else nullcontext():
@@ -201,7 +201,7 @@ def build(
     chosen = {**order_facts(data.order.interleave), "val": find_validation(config.data, data.manifest)}
     config = config.model_copy(update={"data": config.data.model_copy(update=chosen)})
     steps = run_length(data.order, config.epochs, config.max_steps)
-    for slip in likely_slips(config, steps) if communicator.rank == 0 else ():
+    for slip in config_warnings(config, steps) if communicator.rank == 0 else ():
         log.warning("%s", slip)
     evaluation = open_evaluation(config, data, source.preprocessing, communicator, staged) if open_evaluation else None
     require_precision(engine_config, config.deepspeed)
@@ -219,12 +219,12 @@ def build(
         trained_with(staged, folder, config) if communicator.rank == 0 else {},
     )
     objective = build_objective(config, context.objective_context, context.comm_dtype)
-    loop = Loop(context, config, objective, folder, context.fingerprint, epochs_behind(config))
+    loop = Loop(context, config, objective, folder, context.fingerprint, gamma_epoch_offset(config))
     recovery = None
     if resumed is not None and RECOVERY not in resumed.relative_to(folder).parts:
         loop.resume(resumed)
     elif config.recovery.reuse is not None:
-        take_over(find_reused(context), context, objective)
+        load_recovered_state(find_reused(context), context, objective)
     elif config.recovery.epochs:
         recovery = recovery_loop(context, resumed)
     return Trainer(loop, evaluation, recovery)

@@ -12,7 +12,7 @@ from small_runs import TRAIN, call, records
 from test_checkpoints import saved_timm
 from transformers import AutoModel, AutoProcessor
 
-from neuclip_ds.checkpoint.export import export_run
+from neuclip_ds.checkpoint.export_run import export_run
 from neuclip_ds.errors import UserError
 
 OPTIONS = [

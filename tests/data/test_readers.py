@@ -142,23 +142,23 @@ def test_a_start_without_shards_fetches_samples_by_themselves(tmp_path: Path, mo
         http.gets.clear()
         expected = [sample for _, sample in of_webdataset(manifest_of(tmp_path / "shards"))]
         reader, indices = TarReader(stored, cache=ShardCache(tmp_path / "cache", 10**8, timeout=5)), [3, 25, 47, 59]
-        reader.announce(indices)
+        reader.prefetch_samples(indices)
         assert [reader.read(index) for index in [3, 25]] == [expected[index] for index in [3, 25]]
         assert http.gets.total() == 2, "a few shards are fetched whole, and waited for"
         monkeypatch.setattr("neuclip_ds.data.readers.MANY_BYTES", 1)
-        reader.announce(indices)
+        reader.prefetch_samples(indices)
         assert [reader.read(index) for index in indices] == [expected[index] for index in indices]
         assert http.gets.total() == 2
         http.faults["00002.tar"] = [503]
-        reader.announce(indices)
+        reader.prefetch_samples(indices)
         assert [reader.read(index) for index in indices] == [expected[index] for index in indices]
         assert http.gets.total() == 3
         http.refuses = 503
         (tmp_path / "other").mkdir()
         reader = TarReader(stored, cache=ShardCache(tmp_path / "other", 10**8, timeout=5))
-        reader.announce(indices)
+        reader.prefetch_samples(indices)
         http.refuses, requests = None, http.refused
-        reader.announce(indices)
+        reader.prefetch_samples(indices)
         assert [reader.read(index) for index in indices] == [expected[index] for index in indices]
         assert http.refused == requests >= 4 and http.gets.total() == 6, "ranges are not tried again"
 

@@ -41,12 +41,12 @@ def fail(communicator: Communicator) -> list[str]:
 
     messages = []
     alone = "no shard" if communicator.rank == communicator.world_size - 1 else None
-    for work in (lambda: communicator.on_rank_zero(job), lambda: communicator.agree(alone)):
+    for work in (lambda: communicator.on_rank_zero(job), lambda: communicator.raise_if_any_rank_failed(alone)):
         try:
             work()
         except UserError as error:
             messages.append(f"{type(error).__name__}: {error}")
-    communicator.agree(None)
+    communicator.raise_if_any_rank_failed(None)
     assert communicator.on_rank_zero(lambda: communicator.rank + 7) == 7
     return messages
 
@@ -107,7 +107,7 @@ def test_subnormal_numbers_are_zero_in_every_thread_of_a_rank(monkeypatch: pytes
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     found = [subnormals_left(1)]
-    with launch.connected("task"):
+    with launch.process_group("task"):
         thread = threading.Thread(target=lambda: found.append(subnormals_left(1)))
         thread.start()
         thread.join()

@@ -93,11 +93,11 @@ def test_nccl_is_told_before_ranks_connect(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
     found: list[str | None] = []
 
-    def connected(*options: object) -> None:
+    def process_group(*options: object) -> None:
         found.extend(os.environ.get(name) for name in ("NCCL_ALGO", "NCCL_NVLS_ENABLE"))
         raise KeyError
 
-    monkeypatch.setattr(trainer, "connected", connected)
+    monkeypatch.setattr(trainer, "process_group", process_group)
     with pytest.raises(KeyError):
         trainer.train(parse(["demo", "--run.deterministic=true"]).config, RankEnvironment(0, 0, 1))
     assert found == ["Ring", "1"], "the user's choice stays"

@@ -33,7 +33,7 @@ class FakeRank(Communicator):
     def begin_reduce_scatter(self, x: Tensor, purpose: str) -> Pending:
         return Pending(self.all_reduce(x, purpose).chunk(self.world_size)[self.rank])
 
-    def agree(self, problem: str | None) -> None:
+    def raise_if_any_rank_failed(self, problem: str | None) -> None:
         for rank, found in enumerate(self._gather(problem)):
             if found is not None:
                 raise UserError(f"rank {rank}: {found}")

@@ -15,7 +15,7 @@ from neuclip_ds.distributed.environment import RankEnvironment
 from neuclip_ds.errors import UserError
 from neuclip_ds.planning.dry_run import print_dry_run
 from neuclip_ds.recipe import parse
-from neuclip_ds.training.checks import likely_slips
+from neuclip_ds.training.checks import config_warnings
 
 EVERY = ("--run.checkpoint_every=2", "--run.log_every=1")
 
@@ -121,7 +121,7 @@ def test_likely_slips_are_reported_by_run_and_dry_run(shards: Path, tmp_path: Pa
     assert [(tmp_path / "run" / "log.txt").read_text().count(slip) for slip in slips] == [1, 1]
 
     def slips_of(*options: str) -> list[str]:
-        return likely_slips(parse(["demo", *options]).config, 3)
+        return config_warnings(parse(["demo", *options]).config, 3)
 
     assert slips_of("--optimizer.lr=0", "--optimizer.warmup_steps=50") == [
         "optimizer.lr=0: the encoders will not learn."

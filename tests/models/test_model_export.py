@@ -29,7 +29,7 @@ from transformers import (
 from neuclip_ds.config import ModelConfig
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.bpe import train_bpe
-from neuclip_ds.models.export import export
+from neuclip_ds.models.conversion import export
 from neuclip_ds.models.pretrained.base import LogitParameters
 from neuclip_ds.models.source import ModelSource, locate_model, merged, model_source
 from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer

@@ -22,7 +22,7 @@ from neuclip_ds.models.trained_parts import (
 )
 from neuclip_ds.recipe import parse, validate
 from neuclip_ds.section import merge
-from neuclip_ds.training.checks import likely_slips
+from neuclip_ds.training.checks import config_warnings
 
 TREE: dict[str, Any] = {
     "model": {
@@ -128,9 +128,9 @@ def test_a_locked_pretrained_tower_has_no_projection_of_its_own() -> None:
 
 
 def test_frozen_random_weights_are_reported() -> None:
-    slips = likely_slips(config_of(model={"text": {"trainable": "frozen"}}), 1000)
+    slips = config_warnings(config_of(model={"text": {"trainable": "frozen"}}), 1000)
     assert slips == ["model.text.trainable=frozen freezes random weights: start from pretrained ones."]
-    assert likely_slips(config_of(model={"text": {"trainable": "frozen"}, "pretrained": "weights"}), 1000) == []
+    assert config_warnings(config_of(model={"text": {"trainable": "frozen"}, "pretrained": "weights"}), 1000) == []
 
 
 def test_learning_rates_of_towers_and_layers() -> None:

@@ -20,7 +20,7 @@ from neuclip_ds.cli.main import main as run_command
 from neuclip_ds.cli.program import exit_on_mistake
 from neuclip_ds.config import Config, dump
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.distributed.launch import connected
+from neuclip_ds.distributed.launch import process_group
 from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.precision import deterministic_algorithms, resolve_comm_dtype
 from neuclip_ds.objectives import build_objective
@@ -47,7 +47,7 @@ def main() -> None:
 def random_steps(arguments: argparse.Namespace) -> None:
     """Run the steps of a run on one random batch, without loading data."""
     config = validate(load_recipe(str(arguments.config)))
-    with connected(dump(config)) as communicator, deterministic_algorithms(config.run.deterministic):
+    with process_group(dump(config)) as communicator, deterministic_algorithms(config.run.deterministic):
         steps = SyntheticSteps(config, communicator, config.optimizer.lr)
         batch = steps.batch(0)
         with MetricsLog(arguments.out) if communicator.rank == 0 else nullcontext() as metrics:
@@ -60,7 +60,7 @@ def random_steps(arguments: argparse.Namespace) -> None:
 def objectives(arguments: argparse.Namespace) -> None:
     """Measure the objective of every method, and write the seconds on the slowest rank."""
     config = validate(load_recipe(str(arguments.config)))
-    with connected(dump(config)) as communicator, deterministic_algorithms(config.run.deterministic):
+    with process_group(dump(config)) as communicator, deterministic_algorithms(config.run.deterministic):
         found = {}
         for method in arguments.objective:
             config.objective.method = method

@@ -220,7 +220,7 @@ class AmortizedNormalizer(Normalizer):
         if ranks.world_size == 1 or not fits_all_rows(self._config, self._dim, size, batch.comm_dtype):
             return _FitRows(features, log_target, log_total, batch.size, ranks)
         values = batch.gather(torch.cat([log_target, log_total]), "normalizer")
-        return _FitRows(torch.stack([batch.image, batch.text]), values[:2], values[2:], batch.size, ranks.alone())
+        return _FitRows(torch.stack([batch.image, batch.text]), values[:2], values[2:], batch.size, ranks.single_rank())
 
     def _draw(self, epoch: int, rows: _FitRows) -> None:
         """Initialize Adam and the nets (seed: `epoch`); if `reference=paper`, make the mean output equal mean log Z."""

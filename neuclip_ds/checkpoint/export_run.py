@@ -13,7 +13,7 @@ from neuclip_ds.checkpoint.sharded_state import OBJECTIVE, STATE, StateFiles
 from neuclip_ds.config import Config
 from neuclip_ds.errors import UserError
 from neuclip_ds.files import check_unused, new_folder
-from neuclip_ds.models.export import export
+from neuclip_ds.models.conversion import export
 from neuclip_ds.models.pretrained.base import LogitParameters
 from neuclip_ds.models.source import merged
 from neuclip_ds.objectives.temperature import trained_temperature

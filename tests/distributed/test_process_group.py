@@ -24,21 +24,21 @@ from neuclip_ds.errors import UserError
 
 
 def connect(communicator: Communicator) -> None:
-    communicator.agree(None)
+    communicator.raise_if_any_rank_failed(None)
     print(os.environ["GLOO_SOCKET_IFNAME"], file=sys.stderr)
 
 
 def stop_rank_1(communicator: Communicator) -> None:
     if communicator.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
-    communicator.agree(None)
+    communicator.raise_if_any_rank_failed(None)
 
 
 def hang_rank_1(communicator: Communicator) -> None:
     if communicator.rank == 1:
         signal.signal(signal.SIGCONT, lambda number, frame: None)
         signal.pause()
-    communicator.agree(None)
+    communicator.raise_if_any_rank_failed(None)
 
 
 def lack_gpu(communicator: Communicator) -> None:
@@ -61,7 +61,7 @@ def one_rank(rank: int, folder: str, work: str) -> None:
         failure_detector._LONGEST_START = 3.0
         if rank == 1:
             dist.init_process_group = lambda *args, **kwargs: time.sleep(60)
-    with exit_on_mistake(), launch.connected("task") as communicator:
+    with exit_on_mistake(), launch.process_group("task") as communicator:
         globals()[work](communicator)
 
 
@@ -120,7 +120,7 @@ def test_one_rank_without_a_launcher_needs_its_gpu_too(monkeypatch: pytest.Monke
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setattr(environment, "find_gpus", lambda: ["/dev/kfd"])
-    with pytest.raises(UserError, match=r"has GPUs \(/dev/kfd\)"), launch.connected("task"):
+    with pytest.raises(UserError, match=r"has GPUs \(/dev/kfd\)"), launch.process_group("task"):
         pass
 
 
