@@ -16,7 +16,7 @@ from neuclip_ds.engine.config import precision, zero_stage
 from neuclip_ds.engine.lamb import Lamb
 from neuclip_ds.engine.zero import keep_frozen_whole, placements, share_process_group, skip_unused_kernel
 from neuclip_ds.errors import UserError
-from neuclip_ds.models.batch_norm import batch_norms
+from neuclip_ds.losses.batch_norm import batch_norms
 from neuclip_ds.models.trained_parts import learning_rate_scales
 
 

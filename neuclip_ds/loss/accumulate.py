@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from neuclip_ds.loss.two_pass import MicroBatches
-from neuclip_ds.models.batch_norm import batch_norms
+from neuclip_ds.losses.batch_norm import batch_norms
 
 if TYPE_CHECKING:
     from neuclip_ds.loss.contrastive_loss import ContrastiveLoss

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from neuclip_ds.models.batch_norm import BatchNorm, kept_statistics
+from neuclip_ds.losses.batch_norm import BatchNorm, kept_statistics
 
 
 def with_gradients(loss: Tensor, inputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from neuclip_ds.errors import UserError
-from neuclip_ds.models.batch_norm import batch_norms, kept_statistics
+from neuclip_ds.losses.batch_norm import batch_norms, kept_statistics
 from neuclip_ds.models.trained_parts import block_names
 
 

@@ -20,7 +20,7 @@ from neuclip_ds.checkpoint.integrity import is_complete, read_meta
 from neuclip_ds.checkpoint.sharded_state import OBJECTIVE, STATE, StateFiles
 from neuclip_ds.config import Config
 from neuclip_ds.errors import UserError
-from neuclip_ds.models.batch_norm import batch_norms, kept_statistics
+from neuclip_ds.losses.batch_norm import batch_norms, kept_statistics
 from neuclip_ds.objectives import build_objective, find_method
 from neuclip_ds.objectives.base import Objective
 from neuclip_ds.objectives.options import ObjectiveConfig

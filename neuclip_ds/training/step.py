@@ -27,7 +27,7 @@ from neuclip_ds.distributed.communicator import PHASE, Communicator, HostCopy
 from neuclip_ds.engine.update import set_learning_rate, update_weights
 from neuclip_ds.engine.zero import fetches_weights
 from neuclip_ds.loss.two_pass import MicroBatches, with_gradients
-from neuclip_ds.models.batch_norm import batch_norms
+from neuclip_ds.losses.batch_norm import batch_norms
 from neuclip_ds.models.trained_parts import TOWERS
 from neuclip_ds.objectives.base import FeatureGradients, Objective, Step
 from neuclip_ds.objectives.gather import FeatureGather, Features

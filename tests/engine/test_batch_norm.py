@@ -12,7 +12,7 @@ from torch import Tensor
 from neuclip_ds.checkpoint.saved_model import open_model
 from neuclip_ds.checkpoint.sharded_state import BUFFER, STATE, StateFiles
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.models.batch_norm import batch_norms
+from neuclip_ds.losses.batch_norm import batch_norms
 from neuclip_ds.recipe import validate
 from neuclip_ds.reporting.metrics import read_metrics
 from neuclip_ds.training.hooks import Hook

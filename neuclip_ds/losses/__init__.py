@@ -1,0 +1,49 @@
+"""The contrastive losses; importing this package does not import torch.
+
+Start with contrastive_loss.py. It gathers the features (gather.py) and calls the function that a method defines: a
+builder in the file of its paper, such as fastclip.py, composes it from global_contrastive.py, pairs.py and
+temperature.py.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from neuclip_ds.losses.autograd import autograd_loss
+    from neuclip_ds.losses.base import LossContext, LossFunction, LossOutput, Position
+    from neuclip_ds.losses.contrastive_loss import ContrastiveLoss
+    from neuclip_ds.losses.gather import GatheredFeatures
+    from neuclip_ds.losses.indexed_dataset import IndexedDataset, add_index
+    from neuclip_ds.losses.methods import register_loss
+
+_MODULES = {
+    "ContrastiveLoss": "contrastive_loss",
+    "GatheredFeatures": "gather",
+    "IndexedDataset": "indexed_dataset",
+    "LossContext": "base",
+    "LossFunction": "base",
+    "LossOutput": "base",
+    "Position": "base",
+    "add_index": "indexed_dataset",
+    "autograd_loss": "autograd",
+    "register_loss": "methods",
+}
+__all__ = [
+    "ContrastiveLoss",
+    "GatheredFeatures",
+    "IndexedDataset",
+    "LossContext",
+    "LossFunction",
+    "LossOutput",
+    "Position",
+    "add_index",
+    "autograd_loss",
+    "register_loss",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used, because torch takes seconds to import."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

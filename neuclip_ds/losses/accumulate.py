@@ -1,0 +1,250 @@
+"""Exact gradients from micro-batches, in two passes as in GradCache (Gao et al. 2021, arXiv 2101.06983).
+
+The trainer's engine uses `MicroBatches`; `ContrastiveLoss.accumulate` gives other training loops a `TwoPass`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from neuclip_ds.losses.batch_norm import BatchNorm, batch_norms, kept_statistics
+
+if TYPE_CHECKING:
+    from neuclip_ds.losses.contrastive_loss import ContrastiveLoss
+
+_SAME = 0.05  # largest accepted distance between a row's features in the two passes, which differ only by rounding
+_ONCE_EACH = (
+    "run features() with one add() for each micro-batch, loss() once, then gradients() with one backward() for each"
+)
+
+
+def with_gradients(loss: Tensor, inputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
+    """Return a copy of `loss` whose backward pass propagates `gradients` to `inputs`.
+
+    Args:
+        loss: 0-dim loss.
+        inputs: tensors of any floating dtype; inputs that do not require gradients get none.
+        gradients: gradients of the loss, shaped like the inputs. The product with the incoming gradient is computed in
+            the dtype of `gradients` and returned in the dtype of the input.
+    """
+    result: Tensor = _WithGradients.apply(loss, len(inputs), *inputs, *gradients)
+    return result
+
+
+class _WithGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, count: int, *tensors: Tensor) -> Tensor:
+        ctx.dtypes = [x.dtype for x in tensors[:count]]
+        ctx.save_for_backward(*tensors[count:])
+        return loss.detach().clone()
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # autograd would treat the result as a constant
+            raise RuntimeError("The loss's gradient is in closed form and has no derivative: omit create_graph=True.")
+        scaled: list[Tensor] = []
+        for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True):
+            scaled.append((gradient * incoming[0].to(gradient.dtype)).to(dtype))
+        without_gradients = [None] * len(scaled)
+        return (None, None, *scaled, *without_gradients)
+
+
+class MicroBatches:
+    """Two passes over a batch that is split into micro-batches.
+
+    The first pass stores features without a graph. Once the gradient of the whole batch's loss with respect to these
+    features is known, the second pass runs each micro-batch again and back-propagates its rows of the gradient. Both
+    passes draw the same random numbers, so dropout masks agree. The running statistics of batch normalization change in
+    the second pass only. Without batch normalization, the result is the same as that of one large pass.
+    """
+
+    def __init__(self, layers: Sequence[BatchNorm]) -> None:
+        """Prepare the passes; `layers` are the model's batch-norm layers."""
+        self._layers = layers
+        self._features: list[tuple[Tensor, Tensor]] = []
+        self._random_states: list[tuple[Tensor, Tensor | None]] = []  # of host and GPU, before each micro-batch
+        self._feature_gradients: tuple[Tensor, Tensor] | None = None
+        self._micro_batch = 0  # position in the second pass
+        self._row = 0
+
+    @contextmanager
+    def features(self) -> Iterator[None]:
+        """Context in which to run each micro-batch of the first pass; pass the features to `add`."""
+        gpu_state = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+        self._random_states.append((torch.get_rng_state(), gpu_state))
+        with torch.no_grad(), kept_statistics(self._layers):
+            yield
+
+    def add(self, image_features: Tensor, text_features: Tensor) -> None:
+        """Store the (m, d) features of a micro-batch."""
+        self._features.append((image_features.detach(), text_features.detach()))
+
+    def concatenated_features(self) -> tuple[Tensor, Tensor]:
+        """Return the (b, d) image and text features of all micro-batches, and clear the stored ones."""
+        images = [image for image, _ in self._features]
+        texts = [text for _, text in self._features]
+        self._features.clear()
+        if len(images) == 1:
+            return images[0], texts[0]
+        return torch.cat(images), torch.cat(texts)
+
+    def set_feature_gradients(self, image: Tensor, text: Tensor) -> None:
+        """Before the second pass, set the (b, d) gradients of the whole batch's loss with respect to the features."""
+        self._feature_gradients = image, text
+
+    @contextmanager
+    def gradients(self) -> Iterator[None]:
+        """Context in which to run each micro-batch of the second pass, in the order of the first pass."""
+        with _restored(self._random_states[self._micro_batch]):
+            yield
+        self._micro_batch += 1
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the current micro-batch of the second pass is the last."""
+        return self._micro_batch + 1 == len(self._random_states)
+
+    def trainable_outputs_and_gradients(
+        self, image: Tensor | None, text: Tensor | None
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the micro-batch's features that have a graph, and the matching rows of the gradients.
+
+        A frozen tower's features have no graph and may be None if the tower was not run again.
+        """
+        if self._feature_gradients is None:
+            raise RuntimeError("Compute the loss of the whole batch before the second pass.")
+        count = len(image) if image is not None else len(text) if text is not None else 0
+        rows = slice(self._row, self._row + count)
+        self._row = rows.stop
+        outputs: list[Tensor] = []
+        gradients: list[Tensor] = []
+        for features, gradient in zip((image, text), self._feature_gradients, strict=True):
+            if features is not None and features.requires_grad:
+                outputs.append(features)
+                gradients.append(gradient[rows])
+        return outputs, gradients
+
+
+class TwoPass(MicroBatches):
+    """Two passes: the first collects features for the whole batch's loss; the second back-propagates each micro-batch.
+
+    `ContrastiveLoss.accumulate` yields this object. Both passes draw the same random numbers, so dropout masks match. A
+    missing, extra or out-of-order call raises `RuntimeError`.
+    """
+
+    def __init__(self, loss_fn: ContrastiveLoss, model: nn.Module | None, scale: float) -> None:
+        super().__init__([] if model is None else batch_norms(model))
+        self._loss_fn = loss_fn
+        self._model = model
+        self._scale = scale
+        self._indices: list[Tensor | None] = []
+        self._valid: list[Tensor | None] = []
+        self._ends: list[int] = []  # rows up to the end of each micro-batch
+        self._first_pass: tuple[Tensor, Tensor] | None = None  # the features, once the loss is computed
+
+    def add(
+        self, image_features: Tensor, text_features: Tensor, index: Tensor | None = None, valid: Tensor | None = None
+    ) -> None:
+        """Store the features of a micro-batch; takes the same arguments as the loss."""
+        super().add(image_features, text_features)
+        self._indices.append(index)
+        self._valid.append(valid)
+        self._ends.append(sum(len(image) for image, _ in self._features))
+        self._require(len(self._random_states) == len(self._ends) and self._first_pass is None)
+
+    def loss(self) -> Tensor:
+        """Compute the gradients of the whole batch's loss, and return the detached loss."""
+        self._require(self._first_pass is None and 0 < len(self._ends) == len(self._random_states))
+        index = _concatenated(self._indices)
+        valid = _concatenated(self._valid)
+        image, text = self.concatenated_features()
+        self._first_pass = image, text
+        with torch.enable_grad():
+            image = image.detach().requires_grad_()
+            text = text.detach().requires_grad_()
+            loss = self._loss_fn(image, text, index, valid)
+            (loss * self._scale).backward()
+        assert image.grad is not None and text.grad is not None
+        self.set_feature_gradients(image.grad, text.grad)
+        return loss.detach()
+
+    @contextmanager
+    def gradients(self) -> Iterator[None]:
+        """Run each micro-batch of the second pass and its `backward` in this context, in the order of the first pass.
+
+        Gradients are reduced over ranks in the last micro-batch only, using DDP's `no_sync` or FSDP2's
+        `set_requires_gradient_sync`.
+        """
+        self._require(self._micro_batch < len(self._ends) and self._first_pass is not None)
+        with _without_reduction(self._model, self.is_last), super().gradients():
+            yield
+            self._require(self._row == self._ends[self._micro_batch])
+
+    def backward(self, image_features: Tensor, text_features: Tensor) -> None:
+        """Back-propagate this micro-batch's rows of the gradient; a frozen tower's features may have no graph."""
+        start = self._row
+        outputs, gradients = self.trainable_outputs_and_gradients(image_features, text_features)
+        expected_start = 0 if self._micro_batch == 0 else self._ends[self._micro_batch - 1]
+        expected_end = self._ends[self._micro_batch]
+        self._require((start, self._row) == (expected_start, expected_end))
+        if self._loss_fn.validates and self._first_pass is not None:
+            for features, first in zip((image_features, text_features), self._first_pass, strict=True):
+                self._require_same(features, first[start : self._row])
+        torch.autograd.backward(outputs, gradients)
+
+    def finish(self) -> None:
+        """Raise `RuntimeError` if a call is missing; `accumulate` calls this."""
+        self._require(self._first_pass is not None and self._micro_batch == len(self._ends))
+
+    def _require_same(self, features: Tensor | None, first: Tensor) -> None:
+        """Raise `RuntimeError` if a micro-batch's features differ from those of the first pass."""
+        if features is None:
+            return
+        distances = (features.detach() - first).norm(dim=1)
+        if bool(distances.max() > _SAME):
+            self._fail("pass the micro-batches in the same order again, with the model unchanged")
+
+    def _require(self, condition: bool) -> None:
+        if not condition:
+            self._fail(_ONCE_EACH)
+
+    def _fail(self, advice: str) -> None:
+        done = f"{self._micro_batch} of {len(self._ends)} in the second pass"
+        raise RuntimeError(f"accumulate(): {advice}. So far: {done}.")
+
+
+def _concatenated(pieces: Sequence[Tensor | None]) -> Tensor | None:
+    """Return the concatenated pieces, or None if a piece is None."""
+    present = [piece for piece in pieces if piece is not None]
+    return torch.cat(present) if len(present) == len(pieces) else None
+
+
+@contextmanager
+def _without_reduction(model: Any, last: bool) -> Iterator[None]:
+    if hasattr(model, "set_requires_gradient_sync"):  # FSDP2
+        model.set_requires_gradient_sync(last)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)
+    else:
+        defers = not last and hasattr(model, "no_sync")
+        with model.no_sync() if defers else nullcontext():
+            yield
+
+
+@contextmanager
+def _restored(state: tuple[Tensor, Tensor | None]) -> Iterator[None]:
+    """Run the enclosed code with a saved random state, and restore the current state afterward."""
+    host_state, gpu_state = state
+    gpus = [] if gpu_state is None else [torch.cuda.current_device()]
+    with torch.random.fork_rng(gpus):
+        torch.set_rng_state(host_state)
+        if gpu_state is not None:
+            torch.cuda.set_rng_state(gpu_state)
+        yield

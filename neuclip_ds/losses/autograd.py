@@ -1,0 +1,68 @@
+"""Losses from outside the package: a function of gathered features, differentiated by autograd."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from neuclip_ds.losses.base import LossContext, LossFunction, LossOutput, Position
+from neuclip_ds.losses.gather import GatheredFeatures
+from neuclip_ds.losses.method import LossBuilder
+from neuclip_ds.losses.options import ObjectiveConfig
+
+FeatureLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Function (image features (B, d), text features (B, d), sample indices (B,) in host memory) -> 0-dim loss.
+
+The rows are those of the global batch, in the same order on all ranks; row i of both tensors is a pair.
+"""
+
+
+def autograd_loss(function: FeatureLoss) -> LossBuilder:
+    """Return a builder of a loss without state, for `ContrastiveLoss` and `register_loss`.
+
+    Example:
+        ```python
+        def mean_distance(image, text, index):
+            return (image - text).square().sum(dim=1).mean()
+
+        loss_fn = ContrastiveLoss(autograd_loss(mean_distance), dim=512)
+        ```
+    """
+
+    def build(config: ObjectiveConfig, context: LossContext) -> LossFunction:
+        return AutogradLoss(function)
+
+    return build
+
+
+class AutogradLoss(LossFunction):
+    """A loss that autograd differentiates with respect to the features of the global batch.
+
+    Every rank computes the loss of the whole batch and keeps its rows of the gradient. The result is therefore exact on
+    any number of ranks, but each rank does the work of all ranks.
+    """
+
+    def __init__(self, function: FeatureLoss) -> None:
+        super().__init__({})
+        self._function = function
+
+    def __call__(self, batch: GatheredFeatures, position: Position, training: bool) -> LossOutput:
+        with torch.enable_grad():
+            image = batch.image.detach().requires_grad_()
+            text = batch.text.detach().requires_grad_()
+            loss = self._function(image, text, batch.index)
+        if loss.ndim:
+            raise TypeError(
+                f"The loss must be a scalar, but the function returned a tensor of shape {tuple(loss.shape)}."
+            )
+        image_gradient, text_gradient = torch.autograd.grad(
+            loss, (image, text), allow_unused=True, materialize_grads=True
+        )
+        gradient_norm = (image_gradient.square().sum() + text_gradient.square().sum()).sqrt()
+        return LossOutput(
+            loss=loss.detach(),
+            image_gradient=image_gradient[batch.local],
+            text_gradient=text_gradient[batch.local],
+            gradient_norm=gradient_norm,
+            metrics={"feature_grad_norm": gradient_norm},
+        )

@@ -1,0 +1,207 @@
+"""Inputs and outputs of a loss, and the base classes of losses and of their components.
+
+Shapes: b rows on this rank (`local` of them valid), K ranks, a total of B valid rows, feature width d. In a `(2, B)`
+tensor, row 0 is for image anchors (contrasted with texts) and row 1 for text anchors (contrasted with images).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from neuclip_ds.distributed.communicator import Communicator, Pending
+from neuclip_ds.losses.gather import GatheredFeatures
+from neuclip_ds.losses.sample_store import SampleStore
+from neuclip_ds.state.partition import RowTable
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """Position of a call in the training run."""
+
+    step: int
+    """Number of the training step, from 0."""
+    epoch: int = 0
+    progress: float = 0.0
+    """Completed fraction of the run, in [0, 1)."""
+    lr: float
+    """The encoders' learning rate at this step."""
+    peak_lr: float
+    """The peak of the encoders' learning rate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossOutput:
+    """The loss of the global batch, and its gradient with respect to this rank's valid features."""
+
+    loss: Tensor
+    """0-dim, equal on all ranks."""
+    image_gradient: Tensor
+    """(local, d)"""
+    text_gradient: Tensor
+    """(local, d)"""
+    gradient_norm: Tensor
+    """0-dim: norm of the gradient with respect to the features of all ranks, equal on all ranks."""
+    metrics: dict[str, Tensor]
+    """Values to log, by name; 0-dim and equal on all ranks."""
+
+
+@dataclass(frozen=True)
+class AdamSettings:
+    """Betas and epsilon of Adam, for the temperature and, with `npn.order=joint`, for the prototypes."""
+
+    betas: tuple[float, float] = (0.9, 0.98)
+    eps: float = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossContext:
+    """Sizes and settings of a run that a loss needs in addition to its options."""
+
+    dim: int
+    """Width d of the features."""
+    samples: int
+    """Size n of the dataset; 0 if unknown."""
+    communicator: Communicator
+    dtype: torch.dtype = torch.float32
+    """Dtype of similarities, losses and state."""
+    temperature: float | None = 0.07
+    """Tau at step 0 where the options leave it open: that of the encoders' checkpoint, or None if it has none."""
+    bias: float | None = -10.0
+    """SigLIP's bias at step 0 where the options leave it open, as for `temperature`."""
+    adam: AdamSettings = field(default_factory=AdamSettings)
+    spare_rows: int = 0
+    """Rows added to every per-sample table, for samples that are not in the training set."""
+
+
+class Stateful:
+    """Base class of components that may have state, either replicated on all ranks or partitioned over ranks by row."""
+
+    stores: Sequence[SampleStore] = ()
+    """Stores of the statistics of each sample."""
+    needs_index = False
+    """Whether training needs each row's sample index."""
+
+    def begin_reads(self, padded_index: Tensor) -> dict[str, Pending]:
+        """Start reading the statistics of a batch's samples, which overlaps the encoders.
+
+        Args:
+            padded_index: (K b,) sample indices of the batch in host memory, -1 for invalid rows.
+
+        Returns:
+            Reads in progress, by name; the loss receives them as `GatheredFeatures.statistics`.
+        """
+        return {}
+
+    def replicated_state(self) -> dict[str, Tensor]:
+        """Return the state that is equal on all ranks, by name."""
+        return {}
+
+    def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
+        """Restore the state that `replicated_state` returned."""
+
+    def row_tables(self) -> dict[str, RowTable]:
+        """Return the state that is partitioned over ranks, by name."""
+        return {}
+
+    def restore_point(self) -> Callable[[], None]:
+        """Return a function that restores the current state after the next call and undoes its per-sample writes."""
+        replicated = {name: value.clone() for name, value in self.replicated_state().items()}
+        rows: list[tuple[Tensor, Tensor]] = []
+        for table in self.row_tables().values():
+            if not table.per_sample:
+                rows.extend((tensor, tensor.clone()) for tensor in table.tensors.values())
+
+        def restore() -> None:
+            self.load_replicated_state(replicated)
+            for tensor, before in rows:
+                tensor.copy_(before)
+            for store in self.stores:
+                store.undo()
+
+        return restore
+
+
+class LossFunction(Stateful):
+    """Base class of losses: functions of the features of all ranks, with their state.
+
+    `ContrastiveLoss` gathers the features and passes the gradient to autograd. Parameters of a loss, such as the
+    temperature, are not parameters of the model: each training call updates them.
+
+    Args:
+        components: the parts of the loss that have state, keyed by the prefix of their entries in the state.
+    """
+
+    def __init__(self, components: dict[str, Stateful]) -> None:
+        self._components = components
+        self.needs_index = any(component.needs_index for component in components.values())
+
+    def __call__(self, batch: GatheredFeatures, position: Position, training: bool) -> LossOutput:
+        """Return the loss and its gradient; if `training`, update the state.
+
+        Args:
+            batch: the features of all ranks, with at least two valid rows.
+            position: position in the run.
+            training: if False, compute the loss without changing any state.
+        """
+        raise NotImplementedError
+
+    def gathers(self, position: Position) -> bool:
+        """Return whether a training step needs the features of all ranks; the result is the same on all ranks."""
+        return True
+
+    @property
+    def reads_statistics(self) -> bool:
+        """Whether the loss reads statistics of each sample."""
+        return any(component.stores for component in self._components.values())
+
+    def begin_reads(self, padded_index: Tensor) -> dict[str, Pending]:
+        reads: dict[str, Pending] = {}
+        for component in reversed(self._components.values()):  # the temperature is read before the normalizer
+            reads.update(component.begin_reads(padded_index))
+        return reads
+
+    def replicated_state(self) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = {}
+        for prefix, component in self._components.items():
+            for name, value in component.replicated_state().items():
+                state[prefix + name] = value
+        return state
+
+    def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
+        for prefix, component in self._components.items():
+            entries = {name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)}
+            component.load_replicated_state(entries)
+
+    def row_tables(self) -> dict[str, RowTable]:
+        tables: dict[str, RowTable] = {}
+        for component in self._components.values():
+            tables.update(component.row_tables())
+        return tables
+
+    def restore_point(self) -> Callable[[], None]:
+        restores = [component.restore_point() for component in self._components.values()]
+
+        def restore() -> None:
+            for restore_component in restores:
+                restore_component()
+
+        return restore
+
+
+def adam_state(adam: torch.optim.Optimizer, parameter: Parameter, prefix: str = "adam.") -> dict[str, Tensor]:
+    """Return a parameter's optimizer state for `replicated_state`; it is empty before the optimizer's first step."""
+    return {f"{prefix}{key}": value for key, value in adam.state[parameter].items()}
+
+
+def load_adam_state(
+    adam: torch.optim.Optimizer, parameter: Parameter, state: Mapping[str, Tensor], prefix: str = "adam."
+) -> None:
+    """Restore the optimizer state that `adam_state` returned."""
+    values = {key.removeprefix(prefix): value.clone() for key, value in state.items() if key.startswith(prefix)}
+    steps = values.pop("step", None)
+    adam.state[parameter] = {key: value.to(parameter) for key, value in values.items()}
+    if steps is not None:  # fused Adam keeps its step count on the parameter's device, unfused Adam on the CPU
+        adam.state[parameter]["step"] = steps.to(parameter.device if adam.defaults["fused"] else "cpu")

@@ -1,0 +1,116 @@
+"""Check the arguments of a loss on all ranks at once, so that no rank waits for a rank that has failed."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from neuclip_ds.distributed.communicator import Communicator
+
+_TOLERANCE = 2e-2  # on a row's norm, since rows may have been rounded to bfloat16
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def problem_with_features(image: Any, text: Any, dim: int) -> str | None:
+    """Return a message if the features are not floating-point (b, dim) tensors, else None."""
+    for name, features in (("image_features", image), ("text_features", text)):
+        if not isinstance(features, Tensor):
+            return _not_a_tensor(name, features)
+        shape = (len(image), dim)
+        if features.shape != shape or features.dtype not in _DTYPES:
+            return f"{name} is {features.dtype} {tuple(features.shape)}, but must be floating {shape}."
+    return None
+
+
+def problem_with_norms(image: Tensor, text: Tensor, valid: Tensor | None, not_finite: bool) -> str | None:
+    """Return a message if the norm of a valid row is not 1, else None.
+
+    Args:
+        image, text: (b, d) features.
+        valid: (b,) bool in host memory, or None if all rows are valid.
+        not_finite: whether to accept rows with NaN or infinite values.
+    """
+    norms = torch.stack([torch.linalg.vector_norm(features.float(), dim=1) for features in (image, text)])
+    errors = norms.sub_(1).abs_().cpu()
+    if valid is not None:
+        errors = errors[:, valid]
+    if not_finite:
+        errors = errors.nan_to_num(0.0, posinf=0.0)
+    for name, direction_errors in zip(("image_features", "text_features"), errors, strict=True):
+        if not bool((direction_errors <= _TOLERANCE).all()):  # NaN fails as well
+            return f"{name} must have rows of norm 1: apply torch.nn.functional.normalize({name}, dim=-1)."
+    return None
+
+
+def problem_with_rows(index: Any, valid: Any, rows: int, samples: int) -> str | None:
+    """Return a message if `index` or `valid` cannot be used for a batch of `rows` rows, else None.
+
+    Args:
+        index: (rows,) integers in [0, samples) in host memory where `valid`, or None.
+        valid: (rows,) bool in host memory, or None if all rows are valid.
+        rows: number of rows of the batch.
+        samples: size n of the dataset.
+    """
+    if index is not None:
+        if not isinstance(index, Tensor):
+            return _not_a_tensor("index", index)
+        is_integer = not index.is_floating_point() and index.dtype != torch.bool
+        if index.shape != (rows,) or not is_integer:
+            return f"index is {index.dtype} {tuple(index.shape)}, but must be one integer per row: ({rows},)."
+    if valid is not None:
+        if not isinstance(valid, Tensor):
+            return _not_a_tensor("valid", valid)
+        if valid.shape != (rows,) or valid.dtype != torch.bool:
+            return f"valid is {valid.dtype} {tuple(valid.shape)}, but must be one bool per row: ({rows},)."
+    if index is None:
+        return None
+    used = index if valid is None else index[valid]
+    if not len(used):
+        return None
+    for extreme in (int(used.min()), int(used.max())):
+        if not 0 <= extreme < samples:
+            where = "the positions in a training set of `samples` samples."
+            return f"index {extreme} is outside [0, {samples}), {where}"
+    return None
+
+
+def _not_a_tensor(name: str, value: Any) -> str:
+    return f"{name} is a {type(value).__name__}, but must be a tensor: pass torch.as_tensor({name})."
+
+
+def raise_if_ranks_disagree(
+    rows: int, problem: str | None, training: bool, dtype: torch.dtype, communicator: Communicator
+) -> int:
+    """Check that a call to the loss is consistent across ranks, and return the largest number of rows on any rank.
+
+    Raises:
+        ValueError: on all ranks, if any rank has a problem, or if ranks differ in training mode or feature dtype.
+    """
+    if communicator.world_size > 1:
+        dtypes = [*_DTYPES, dtype]
+        call = torch.tensor([[rows, int(problem is not None), int(training), dtypes.index(dtype)]])
+        calls = communicator.begin_host_gather(call, "control").wait()
+        rows = int(calls[:, 0].max())
+        if problem is None:
+            problem = _disagreement(calls)
+    if problem is not None:
+        raise ValueError(problem)
+    return rows
+
+
+def _disagreement(calls: Tensor) -> str | None:
+    """Return a message about ranks that failed or differ, else None; `calls` has a row for each rank."""
+    failed = calls[:, 1].tolist()
+    training = calls[:, 2].tolist()
+    dtypes = calls[:, 3].tolist()
+    if any(failed):
+        return f"rank {failed.index(1)} was given arguments that cannot be used; see its error."
+    if len(set(training)) > 1:
+        return (
+            f"rank {training.index(1)} trains while rank {training.index(0)} evaluates: use the same train(), eval() "
+            "and torch.no_grad() on all ranks."
+        )
+    if len(set(dtypes)) > 1:
+        names = ", ".join(str(_DTYPES[number]) for number in dtypes)
+        return f"the features' dtypes differ between ranks: {names}. Use one dtype."
+    return None

@@ -1,0 +1,636 @@
+"""`ContrastiveLoss`: the loss of every training loop, the package's own trainer included."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.nn.functional import pad
+
+from neuclip_ds.distributed.communicator import Communicator, ProcessGroup
+from neuclip_ds.errors import UserError
+from neuclip_ds.losses.accumulate import TwoPass, with_gradients
+from neuclip_ds.losses.arithmetic import products_exact_for
+from neuclip_ds.losses.base import AdamSettings, LossContext, LossFunction, Position
+from neuclip_ds.losses.checks import (
+    problem_with_features,
+    problem_with_norms,
+    problem_with_rows,
+    raise_if_ranks_disagree,
+)
+from neuclip_ds.losses.gather import PendingBatch
+from neuclip_ds.losses.global_contrastive import GlobalContrastiveLoss
+from neuclip_ds.losses.method import LossBuilder
+from neuclip_ds.losses.methods import DEFAULT, find_method
+from neuclip_ds.losses.options import ObjectiveConfig, objective_config
+from neuclip_ds.losses.temperature import trained_temperature
+from neuclip_ds.state.shards import INDEX, ShardFiles, shard_files, table_shards, whole
+
+log = logging.getLogger(__name__)
+
+_REPLICATED = "objective"  # kind of the shard with the state that is equal on all ranks
+
+
+@dataclass(frozen=True)
+class _Undo:
+    """How to revert a training call's updates of the state."""
+
+    restore: Callable[[], None]
+    grad_scale: float | None  # of the GradScaler before the step, if there is one
+
+
+class ContrastiveLoss(nn.Module):
+    """Contrastive loss over the global batch of all ranks, with the exact gradient of its method.
+
+    Each training call also updates the temperature and the method's networks with separate optimizers, as the papers'
+    algorithms do. The module therefore has no parameters and does not need DDP or FSDP.
+
+    Each call in training mode is one step. Under `eval()` or `torch.no_grad()`, the loss does not update any state, and
+    `index` may be None.
+
+    Example:
+        ```python
+        loss_fn = ContrastiveLoss("fastclip_v3", dim=512, samples=len(dataset), epochs=30, steps_per_epoch=500)
+        loss = loss_fn(image_features, text_features, index)
+        loss.backward()
+        ```
+
+    To send features while the towers still run, begin the step before the towers, and pass on what `begin` returns:
+
+    Example:
+        ```python
+        pending = loss_fn.begin(index)
+        text_features = text_tower(texts)
+        pending.add_text(text_features)
+        image_features = image_tower(images)
+        pending.add_image(image_features)
+        pending.begin_reads()
+        loss = loss_fn(image_features, text_features, pending=pending)
+        ```
+
+    Attributes:
+        lr: current learning rate of the encoders; the temperature's learning rate follows it by default. Set `lr` after
+            each scheduler step: `loss_fn.lr = scheduler.get_last_lr()[0]`.
+        scaler: the training loop's `torch.amp.GradScaler`, if any. With a scaler, the loss reverts the state updates of
+            a call whose step the scaler skipped, and accepts features that are not finite.
+        validates: whether calls check their arguments.
+        function: the function of the gathered features that the method defines, with the method's state.
+        metric_tensors: 0-dim metrics of the last call, by name, on the features' device.
+        feature_gradient_norm: 0-dim norm of the last call's gradient with respect to the features of all ranks.
+    """
+
+    def __init__(
+        self,
+        method: str | ObjectiveConfig | LossBuilder = DEFAULT,
+        *,
+        dim: int,
+        samples: int = 0,
+        epochs: float = 1.0,
+        steps_per_epoch: int | None = None,
+        lr: float = 5e-4,
+        betas: tuple[float, float] = (0.9, 0.98),
+        adam_eps: float = 1e-6,
+        reduction: Literal["ddp_mean", "sum"] = "ddp_mean",
+        group: ProcessGroup | None = None,
+        communicator: Communicator | None = None,
+        scaler: GradScaler | None = None,
+        undo: bool = False,
+        validate: bool = True,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        spare_row: bool = True,
+        encoder_temperature: float | None = 0.07,
+        encoder_bias: float | None = -10.0,
+        **options: Any,
+    ) -> None:
+        """
+        Args:
+            method: name of a loss, such as `openclip` or `fastclip_v3`; or the options of one, as in a run's config; or
+                a function that builds a loss that is not in the package (`neuclip_ds.losses.autograd_loss`).
+            dim: width d of the features.
+            samples: size n of the training set, required by methods that keep statistics per sample and by
+                `temperature={"rule": "learned"}`.
+            epochs: length of the run in epochs, for schedules.
+            steps_per_epoch: training calls per epoch, for schedules.
+            lr: peak learning rate of the encoders.
+            betas: Adam betas for the temperature.
+            adam_eps: Adam epsilon for the temperature.
+            reduction: `ddp_mean` if the encoders' gradients are averaged over ranks (DDP, FSDP, DeepSpeed): the loss
+                then multiplies the feature gradients by the world size to compensate. `sum` if they are summed.
+            group: process group of the global batch; by default all ranks, or this process if it runs alone.
+            communicator: the ranks of the global batch, for a caller that counts traffic, instead of `group` and
+                `device`.
+            scaler: see the `scaler` attribute.
+            undo: whether `undo()` can revert the last training call, which costs a copy of the replicated state.
+            validate: whether to check the arguments of each call on all ranks. This costs one small collective and, on
+                a GPU, one host synchronization. Without validation, all ranks must pass the same number of rows.
+            device: device of the state until the first call moves the state to the features' device.
+            dtype: dtype of similarities, losses and state until features in float64 arrive.
+            spare_row: whether tables of statistics have a row for samples that are not in the training set, which calls
+                without `index` use.
+            encoder_temperature: tau at step 0 if the options leave it open, as for a pretrained checkpoint.
+            encoder_bias: SigLIP's bias at step 0 if the options leave it open.
+            options: options of the method, as under `objective:` in a recipe, such as `temperature={"rho": 6.5}` or
+                `npn={"lr": 0.05}`.
+
+        Raises:
+            UserError: the method or an option is unknown, or a value is missing or out of range.
+        """
+        super().__init__()
+        self._config, self._builder = _config_and_builder(method, options)
+        self._require_valid(dim, samples, lr, steps_per_epoch, epochs, reduction)
+        self._dim = dim
+        self._samples = samples
+        self._epochs = epochs
+        self._steps_per_epoch = steps_per_epoch
+        self._peak_lr = lr
+        self.lr = lr
+        self._adam = AdamSettings(betas, adam_eps)
+        self._averages_gradients = reduction == "ddp_mean"
+        self._group = group
+        self._given_communicator = communicator
+        self._spare_rows = int(spare_row)
+        self._encoder_temperature = encoder_temperature
+        self._encoder_bias = encoder_bias
+        self.validates = validate
+        self.scaler = scaler
+        self._can_undo = undo
+        self._undo: _Undo | None = None  # reverts the last training call
+        self._pending: PendingBatch | None = None  # begun, but not yet passed to `forward`
+        self._warned = False
+        self._calls = 0  # training calls so far
+        self.metric_tensors: dict[str, Tensor] = {}
+        self.feature_gradient_norm: Tensor | None = None
+        self._build(Communicator(device, group) if communicator is None else communicator, dtype)
+        if self.function.needs_index and not samples:
+            name = self._config.method
+            raise UserError(f"{name} keeps state of each sample: pass the size of the training set, samples=...")
+
+    @property
+    def config(self) -> ObjectiveConfig:
+        """The options of the method, as under `objective:` in a recipe."""
+        return self._config
+
+    def begin(self, index: Tensor, valid: Tensor | None = None, position: Position | None = None) -> PendingBatch:
+        """Begin a training step before the towers run: send the indices of this rank's samples to the other ranks.
+
+        Only this method and the methods of its result start anything; see `PendingBatch` for their order.
+
+        Args:
+            index: (b,) positions of the samples in the training set, in [0, samples), in host memory; b must be equal
+                on all ranks.
+            valid: (b,) bool in host memory, False for rows to ignore; None if all rows are valid.
+            position: position in the training run; by default, the loss counts its own training calls.
+
+        Raises:
+            RuntimeError: the batch of the last `begin` has not been passed to the loss; see `abandon`.
+            ValueError: `index` or `valid` cannot be used.
+        """
+        if self._pending is not None:
+            raise RuntimeError(
+                "begin() was called twice: pass the first batch to the loss (pending=...), or call abandon()."
+            )
+        if self.validates:
+            problem = problem_with_rows(index, valid, len(index), self._samples)
+            if problem is not None:
+                raise ValueError(problem)
+        if valid is None:
+            valid = torch.ones(len(index), dtype=torch.bool)
+        training = self._is_training
+        with torch.no_grad():
+            self._pending = self._begin(index, valid, training, position)
+        return self._pending
+
+    def abandon(self) -> None:
+        """Forget the batch of the last `begin`, on all ranks, after an exception before the loss was called."""
+        self._pending = None
+
+    def forward(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        index: Tensor | None = None,
+        valid: Tensor | None = None,
+        *,
+        pending: PendingBatch | None = None,
+        position: Position | None = None,
+    ) -> Tensor:
+        """Return the loss of the global batch, the same on all ranks.
+
+        Args:
+            image_features: (b, d) normalized rows of any floating dtype; b may differ between ranks.
+            text_features: (b, d) normalized rows.
+            index: (b,) positions of the samples in the training set, in [0, samples), needed by methods that keep
+                statistics per sample. If an index is repeated, the statistics of its last row are stored. Keep `index`
+                in host memory; otherwise, the host has to wait for a copy from the GPU.
+            valid: (b,) bool in host memory, False for rows to ignore.
+            pending: the batch that `begin` returned, whose features have been added; replaces `index` and `valid`.
+            position: position in the training run; by default, the loss counts its own training calls.
+
+        Raises:
+            ValueError: on all ranks, if any rank's arguments are invalid or ranks differ in training mode or dtype.
+            UserError: fewer than two rows of the global batch are valid.
+            RuntimeError: activation checkpointing repeats the call, which would update the loss's state twice, or
+                `pending` is not the batch of the last `begin`.
+        """
+        if pending is not None and pending is not self._pending:
+            raise RuntimeError("pending is not the batch of the last begin(): pass each batch to the loss once.")
+        self._pending = None  # an exception below abandons the batch
+        training = self._is_training
+        if training and torch._C._current_graph_task_id() >= 0:  # in a backward pass; no public function reports this
+            raise RuntimeError("A backward pass repeats the loss: keep it out of activation checkpointing.")
+        device_type = image_features.device.type
+        autocast = torch.is_autocast_enabled(device_type)
+        with torch.no_grad(), torch.autocast(device_type, enabled=False) if autocast else nullcontext():
+            if pending is None:
+                pending = self._send(image_features, text_features, index, valid, training, position)
+            elif index is not None or valid is not None or position is not None:
+                raise RuntimeError("index, valid and position belong to begin(); pass only pending here.")
+            elif pending.training != training:
+                raise RuntimeError("begin() and the loss differ in train(), eval() or torch.no_grad().")
+            elif image_features.dtype == torch.float64 and self._dtype != torch.float64:
+                raise RuntimeError("begin() has started a batch in float32: build the loss with dtype=torch.float64.")
+            batch = pending.gathered(self._dtype)
+            batch.require_pairs(pending.position.step)
+            with products_exact_for(torch.float32):
+                output = self.function(batch, pending.position, training)
+            image_gradient = self._gradient_of_rows(batch.expand(output.image_gradient), len(image_features))
+            text_gradient = self._gradient_of_rows(batch.expand(output.text_gradient), len(text_features))
+            self.metric_tensors = output.metrics
+            self.feature_gradient_norm = output.gradient_norm
+            self._calls += int(training)
+        loss = with_gradients(output.loss, (image_features, text_features), (image_gradient, text_gradient))
+        if training and not loss.requires_grad and not self._warned:
+            self._warned = True
+            log.warning(
+                "The loss learns from features that need no gradient. If this is an evaluation, call eval() or use "
+                "torch.no_grad(); if it is training, do not detach the features."
+            )
+        return loss
+
+    def undo(self) -> None:
+        """Revert the updates that the last training call made to the state, as for a step that the optimizer skipped.
+
+        Raises `RuntimeError` if the loss was built without `undo=True`, or if there is no call to revert.
+        """
+        if self._undo is None:
+            raise RuntimeError("undo() needs ContrastiveLoss(..., undo=True), and reverts the last training call once.")
+        self._undo.restore()
+        self._undo = None
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the last call, keyed by name, such as `tau` and `batch_loss` (InfoNCE over the same batch)."""
+        return {name: float(value) for name, value in self.metric_tensors.items()}
+
+    @property
+    def temperature(self) -> float:
+        """Current temperature tau; with individual temperatures, their mean over the last batch."""
+        tau = trained_temperature(self.function.replicated_state())
+        if tau is not None:
+            return float(tau)
+        mean = self.metric_tensors.get("tau")
+        return float(mean) if mean is not None else self._config.temperature.initial or 0.07
+
+    def log_normalizers(self, image_features: Tensor, text_features: Tensor, index: Tensor | None = None) -> Tensor:
+        """Return the method's current estimates of log g for the anchors of a batch, without changing any state.
+
+        g_i is the mean of exp((s_ij - s_ii)/tau) over the training set's other samples j; OpenCLIP estimates g_i from
+        the batch alone. All ranks must call this method, with the same number of rows. Arguments are as in `forward`.
+
+        Returns:
+            (2, b) estimates for images and texts, -inf where the method has no estimate yet.
+
+        Raises:
+            UserError: the method has no normalizers, such as SigLIP.
+        """
+        if index is None:
+            index = torch.full((len(image_features),), self._samples)
+        log_g, _ = self.estimate_normalizers(image_features, text_features, index)
+        return log_g
+
+    @torch.no_grad()
+    def estimate_normalizers(
+        self, image_features: Tensor, text_features: Tensor, index: Tensor, valid: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the current estimates of log g and the temperatures of a batch's anchors; see `log_normalizers`.
+
+        The features are sent in the dtype of the state, so that rounding adds no error to the estimates.
+
+        Returns:
+            For this rank's valid rows: (2, local) log of the estimated g, or -inf if there is none, and (2, local) tau.
+        """
+        if not isinstance(self.function, GlobalContrastiveLoss):
+            raise UserError(f"{self._config.method} has no normalizer.")
+        if valid is None:
+            valid = torch.ones(len(index), dtype=torch.bool)
+        pending = self._pending_batch(index.long(), valid, self._dtype)
+        pending.add_text(text_features)
+        pending.add_image(image_features)
+        pending.begin_reads()
+        with products_exact_for(torch.float32):
+            return self.function.log_normalizers(pending.gathered(self._dtype))
+
+    @contextmanager
+    def accumulate(self, model: nn.Module | None = None, scale: float = 1.0) -> Iterator[TwoPass]:
+        """Compute the exact gradient of a batch in micro-batches, using two passes as in GradCache.
+
+        Args:
+            model: the encoders, plain or wrapped in DDP or FSDP2. Gradients are reduced over ranks in the last
+                micro-batch only, and running statistics of batch normalization change in the second pass only.
+            scale: factor by which all gradients are multiplied, such as the scale of a `GradScaler`.
+
+        Example:
+            ```python
+            with loss_fn.accumulate(model) as passes:
+                for images, texts, index in micro_batches:
+                    with passes.features():
+                        passes.add(*model(images, texts), index)
+                loss = passes.loss()
+                for images, texts, _ in micro_batches:
+                    with passes.gradients():
+                        passes.backward(*model(images, texts))
+            ```
+        """
+        passes = TwoPass(self, model, scale)
+        yield passes
+        passes.finish()
+
+    def save(self, folder: Path | str) -> None:
+        """Write the state of all ranks to a folder that any number of ranks can `load`. All ranks must call `save`."""
+        self._undo_if_scaler_skipped()
+        folder = Path(folder)
+        self._communicator.on_rank_zero(lambda: folder.mkdir(parents=True, exist_ok=True))
+        shards = table_shards(self.function.row_tables())
+        if self._communicator.rank == 0:
+            shards |= whole(_REPLICATED, self.function.replicated_state())
+        for file in shard_files(shards, self._facts(), self._communicator):
+            file.write(folder)
+        self._communicator.barrier()
+
+    def load(self, folder: Path | str) -> None:
+        """Read the state that `save` wrote; the number of ranks may differ.
+
+        Raises:
+            UserError: the folder is incomplete, or was saved with a different `method`, `dim`, `samples` or option.
+        """
+        folder = Path(folder)
+        if not (folder / INDEX).is_file():
+            raise UserError(f"{folder} does not contain a saved loss: {INDEX} is missing.")
+        files = ShardFiles(folder)
+        self._prepare_to_load(files.facts, str(folder))
+        files.fill(self.function.row_tables())
+        self.function.load_replicated_state(files.whole(_REPLICATED))
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Return this rank's state, for `state_dict()`."""
+        self._undo_if_scaler_skipped()
+        ranks = self._communicator
+        return {**self._facts(), "rank": ranks.rank, "world_size": ranks.world_size, **_state_of(self.function)}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Restore this rank's state from a `state_dict()` saved by the same rank with the same world size."""
+        self._prepare_to_load(state, "The state_dict")
+        ranks = self._communicator
+        if (state["rank"], state["world_size"]) != (ranks.rank, ranks.world_size):
+            raise UserError(
+                f"The state_dict is from rank {state['rank']} of {state['world_size']}, but this is rank {ranks.rank} "
+                f"of {ranks.world_size}. Use save() and load() for another world size."
+            )
+        _fill(self.function, state)
+
+    @property
+    def _is_training(self) -> bool:
+        return self.training and torch.is_grad_enabled()
+
+    def _require_valid(
+        self, dim: int, samples: int, lr: float, steps_per_epoch: int | None, epochs: float, reduction: str
+    ) -> None:
+        """Raise `UserError` if an argument of the constructor is out of range."""
+        if reduction not in ("ddp_mean", "sum"):
+            raise UserError(f"reduction={reduction!r} is unknown: use 'ddp_mean' or 'sum'.")
+        lowest = {"dim": 1, "samples": 0, "lr": 0, "steps_per_epoch": 1}
+        values = {"dim": dim, "samples": samples, "lr": lr, "steps_per_epoch": steps_per_epoch}
+        for name, value in values.items():
+            if value is not None and not value >= lowest[name]:
+                raise UserError(f"{name}={value} must be at least {lowest[name]}.")
+        if not epochs > 0:
+            raise UserError(f"epochs={epochs} must be above 0.")
+        if self._config.needs_epochs and steps_per_epoch is None:
+            raise UserError(
+                f"Schedules of method {self._config.method} follow epochs: pass epochs and steps_per_epoch."
+            )
+
+    def _build(self, communicator: Communicator, dtype: torch.dtype) -> None:
+        """Build the loss function with new state."""
+        self._communicator = communicator
+        self._dtype = dtype
+        context = LossContext(
+            dim=self._dim,
+            samples=self._samples,
+            communicator=communicator,
+            dtype=dtype,
+            temperature=self._encoder_temperature,
+            bias=self._encoder_bias,
+            adam=self._adam,
+            spare_rows=self._spare_rows,
+        )
+        self.function: LossFunction = self._builder(self._config, context)
+
+    def _begin(self, index: Tensor, valid: Tensor, training: bool, position: Position | None) -> PendingBatch:
+        """Send the indices of a batch; if `training`, prepare to revert the updates of the state."""
+        self._undo_if_scaler_skipped()
+        if training and (self._can_undo or self.scaler is not None):
+            grad_scale = None if self.scaler is None else self.scaler.get_scale()
+            self._undo = _Undo(self.function.restore_point(), grad_scale)
+        if position is None:
+            position = self._next_position()
+        sends_features = not training or self.function.gathers(position)
+        comm_dtype = None if self._config.comm_dtype == "auto" else getattr(torch, self._config.comm_dtype)
+        return self._pending_batch(index.long(), valid, comm_dtype, sends_features, training, position)
+
+    def _send(
+        self,
+        image: Tensor,
+        text: Tensor,
+        index: Tensor | None,
+        valid: Tensor | None,
+        training: bool,
+        position: Position | None,
+    ) -> PendingBatch:
+        """Check a batch that no `begin` has announced, and send all of it."""
+        index = index.cpu() if isinstance(index, Tensor) else index
+        valid = valid.cpu() if isinstance(valid, Tensor) else valid
+        self._undo_if_scaler_skipped()
+        self._move(image.device, image.dtype if image.dtype == torch.float64 else torch.float32, keep=True)
+        rows = len(image)
+        if self.validates:
+            problem = self._problem_with(image, text, index, valid, training)
+            rows = raise_if_ranks_disagree(rows, problem, training, image.dtype, self._communicator)
+
+        # ranks with fewer rows than others add invalid rows
+        if index is None:
+            index = torch.full((len(image),), self._samples)
+        if valid is None:
+            valid = torch.ones(len(image), dtype=torch.bool)
+        missing = rows - len(image)
+        if missing:
+            image = pad(image, (0, 0, 0, missing))
+            text = pad(text, (0, 0, 0, missing))
+            index = pad(index, (0, missing))
+            valid = pad(valid, (0, missing))
+        pending = self._begin(index, valid, training, position)
+        pending.add_text(text)
+        pending.add_image(image)
+        pending.begin_reads()
+        return pending
+
+    def _problem_with(
+        self, image: Tensor, text: Tensor, index: Tensor | None, valid: Tensor | None, training: bool
+    ) -> str | None:
+        """Return a message about the first invalid argument of a call on this rank, or None if all are valid."""
+        problem = problem_with_features(image, text, self._dim)
+        if problem is None:
+            problem = problem_with_rows(index, valid, len(image), self._samples)
+        if problem is None:
+            problem = problem_with_norms(image, text, valid, not_finite=self.scaler is not None)
+        if problem is None and index is None and training and self.function.needs_index:
+            problem = f"index is missing: {self._config.method} keeps state of each sample."
+        return problem
+
+    def _pending_batch(
+        self,
+        index: Tensor,
+        valid: Tensor,
+        comm_dtype: torch.dtype | None,
+        sends_features: bool = True,
+        training: bool = False,
+        position: Position | None = None,
+    ) -> PendingBatch:
+        return PendingBatch(
+            index=index,
+            valid=valid,
+            position=self._next_position() if position is None else position,
+            communicator=self._communicator,
+            comm_dtype=comm_dtype,
+            begin_reads=self.function.begin_reads if self.function.reads_statistics else None,
+            sends_features=sends_features,
+            training=training,
+        )
+
+    def _gradient_of_rows(self, gradient: Tensor, rows: int) -> Tensor:
+        """Return the gradient of this rank's first `rows` rows, scaled for the reduction of the encoders' gradients."""
+        gradient = gradient[:rows]
+        ranks = self._communicator.world_size
+        return gradient * ranks if self._averages_gradients and ranks > 1 else gradient
+
+    def _next_position(self) -> Position:
+        """Return the position of the next training call, counted from the calls so far."""
+        step = self._calls
+        length = self._steps_per_epoch
+        if not length:
+            return Position(step=step, lr=self.lr, peak_lr=self._peak_lr)
+        progress = min(step / (self._epochs * length), 1 - 1e-9)
+        return Position(step=step, epoch=step // length, progress=progress, lr=self.lr, peak_lr=self._peak_lr)
+
+    def _move(self, device: torch.device, dtype: torch.dtype, keep: bool) -> None:
+        """Rebuild the loss if the device, dtype, rank or world size has changed; if `keep`, preserve the state."""
+        before = self._communicator
+        ranks = self._given_communicator
+        if ranks is None:
+            ranks = Communicator(device, self._group)
+        same_ranks = (before.rank, before.world_size) == (ranks.rank, ranks.world_size)
+        if same_ranks and before.device == ranks.device and self._dtype == dtype:
+            return
+        keeps_state = keep and self._calls > 0
+        if keeps_state and not same_ranks:
+            raise ValueError(
+                f"The loss was built as rank {before.rank} of {before.world_size}, but this is rank {ranks.rank} of "
+                f"{ranks.world_size}: build it after the process group."
+            )
+        function = self.function
+        with torch.inference_mode(False), torch.no_grad():  # the state must stay trainable after an evaluation
+            self._build(ranks, dtype)
+            if keeps_state:
+                _fill(self.function, _state_of(function))
+
+    def _undo_if_scaler_skipped(self) -> None:
+        """Revert the last call's updates if the scaler skipped its step, that is, if the scale has since dropped."""
+        if self.scaler is None or self._undo is None or self._undo.grad_scale is None:
+            return
+        if self.scaler.get_scale() < self._undo.grad_scale:
+            self._undo.restore()
+        self._undo = None
+
+    def _facts(self) -> dict[str, Any]:
+        """Return the metadata that is saved with the state."""
+        built_with: dict[str, Any] = {"dim": self._dim, "samples": self._samples}
+        options = self._config.model_dump(
+            mode="json", exclude={"chunk_size": True, "comm_dtype": True, "npn": {"replicas": True}}
+        )
+        for key, value in options.items():
+            if isinstance(value, dict):
+                for name, option in value.items():
+                    built_with[f"{key}.{name}"] = option
+            else:
+                built_with[key] = value
+        return {"built_with": built_with, "calls": self._calls, "dtype": str(self._dtype).removeprefix("torch.")}
+
+    def _prepare_to_load(self, saved: dict[str, Any], where: str) -> None:
+        """Adopt a saved state's dtype and call count; raise `UserError` if its loss had different settings."""
+        settings = self._facts()["built_with"]
+        saved_settings = saved.get("built_with", {})
+        for key in sorted(settings, key="method".__ne__):  # compare the method first
+            if saved_settings.get(key) != settings[key]:
+                raise UserError(
+                    f"{where} was saved with {key}={saved_settings.get(key)}, but this loss was built with "
+                    f"{key}={settings[key]}; build it as the saved one, or train a new one."
+                )
+        self._move(self._communicator.device, getattr(torch, saved["dtype"]), keep=False)
+        self._calls = saved["calls"]
+        self._undo = None
+
+
+def _config_and_builder(
+    method: str | ObjectiveConfig | LossBuilder, options: dict[str, Any]
+) -> tuple[ObjectiveConfig, LossBuilder]:
+    """Return the options of a loss and the function that builds it; raise `UserError` if an option is invalid."""
+    if isinstance(method, ObjectiveConfig):
+        if options:
+            raise UserError(f"Options {', '.join(options)} cannot change an ObjectiveConfig: set them in the config.")
+        return method, find_method(method.method).build
+    if isinstance(method, str):
+        config = _validated({"method": method, **options}, f"method {method}")
+        return config, find_method(method).build
+    return _validated(options, "the loss"), method
+
+
+def _validated(options: dict[str, Any], name: str) -> ObjectiveConfig:
+    try:
+        return objective_config().model_validate(options)
+    except ValidationError as error:
+        problems: list[str] = []
+        for problem in error.errors():
+            option = ".".join(str(part) for part in problem["loc"])
+            problems.append(f"{option}: {problem['msg']}")
+        raise UserError(f"Options of {name}: {'; '.join(problems)}") from error
+
+
+def _state_of(function: LossFunction) -> dict[str, Any]:
+    tables = {name: dict(table.tensors) for name, table in function.row_tables().items()}
+    return {"replicated": function.replicated_state(), "tables": tables}
+
+
+def _fill(function: LossFunction, state: dict[str, Any]) -> None:
+    function.load_replicated_state({name: value.clone() for name, value in state["replicated"].items()})
+    for name, table in function.row_tables().items():
+        for key, tensor in table.tensors.items():
+            tensor.copy_(state["tables"][name][key])

@@ -1,0 +1,256 @@
+"""Gather the features of all ranks, and remove padding rows and undecodable samples before any arithmetic.
+
+The loader knows on the host which rows are valid. The hosts exchange this information while the towers run, so that
+shapes are known without waiting for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from neuclip_ds.distributed.communicator import Communicator, Pending, to_device
+from neuclip_ds.errors import UserError
+
+if TYPE_CHECKING:
+    from neuclip_ds.losses.base import Position
+
+BeginReads = Callable[[Tensor], Mapping[str, Pending]]
+"""Function that starts reading the statistics of the samples with these (K b,) indices; see `Stateful.begin_reads`."""
+
+
+class PendingBatch:
+    """A batch whose indices, features and statistics are on their way between the ranks.
+
+    `ContrastiveLoss.begin` creates it and sends the indices. The caller then passes features as soon as a tower has
+    computed them, one micro-batch at a time, so that sending them overlaps the towers. All ranks must call the methods
+    in the same order, with equal numbers of rows.
+
+    Args:
+        index: (b,) int64 global sample indices in host memory; b must be equal on all ranks.
+        valid: (b,) bool in host memory, True for valid rows.
+        position: position of the step in the training run.
+        communicator: the ranks to gather from.
+        comm_dtype: dtype in which features are sent, by default that of the features. Local rows are rounded to this
+            dtype as well, so that all ranks see the same numbers and K ranks give the same result as one rank.
+        begin_reads: function that starts reading the samples' statistics; None if the loss has none.
+        sends_features: whether the step needs the features of all ranks.
+        training: whether the step updates the state of the loss.
+    """
+
+    def __init__(
+        self,
+        *,
+        index: Tensor,
+        valid: Tensor,
+        position: Position,
+        communicator: Communicator,
+        comm_dtype: torch.dtype | None,
+        begin_reads: BeginReads | None,
+        sends_features: bool = True,
+        training: bool = True,
+    ) -> None:
+        self.position = position
+        self.training = training
+        self._communicator = communicator
+        self._comm_dtype = comm_dtype
+        self._begin_reads = begin_reads
+        self._sends_features = sends_features
+        self._local_index = torch.where(valid, index, -1)
+        self._images: list[Pending] = []
+        self._texts: list[Pending] = []
+        self._statistics: Mapping[str, Pending] | None = None
+        if sends_features:
+            self._index = communicator.begin_host_gather(self._local_index, "features")
+        else:
+            self._valid_counts = communicator.begin_host_gather(valid.sum().view(1), "features")
+
+    def add_text(self, rows: Tensor) -> None:
+        """Start sending the next rows of this rank's (b, d) text features."""
+        self._texts.append(self._begin_gather(rows))
+
+    def add_image(self, rows: Tensor) -> None:
+        """Start sending the next rows of this rank's (b, d) image features."""
+        self._images.append(self._begin_gather(rows))
+
+    def begin_reads(self) -> None:
+        """Start reading the samples' statistics, if the loss has any; the host waits for the indices of all ranks.
+
+        Call this at a fixed point of the program, when the towers have been launched. If ranks started reads whenever
+        the indices had arrived, they would run the collectives in different orders.
+        """
+        if self._sends_features and self._begin_reads is not None and self._statistics is None:
+            self._statistics = self._begin_reads(self._index.wait())
+
+    def gathered(self, dtype: torch.dtype) -> GatheredFeatures:
+        """Wait for the features, and return those of all ranks' valid rows.
+
+        If the step does not need the features of other ranks, only this rank's rows are returned, except if a rank has
+        fewer than two valid rows: it would have no negatives, so all ranks gather.
+        """
+        if not self._sends_features:
+            counts = self._valid_counts.wait()
+            if int(counts.min()) > 1:
+                return self._features_of(self._communicator.single_rank(), dtype, total=int(counts.sum()))
+            self._sends_features = True
+            self._index = self._communicator.begin_host_gather(self._local_index, "features")
+            self._texts = [self._begin_gather(piece.wait()) for piece in self._texts]
+            self._images = [self._begin_gather(piece.wait()) for piece in self._images]
+        self.begin_reads()
+        return self._features_of(self._communicator, dtype, total=None)
+
+    def _begin_gather(self, rows: Tensor) -> Pending:
+        sent = rows.detach().to(self._comm_dtype or rows.dtype)
+        if not self._sends_features:
+            return Pending(sent)
+        return self._communicator.begin_all_gather(sent, "features")
+
+    def _features_of(self, communicator: Communicator, dtype: torch.dtype, total: int | None) -> GatheredFeatures:
+        padded_index = self._index.wait() if self._sends_features else self._local_index
+        image = self._in_rank_order(self._images, communicator.world_size)
+        text = self._in_rank_order(self._texts, communicator.world_size)
+        return GatheredFeatures(
+            padded_image=image,
+            padded_text=text,
+            padded_index=padded_index,
+            communicator=communicator,
+            dtype=dtype,
+            statistics=self._statistics or {},
+            total=total,
+        )
+
+    def _in_rank_order(self, pieces: list[Pending], world_size: int) -> Tensor:
+        """Wait for the pieces of all micro-batches, and return (K b, d) rows, those of each rank together."""
+        arrived = [piece.wait() for piece in pieces]
+        pieces.clear()
+        if len(arrived) == 1:
+            return arrived[0]
+        by_rank = [piece.unflatten(0, (world_size, -1)) for piece in arrived]
+        return torch.cat(by_rank, dim=1).flatten(0, 1)
+
+
+class GatheredFeatures:
+    """Features of the B valid rows of all ranks, in rank order.
+
+    Attributes:
+        image, text: (B, d) features of the whole batch.
+        index: (B,) int64 global sample indices, in host memory.
+        local: slice of this rank's rows among the B rows.
+        padded_index: (K b,) indices in host memory, -1 for invalid rows.
+        size: number of valid rows, B.
+        total: number of valid rows on all ranks: B, or more if this object contains only one rank's rows.
+        comm_dtype: dtype in which the rows were sent, and in which they are exactly representable.
+        statistics: reads of the samples' statistics, by name (`Stateful.begin_reads`).
+    """
+
+    def __init__(
+        self,
+        *,
+        padded_image: Tensor,
+        padded_text: Tensor,
+        padded_index: Tensor,
+        communicator: Communicator,
+        dtype: torch.dtype,
+        statistics: Mapping[str, Pending],
+        total: int | None = None,
+    ) -> None:
+        """Select the valid rows.
+
+        Args:
+            padded_image, padded_text: (K b, d) features of all ranks, including invalid rows.
+            padded_index: see the attribute.
+            communicator: the ranks that the rows are from.
+            dtype: dtype of the attributes `image` and `text`.
+            statistics: see the attribute.
+            total: see the attribute; by default B.
+        """
+        self._communicator = communicator
+        self.comm_dtype = padded_image.dtype
+        self.padded_index = padded_index
+        self.statistics = statistics
+        self._rows_per_rank = len(padded_index) // communicator.world_size
+        self._this_rank = range(communicator.rank, communicator.rank + 1)
+        self.index = padded_index
+        # positions of the valid rows: among the K b rows, on the host and on the device, and among this rank's b rows,
+        # on the device; None if all rows are valid
+        self._host_rows: Tensor | None = None
+        self._rows: Tensor | None = None
+        self._local_rows: Tensor | None = None
+        valid = padded_index >= 0
+        if not bool(valid.all()):  # complete batches, by far the usual case, need no compaction
+            self._host_rows = valid.nonzero().squeeze(1)
+            self.index = padded_index[self._host_rows]
+            start = communicator.rank * self._rows_per_rank
+            local_rows = self._host_rows[self.rows_of(self._this_rank)] - start
+            self._rows = to_device(self._host_rows, padded_image.device)
+            self._local_rows = to_device(local_rows, padded_image.device)
+        self.size = len(self.index)
+        self.total = self.size if total is None else total
+        self.local = self.rows_of(self._this_rank)
+        self.image = self.compact_all(padded_image).to(dtype)
+        self.text = self.compact_all(padded_text).to(dtype)
+
+    @cached_property
+    def positive(self) -> Tensor:
+        """(B,) s_ii, the similarities of the positive pairs."""
+        return torch.bmm(self.image.unsqueeze(1), self.text.unsqueeze(2)).flatten()
+
+    def anchors(self) -> Tensor:
+        """Return the (2, local, d) features of this rank's anchors."""
+        return torch.stack([self.image[self.local], self.text[self.local]])
+
+    def require_pairs(self, step: int) -> None:
+        """Raise `UserError` if fewer than two rows are valid, because no anchor would have a negative."""
+        if self.size < 2:
+            raise UserError(
+                f"Step {step}: only {self.size} of the batch's {len(self.padded_index)} samples can be used, but a "
+                "contrastive loss needs two. Read bad_samples.jsonl and fix the shards, or use a larger batch."
+            )
+
+    def gather(self, values: Tensor, purpose: str) -> Tensor:
+        """Gather the (c, local) values of this rank's valid rows into the (c, B) values of all ranks."""
+        padded = self.expand(values.T)
+        return self.compact_all(self._communicator.all_gather(padded, purpose)).T.contiguous()
+
+    def rows_of(self, ranks: range) -> slice:
+        """Return the slice of the B rows that belongs to the given consecutive ranks."""
+        start = ranks.start * self._rows_per_rank
+        stop = ranks.stop * self._rows_per_rank
+        if self._host_rows is None:
+            return slice(start, stop)
+        first, end = torch.searchsorted(self._host_rows, torch.tensor([start, stop])).tolist()
+        return slice(first, end)
+
+    def sum_local(self, rows: Tensor, ranks: range, purpose: str) -> Tensor:
+        """Sum partial rows over `ranks`, and return the (local, ...) sums for this rank's anchors.
+
+        The ranks are consecutive and include this rank; `rows` are this rank's terms for the anchors `rows_of(ranks)`.
+        """
+        positions = None
+        if self._rows is not None:
+            positions = self._rows[self.rows_of(ranks)] - ranks.start * self._rows_per_rank
+        padded = _spread(rows, positions, len(ranks) * self._rows_per_rank)
+        return self.compact(self._communicator.reduce_scatter_among(ranks, padded, purpose))
+
+    def compact_all(self, rows: Tensor) -> Tensor:
+        """Select the (B, ...) valid rows from the (K b, ...) rows of all ranks."""
+        return rows if self._rows is None else rows.index_select(0, self._rows)
+
+    def compact(self, rows: Tensor) -> Tensor:
+        """Select the (local, ...) valid rows from the (b, ...) rows of this rank's batch."""
+        return rows if self._local_rows is None else rows.index_select(0, self._local_rows)
+
+    def expand(self, rows: Tensor) -> Tensor:
+        """Place (local, ...) valid rows in the (b, ...) rows of this rank's batch; the other rows are zero."""
+        return _spread(rows, self._local_rows, self._rows_per_rank)
+
+
+def _spread(rows: Tensor, positions: Tensor | None, count: int) -> Tensor:
+    """Return `count` rows: the given rows at `positions`, and zeros elsewhere."""
+    if positions is None:
+        return rows
+    return rows.new_zeros((count, *rows.shape[1:])).index_copy_(0, positions, rows)

@@ -1,0 +1,279 @@
+"""The global contrastive loss, composed of a pair loss, estimated normalizers, a temperature and a scale.
+
+All methods but SigLIP share the feature gradient of
+
+    L = scale/B sum_i [ w1_i g1_i + w2_i g2_i ],   g1_i = 1/(B-1) sum_{j != i} exp(l(s_ij - s_ii)/tau),   g2_i with s_ji
+
+with w and the scale held constant (pairs.py). They differ in the estimator of the normalizers, whose inverses are the
+weights w_i, in the rule for tau, in the scale and in the pair loss l. The file of each paper has its estimator.
+
+`objective.temperature.rule` selects one of two ways to learn the single temperature of a loss whose normalizers are
+predicted. They differ in eps and in the scale of the loss (`GlobalTemperatureRule`).
+
+`robust` is RGCL-g (FastCLIP eq. 10, NeuCLIP eq. 12): tau is learned by minimizing (tau times the loss) + 2 rho tau.
+
+`learned` does not use rho. With eps = 1/(n-1), and with g_i as the mean over the n-1 negatives in the dataset,
+
+    (n-1) (eps + g_i) = 1 + sum_{j != i} exp((s_ij - s_ii)/tau),
+    L = 1/2 1/n sum_i [ log(eps + g1_i) + log(eps + g2_i) ] + log(n-1)
+
+so L is OpenCLIP's cross-entropy with the dataset as the batch. The positive's term keeps L bounded below as tau
+decreases, so log(1/tau) can follow the gradient of L, as in OpenCLIP. With NeuCLIP's alpha_i,
+
+    dL/dlog(1/tau) = 1/2 1/B sum_i [ mean logit_i - r_i tau dalpha_i/dtau ]         (both directions)
+
+where mean logit_i is exp(-alpha_i)/(B-1) sum_{j != i} exp(x_ij) x_ij, with x_ij = (s_ij - s_ii)/tau.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from neuclip_ds.distributed.communicator import PHASE
+from neuclip_ds.errors import UserError
+from neuclip_ds.losses.base import LossContext, LossFunction, LossOutput, Position, Stateful
+from neuclip_ds.losses.gather import GatheredFeatures
+from neuclip_ds.losses.options import ObjectiveConfig
+from neuclip_ds.losses.pairs import CACHED_BYTES, PairGrid, PairLoss, pair_similarities
+from neuclip_ds.losses.temperature import LogTemperature, RobustTemperature, Temperature, TemperatureSignal
+
+Scale = Callable[[Tensor], Tensor]
+"""Leading factor of the loss, as a function of tau."""
+
+
+def scale_half(tau: Tensor) -> Tensor:
+    """Return 1/2: OpenCLIP's mean over the two directions."""
+    return torch.full_like(tau, 0.5)
+
+
+def scale_one(tau: Tensor) -> Tensor:
+    """Return 1: the loss without a leading tau."""
+    return torch.ones_like(tau)
+
+
+def scale_tau(tau: Tensor) -> Tensor:
+    """Return tau."""
+    return tau
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormalizerOutput:
+    """Estimated normalizers of one batch.
+
+    The feature gradient is the gradient of `1/B sum_i exp(log_weight_i) g_i`, summed over both directions with the
+    weights held constant. If the estimate itself depends on the features, `feature_grad` is added to this gradient.
+    """
+
+    log_weight: Tensor
+    """(2, B): log w of every anchor of the global batch."""
+    value: Tensor
+    """(2, local): per-anchor loss, without the method's scale."""
+    tau_term: Tensor
+    """(2, local): per-anchor derivative d(tau loss)/dtau without the data term."""
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
+    """Name -> 0-dim value, equal on all ranks."""
+    feature_grad: tuple[Tensor, Tensor] | None = None
+    """(local, d) for images and for texts, without the method's scale."""
+    local_metrics: Mapping[str, Tensor] = field(default_factory=dict)
+    """Name -> (2, local) values; their mean over all anchors is logged."""
+
+
+class NormalizerEstimator(Stateful):
+    """Base class of the estimators of the normalizers."""
+
+    always_gathers = True
+    """Whether every step needs the features of all ranks."""
+
+    def gathers(self, position: Position) -> bool:
+        """Return whether a training step needs the features of all ranks; the result is the same on all ranks."""
+        return True
+
+    def __call__(
+        self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, position: Position, training: bool
+    ) -> NormalizerOutput:
+        """Estimate the normalizers of a batch and, if `training`, update the estimator.
+
+        Args:
+            batch: the gathered features.
+            log_g: (2, local) log of g, the mean over the batch's negatives, for this rank's anchors.
+            tau: temperature, 0-dim if shared by all anchors, else (2, B).
+            position: position in the run.
+            training: whether to update the estimator.
+        """
+        raise NotImplementedError
+
+    def log_estimate(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor) -> Tensor:
+        """Return the (2, local) log of the current estimate of g for this rank's anchors, or -inf where there is none.
+
+        g is the mean over negatives alone. Terms that a method adds, such as eps or the positive's term, are removed,
+        so that methods are comparable. The arguments are those of `__call__`; the state is not changed.
+        """
+        raise NotImplementedError
+
+
+class GlobalContrastiveLoss(LossFunction):
+    """Contrastive loss that computes a batch's feature gradient and updates the estimator and the temperature.
+
+    Args:
+        config: the options that all methods share.
+        context: sizes and settings of the run.
+        estimator: estimator of the normalizers.
+        temperature: update rule of the temperature.
+        scale: leading factor of the loss.
+        pair_loss: the pair loss l, by default the identity.
+        constant: number to add to the reported loss.
+    """
+
+    def __init__(
+        self,
+        config: ObjectiveConfig,
+        context: LossContext,
+        *,
+        estimator: NormalizerEstimator,
+        temperature: Temperature,
+        scale: Scale,
+        pair_loss: PairLoss | None = None,
+        constant: float = 0.0,
+    ) -> None:
+        super().__init__({"normalizer.": estimator, "temperature.": temperature})
+        self.pair_loss = PairLoss() if pair_loss is None else pair_loss
+        self._config = config
+        self._communicator = context.communicator
+        self._estimator = estimator
+        self._temperature = temperature
+        self._scale = scale
+        self._constant = constant
+
+    def gathers(self, position: Position) -> bool:
+        return self._estimator.gathers(self._in_epoch(position))
+
+    def __call__(self, batch: GatheredFeatures, position: Position, training: bool) -> LossOutput:
+        # the similarities of all pairs, the estimated normalizers, and from both the gradient of the loss
+        tau = self._temperature.of(batch)
+        scale = self._scale(tau)
+        grid = PairGrid(batch, self._config.chunk_size, CACHED_BYTES)
+        similarities = pair_similarities(grid, self.pair_loss, tau)
+        log_g = similarities.log_mean_exp()
+        with record_function(f"{PHASE}normalizer"):
+            estimate = self._estimator(batch, log_g, tau, self._in_epoch(position), training)
+        gradient = similarities.gradient(estimate.log_weight + scale.log())
+        image = gradient.image
+        text = gradient.text
+        if estimate.feature_grad is not None:
+            image_grad, text_grad = estimate.feature_grad
+            image = image.add(image_grad * scale)
+            text = text.add(text_grad * scale)
+        if batch.total != batch.size:  # turn the mean over local anchors into a share of the global mean
+            share = batch.size / batch.total
+            image = image * share
+            text = text * share
+
+        # sums over this rank's anchors, which one all-reduce turns into means over the global batch
+        local_tau = _of_local_anchors(tau, batch)
+        local_scale = _of_local_anchors(scale, batch)
+        local_mean_logit = gradient.mean_logit / local_scale
+        grad_log_scale = gradient.mean_logit.sum()
+        if estimate.tau_term is not estimate.value:  # the normalizer's estimate depends on tau
+            grad_log_scale = grad_log_scale - (local_scale * (estimate.tau_term - estimate.value)).sum()
+        log_divisor = math.log(batch.total - self.pair_loss.divisor_offset)
+        # OpenCLIP's loss for the same batch and tau, comparable across methods
+        infonce = torch.logaddexp(log_g + log_divisor, torch.zeros_like(log_g))
+        sums = torch.stack(
+            [
+                (local_scale * estimate.value + self._temperature.rho(position) * local_tau).sum(),
+                infonce.sum() / 2,
+                local_mean_logit.sum(),
+                estimate.tau_term.sum(),
+                grad_log_scale,
+                *(values.sum() for values in estimate.local_metrics.values()),
+                image.square().sum() + text.square().sum(),
+            ]
+        )
+        totals = self._communicator.all_reduce(sums, "scalars")
+        loss, batch_loss, mean_logit, tau_term, grad_log_scale, *local_means, _ = (totals / batch.total).unbind()
+        gradient_norm = totals[-1].sqrt()
+        if self._constant:
+            loss = loss + self._constant
+
+        if training:
+            signal = TemperatureSignal(
+                mean_logit=mean_logit,
+                tau_term=tau_term,
+                grad_log_scale=grad_log_scale,
+                local_mean_logit=local_mean_logit,
+                local_tau_term=estimate.tau_term,
+            )
+            self._temperature.update(batch, signal, position)
+        metrics = {"tau": tau.mean()}
+        if self.pair_loss.is_identity:
+            metrics["batch_loss"] = batch_loss
+        metrics["feature_grad_norm"] = gradient_norm
+        metrics.update(estimate.metrics)
+        for name, mean in zip(estimate.local_metrics, local_means, strict=True):
+            metrics[name] = mean / 2  # over both directions
+        return LossOutput(
+            loss=loss, image_gradient=image, text_gradient=text, gradient_norm=gradient_norm, metrics=metrics
+        )
+
+    def log_normalizers(self, batch: GatheredFeatures) -> tuple[Tensor, Tensor]:
+        """Return the current estimates of the normalizers of a batch's anchors, without changing any state.
+
+        Returns:
+            For this rank's valid rows: (2, local) log of the estimated g, or -inf if there is none, and (2, local) tau.
+        """
+        tau = self._temperature.of(batch)
+        local_tau = tau.expand(2, batch.size)[:, batch.local]
+        if batch.size < 2:  # no anchor has a negative
+            return torch.full_like(local_tau, -math.inf), local_tau
+        grid = PairGrid(batch, self._config.chunk_size, budget=0)
+        log_g = pair_similarities(grid, self.pair_loss, tau).log_mean_exp()
+        return self._estimator.log_estimate(batch, log_g, tau), local_tau
+
+    def _in_epoch(self, position: Position) -> Position:
+        """Return the position; if `epoch_steps` is set, set the epoch to the step number // `epoch_steps`."""
+        if self._config.epoch_steps is None:
+            return position
+        return replace(position, epoch=position.step // self._config.epoch_steps)
+
+
+def _of_local_anchors(values: Tensor, batch: GatheredFeatures) -> Tensor:
+    """Select this rank's anchors from (2, B) values; return 0-dim values, which all anchors share, as they are."""
+    return values if values.ndim == 0 else values[:, batch.local]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlobalTemperatureRule:
+    """What `objective.temperature.rule` decides for a loss with predicted normalizers (see the module's docstring)."""
+
+    temperature: Temperature
+    scale: Scale
+    eps: float
+    constant: float
+
+    @classmethod
+    def of(cls, config: ObjectiveConfig, context: LossContext) -> "GlobalTemperatureRule":
+        """Return the settings of the configured rule; raise `UserError` if it needs n, and n is unknown."""
+        if config.temperature.rule == "learned":
+            if not context.samples:
+                raise UserError(
+                    "objective.temperature.rule=learned has eps = 1/(n-1), but n is unknown: pass ContrastiveLoss the "
+                    "number of training samples (samples=...), or use rule=robust."
+                )
+            others = max(1, context.samples - 1)
+            return cls(
+                temperature=LogTemperature(config, context),
+                scale=scale_half,
+                eps=1 / others,
+                constant=math.log(others),
+            )
+        data_term_factor = 2.0 if config.reference == "released_code" else 1.0
+        return cls(
+            temperature=RobustTemperature(config, context, data_term_factor=data_term_factor),
+            scale=scale_tau,
+            eps=config.eps,
+            constant=0.0,
+        )

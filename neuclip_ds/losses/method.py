@@ -1,0 +1,50 @@
+"""The description of a method: the function that builds it, the options that it reads, and its published settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from neuclip_ds.losses.base import LossContext, LossFunction
+    from neuclip_ds.losses.options import ObjectiveConfig
+
+LossBuilder = Callable[["ObjectiveConfig", "LossContext"], "LossFunction"]
+"""Function that builds a loss from the options under `objective` and the sizes of the run."""
+
+Options = Mapping[str, Any]
+"""Options under `objective`, nested as in a recipe."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """A row of the table of methods (methods.py)."""
+
+    builder: str | LossBuilder
+    """The function that builds the loss. A name MODULE.FUNCTION stands for a function in `neuclip_ds.losses`, whose
+    module is imported when it is first needed, because it imports torch."""
+    sections: tuple[str, ...] = ()
+    """Sections and options under `objective` that this method reads but some other methods do not."""
+    defaults: Options = field(default_factory=dict)
+    """Published settings that differ from the defaults of the sections."""
+    estimates_normalizers: bool = True
+    """Whether the method estimates the normalizers; SigLIP's loss has none."""
+    has_temperature_rule: bool = False
+    """Whether the method reads `objective.temperature.rule`."""
+    has_individual_temperatures: bool = False
+    """Whether each sample has its own temperatures."""
+
+    def build(self, config: ObjectiveConfig, context: LossContext) -> LossFunction:
+        """Build the loss; raise `UserError` if an option or a size is missing or cannot be used."""
+        if not isinstance(self.builder, str):
+            return self.builder(config, context)
+        module, function = self.builder.split(".")
+        build: LossBuilder = getattr(import_module(f"neuclip_ds.losses.{module}"), function)
+        return build(config, context)
+
+
+def initial_temperature(tau: float) -> Options:
+    """Return the setting of tau at step 0, for `Method.defaults`."""
+    return {"temperature": {"initial": tau}}

@@ -1,0 +1,97 @@
+"""The table of methods. Importing this module does not import torch, because `--help` reads the table.
+
+A method's row stands in the options file of its paper, such as `fastclip_options.py`. The file next to it, such as
+`fastclip.py`, has the equations, the estimator and the function that builds the loss. `register_loss` adds a row for a
+loss that is not in this package.
+"""
+
+import difflib
+
+from neuclip_ds.errors import UserError
+from neuclip_ds.losses import (
+    amorlip_options,
+    fastclip_options,
+    infonce_options,
+    neuclip_options,
+    neuclip_queue_options,
+    siglip_options,
+    tuneclip_options,
+)
+from neuclip_ds.losses.method import LossBuilder, Method, Options
+from neuclip_ds.section import Section
+
+DEFAULT = "openclip"  # it has no settings that need tuning on a new dataset
+
+METHODS: dict[str, Method] = {
+    **infonce_options.METHODS,
+    **siglip_options.METHODS,
+    **fastclip_options.METHODS,
+    **amorlip_options.METHODS,
+    **neuclip_options.METHODS,
+    **neuclip_queue_options.METHODS,
+    **tuneclip_options.METHODS,
+}
+
+REGISTERED_OPTIONS: dict[str, type[Section]] = {}
+"""Option sections of the losses that `register_loss` added, by name."""
+
+
+def method_sections() -> list[str]:
+    """Return every section or option under `objective` that some methods read and others do not."""
+    sections: list[str] = []
+    for method in METHODS.values():
+        for section in method.sections:
+            if section not in sections:
+                sections.append(section)
+    return sections
+
+
+def reads_option(method: Method, option: str) -> bool:
+    """Return whether a method reads a dotted option, such as `objective.npn.lr`."""
+    parts = option.split(".")
+    if parts[0] != "objective":
+        return True
+    return parts[1] in method.sections or parts[1] not in method_sections()
+
+
+def find_method(name: str) -> Method:
+    """Return the method with this name, or raise a `UserError` that suggests the nearest name."""
+    if isinstance(name, str) and name in METHODS:
+        return METHODS[name]
+    shown = " ".join(str(name).split())[:80]
+    nearest = difflib.get_close_matches(shown, METHODS, n=1)
+    hint = f"did you mean {nearest[0]}?" if nearest else "choose one."
+    raise UserError(f"objective.method={shown} is unknown; the methods are {', '.join(METHODS)}; {hint}")
+
+
+def method_of(options: Options) -> Method:
+    """Return the method named in a tree of options under `objective`, or the default method."""
+    return find_method(options.get("method", DEFAULT))
+
+
+def register_loss(name: str, builder: LossBuilder, options: type[Section] | None = None) -> None:
+    """Add a loss that is not in this package, so that `objective.method=NAME` selects it.
+
+    Args:
+        name: name of the method and of its section of options, `objective.NAME`.
+        builder: function that builds the loss from the run's `ObjectiveConfig` and a `LossContext`. For a function of
+            gathered features, use `neuclip_ds.losses.autograd_loss`.
+        options: `Section` with the loss's options; the builder reads them as `config.NAME`.
+
+    Raises:
+        UserError: the name is taken by a method or an option, or is not a Python identifier.
+    """
+    # imported here because options.py reads the table above
+    from neuclip_ds.losses.options import ObjectiveConfig
+
+    if not name.isidentifier():
+        raise UserError(f"register_loss: {name!r} cannot name a loss; use letters, digits and _.")
+    replaces_own = name in METHODS and not isinstance(METHODS[name].builder, str)
+    if (name in METHODS and not replaces_own) or name in ObjectiveConfig.model_fields:
+        raise UserError(f"register_loss: {name} is already the name of a method or of an option; choose another name.")
+    if options is None:
+        REGISTERED_OPTIONS.pop(name, None)
+        METHODS[name] = Method(builder=builder)
+    else:
+        REGISTERED_OPTIONS[name] = options
+        METHODS[name] = Method(builder=builder, sections=(name,))

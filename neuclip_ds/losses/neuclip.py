@@ -1,0 +1,401 @@
+"""NeuCLIP: normalizers predicted by a network, the NPN (ICLR 2026, eq. 10-12 and Algorithm 1; arXiv 2511.08417).
+
+The function `neuclip` builds the method; its options are in neuclip_options.py.
+
+Eq. 10: The network predicts the log-normalizer of an image anchor from the anchor's feature e1_i and m prototypes W1_k.
+For a text anchor, it uses e2_i and W2_k. The functions named on the right compute the equations:
+
+    z1_ik  = (cos(e1_i, W1_k) - s_ii) / tau                                                 `_side`
+    alpha1_i = log(eps + ghat1_i),   ghat1_i = 1/m sum_k exp(z1_ik)                         `_predict`
+
+Eq. 11 and 12: The encoders, the temperature and the network minimize J. For a batch, with g_i as in pairs.py,
+
+    J = tau/B sum_i sum_{1, 2} [ exp(-alpha_i) (eps + g_i) + alpha_i - 1 ] + 2 rho tau
+
+As a function of alpha_i, J has its minimum at alpha_i = log(eps + g_i), where the bracket equals alpha_i. With
+
+    r_i  = 1 - (eps + g_i) / (eps + ghat_i) = 1 - exp(log(eps + g_i) - alpha_i)
+    p_ik = exp(z_ik) / (m (eps + ghat_i))                                                   `_log_mass`
+
+the derivatives of J, with e_i the anchor and t_i the anchor's partner, are
+
+    dJ/dW_k   = 1/(B |W_k|) sum_i r_i p_ik (e_i - cos(e_i, W_k) W_k/|W_k|)                  `_update`
+    dJ/de_i   = tau/B [ exp(-alpha_i) dg_i/de_i + r_i dalpha_i/de_i ]                       first term: pairs.py
+    dJ/dtau   = 1/B sum_i [ exp(-alpha_i) (eps + g_i) + alpha_i - 1 ] + 2 rho
+                + tau/B sum_i [ exp(-alpha_i) dg_i/dtau + r_i dalpha_i/dtau ]               temperature.py
+    dalpha_i/de_i = 1/tau (sum_k p_ik W_k/|W_k| - t_i sum_k p_ik),   dalpha_i/dt_i = -1/tau e_i sum_k p_ik,
+    dalpha_i/dtau = -1/tau sum_k p_ik z_ik                                                  `_full_gradient`
+
+`alpha_grad` selects how much of r_i grad alpha_i the encoders and tau receive: `full` keeps the term, `stop` drops it,
+and `positive` holds beta_i = alpha_i + s_ii/tau constant. beta_i predicts log Z_i = log(eps + g_i) + s_ii/tau and
+depends on the anchor alone. The derivatives of the other term in alpha_i = beta_i - s_ii/tau are
+
+    dalpha_i/de_i = -t_i/tau,   dalpha_i/dt_i = -e_i/tau,   tau dalpha_i/dtau = s_ii/tau            prediction.py
+
+so the weight of the positive is r_i/tau plus (1 - r_i)/tau from the first term of dJ/de_i, in total 1/tau (up to eps).
+
+One step of Algorithm 1 (`NpnEstimator.__call__`), after the features and g_i of the batch are computed:
+
+    every T_r steps: W1 <- text features, W2 <- image features of the same samples          `_redraw_if_due`
+    (of this batch if B >= m, else of the last m samples before this batch)
+    T_u times: W1, W2 <- AdaGrad on dJ/dW, or the scaled update                             `_fit`
+    alpha_i from the new W1, W2                                                             `_predict`
+    gradient of J for encoders and tau                                                      `estimate`
+
+The scaled update is ours; docs/reference/losses.md compares it with AdaGrad. With delta = 1e-3 B/m,
+
+    W_k <- W_k/|W_k| - lr tau B |W_k| dJ/dW_k / (sum_i p_ik (1 + |1 - r_i|) + delta), then normalized  `_scaled`
+
+Since |r_i| <= 1 + |1 - r_i|, lr tau multiplies a vector of norm below 1, so no logit changes by more than about lr.
+
+K ranks form R groups of S = K/R consecutive ranks, where R is the number of replicas. Each rank of a group stores m/S
+rows of W1 and of W2, along with their AdaGrad state and queue rows. For an update, ranks exchange only 2B sums over all
+prototypes (no d x m matrix), so one all-reduce suffices, and its result is bit-identical on all ranks. The gradient of
+an anchor needs sum_k p_ik W_k over one group only. Each rank therefore receives S - 1 blocks of size B/K x d instead of
+K - 1, but computes R times as much per update. The 2B sums are sent as float64, relative to (1 - s_ii)/tau, the largest
+possible exponent. For tau >= 0.003, the sums neither overflow nor underflow, so no all-reduce of the maximum is needed.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from neuclip_ds.losses.arithmetic import log_eps_plus, lowest_exponent
+from neuclip_ds.losses.base import LossContext, Position
+from neuclip_ds.losses.gather import GatheredFeatures
+from neuclip_ds.losses.global_contrastive import (
+    GlobalContrastiveLoss,
+    GlobalTemperatureRule,
+    NormalizerOutput,
+)
+from neuclip_ds.losses.neuclip_mlp import MlpEstimator
+from neuclip_ds.losses.options import ObjectiveConfig
+from neuclip_ds.losses.pairs import IMAGE, TEXT, slices
+from neuclip_ds.losses.prediction import NetworkEstimator, batch_output, prediction_gradient, representable
+from neuclip_ds.state.partition import Partition, RowTable
+
+# Elements per block. On a CPU, a block stays in the core's cache after a matmul; on a GPU, the block size limits the
+# memory of intermediate results.
+_CPU_BLOCK = 2**20
+_GPU_BLOCK = 2**26
+_ADAGRAD_EPS = 1e-10  # torch's default
+_DELTA = 1e-3  # fraction of the prototypes' mean mass; prototypes with far less mass hardly move
+_SHORTEST = 1e-12  # lower bound on |W_k| as a divisor
+_LOG_NOTHING = -1e4  # log of a sum without terms; finite, so that its product with zero is zero
+
+
+def neuclip(config: ObjectiveConfig, context: LossContext) -> GlobalContrastiveLoss:
+    """Build NeuCLIP's loss, with the network that `objective.npn.network` selects.
+
+    tau/n sum_i sum_{1, 2} [ exp(-alpha_i) (eps + g_i) + alpha_i - 1 ] + 2 rho tau,   w_i = exp(-alpha_i)
+
+    With `temperature.rule=learned`, eps, the scale and the rule for tau differ (global_contrastive.py).
+    """
+    rule = GlobalTemperatureRule.of(config, context)
+    estimator: NetworkEstimator
+    if config.npn.network == "mlp":
+        estimator = MlpEstimator(config, context, rule.eps)
+    else:
+        estimator = NpnEstimator(config, context, rule.eps)
+    return GlobalContrastiveLoss(
+        config,
+        context,
+        estimator=estimator,
+        temperature=rule.temperature,
+        scale=rule.scale,
+        constant=rule.constant,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Side:
+    """Softmax over local prototypes for one direction's anchors: exp(cos(e_i, W_k)/tau) = share_ik exp(log_sum_i)."""
+
+    unit: Tensor
+    """(local prototypes, d): W_k / |W_k|"""
+    norm: Tensor
+    """(local prototypes, 1): |W_k|"""
+    share: Tensor
+    """(B, local prototypes): rows sum to one"""
+    log_sum: Tensor
+    """(B,)"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Prediction:
+    """Predictions for all anchors; direction 0 uses W1, and direction 1 uses W2."""
+
+    alpha: Tensor
+    """(2, B)"""
+    log_ghat: Tensor
+    """(2, B): alpha without eps"""
+    log_sum: Tensor
+    """(2, B): log of the sum of exp(z_ik) over this rank's prototypes"""
+    sides: tuple[_Side, _Side]
+
+
+class NpnEstimator(NetworkEstimator):
+    """Estimator w_i = exp(-alpha_i), where the prototypes predict alpha_i from the anchor's feature.
+
+    A queue keeps the last m samples, because a batch may have fewer than m. Until m samples have been seen, prototypes
+    cannot be drawn; alpha_i is then log(eps + g_i), which a perfectly fitted network would predict.
+    """
+
+    def __init__(self, config: ObjectiveConfig, context: LossContext, eps: float) -> None:
+        super().__init__(config, context, eps)
+        ranks = context.communicator
+        self._replicas = self._config.replicas_on(ranks.world_size)
+        group_size = ranks.world_size // self._replicas
+        group_start = ranks.rank // group_size * group_size
+        self._group = range(group_start, group_start + group_size)
+        self._partition = Partition.of(self._config.prototypes, ranks.rank % group_size, group_size)
+        empty = torch.zeros((self._partition.size, context.dim), dtype=context.dtype, device=ranks.device)
+        self._prototypes = [empty.clone() for _ in (IMAGE, TEXT)]  # W1, W2, one row per prototype
+        self._queue = [empty.clone() for _ in (IMAGE, TEXT)]
+        self._seen = 0  # samples added to the queue so far
+        self._drawn = False
+        self._is_joint = self._config.order == "joint"
+        self._adam = context.adam
+        if self._is_joint:  # AdamW's moments
+            moments = {"moment": 0.0, "square": 0.0}
+        elif self._config.optimizer == "adagrad":
+            moments = {"accumulator": 0.0}  # the sum of squared gradients
+        else:
+            moments = {}
+        self._moments: list[dict[str, Tensor]] = []
+        for _ in (IMAGE, TEXT):
+            self._moments.append({name: torch.full_like(empty, value) for name, value in moments.items()})
+        self._steps = 0  # updates so far, for AdamW's bias correction
+
+    def __call__(
+        self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, position: Position, training: bool
+    ) -> NormalizerOutput:
+        """Take one step of Algorithm 1 or, with `order=joint`, of Algorithm 3, which updates the prototypes last."""
+        log_target = log_eps_plus(batch.gather(log_g, "normalizer"), self._eps)  # log(eps + g), (2, B)
+        fills_queue = batch.size >= self._config.prototypes
+        if training and fills_queue:
+            self._enqueue(batch)
+        if training:
+            self._redraw_if_due(position)
+
+        def fit() -> None:
+            self._fit(batch, log_target, tau, position.lr)
+
+        def estimate() -> NormalizerOutput:
+            prediction = self._predict(batch, tau)
+
+            def full_gradient(residual: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+                return self._full_gradient(prediction, batch, residual, tau)
+
+            return self._output(prediction.alpha, log_target, batch, tau, full_gradient)
+
+        if self._drawn:
+            output = self._fit_and_estimate(fit, estimate, training)
+        else:
+            output = batch_output(log_target, log_target[:, batch.local])
+        if training and not fills_queue:
+            self._enqueue(batch)
+        return output
+
+    def log_estimate(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor) -> Tensor:
+        if not self._drawn:
+            return log_g
+        return self._predict(batch, tau).log_ghat[:, batch.local]
+
+    def _redraw_if_due(self, position: Position) -> None:
+        """Every T_r steps, or once in Algorithm 3, set W1 to the queue's texts and W2 to the queue's images.
+
+        The samples come from this batch if it has at least m pairs (Algorithm 1, line 4). With B = m, each anchor's
+        partner is then among the prototypes. If the batch is smaller, the samples are the last m before this batch.
+        """
+        if self._seen < self._config.prototypes:
+            return
+        redraw_every = 0 if self._is_joint else self._config.redraw_every
+        is_due = redraw_every > 0 and position.step % redraw_every == 0
+        if self._drawn and not is_due:
+            return
+        for prototype, queue in zip(self._prototypes, reversed(self._queue), strict=True):
+            prototype.copy_(queue)
+        self._drawn = True
+
+    def _fit(self, batch: GatheredFeatures, log_target: Tensor, tau: Tensor, lr: float) -> None:
+        """Update the prototypes T_u times or, if `order=joint`, once with AdamW, always with this batch's g_i."""
+        updates = 1 if self._is_joint else self._config.inner_steps
+        for _ in range(updates):
+            self._update(self._predict(batch, tau), batch, log_target, tau, lr)
+
+    def _predict(self, batch: GatheredFeatures, tau: Tensor) -> _Prediction:
+        """Compute eq. 10, alpha_i = log(eps + 1/m sum_k exp(z_ik)), summing over the prototypes of all ranks."""
+        positive = batch.positive
+        image = self._side(batch.image, self._prototypes[IMAGE], tau)
+        text = self._side(batch.text, self._prototypes[TEXT], tau)
+        log_sum = torch.stack([image.log_sum, text.log_sum]) - positive / tau
+        ceiling = ((1 - positive) / tau).double()
+        total = self._communicator.all_reduce((log_sum.double() - ceiling).exp(), "normalizer")  # over all replicas
+        count = self._replicas * self._config.prototypes
+        log_ghat = (total.log() + ceiling - math.log(count)).to(positive.dtype)  # log(1/m sum_k exp(z_ik))
+        alpha = log_eps_plus(log_ghat, self._eps)
+        return _Prediction(alpha=alpha, log_ghat=log_ghat, log_sum=log_sum, sides=(image, text))
+
+    def _side(self, anchors: Tensor, prototypes: Tensor, tau: Tensor) -> _Side:
+        """Return the softmax of cos(e_i, W_k)/tau over this rank's prototypes W_k, for all anchors of one direction."""
+        norm = torch.linalg.vector_norm(prototypes, dim=1, keepdim=True).clamp_(min=_SHORTEST)
+        unit = prototypes / norm
+        cold = unit / tau  # dividing here takes a pass over the prototypes, not over the logits
+        share = anchors.new_empty((len(anchors), len(unit)))
+        log_sum = anchors.new_full((len(anchors),), _LOG_NOTHING)
+        lowest = lowest_exponent(anchors.dtype)
+        rows_with_logits = len(anchors) if len(unit) else 0
+        for rows in _blocks(rows_with_logits, anchors, len(unit)):
+            logit = torch.mm(anchors[rows], cold.T)
+            logit.clamp_(min=logit.amax(dim=1, keepdim=True) + lowest)
+            block = torch.softmax(logit, dim=1, out=share[rows])
+            log_sum[rows] = logit[:, 0] - block[:, 0].log()  # log share_ik = logit_ik - log_sum_i for any k
+        return _Side(unit=unit, norm=norm, share=share, log_sum=log_sum)
+
+    def _update(
+        self, prediction: _Prediction, batch: GatheredFeatures, log_target: Tensor, tau: Tensor, lr: float
+    ) -> None:
+        """Update the prototypes with dJ/dW_k = 1/(B |W_k|) sum_i r_i p_ik (e_i - cos(e_i, W_k) W_k/|W_k|).
+
+        Multiplied by B |W_k|, this is the component of V_k = sum_i r_i p_ik e_i that is orthogonal to W_k. With the
+        separate objective (ablation), 1/B sum_i (alpha_i - log(eps + g_i))^2, r_i is 2/tau (alpha_i - log(eps + g_i)).
+        """
+        if self._config.objective == "separate":
+            residual = 2 / tau * (prediction.alpha - log_target)  # (2, B) r_i
+        else:
+            residual = 1 - (log_target - representable(prediction.alpha, log_target)).exp()
+        mass = self._log_mass(prediction).exp_().div_(batch.size)  # (2, B), sum_k p_ik / B over this rank's prototypes
+        weights = mass * residual
+        bounds = mass * (1 + (1 - residual).abs())
+        self._steps += 1
+        for direction, anchors in ((IMAGE, batch.image), (TEXT, batch.text)):
+            prototypes = self._prototypes[direction]
+            side = prediction.sides[direction]
+            for columns, gradient in _gradients(side, weights[direction].unsqueeze(1) * anchors):
+                moments = {name: values[columns] for name, values in self._moments[direction].items()}
+                if self._is_joint:
+                    self._adamw(prototypes[columns], gradient, lr, **moments)
+                elif self._config.optimizer == "adagrad":
+                    self._adagrad(prototypes[columns], gradient, **moments)
+                else:
+                    bound = bounds[direction] @ side.share[:, columns]
+                    self._scaled(prototypes[columns], gradient, bound, tau)
+
+    def _scaled(self, prototype: Tensor, gradient: Tensor, bound: Tensor, tau: Tensor) -> None:
+        """Move prototypes in place against the gradient, by at most lr tau on the unit sphere.
+
+        Args:
+            prototype: (columns, d) prototypes, updated in place.
+            gradient: (columns, d) dJ/dW_k, overwritten.
+            bound: (columns,) 1/B sum_i p_ik (1 + |1 - r_i|), an upper bound on |W_k| times the gradient's norm.
+            tau: 0-dim temperature.
+        """
+        norm = torch.linalg.vector_norm(prototype, dim=1, keepdim=True).clamp_(min=_SHORTEST)
+        floor = _DELTA / self._config.prototypes
+        change = gradient.mul_(norm * tau * self._config.rate / (bound + floor).unsqueeze(1))
+        prototype.div_(norm).sub_(change)
+        prototype.div_(torch.linalg.vector_norm(prototype, dim=1, keepdim=True))
+
+    def _adagrad(self, prototype: Tensor, gradient: Tensor, accumulator: Tensor) -> None:
+        """Take an AdaGrad step in place, with torch's formula; the accumulator sums squared gradients."""
+        if self._config.weight_decay:
+            gradient.add_(prototype, alpha=self._config.weight_decay)
+        accumulator.addcmul_(gradient, gradient)
+        prototype.addcdiv_(gradient, accumulator.sqrt().add_(_ADAGRAD_EPS), value=-self._config.rate)
+
+    def _adamw(self, prototype: Tensor, gradient: Tensor, lr: float, moment: Tensor, square: Tensor) -> None:
+        """Take an AdamW step in place, for the ablation that updates prototypes and encoders together (Algorithm 3).
+
+            M <- beta_1 M + (1 - beta_1) dJ/dW,   V <- beta_2 V + (1 - beta_2) (dJ/dW)^2
+            W <- (1 - lr lambda) W - lr M/(1 - beta_1^t) / (sqrt(V/(1 - beta_2^t)) + epsilon)
+
+        The learning rate, the betas and epsilon are those of the encoders' optimizer, because Algorithm 3 has a single
+        optimizer for the encoders and the prototypes. The paper does not give a value for the weight decay lambda.
+        """
+        beta1, beta2 = self._adam.betas
+        correction1 = 1 - beta1**self._steps
+        correction2 = 1 - beta2**self._steps
+        moment.lerp_(gradient, 1 - beta1)
+        square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        denominator = (square / correction2).sqrt_().add_(self._adam.eps)
+        prototype.mul_(1 - lr * self._config.weight_decay).addcdiv_(moment, denominator, value=-lr / correction1)
+
+    def _log_mass(self, prediction: _Prediction) -> Tensor:
+        """Return the (2, B) log of the sum of p_ik = exp(z_ik) / (m (eps + ghat_i)) over this rank's prototypes."""
+        mass = prediction.log_sum - prediction.alpha - math.log(self._config.prototypes)
+        return mass.clamp_(min=lowest_exponent(mass.dtype))
+
+    def _full_gradient(
+        self, prediction: _Prediction, batch: GatheredFeatures, residual: Tensor, tau: Tensor
+    ) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        """Return r_i/B grad alpha_i for local features, and r_i tau dalpha_i/dtau; `residual` is the (2, local) r_i."""
+        rows = batch.rows_of(self._group)
+        mass = self._log_mass(prediction)[:, rows].exp()
+        log_sum = prediction.log_sum[:, rows]
+        partial_sums = []
+        for direction, side in enumerate(prediction.sides):
+            share = side.share[rows]
+            mean_logit = torch.xlogy(share, share).sum(dim=1) + log_sum[direction]
+            means = torch.cat([share @ side.unit, torch.ones_like(mean_logit[:, None]), mean_logit[:, None]], dim=1)
+            partial_sums.append(means * mass[direction][:, None])  # sums of p_ik W_k/|W_k|, p_ik and p_ik z_ik
+        sums = batch.sum_local(torch.stack(partial_sums, dim=1), self._group, "normalizer").transpose(0, 1)
+        prototype_sums = sums[..., :-2]
+        local_mass = sums[..., -2]
+        mean_logit = sums[..., -1]
+        gradient = prediction_gradient(residual, prototype_sums, local_mass, batch, tau)
+        return gradient, -residual * mean_logit
+
+    def _enqueue(self, batch: GatheredFeatures) -> None:
+        """Overwrite the oldest rows of the queue with the batch; each rank stores one queue row per local prototype."""
+        size = self._config.prototypes
+        end = self._seen + batch.size
+        begin = max(self._seen, end - size)  # first sample to keep; the run's i-th sample is stored in row i mod m
+        # the samples to keep may continue in row 0 after row m - 1
+        first_lap = begin // size * size
+        for lap in (first_lap, first_lap + size):
+            low = max(begin, lap + self._partition.start)
+            high = min(end, lap + self._partition.stop)
+            if low < high:
+                rows = slice(low - lap - self._partition.start, high - lap - self._partition.start)
+                samples = slice(low - self._seen, high - self._seen)
+                self._queue[IMAGE][rows] = batch.image[samples]
+                self._queue[TEXT][rows] = batch.text[samples]
+        self._seen = end
+
+    def replicated_state(self) -> dict[str, Tensor]:
+        state = {"seen": torch.tensor(self._seen), "drawn": torch.tensor(self._drawn)}
+        if self._is_joint:
+            state["updates"] = torch.tensor(self._steps)
+        return state
+
+    def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
+        self._seen = int(state["seen"])
+        self._drawn = bool(state["drawn"])
+        self._steps = int(state["updates"]) if self._is_joint else 0
+
+    def row_tables(self) -> dict[str, RowTable]:
+        tensors = {"queue_image": self._queue[IMAGE], "queue_text": self._queue[TEXT]}
+        for name, prototypes, moments in zip(("w1", "w2"), self._prototypes, self._moments, strict=True):
+            tensors[name] = prototypes
+            for key, values in moments.items():
+                tensors[f"{name}_{key}"] = values
+        return {"npn": RowTable(self._partition, tensors, saved=self._group.start == 0)}
+
+
+def _gradients(side: _Side, weighted: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Yield dJ/dW_k for one block of prototypes at a time; row i of `weighted` is r_i p_ik e_i / (B share_ik)."""
+    for columns in _blocks(len(side.unit), weighted, weighted.shape[1]):
+        unit = side.unit[columns]
+        pull = side.share[:, columns].T @ weighted  # V_k / B
+        component = (pull * unit).sum(dim=1, keepdim=True)  # along W_k
+        yield columns, pull.addcmul_(component, unit, value=-1).div_(side.norm[columns])
+
+
+def _blocks(count: int, like: Tensor, width: int) -> list[slice]:
+    """Cut `count` rows of `width` elements into blocks whose size suits the device of the tensor `like`."""
+    elements = _CPU_BLOCK if like.device.type == "cpu" else _GPU_BLOCK
+    return slices(0, count, max(1, elements // max(1, width)))

@@ -1,0 +1,158 @@
+"""Options of the losses: the section `objective` of a config. This module does not import torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, SerializerFunctionWrapHandler, create_model, model_serializer, model_validator
+
+from neuclip_ds.errors import UserError
+from neuclip_ds.losses.amorlip_options import AmortizedConfig
+from neuclip_ds.losses.fastclip_options import MovingAverageConfig
+from neuclip_ds.losses.methods import (
+    DEFAULT,
+    METHODS,
+    REGISTERED_OPTIONS,
+    find_method,
+    method_of,
+    method_sections,
+)
+from neuclip_ds.losses.neuclip_options import NpnConfig
+from neuclip_ds.losses.neuclip_queue_options import QueueConfig
+from neuclip_ds.losses.siglip_options import SiglipConfig
+from neuclip_ds.losses.tuneclip_options import HingeConfig
+from neuclip_ds.section import Section, merge
+
+
+class TemperatureConfig(Section):
+    initial: float | None = Field(None, gt=0)
+    """Temperature tau at step 0. By default, the pretrained checkpoint's tau, else the method's default."""
+    minimum: float = Field(0.01, gt=0)
+    """Lower bound of tau; 0.01 is CLIP's clamp of 1/tau at 100."""
+    maximum: float = Field(1.0, gt=0)
+    """Upper bound of tau."""
+    optimizer: Literal["adam", "lion", "sgd"] = "adam"
+    """Optimizer of a global temperature and of SigLIP's bias: Adam, or Lion or SGD as in FastCLIP's study of
+    optimizers. It uses the betas of the encoders' optimizer; SGD uses the first beta as momentum."""
+    variable: Literal["log", "tau"] = "log"
+    """Variable that the optimizer of a global temperature updates: log(1/tau), as in all released code, or tau itself
+    (FastCLIP Procedure 5). With individual temperatures it is always tau."""
+    lr: float | None = Field(None, ge=0)
+    """Learning rate of `variable`. By default, the encoders' learning rate."""
+    rule: Literal["robust", "learned"] | None = None
+    """How neuclip and neuclip_queue learn tau. `robust` uses rho (NeuCLIP eq. 12) and is neuclip's default. `learned`
+    works as in OpenCLIP, with eps = 1/(n-1) and without rho, and is neuclip_queue's default."""
+    schedule: Literal["encoder", "constant", "third_below_0.03"] = "encoder"
+    """`encoder` follows the encoders' schedule; `third_below_0.03` divides lr by 3 while tau < 0.03 (FastCLIP)."""
+    rho: float | Annotated[list[float], Field(min_length=1)] = 0.0
+    """Margin rho of the robust contrastive loss (FastCLIP eq. 10). For a list, each entry applies to an equal fraction
+    of the run."""
+
+    @model_validator(mode="after")
+    def _bounds_hold_initial(self) -> TemperatureConfig:
+        if self.initial is not None and not self.minimum <= self.initial <= self.maximum:
+            raise ValueError(
+                f"initial={self.initial} is outside [minimum={self.minimum}, maximum={self.maximum}]; change one of "
+                "them"
+            )
+        return self
+
+
+class ObjectiveConfig(Section):
+    method: str = DEFAULT
+    """Method to train with: a name in the table of docs/reference/losses.md."""
+    eps: float = Field(1e-14, gt=0)
+    """Constant added to the estimated normalizers (FastCLIP App. D: 1e-6 beyond about 100M samples)."""
+    chunk_size: int | None = Field(None, ge=1)
+    """Columns of the similarity matrix that are computed at once; the default depends on the device. The number of rows
+    is limited so that a block has at most 128 MiB on a GPU or 1 MiB per thread on a CPU."""
+    comm_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision in which features are sent between ranks; `auto` is the towers' precision."""
+    reference: Literal["paper", "released_code"] = "paper"
+    """Version to follow where a paper and its released code differ. FastCLIP's code omits the leading tau of losses
+    with constant or individual tau and counts the data term twice in the gradient of a robust tau. For individual
+    temperatures, it clamps gradients and bases Adam's bias correction on epochs. AmorLIP's code starts each epoch's
+    nets near log lambda = 0 instead of the first batch's mean log Z, divides divergences by B^2 instead of B, and
+    divides the squared error by B instead of 2 B."""
+    epoch_steps: int | None = Field(None, ge=1)
+    """Training steps that count as one epoch for gamma's schedule and amorlip's nets, for runs that see each sample
+    about once. By default, an epoch is one pass over the data."""
+    temperature: TemperatureConfig = Field(default_factory=TemperatureConfig)
+    siglip: SiglipConfig = Field(default_factory=SiglipConfig)
+    moving_average: MovingAverageConfig = Field(default_factory=MovingAverageConfig)
+    amortized: AmortizedConfig = Field(default_factory=AmortizedConfig)
+    npn: NpnConfig = Field(default_factory=NpnConfig)
+    queue: QueueConfig = Field(default_factory=QueueConfig)
+    hinge: HingeConfig = Field(default_factory=HingeConfig)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _over_the_methods_defaults(cls, tree: Any) -> Any:
+        """Reject options that the method does not read, and use the method's defaults for options that are not set."""
+        if not isinstance(tree, dict):
+            return tree
+        method = method_of(tree)
+        name = tree.get("method", DEFAULT)
+        for section in method_sections():
+            if section in tree and section not in method.sections:
+                raise UserError(_unread_section(name, section, tree[section]))
+        temperature = tree.get("temperature")
+        if isinstance(temperature, dict) and temperature.get("rule") is not None and not method.has_temperature_rule:
+            option = f"objective.temperature.rule={temperature['rule']}"
+            readers = [other for other, row in METHODS.items() if row.has_temperature_rule]
+            raise UserError(_unread_message(name, option, "none, because its rule is fixed", readers))
+        return merge(method.defaults, tree)
+
+    @model_serializer(mode="wrap")
+    def _without_unread_sections(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        options = serialize(self)
+        unread = set(method_sections()) - set(find_method(self.method).sections)
+        return {name: value for name, value in options.items() if name not in unread}
+
+    @property
+    def needs_epochs(self) -> bool:
+        """Whether the method depends on the number of steps in an epoch or in the run."""
+        method = find_method(self.method)
+        if "epoch_steps" in method.sections and self.epoch_steps is None:
+            return True
+        if method.has_individual_temperatures and self.reference == "released_code":
+            return True
+        return isinstance(self.temperature.rho, list)
+
+    def warnings(self) -> list[str]:
+        """Return a warning for each setting that is valid but probably a mistake."""
+        is_amortized = "amortized" in find_method(self.method).sections
+        if is_amortized and self.reference == "released_code" and self.amortized.encoder_normalizer == "ema":
+            return [
+                "objective.reference=released_code with objective.amortized.encoder_normalizer=ema: until the EMA has "
+                "caught up, C/lambda and the gradients are too large by a factor of up to exp(1/tau), capped at 3e15. "
+                "Set encoder_normalizer=combined, as in the released code."
+            ]
+        return []
+
+
+def objective_config() -> type[ObjectiveConfig]:
+    """Return the class of the section `objective`, with the options of losses that `register_loss` added."""
+    if not REGISTERED_OPTIONS:
+        return ObjectiveConfig
+    fields: dict[str, Any] = {
+        name: (options, Field(default_factory=options)) for name, options in REGISTERED_OPTIONS.items()
+    }
+    return create_model("ObjectiveConfig", __base__=ObjectiveConfig, **fields)
+
+
+def _unread_section(method: str, section: str, options: Any) -> str:
+    """Return the message for a section that the method does not read."""
+    names = [f"objective.{section}"]
+    if isinstance(options, dict) and options:
+        names = [f"objective.{section}.{key}" for key in options]
+    sections = [f"objective.{name}" for name in METHODS[method].sections]
+    readers = [name for name, row in METHODS.items() if section in row.sections]
+    return _unread_message(method, ", ".join(names), " and ".join(sections) or "no section of its own", readers)
+
+
+def _unread_message(method: str, options: str, reads: str, readers: list[str]) -> str:
+    return (
+        f"{options} is read by {', '.join(readers)} only; objective.method={method} reads {reads}: remove it, or "
+        "choose one of those methods."
+    )

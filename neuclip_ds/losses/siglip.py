@@ -1,0 +1,78 @@
+"""SigLIP's loss: a sigmoid for every pair instead of a softmax (Zhai et al. 2023, eq. 1), with a learned bias.
+
+    L = -1/B sum_{i, j} log sigmoid(z_ij (s_ij / tau + bias)),   z_ij = 1 where i = j, else -1
+
+A pair's derivative needs only the pair's similarity, so each block is computed once. Pairs of local images with all
+texts count toward the loss. Pairs of local texts with other ranks' images count only toward the gradient, because the
+other ranks add the loss of these pairs.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from neuclip_ds.errors import UserError
+from neuclip_ds.losses.arithmetic import lowest_exponent
+from neuclip_ds.losses.base import LossContext, LossFunction, LossOutput, Position
+from neuclip_ds.losses.gather import GatheredFeatures
+from neuclip_ds.losses.options import ObjectiveConfig
+from neuclip_ds.losses.pairs import IMAGE, Block, PairGrid
+from neuclip_ds.losses.temperature import LearnableTemperature
+
+
+def siglip(config: ObjectiveConfig, context: LossContext) -> "SigmoidLoss":
+    """Build SigLIP's loss; raise `UserError` if the bias at step 0 is unknown."""
+    bias = context.bias if config.siglip.bias is None else config.siglip.bias
+    if bias is None:
+        raise UserError(
+            "The pretrained checkpoint has no logit_bias, which SigLIP's loss starts from; pass "
+            "--objective.siglip.bias (SigLIP starts from -10)."
+        )
+    return SigmoidLoss(config, context, LearnableTemperature(config, context, bias=bias))
+
+
+class SigmoidLoss(LossFunction):
+    """The feature gradient of each batch, and an optimizer step on the temperature and the bias.
+
+    Args:
+        config: the options that all methods share.
+        context: sizes and settings of the run.
+        logit: the learned temperature and bias of the logits.
+    """
+
+    def __init__(self, config: ObjectiveConfig, context: LossContext, logit: LearnableTemperature) -> None:
+        super().__init__({"": logit})
+        self._config = config
+        self._communicator = context.communicator
+        self._logit = logit
+
+    def __call__(self, batch: GatheredFeatures, position: Position, training: bool) -> LossOutput:
+        tau = self._logit.of(batch)
+        bias = self._logit.scalar("bias")
+        grid = PairGrid(batch, self._config.chunk_size, budget=0)
+        sums = grid.positive.new_zeros(2)  # sums of the loss and of its derivatives with respect to the logits
+
+        def grad_logit(block: Block) -> Tensor:
+            negated_logit = torch.add(bias, grid.similarity(block).mul_(1 / tau))  # -z times the logit
+            grid.positive_pairs(negated_logit, block).neg_()
+            negated_logit.clamp_(min=lowest_exponent(negated_logit.dtype))
+            derivative = negated_logit.sigmoid()
+            grid.positive_pairs(derivative, block).neg_()
+            if block.row_modality == IMAGE:
+                sums.add_(torch.stack([softplus(negated_logit).sum(), derivative.sum()]))
+            return derivative
+
+        image, text = grads = grid.gradient(grad_logit)
+        for grad in grads:
+            grad.div_(batch.size * tau)
+        sums = torch.cat([sums / batch.size, grid.weighted_sum(grads)[None]])
+        squared_norm = image.square().sum() + text.square().sum()
+        totals = self._communicator.all_reduce(torch.cat([sums, squared_norm[None]]), "scalars")
+        loss, grad_bias, grad_theta, squared_norm = totals
+        if training:
+            self._logit.descend(position, theta=grad_theta, bias=grad_bias)
+        gradient_norm = squared_norm.sqrt()
+        metrics = {"tau": tau, "bias": bias, "feature_grad_norm": gradient_norm}
+        return LossOutput(
+            loss=loss, image_gradient=image, text_gradient=text, gradient_norm=gradient_norm, metrics=metrics
+        )

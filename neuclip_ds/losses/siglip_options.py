@@ -1,0 +1,21 @@
+"""Options and published settings of SigLIP's loss; siglip.py has its equation."""
+
+from __future__ import annotations
+
+from neuclip_ds.losses.method import Method
+from neuclip_ds.section import Section
+
+
+class SiglipConfig(Section):
+    bias: float | None = None
+    """Learned bias of the logits at step 0. By default, the pretrained checkpoint's bias, else -10."""
+
+
+METHODS = {
+    "siglip": Method(
+        builder="siglip.siglip",
+        sections=("siglip",),
+        defaults={"temperature": {"initial": 0.1}, "siglip": {"bias": -10.0}},
+        estimates_normalizers=False,
+    ),
+}

@@ -1,0 +1,276 @@
+"""Update rules for one temperature that all samples share; each class implements one rule.
+
+The trained variable is theta = log(1/tau), as in all released code, or tau itself (FastCLIP Procedure 5). The gradient
+with respect to theta is -tau dL/dtau. The variable is kept outside the DeepSpeed engine, in float32 or float64. All
+ranks compute the same gradient, so the variable has the same value on all ranks.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from neuclip_ds.errors import UserError
+from neuclip_ds.losses.base import LossContext, Position, Stateful, adam_state, load_adam_state
+from neuclip_ds.losses.gather import GatheredFeatures
+from neuclip_ds.losses.options import ObjectiveConfig, TemperatureConfig
+
+_LOW_TAU = 0.03  # below it, schedule=third_below_0.03 divides the learning rate by 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class TemperatureSignal:
+    """Statistics of one step that a temperature rule may use.
+
+    `mean_logit` is w_i/(B-1) sum_j exp(y_ij) y_ij with y_ij = l(s_ij - s_ii)/tau. This equals -tau times the data term
+    w_i dg_i/dtau. `tau_term` is the per-anchor derivative d(tau loss)/dtau without the data term.
+    """
+
+    mean_logit: Tensor
+    """0-dim: sum over both directions, averaged over the global batch; equal on all ranks."""
+    tau_term: Tensor
+    """0-dim: `tau_term` of the anchors, summed and averaged in the same way."""
+    grad_log_scale: Tensor
+    """0-dim: d loss / d log(1/tau), for losses whose scale does not depend on tau."""
+    local_mean_logit: Tensor
+    """(2, local) with individual temperatures; with one tau, this rank's 0-dim contribution."""
+    local_tau_term: Tensor
+    """(2, local): the per-anchor terms."""
+
+
+class Temperature(Stateful):
+    """Base class of the update rules for the temperature tau.
+
+    Args:
+        config: the options of the loss.
+        rho_weight: factor on the configured rho, for each anchor and direction; 0 if the loss has no rho.
+    """
+
+    def __init__(self, config: ObjectiveConfig, rho_weight: float = 0.0) -> None:
+        """Store the options; subclasses also set the initial temperature."""
+        self._config = config.temperature
+        self._rho_weight = rho_weight
+
+    def of(self, batch: GatheredFeatures) -> Tensor:
+        """Return the temperature of the batch's anchors: 0-dim if all anchors share it, else (2, B)."""
+        raise NotImplementedError
+
+    def rho(self, position: Position) -> float:
+        """Return the margin rho at a step; the loss has a term rho tau for each anchor and direction.
+
+        If the configured rho is a list, each entry applies to an equal fraction of the run (AmorLIP's annealing).
+        """
+        rho = self._config.rho
+        if isinstance(rho, list):
+            segment = min(int(position.progress * len(rho)), len(rho) - 1)
+            rho = rho[segment]
+        return self._rho_weight * rho
+
+    def update(self, batch: GatheredFeatures, signal: TemperatureSignal, position: Position) -> None:
+        """Take one optimizer step after the batch's gradient is known; by default, do nothing."""
+
+    def _lr(self, position: Position) -> float:
+        """Return the temperature's learning rate at a step, before `third_below_0.03` reduces it."""
+        peak = position.peak_lr if self._config.lr is None else self._config.lr
+        if self._config.schedule != "encoder":
+            return peak
+        if not position.peak_lr:
+            return 0.0
+        return peak * position.lr / position.peak_lr
+
+
+def initial_temperature(config: TemperatureConfig, context: LossContext, learned: bool = True) -> float:
+    """Return tau at step 0: the configured value or, if there is none, the encoders' value.
+
+    Raises:
+        UserError: neither the config nor the encoders have a temperature, or a learned temperature is out of bounds.
+    """
+    tau = context.temperature if config.initial is None else config.initial
+    if tau is None:
+        raise UserError(
+            "The pretrained checkpoint has no logit_scale, so its temperature is unknown; pass "
+            "--objective.temperature.initial (OpenAI's models have 0.01)."
+        )
+    if not learned:
+        return tau
+    bounded = min(max(tau, config.minimum), config.maximum)
+    if not math.isclose(tau, bounded, rel_tol=1e-3):  # clamping 1/tau at 100 can give 0.0099999
+        raise UserError(
+            f"The pretrained checkpoint's temperature {tau:.4g} is outside [minimum={config.minimum}, "
+            f"maximum={config.maximum}] of objective.temperature; change one of them, or set initial."
+        )
+    return bounded
+
+
+class ConstantTemperature(Temperature):
+    """Temperature that stays at its initial value, as in SogCLR, FastCLIP-v1 and TuneCLIP."""
+
+    def __init__(self, config: ObjectiveConfig, context: LossContext) -> None:
+        super().__init__(config)
+        tau = initial_temperature(config.temperature, context, learned=False)
+        self._tau = torch.tensor(tau, dtype=context.dtype, device=context.communicator.device)
+
+    def of(self, batch: GatheredFeatures) -> Tensor:
+        return self._tau
+
+    def replicated_state(self) -> dict[str, Tensor]:
+        return {"tau": self._tau}
+
+    def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
+        self._tau = state["tau"].to(self._tau)
+
+
+class LearnableTemperature(Temperature):
+    """Global temperature that is learned as theta = log(1/tau) or as tau, optionally together with other scalars."""
+
+    def __init__(
+        self, config: ObjectiveConfig, context: LossContext, rho_weight: float = 0.0, **other_scalars: float
+    ) -> None:
+        super().__init__(config, rho_weight)
+        tau = initial_temperature(self._config, context)
+        self._learns_tau = self._config.variable == "tau"
+        initial = {"tau": tau} if self._learns_tau else {"theta": -math.log(tau)}
+        initial.update(other_scalars)
+        self._scalars: dict[str, Parameter] = {}
+        for name, value in initial.items():
+            tensor = torch.tensor([value], dtype=context.dtype, device=context.communicator.device)
+            self._scalars[name] = Parameter(tensor)
+        self._optimizer = _optimizer(list(self._scalars.values()), self._config.optimizer, context)
+
+    def of(self, batch: GatheredFeatures) -> Tensor:
+        return self.tau
+
+    @property
+    def tau(self) -> Tensor:
+        """Current temperature: 0-dim, within its bounds."""
+        return self.scalar("tau") if self._learns_tau else self.scalar("theta").neg().exp()
+
+    def scalar(self, name: str) -> Tensor:
+        """Return a 0-dim copy of a learned scalar."""
+        return self._scalars[name].detach().squeeze(0).clone()
+
+    def descend(self, position: Position, **gradients: Tensor) -> None:
+        """Take an optimizer step with a 0-dim gradient for each scalar, passed by name, and clamp tau.
+
+        The temperature's gradient is always passed as `theta` and taken with respect to theta, even if tau is learned.
+        """
+        if self._learns_tau:
+            gradients["tau"] = gradients.pop("theta") / -self.tau
+        for name, gradient in gradients.items():
+            scalar = self._scalars[name]
+            scalar.grad = gradient.reshape(1).to(scalar.dtype)
+        self._optimizer.param_groups[0]["lr"] = self._lr(position)
+        if self._config.schedule == "third_below_0.03":
+            with self._third_below():
+                self._optimizer.step()
+        else:
+            self._optimizer.step()
+        self._clamp_tau()
+
+    @torch.no_grad()
+    def _clamp_tau(self) -> None:
+        low = self._config.minimum
+        high = self._config.maximum
+        if self._learns_tau:
+            self._scalars["tau"].clamp_(low, high)
+        else:
+            self._scalars["theta"].clamp_(-math.log(high), -math.log(low))
+
+    @contextmanager
+    def _third_below(self) -> Iterator[None]:
+        """Scale the enclosed optimizer step by 1/3 if tau is below 0.03 (FastCLIP section 5).
+
+        The step is proportional to the learning rate, so it can be scaled afterward, without reading tau on the host.
+        """
+        fraction = 1 - 2 / 3 * (self.tau < _LOW_TAU).to(self.tau.dtype)
+        before = {name: scalar.detach().clone() for name, scalar in self._scalars.items()}
+        yield
+        for name, scalar in self._scalars.items():
+            scalar.detach().copy_(before[name].lerp(scalar.detach(), fraction))
+
+    def replicated_state(self) -> dict[str, Tensor]:
+        state = {name: scalar.detach() for name, scalar in self._scalars.items()}
+        for name, scalar in self._scalars.items():
+            state.update(adam_state(self._optimizer, scalar, f"adam.{name}."))
+        return state
+
+    def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
+        """Restore a state from `replicated_state`; raise `UserError` if the state is for a different variable."""
+        if not self._scalars.keys() <= state.keys():
+            saved_variable = "log" if self._learns_tau else "tau"
+            raise UserError(
+                f"The saved temperature was learned with objective.temperature.variable={saved_variable}, but this run "
+                f"has {self._config.variable}: set it back, or start a new run."
+            )
+        for name, scalar in self._scalars.items():
+            with torch.no_grad():
+                scalar.copy_(state[name])
+            load_adam_state(self._optimizer, scalar, state, f"adam.{name}.")
+
+
+class LogTemperature(LearnableTemperature):
+    """Temperature that follows the gradient of the method's loss, as in OpenCLIP and FastCLIP-v0 (eq. 8).
+
+    Args:
+        config, context: options and sizes.
+        gradient_factor: factor on the gradient with respect to theta.
+    """
+
+    def __init__(self, config: ObjectiveConfig, context: LossContext, gradient_factor: float = 1.0) -> None:
+        super().__init__(config, context)
+        self._gradient_factor = gradient_factor
+
+    def update(self, batch: GatheredFeatures, signal: TemperatureSignal, position: Position) -> None:
+        self.descend(position, theta=self._gradient_factor * signal.grad_log_scale)
+
+
+class RobustTemperature(LearnableTemperature):
+    """Temperature of RGCL-g, the robust global contrastive loss (FastCLIP eq. 10, NeuCLIP eq. 12).
+
+    The gradient is dL/dtau = tau_term + 2 rho - c mean_logit, where `tau_term` and `mean_logit` are fields
+    of `TemperatureSignal`.
+
+    Args:
+        config, context: options and sizes.
+        rho_weight: 1 for a loss with 2 rho tau, 1/2 for a loss with rho tau.
+        data_term_factor: the factor c, which is 1 in the papers.
+    """
+
+    def __init__(
+        self,
+        config: ObjectiveConfig,
+        context: LossContext,
+        rho_weight: float = 1.0,
+        data_term_factor: float = 1.0,
+    ) -> None:
+        super().__init__(config, context, rho_weight)
+        self._data_term_factor = data_term_factor
+
+    def update(self, batch: GatheredFeatures, signal: TemperatureSignal, position: Position) -> None:
+        data_term = self._data_term_factor * signal.mean_logit
+        grad_tau = signal.tau_term + 2 * self.rho(position) - data_term
+        self.descend(position, theta=-self.tau * grad_tau)
+
+
+def _optimizer(scalars: list[Parameter], name: str, context: LossContext) -> torch.optim.Optimizer:
+    """Return the optimizer called `name`; the learning rate is set at each step."""
+    betas = context.adam.betas
+    if name == "lion":
+        from timm.optim import Lion
+
+        return Lion(scalars, lr=0.0, betas=betas)
+    if name == "sgd":
+        return torch.optim.SGD(scalars, lr=0.0, momentum=betas[0])
+    return torch.optim.Adam(scalars, lr=0.0, betas=betas, eps=context.adam.eps, fused=True)
+
+
+def trained_temperature(state: Mapping[str, Tensor]) -> Tensor | None:
+    """Return tau from a loss's replicated state, or None if each sample has its own temperature."""
+    theta = state.get("temperature.theta", state.get("theta"))
+    if theta is None:
+        return state.get("temperature.tau", state.get("tau"))
+    return theta.neg().exp()
