@@ -291,12 +291,11 @@ def rank_results(communicator: Communicator) -> dict[str, list[Tensor]]:
     for name, similarities in cases.items():
         log_g = similarities.log_mean_exp()
         gradient = similarities.gradient(gathered.gather(-log_g, "normalizer"))
-        mean_logit = gradient.mean_logit
-        if mean_logit.ndim:
-            mean_logit = mean_logit.T
+        results[name] = [log_g.T, gradient.image, gradient.text]
+        if gradient.mean_logit.ndim:
+            results[name].append(gradient.mean_logit.T)
         else:
-            mean_logit = communicator.all_reduce(mean_logit[None], "scalars")
-        results[name] = [log_g.T, gradient.image, gradient.text, mean_logit]
+            results[name].append(communicator.all_reduce(gradient.mean_logit[None], "scalars"))
     return results
 
 
