@@ -97,7 +97,7 @@ class Run:
         engine_config = load_engine_config(config, communicator.world_size)
         self.engine = start_engine(self.model, config.optimizer, engine_config, communicator)
         self.objective = build_objective(config, Context(16, 100, communicator), torch.float32)
-        self._step = TrainStep(self.engine, self.objective, communicator, micro, seed=0)
+        self._step = TrainStep(self.engine, self.objective, communicator, micro)
         self._communicator = communicator
 
     def step(self, number: int, fault: Fault | None = None) -> StepOutcome:

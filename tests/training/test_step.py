@@ -14,8 +14,8 @@ from neuclip_ds.config import Config
 from neuclip_ds.data.dataset import Batch
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.config import load_engine_config
+from neuclip_ds.engine.engine import Engine
 from neuclip_ds.engine.start import build_optimizer, start_engine
-from neuclip_ds.engine.update import set_learning_rate
 from neuclip_ds.models.build import build_dual_encoder
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context, FeatureGradients, Objective, Step
@@ -78,7 +78,8 @@ def plain(method: str, clip: float, options: Mapping[str, Any] = {}) -> tuple[di
     torch.manual_seed(0)
     model = build_dual_encoder(config.model, TOKENS)  # type: ignore[arg-type]
     optimizer = build_optimizer(model.train(), config.optimizer)
-    set_learning_rate(optimizer, LR)
+    for group in optimizer.param_groups:
+        group["lr"] = LR * group["lr_scale"]
     objective = build_objective(config, Context(16, 100, Communicator()), torch.float32)
     for number in range(STEPS):
         batch = data(number)
@@ -108,7 +109,7 @@ def under_deepspeed(
         engine_config = load_engine_config(config, communicator.world_size)
         engine = start_engine(model, config.optimizer, engine_config, communicator)
         objective = build_objective(config, Context(16, 100, communicator), torch.float32)
-        step = TrainStep(engine, objective, communicator, micro, seed=0)
+        step = TrainStep(engine, objective, communicator, micro)
         for number in range(STEPS):
             step(share(data(number), communicator), place(number))
         with deepspeed.zero.GatheredParameters(list(model.parameters())):
@@ -197,8 +198,8 @@ def test_a_norm_that_overflows_skips_the_step_and_leaves_batch_norm() -> None:
     """The feature gradient itself is finite."""
     model = _BatchNormTowers()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    engine = PlainEngine(model, torch.optim.SGD(model.parameters(), lr=1.0))
-    outcome = TrainStep(engine, _Explodes(), Communicator(), ROWS, seed=0)(data(7), place(3))
+    engine = Engine(PlainEngine(model, torch.optim.SGD(model.parameters(), lr=1.0)), Communicator())
+    outcome = TrainStep(engine, _Explodes(), Communicator(), ROWS)(data(7), place(3))
     assert (outcome.applied, outcome.not_finite, engine.skipped_steps) == (False, [], 1)
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name
