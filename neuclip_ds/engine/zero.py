@@ -84,9 +84,9 @@ def placements(optimizer: Any, module: nn.Module, rank: int) -> Iterator[Placeme
         for parameter, master in _unpartitioned_masters(optimizer, wrapper):
             yield _unpartitioned(names[parameter], master)
     # frozen parameters
-    for name, parameter in module.named_parameters():
-        if not parameter.requires_grad:
-            yield _unpartitioned(name, parameter.ds_tensor if wrapper is Wrapper.ZERO_3 else parameter)
+    for name, weight in replicated_weights(module).items():
+        if not weight.requires_grad:
+            yield _unpartitioned(name, weight)
 
 
 def replicated_weights(module: nn.Module) -> dict[str, Tensor]:

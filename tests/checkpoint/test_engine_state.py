@@ -165,7 +165,7 @@ def complete(folder: Path, case: Case) -> None:
     assert {path.suffix for path in folder.iterdir()} == {".safetensors", ".json"}
 
 
-def test_another_world_size_and_stage_keep_every_bit(tmp_path: Path) -> None:
+def test_loading_with_another_world_size_and_stage_keeps_every_bit(tmp_path: Path) -> None:
     said = hand_over([("adamw", engine) for engine in STAGES] + [("lion", "zero1_fp32")], 1, tmp_path)
     for missing, foreign in said:
         assert re.match(r"rank 1 on \S+: .*cannot be read", missing)
@@ -176,7 +176,7 @@ def test_another_world_size_and_stage_keep_every_bit(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("middle", [1, 3])
-def test_the_next_step_is_that_of_an_unbroken_run(middle: int, tmp_path: Path) -> None:
+def test_the_step_after_resharding_is_that_of_an_uninterrupted_run(middle: int, tmp_path: Path) -> None:
     cases = [(name, engine) for name in OPTIMIZERS for engine in STAGES]
     cases += [("adamw", "zero2_bf16_offload"), ("lamb", "zero3_bf16_offload")]
     hand_over(cases, middle, tmp_path)

@@ -30,7 +30,7 @@ def config_of(name: str) -> OptimizerConfig:
     )
 
 
-def test_frozen_parameters_have_no_optimizer() -> None:
+def test_frozen_parameters_are_not_optimized() -> None:
     net = module()
     net[1].requires_grad_(False)
     optimized = {id(p) for group in build_optimizer(net, OptimizerConfig()).param_groups for p in group["params"]}
@@ -51,7 +51,7 @@ def lamb(p: Tensor, grads: list[Tensor], decay: float) -> Tensor:
     return p - LR * update * (p.norm() / update.norm() if p.ndim > 1 else 1.0)
 
 
-def test_lamb_steps_by_the_written_out_formula() -> None:
+def test_lamb_follows_its_papers_formula() -> None:
     """Three steps in float64 equal LAMB's formula; weight decay does not apply to vectors."""
     torch.manual_seed(0)
     net = module().double()
