@@ -1,11 +1,11 @@
 """Helpers for checkpoints of tiny models, mostly without DeepSpeed."""
 
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import torch
 from build import batch, objective, pairs, step
-from torch import nn
+from torch import Tensor, nn
 
 from neuclip_ds.checkpoint.checkpoints import Checkpoints
 from neuclip_ds.checkpoint.engine_state import engine_facts, engine_shards
@@ -13,6 +13,7 @@ from neuclip_ds.checkpoint.sharded_state import StateFiles
 from neuclip_ds.config import Config, OptimizerConfig
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.config import load_engine_config
+from neuclip_ds.engine.engine import Engine
 from neuclip_ds.engine.start import start_engine
 from neuclip_ds.objectives.base import Objective
 from neuclip_ds.state.shards import shard_files, table_shards
@@ -21,18 +22,43 @@ FACTS = {"seed": 0, "method": "neuclip"}
 DATA = {"hash": "abc", "step": 0}
 
 
-class PlainEngine:
-    """Replacement for DeepSpeed's engine without ZeRO in float32: an unwrapped module and its optimizer."""
+class PlainEngine(Engine):
+    """Engine of a linear layer whose weights equal `value`, without DeepSpeed."""
 
     def __init__(self, value: float = 0.0) -> None:
-        self.module = nn.Linear(2, 3)
-        nn.init.constant_(self.module.weight, value)
-        self.optimizer = self.basic_optimizer = torch.optim.AdamW(self.module.parameters())
-        self.global_steps = self.global_samples = self.skipped_steps = 0
+        module = nn.Linear(2, 3)
+        nn.init.constant_(module.weight, value)
+        optimizer = torch.optim.AdamW(module.parameters())
+        deepspeed_engine = SimpleNamespace(
+            module=module,
+            optimizer=optimizer,
+            basic_optimizer=optimizer,
+            global_steps=0,
+            global_samples=0,
+            skipped_steps=0,
+        )
+        super().__init__(deepspeed_engine, Communicator())
 
     @property
     def value(self) -> float:
-        return float(self.module.weight.detach().mean())
+        return float(self.module.get_parameter("weight").detach().mean())
+
+
+class Layers(nn.Sequential):
+    """Layers in a sequence, which an engine calls as `engine(rows, None)`."""
+
+    def forward(self, rows: Tensor, tokens: None = None) -> Tensor:
+        output: Tensor = super().forward(rows)
+        return output
+
+
+def gathered_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Return copies of a module's weights by name; under ZeRO 3, all ranks call this together."""
+    import deepspeed
+
+    parameters = dict(module.named_parameters())
+    with deepspeed.zero.GatheredParameters(list(parameters.values())):
+        return {name: parameter.detach().cpu().clone() for name, parameter in parameters.items()}
 
 
 def fresh(communicator: Communicator | None = None) -> Objective:
@@ -53,7 +79,7 @@ def keeper(folder: Path, keep: int = 2, communicator: Communicator | None = None
     return Checkpoints(folder / "checkpoints", communicator or Communicator(), keep, trained_with)
 
 
-def save_engine(folder: Path, engine: Any, communicator: Communicator) -> StateFiles:
+def save_engine(folder: Path, engine: Engine, communicator: Communicator) -> StateFiles:
     """Write the weights and optimizer state to a new folder, and return a reader; all ranks call this together."""
     communicator.on_rank_zero(lambda: folder.mkdir(parents=True))
     for file in shard_files(engine_shards(engine, communicator), engine_facts(engine), communicator):
@@ -62,7 +88,7 @@ def save_engine(folder: Path, engine: Any, communicator: Communicator) -> StateF
     return StateFiles(folder)
 
 
-def small_engine(net: nn.Module, optimizer: OptimizerConfig, deepspeed: str, rows: int, ranks: Communicator) -> Any:
+def small_engine(net: Layers, optimizer: OptimizerConfig, deepspeed: str, rows: int, ranks: Communicator) -> Engine:
     """Start an engine for `net`, given the name of a DeepSpeed config and the global batch size (`rows`)."""
     config = Config.model_validate({"data": {"batch_size": rows}, "deepspeed": deepspeed})
     return start_engine(net, optimizer, load_engine_config(config, ranks.world_size), ranks)

@@ -5,6 +5,8 @@ import gc
 import importlib
 import pkgutil
 
+import deepspeed
+
 import neuclip_ds
 
 for module in pkgutil.walk_packages(neuclip_ds.__path__, "neuclip_ds."):
@@ -13,5 +15,8 @@ for module in pkgutil.walk_packages(neuclip_ds.__path__, "neuclip_ds."):
             importlib.import_module(module.name)
 for name in ("pytest", "hypothesis", "webdataset", "torch.utils.tensorboard", "transformers"):
     importlib.import_module(name)
+# what DeepSpeed loads when an engine starts: a module that imports torch's compiler, and the list of operators
+importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+deepspeed.ops.__compatible_ops__  # noqa: B018
 gc.collect()
 gc.freeze()  # keeps garbage collection in the forks from writing to, and so copying, shared memory pages

@@ -37,6 +37,7 @@ from neuclip_ds.checkpoint.integrity import (
 )
 from neuclip_ds.checkpoint.sharded_state import OBJECTIVE, STATE
 from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.engine.engine import Engine
 from neuclip_ds.errors import UserError
 from neuclip_ds.files import Checksum, atomic_write, sync, sync_folders
 from neuclip_ds.objectives.base import Objective
@@ -64,10 +65,10 @@ def read_best(folder: Path) -> Best | None:
     path = folder / "best.json"
     if not path.is_file():
         return None
-    found = read_sealed(path)
-    if found.keys() != set(Best._fields):
+    fields = read_sealed(path)
+    if fields.keys() != set(Best._fields):
         raise DamagedCheckpoint(f"{path} is damaged. Delete it: the next evaluation writes it again.")
-    return Best(**found)
+    return Best(**fields)
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -100,7 +101,9 @@ class Checkpoints:
         keep: int,
         trained_with: Mapping[str, bytes] | None = None,
     ) -> None:
-        self._folder, self._communicator, self._keep = folder, communicator, keep
+        self._folder = folder
+        self._communicator = communicator
+        self._keep = keep
         self._trained_with = trained_with or {}
         self.changes = 0
         self.in_use: Callable[[Path], bool] = lambda path: False
@@ -111,10 +114,12 @@ class Checkpoints:
         Logs a warning for each newer checkpoint that is damaged; raises `UserError` if all are damaged.
         """
         problem = None
-        for name in self._communicator.on_rank_zero(lambda: [path.name for path in _all_of(self._folder)]):
+        names = self._communicator.on_rank_zero(lambda: [path.name for path in _newest_first(self._folder)])
+        for name in names:
+            path = self._folder / name
             try:
-                verify_together(self._folder / name, self._communicator)
-                return self._folder / name
+                verify_together(path, self._communicator)
+                return path
             except UserError as error:
                 problem = str(error)
             if self._communicator.rank == 0:
@@ -130,31 +135,34 @@ class Checkpoints:
         """Rename the damaged checkpoints of steps after `step` so that new checkpoints can use their names."""
 
         def rename() -> None:
-            for path in _all_of(self._folder):
+            for path in _newest_first(self._folder):
                 if path > step_folder(self._folder, step):
-                    aside = path.with_name(f"damaged-{path.name}")
-                    _delete(aside)
-                    path.rename(aside)
-                    log.warning("%s is renamed to %s; delete it when you no longer need it", path, aside.name)
+                    renamed = path.with_name(f"damaged-{path.name}")
+                    _delete(renamed)
+                    path.rename(renamed)
+                    log.warning("%s is renamed to %s; delete it when you no longer need it", path, renamed.name)
 
         self._communicator.on_rank_zero(rename)
 
     def save(
-        self, step: int, engine: Any, objective: Objective, fingerprint: Fingerprint, data: Mapping[str, Any]
+        self, step: int, engine: Engine, objective: Objective, fingerprint: Fingerprint, data: Mapping[str, Any]
     ) -> Path:
         """Save and verify the state after `step` steps; then delete the oldest checkpoints if more than `keep` exist.
 
         If any rank fails to write its files, removes the partial checkpoint and raises `SaveFailed` on all ranks.
         """
-        target, checksums = step_folder(self._folder, step), dict[str, Checksum]()
-        partial, files = _partial(target), self._files(engine, objective)
+        target = step_folder(self._folder, step)
+        partial = _partial(target)
+        files = self._files(engine, objective)
         self._make_room(partial, sum(file.bytes for file in files))
         meta = {"step": step, "facts": dict(fingerprint), "data": dict(data)}
         try:
-            for found in self._communicator.gather_objects(_write(partial, files)):
-                if isinstance(found, str):
-                    raise SaveFailed(found)
-                checksums |= {name: Checksum(*checksum) for name, checksum in found.items()}
+            checksums: dict[str, Checksum] = {}
+            for written in self._communicator.gather_objects(_write(partial, files)):
+                if isinstance(written, str):
+                    raise SaveFailed(written)
+                for name, checksum in written.items():
+                    checksums[name] = Checksum(*checksum)
             self._communicator.on_rank_zero(lambda: self._complete(target, meta, checksums))
         except SaveFailed:
             self._communicator.on_rank_zero(lambda: shutil.rmtree(partial, ignore_errors=True))
@@ -164,8 +172,8 @@ class Checkpoints:
 
     def best(self) -> Best | None:
         """Return, on all ranks, the best evaluation so far, or None if it or its checkpoint does not exist."""
-        found = self._communicator.on_rank_zero(self._find_best)
-        return found and Best(*found)  # JSON makes it a list
+        best = self._communicator.on_rank_zero(self._find_best)
+        return None if best is None else Best(*best)  # JSON makes it a list
 
     def keep_best(self, best: Best) -> None:
         """Record a new best evaluation, whose checkpoint is then kept regardless of its age."""
@@ -184,29 +192,30 @@ class Checkpoints:
         Raises `UserError` if the checkpoint was written by a run whose fingerprint differs from `fingerprint`.
         """
         meta = self._communicator.on_rank_zero(lambda: read_meta(path))
-        for key, wanted in fingerprint.items():
-            found = meta["facts"].get(key)
-            if found != wanted:
+        for key, value in fingerprint.items():
+            saved_value = meta["facts"].get(key)
+            if saved_value != value:
                 raise UserError(
-                    f"The checkpoint {path} was written with {key}={found}, but this run has {key}={wanted}: "
+                    f"The checkpoint {path} was written with {key}={saved_value}, but this run has {key}={value}: "
                     "set it back, or give the run a different name (--run.name)."
                 )
         return int(meta["step"]), meta["data"]
 
-    def load(self, path: Path, engine: Any, objective: Objective) -> None:
+    def load(self, path: Path, engine: Engine, objective: Objective) -> None:
         """Load a verified checkpoint into `engine` and `objective`; raise `UserError` on a mismatch."""
         files = load_engine(path / STATE, engine, self._communicator)
         files.fill(objective.row_tables())
         objective.load_replicated_state(files.whole(OBJECTIVE))
 
-    def _files(self, engine: Any, objective: Objective) -> list[StateFile]:
+    def _files(self, engine: Engine, objective: Objective) -> list[StateFile]:
         """Return the files that this rank writes; their tensors are views of the state, not copies."""
+        is_rank_zero = self._communicator.rank == 0
         shards = engine_shards(engine, self._communicator) | table_shards(objective.row_tables())
-        if self._communicator.rank == 0:
+        if is_rank_zero:
             shards |= whole(OBJECTIVE, objective.replicated_state())
-        state = shard_files(shards, engine_facts(engine), self._communicator)
-        files = [file._replace(name=f"{STATE}/{file.name}") for file in state]
-        if self._communicator.rank == 0:
+        state_files = shard_files(shards, engine_facts(engine), self._communicator)
+        files = [file._replace(name=f"{STATE}/{file.name}") for file in state_files]
+        if is_rank_zero:
             files += [BytesFile(name, content) for name, content in self._trained_with.items()]
         return files
 
@@ -239,16 +248,19 @@ class Checkpoints:
             _delete(target)  # the same step, saved by an earlier launch of this run
             partial.rename(target)
             sync(self._folder)
+            # delete old checkpoints, but not the best one
             best = self._find_best()
-            kept = step_folder(self._folder, best.step) if best else None
-            for path in _all_of(self._folder)[self._keep :]:
-                if path != kept and not self.in_use(path):
+            best_path = None if best is None else step_folder(self._folder, best.step)
+            for path in _newest_first(self._folder)[self._keep :]:
+                if path != best_path and not self.in_use(path):
                     _delete(path)
         log.info("checkpoint %s", target)
 
     def _find_best(self) -> Best | None:
         best = read_best(self._folder)
-        return best if best and is_complete(step_folder(self._folder, best.step)) else None
+        if best is None or not is_complete(step_folder(self._folder, best.step)):
+            return None
+        return best
 
 
 def verify_together(path: Path, communicator: Communicator) -> None:
@@ -260,7 +272,7 @@ def _partial(target: Path) -> Path:
     return target.with_name(f"{_PARTIAL}{target.name}")
 
 
-def _all_of(folder: Path) -> list[Path]:
+def _newest_first(folder: Path) -> list[Path]:
     """List all checkpoints, intact or damaged, newest first."""
     return sorted(folder.glob("step_*"), reverse=True)
 
@@ -276,6 +288,6 @@ def _write(folder: Path, files: Sequence[StateFile]) -> dict[str, list[int]] | s
 def _delete(folder: Path) -> None:
     """Delete a checkpoint; an interrupted deletion never leaves a partial folder under the checkpoint's name."""
     if folder.exists():
-        doomed = folder.with_name(f"{_PARTIAL}deleted-{folder.name}")
-        folder.rename(doomed)
-        shutil.rmtree(doomed)
+        renamed = folder.with_name(f"{_PARTIAL}deleted-{folder.name}")
+        folder.rename(renamed)
+        shutil.rmtree(renamed)

@@ -4,13 +4,16 @@ The average is part of the optimizer state of each master weight. It is therefor
 every ZeRO stage, and saved, restored and resharded like the moments.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from neuclip_ds.engine.zero import refresh_weights, release_gathered
+if TYPE_CHECKING:
+    from neuclip_ds.engine.engine import Engine
 
 AVERAGE = "average"  # key of the average in the optimizer state
 
@@ -19,12 +22,13 @@ class WeightAverage:
     """The moving average of an engine's trained weights; buffers, such as batch norm's, are not averaged.
 
     Args:
-        engine: DeepSpeed's engine.
+        engine: the engine.
         decay: fraction of the average that each step retains, in (0, 1).
     """
 
-    def __init__(self, engine: Any, decay: float) -> None:
-        self._engine, self._decay = engine, decay
+    def __init__(self, engine: Engine, decay: float) -> None:
+        self._engine = engine
+        self._decay = decay
 
     @torch.no_grad()
     def update(self, step: int) -> None:
@@ -32,11 +36,11 @@ class WeightAverage:
 
         The decay in a step is at most (1 + step) / (10 + step), so that the initial weights are soon forgotten.
         """
-        share = 1 - min(self._decay, (1 + step) / (10 + step))
-        for master, state in self._engine.basic_optimizer.state.items():
+        decay = min(self._decay, (1 + step) / (10 + step))
+        for master, state in self._engine.optimizer_state.items():
             if AVERAGE not in state:  # set after a step, because optimizers initialize only an empty state
                 state[AVERAGE] = master.detach().clone()
-            state[AVERAGE].lerp_(master.detach(), share)
+            state[AVERAGE].lerp_(master.detach(), 1 - decay)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -50,16 +54,16 @@ class WeightAverage:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        release_gathered(self._engine)
-        for master, state in self._engine.basic_optimizer.state.items():
-            if AVERAGE in state:
-                kept = master.clone()
-                master.copy_(state[AVERAGE])
-                state[AVERAGE].copy_(kept)
-        refresh_weights(self._engine)
+        """Exchange the master weights and the average."""
+        with self._engine.changing_master_weights():
+            for master, state in self._engine.optimizer_state.items():
+                if AVERAGE in state:
+                    weights = master.clone()
+                    master.copy_(state[AVERAGE])
+                    state[AVERAGE].copy_(weights)
 
 
-def discard_average(engine: Any) -> None:
+def discard_average(engine: Engine) -> None:
     """Drop the average that was loaded from a checkpoint; called if this run does not keep an average."""
-    for state in engine.basic_optimizer.state.values():
+    for state in engine.optimizer_state.values():
         state.pop(AVERAGE, None)

@@ -15,30 +15,30 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.section import read_options
 
 
-class _Part(BaseModel):
+class _Section(BaseModel):
     """A section of DeepSpeed's JSON: the keys that this package reads, with their types."""
 
     model_config = ConfigDict(strict=True)
 
 
-class _Precision(_Part):
+class _Precision(_Section):
     enabled: bool = False
     check_grad_overflow: bool = True
 
 
-class _Offload(_Part):
+class _Offload(_Section):
     device: Literal["none", "cpu", "nvme"] | None = None
     ratio: float = 1
 
 
-class _Zero(_Part):
+class _Zero(_Section):
     stage: Literal[0, 1, 2, 3] = 0
     compute_grad_norm: bool = True
     offload_optimizer: _Offload | None = None
     offload_param: _Offload | None = None
 
 
-class _Engine(_Part):
+class _Engine(_Section):
     steps_per_print: int | None = None
     prescale_gradients: bool = False
     gradient_predivide_factor: float = 1
@@ -48,7 +48,7 @@ class _Engine(_Part):
 
 
 FOLDER = Path(__file__).parents[1] / "ds_configs"
-_FEW = 4  # maximum number of micro-batches whose gradients may be summed in bf16
+_MAX_SUMMED_IN_BF16 = 4  # maximum number of micro-batches whose gradients may be summed in bf16
 DEEPSPEED = "0.19.8"  # version whose private fields and gradients are tested; the same as in requirements.txt
 
 
@@ -60,14 +60,14 @@ def load_engine_config(config: Config, world_size: int) -> dict[str, Any]:
     """
     _require_version()
     path, engine = read_engine_file(config.deepspeed)
-    ours = {
+    recipe_options = {
         # the engine must not average over micro-batches: the feature gradients already refer to the whole batch
         "train_micro_batch_size_per_gpu": config.rank_batch(world_size),
         "train_batch_size": config.data.batch_size,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": config.optimizer.max_grad_norm,
     }
-    for key, value in ours.items():
+    for key, value in recipe_options.items():
         if engine.get(key, "auto") not in ("auto", value):
             raise UserError(
                 f"{path} sets {key}={engine[key]!r:.80}, but the recipe sets {value} (it owns the batch and clipping): "
@@ -75,7 +75,7 @@ def load_engine_config(config: Config, world_size: int) -> dict[str, Any]:
             )
     _refuse_unsupported(path, engine)
     micro_batches = config.rank_batch(world_size) // config.micro_batch(world_size)
-    if micro_batches > _FEW and not accumulates_in_float32(engine):
+    if micro_batches > _MAX_SUMMED_IN_BF16 and not accumulates_in_float32(engine):
         raise UserError(
             f"{path} adds the gradients of {micro_batches} micro-batches in {precision(engine)}, which loses small "
             "ones: use deepspeed=zero1_bf16, whose data_types.grad_accum_dtype is fp32, or a larger data.micro_batch."
@@ -85,14 +85,16 @@ def load_engine_config(config: Config, world_size: int) -> dict[str, Any]:
             f"model.compile does not work with ZeRO 3 ({path}), which fetches weights inside modules: omit one of them."
         )
     # DeepSpeed's throughput timer waits for the whole device in each forward pass and step
-    timers = {"timers": {"throughput": {"enabled": False}}}
-    return {**timers, **engine, **ours, "zero_allow_untested_optimizer": True}
+    defaults = {"timers": {"throughput": {"enabled": False}}}
+    return {**defaults, **engine, **recipe_options, "zero_allow_untested_optimizer": True}
 
 
 def accumulates_in_float32(engine: dict[str, Any]) -> bool:
     """Return whether micro-batch gradients are summed in float32; without ZeRO, the sum has the weights' dtype."""
-    dtype = engine.get("data_types", {}).get("grad_accum_dtype") if zero_stage(engine) else None
-    return precision(engine) == "fp32" or dtype in ("fp32", "float32", "float")
+    if precision(engine) == "fp32":
+        return True
+    dtype = engine.get("data_types", {}).get("grad_accum_dtype")
+    return bool(zero_stage(engine)) and dtype in ("fp32", "float32", "float")
 
 
 def _require_version() -> None:
@@ -111,21 +113,24 @@ def _require_version() -> None:
 
 def _refuse_unsupported(path: Path, engine: dict[str, Any]) -> None:
     try:
-        read = _Engine.model_validate(engine)
+        options = _Engine.model_validate(engine)
     except ValidationError as error:
-        wrong = error.errors()[0]
-        name = ".".join(map(str, wrong["loc"]))
-        raise UserError(f"{path} sets {name}={wrong['input']!r:.80}: {wrong['msg']}.") from error
-    zero, problems = read.zero_optimization, []
-    problems += [f"has a section {key}, which the recipe owns" for key in ("optimizer", "scheduler") if key in engine]
-    if read.fp16.enabled:
+        mistake = error.errors()[0]
+        name = ".".join(map(str, mistake["loc"]))
+        raise UserError(f"{path} sets {name}={mistake['input']!r:.80}: {mistake['msg']}.") from error
+    zero = options.zero_optimization
+    problems = []
+    for section in ("optimizer", "scheduler"):
+        if section in engine:
+            problems.append(f"has a section {section}, which the recipe owns")
+    if options.fp16.enabled:
         problems.append("enables fp16, which is not supported (use zero1_bf16, or zero1_fp32 on a GPU without bf16)")
-    if not read.bf16.check_grad_overflow:
+    if not options.bf16.check_grad_overflow:
         problems.append("turns off bf16.check_grad_overflow, without which nonfinite gradients are not detected")
     if not zero.compute_grad_norm:
         problems.append("turns off zero_optimization.compute_grad_norm, without which such gradients are not detected")
-    for key, part in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
-        if part is not None and (part.device == "nvme" or part.ratio != 1):
+    for key, offload in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
+        if offload is not None and (offload.device == "nvme" or offload.ratio != 1):
             problems.append(
                 f"offloads zero_optimization.{key} to a disk or in part, which checkpoints do not support "
                 "(use the device cpu without a ratio)"

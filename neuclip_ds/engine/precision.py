@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 def towers_dtype(engine: dict[str, Any]) -> torch.dtype:
     """Return the dtype of weights and activations under DeepSpeed's config."""
-    return {"fp32": torch.float32, "bf16": torch.bfloat16}[precision(engine)]
+    return torch.bfloat16 if precision(engine) == "bf16" else torch.float32
 
 
 def require_precision(engine: dict[str, Any], name: str) -> None:
@@ -68,11 +68,12 @@ def deterministic_algorithms(enabled: bool) -> Iterator[None]:
         yield
         return
     fix_library_algorithms()
-    before, memory = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic
-    filled = memory.fill_uninitialized_memory  # type: ignore[attr-defined]
+    was_deterministic = torch.are_deterministic_algorithms_enabled()
+    settings = torch.utils.deterministic
+    filled_memory = settings.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)
     # no operation reads uninitialized memory, so filling it would only take time
-    memory.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    settings.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
         yield
     except RuntimeError as error:
@@ -81,5 +82,5 @@ def deterministic_algorithms(enabled: bool) -> Iterator[None]:
         reason = str(error).partition(". ")[0]
         raise UserError(f"{reason}: set run.deterministic=false, or choose a model without this operation.") from error
     finally:
-        torch.use_deterministic_algorithms(before)
-        memory.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
+        torch.use_deterministic_algorithms(was_deterministic)
+        settings.fill_uninitialized_memory = filled_memory  # type: ignore[attr-defined]

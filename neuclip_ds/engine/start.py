@@ -1,4 +1,4 @@
-"""Start DeepSpeed's engine and build the encoders' optimizer."""
+"""Start the engine and build the encoders' optimizer."""
 
 import copy
 from collections import defaultdict
@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from neuclip_ds.config import OptimizerConfig
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.config import precision, zero_stage
+from neuclip_ds.engine.engine import Engine
 from neuclip_ds.engine.lamb import Lamb
-from neuclip_ds.engine.zero import keep_frozen_whole, placements, share_process_group, skip_unused_kernel
+from neuclip_ds.engine.zero import keep_frozen_unpartitioned, share_process_group, skip_unused_kernel
 from neuclip_ds.errors import UserError
 from neuclip_ds.losses.batch_norm import batch_norms
 from neuclip_ds.models.trained_parts import learning_rate_scales
@@ -26,41 +27,53 @@ def check_engine_config(engine_config: dict[str, Any], name: str) -> None:
     try:
         DeepSpeedConfig(copy.deepcopy(one_rank))
     except Exception as error:  # DeepSpeed raises errors of many types
-        raise UserError(f"DeepSpeed refuses deepspeed={name}: {' '.join(str(error).split())[:300]}") from error
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"DeepSpeed refuses deepspeed={name}: {reason}") from error
 
 
 def start_engine(
-    model: nn.Module, config: OptimizerConfig, engine_config: dict[str, Any], communicator: Communicator
-) -> Any:
+    model: nn.Module,
+    config: OptimizerConfig,
+    engine_config: dict[str, Any],
+    communicator: Communicator,
+    seed: int = 0,
+) -> Engine:
     """Start an engine whose float32 master weights equal the model's, with no optimizer state and a zero learning rate.
 
-    `engine_config` comes from `load_engine_config`. The engine shares the communicator's process group.
+    `engine_config` comes from `load_engine_config`, and `seed` seeds dropout. The engine shares the communicator's
+    process group.
     """
     optimizer = build_optimizer(model, config)
-    # without ZeRO, DeepSpeed initializes a bf16 optimizer with a step on zero gradients, which would decay the weights
+    # Without ZeRO, DeepSpeed initializes a bf16 optimizer with a step on zero gradients, which would decay the weights
     # and count as the first step; so the learning rate is zero during this step, and the optimizer state is cleared
     for group in optimizer.param_groups:
         group["lr"] = 0.0
+
     skip_unused_kernel(communicator.device)
     share_process_group(communicator)
     if zero_stage(engine_config) == 3:
-        keep_frozen_whole(model, communicator)
-    exact = {}
+        keep_frozen_unpartitioned(model, communicator)
+
+    exact_weights: dict[str, Tensor] = {}  # by name; DeepSpeed creates the masters from rounded weights
     if precision(engine_config) != "fp32":
         for layer in batch_norms(model):
             layer.__class__ = type(type(layer).__name__, (_Float32BatchNorm, type(layer)), {})
-        # DeepSpeed creates the masters from rounded weights
-        exact = {name: weight.detach() for name, weight in model.named_parameters() if weight.requires_grad}
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=engine_config)
-    for place in placements(engine, communicator.rank) if exact else ():
-        if place.name in exact:
-            place.within(place.master).copy_(exact[place.name].flatten()[place.start : place.stop])
+        for name, weight in model.named_parameters():
+            if weight.requires_grad:
+                exact_weights[name] = weight.detach()
+
+    deepspeed_engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=engine_config)
+    engine = Engine(deepspeed_engine, communicator, seed)
+    for placement in engine.placements():
+        if placement.name in exact_weights:
+            exact = exact_weights[placement.name].flatten()
+            placement.within(placement.master).copy_(exact[placement.start : placement.stop])
     optimizer.state.clear()
     if isinstance(optimizer, Lamb) and zero_stage(engine_config):
-        parts: defaultdict[Tensor, list[slice]] = defaultdict(list)
-        for place in placements(engine, communicator.rank):
-            parts[place.master].append(place.elements)
-        optimizer.shard(parts, communicator)
+        shard_slices: defaultdict[Tensor, list[slice]] = defaultdict(list)
+        for placement in engine.placements():
+            shard_slices[placement.master].append(placement.elements)
+        optimizer.shard(shard_slices, communicator)
     return engine
 
 
@@ -92,14 +105,15 @@ def parameter_groups(module: nn.Module, config: OptimizerConfig) -> list[dict[st
     Weight decay applies to matrices and embeddings, but not to gains, biases and other vectors.
     """
     scales = learning_rate_scales(module, config)
-    found: dict[tuple[float, bool], list[nn.Parameter]] = {}
+    parameters: defaultdict[tuple[float, bool], list[nn.Parameter]] = defaultdict(list)  # (lr_scale, decays) -> ...
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
-            found.setdefault((scales.get(name, 1.0), parameter.ndim >= 2), []).append(parameter)
-    return [
-        {"params": found[scale, matrix], "weight_decay": config.weight_decay if matrix else 0.0, "lr_scale": scale}
-        for scale, matrix in sorted(found, reverse=True)
-    ]
+            parameters[scales.get(name, 1.0), parameter.ndim >= 2].append(parameter)
+    groups = []
+    for lr_scale, decays in sorted(parameters, reverse=True):
+        weight_decay = config.weight_decay if decays else 0.0
+        groups.append({"params": parameters[lr_scale, decays], "weight_decay": weight_decay, "lr_scale": lr_scale})
+    return groups
 
 
 def build_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:

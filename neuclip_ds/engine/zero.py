@@ -1,14 +1,16 @@
-"""Locate the weights in DeepSpeed's engine; only this module reads the engine's private fields.
+"""Locate the weights in DeepSpeed's optimizer; only this module reads its private fields.
 
-The fields are those of the DeepSpeed version that `engine/config.py` requires.
+The fields are those of the DeepSpeed version that `engine/config.py` requires. In this module, `optimizer` is the
+`optimizer` of DeepSpeed's engine: a wrapper around torch's optimizer or, in float32 without ZeRO, torch's optimizer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import deepspeed
 import deepspeed.utils.groups
@@ -28,7 +30,15 @@ class Wrapper(Enum):
     ZERO_3 = "DeepSpeedZeroOptimizer_Stage3"
 
 
-class Placement(NamedTuple):
+def wrapper_of(optimizer: Any) -> Wrapper:
+    """Return which wrapper an optimizer of DeepSpeed's engine is; raise `ValueError` if it is unknown."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return Wrapper.NONE
+    return Wrapper(type(optimizer).__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
     """Where this rank stores elements [start, stop) of the flattened parameter `name`; the range may be empty.
 
     In the flattened `master`, the same elements are at [offset, offset + stop - start).
@@ -51,51 +61,45 @@ class Placement(NamedTuple):
         return tensor.detach().view(-1)[self.elements]
 
 
-def placements(engine: Any, rank: int) -> Iterator[Placement]:
+def placements(optimizer: Any, module: nn.Module, rank: int) -> Iterator[Placement]:
     """Yield the placement of this rank's part of every parameter, in the same order on all ranks."""
-    optimizer, module, wrapper = engine.optimizer, engine.module, _wrapper_of(engine)
+    wrapper = wrapper_of(optimizer)
     names = {parameter: name for name, parameter in module.named_parameters()}
+    # trained parameters, whose master weights the optimizer has
     if wrapper is Wrapper.ZERO_3:
         for group, master in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
-            starts = _starts(parameter.partition_numel() for parameter in group)
-            for parameter, offset in zip(group, starts, strict=True):
-                yield _shard(names[parameter], parameter, master, offset, rank)
+            offsets = _offsets(parameter.partition_numel() for parameter in group)
+            for parameter, offset in zip(group, offsets, strict=True):
+                yield _zero_3_shard(names[parameter], parameter, master, offset, rank)
     elif wrapper is Wrapper.BF16:
         for group, master in zip(optimizer.bf16_groups, optimizer.fp32_groups_flat_partition, strict=True):
-            yield from _cut(group, _starts(parameter.numel() for parameter in group), master, rank, names)
+            offsets = _offsets(parameter.numel() for parameter in group)
+            yield from _zero_1_2_shards(group, offsets, master, rank, names)
     elif wrapper is Wrapper.ZERO_1_2:
-        groups, masters = optimizer.round_robin_bit16_groups, optimizer.single_partition_of_fp32_groups
-        for group, starts, master in zip(groups, optimizer.round_robin_bit16_offsets, masters, strict=True):
-            yield from _cut(group, starts, master, rank, names)
+        groups = optimizer.round_robin_bit16_groups
+        masters = optimizer.single_partition_of_fp32_groups
+        for group, offsets, master in zip(groups, optimizer.round_robin_bit16_offsets, masters, strict=True):
+            yield from _zero_1_2_shards(group, offsets, master, rank, names)
     else:
-        for parameter, master in _replicas(optimizer, wrapper):
-            yield _whole(names[parameter], master)
-    for name, parameter in module.named_parameters():
-        if not parameter.requires_grad:
-            yield _whole(name, parameter.ds_tensor if wrapper is Wrapper.ZERO_3 else parameter)
+        for parameter, master in _unpartitioned_masters(optimizer, wrapper):
+            yield _unpartitioned(names[parameter], master)
+    # frozen parameters
+    for name, weight in replicated_weights(module).items():
+        if not weight.requires_grad:
+            yield _unpartitioned(name, weight)
 
 
-def replicas(engine: Any, rank: int) -> dict[str, Tensor]:
-    """Return the tensors that must be bit-identical on all ranks.
-
-    Under ZeRO 3: the frozen weights. Under ZeRO 1 and 2: all weights. Without ZeRO: weights, master weights, moments.
-    """
-    weights = dict(engine.module.named_parameters())
-    if _wrapper_of(engine) is Wrapper.ZERO_3:
+def replicated_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Return the module's weights that all ranks store: all of them or, under ZeRO 3, the frozen ones."""
+    weights: dict[str, Any] = dict(module.named_parameters())
+    if fetches_weights(module):
         weights = {name: weight.ds_tensor for name, weight in weights.items() if not weight.requires_grad}
-    found: dict[str, Tensor] = dict(weights)
-    for place in placements(engine, rank):
-        if place.replicated:
-            if place.master is not weights[place.name]:
-                found[f"{place.name} (float32)"] = place.master
-            for kind, value in engine.basic_optimizer.state.get(place.master, {}).items():
-                found[f"{place.name} ({kind})"] = value
-    return found
+    return weights
 
 
 def parameter_shapes(module: nn.Module) -> dict[str, list[int]]:
     """Return the full shapes of all parameters by name, including parameters that ZeRO 3 has partitioned."""
-    return {name: list(getattr(p, "ds_shape", p.shape)) for name, p in module.named_parameters()}
+    return {name: list(getattr(weight, "ds_shape", weight.shape)) for name, weight in module.named_parameters()}
 
 
 def fetches_weights(module: nn.Module) -> bool:
@@ -103,15 +107,15 @@ def fetches_weights(module: nn.Module) -> bool:
     return any(hasattr(weight, "ds_tensor") for weight in module.parameters())
 
 
-def release_gathered(engine: Any) -> None:
+def release_gathered(optimizer: Any) -> None:
     """Free ZeRO 3's gathered copies of weights that are about to change."""
-    if _wrapper_of(engine) is Wrapper.ZERO_3:
-        engine.optimizer.checkpoint_event_prologue()
+    if wrapper_of(optimizer) is Wrapper.ZERO_3:
+        optimizer.checkpoint_event_prologue()
 
 
-def refresh_weights(engine: Any) -> None:
+def refresh_weights(optimizer: Any) -> None:
     """Copy changed master weights to the module's weights, cast to the weights' dtype; all ranks must call this."""
-    optimizer, wrapper = engine.optimizer, _wrapper_of(engine)
+    wrapper = wrapper_of(optimizer)
     if wrapper is Wrapper.ZERO_3:
         for number in range(len(optimizer.fp16_groups)):
             optimizer._reassign_or_swap_out_partitioned_parameters(number)
@@ -121,18 +125,18 @@ def refresh_weights(engine: Any) -> None:
     elif wrapper in (Wrapper.BF16, Wrapper.ZERO_1_2):
         optimizer.update_lp_params()
     elif wrapper is Wrapper.UNFUSED:
-        for parameter, master in _replicas(optimizer, wrapper):
+        for parameter, master in _unpartitioned_masters(optimizer, wrapper):
             parameter.data.copy_(master.data)
 
 
-def forget_gradients(engine: Any) -> None:
+def discard_gradients(optimizer: Any) -> None:
     """Drop a rejected gradient, which ZeRO 2 with offload would otherwise keep and add to every later gradient."""
-    if _wrapper_of(engine) is Wrapper.ZERO_1_2:
-        gradients = engine.optimizer.averaged_gradients
+    if wrapper_of(optimizer) is Wrapper.ZERO_1_2:
+        gradients = optimizer.averaged_gradients
         gradients.update(dict.fromkeys(gradients))
 
 
-def keep_frozen_whole(module: nn.Module, communicator: Communicator) -> None:
+def keep_frozen_unpartitioned(module: nn.Module, communicator: Communicator) -> None:
     """Make ZeRO 3 store frozen weights whole on each rank and never gather them; call this before the engine starts."""
     for parameter in module.parameters():
         if not parameter.requires_grad:
@@ -154,39 +158,45 @@ def skip_unused_kernel(device: torch.device) -> None:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-def _wrapper_of(engine: Any) -> Wrapper:
-    if engine.optimizer is engine.basic_optimizer:
-        return Wrapper.NONE
-    return Wrapper(type(engine.optimizer).__name__)
+def _unpartitioned_masters(optimizer: Any, wrapper: Wrapper) -> Iterator[tuple[Any, Tensor]]:
+    """Yield each trained parameter and its master weight in an engine without ZeRO."""
+    master_groups = [group["params"] for group in optimizer.param_groups]
+    groups = optimizer.fp16_groups if wrapper is Wrapper.UNFUSED else master_groups
+    for group, masters in zip(groups, master_groups, strict=True):
+        yield from zip(group, masters, strict=True)
 
 
-def _replicas(optimizer: Any, wrapper: Wrapper) -> Iterator[tuple[Any, Tensor]]:
-    """Yield each parameter and its master weight in an engine without ZeRO."""
-    masters = [group["params"] for group in optimizer.param_groups]
-    for group, of_group in zip(optimizer.fp16_groups if wrapper is Wrapper.UNFUSED else masters, masters, strict=True):
-        yield from zip(group, of_group, strict=True)
-
-
-def _starts(sizes: Iterable[int]) -> list[int]:
+def _offsets(sizes: Iterable[int]) -> list[int]:
+    """Return the position at which each of several concatenated tensors starts."""
     return [0, *accumulate(sizes)][:-1]
 
 
-def _whole(name: str, master: Tensor) -> Placement:
-    return Placement(name, 0, master.numel(), master, 0, replicated=True)
+def _unpartitioned(name: str, master: Tensor) -> Placement:
+    return Placement(name=name, start=0, stop=master.numel(), master=master, offset=0, replicated=True)
 
 
-def _shard(name: str, parameter: Any, master: Tensor, offset: int, rank: int) -> Placement:
+def _zero_3_shard(name: str, parameter: Any, master: Tensor, offset: int, rank: int) -> Placement:
     """Return a rank's shard under ZeRO 3, which cuts a parameter into equal shards and pads the last ones."""
-    start, stop = (min(edge * parameter.partition_numel(), parameter.ds_numel) for edge in (rank, rank + 1))
-    return Placement(name, start, stop, master, offset, replicated=False)
+    size = parameter.partition_numel()
+    start = min(rank * size, parameter.ds_numel)
+    stop = min((rank + 1) * size, parameter.ds_numel)
+    return Placement(name=name, start=start, stop=stop, master=master, offset=offset, replicated=False)
 
 
-def _cut(
+def _zero_1_2_shards(
     group: Sequence[Any], offsets: Sequence[int], master: Tensor, rank: int, names: Mapping[Any, str]
 ) -> Iterator[Placement]:
     """Yield a rank's shards under ZeRO 1 or 2, which cut a group's concatenated parameters into equal shards."""
-    first, end = rank * master.numel(), (rank + 1) * master.numel()
-    for parameter, offset in zip(group, offsets, strict=True):
-        start = min(max(first - offset, 0), parameter.numel())
-        stop = max(min(end - offset, parameter.numel()), start)
-        yield Placement(names[parameter], start, stop, master, offset + start - first, replicated=False)
+    shard_start = rank * master.numel()
+    shard_stop = shard_start + master.numel()
+    for parameter, parameter_start in zip(group, offsets, strict=True):
+        start = min(max(shard_start - parameter_start, 0), parameter.numel())
+        stop = max(min(shard_stop - parameter_start, parameter.numel()), start)
+        yield Placement(
+            name=names[parameter],
+            start=start,
+            stop=stop,
+            master=master,
+            offset=parameter_start + start - shard_start,
+            replicated=False,
+        )

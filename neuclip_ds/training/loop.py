@@ -22,11 +22,13 @@ from neuclip_ds.config import Config
 from neuclip_ds.data.loader import RankBatch
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.average import WeightAverage, discard_average
+from neuclip_ds.engine.device_batches import DeviceBatch
+from neuclip_ds.engine.engine import Engine
 from neuclip_ds.errors import Interrupted, RollBack, TrainingDiverged
 from neuclip_ds.objectives.base import Context, Objective, Step
 from neuclip_ds.reporting.events import EventLog
 from neuclip_ds.reporting.metrics import MetricsLog
-from neuclip_ds.training.batches import DeviceBatch, TrainingData
+from neuclip_ds.training.batches import TrainingData
 from neuclip_ds.training.checks import check_data
 from neuclip_ds.training.hooks import Hook
 from neuclip_ds.training.hooks.evaluation import Evaluate, EvaluateModel
@@ -45,7 +47,7 @@ class RunContext(NamedTuple):
     communicator: Communicator
     folder: Path
     data: TrainingData
-    engine: Any  # DeepSpeed's engine around the encoders
+    engine: Engine
     objective_context: Context
     comm_dtype: torch.dtype
     fingerprint: Fingerprint
@@ -117,7 +119,7 @@ class Loop:
         self.objective, self._config, self._epochs_before = objective, config, epochs_before
         run, engine, communicator = context.config.run, context.engine, context.communicator
         micro_batch = config.micro_batch(communicator.world_size)
-        self._step = TrainStep(engine, objective, communicator, micro_batch, run.seed)
+        self._step = TrainStep(engine, objective, communicator, micro_batch)
         self.checkpoints = Checkpoints(folder / "checkpoints", communicator, run.keep_checkpoints, context.trained_with)
         self.events = EventLog(folder, communicator.rank)
         self.order = context.data.order

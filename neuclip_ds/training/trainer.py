@@ -21,6 +21,7 @@ from neuclip_ds.distributed.launch import leave, process_group
 from neuclip_ds.distributed.stop_signals import raising_interrupted
 from neuclip_ds.engine.average import WeightAverage
 from neuclip_ds.engine.config import load_engine_config
+from neuclip_ds.engine.engine import Engine
 from neuclip_ds.engine.precision import (
     deterministic_algorithms,
     fix_library_algorithms,
@@ -73,7 +74,7 @@ class Evaluation(Protocol):
 
     measures: bool  # whether there is anything to measure
 
-    def __call__(self, engine: Any, objective: Objective) -> dict[str, float]:
+    def __call__(self, engine: Engine, objective: Objective) -> dict[str, float]:
         """Return the results by name, equal on all ranks; all ranks call this together."""
 
     def describe(self) -> str:
@@ -254,7 +255,7 @@ def start_encoders(
     tokenizer: ModelTokenizer,
     communicator: Communicator,
     folder: Path,
-) -> tuple[Any, LogitParameters, int]:
+) -> tuple[Engine, LogitParameters, int]:
     """Build or load the encoders, write a description of them to `folder`, and start DeepSpeed's engine.
 
     Returns the engine, the encoders' temperature and bias, and the number of parameters.
@@ -272,4 +273,5 @@ def start_encoders(
         log.info("%d of %d parameters are trained", parameters.trained, parameters.total)
     if config.model.compile:
         model.compile_towers()
-    return start_engine(model, config.optimizer, engine_config, communicator), logits, parameters.total
+    engine = start_engine(model, config.optimizer, engine_config, communicator, config.run.seed)
+    return engine, logits, parameters.total

@@ -9,7 +9,7 @@ from small_checkpoints import DATA, FACTS, PlainEngine, fresh, keeper, trained
 from neuclip_ds.errors import UserError
 
 
-def test_what_is_saved_comes_back(tmp_path: Path) -> None:
+def test_a_saved_checkpoint_is_restored_by_the_same_run_only(tmp_path: Path) -> None:
     saved = trained()
     assert keeper(tmp_path).newest() is None
     keeper(tmp_path).save(7, PlainEngine(3.0), saved, FACTS, DATA)
@@ -27,7 +27,7 @@ def test_what_is_saved_comes_back(tmp_path: Path) -> None:
         assert torch.equal(read.row_tables()["npn"].tensors[key], value)
 
 
-def test_the_newest_are_kept(tmp_path: Path) -> None:
+def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     checkpoints, built = keeper(tmp_path, keep=2), trained()
     for number in (1, 2, 10, 3):
         checkpoints.save(number, PlainEngine(), built, FACTS, DATA)
@@ -35,7 +35,7 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     assert names == ["step_000000003", "step_000000010"]
 
 
-def test_a_step_saved_again_replaces_the_old(tmp_path: Path) -> None:
+def test_saving_a_step_again_replaces_its_checkpoint(tmp_path: Path) -> None:
     checkpoints, built = keeper(tmp_path), trained()
     for value in (1.0, 2.0):
         path = checkpoints.save(5, PlainEngine(value), built, FACTS, DATA)
@@ -44,7 +44,7 @@ def test_a_step_saved_again_replaces_the_old(tmp_path: Path) -> None:
     assert engine.value == 2.0
 
 
-def test_buffers_are_part_of_it(tmp_path: Path) -> None:
+def test_buffers_are_restored_and_a_missing_buffer_is_an_error(tmp_path: Path) -> None:
     built, engine = trained(), PlainEngine()
     engine.module.register_buffer("mean", torch.tensor(4.0))
     path = keeper(tmp_path).save(1, engine, built, FACTS, DATA)
@@ -56,6 +56,6 @@ def test_buffers_are_part_of_it(tmp_path: Path) -> None:
         keeper(tmp_path).load(path, engine, built)
 
 
-def test_nothing_in_it_can_run_code(tmp_path: Path) -> None:
+def test_no_file_of_a_checkpoint_can_run_code(tmp_path: Path) -> None:
     path = keeper(tmp_path).save(1, PlainEngine(), trained(), FACTS, DATA)
     assert {file.suffix for file in path.rglob("*") if file.is_file()} == {".json", ".yaml", ".safetensors"}

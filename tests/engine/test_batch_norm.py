@@ -81,7 +81,7 @@ def train(communicator: Communicator, shards: str, runs: Path, engines: list[str
 
 
 @pytest.mark.slow
-def test_two_ranks_train_a_resnet_in_every_stage(tmp_path: Path) -> None:
+def test_every_stage_trains_resumes_and_loads_float32_statistics_of_a_bf16_resnet(tmp_path: Path) -> None:
     shards, engines = demo_shards(tmp_path / "data", pairs=96), [f"zero{stage}_bf16" for stage in range(4)]
     run_ranks(2, train, str(shards), tmp_path / "runs", engines)
     for name in engines:

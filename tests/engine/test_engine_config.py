@@ -26,7 +26,7 @@ def write(folder: Path, content: object) -> str:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_our_files_say_what_they_are_called(name: str) -> None:
+def test_a_files_name_states_its_stage_precision_and_offload(name: str) -> None:
     engine = load_engine_config(config(name, max_grad_norm=0.5), world_size=4)
     assert [f"zero{zero_stage(engine)}", precision(engine)] == name.split("_")[:2]
     assert ("offload_optimizer" in engine["zero_optimization"]) == name.endswith("offload")
@@ -35,12 +35,12 @@ def test_our_files_say_what_they_are_called(name: str) -> None:
     assert engine["gradient_clipping"] == 0.5
 
 
-def test_the_set_of_files() -> None:
+def test_every_stage_has_a_file_for_each_precision() -> None:
     plain = {f"zero{stage}_{precision}" for stage in range(4) for precision in ("fp32", "bf16")}
     assert set(NAMES) == plain | {"zero2_bf16_offload", "zero3_bf16_offload"}
 
 
-def test_a_users_file_may_agree_or_leave_it_to_us(tmp_path: Path) -> None:
+def test_a_file_may_repeat_the_recipes_values_or_omit_them(tmp_path: Path) -> None:
     path = write(tmp_path, {"train_batch_size": 64, "gradient_clipping": "auto", "zero_optimization": {"stage": 2}})
     assert zero_stage(load_engine_config(config(path), world_size=2)) == 2
 
@@ -67,7 +67,9 @@ def test_a_users_file_may_agree_or_leave_it_to_us(tmp_path: Path) -> None:
         ([], "must hold a JSON object"),
     ],
 )
-def test_contradictions(content: object, words: str, tmp_path: Path) -> None:
+def test_unsupported_options_and_contradictions_of_the_recipe_are_refused(
+    content: object, words: str, tmp_path: Path
+) -> None:
     with pytest.raises(UserError) as caught:
         load_engine_config(config(write(tmp_path, content)), world_size=2)
     assert words in str(caught.value)
@@ -79,7 +81,7 @@ def test_compiled_towers_under_zero_3_are_refused() -> None:
         load_engine_config(compiled, world_size=1)
 
 
-def test_missing_file_names_the_known_ones() -> None:
+def test_the_error_for_a_missing_file_lists_the_known_names() -> None:
     with pytest.raises(UserError, match=r"neither a file nor a name in ds_configs/ .*zero1_bf16"):
         load_engine_config(config("zero5"), world_size=1)
 

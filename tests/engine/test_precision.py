@@ -34,7 +34,9 @@ def config(deepspeed: str, **model: str) -> Config:
 
 
 @pytest.mark.parametrize(("options", "tf32"), [({}, True), ({"matmul_precision": "float32"}, False)])
-def test_it_is_set_and_logged_on_a_gpu(options: dict[str, str], tf32: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_matmul_precision_is_set_and_logged_on_a_gpu(
+    options: dict[str, str], tf32: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     MATMUL.allow_tf32 = not tf32
     tried = config("zero1_fp32", **options)
     with caplog.at_level(logging.INFO):
@@ -44,7 +46,7 @@ def test_it_is_set_and_logged_on_a_gpu(options: dict[str, str], tf32: bool, capl
 
 
 @pytest.mark.parametrize(("deepspeed", "device"), [("zero1_fp32", "cpu"), ("zero1_bf16", "cuda")])
-def test_nothing_is_set_without_a_gpu_or_for_bf16(
+def test_matmul_precision_is_not_set_without_a_gpu_or_for_bf16(
     deepspeed: str, device: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     before, tried = MATMUL.allow_tf32, config(deepspeed)
@@ -77,7 +79,7 @@ def modes() -> tuple[bool, bool]:
     return torch.are_deterministic_algorithms_enabled(), filled
 
 
-def test_the_modes_hold_in_the_block() -> None:
+def test_deterministic_mode_ends_with_the_block() -> None:
     before = modes()
     with deterministic_algorithms(False):
         assert modes() == before
@@ -87,7 +89,7 @@ def test_the_modes_hold_in_the_block() -> None:
     assert modes() == before
 
 
-def test_nccl_is_told_before_ranks_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_variables_are_set_before_ranks_connect(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_ALGO", "")
     monkeypatch.delenv("NCCL_ALGO")
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
@@ -103,7 +105,7 @@ def test_nccl_is_told_before_ranks_connect(monkeypatch: pytest.MonkeyPatch) -> N
     assert found == ["Ring", "1"], "the user's choice stays"
 
 
-def test_an_operation_that_cannot_is_named() -> None:
+def test_an_operation_without_a_deterministic_algorithm_is_named() -> None:
     zeros = torch.zeros(3)
     refused = pytest.raises(UserError, match=r"^put_ does not have a deterministic .* set run.deterministic=false")
     with refused, deterministic_algorithms(True):

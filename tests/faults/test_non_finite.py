@@ -19,8 +19,8 @@ from test_step import ROWS, TOKENS, config_of, data, place, share
 from neuclip_ds.data.dataset import Batch
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.config import load_engine_config
+from neuclip_ds.engine.engine import Engine
 from neuclip_ds.engine.start import start_engine
-from neuclip_ds.engine.zero import placements
 from neuclip_ds.errors import TrainingDiverged
 from neuclip_ds.models.build import build_dual_encoder
 from neuclip_ds.objectives import build_objective
@@ -71,15 +71,17 @@ def gradient(model: Any, batch: Batch) -> Iterator[None]:
     hook.remove()
 
 
-def state_of(engine: Any, objective: Objective, rank: int) -> dict[str, torch.Tensor]:
+def state_of(engine: Engine, objective: Objective) -> dict[str, torch.Tensor]:
     """Return copies of a rank's state: weights, master weights, optimizer moments, and the objective's state."""
-    found = {name: getattr(p, "ds_tensor", p) for name, p in engine.module.named_parameters()}
-    for part in placements(engine, rank):
-        found[f"{part.name} master"] = part.master
-        found |= {f"{part.name} {key}": x for key, x in engine.basic_optimizer.state.get(part.master, {}).items()}
-    found |= objective.replicated_state()
-    found |= {name + key: x for name, table in objective.row_tables().items() for key, x in table.tensors.items()}
-    return {name: value.detach().clone() for name, value in found.items()}
+    tensors = {name: getattr(p, "ds_tensor", p) for name, p in engine.module.named_parameters()}
+    for placement in engine.placements():
+        tensors[f"{placement.name} master"] = placement.master
+        for key, value in engine.optimizer_state.get(placement.master, {}).items():
+            tensors[f"{placement.name} {key}"] = value
+    tensors |= objective.replicated_state()
+    for name, table in objective.row_tables().items():
+        tensors |= {name + key: value for key, value in table.tensors.items()}
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 def differing(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> list[str]:
@@ -97,7 +99,7 @@ class Run:
         engine_config = load_engine_config(config, communicator.world_size)
         self.engine = start_engine(self.model, config.optimizer, engine_config, communicator)
         self.objective = build_objective(config, Context(16, 100, communicator), torch.float32)
-        self._step = TrainStep(self.engine, self.objective, communicator, micro, seed=0)
+        self._step = TrainStep(self.engine, self.objective, communicator, micro)
         self._communicator = communicator
 
     def step(self, number: int, fault: Fault | None = None) -> StepOutcome:
@@ -108,7 +110,7 @@ class Run:
             return self._step(batch, place(number))
 
     def state(self) -> dict[str, torch.Tensor]:
-        return state_of(self.engine, self.objective, self._communicator.rank)
+        return state_of(self.engine, self.objective)
 
 
 def skip_one(communicator: Communicator, cases: list[tuple[str, str, int, Fault]]) -> list[Any]:
@@ -189,7 +191,7 @@ class BreakWeight(Hook):
             self.states.append(self.snapshot(loop))
 
     def snapshot(self, loop: Loop) -> dict[str, torch.Tensor]:
-        return state_of(loop.context.engine, loop.objective, self._rank)
+        return state_of(loop.context.engine, loop.objective)
 
 
 def run(communicator: Communicator, shards: Path, runs: Path, times: int) -> Any:

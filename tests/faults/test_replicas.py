@@ -56,7 +56,7 @@ V3, MLP = ["--objective.method=fastclip_v3"], ["--objective.method=neuclip", "--
 WEIGHT = "vision.trunk.patch_embed.proj.weight"
 
 
-def test_a_flipped_bit_is_found_before_the_checkpoint(shards: Path, tmp_path: Path) -> None:
+def test_a_flipped_bit_of_one_rank_ends_the_run_before_the_next_checkpoint(shards: Path, tmp_path: Path) -> None:
     each = ["--run.checkpoint_every=2", "--deepspeed=zero0_fp32"]
     cases = [
         ([*V3, *each], "temperature.theta", 3),
@@ -73,7 +73,7 @@ def test_a_flipped_bit_is_found_before_the_checkpoint(shards: Path, tmp_path: Pa
         assert [path.name for path in saved] == ["step_000000002"]
 
 
-def test_of_two_ranks_none_is_the_majority(shards: Path, tmp_path: Path) -> None:
+def test_a_difference_between_two_ranks_names_both(shards: Path, tmp_path: Path) -> None:
     cases = [([*V3, "--run.checkpoint_every=1"], "temperature.theta", 2)]
     nothing_alike = ["--objective.method=fastclip_v2", "--deepspeed=zero3_fp32", "--run.checkpoint_every=1"]
     cases.append((nothing_alike, "", 0))
@@ -87,7 +87,7 @@ def test_of_two_ranks_none_is_the_majority(shards: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
-def test_every_bit_and_every_exchange_changes_the_hash(dtype: torch.dtype) -> None:
+def test_every_bit_and_every_position_changes_the_hash(dtype: torch.dtype) -> None:
     x = torch.randint(0, 2, (40,)).to(dtype)
     before, whole = x.clone(), int(bit_hash(x))
     words = x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])

@@ -40,7 +40,7 @@ def peak_of_steps(query: MemoryQuery) -> int:
         engine = start_engine(model, config.optimizer, loaded, communicator)
         context = Context(query.source.embed_dim, SAMPLES, communicator)
         objective = build_objective(config, context, resolve_comm_dtype(config, loaded))
-        step = TrainStep(engine, objective, communicator, query.micro_batch, seed=0)
+        step = TrainStep(engine, objective, communicator, query.micro_batch)
         image = torch.zeros(rows, 3, query.image_size, query.image_size, dtype=torch.uint8)
         tokens = torch.zeros(rows, query.tokenizer.context_length, dtype=torch.int64)
         for number in range(2):

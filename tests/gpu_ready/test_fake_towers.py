@@ -18,6 +18,7 @@ from neuclip_ds.config import VisionConfig
 from neuclip_ds.data.dataset import Batch
 from neuclip_ds.data.loader import RankBatch
 from neuclip_ds.engine.average import AVERAGE, WeightAverage
+from neuclip_ds.engine.engine import Engine
 from neuclip_ds.engine.start import build_optimizer
 from neuclip_ds.models.build import build_dual_encoder
 from neuclip_ds.models.towers import DualEncoder
@@ -93,7 +94,7 @@ def test_the_moving_average_waits_for_nothing(towers: DualEncoder) -> None:
     with fake_cuda() as gpu:
         model = copy.deepcopy(towers).to(DEVICE)
         optimizer = build_optimizer(model, CONFIG.optimizer)
-        average = WeightAverage(SimpleNamespace(basic_optimizer=optimizer), 0.99)
+        average = WeightAverage(SimpleNamespace(optimizer_state=optimizer.state), 0.99)
         for parameter in model.parameters():
             optimizer.state[parameter] = {"exp_avg": torch.zeros_like(parameter)}
         for step in (1, 2):
@@ -110,9 +111,9 @@ def test_a_training_step_of_frozen_parts_and_adapters(micro: int) -> None:
     towers = build_dual_encoder(config.model, TOKENS)
     with fake_cuda():
         model, rank = towers.to(DEVICE), GpuRank(2)
-        engine = PlainEngine(model, build_optimizer(model, config.optimizer))
+        engine = Engine(PlainEngine(model, build_optimizer(model, config.optimizer)), rank)
         objective = build_objective(config, Context(16, 100, rank), torch.float32)
-        step = TrainStep(engine, objective, rank, micro, seed=0)
+        step = TrainStep(engine, objective, rank, micro)
         assert all(step(batch(), Step(number, 0, 1e-3, 1e-3)).applied for number in range(2))
         assert {name for name, p in model.named_parameters() if p.grad is not None} == {
             name for name, p in model.named_parameters() if ".lora_" in name
@@ -141,14 +142,14 @@ def test_the_loader_is_waited_for_after_the_backward_passes() -> None:
     model = build_dual_encoder(CONFIG.model, TOKENS)
     with fake_cuda() as gpu:
         rank = GpuRank(1)
-        engine = LoggingEngine(model.to(DEVICE), build_optimizer(model, CONFIG.optimizer))
-        step = TrainStep(engine, build_objective(CONFIG, Context(16, 100, rank), torch.float32), rank, micro, seed=0)
+        engine = Engine(LoggingEngine(model.to(DEVICE), build_optimizer(model, CONFIG.optimizer)), rank)
+        step = TrainStep(engine, build_objective(CONFIG, Context(16, 100, rank), torch.float32), rank, micro)
         step.batches.start(loader())
         for number in range(steps):
             arrived = next(step.batches)
             gpu.syncs.clear()
             step(arrived, Step(number, 0, 1e-3, 1e-3))
-            assert gpu.syncs == {"engine/update.py": 1}
+            assert gpu.syncs == {"engine/engine.py": 1}
     waits = [[f"wait for batch {number}"] for number in range(1, steps)]
     passes = ["backward pass"] * 2
     assert events == ["wait for batch 0", *(event for wait in [*waits, []] for event in [*passes, *wait, "update"])]

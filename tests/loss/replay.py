@@ -19,6 +19,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from neuclip_ds.config import Config
 from neuclip_ds.data.loader import Batch
 from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.engine.engine import Engine
 from neuclip_ds.loss import ContrastiveLoss
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context, Step
@@ -174,12 +175,12 @@ def replay(
     tree = {"objective": {"method": method, **OPTIONS[method]}, "optimizer": {"betas": (0.9, 0.98), "eps": 1e-6}}
     context = Context(DIM, len(data), Communicator(), torch.float64)
     objective = build_objective(Config.model_validate(tree), context, torch.float64)
-    engine = _ClippingEngine(model, encode or model, optimizer, clip)
+    engine = Engine(_ClippingEngine(model, encode or model, optimizer, clip), Communicator())
     images, texts = (torch.stack(column) for column in zip(*data, strict=True))
     total, peak = len(ranks[0]), optimizer.param_groups[0]["lr"]
     for number, calls in enumerate(zip(*ranks, strict=True)):
         index = torch.cat([call.index for call in calls])
-        step = TrainStep(engine, objective, Communicator(), len(index), seed=0)
+        step = TrainStep(engine, objective, Communicator(), len(index))
         place = Step(number, number // (total // EPOCHS), calls[0].lr, peak, number / total)
         step(Batch(images[index], texts[index], index, torch.ones(len(index), dtype=torch.bool)), place)
     return Trained.of(model, float(objective.replicated_state()["temperature.theta"].neg().exp()), ranks[0])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
+from small_checkpoints import Layers
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -50,7 +51,7 @@ def small_engine(
     name: str, communicator: Communicator, optimizer: str = "adamw", frozen: int = 0
 ) -> tuple[Any, EngineMemory]:
     """Build an engine with sizes divisible by two and `frozen` frozen layers; return it and its memory estimate."""
-    net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    net = Layers(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
     net[:frozen].requires_grad_(False)
     ranks = communicator.world_size
     config = Config.model_validate({"data": {"batch_size": 8}, "deepspeed": name})
@@ -93,13 +94,12 @@ def census(communicator: Communicator, names: list[str], frozen: int = 0) -> lis
         engine, expected = small_engine(name, communicator, frozen=frozen)
         for _ in range(2):
             rows = torch.ones(2, WIDTH, dtype=torch.bfloat16 if "bf16" in name else torch.float32)
-            engine.backward(engine(rows).float().square().mean())
+            engine.backward(engine(rows, None).float().square().mean())
             after_backward = held(name, before)
-            engine.step()
+            engine.step(lr=0.0)
         found.append((after_backward, held(name, before), expected))
         for parameter in engine.module.parameters():
             parameter.grad = None
-        engine.destroy()
         del engine, parameter, rows
     return found
 

@@ -31,7 +31,7 @@ def run(communicator: Communicator, shards: Path, runs: Path, ends: list[tuple[s
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_run_that_is_stopped_has_the_same_average(ranks: int, shards: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_average_of_an_uninterrupted_run(ranks: int, shards: Path, tmp_path: Path) -> None:
     run_ranks(ranks, run, shards, tmp_path, [("whole", 4), ("broken", 2), ("broken", 4)])
     whole, broken = (StateFiles(newest_checkpoint(tmp_path / name) / "state") for name in ("whole", "broken"))
     for name in whole.shapes:

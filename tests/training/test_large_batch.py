@@ -34,7 +34,7 @@ class Losses(Hook):
         self.steps.append((result.loss, result.batch.index.tolist()))
 
 
-def test_a_run_in_parts_equals_one_in_whole_batches(
+def test_a_batch_loaded_in_parts_trains_like_a_batch_loaded_at_once(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = ["--data.batch_size=8", "--data.micro_batch=2", "--data.workers=1", "--data.val="]
@@ -86,7 +86,7 @@ def peak_memory(pid: int) -> Iterator[list[int]]:
 
 
 @pytest.mark.slow
-def test_65536_pairs_in_a_step_within_8_gb(tmp_path: Path) -> None:
+def test_a_step_of_65536_pairs_fits_in_8_gb(tmp_path: Path) -> None:
     options = [
         *TINY,
         "--objective.method=openclip",

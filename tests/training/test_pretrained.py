@@ -101,7 +101,7 @@ def under_deepspeed(communicator: Communicator, folder: Path) -> dict[tuple[str,
         model, logits = source.load(source.tokenizer(bpe))
         engine = start_engine(model, config.optimizer, load_engine_config(config, 2), communicator)
         context = Context(source.embed_dim, 100, communicator, temperature=logits.temperature)
-        step = TrainStep(engine, build_objective(config, context, torch.float32), communicator, 2, seed=0)
+        step = TrainStep(engine, build_objective(config, context, torch.float32), communicator, 2)
         for number in range(STEPS):
             whole = batch_of(source, number)
             mine = slice(communicator.rank * ROWS // 2, (communicator.rank + 1) * ROWS // 2)

@@ -45,7 +45,7 @@ class SyntheticSteps:
     """Training steps on random pairs, with random weights; `data.train` is not read.
 
     Attributes:
-        engine: DeepSpeed's engine around the towers.
+        engine: the engine around the towers.
         parameters: number of parameters of the towers.
     """
 
@@ -60,10 +60,10 @@ class SyntheticSteps:
         self.parameters = Parameters.of(model).total
         if config.model.compile:
             model.compile_towers()
-        self.engine = start_engine(model, config.optimizer, engine_config, communicator)
+        self.engine = start_engine(model, config.optimizer, engine_config, communicator, config.run.seed)
         context = Context(query.source.embed_dim, EPOCH * config.data.batch_size, communicator)
         objective = build(config, context, resolve_comm_dtype(config, engine_config))
-        self._step = TrainStep(self.engine, objective, communicator, query.micro_batch, config.run.seed)
+        self._step = TrainStep(self.engine, objective, communicator, query.micro_batch)
 
     def batch(self, number: int) -> Batch:
         """Return this rank's rows of global batch `number`, which is noise with distinct indices."""

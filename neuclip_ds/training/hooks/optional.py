@@ -39,7 +39,7 @@ class ProfileSteps(Hook):
 
     def start(self, loop: Loop) -> None:
         context, run, folder = loop.context, loop.context.config.run, loop.folder / "profile"
-        labels = {"method": loop.fingerprint["method"], "zero_stage": int(context.engine.zero_optimization_stage())}
+        labels = {"method": loop.fingerprint["method"], "zero_stage": context.engine.zero_stage}
         recorder = Recorder(folder, context.communicator, run.profile_steps, _BEFORE_PROFILE, labels)
         self._recorder, self._step = loop.resources.enter_context(recorder), ExitStack()
 

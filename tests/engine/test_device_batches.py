@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from neuclip_ds.data.dataset import Batch
 from neuclip_ds.data.loader import RankBatch, part_rows
-from neuclip_ds.training.batches import DeviceBatches
+from neuclip_ds.engine.device_batches import DeviceBatches
 
 ROWS, MICRO = 12, 4
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -1,0 +1,157 @@
+"""Copy batches to the device while the towers compute.
+
+On a GPU, copies run on a side stream, from pinned memory, so that neither the host nor the computation waits for them.
+The next batch is fetched after a step has been launched, so a late batch delays only its own step. The host holds the
+pixels, and each micro-batch is copied while the previous one is processed, even across passes and steps.
+On a CPU, nothing is copied, and a batch is fetched when its step begins.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from neuclip_ds.data.loader import RankBatch
+
+
+class DeviceBatches(Iterator["DeviceBatch"]):
+    """Iterator that fetches batches and copies them to a device.
+
+    Attributes:
+        micro_batch: number of rows that go through the towers at once.
+    """
+
+    def __init__(self, device: torch.device, micro_batch: int) -> None:
+        self._device = device
+        self.micro_batch = micro_batch
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.start(iter(()))
+
+    def start(self, source: Iterator[RankBatch]) -> None:
+        """Take all subsequent batches from `source`."""
+        self._source = source
+        self._prefetched: DeviceBatch | Exception | None = None
+
+    def __next__(self) -> DeviceBatch:
+        prefetched = self._prefetched
+        self._prefetched = None
+        if isinstance(prefetched, Exception):
+            raise prefetched
+        return self._fetch() if prefetched is None else prefetched
+
+    def prefetch(self) -> None:
+        """On a GPU, fetch the next batch and start copying it; call this after a step has been launched.
+
+        If fetching fails or no batches are left, the exception is raised at the step that needs the batch.
+        """
+        if self._stream is None:
+            return
+        launched = torch.cuda.Event(enable_timing=True)
+        fetched = torch.cuda.Event(enable_timing=True)
+        launched.record()
+        try:
+            batch = self._fetch()
+            batch.device_wait = DeviceWait(launched, fetched)
+            self._prefetched = batch
+        except Exception as error:
+            self._prefetched = error
+        fetched.record()
+
+    def begin_copy(self, pieces: Sequence[tuple[Tensor, Tensor]]) -> DeviceCopy:
+        """Copy a micro-batch that is given as chunks of rows: one pair of pixels and tokens per chunk."""
+        images = [image for image, _ in pieces]
+        tokens = [tokens for _, tokens in pieces]
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            tensors = self._concatenate(images), self._concatenate(tokens)
+            finished = None if self._stream is None else self._stream.record_event()
+        return DeviceCopy(tensors, finished)
+
+    def _fetch(self) -> DeviceBatch:
+        start = time.perf_counter()
+        batch = DeviceBatch(next(self._source), self)
+        batch.host_seconds = time.perf_counter() - start
+        return batch
+
+    def _concatenate(self, pieces: Sequence[Tensor]) -> Tensor:
+        """Return the chunks of rows as one tensor on the device."""
+        first = pieces[0]
+        if len(pieces) == 1:
+            return first.to(self._device, non_blocking=True)
+        sizes = [len(piece) for piece in pieces]
+        result = first.new_empty((sum(sizes), *first.shape[1:]), device=self._device)
+        for target, piece in zip(result.split(sizes), pieces, strict=True):
+            target.copy_(piece, non_blocking=True)
+        return result
+
+
+class DeviceCopy(NamedTuple):
+    """A micro-batch that is being copied."""
+
+    tensors: tuple[Tensor, Tensor]  # pixels and tokens
+    finished: torch.cuda.Event | None  # recorded after the copy; None on a CPU
+
+
+class DeviceWait(NamedTuple):
+    """The GPU events that were recorded before and after the wait for a prefetched batch."""
+
+    launched: torch.cuda.Event
+    fetched: torch.cuda.Event
+
+
+class DeviceBatch:
+    """A batch of b rows whose micro-batches arrive on the device one after another.
+
+    Attributes:
+        host: the batch on the host.
+        rows: the slice of rows of each micro-batch.
+        host_seconds: time that the host waited for the batch.
+        device_wait: events around the wait for a prefetched batch.
+    """
+
+    host_seconds = 0.0
+    device_wait: DeviceWait | None = None
+
+    def __init__(self, host: RankBatch, batches: DeviceBatches) -> None:
+        self.host = host
+        self._batches = batches
+        size = batches.micro_batch
+        self.rows = [slice(start, start + size) for start in range(0, len(host), size)]
+        self._arriving = [self._begin_copy(0)]  # the next micro-batch, or nothing
+
+    @property
+    def waited(self) -> float:
+        """Seconds that the step waited for the batch; on a GPU, the time until the previous step ends is excluded."""
+        if self.device_wait is None:
+            return self.host_seconds
+        launched, fetched = self.device_wait
+        fetched.synchronize()  # does not wait: the host has since read a gradient norm that was computed later
+        return launched.elapsed_time(fetched) / 1e3
+
+    def micro_batches(self, passes: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the (m, 3, H, W) pixels and (m, T) tokens of each micro-batch, `passes` times over; call this once.
+
+        The current stream, not the host, waits for the copies. The last pass frees the host's pixels as they are used.
+        """
+        count = len(self.rows)
+        total = passes * count
+        for position in range(total):
+            # this drops the previous micro-batch, so the device holds at most two
+            tensors, finished = self._arriving.pop()
+            if position + 1 < total:
+                self._arriving.append(self._begin_copy((position + 1) % count))
+            if position >= total - count:
+                self.host.release(self.rows[position % count].stop)
+            if finished is not None:
+                stream = torch.cuda.current_stream(tensors[0].device)
+                stream.wait_event(finished)
+                for tensor in tensors:
+                    tensor.record_stream(stream)  # reuse of this memory waits for the current stream
+            yield tensors
+
+    def _begin_copy(self, number: int) -> DeviceCopy:
+        return self._batches.begin_copy(self.host.pieces(self.rows[number]))

@@ -1,0 +1,328 @@
+"""The engine: DeepSpeed's engine around the towers, with the passes of a training step.
+
+Only this package uses DeepSpeed's engine object; other packages use `Engine`.
+
+A step is `encode`, the loss, `backward` and `step`. If a rank's batch is larger than the micro-batch, the towers run
+twice, as in GradCache: `encode` computes the features without a graph, and `backward` runs each micro-batch again.
+Dropout is seeded by (seed, step, rank, micro-batch). A frozen tower runs only in the first pass, except under ZeRO 3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
+from torch.profiler import record_function
+
+from neuclip_ds.distributed.communicator import PHASE, Communicator
+from neuclip_ds.engine import zero
+from neuclip_ds.engine.device_batches import DeviceBatch
+from neuclip_ds.loss.two_pass import MicroBatches, with_gradients
+from neuclip_ds.models.batch_norm import batch_norms
+
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+
+
+class PendingBatch(Protocol):
+    """A batch whose features are sent to the other ranks as soon as they are computed."""
+
+    def add_text(self, rows: Tensor) -> None:
+        """Send the text features of the next rows."""
+
+    def add_image(self, rows: Tensor) -> None:
+        """Send the image features of the next rows."""
+
+    def begin_reads(self) -> None:
+        """Start reading the per-sample state of the batch."""
+
+
+class StepOutcome(NamedTuple):
+    """Result of an update of the weights; equal on all ranks."""
+
+    gradient_norm: float  # not finite if the update was skipped
+    applied: bool  # False if the update was skipped
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SecondPass:
+    """What the second pass over the micro-batches of a batch needs."""
+
+    micro_batches: Iterator[tuple[Tensor, Tensor]]  # pixels and tokens
+    count: int  # number of micro-batches
+    passes: MicroBatches
+    image: Tensor  # (b, d) image features of the first pass
+    text: Tensor  # (b, d) text features of the first pass
+
+
+class Engine:
+    """DeepSpeed's engine around a `DualEncoder`; `start_engine` builds it.
+
+    Attributes:
+        module: the towers.
+        device: the device of the towers.
+        wrapper: DeepSpeed's wrapper around the optimizer.
+    """
+
+    def __init__(self, deepspeed_engine: Any, communicator: Communicator, seed: int = 0) -> None:
+        """
+        Args:
+            deepspeed_engine: DeepSpeed's engine; gradient_accumulation_steps must be 1.
+            communicator: the ranks of the engine.
+            seed: seed for dropout.
+        """
+        self._deepspeed = deepspeed_engine
+        self._communicator = communicator
+        self._seed = seed
+        self.module: nn.Module = deepspeed_engine.module
+        self.device = communicator.device
+        self.wrapper = zero.wrapper_of(deepspeed_engine.optimizer)
+
+        self._batch_norms = batch_norms(self.module)
+        self._statistics = [buffer for layer in self._batch_norms for buffer in layer.buffers()]
+        self._statistics_before: list[Tensor] = []  # before the forward pass
+        self._image_runs_twice = self._runs_twice("vision")
+        self._text_runs_twice = self._runs_twice("text")
+        self._second_pass: _SecondPass | None = None  # between `encode` and `backward`
+
+    # The passes of a training step
+
+    def encode(self, batch: DeviceBatch, pending: PendingBatch, step: int) -> tuple[Tensor, Tensor]:
+        """Run the towers on all rows of this rank's batch, in training mode.
+
+        Args:
+            batch: the batch, whose micro-batches have equal sizes.
+            pending: receives the features of each micro-batch as soon as they are computed, texts before images. After
+                the towers of the first micro-batch have been launched, its `begin_reads` is called, on all ranks at
+                the same point of the program.
+            step: number of steps before this one, which selects the dropout masks.
+
+        Returns:
+            (b, d) image and text features, through which `backward` reaches the towers: with one micro-batch, the
+            towers' outputs; with several, leaves that require gradients.
+        """
+        if not self.module.training:  # train() visits every module
+            self._deepspeed.train()
+        self._statistics_before = [statistic.clone() for statistic in self._statistics]
+        count = len(batch.rows)
+        if count == 1:
+            self._second_pass = None
+            self._seed_dropout(step, 0)
+            return self._run_towers(next(batch.micro_batches(passes=1)), pending, is_first=True)
+
+        passes = MicroBatches(self._batch_norms)
+        micro_batches = batch.micro_batches(passes=2)
+        for number in range(count):
+            self._seed_dropout(step, number)
+            with passes.features():
+                image, text = self._run_towers(next(micro_batches), pending, is_first=number == 0)
+            passes.add(image, text)
+        image, text = passes.whole()
+        image.requires_grad_()
+        text.requires_grad_()
+        self._second_pass = _SecondPass(micro_batches=micro_batches, count=count, passes=passes, image=image, text=text)
+        return image, text
+
+    def backward(self, value: Tensor) -> None:
+        """Compute the gradients of the weights; a `value` that is not finite makes all of them NaN.
+
+        Args:
+            value: 0-dim loss made from the features that `encode` returned. DeepSpeed averages gradients over ranks, so
+                the loss's gradient with respect to the features must be multiplied by the number of ranks.
+        """
+        value = value * (1 + 0 * value.detach())  # the optimizer rejects NaN gradients on all ranks
+        second_pass = self._second_pass
+        self._second_pass = None
+        if second_pass is None:
+            self._backpropagate(value, is_last=True)
+            return
+
+        # the gradients of the features, of all micro-batches together
+        with record_function(f"{PHASE}backward"):
+            value.backward()
+        passes = second_pass.passes
+        passes.differentiated(_gradient_of(second_pass.image), _gradient_of(second_pass.text))
+        # the gradients of the weights, one micro-batch at a time
+        for _ in range(second_pass.count):
+            with passes.gradients():
+                image, text = self._run_towers_again(next(second_pass.micro_batches))
+                outputs, gradients = passes.learning(image, text)
+                self._backpropagate(with_gradients(value.detach(), outputs, gradients), passes.is_last)
+
+    def step(self, lr: float) -> StepOutcome:
+        """Update the weights, or skip the update on all ranks if the gradient is not finite on any rank.
+
+        A skipped update leaves the weights and moments unchanged, and restores batch-norm statistics from before
+        `encode`.
+
+        Args:
+            lr: learning rate; each parameter group uses `lr` times its `lr_scale`.
+        """
+        for group in self._deepspeed.optimizer.param_groups:
+            group["lr"] = lr * group.get("lr_scale", 1.0)
+        with record_function(f"{PHASE}optimizer"):
+            outcome = self._update_weights()
+        if not outcome.applied:
+            for statistic, before in zip(self._statistics, self._statistics_before, strict=True):
+                statistic.copy_(before)
+        return outcome
+
+    def _run_towers(
+        self, micro_batch: tuple[Tensor, Tensor], pending: PendingBatch, is_first: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return the (m, d) image and text features of a micro-batch, and pass them on."""
+        pixels, tokens = micro_batch
+        with record_function(f"{PHASE}forward"):
+            features: tuple[Tensor, Tensor] = self._deepspeed(pixels, tokens, pending.add_text)
+            pending.add_image(features[0])
+            if is_first:
+                pending.begin_reads()
+        return features
+
+    def _run_towers_again(self, micro_batch: tuple[Tensor, Tensor]) -> tuple[Tensor | None, Tensor | None]:
+        """Return the features with their autograd graph, or None for a frozen tower that need not run again."""
+        pixels, tokens = micro_batch
+        with record_function(f"{PHASE}forward"):
+            features: tuple[Tensor | None, Tensor | None] = self._deepspeed(
+                pixels if self._image_runs_twice else None,
+                tokens if self._text_runs_twice else None,
+                None,
+            )
+        return features
+
+    def _runs_twice(self, tower: str) -> bool:
+        if zero.fetches_weights(self.module):
+            return True
+        parameters = getattr(self.module, tower, self.module).parameters()
+        return any(parameter.requires_grad for parameter in parameters)
+
+    def _backpropagate(self, value: Tensor, is_last: bool) -> None:
+        """Add the gradients of the weights to those of earlier calls; `is_last` marks the last call of a step."""
+        self._deepspeed.set_gradient_accumulation_boundary(is_last)
+        with record_function(f"{PHASE}backward"):
+            self._deepspeed.backward(value)
+
+    def _update_weights(self) -> StepOutcome:
+        optimizer = self._deepspeed.optimizer
+        if self.wrapper is not zero.Wrapper.NONE:  # DeepSpeed's wrappers decide whether to skip
+            self._deepspeed.step()
+            applied = self._deepspeed.was_step_applied()
+            if not applied:
+                zero.discard_gradients(optimizer)
+            return StepOutcome(float(self._deepspeed.get_global_grad_norm()), applied)
+        # DeepSpeed would apply any gradient
+        gradients = [weight.grad for weight in self.module.parameters() if weight.grad is not None]
+        norm = float(get_total_norm(gradients))
+        applied = math.isfinite(norm)
+        if applied:
+            self._deepspeed.step()
+        else:
+            optimizer.zero_grad()
+            self._deepspeed.skipped_steps += 1
+        return StepOutcome(norm, applied)
+
+    def _seed_dropout(self, step: int, micro_batch: int) -> None:
+        """Seed dropout with (seed, step, rank, micro-batch), so both passes and a resumed run draw the same masks."""
+        position = step * self._communicator.world_size + self._communicator.rank
+        seed = ((self._seed * 1_000_003 + position) * 65_537 + micro_batch) % 2**63
+        # torch.manual_seed seeds every kind of device, which takes 0.3 ms even without a GPU
+        torch.default_generator.manual_seed(seed)
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
+
+    # Evaluation
+
+    def eval(self) -> None:
+        """Put the towers into evaluation mode."""
+        self._deepspeed.eval()
+
+    def __call__(self, image: Tensor | None, tokens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """Return the features of the images and of the captions, as `DualEncoder` does; all ranks call this together.
+
+        Under ZeRO 3, the inputs must have the same shapes on all ranks.
+        """
+        features: tuple[Tensor | None, Tensor | None] = self._deepspeed(image, tokens)
+        return features
+
+    # Weights and optimizer state, which ZeRO may partition
+
+    @property
+    def zero_stage(self) -> int:
+        """The ZeRO stage, or 0 without ZeRO."""
+        return int(self._deepspeed.zero_optimization_stage())
+
+    def parameter_shapes(self) -> dict[str, list[int]]:
+        """Return the full shapes of all parameters by name."""
+        return zero.parameter_shapes(self.module)
+
+    def placements(self) -> Iterator[zero.Placement]:
+        """Yield the placement of this rank's part of every parameter, in the same order on all ranks."""
+        return zero.placements(self._deepspeed.optimizer, self.module, self._communicator.rank)
+
+    @property
+    def optimizer_state(self) -> Mapping[Tensor, dict[str, Any]]:
+        """The optimizer's state of each master weight; its tensors are shaped like the master weight or 0-dim."""
+        state: Mapping[Tensor, dict[str, Any]] = self._deepspeed.basic_optimizer.state
+        return state
+
+    def set_optimizer_state(self, master: Tensor, tensors: Mapping[str, Tensor], scalars: Mapping[str, Tensor]) -> None:
+        """Replace the optimizer's state of a master weight; `scalars` are the 0-dim tensors."""
+        optimizer = self._deepspeed.basic_optimizer
+        # a fused optimizer counts its steps on the device; other optimizers count on the CPU
+        counter_device = master.device if optimizer.defaults.get("fused") else torch.device("cpu")
+        state = {kind: scalar.to(counter_device) for kind, scalar in scalars.items()}
+        optimizer.state[master] = {**state, **tensors}
+
+    @contextmanager
+    def changing_master_weights(self) -> Iterator[None]:
+        """Context in which master weights may change; at its end, the towers' weights are set to the master weights.
+
+        All ranks must use this together. After an error, the towers' weights are not set, because this requires all
+        ranks.
+        """
+        zero.release_gathered(self._deepspeed.optimizer)
+        yield
+        zero.refresh_weights(self._deepspeed.optimizer)
+
+    def replicas(self) -> dict[str, Tensor]:
+        """Return the tensors that must be bit-identical on all ranks.
+
+        Under ZeRO 3: the frozen weights. Under ZeRO 1 and 2: all weights. Without ZeRO: weights, master weights,
+        moments.
+        """
+        weights = zero.replicated_weights(self.module)
+        tensors = dict(weights)
+        for placement in self.placements():
+            if placement.replicated:
+                if placement.master is not weights[placement.name]:
+                    tensors[f"{placement.name} (float32)"] = placement.master
+                for kind, value in self.optimizer_state.get(placement.master, {}).items():
+                    tensors[f"{placement.name} ({kind})"] = value
+        return tensors
+
+    # Counters
+
+    @property
+    def skipped_steps(self) -> int:
+        """Number of skipped updates so far."""
+        return int(self._deepspeed.skipped_steps)
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """The numbers of steps, samples and skipped steps so far, by DeepSpeed's names."""
+        return {name: int(getattr(self._deepspeed, name)) for name in _COUNTERS}
+
+    def set_counters(self, counters: Mapping[str, int]) -> None:
+        """Set the counters of a resumed run."""
+        for name in _COUNTERS:
+            setattr(self._deepspeed, name, counters[name])
+
+
+def _gradient_of(features: Tensor) -> Tensor:
+    """Return the gradient of leaf features, which is zero if the loss does not depend on them."""
+    return torch.zeros_like(features) if features.grad is None else features.grad
