@@ -24,7 +24,7 @@ from neuclip_ds.distributed.communicator import PHASE, Communicator
 from neuclip_ds.engine import zero
 from neuclip_ds.engine.device_batches import DeviceBatch
 from neuclip_ds.loss.two_pass import MicroBatches, with_gradients
-from neuclip_ds.models.batch_norm import batch_norms
+from neuclip_ds.losses.batch_norm import batch_norms
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
