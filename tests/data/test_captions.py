@@ -11,10 +11,10 @@ from neuclip_ds.config import DataConfig
 from neuclip_ds.data.dataset import Batch, PairDataset
 from neuclip_ds.data.decoders import Captions
 from neuclip_ds.data.images import EvalTransform
+from neuclip_ds.data.open_data import iter_captions
 from neuclip_ds.data.order import hash64
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.bpe import train_bpe
-from neuclip_ds.training.data import iter_captions
 
 MEMBERS = {
     "txt": b"Erste\r\n\n zweite \n",

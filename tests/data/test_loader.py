@@ -17,11 +17,11 @@ from neuclip_ds.data.dataset import BadSample, Batch, PairDataset
 from neuclip_ds.data.images import EvalTransform, train_transform
 from neuclip_ds.data.loader import PART_BYTES, LoaderOptions, RankBatch, join_parts, part_count, part_rows
 from neuclip_ds.data.manifest import Manifest
+from neuclip_ds.data.open_data import iter_captions
 from neuclip_ds.data.order import GlobalOrder
 from neuclip_ds.data.readers import TarReader
 from neuclip_ds.data.worker_pool import PROCESS_NAME
 from neuclip_ds.errors import UserError
-from neuclip_ds.training.data import iter_captions
 
 TRANSFORM = train_transform(16, 0.5)
 HERE = LoaderOptions(workers=0)

@@ -18,6 +18,7 @@ from neuclip_ds.data.cache import ShardCache
 from neuclip_ds.data.children import process_pool
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.manifest_file import load_manifest
+from neuclip_ds.data.open_data import loader_options
 from neuclip_ds.data.order import GlobalOrder
 from neuclip_ds.data.prefetch import Prefetcher, shards_ahead
 from neuclip_ds.data.readers import ChecksumError, RawSample, TarReader
@@ -26,7 +27,6 @@ from neuclip_ds.data.scan import ScanOptions
 from neuclip_ds.data.shards import resolve_shards
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
-from neuclip_ds.training.data import loader_options
 
 
 def of_webdataset(manifest: Manifest, texts: tuple[str, ...] = ("txt",)) -> list[tuple[str, RawSample]]:

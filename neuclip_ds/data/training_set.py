@@ -22,7 +22,7 @@ from neuclip_ds.errors import UserError
 log = logging.getLogger(__name__)
 
 _LEAST, _SHARE, _MOST = 200, 1000, 10_000  # held-out pairs: one in a thousand, within these bounds
-LEAST_PAIRS = 10 * _LEAST  # smallest training set from which `auto` holds out pairs
+FEWEST_PAIRS = 10 * _LEAST  # smallest training set from which `auto` holds out pairs
 _HELD_OUT_SHARDS = 100  # shards from which held-out pairs are taken; each may have to be fetched
 
 
@@ -117,7 +117,7 @@ def _choose_held_out(data: DataConfig, sizes: NDArray[np.int64]) -> dict[int, in
     The samples come from evenly spaced shards, because data may be sorted.
     """
     n, wanted = int(sizes.sum()), data.val
-    if wanted == "auto" and not find_split(wanted, "val", data.train_paths) and n >= LEAST_PAIRS:
+    if wanted == "auto" and not find_split(wanted, "val", data.train_paths) and n >= FEWEST_PAIRS:
         wanted = min(max(n // _SHARE, _LEAST), _MOST)
     if isinstance(wanted, str) or not wanted:
         return {}
@@ -187,12 +187,12 @@ def needs_cache(manifest: Manifest) -> bool:
     return not all(is_local(shard.path) for shard in manifest.shards)
 
 
-def order_facts(interleave: Interleave) -> dict[str, int]:
+def interleave_settings(interleave: Interleave) -> dict[str, int]:
     """Return the options of the interleave in the form that a checkpoint stores."""
     return {"shard_streams": interleave.streams, "shuffle_block_size": interleave.block}
 
 
-def source_facts(data: DataConfig) -> dict[str, object]:
+def source_settings(data: DataConfig) -> dict[str, object]:
     """Return the weights of a mixture's sources in the form that a checkpoint stores; empty for a single dataset."""
     described = [source.model_dump(mode="json", exclude={"path"}) for source in data.sources]
     return {"sources": described} if described else {}

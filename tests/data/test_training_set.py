@@ -16,10 +16,10 @@ from neuclip_ds.checkpoint.integrity import read_meta
 from neuclip_ds.config import Config, DataConfig
 from neuclip_ds.data.interleave import Interleave
 from neuclip_ds.data.manifest import Manifest, Shard, from_shards, indices_at
+from neuclip_ds.data.training_set import TrainingSet, interleave_settings, open_order, source_settings
 from neuclip_ds.errors import UserError
 from neuclip_ds.recipe import parse
 from neuclip_ds.training.checks import fingerprint
-from neuclip_ds.training.data_order import TrainingSet, open_order, order_facts, source_facts
 
 LOCAL = from_shards([Shard(f"/data/{number}.tar", 0, 100, 4_500_000) for number in range(60)])
 REMOTE = Manifest([shard._replace(path=f"s3://bucket{shard.path}") for shard in LOCAL.shards])
@@ -44,7 +44,7 @@ def mixture_of(*sources: dict) -> TrainingSet:
 def test_a_resumed_run_keeps_the_order_on_any_number_of_nodes():
     order = open_order(config_of(), set_of(LOCAL))
     assert order.interleave == Interleave(32, 250_000)
-    facts = order_facts(order.interleave)
+    facts = interleave_settings(order.interleave)
     assert facts == {"shard_streams": 32, "shuffle_block_size": 250_000}
     again = open_order(config_of(), set_of(LOCAL), nodes=7, saved=Interleave(*facts.values()))
     assert np.array_equal(again.batch(1, 3), order.batch(1, 3))
@@ -78,7 +78,7 @@ def test_sources_and_their_weights():
         "  a            100 samples, 75.0% of each batch",
         "  b            300 samples, 25.0% of each batch",
     ]
-    assert source_facts(DataConfig()) == {}
+    assert source_settings(DataConfig()) == {}
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_training_on_a_mixture_and_resuming_it(tmp_path: Path) -> None:
     visits = Counter(index for step in seen for index in seen[step] if index >= 61)
     assert set(visits) == set(range(61, 73)), "28 rows of 12 samples"
     assert set(visits.values()) == {2, 3}
-    assert facts["sources"] == source_facts(config)["sources"], "other weights are refused"
+    assert facts["sources"] == source_settings(config)["sources"], "other weights are refused"
 
 
 def facts_of(runs: Path) -> dict[str, Any]:

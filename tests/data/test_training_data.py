@@ -11,16 +11,17 @@ from small_runs import call, train
 from tars import jpeg, manifest_of, write_pairs
 
 from neuclip_ds.config import DataConfig
+from neuclip_ds.data import training_data
 from neuclip_ds.data.build import open_manifest
 from neuclip_ds.data.manifest import Manifest, Shard
+from neuclip_ds.data.open_data import loader_options, open_data, unused_sources
 from neuclip_ds.data.scan import ScanOptions
+from neuclip_ds.data.training_data import open_training_data
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.source import FromConfig
 from neuclip_ds.models.tokenizer import CaptionTokenizer
 from neuclip_ds.recipe import parse
-from neuclip_ds.training import data as training_data
-from neuclip_ds.training.data import loader_options, open_data, open_training_data, unused_sources
 
 SIZES = [7, 9, 6, 8, 10, 10]
 
