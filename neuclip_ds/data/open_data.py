@@ -96,7 +96,7 @@ def iter_captions(
     """
     sources = Captions(captions)
     for texts in _iter_texts(manifest, limit, sources, cache, _SHARDS_FOR_CAPTIONS):
-        yield from sources.of(texts)
+        yield from sources.all_captions(texts)
 
 
 def unused_sources(manifest: Manifest, captions: CaptionSources, cache: ShardCache | None = None) -> list[str]:
@@ -106,7 +106,7 @@ def unused_sources(manifest: Manifest, captions: CaptionSources, cache: ShardCac
     unused = {name: Captions([name]) for name in captions}
     most_shards = 1 if cache else CHECKED_SAMPLES
     for texts in _iter_texts(manifest, CHECKED_SAMPLES, Captions(captions), cache, most_shards):
-        unused = {name: source for name, source in unused.items() if not source.of(texts)}
+        unused = {name: source for name, source in unused.items() if not source.all_captions(texts)}
     return list(unused)
 
 

@@ -19,6 +19,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,7 +43,8 @@ class Columns(NamedTuple):
     captions: dict[str, str]  # maps each member to a column: {"txt": "caption", "syn.txt": "recaption"}
 
 
-class Packed(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Packed:
     """Statistics of a packed table."""
 
     rows: int
@@ -55,7 +57,10 @@ def choose_columns(table: PairTable, image: str | None = None, captions: Sequenc
     """Return the columns to pack, found by name by default; each of `captions` is MEMBER=COLUMN, or COLUMN for txt."""
     image = image or table.find_column(IMAGE_COLUMNS, "images", "name it with --image")
     captions = captions or [table.find_column(CAPTION_COLUMNS, "captions", "name it with --captions")]
-    by_member = {member or TEXT: column for member, _, column in (text.rpartition("=") for text in captions)}
+    by_member = {}
+    for text in captions:
+        member, _, column = text.rpartition("=")
+        by_member[member or TEXT] = column
     for column in (image, *by_member.values()):
         if column not in table.data.schema.names:
             known = ", ".join(table.data.schema.names)
@@ -78,10 +83,17 @@ def pack(
     """
     import webdataset  # imports torch, which takes seconds
 
-    taken = dict.fromkeys([columns.image, *columns.captions.values()])
-    others = [field.name for field in table.data.schema if "binary" not in str(field.type) and field.name not in taken]
-    groups, rows, pairs, several = _groups(table, columns.image, [*taken, *others]), 0, 0, 0
-    broken = list[tuple[int, str, str]]()  # row, image, reason
+    # read the columns of pairs, and all other columns that fit in JSON
+    names = list(dict.fromkeys([columns.image, *columns.captions.values()]))
+    for field in table.data.schema:
+        if field.name not in names and "binary" not in str(field.type):
+            names.append(field.name)
+    groups = _group_rows(table, columns.image, names)
+
+    rows = 0
+    pairs = 0
+    several = 0
+    broken: list[tuple[int, str, str]] = []  # row, image, reason
     with new_folder(out) as folder, ThreadPoolExecutor() as threads:
         pattern = f"{folder.absolute()}/".replace("%", "%%") + "%05d.tar"
         # a fixed time, so that equal tables give equal files
@@ -89,29 +101,36 @@ def pack(
             while batch := list(itertools.islice(groups, _GROUPS_AT_ONCE)):
                 captions = [_captions(columns, group.values()) for group in batch]
                 encoded = threads.map(partial(_encode, columns, table.folder), batch, captions)
-                for group, texts, found in zip(batch, captions, encoded, strict=True):
-                    if isinstance(found, str):
-                        lost = dict.fromkeys(group, found)
+                for group, texts, sample in zip(batch, captions, encoded, strict=True):
+                    first_row = min(group)
+                    if isinstance(sample, str):
+                        reasons = dict.fromkeys(group, sample)  # of each row that cannot be used
                     else:
-                        shards.write({"__key__": f"{min(group):09d}", **found})
+                        shards.write({"__key__": f"{first_row:09d}", **sample})
                         pairs += 1
-                        blank = (n for n, row in group.items() if not any(_captions(columns, [row]).values()))
-                        lost = dict.fromkeys(blank, "no caption")
-                        several += any(len(one) > 1 for one in texts.values())
-                    source = image_of(group[min(group)][columns.image])
-                    broken += [(row, source if isinstance(source, str) else "", lost[row]) for row in lost]
+                        several += any(len(lines) > 1 for lines in texts.values())
+                        reasons = {}
+                        for number, row in group.items():
+                            if not any(_captions(columns, [row]).values()):
+                                reasons[number] = "no caption"
+                    source = image_of(group[first_row][columns.image])
+                    image = source if isinstance(source, str) else ""
+                    broken += [(number, image, reason) for number, reason in reasons.items()]
                     rows += len(group)
                 on_progress(rows, table.rows)
-        lines = [f"{json.dumps({'row': row, 'image': image, 'reason': why})}\n" for row, image, why in sorted(broken)]
+        lines = []
+        for number, image, reason in sorted(broken):
+            lines.append(json.dumps({"row": number, "image": image, "reason": reason}) + "\n")
         if not pairs:
             first = f" (the first: {lines[0].strip()})" if lines else ""
             raise UserError(f"No row of {table.name} can be used{first}; check the columns and the image paths.")
         if lines:
             (folder / "broken.jsonl").write_text("".join(lines), encoding="utf-8")
-    return Packed(rows, pairs, Counter(reason.partition(":")[0] for _, _, reason in broken), several)
+    causes = Counter(reason.partition(":")[0] for _, _, reason in broken)
+    return Packed(rows=rows, pairs=pairs, causes=causes, several=several)
 
 
-def _groups(table: PairTable, image: str, columns: Sequence[str]) -> Iterator[dict[int, dict[str, Any]]]:
+def _group_rows(table: PairTable, image: str, columns: Sequence[str]) -> Iterator[dict[int, dict[str, Any]]]:
     """Group rows by image path or bytes; yield each group as {row number: row} after its last row has been read."""
 
     def hash_of(row: Mapping[str, Any]) -> int:
@@ -120,7 +139,8 @@ def _groups(table: PairTable, image: str, columns: Sequence[str]) -> Iterator[di
         return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
     hashes, counts = np.unique(np.fromiter(map(hash_of, table.read([image])), np.uint64), return_counts=True)
-    repeated = dict(zip(hashes[counts > 1].tolist(), counts[counts > 1].tolist(), strict=True))
+    is_repeated = counts > 1
+    repeated = dict(zip(hashes[is_repeated].tolist(), counts[is_repeated].tolist(), strict=True))
     unfinished = defaultdict[int, dict[int, dict[str, Any]]](dict)
     for number, row in enumerate(table.read(columns)):
         key = hash_of(row)
@@ -135,12 +155,15 @@ def _groups(table: PairTable, image: str, columns: Sequence[str]) -> Iterator[di
 
 def _captions(columns: Columns, rows: Collection[Mapping[str, Any]]) -> dict[str, list[str]]:
     """Return the distinct captions from all rows of an image, keyed by member."""
-    found = {}
+    by_member = {}
     for member, column in columns.captions.items():
-        captions = [captions_of(row[column]) for row in rows]
-        lines = dict.fromkeys(" ".join(one.split()) for several in captions for one in several)
-        found[member] = captions[0] if len(captions) == 1 else list(lines)
-    return found
+        captions_of_rows = [captions_of(row[column]) for row in rows]
+        if len(captions_of_rows) == 1:
+            by_member[member] = captions_of_rows[0]
+        else:
+            captions = itertools.chain.from_iterable(captions_of_rows)
+            by_member[member] = list(dict.fromkeys(" ".join(caption.split()) for caption in captions))
+    return by_member
 
 
 def _encode(
@@ -153,26 +176,37 @@ def _encode(
     if source is None or not any(texts.values()):
         return "no caption" if source else "no image"
     try:
-        extension, data = _image(read_image(source, folder))
+        extension, data = _image_member(read_image(source, folder))
     except (OSError, ValueError) as error:
         return f"image cannot be read: {error}"
     except DecodeError as error:
         return f"image cannot be decoded: {error}"
-    members = {extension: data, **{member: text.encode("utf-8", "replace") for member, text in texts.items() if text}}
-    others = {name: value for name, value in row.items() if name not in (columns.image, *columns.captions.values())}
-    content = b"".join(
-        len(x).to_bytes(8, "little") + x for item in members.items() for x in (item[0].encode(), item[1])
-    )
+    members = {extension: data}
+    for member, text in texts.items():
+        if text:
+            members[member] = text.encode("utf-8", "replace")
+
     # 32 hex digits, which `filter` and `build-manifest --uids` use to select samples
-    others = {"uid": hashlib.blake2b(content, digest_size=16).hexdigest(), **others}
-    return {**members, JSON: json.dumps(others, default=str, ensure_ascii=False).encode("utf-8", "replace")}
+    content = hashlib.blake2b(digest_size=16)
+    for member, value in members.items():
+        for part in (member.encode(), value):
+            content.update(len(part).to_bytes(8, "little"))
+            content.update(part)
+
+    # the other columns; a `uid` column replaces the hash
+    metadata: dict[str, Any] = {"uid": content.hexdigest()}
+    for name, value in row.items():
+        if name not in (columns.image, *columns.captions.values()):
+            metadata[name] = value
+    return {**members, JSON: json.dumps(metadata, default=str, ensure_ascii=False).encode("utf-8", "replace")}
 
 
-def _image(data: bytes) -> tuple[str, bytes]:
+def _image_member(data: bytes) -> tuple[str, bytes]:
     """Return the extension and the bytes of an image as stored in shards; raise DecodeError if decoding fails."""
     decoded = decode_pil(data).image
     extension = next((name for name, magic in _MAGIC.items() if magic.match(data)), None)
     if extension is not None:
         return extension, data
-    decoded.save(out := io.BytesIO(), "PNG")  # type: ignore[union-attr]
-    return "png", out.getvalue()
+    png = io.BytesIO()
+    decoded.save(png, "PNG")  # type: ignore[union-attr]
+    return "png", png.getvalue()

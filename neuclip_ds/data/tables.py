@@ -2,8 +2,9 @@
 
 import glob
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import fsspec
 import pyarrow as pa
@@ -21,7 +22,8 @@ _BATCH = 256  # rows read at once; few, because they may contain images
 _FIX = "fix or remove that file"
 
 
-class PairTable(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class PairTable:
     """A table of image-caption pairs, with its rows in a fixed order."""
 
     name: str  # for messages
@@ -37,14 +39,14 @@ class PairTable(NamedTuple):
 
     def find_column(self, usual: Sequence[str], what: str, advice: str) -> str:
         """Return the first column in `usual` that exists, ignoring case; raise UserError with `advice` if none does."""
-        by_name = {column.lower(): column for column in reversed(self.data.schema.names)}
-        found = next((by_name[name] for name in usual if name in by_name), None)
-        if found is None:
-            raise UserError(
-                f"{self.name} has no column of {what} with a usual name ({', '.join(usual)}), but "
-                f"{', '.join(self.data.schema.names)}: {advice}."
-            )
-        return found
+        by_lowercase_name = {column.lower(): column for column in reversed(self.data.schema.names)}
+        for name in usual:
+            if name in by_lowercase_name:
+                return by_lowercase_name[name]
+        raise UserError(
+            f"{self.name} has no column of {what} with a usual name ({', '.join(usual)}), but "
+            f"{', '.join(self.data.schema.names)}: {advice}."
+        )
 
 
 def open_table(source: str) -> PairTable:
@@ -57,18 +59,19 @@ def open_table(source: str) -> PairTable:
         paths = sorted(str(file) for file in path.rglob("*") if file.suffix.lower() in TABLES)
     else:
         paths = [str(path)] if path.is_file() else sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207 - absolute
-    kinds = {Path(file).suffix.lower() for file in paths}
-    if len(kinds) != 1 or not kinds <= set(TABLES):
+    extensions = {Path(file).suffix.lower() for file in paths}
+    if len(extensions) != 1 or not extensions <= set(TABLES):
         raise UserError(f"{source} is not a table; name files of one kind ({', '.join(TABLES)}).")
+    (extension,) = extensions
     with explained(f"The table {source} cannot be read", _FIX):
-        found = _open_files(paths, *kinds)
-        return PairTable(source, found, found.count_rows(), Path(paths[0]).parent.absolute())
+        data = _open_files(paths, extension)
+        return PairTable(name=source, data=data, rows=data.count_rows(), folder=Path(paths[0]).parent.absolute())
 
 
-def _open_files(paths: list[str], kind: str) -> pyarrow.dataset.Dataset:
-    if kind not in _DELIMITERS:
-        return pyarrow.dataset.dataset(paths, format="json" if kind == ".jsonl" else "parquet")
-    parsing = pyarrow.csv.ParseOptions(delimiter=_DELIMITERS[kind], newlines_in_values=True)
+def _open_files(paths: list[str], extension: str) -> pyarrow.dataset.Dataset:
+    if extension not in _DELIMITERS:
+        return pyarrow.dataset.dataset(paths, format="json" if extension == ".jsonl" else "parquet")
+    parsing = pyarrow.csv.ParseOptions(delimiter=_DELIMITERS[extension], newlines_in_values=True)
     with pyarrow.csv.open_csv(paths[0], parse_options=parsing) as first:
         schema = pa.schema([(name, pa.string()) for name in first.schema.names])  # so that the caption "7" is text
     return pyarrow.dataset.dataset(paths, schema=schema, format=pyarrow.dataset.CsvFileFormat(parsing))
@@ -99,5 +102,7 @@ def read_image(source: bytes | str, folder: Path) -> bytes:
 def captions_of(value: Any) -> list[str]:
     """Return the nonblank captions in a table cell; in a list of captions, line breaks become spaces."""
     if isinstance(value, list):
-        return [" ".join(one.split()) for one in value if isinstance(one, str) and one.strip()]
-    return [value.strip()] if isinstance(value, str) and value.strip() else []
+        return [" ".join(caption.split()) for caption in value if isinstance(caption, str) and caption.strip()]
+    if isinstance(value, str) and value.strip():
+        return [value.strip()]
+    return []

@@ -101,7 +101,7 @@ def _model_lines(query: MemoryQuery, engine: dict[str, Any]) -> Iterator[str]:
 
 
 def _open(config: Config, source: str) -> Manifest:
-    options = ScanOptions(tuple(config.data.captions))
+    options = ScanOptions(captions=tuple(config.data.captions))
     return open_manifest(resolve(source), CACHE / "manifests", options=options)
 
 

@@ -39,7 +39,7 @@ MEMBERS = {
 )
 def test_sources(sources, expected):
     captions = Captions(sources)
-    assert captions.of(MEMBERS) == expected
+    assert captions.all_captions(MEMBERS) == expected
     assert set(captions.extensions) == {source.partition(":")[0].lower() for source in sources}
 
 
@@ -117,7 +117,7 @@ SOURCES = ["txt", "json:caption"]
     ],
 )
 def test_captions_are_text_or_absent(members: dict[str, bytes], expected: list[str]) -> None:
-    assert Captions(SOURCES).of(members) == expected
+    assert Captions(SOURCES).all_captions(members) == expected
     assert all(caption.encode() for caption in expected)
 
 

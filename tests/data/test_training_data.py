@@ -31,7 +31,7 @@ def test_options_of_downloads(tmp_path: Path) -> None:
     with files_server() as server:
         server.files["0.tar"] = b"x"
         server.gate.clear()
-        shard = Shard(server.url("0.tar"), 0, 1, 1)
+        shard = Shard(path=server.url("0.tar"), start=0, n=1, bytes=1)
         cache = loader_options(data, Communicator(), Manifest([shard]), Manifest([])).cache
         assert cache is not None and cache.downloads == 3
         with pytest.raises(UserError, match=r"no byte arrived for 0.1 s .* data.max_outage=1 s"):

@@ -3,6 +3,7 @@
 import json
 import math
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,11 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.recipe import parse
 from neuclip_ds.training.checks import fingerprint
 
-LOCAL = from_shards([Shard(f"/data/{number}.tar", 0, 100, 4_500_000) for number in range(60)])
-REMOTE = Manifest([shard._replace(path=f"s3://bucket{shard.path}") for shard in LOCAL.shards])
+LOCAL = from_shards([Shard(path=f"/data/{number}.tar", start=0, n=100, bytes=4_500_000) for number in range(60)])
+REMOTE = Manifest([replace(shard, path=f"s3://bucket{shard.path}") for shard in LOCAL.shards])
 SETS = {
-    "a": from_shards([Shard("a0.tar", 0, 60, 1), Shard("a1.tar", 0, 40, 1)]),
-    "b": from_shards([Shard("b.tar", 0, 300, 1)]),
+    "a": from_shards([Shard(path="a0.tar", start=0, n=60, bytes=1), Shard(path="a1.tar", start=0, n=40, bytes=1)]),
+    "b": from_shards([Shard(path="b.tar", start=0, n=300, bytes=1)]),
 }
 
 
@@ -69,7 +70,7 @@ def test_sources_and_their_weights():
     """The sources' indices are consecutive, and weights set each source's share of a batch."""
     found = mixture_of({"path": "a"}, {"path": "b"})
     assert [shard.start for shard in found.manifest.shards] == [0, 60, 100]
-    assert [part.tolist() for part in found.parts] == [[60, 40, 0], [0, 0, 300]]
+    assert [sizes.tolist() for sizes in found.sizes_by_source] == [[60, 40, 0], [0, 0, 300]]
     assert found.weights() == [100.0, 300.0]
     weighted = mixture_of({"path": "a", "weight": 3}, {"path": "b", "weight": 1})
     assert weighted.weights() == [3, 1]
@@ -96,7 +97,7 @@ def test_sources_and_their_weights():
     ],
 )
 def test_held_out_pairs_leave_all_other_indices_as_they_are(sizes, val, wanted):
-    whole = from_shards([Shard(f"{number}.tar", 0, size, 1) for number, size in enumerate(sizes)])
+    whole = from_shards([Shard(path=f"{number}.tar", start=0, n=size, bytes=1) for number, size in enumerate(sizes)])
     found = TrainingSet(DataConfig(train="x", val=val), lambda source: whole).manifest
     assert (found.held_out, found.n, found.content_hash) == (wanted, sum(sizes), whole.content_hash)
     training, validation = (indices_at(m.starts, m.sizes, np.arange(m.n_used)) for m in (found, found.validation()))
@@ -105,7 +106,7 @@ def test_held_out_pairs_leave_all_other_indices_as_they_are(sizes, val, wanted):
 
 
 def test_a_resumed_run_keeps_its_held_out_pairs():
-    whole = from_shards([Shard("a.tar", 0, 1000, 1)])
+    whole = from_shards([Shard(path="a.tar", start=0, n=1000, bytes=1)])
     assert TrainingSet(DataConfig(train="x", val=4), lambda source: whole, {0: 4}).manifest.n_used == 996
     with pytest.raises(UserError, match="held out 4 training pairs from its start"):
         TrainingSet(DataConfig(train="x", val=3), lambda source: whole, {0: 4})
