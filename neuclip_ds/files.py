@@ -146,6 +146,14 @@ def sync_folders(folder: Path) -> None:
         sync(place)
 
 
+def link_or_copy(source: str, target: str) -> None:
+    """Create a hard link to a file, or copy it if the file system does not support hard links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
 def json_lines(path: Path) -> list[Any]:
     """Return the records of a JSON Lines file; first truncate the file if a killed program left a partial last line."""
     text = path.read_bytes()

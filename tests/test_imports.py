@@ -20,10 +20,11 @@ PACKAGE = Path(__file__).parents[1] / "neuclip_ds"
 LAYERS: list[set[str]] = [
     {"errors"},
     {"section", "distributed", "files"},
-    {"state", "data"},
+    {"state"},
     {"objectives"},
     {"config"},
     {"recipe", "models"},
+    {"data"},
     {"evaluation", "loss", "reporting"},
     {"profiling", "engine", "embedding"},
     {"checkpoint"},
@@ -35,11 +36,12 @@ LAYERS: list[set[str]] = [
 # importing torch would delay, and rarely needed code (models of other libraries, scanning and rendering of data)
 LATE_IMPORTS = {
     "cli",
+    "data/open_data.py",
+    "data/training_data.py",
     "loss/__init__.py",
     "models/source.py",
     "objectives/__init__.py",
     "objectives/compose.py",
-    "training/data.py",
 }
 LAYER = {package: number for number, packages in enumerate(LAYERS) for package in packages}
 # a library -> the only packages that may import it

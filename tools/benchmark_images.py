@@ -123,7 +123,7 @@ def add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
 def ours(setting: Setting, decoder: str = "simplejpeg") -> Iterator[int]:
     manifest = build_manifest(setting.tars)
     order = GlobalOrder(manifest.starts, manifest.sizes, setting.batch, SEED)
-    options = LoaderOptions(setting.workers, PREFETCH)
+    options = LoaderOptions(workers=setting.workers, prefetch=PREFETCH)
     transform, tokenizer = train_transform(CROP, SCALE, DECODERS[decoder]), our_tokenizer(setting)
     pairs = PairDataset(manifest, transform, tokenizer, order.seed)
     with closing(Loader(options, {"train": pairs})) as loader:
@@ -219,12 +219,12 @@ def evaluation_set(setting: Setting) -> Passes:
         found = sharded_batches(open_shards(folder), prepare, Communicator(), setting.batch, loader)
         return sum(len(torch.stack(batch.rows)) for batch in found)
 
-    return two_passes(setting, Loader(LoaderOptions(setting.workers, PREFETCH)), passed)
+    return two_passes(setting, Loader(LoaderOptions(workers=setting.workers, prefetch=PREFETCH)), passed)
 
 
 def evaluation_pairs(setting: Setting) -> Passes:
     """Load the photographs as validation pairs."""
-    manifest, options = build_manifest(setting.tars), LoaderOptions(setting.workers, PREFETCH)
+    manifest, options = build_manifest(setting.tars), LoaderOptions(workers=setting.workers, prefetch=PREFETCH)
     transform = EvalTransform(CROP, decode=decode_simplejpeg)
     pairs = {"val": PairDataset(manifest, transform, our_tokenizer(setting))}
 

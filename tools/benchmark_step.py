@@ -52,13 +52,13 @@ from neuclip_ds.cli.program import exit_on_mistake
 from neuclip_ds.config import CLIP_BPE, Config, dump
 from neuclip_ds.data.build import open_manifest
 from neuclip_ds.data.demo import demo_split
+from neuclip_ds.data.open_data import iter_captions
 from neuclip_ds.data.shards import resolve_shards
 from neuclip_ds.models.bpe import train_bpe
 from neuclip_ds.models.trained_parts import Parameters
 from neuclip_ds.objectives import find_method
 from neuclip_ds.planning.memory import MemoryQuery
 from neuclip_ds.profiling.recorder import BREAKDOWN
-from neuclip_ds.training.data import iter_captions
 
 PEERS = Path(__file__).parent / "peers"
 PARTS = ("speed", "shares", "throughput")

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -135,7 +136,7 @@ def ours(setting: Setting, storage: Storage, start: Start) -> Callable[[], Itera
             prefetcher = None
             if storage.store is not None:
                 cache = ShardCache(start.copies, 4 * sum(shard.bytes for shard in manifest.shards))
-                options = options._replace(cache=cache)
+                options = replace(options, cache=cache)
                 requests = partial(shards_ahead, order, 0, first, [slice(0, setting.batch)])
                 prefetcher = Prefetcher(cache, requests, manifest.shards, begin=first, end=steps, ahead=steps)
                 stack.enter_context(prefetcher)
@@ -268,7 +269,7 @@ def prepare(setting: Setting, folder: Path, store: Store, with_mds: bool) -> lis
     shutil.copytree(on_disk, in_s3)
     names = [Path(shard.path).name for shard in manifest.shards]
     moved = zip(manifest.shards, names, strict=True)
-    write_shards(Manifest([shard._replace(path=f"s3://tars/{name}") for shard, name in moved]), in_s3)
+    write_shards(Manifest([replace(shard, path=f"s3://tars/{name}") for shard, name in moved]), in_s3)
     if with_mds:
         write_mds(manifest, mds)
     return [

@@ -61,12 +61,12 @@ def write_features(options: argparse.Namespace) -> Summary:
 
     from neuclip_ds.checkpoint.saved_model import open_model
     from neuclip_ds.data.images import EvalTransform
+    from neuclip_ds.data.open_data import loader_options, open_data
     from neuclip_ds.distributed.launch import check_shared, process_group
     from neuclip_ds.embedding.embed import Parts, RowReader, embed
     from neuclip_ds.evaluation.encoding import encoder_of
     from neuclip_ds.files import explain_disk
     from neuclip_ds.recipe import validate
-    from neuclip_ds.training.data import loader_options, open_data
 
     chosen = {name: getattr(options, name) for name in ("workers", "captions", "cache_dir", "cache_gb")}
     data = validate({"data": {"train": options.shards, **chosen}}).data

@@ -89,13 +89,13 @@ def score(options: argparse.Namespace, communicator: Communicator) -> str:
     from neuclip_ds.data.dataset import PairDataset
     from neuclip_ds.data.images import EvalTransform
     from neuclip_ds.data.loader import Loader, eval_jobs
+    from neuclip_ds.data.open_data import loader_options, open_data
     from neuclip_ds.evaluation.encoding import BatchEncoder, encoder_of
     from neuclip_ds.evaluation.results import Results, averages, summary_text
     from neuclip_ds.evaluation.sets import open_set, open_shards
     from neuclip_ds.evaluation.suite import measure, measure_pairs
     from neuclip_ds.evaluation.tasks import Task, load_tasks
     from neuclip_ds.recipe import validate
-    from neuclip_ds.training.data import loader_options, open_data
 
     saved = open_model(options.model, communicator, options.ema)
     tasks, device = load_tasks(), communicator.device

@@ -25,7 +25,8 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--captions", nargs="+", default=[], metavar="[MEMBER=]COLUMN", help=captions)
     parser.add_argument("--shard-size", type=int, default=10_000, help="samples per shard")
     options = parser.parse(arguments)
-    from neuclip_ds.data.pack import choose_columns, open_table, pack  # decoders import torch, which takes seconds
+    from neuclip_ds.data.pack import choose_columns, pack  # decoders import torch, which takes seconds
+    from neuclip_ds.data.tables import open_table
 
     if options.shard_size < 1:
         raise UserError(f"--shard-size={options.shard_size} must be at least 1.")

@@ -5,6 +5,7 @@ import logging
 import socket
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ log = logging.getLogger(__name__)
 
 _MIN_SAMPLES = 1000  # fewer samples say little: 1 bad sample in the first 50 does not mean that 2% of the data is bad
 _RECENT_STEPS = 1000  # number of a rank's latest steps to which the wider limit applies
-_WIDER = 10  # ratio of the wider limit to max_fraction: the bad samples of one damaged shard come within a few steps
+_RECENT_FACTOR = 10  # the wider limit / max_fraction: the bad samples of one damaged shard come within a few steps
 
 Gather = Callable[[list[Any]], list[list[Any]]]  # takes this rank's values; returns the values of all ranks
 
@@ -40,9 +41,13 @@ class BadSampleLog:
         self.causes: Counter[str] = Counter()
         self._max_fraction, self._writes = max_fraction, writes
         self._recent = deque[tuple[int, int]](maxlen=_RECENT_STEPS)  # (samples, bad samples) per step of this rank
-        self._new_seen, self._new_bad = 0, list[BadSample]()  # counted on this rank since the last merge
-        self._recorded = 0
-        self._listed = {line["index"] for line in json_lines(self.path)} if writes and self.path.is_file() else set()
+        # what this rank has read since the last merge
+        self._new_seen = 0
+        self._new_bad: list[BadSample] = []
+        self._recorded = 0  # bad samples on this rank since the start
+        self._listed: set[int] = set()
+        if writes and self.path.is_file():
+            self._listed = {line["index"] for line in json_lines(self.path)}
 
     @property
     def bad(self) -> int:
@@ -51,7 +56,8 @@ class BadSampleLog:
 
     def restore(self, seen: int, causes: Mapping[str, int]) -> None:
         """Continue from the counts of an interrupted run."""
-        self.seen, self.causes = seen, Counter(causes)
+        self.seen = seen
+        self.causes = Counter(causes)
 
     def record(self, batch: Batch | RankBatch) -> None:
         """Count the samples of this rank's batch and log the bad ones."""
@@ -62,18 +68,27 @@ class BadSampleLog:
         for sample in batch.bad:
             self._recorded += 1
             if self._recorded & (self._recorded - 1) == 0:  # only the 1st, 2nd, 4th, 8th ..., to keep the log short
-                values = sample.index, self._recorded, sample.key, sample.shard, sample.reason
-                log.warning("bad sample %d (number %d on this rank): %s in %s: %s", *values)
+                log.warning(
+                    "bad sample %d (number %d on this rank): %s in %s: %s",
+                    sample.index,
+                    self._recorded,
+                    sample.key,
+                    sample.shard,
+                    sample.reason,
+                )
 
-    def merge(self, gather: Gather = lambda own: [own]) -> None:
+    def merge(self, gather: Gather = lambda values: [values]) -> None:
         """Merge what all ranks have recorded since the last merge, and list the bad samples; a collective call.
 
         Raises UserError on all ranks when too many samples are bad.
         """
-        gathered = gather([self._new_seen, [list(sample) for sample in self._new_bad], self._problem_here()])
-        self._new_seen, self._new_bad = 0, []
-        bad = [BadSample(*sample) for _, samples, _ in gathered for sample in samples]
-        self.seen += sum(seen for seen, _, _ in gathered)
+        gathered = gather([self._new_seen, [asdict(sample) for sample in self._new_bad], self._recent_problem()])
+        self._new_seen = 0
+        self._new_bad = []
+        bad = []
+        for seen, samples, _ in gathered:
+            self.seen += seen
+            bad += [BadSample(**sample) for sample in samples]
         self.causes.update(sample.cause for sample in bad)
         if self._writes:
             self._list({sample.index: sample for sample in bad if sample.index not in self._listed})
@@ -87,14 +102,17 @@ class BadSampleLog:
         if problem := next((problem for _, _, problem in gathered if problem is not None), None):
             raise UserError(problem)
 
-    def _problem_here(self) -> str | None:
+    def _recent_problem(self) -> str | None:
         """Return an error message if too many samples in this rank's recent steps are bad, or None otherwise."""
-        seen, bad = (sum(counts) for counts in zip(*self._recent, strict=True)) if self._new_bad else (0, 0)
-        if bad <= self._max_fraction * _WIDER * max(seen, _MIN_SAMPLES):
+        if not self._new_bad:
+            return None
+        seen = sum(samples for samples, _ in self._recent)
+        bad = sum(bad_samples for _, bad_samples in self._recent)
+        if bad <= self._max_fraction * _RECENT_FACTOR * max(seen, _MIN_SAMPLES):
             return None
         return (
             f"{bad} of the {seen} samples that a rank on {socket.gethostname()} has read in its last "
-            f"{len(self._recent)} steps cannot be used, more than {_WIDER} times "
+            f"{len(self._recent)} steps cannot be used, more than {_RECENT_FACTOR} times "
             f"data.max_bad_fraction={self._max_fraction} (the latest: {self._new_bad[-1].reason}); check the data and "
             "the storage on that node."
         )
@@ -104,5 +122,5 @@ class BadSampleLog:
             with best_effort(self.path):
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 with self.path.open("a", encoding="utf-8") as out:
-                    out.writelines(redact(json.dumps(sample._asdict())) + "\n" for sample in new.values())
+                    out.writelines(redact(json.dumps(asdict(sample))) + "\n" for sample in new.values())
             self._listed |= new.keys()

@@ -15,17 +15,19 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, as_completed
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from neuclip_ds.data.children import process_pool
 from neuclip_ds.data.decoders import Captions
-from neuclip_ds.data.manifest import Manifest, Shard, from_shards
+from neuclip_ds.data.manifest import SHARD_FIELDS, Manifest, Shard, from_shards
 from neuclip_ds.data.manifest_file import SAMPLES, check_distinct, is_manifest, load_manifest, write_shards
-from neuclip_ds.data.sample_table import SampleLocation, SampleParts, SampleTable, write_part
+from neuclip_ds.data.sample_table import SampleTable, SampleTables, TableLocation, write_part
 from neuclip_ds.data.scan import Scan, ScanOptions, Scans, check_usable, log_loss, scan_shard
 from neuclip_ds.data.shards import is_local, resolve_shards
 from neuclip_ds.data.side_files import check_names, count_shards
@@ -41,10 +43,10 @@ RESUME = "run the same command again, which resumes"
 _BUILDING = ".building"  # folder of an unfinished build's results
 _UNREADABLE = "unreadable_shards.jsonl"
 _MOST_COMPARED = 500_000_000  # maximum number of samples for which uids and images are compared
-_SHARDS_EACH = 16  # scanning this many shards takes longer than starting a process
+_SHARDS_PER_PROCESS = 16  # scanning this many shards takes longer than starting a process
 _MAX_GROUP = 64  # maximum shards per group; one worker scans a group and writes its tables to one file
 GROUPS = 1024  # target number of groups
-_COUNTED = 512  # shards per group if samples are counted from side files
+_SIDE_FILE_GROUP = 512  # shards per group if samples are counted from side files
 
 
 def build_manifest(
@@ -55,17 +57,19 @@ def build_manifest(
     By default, there is one worker process per 16 shards, and at most one per CPU; `processes=1` scans in this process.
     Raises UserError if a shard cannot be read, or if the shards contain no samples, no images or no captions.
     """
-    processes = processes or min(os.cpu_count() or 1, 1 + len(paths) // _SHARDS_EACH)
+    processes = processes or min(os.cpu_count() or 1, 1 + len(paths) // _SHARDS_PER_PROCESS)
     with process_pool(processes) if processes > 1 else nullcontext() as pool:
-        scans = list((pool.map if pool else map)(partial(_scan_alone, options=options), paths))
+        scan_path = partial(_scan_without_table, options=options)
+        scans = list(map(scan_path, paths) if pool is None else pool.map(scan_path, paths))
     for scan in scans:
         log_loss(scan)
     check_usable(scans, paths)
     return from_shards([scan.shard for scan in scans])
 
 
-def _scan_alone(path: str, options: ScanOptions) -> Scan:
-    return scan_shard(path, options)[0]
+def _scan_without_table(path: str, options: ScanOptions) -> Scan:
+    scan, _ = scan_shard(path, options)
+    return scan
 
 
 def open_manifest(
@@ -82,15 +86,18 @@ def open_manifest(
     """
     if source and is_manifest(source):
         manifest = load_manifest(source)
-        known = None if manifest.samples is None else manifest.samples.members
-        if known is not None and (missing := [n for n in Captions(options.captions).extensions if n not in known]):
-            raise UserError(
-                f"The manifest {source} does not know where {', '.join(missing)} members are; build it again with "
-                f"--captions {' '.join(options.captions)}."
-            )
+        if manifest.samples is not None:
+            members = Captions(options.captions).extensions
+            missing = [name for name in members if name not in manifest.samples.members]
+            if missing:
+                raise UserError(
+                    f"The manifest {source} does not know where {', '.join(missing)} members are; build it again with "
+                    f"--captions {' '.join(options.captions)}."
+                )
     else:
         paths = resolve_shards(source)
-        if remote := next((path for path in paths if not is_local(path)), None):
+        remote = next((path for path in paths if not is_local(path)), None)
+        if remote is not None:
             raise UserError(f"{remote} is remote: build the manifest once (neuclip-ds build-manifest), and name it.")
         folder = cache / _fingerprint(paths, options)
         manifest = load_manifest(folder) if is_manifest(folder) else build_manifest(paths, processes, options)
@@ -140,23 +147,32 @@ def write_manifest(
     if len(sizes) < len(paths):
         twice = next(path for path in paths if paths.count(path) > 1)
         raise UserError(f"{twice} is listed more than once; name every shard once.")
-    tables, results = folder / SAMPLES, folder / _BUILDING
-    where = tables if options.has_tables else None
-    found, failures = scan_shards(results, where, sizes, options, executor, on_progress)
-    if failures and not (skip_unreadable and found):
+
+    # scan the shards that an interrupted build has not scanned
+    results = folder / _BUILDING
+    tables = folder / SAMPLES
+    scans, failures = scan_shards(
+        results, tables if options.has_tables else None, sizes, options, executor, on_progress
+    )
+    if failures and not (skip_unreadable and scans):
         raise UserError(
             f"{len(failures)} of {len(paths)} shards cannot be used. The first: {next(iter(failures.values()))} "
             "Fix them or omit them from the sources and run the same command again, which scans only these shards; or "
             "set --skip-unreadable."
         )
-    for scan in found:
+    for scan in scans:
         log_loss(scan)
-    check_usable(found, paths)
-    manifest = from_shards([scan.shard for scan in found])
+    check_usable(scans, paths)
+    manifest = from_shards([scan.shard for scan in scans])
     check_distinct(manifest)
-    places = [SampleLocation(tables / scan.place[0], scan.place[1]) for scan in found if scan.place]
-    if places:
-        SampleParts.open(places, [shard.n for shard in manifest.shards])
+    locations = []
+    for scan in scans:
+        if scan.table is not None:
+            name, row_group = scan.table
+            locations.append(TableLocation(tables / name, row_group))
+    if locations:
+        SampleTables.open(locations, [shard.n for shard in manifest.shards])
+
     unreadable = folder / _UNREADABLE
     unreadable.unlink(missing_ok=True)
     if failures:
@@ -164,10 +180,13 @@ def write_manifest(
         with atomic_write(unreadable) as temporary:
             temporary.write_text("".join(f"{redact(line)}\n" for line in lines), encoding="utf-8")
         log.warning("%d shards cannot be used and are omitted; %s lists them", len(failures), unreadable)
-    write_shards(manifest, folder, places)  # last, because this makes the folder a manifest
+
+    write_shards(manifest, folder, locations)  # last, because this makes the folder a manifest
     shutil.rmtree(results)
-    for part in {*tables.glob("*")} - {place.part for place in places}:
-        part.unlink()
+    used = {location.file for location in locations}
+    for path in tables.glob("*"):
+        if path not in used:
+            path.unlink()
     written = load_manifest(folder)
     _warn_of_repeats(written)
     return written
@@ -193,38 +212,47 @@ def scan_shards(
     with explain_disk(results, "name another folder"):
         (tables or results.parent).mkdir(parents=True, exist_ok=True)
         results.mkdir(mode=0o700, exist_ok=True)  # URLs may contain secrets
-    found = {scan.shard.path: scan for path in results.glob(f"{key}-*.json") for scan in _read(path, tables)}
-    found = {path: one for path, one in found.items() if path in sizes and sizes[path] in (None, one.shard.bytes)}
+
+    # reuse the results of an interrupted scan
+    by_path: dict[str, Scan] = {}
+    for file in results.glob(f"{key}-*.json"):
+        for scan in _read_scans(file, tables):
+            path = scan.shard.path
+            if path in sizes and sizes[path] in (None, scan.shard.bytes):
+                by_path[path] = scan
+
+    # scan the other shards in groups
     failures: dict[str, str] = {}
-    missing = [path for path in sizes if path not in found]
-    length = _COUNTED if options.side_files else min(_MAX_GROUP, 1 + len(missing) // GROUPS)
+    missing = [path for path in sizes if path not in by_path]
+    group_size = _SIDE_FILE_GROUP if options.side_files else min(_MAX_GROUP, 1 + len(missing) // GROUPS)
     pending: list[Future[Scans]] = []
-    on_progress(len(found), len(sizes))
+    on_progress(len(by_path), len(sizes))
     try:
-        for start in range(0, len(missing), length):
-            group = missing[start : start + length]
+        for start in range(0, len(missing), group_size):
+            group = missing[start : start + group_size]
             if options.side_files:
                 pending.append(executor.submit(count_shards, {path: sizes[path] for path in group}))
             else:
                 part = None if tables is None else tables / f"part-{start:08d}-{uuid.uuid4().hex[:8]}.parquet"
-                pending.append(executor.submit(_scan, group, options, part))
+                pending.append(executor.submit(_scan_group, group, options, part))
         for future in as_completed(pending):
             scans, failed = future.result()
-            found |= {scan.shard.path: scan for scan in scans}
+            by_path |= {scan.shard.path: scan for scan in scans}
             failures |= failed
-            path = results / f"{key}-{uuid.uuid4().hex}.json"
-            with explain_disk(path, RESUME):
-                path.write_text(json.dumps(scans), encoding="utf-8")
-            on_progress(len(found) + len(failures), len(sizes))
+            _write_scans(results / f"{key}-{uuid.uuid4().hex}.json", scans)
+            on_progress(len(by_path) + len(failures), len(sizes))
     finally:  # after Ctrl-C or a worker's error, do not wait for groups that have not started
         for future in pending:
             future.cancel()
-    if changed := next((path for path in found if sizes[path] not in (None, found[path].shard.bytes)), None):
-        raise UserError(f"Shard {changed} has changed while it was scanned; run the same command again.")
-    return [found[path] for path in sizes if path in found], {p: failures[p] for p in sizes if p in failures}
+    for path, scan in by_path.items():
+        if sizes[path] not in (None, scan.shard.bytes):
+            raise UserError(f"Shard {path} has changed while it was scanned; run the same command again.")
+    scans_in_order = [by_path[path] for path in sizes if path in by_path]
+    failures_in_order = {path: failures[path] for path in sizes if path in failures}
+    return scans_in_order, failures_in_order
 
 
-def _scan(paths: Sequence[str], options: ScanOptions, part: Path | None) -> Scans:
+def _scan_group(paths: Sequence[str], options: ScanOptions, part: Path | None) -> Scans:
     """Scan shards in a worker, and write their sample tables to the file `part`, if given."""
     scans: list[Scan] = []
     tables: list[SampleTable] = []
@@ -235,7 +263,9 @@ def _scan(paths: Sequence[str], options: ScanOptions, part: Path | None) -> Scan
         except UserError as error:
             failures[path] = str(error)
         else:
-            scans.append(scan if part is None else scan._replace(place=(part.name, len(tables))))
+            if part is not None:
+                scan = replace(scan, table=(part.name, len(tables)))
+            scans.append(scan)
             tables.append(table)
     if part is not None and tables:
         with explain_disk(part, RESUME), atomic_write(part) as temporary:
@@ -243,13 +273,37 @@ def _scan(paths: Sequence[str], options: ScanOptions, part: Path | None) -> Scan
     return scans, failures
 
 
-def _read(path: Path, tables: Path | None) -> list[Scan]:
+def _write_scans(path: Path, scans: Sequence[Scan]) -> None:
+    """Write the scans of a group as a JSON list with a list for each scan."""
+    rows: list[list[Any]] = []
+    for scan in scans:
+        shard = [getattr(scan.shard, name) for name in SHARD_FIELDS]
+        rows.append([shard, scan.n_images, scan.n_captions, scan.extensions, scan.lost_bytes, scan.table])
+    with explain_disk(path, RESUME):
+        path.write_text(json.dumps(rows), encoding="utf-8")
+
+
+def _read_scans(path: Path, tables: Path | None) -> list[Scan]:
     """Read the scans of a group, omitting scans whose sample tables no longer exist."""
+    scans = []
     try:
-        scans = [Scan(Shard(*shard), *others) for shard, *others in json.loads(path.read_bytes())]
+        rows = json.loads(path.read_bytes())
     except ValueError:
         return []
-    return [scan for scan in scans if tables is None or (scan.place and (tables / scan.place[0]).is_file())]
+    for shard, n_images, n_captions, extensions, lost_bytes, table in rows:
+        if tables is not None and (table is None or not (tables / table[0]).is_file()):
+            continue
+        scans.append(
+            Scan(
+                shard=Shard(**dict(zip(SHARD_FIELDS, shard, strict=True))),
+                n_images=n_images,
+                n_captions=n_captions,
+                extensions=extensions,
+                lost_bytes=lost_bytes,
+                table=None if table is None else tuple(table),
+            )
+        )
+    return scans
 
 
 def _warn_of_repeats(manifest: Manifest) -> None:
@@ -257,31 +311,44 @@ def _warn_of_repeats(manifest: Manifest) -> None:
     if manifest.samples is None or manifest.n > _MOST_COMPARED:
         return
     tables = manifest.samples
-    again, count = _repeats(map(_hash, tables.uids()))
-    if len(again):
-        high, low = next(uid for uids in tables.uids() for uid in uids[_hash(uids) == again[0]].tolist())
+    repeated_hashes, count = _repeats(map(_hash_uids, tables.uids()))
+    if len(repeated_hashes):
+        high, low = _find_uid(tables, repeated_hashes[0])
         log.warning(
             "%d of %d samples have the uid of another one, such as %016x%016x: --uids keeps all of them or none. "
             "Give each sample its own uid, or omit the copies.",
-            len(again), count, high, low,
-        )  # fmt: skip
-    again, count = _repeats(tables.image_checksums())
-    if len(again):
+            len(repeated_hashes),
+            count,
+            high,
+            low,
+        )
+    repeated_checksums, count = _repeats(tables.image_checksums())
+    if len(repeated_checksums):
         log.warning(
             "%d of %d samples have the image of another one: in a batch these are negatives of each other. "
             "Put their captions into one sample, as neuclip-ds pack does, or select by uid.",
-            len(again),
+            len(repeated_checksums),
             count,
         )
 
 
-def _repeats(parts: Iterable[NDArray[np.uint64]]) -> tuple[NDArray[np.uint64], int]:
+def _repeats(arrays: Iterable[NDArray[np.uint64]]) -> tuple[NDArray[np.uint64], int]:
     """Return the numbers that repeat an earlier one, and how many numbers there are in total."""
-    found = np.concatenate([*parts, np.empty(0, np.uint64)])
-    found.sort()
-    return found[1:][found[1:] == found[:-1]], len(found)
+    numbers = np.concatenate([*arrays, np.empty(0, np.uint64)])
+    numbers.sort()
+    is_repeat = numbers[1:] == numbers[:-1]
+    return numbers[1:][is_repeat], len(numbers)
 
 
-def _hash(uids: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def _find_uid(tables: SampleTables, uid_hash: np.uint64) -> tuple[int, int]:
+    """Return the first uid with a hash that `_hash_uids` has computed."""
+    for uids in tables.uids():
+        matches = uids[_hash_uids(uids) == uid_hash]
+        if len(matches):
+            return int(matches[0, 0]), int(matches[0, 1])
+    raise AssertionError("no uid has this hash")
+
+
+def _hash_uids(uids: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Return a nearly unique number for each of the (q, 2) uids, even if some bits are constant, as in UUIDs."""
     return uids[:, 0] * np.uint64(0x9E3779B97F4A7C15) + uids[:, 1]

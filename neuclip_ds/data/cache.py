@@ -61,16 +61,22 @@ class ShardCache:
         downloads: int = 8,
         backoff: float = 1.0,
     ) -> None:
-        self.capacity_bytes, self.downloads = capacity_bytes, downloads
-        self._folder, self.timeout, self._max_outage, self._backoff = folder, timeout, max_outage, backoff
+        self.capacity_bytes = capacity_bytes
+        self.downloads = downloads
+        self.timeout = timeout
         self.tables = NodeTables(folder / "tables")
+        self._folder = folder
+        self._max_outage = max_outage
+        self._backoff = backoff
         with explain_disk(folder, "change data.cache_dir"):
             for name in ("shards", "fetching", "locks", "failed"):
                 (folder / name).mkdir(parents=True, exist_ok=True)
         status = os.statvfs(folder)
-        if capacity_bytes > (disk := status.f_blocks * status.f_frsize):
+        disk_bytes = status.f_blocks * status.f_frsize
+        if capacity_bytes > disk_bytes:
             raise UserError(
-                f"data.cache_gb={capacity_bytes / 1e9:g} is more than the disk of {folder} holds: {disk / 1e9:.1f} GB."
+                f"data.cache_gb={capacity_bytes / 1e9:g} is more than the disk of {folder} holds: "
+                f"{disk_bytes / 1e9:.1f} GB."
             )
 
     def path(self, url: str, expected_bytes: int, expected_crc32: int | None = None) -> Path:
@@ -118,16 +124,21 @@ class ShardCache:
 
     def arrived(self) -> int:
         """Return the total bytes of complete and partial shards; this number changes while a shard is being fetched."""
-        partial = (self._folder / "fetching").iterdir()
-        return sum(status.st_size for folder in (self._folder / "shards", *partial) for _, status in files_in(folder))
+        folders = [self._folder / "shards", *(self._folder / "fetching").iterdir()]
+        total = 0
+        for folder in folders:
+            total += sum(status.st_size for _, status in files_in(folder))
+        return total
 
     def waits_for_storage(self) -> bool:
         """Return whether this node is waiting for its storage; while it waits, no shards can arrive."""
         return _modified(self._folder / "outage") > time.time()
 
     def _shard(self, url: str) -> Path:
-        name = re.sub(r"[^A-Za-z0-9._-]+", "_", url.split("?")[0].rstrip("/").rsplit("/", 1)[-1])
-        return self._folder / "shards" / f"{name_of(url)}-{name[-60:]}"
+        """Return the path of a shard's copy, whose name ends with up to 60 characters of the shard's name."""
+        _, _, base_name = url.split("?")[0].rstrip("/").rpartition("/")
+        safe_name = re.sub(r"[^A-Za-z0-9._-]+", "_", base_name)
+        return self._folder / "shards" / f"{name_of(url)}-{safe_name[-60:]}"
 
     def _try_to_fetch(self, url: str, size: int, crc32: int | None, retries: Retries) -> float:
         """Fetch a shard unless another process is doing so or space is short; return how many seconds to wait."""
@@ -138,7 +149,8 @@ class ShardCache:
                 return 0
             if time.time() - _modified(failed) < _RETRY_AFTER:
                 raise FetchError(*json.loads(failed.read_text(encoding="utf-8")))
-            if (partial := self._reserve(name, size)) is None:
+            partial = self._reserve(name, size)
+            if partial is None:
                 return _POLL
             self.tables.discard(url)
             try:
@@ -158,12 +170,13 @@ class ShardCache:
             failed = self._folder / "failed" / name_of(retries.url)
             failed.write_text(json.dumps([str(error), error.damaged]), encoding="utf-8")
             raise
-        path, now = self._folder / "outage", time.time()
         if retries.failures > 1:
-            if _modified(path) < now - _RETRY_AFTER:
+            outage = self._folder / "outage"
+            now = time.time()
+            if _modified(outage) < now - _RETRY_AFTER:
                 log.warning("waiting for shards: %s cannot be fetched (%s)", retries.url, failure)
-            path.touch()
-            os.utime(path, (now, now + pause + 2 * self.timeout))  # time by which the next attempt will have ended
+            outage.touch()
+            os.utime(outage, (now, now + pause + 2 * self.timeout))  # time by which the next attempt will have ended
         return pause
 
     def _reserve(self, name: str, size: int) -> Path | None:
@@ -171,7 +184,8 @@ class ShardCache:
 
         Returns a folder for the partial file, or None if other processes have reserved the space for their shards.
         """
-        fetching, free = self._folder / "fetching", self.capacity_bytes
+        fetching = self._folder / "fetching"
+        free = self.capacity_bytes
         with FileLock(self._folder / "lock"):
             for other in list(fetching.iterdir()):  # first, because they may become complete shards
                 owner, _, reserved = other.name.partition("-")
@@ -183,15 +197,16 @@ class ShardCache:
                     free -= int(reserved)
             if size > free:
                 return None
-            shards = sorted(
+            oldest_first = sorted(
                 (status.st_mtime, status.st_size, path) for path, status in files_in(self._folder / "shards")
             )
-            free -= sum(length for _, length, _ in shards)
-            for _, length, path in shards:
+            free -= sum(shard_bytes for _, shard_bytes, _ in oldest_first)
+            for _, shard_bytes, path in oldest_first:
                 if free < size:
                     path.unlink(missing_ok=True)
-                    free += length
-            (partial := fetching / f"{name}-{size}").mkdir(exist_ok=True)
+                    free += shard_bytes
+            partial = fetching / f"{name}-{size}"
+            partial.mkdir(exist_ok=True)
             return partial
 
 

@@ -1,8 +1,8 @@
 """Turn (epoch, index) pairs into batches of tensors, in which the rows of unusable samples are marked as invalid."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,10 +20,11 @@ PADDING = -1  # index of a row that has no sample
 _WHICH_CAPTION = 1  # extra input to the hash that draws captions, so that it differs from the augmentation's hash
 
 
-class BadSample(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class BadSample:
     """A sample that could not be used, and the reason."""
 
-    index: int  # type: ignore[assignment]  # hides tuple.index, which is not used here
+    index: int
     shard: str
     key: str
     reason: str  # "CAUSE" or "CAUSE: DETAILS"
@@ -34,19 +35,25 @@ class BadSample(NamedTuple):
         return self.reason.partition(":")[0]
 
 
-class Batch(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Batch:
     """A batch of b rows. An invalid row has an all-zero image and an empty caption; a row with index -1 is padding."""
 
     image: Tensor  # uint8 (b, 3, H, W)
     tokens: Tensor  # int64 (b, T)
-    index: Tensor  # type: ignore[assignment]  # int64 (b,), global indices
+    index: Tensor  # int64 (b,), global indices
     valid: Tensor  # bool (b,)
     bad: tuple[BadSample, ...] = ()
 
     def pin_memory(self) -> "Batch":
         """Return a copy of the batch in pinned memory."""
-        image, tokens, index, valid = (column.pin_memory() for column in self[:4])
-        return Batch(image, tokens, index, valid, self.bad)
+        return Batch(
+            image=self.image.pin_memory(),
+            tokens=self.tokens.pin_memory(),
+            index=self.index.pin_memory(),
+            valid=self.valid.pin_memory(),
+            bad=self.bad,
+        )
 
 
 class PairDataset:
@@ -64,7 +71,10 @@ class PairDataset:
         captions: CaptionSources = ("txt",),
         cache: ShardCache | None = None,
     ) -> None:
-        self._manifest, self._transform, self._tokenize, self._seed = manifest, transform, tokenize, seed
+        self._manifest = manifest
+        self._transform = transform
+        self._tokenize = tokenize
+        self._seed = seed
         self._captions = Captions(captions)
         self._reader = TarReader(manifest, self._captions.extensions, cache)
 
@@ -78,24 +88,35 @@ class PairDataset:
 
         Raises UserError if a shard differs from its description in the manifest.
         """
+        # the random numbers of each row: the seed of its augmentation, and the number that draws its caption
+        epochs, indices = np.array(items, dtype=np.int64).reshape(-1, 2).T
+        nonnegative_indices = np.maximum(indices, 0)  # `hash64` takes no padding
+        augmentation_seeds = hash64(self._seed, epochs, nonnegative_indices).tolist()
+        caption_numbers = hash64(self._seed, epochs, nonnegative_indices, _WHICH_CAPTION).tolist()
+
         side = self._transform.image_size
         images = torch.zeros(len(items), 3, side, side, dtype=torch.uint8)
-        captions, valid, bad = [""] * len(items), torch.zeros(len(items), dtype=torch.bool), []
-        epochs, indices = np.array(items, dtype=np.int64).reshape(-1, 2).T
-        known = np.maximum(indices, 0)
-        seeds = hash64(self._seed, epochs, known).tolist()
-        which = hash64(self._seed, epochs, known, _WHICH_CAPTION).tolist()
+        captions = [""] * len(items)
+        valid = torch.zeros(len(items), dtype=torch.bool)
+        bad = []
         self._reader.prefetch_samples(indices[indices != PADDING].tolist())
         for row in np.flatnonzero(indices != PADDING).tolist():
-            pair = self._pair(int(indices[row]), seeds[row], which[row])
+            index = int(indices[row])
+            pair = self._load_pair(index, augmentation_seeds[row], caption_numbers[row])
             if isinstance(pair, str):
-                bad.append(self._describe(int(indices[row]), pair))
+                bad.append(self._bad_sample(index, pair))
             else:
                 images[row], captions[row] = pair
                 valid[row] = True
-        return Batch(images, self._tokenize(captions), torch.from_numpy(indices.copy()), valid, tuple(bad))
+        return Batch(
+            image=images,
+            tokens=self._tokenize(captions),
+            index=torch.from_numpy(indices.copy()),
+            valid=valid,
+            bad=tuple(bad),
+        )
 
-    def _pair(self, index: int, seed: int, which: int) -> tuple[Tensor, str] | str:
+    def _load_pair(self, index: int, augmentation_seed: int, caption_number: int) -> tuple[Tensor, str] | str:
         """Return the pixels and the caption of a sample, or the reason why the sample cannot be used."""
         try:
             try:
@@ -103,24 +124,25 @@ class PairDataset:
             except OSError:
                 raw = self._reader.read(index)  # retry once: network file systems have short outages
         except OSError as error:
-            return f"{'checksum differs' if isinstance(error, ChecksumError) else 'read failed'}: {error}"
+            cause = "checksum differs" if isinstance(error, ChecksumError) else "read failed"
+            return f"{cause}: {error}"
         if raw.image is None:
             return "no image"
         if not raw.texts:
             return "no caption"
-        caption = self._captions.draw(raw.texts, which)
+        caption = self._captions.draw(raw.texts, caption_number)
         if caption is None:
             return "blank caption"
         try:
-            return self._transform(raw.image, seed), caption
+            return self._transform(raw.image, augmentation_seed), caption
         except DecodeError as error:
             return f"image cannot be decoded: {error}"
 
-    def _describe(self, index: int, reason: str) -> BadSample:
+    def _bad_sample(self, index: int, reason: str) -> BadSample:
         shard, _ = self._manifest.locate(index)
         try:
             key = self._reader.key(index)
         except OSError:  # the shard's headers cannot be read, and `reason` already says so
             key = ""
         printable = key.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-        return BadSample(index, self._manifest.shards[shard].path, printable, reason)
+        return BadSample(index=index, shard=self._manifest.shards[shard].path, key=printable, reason=reason)

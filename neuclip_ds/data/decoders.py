@@ -66,25 +66,34 @@ class Captions:
             raise UserError("data.captions is empty; name a source of captions, such as txt.")
         self.extensions = tuple(dict.fromkeys(source.extension for source in self._sources))
 
-    def of(self, members: Mapping[str, bytes]) -> list[str]:
+    def all_captions(self, members: Mapping[str, bytes]) -> list[str]:
         """Return a sample's captions in the order of the sources, omitting blank captions; invalid JSON has none."""
-        return [text for found in self._of_sources(members) for text in found]
+        return list(itertools.chain.from_iterable(self._captions_by_source(members)))
 
     def draw(self, members: Mapping[str, bytes], number: int) -> str | None:
         """Use a random 64-bit number to choose one of a sample's captions; return None if there are no captions."""
-        found = self._of_sources(members)
+        by_source = self._captions_by_source(members)
         if self._weights is None:
-            captions = [text for texts in found for text in texts]
+            captions = list(itertools.chain.from_iterable(by_source))
         else:
-            weights = [weight if texts else 0 for weight, texts in zip(self._weights, found, strict=True)]
-            captions = found[_draw(weights, number)]
-        return captions[number % len(captions)] if captions else None
+            weights = [weight if texts else 0 for weight, texts in zip(self._weights, by_source, strict=True)]
+            captions = by_source[_draw_index(weights, number)]
+        if not captions:
+            return None
+        return captions[number % len(captions)]
 
-    def _of_sources(self, members: Mapping[str, bytes]) -> list[list[str]]:
-        """Return a list of captions for each source."""
-        found = [_texts(one, members[one.extension]) if one.extension in members else [] for one in self._sources]
-        cut = [[text.replace("\0", " ").strip()[:_MAX_CHARACTERS] for text in texts] for texts in found]
-        return [[_SURROGATE.sub("\ufffd", text) for text in texts if text] for texts in cut]
+    def _captions_by_source(self, members: Mapping[str, bytes]) -> list[list[str]]:
+        """Return a list of captions for each source, without blank captions."""
+        by_source = []
+        for source in self._sources:
+            captions = []
+            if source.extension in members:
+                for text in _read_texts(source, members[source.extension]):
+                    caption = text.replace("\0", " ").strip()[:_MAX_CHARACTERS]
+                    if caption:
+                        captions.append(_SURROGATE.sub("\ufffd", caption))
+            by_source.append(captions)
+        return by_source
 
 
 def json_object(data: bytes) -> dict[str, Any]:
@@ -104,21 +113,24 @@ def _parse(name: str) -> _Source:
     raise UserError(f"data.captions has {name!r}; a source is txt, txt:lines or json:KEY, or prefixed as in syn.txt.")
 
 
-def _draw(weights: Sequence[float], number: int) -> int:
+def _draw_index(weights: Sequence[float], number: int) -> int:
     """Use a random 64-bit number to choose an index, with probabilities proportional to the weights.
 
     The draw uses the high bits of the number, because `Captions.draw` chooses a caption by `number % len(captions)`.
     """
-    ends = list(itertools.accumulate(weights))
-    return bisect_right(ends, (number >> 11) / 2**53 * ends[-1], hi=len(ends) - 1)
+    cumulative_weights = list(itertools.accumulate(weights))
+    uniform = (number >> 11) / 2**53  # in [0, 1)
+    return bisect_right(cumulative_weights, uniform * cumulative_weights[-1], hi=len(weights) - 1)
 
 
-def _texts(source: _Source, data: bytes) -> list[str]:
+def _read_texts(source: _Source, data: bytes) -> list[str]:
+    """Return the texts of a source in the bytes of its member."""
     if not source.is_json:
         text = data.decode("utf-8", "replace")
         return text.splitlines() if source.key == _LINES else [text]
     value = json_object(data).get(source.key)
-    return [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, str)]
+    values = value if isinstance(value, list) else [value]
+    return [text for text in values if isinstance(text, str)]
 
 
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")

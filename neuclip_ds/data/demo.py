@@ -17,10 +17,11 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import yaml
@@ -35,7 +36,8 @@ Rgb = tuple[int, int, int]
 Words = Sequence[str]  # the first word is the canonical one
 
 
-class Group(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Group:
     """A group of `number` identical objects; shape, color, size and place are keys of the tables below."""
 
     shape: str
@@ -46,11 +48,22 @@ class Group(NamedTuple):
     offset: float  # shift of the center across the row of groups, as a fraction of the image side; captions omit it
 
 
-class Scene(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Scene:
     """A scene of one to three groups of objects on a background, which is a key of BACKGROUNDS."""
 
     groups: tuple[Group, ...]
     background: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairPlan:
+    """The random choices of a pair, from which its image and caption are made."""
+
+    scene: Scene
+    template: int  # index into TEMPLATES
+    original: int | None  # index of the pair that this one nearly duplicates
+    rng: Random  # for all further choices
 
 
 def _arc(radius: float, points: int = 40) -> tuple[Point, ...]:
@@ -67,11 +80,26 @@ def _heart() -> tuple[Point, ...]:
     )
 
 
-_STAR = tuple(_arc(0.43 if i % 2 else 1.05, 10)[i] for i in range(10))
+def _star() -> tuple[Point, ...]:
+    outer = _arc(1.05, 10)
+    inner = _arc(0.43, 10)
+    return tuple(inner[i] if i % 2 else outer[i] for i in range(10))
+
+
 _ARM = 0.33
 _CROSS = (
-    *((-_ARM, -1.0), (_ARM, -1.0), (_ARM, -_ARM), (1.0, -_ARM), (1.0, _ARM), (_ARM, _ARM)),
-    *((_ARM, 1.0), (-_ARM, 1.0), (-_ARM, _ARM), (-1.0, _ARM), (-1.0, -_ARM), (-_ARM, -_ARM)),
+    (-_ARM, -1.0),
+    (_ARM, -1.0),
+    (_ARM, -_ARM),
+    (1.0, -_ARM),
+    (1.0, _ARM),
+    (_ARM, _ARM),
+    (_ARM, 1.0),
+    (-_ARM, 1.0),
+    (-_ARM, _ARM),
+    (-1.0, _ARM),
+    (-1.0, -_ARM),
+    (-_ARM, -_ARM),
 )
 
 # outlines are centered at (0, 0) with a radius of about 1; the y axis points down
@@ -79,7 +107,7 @@ SHAPES: dict[str, tuple[tuple[Point, ...], Words]] = {
     "circle": (_arc(0.95), ("circle", "disc")),
     "square": (((-0.86, -0.86), (0.86, -0.86), (0.86, 0.86), (-0.86, 0.86)), ("square", "box")),
     "triangle": (((0.0, -0.95), (0.97, 0.75), (-0.97, 0.75)), ("triangle",)),
-    "star": (_STAR, ("star", "five-pointed star")),
+    "star": (_star(), ("star", "five-pointed star")),
     "cross": (_CROSS, ("cross", "plus sign")),
     "ring": (_arc(1.0) + _arc(0.55)[::-1], ("ring", "hoop")),
     "diamond": (((0.0, -1.05), (0.7, 0.0), (0.0, 1.05), (-0.7, 0.0)), ("diamond", "rhombus")),
@@ -125,29 +153,35 @@ def make_demo_data(
     empty or cannot be written, or if a number is out of range.
     """
     processes = (os.cpu_count() or 1) if processes is None else processes
-    limits = {"pairs": pairs, "held_out": held_out, "zero_shot": zero_shot, "processes": processes, "size": size}
-    for name, number in limits.items():
-        least, most = (16, 1024) if name == "size" else (1, math.inf)
-        if not least <= number <= most:
-            raise UserError(f"{name}={number} is out of range; it must be from {least} to {most}.")
+    for name, count in (("pairs", pairs), ("held_out", held_out), ("zero_shot", zero_shot), ("processes", processes)):
+        if count < 1:
+            raise UserError(f"{name}={count} is out of range; it must be from 1 to inf.")
+    if not 16 <= size <= 1024:
+        raise UserError(f"size={size} is out of range; it must be from 16 to 1024.")
     with new_folder(folder) as temporary:
-        labels = temporary / "zero_shot"
-        (labels / "test").mkdir(parents=True)
+        # the files of the zero-shot set, apart from its shard
+        zero_shot_folder = temporary / "zero_shot"
+        (zero_shot_folder / "test").mkdir(parents=True)
         class_names = "".join(f"{color} {shape}\n" for color, shape in CLASSES)
-        (labels / "classnames.txt").write_text(class_names)
-        (labels / "zeroshot_classification_templates.txt").write_text("\n".join(CLASS_TEMPLATES) + "\n")
-        (labels / "test" / "nshards.txt").write_text("1\n")
+        (zero_shot_folder / "classnames.txt").write_text(class_names)
+        (zero_shot_folder / "zeroshot_classification_templates.txt").write_text("\n".join(CLASS_TEMPLATES) + "\n")
+        (zero_shot_folder / "test" / "nshards.txt").write_text("1\n")
+
+        # the shards of all splits: path, indices of the samples, and the function that makes a sample
+        zero_shot_tar = zero_shot_folder / "test" / "0.tar"
         shards: list[tuple[Path, range, _Sampler]]
-        shards = [(labels / "test" / "0.tar", range(zero_shot), partial(_labeled_image, seed, size))]
-        for split, count in (("train", pairs), ("val", held_out)):
+        shards = [(zero_shot_tar, range(zero_shot), partial(_labeled_image, seed, size))]
+        for split, pairs_of_split in (("train", pairs), ("val", held_out)):
             (temporary / split).mkdir()
-            for number, first in enumerate(range(0, count, PAIRS_PER_SHARD)):
-                indices = range(first, min(first + PAIRS_PER_SHARD, count))
-                shards.append((temporary / split / f"{number:05d}.tar", indices, partial(_pair, seed, split, size)))
+            sampler = partial(_pair, seed, split, size)
+            for number, first in enumerate(range(0, pairs_of_split, PAIRS_PER_SHARD)):
+                indices = range(first, min(first + PAIRS_PER_SHARD, pairs_of_split))
+                shards.append((temporary / split / f"{number:05d}.tar", indices, sampler))
+
         done = 0
         with process_pool(min(processes, len(shards))) if processes > 1 else nullcontext() as pool:
-            for count in (pool.map if pool else map)(_write_shard, *zip(*shards, strict=True)):
-                done += count
+            for written in map(_write_shard, shards) if pool is None else pool.map(_write_shard, shards):
+                done += written
                 on_progress(done, pairs + held_out + zero_shot)
 
 
@@ -173,9 +207,11 @@ def demo_split(source: str, cache: Path) -> Path:
 _Sampler = Callable[[int], dict[str, Any]]  # returns the sample at an index; picklable
 
 
-def _write_shard(path: Path, indices: range, sample: _Sampler) -> int:
+def _write_shard(shard: tuple[Path, range, _Sampler]) -> int:
+    """Write the samples at some indices to a path, and return the number of samples."""
     from webdataset import TarWriter  # imports torch, which takes seconds
 
+    path, indices, sample = shard
     # the time and the owner are fixed, so that equal samples give equal files
     with path.open("wb") as file, TarWriter(file, user="demo", group="demo", mode=0o644, mtime=0, encoder=False) as tar:
         for index in indices:
@@ -187,32 +223,35 @@ def _stream(seed: int, split: str, index: int) -> Random:
     return Random(f"{seed}/{split}/{index}")  # seeded by the string's SHA-512, which is the same on every platform
 
 
-def plan_pair(seed: int, split: str, index: int) -> tuple[Scene, int, int | None, Random]:
-    """Return a pair's scene and template, the index of the pair it nearly duplicates (or None), and a `Random`."""
+def plan_pair(seed: int, split: str, index: int) -> PairPlan:
+    """Plan a pair: a new scene or, for one pair in twenty, the scene of an earlier pair with another template."""
     rng = _stream(seed, split, index)
     if index == 0 or rng.random() >= _DUPLICATES:
-        return random_scene(rng), rng.randrange(len(TEMPLATES)), None, rng
-    earlier = rng.randrange(index)
-    scene, _, original, _ = plan_pair(seed, split, earlier)
-    original = earlier if original is None else original
-    _, first_template, _, _ = plan_pair(seed, split, original)
-    return scene, (first_template + rng.randrange(1, len(TEMPLATES))) % len(TEMPLATES), original, rng
+        scene = random_scene(rng)
+        return PairPlan(scene=scene, template=rng.randrange(len(TEMPLATES)), original=None, rng=rng)
+    original = rng.randrange(index)
+    plan = plan_pair(seed, split, original)
+    if plan.original is not None:  # a duplicate of a duplicate
+        original = plan.original
+        plan = plan_pair(seed, split, original)
+    template = (plan.template + rng.randrange(1, len(TEMPLATES))) % len(TEMPLATES)
+    return PairPlan(scene=plan.scene, template=template, original=original, rng=rng)
 
 
 def _pair(seed: int, split: str, size: int, index: int) -> dict[str, Any]:
-    scene, template, original, rng = plan_pair(seed, split, index)
-    caption = describe(scene, template, rng)
+    plan = plan_pair(seed, split, index)
+    caption = describe(plan.scene, plan.template, plan.rng)
     metadata = {
         "key": _key(index),
         "uid": hashlib.md5(f"{seed}/{split}/{index}".encode(), usedforsecurity=False).hexdigest(),
         "caption": caption,
         "width": size,
         "height": size,
-        "objects": [group._asdict() for group in scene.groups],
-        "background": scene.background,
-        "near_duplicate_of": None if original is None else _key(original),
+        "objects": [asdict(group) for group in plan.scene.groups],
+        "background": plan.scene.background,
+        "near_duplicate_of": None if plan.original is None else _key(plan.original),
     }
-    image = _jpeg(render(scene, size, rng))
+    image = _jpeg(render(plan.scene, size, plan.rng))
     return {"__key__": _key(index), "jpg": image, "json": json.dumps(metadata).encode(), "txt": caption.encode()}
 
 
@@ -241,27 +280,27 @@ def random_scene(rng: Random) -> Scene:
     places = sorted(rng.sample(row, count), key=row.index)
     kinds = rng.sample([(shape, color) for shape in SHAPES for color in COLORS], count)
     groups = []
-    for kind, place in zip(kinds, places, strict=True):
-        groups.append(_random_group(rng, *kind, place, rng.randint(1, _MOST_OBJECTS[count])))
-    return Scene(tuple(groups), rng.choice(list(BACKGROUNDS)))
+    for (shape, color), place in zip(kinds, places, strict=True):
+        groups.append(_random_group(rng, shape, color, place, rng.randint(1, _MOST_OBJECTS[count])))
+    return Scene(groups=tuple(groups), background=rng.choice(list(BACKGROUNDS)))
 
 
 def single_object(rng: Random, color: str, shape: str) -> Scene:
     """Return a scene with one object of the given class; its place, its size and the background are random."""
     group = _random_group(rng, shape, color, rng.choice(list(PLACES)), number=1)
-    return Scene((group,), rng.choice(list(BACKGROUNDS)))
+    return Scene(groups=(group,), background=rng.choice(list(BACKGROUNDS)))
 
 
 def render(scene: Scene, size: int, rng: Random) -> Image.Image:
     """Render a scene as a `size` x `size` RGB image; positions, tilts, shades and pixels vary slightly with `rng`."""
-    fine = size * _SUPERSAMPLING
+    side = size * _SUPERSAMPLING
     rgb, _ = BACKGROUNDS[scene.background]
-    canvas = Image.new("RGB", (fine, fine), _shade(rgb, rng, 4))
+    canvas = Image.new("RGB", (side, side), _shade(rgb, rng, 4))
     draw = ImageDraw.Draw(canvas)
-    _draw_pattern(draw, scene.background, fine, rng)
+    _draw_pattern(draw, scene.background, side, rng)
     sideways = any(group.place in ("left", "right") for group in scene.groups)
     for group in scene.groups:
-        _draw_group(draw, group, sideways, fine, rng)
+        _draw_group(draw, group, sideways, side, rng)
     pixels = np.asarray(canvas.reduce(_SUPERSAMPLING), dtype=np.int16)  # (size, size, 3)
     noise = np.frombuffer(rng.randbytes(pixels.size), dtype=np.uint8).reshape(pixels.shape) // 23 - np.int16(5)
     return Image.fromarray(np.clip(pixels + noise, 0, 255).astype(np.uint8))
@@ -283,7 +322,14 @@ def describe(scene: Scene, template: int, rng: Random) -> str:
 
 
 def _random_group(rng: Random, shape: str, color: str, place: str, number: int) -> Group:
-    return Group(shape, color, rng.choice(list(SIZES)), number, place, round(rng.uniform(-0.13, 0.13), 3))
+    return Group(
+        shape=shape,
+        color=color,
+        size=rng.choice(list(SIZES)),
+        number=number,
+        place=place,
+        offset=round(rng.uniform(-0.13, 0.13), 3),
+    )
 
 
 def _shade(rgb: Rgb, rng: Random, spread: int) -> Rgb:
@@ -301,30 +347,38 @@ def _draw_pattern(draw: ImageDraw.ImageDraw, background: str, side: int, rng: Ra
         for x in corners:
             draw.rectangle((x, 0, x + step / 2, side), fill=_INK)
     elif background == "dotted":
-        for x, y in ((x, y) for x in corners for y in corners):
-            draw.ellipse((x + 0.25 * step, y + 0.25 * step, x + 0.75 * step, y + 0.75 * step), fill=_INK)
+        for x in corners:
+            for y in corners:
+                draw.ellipse((x + 0.25 * step, y + 0.25 * step, x + 0.75 * step, y + 0.75 * step), fill=_INK)
     elif background == "checkered":
-        for x, y in ((x, y) for i, x in enumerate(corners) for y in corners[i % 2 :: 2]):
-            draw.rectangle((x, y, x + step, y + step), fill=_INK)
+        for column, x in enumerate(corners):
+            for y in corners[column % 2 :: 2]:
+                draw.rectangle((x, y, x + step, y + step), fill=_INK)
 
 
 def _draw_group(draw: ImageDraw.ImageDraw, group: Group, sideways: bool, side: int, rng: Random) -> None:
     """Draw a group inside the image: a line of objects perpendicular to the row of groups, or a square of four."""
-    diameter = SIZES[group.size][0] * rng.uniform(0.95, 1.0)
+    mean_diameter, _ = SIZES[group.size]
+    diameter = mean_diameter * rng.uniform(0.95, 1.0)
     pitch = 1.05 * diameter
     lanes = 2 if group.number == 4 else 1
     length = group.number // lanes
     along = _inside(_POSITIONS[group.place] + rng.uniform(-0.01, 0.01), (lanes - 1) * pitch + diameter)
     across = _inside(0.5 + group.offset + rng.uniform(-0.03, 0.03), (length - 1) * pitch + diameter)
-    rgb = _shade(COLORS[group.color][0], rng, 9)
+    mean_rgb, _ = COLORS[group.color]
+    rgb = _shade(mean_rgb, rng, 9)
+    outline, _ = SHAPES[group.shape]
     for i in range(group.number):
         lane, position = divmod(i, length)
-        middle = (along + (lane - (lanes - 1) / 2) * pitch, across + (position - (length - 1) / 2) * pitch)
-        x, y = (side * (m + rng.uniform(-0.008, 0.008)) for m in (middle if sideways else middle[::-1]))
+        along_middle = along + (lane - (lanes - 1) / 2) * pitch
+        across_middle = across + (position - (length - 1) / 2) * pitch
+        middle_x, middle_y = (along_middle, across_middle) if sideways else (across_middle, along_middle)
+        x = side * (middle_x + rng.uniform(-0.008, 0.008))
+        y = side * (middle_y + rng.uniform(-0.008, 0.008))
         tilt = math.radians(rng.uniform(-8, 8))
-        cos, sin = (side * diameter / 2 * turn for turn in (math.cos(tilt), math.sin(tilt)))
-        outline = [(x + cos * u - sin * v, y + sin * u + cos * v) for u, v in SHAPES[group.shape][0]]
-        draw.polygon(outline, fill=rgb)
+        cos = side * diameter / 2 * math.cos(tilt)
+        sin = side * diameter / 2 * math.sin(tilt)
+        draw.polygon([(x + cos * u - sin * v, y + sin * u + cos * v) for u, v in outline], fill=rgb)
 
 
 def _inside(middle: float, extent: float) -> float:
@@ -334,11 +388,15 @@ def _inside(middle: float, extent: float) -> float:
 
 def _phrase(group: Group, place_may_lead: bool, rng: Random) -> str:
     """Return a phrase such as "two big red circles at the top", with the attributes in one of several orders."""
-    number, color = _word(NUMBERS[group.number], rng), _word(COLORS[group.color][1], rng)
-    shape = _word(SHAPES[group.shape][1], rng)
+    _, color_words = COLORS[group.color]
+    _, shape_words = SHAPES[group.shape]
+    _, size_words = SIZES[group.size]
+    number = _word(NUMBERS[group.number], rng)
+    color = _word(color_words, rng)
+    shape = _word(shape_words, rng)
     if group.number > 1:
         shape += "es" if shape[-1] in "sx" else "s"
-    size = _word(SIZES[group.size][1], rng) if rng.random() < 0.6 else ""
+    size = _word(size_words, rng) if rng.random() < 0.6 else ""
     noun = f"{shape} in {color}" if rng.random() < 0.15 else f"{color} {shape}"
     if size:
         noun = f"{noun} of {group.size} size" if rng.random() < 0.15 else f"{size} {noun}"

@@ -63,9 +63,12 @@ class Retries:
     """
 
     def __init__(self, url: str, max_outage: float, backoff: float = 1.0) -> None:
-        self.url, self._max_outage, self._backoff = url, max_outage, backoff
-        self.failures, self._counts = 0, Counter[Kind]()
-        self._began = 0.0  # time of the first failure of the storage
+        self.url = url
+        self.failures = 0
+        self._max_outage = max_outage
+        self._backoff = backoff
+        self._counts: Counter[Kind] = Counter()
+        self._outage_began = 0.0  # time of the first failure of the storage
 
     def pause_after(self, failure: AttemptFailed) -> float:
         """Return how many seconds to wait after a failed attempt.
@@ -74,17 +77,22 @@ class Retries:
             FetchError: the shard does not exist or is damaged.
             UserError: the storage refuses access or has failed for too long, or this machine cannot fetch the shard.
         """
-        kind, now, message = failure.kind, time.monotonic(), f"{self.url} cannot be fetched: {failure}."
+        kind = failure.kind
+        message = f"{self.url} cannot be fetched: {failure}."
         self.failures += 1
         self._counts[kind] += 1
         if kind == "outage":
-            self._began = self._began or now
-            if now - self._began >= self._max_outage:
+            now = time.monotonic()
+            self._outage_began = self._outage_began or now
+            if now - self._outage_began >= self._max_outage:
                 message += f" The storage failed for data.max_outage={self._max_outage:g} s: check it, and start again."
                 raise UserError(message)
         elif self._counts[kind] == _ATTEMPTS.get(kind, 1):
-            raise UserError(f"{message} {_FIXES[kind]}.") if kind in _FIXES else FetchError(message, kind == "damaged")
-        return min(self._backoff * 2 ** min(self.failures - 1, 30), _LONGEST_PAUSE) * _jitter.uniform(0.5, 1)
+            if kind in _FIXES:
+                raise UserError(f"{message} {_FIXES[kind]}.")
+            raise FetchError(message, kind == "damaged")
+        longest_pause = min(self._backoff * 2 ** min(self.failures - 1, 30), _LONGEST_PAUSE)
+        return longest_pause * _jitter.uniform(0.5, 1)
 
 
 def attempt(url: str, folder: Path, timeout: float, size: int | None = None, crc32: int | None = None) -> Path:
@@ -93,18 +101,22 @@ def attempt(url: str, folder: Path, timeout: float, size: int | None = None, crc
     Raises AttemptFailed if the transfer fails, no data arrives for `timeout` seconds, or the file does not have the
     expected size or checksum (None: not checked).
     """
-    part, errors = folder / uuid4().hex, list[BaseException]()
+    part = folder / uuid4().hex
+    errors: list[BaseException] = []
     thread = threading.Thread(target=_transfer, args=(url, part, timeout, errors), daemon=True)
-    arrived, since = -1, time.monotonic()
+    arrived = -1  # bytes; -1 until the transfer has begun
+    last_progress = time.monotonic()
     thread.start()
     while thread.is_alive():
         thread.join(min(timeout / 10, 0.5))
-        before, arrived = arrived, part.stat().st_size if part.exists() else -1
-        if arrived != before:
-            since = time.monotonic()
+        arrived_before = arrived
+        arrived = part.stat().st_size if part.exists() else -1
+        if arrived != arrived_before:
+            last_progress = time.monotonic()
         if size is not None and arrived > size:
             raise AttemptFailed(f"it is longer than the expected {size} bytes", "damaged")
-        if time.monotonic() - since > (limit := timeout if arrived >= 0 else timeout + _IMPORT):
+        limit = timeout if arrived >= 0 else timeout + _IMPORT
+        if time.monotonic() - last_progress > limit:
             raise AttemptFailed(f"no byte arrived for {limit:g} s (after {max(arrived, 0)} bytes)")
     if errors:
         raise explain(errors[0]) from errors[0]

@@ -32,8 +32,10 @@ def decode_simplejpeg(data: bytes, min_side: int | None = None) -> Decoded:
     if header.format not in _JPEG:
         return decode_header(header, min_side)
     width, height = header.size
-    # the same scales as PIL's `draft`; libjpeg-turbo has no SIMD code for other scales, which can be slower than 1/1
-    factor = 1 if min_side is None else next((n for n in (8, 4, 2) if min(width, height) // n >= min_side), 1)
+    factor = 1
+    if min_side is not None:
+        # the scales of PIL's `draft`; libjpeg-turbo has no SIMD code for other scales, which can be slower than 1/1
+        factor = next((scale for scale in (8, 4, 2) if min(width, height) // scale >= min_side), 1)
     try:
         pixels = simplejpeg.decode_jpeg(data, "RGB", min_height=-(-height // factor), min_width=-(-width // factor))
     except ValueError:
@@ -56,7 +58,8 @@ class EvalTransform:
     decode: Decode = decode_pil
 
     def __call__(self, data: bytes, seed: int = 0) -> Tensor:
-        image, square = self.decode(data, None).image, [self.image_size, self.image_size]
+        image = self.decode(data, None).image
+        square = [self.image_size, self.image_size]
         if self.squash:
             return _resize(image, square)
         width, height = F.get_image_size(image)
@@ -77,11 +80,14 @@ class RandomCrop:
         min_side = math.ceil(self.image_size / math.sqrt(self.crop_scale * _RATIO[0]))
         image, (full_width, full_height) = self.decode(data, min_side)
         top, left, height, width = draw_crop(full_height, full_width, (self.crop_scale, 1.0), seed)
-        width_now, height_now = F.get_image_size(image)
-        down, across = height_now / full_height, width_now / full_width  # 1 unless the image was scaled down
-        top, left = round(top * down), round(left * across)
-        height = min(round(height * down), height_now - top)  # rounding both up could exceed the border
-        width = min(round(width * across), width_now - left)
+        # convert the crop to the pixels of the decoded image, which the decoder may have scaled down
+        decoded_width, decoded_height = F.get_image_size(image)
+        vertical_scale = decoded_height / full_height
+        horizontal_scale = decoded_width / full_width
+        top = round(top * vertical_scale)
+        left = round(left * horizontal_scale)
+        height = min(round(height * vertical_scale), decoded_height - top)  # rounding both up could exceed the border
+        width = min(round(width * horizontal_scale), decoded_width - left)
         return _resize(F.crop(image, top, left, height, width), [self.image_size, self.image_size])
 
 
@@ -94,8 +100,7 @@ def draw_crop(height: int, width: int, scale: tuple[float, float], seed: int) ->
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         image = torch.empty(1, height, width, device="meta")
-        top, left, high, wide = RandomResizedCrop.get_params(image, list(scale), list(_RATIO))
-    return top, left, high, wide
+        return RandomResizedCrop.get_params(image, list(scale), list(_RATIO))
 
 
 def _resize(image: Image.Image | Tensor, size: list[int]) -> Tensor:
@@ -109,4 +114,6 @@ def train_transform(
     image_size: int, crop_scale: float, decode: Decode = decode_pil, squash: bool = False
 ) -> ImageTransform:
     """Return a `RandomCrop` or, if `crop_scale` is 1, an `EvalTransform`, which does not augment images."""
-    return RandomCrop(image_size, crop_scale, decode) if crop_scale < 1 else EvalTransform(image_size, squash, decode)
+    if crop_scale < 1:
+        return RandomCrop(image_size, crop_scale, decode)
+    return EvalTransform(image_size, squash, decode)

@@ -13,9 +13,9 @@ from typing import NamedTuple
 from neuclip_ds.errors import UserError
 
 WINDOW = 8_000_000  # samples that are shuffled together on up to 16 nodes
-_PER_NODE = 500_000  # samples per node in the larger window for more than 16 nodes
-_FINER = 2**-0.125  # ratio between successive window sizes, if several are tried
-_STREAMS = 64
+_WINDOW_PER_NODE = 500_000  # samples per node in the larger window for more than 16 nodes
+_WINDOW_RATIO = 2**-0.125  # between successive window sizes, if several are tried
+_STREAMS = 64  # most streams on up to 64 nodes
 FULL = 0.9  # fraction of a cache that the plan may use, and that shards for later batches may fill
 _SMALLEST_BLOCK = 100
 
@@ -53,46 +53,55 @@ def choose_interleave(
     """
     if streams is not None and (streams < 1 or batch_size % streams):
         raise UserError(f"data.shard_streams={streams} does not divide data.batch_size={batch_size}; choose a divisor.")
-    numbers = [streams] if streams is not None else _stream_numbers(batch_size, max(shards, 1), nodes)
     if streams is not None and block is not None:
         return Interleave(streams, block)
-    top = max(WINDOW, _PER_NODE * nodes)
+    stream_counts = [streams] if streams is not None else _stream_counts(batch_size, max(shards, 1), nodes)
+    largest_window = max(WINDOW, _WINDOW_PER_NODE * nodes)
     if cache_bytes is None:
-        return Interleave(numbers[0], block or max(top // numbers[0], 1))
-    for counts in ({-(-nodes // 2), nodes}, {nodes}):
+        return Interleave(stream_counts[0], block or max(largest_window // stream_counts[0], 1))
 
-        def needed(one: Interleave, counts: set[int] = counts) -> float:
-            return max(resident_bytes(one, count) for count in counts)
+    # prefer an interleave that also fits in the caches of half the nodes
+    half_the_nodes = -(-nodes // 2)
+    for node_counts in ({half_the_nodes, nodes}, {nodes}):
+
+        def needed_bytes(interleave: Interleave, node_counts: set[int] = node_counts) -> float:
+            return max(resident_bytes(interleave, count) for count in node_counts)
 
         best: Interleave | None = None
-        for number in numbers:
-            candidates = [Interleave(number, size) for size in ([block] if block else _blocks(top, number))]
+        for count in stream_counts:
+            blocks = [block] if block else _block_sizes(largest_window, count)
+            candidates = [Interleave(count, size) for size in blocks]
             # a smaller block needs fewer bytes, so the largest block that fits is found by bisection
-            at = bisect_left(candidates, -FULL * cache_bytes, key=lambda one: -needed(one))
-            if at < len(candidates) and (best is None or math.prod(candidates[at]) > math.prod(best)):
-                best = candidates[at]
+            first_fit = bisect_left(candidates, -FULL * cache_bytes, key=lambda candidate: -needed_bytes(candidate))
+            if first_fit < len(candidates) and (best is None or math.prod(candidates[first_fit]) > math.prod(best)):
+                best = candidates[first_fit]
             elif best is not None:  # fewer streams would give even smaller windows
                 break
         if best is not None:
             return best
-    smallest = resident_bytes(Interleave(numbers[-1], block or _SMALLEST_BLOCK), nodes)
-    size, least = cache_bytes / 1e9, 1.01 * smallest / FULL / 1e9
-    raise UserError(f"The cache of {size:.3g} GB is too small for a batch: set data.cache_gb={least:.3g} or more.")
+
+    smallest = resident_bytes(Interleave(stream_counts[-1], block or _SMALLEST_BLOCK), nodes)
+    cache_gb = cache_bytes / 1e9
+    needed_gb = 1.01 * smallest / FULL / 1e9
+    raise UserError(
+        f"The cache of {cache_gb:.3g} GB is too small for a batch: set data.cache_gb={needed_gb:.3g} or more."
+    )
 
 
-def _blocks(window: int, streams: int) -> list[int]:
+def _block_sizes(window: int, streams: int) -> list[int]:
     """Return the block sizes to try, largest first."""
-    found = [max(window // streams, 1)]
-    while found[-1] > _SMALLEST_BLOCK:
-        found.append(max(int(window / streams * _FINER ** len(found)), _SMALLEST_BLOCK))
-    return found
+    sizes = [max(window // streams, 1)]
+    while sizes[-1] > _SMALLEST_BLOCK:
+        sizes.append(max(int(window / streams * _WINDOW_RATIO ** len(sizes)), _SMALLEST_BLOCK))
+    return sizes
 
 
-def _stream_numbers(batch_size: int, shards: int, nodes: int) -> list[int]:
+def _stream_counts(batch_size: int, shards: int, nodes: int) -> list[int]:
     """Return the stream counts to try, best first; all of them divide the batch size.
 
     If possible, they are also multiples of the number of nodes, so that no two nodes read the same stream.
     """
     most = min(max(_STREAMS, nodes), shards, batch_size)
-    divisors = [number for number in range(most, 0, -1) if batch_size % number == 0]
-    return [number for number in divisors if number % nodes == 0] or divisors
+    divisors = [count for count in range(most, 0, -1) if batch_size % count == 0]
+    multiples_of_nodes = [count for count in divisors if count % nodes == 0]
+    return multiples_of_nodes or divisors

@@ -10,8 +10,9 @@ import itertools
 import pickle
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -30,10 +31,11 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-class Jobs(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Jobs:
     """The rows that a rank loads, divided into jobs for its workers. A job is a batch or a part of a batch."""
 
-    number: int  # number of jobs
+    count: int
     items: Callable[[int], Items]  # returns the rows of a job
     describe: Callable[[int], str]  # returns a description of a job's batch, for messages
 
@@ -48,20 +50,22 @@ def train_jobs(
     """
     if order.batch_size % world_size:
         raise UserError(f"data.batch_size={order.batch_size} is not divisible by {world_size} ranks; change one.")
-    first, share = epoch * order.steps_per_epoch + step, order.batch_size // world_size
+    first_batch = epoch * order.steps_per_epoch + step  # counted from the first batch of epoch 0
+    rank_batch = order.batch_size // world_size
+    first_row = rank * rank_batch  # in the global batch
 
-    def items(number: int) -> Items:
-        batch, part = divmod(number, parts)
-        epoch, step = divmod(first + batch, order.steps_per_epoch)
-        rows = part_rows(share, parts, part)
-        visits, indices = order.visits(epoch, step, slice(rank * share + rows.start, rank * share + rows.stop))
-        return list(zip(visits.tolist(), indices.tolist(), strict=True))
+    def items(job: int) -> Items:
+        batch, part = divmod(job, parts)
+        epoch, step = divmod(first_batch + batch, order.steps_per_epoch)
+        rows = part_rows(rank_batch, parts, part)
+        epochs, indices = order.epochs_and_indices(epoch, step, slice(first_row + rows.start, first_row + rows.stop))
+        return list(zip(epochs.tolist(), indices.tolist(), strict=True))
 
-    def describe(number: int) -> str:
-        epoch, step = divmod(first + number // parts, order.steps_per_epoch)
+    def describe(job: int) -> str:
+        epoch, step = divmod(first_batch + job // parts, order.steps_per_epoch)
         return f"step {step} of epoch {epoch}"
 
-    return Jobs(steps * parts, items, describe)
+    return Jobs(count=steps * parts, items=items, describe=describe)
 
 
 def eval_jobs(manifest: Manifest, rank: int, world_size: int, batch_size: int) -> Jobs:
@@ -69,15 +73,18 @@ def eval_jobs(manifest: Manifest, rank: int, world_size: int, batch_size: int) -
 
     Every rank has ceil(c / batch_size) batches of `batch_size` rows; padding rows have index -1.
     """
-    share = -(-manifest.n_used // world_size)
-    end = min((rank + 1) * share, manifest.n_used)
+    rank_samples = -(-manifest.n_used // world_size)
+    end = min((rank + 1) * rank_samples, manifest.n_used)
 
-    def items(number: int) -> Items:
-        start = rank * share + number * batch_size
-        indices = indices_at(manifest.starts, manifest.sizes, np.arange(start, min(start + batch_size, end))).tolist()
-        return [(0, index) for index in indices] + [(0, PADDING)] * (batch_size - len(indices))
+    def items(job: int) -> Items:
+        start = rank * rank_samples + job * batch_size
+        positions = np.arange(start, min(start + batch_size, end))
+        indices = indices_at(manifest.starts, manifest.sizes, positions).tolist()
+        padding = batch_size - len(indices)
+        return [(0, index) for index in indices] + [(0, PADDING)] * padding
 
-    return Jobs(-(-share // batch_size), items, lambda number: f"evaluation batch {number}")
+    batches = -(-rank_samples // batch_size)
+    return Jobs(count=batches, items=items, describe=lambda job: f"evaluation batch {job}")
 
 
 class Loader(WorkerPool):
@@ -87,13 +94,13 @@ class Loader(WorkerPool):
     """
 
     def __init__(self, options: LoaderOptions, pairs: Mapping[str, PairDataset] | None = None) -> None:
-        super().__init__(self._do, options)
+        super().__init__(self._do_job, options)
         self._pairs = pairs or {}
 
     def batches(self, source: str, jobs: Jobs) -> Generator[Batch, None, None]:
         """Yield the batches or parts that `jobs` selects from the `source` dataset; raise UserError if `run` does."""
-        jobs_of_source = ((source, jobs.items(number)) for number in range(jobs.number))
-        return self.run(jobs_of_source, jobs.describe, self._pairs[source].folder)
+        jobs_with_source = ((source, jobs.items(job)) for job in range(jobs.count))
+        return self.run(jobs_with_source, jobs.describe, self._pairs[source].folder)
 
     def map(
         self, function: Callable[[T], R], groups: Iterable[list[T]], folder: Path
@@ -103,22 +110,27 @@ class Loader(WorkerPool):
         The function, its arguments and its results must be picklable. Error messages name `folder`, the items' folder.
         """
         jobs = ((function, items) for items in groups)
-        with closing(self.run(jobs, "part {} of an evaluation set".format, folder)) as parts:
-            yield from map(pickle.loads, parts)
+        with closing(self.run(jobs, "part {} of an evaluation set".format, folder)) as pickled_results:
+            yield from map(pickle.loads, pickled_results)
 
-    def _do(self, job: tuple[Any, list[Any]]) -> Batch | bytes:
-        what, items = job
-        if isinstance(what, str):
-            return self._pairs[what].batch(items)
-        _Pickler(rows := io.BytesIO()).dump([what(item) for item in items])
-        return rows.getvalue()
+    def _do_job(self, job: tuple[Any, list[Any]]) -> Batch | bytes:
+        """Load a batch of the named dataset, or apply a function to items and return the pickled results."""
+        source_or_function, items = job
+        if isinstance(source_or_function, str):
+            return self._pairs[source_or_function].batch(items)
+        results = [source_or_function(item) for item in items]
+        buffer = io.BytesIO()
+        _TensorPickler(buffer).dump(results)
+        return buffer.getvalue()
 
 
-class _Pickler(pickle.Pickler):
+class _TensorPickler(pickle.Pickler):
     """A pickler that copies the bytes of tensors, because sharing a tensor's memory would use a file descriptor."""
 
     def reducer_override(self, value: Any) -> Any:
-        return (torch.from_numpy, (value.numpy(),)) if isinstance(value, Tensor) else NotImplemented
+        if isinstance(value, Tensor):
+            return torch.from_numpy, (value.numpy(),)
+        return NotImplemented
 
 
 IN_PROCESS = Loader(LoaderOptions(workers=0))  # has no workers and no state
@@ -126,8 +138,8 @@ IN_PROCESS = Loader(LoaderOptions(workers=0))  # has no workers and no state
 
 def part_count(rows: int, image_size: int) -> int:
     """Return the number of parts into which a batch of (rows, 3, image_size, image_size) uint8 pixels is split."""
-    most = max(1, PART_BYTES // (3 * image_size**2))  # rows per part
-    return -(-rows // most)
+    most_rows_per_part = max(1, PART_BYTES // (3 * image_size**2))
+    return -(-rows // most_rows_per_part)
 
 
 def part_rows(rows: int, count: int, number: int) -> slice:
@@ -141,9 +153,11 @@ class RankBatch:
     def __init__(self, parts: Sequence[Batch]) -> None:
         self._parts: list[Batch | None] = list(parts)
         self._starts = [0, *itertools.accumulate(len(part.index) for part in parts)]
-        index, valid = (torch.cat(column) for column in zip(*((part.index, part.valid) for part in parts), strict=True))
-        is_pinned = parts[0].index.is_pinned()
-        self.index, self.valid = (index.pin_memory(), valid.pin_memory()) if is_pinned else (index, valid)
+        self.index = torch.cat([part.index for part in parts])
+        self.valid = torch.cat([part.valid for part in parts])
+        if parts[0].index.is_pinned():
+            self.index = self.index.pin_memory()
+            self.valid = self.valid.pin_memory()
         self.bad: tuple[BadSample, ...] = tuple(sample for part in parts for sample in part.bad)
 
     def __len__(self) -> int:
@@ -151,14 +165,14 @@ class RankBatch:
 
     def pieces(self, rows: slice) -> list[tuple[Tensor, Tensor]]:
         """Return the rows as one (pixels, tokens) pair of views per part: uint8 (r, 3, H, W) and int64 (r, T)."""
-        found = []
+        views = []
         for part, start, stop in zip(self._parts, self._starts[:-1], self._starts[1:], strict=True):
             if start < rows.stop and rows.start < stop:
                 if part is None:
                     raise RuntimeError(f"Rows {rows.start} to {rows.stop} of a batch have been released.")
-                here = slice(max(rows.start - start, 0), min(rows.stop, stop) - start)
-                found.append((part.image[here], part.tokens[here]))
-        return found
+                rows_of_part = slice(max(rows.start - start, 0), min(rows.stop, stop) - start)
+                views.append((part.image[rows_of_part], part.tokens[rows_of_part]))
+        return views
 
     def release(self, rows: int) -> None:
         """Free the pixels and the tokens of all parts that are entirely within the first `rows` rows."""
@@ -169,7 +183,7 @@ class RankBatch:
 
 def join_parts(parts: Iterator[Batch], count: int) -> Iterator[RankBatch]:
     """Yield batches of `count` consecutive parts each, without copying the parts' pixels."""
-    while found := list(itertools.islice(parts, count)):
-        batch = RankBatch(found)
-        del found  # so that only the batch keeps the pixels alive
+    while parts_of_batch := list(itertools.islice(parts, count)):
+        batch = RankBatch(parts_of_batch)
+        del parts_of_batch  # so that only the batch keeps the pixels alive
         yield batch

@@ -9,18 +9,20 @@ import hashlib
 import itertools
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from neuclip_ds.data.sample_table import SampleLocation, SampleParts
+from neuclip_ds.data.sample_table import SampleTables, TableLocation
 from neuclip_ds.errors import UserError
 
 
-class Shard(NamedTuple):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shard:
     """A tar with `n` samples, whose indices are start ... start + n - 1."""
 
     path: str
@@ -33,6 +35,20 @@ class Shard(NamedTuple):
     layout: int | None = None  # checksum of all samples' names, offsets and sizes; None if they were not read
 
 
+SHARD_FIELDS = tuple(field.name for field in fields(Shard))
+
+
+def shards_to_columns(shards: Sequence[Shard]) -> dict[str, list[Any]]:
+    """Return the values of each field of the shards."""
+    return {name: [getattr(shard, name) for shard in shards] for name in SHARD_FIELDS}
+
+
+def shards_from_columns(columns: Mapping[str, Sequence[Any]]) -> list[Shard]:
+    """Return the shards with these values of each field."""
+    rows = zip(*(columns[name] for name in SHARD_FIELDS), strict=True)
+    return [Shard(**dict(zip(SHARD_FIELDS, row, strict=True))) for row in rows]
+
+
 class Manifest:
     """The shards of a dataset in index order and, optionally, the sample tables of these shards.
 
@@ -41,7 +57,7 @@ class Manifest:
     """
 
     def __init__(
-        self, shards: Sequence[Shard], samples: SampleParts | None = None, held_out: Mapping[int, int] | None = None
+        self, shards: Sequence[Shard], samples: SampleTables | None = None, held_out: Mapping[int, int] | None = None
     ) -> None:
         self.shards = tuple(shards)
         self.samples = samples
@@ -66,9 +82,11 @@ class Manifest:
 
     def validation(self) -> "Manifest":
         """Return a manifest of the held-out samples, which keep their indices."""
-        found = Manifest(self.shards, self.samples)
-        found.starts, found.sizes = self.starts + self.sizes, found.sizes - self.sizes
-        return found
+        validation = Manifest(self.shards, self.samples)
+        all_sizes = validation.sizes
+        validation.starts = self.starts + self.sizes
+        validation.sizes = all_sizes - self.sizes
+        return validation
 
     @property
     def n_used(self) -> int:
@@ -78,7 +96,7 @@ class Manifest:
     @property
     def has_checksums(self) -> bool:
         """Whether every read is verified against a checksum."""
-        return self.samples is not None and all(s.crc32 is not None for s in self.shards)
+        return self.samples is not None and all(shard.crc32 is not None for shard in self.shards)
 
     @cached_property
     def content_hash(self) -> str:
@@ -98,18 +116,20 @@ class Manifest:
 
     def to_json(self) -> dict[str, Any]:
         """Return the input for `from_json` on other ranks, which must have the same sample tables at the same paths."""
-        found: dict[str, Any] = {"shards": [list(shard) for shard in self.shards]}
+        content: dict[str, Any] = {"shards": shards_to_columns(self.shards)}
         if self.samples is not None:  # so that other ranks need not open the tables' files
-            found["places"] = [[str(part), group] for part, group in self.samples.places]
-            found["members"] = sorted(self.samples.members)
-        return found
+            content["tables"] = [[str(location.file), location.row_group] for location in self.samples.locations]
+            content["members"] = sorted(self.samples.members)
+        return content
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> "Manifest":
+    def from_json(cls, content: Mapping[str, Any]) -> "Manifest":
         """Rebuild a manifest from the result of `to_json`."""
-        places = [SampleLocation(Path(part), group) for part, group in found.get("places", [])]
-        samples = SampleParts(places, frozenset(found["members"])) if "members" in found else None
-        return cls([Shard(*shard) for shard in found["shards"]], samples)
+        samples = None
+        if "tables" in content:
+            locations = [TableLocation(Path(file), row_group) for file, row_group in content["tables"]]
+            samples = SampleTables(locations, frozenset(content["members"]))
+        return cls(shards_from_columns(content["shards"]), samples)
 
     def locate(self, index: int) -> tuple[int, int]:
         """Convert a global index to (shard number, row in the shard); raise IndexError if it is outside 0 ... n - 1."""
@@ -126,10 +146,10 @@ def indices_at(starts: NDArray[np.int64], sizes: NDArray[np.int64], positions: N
     return starts[shards] + positions - (ends - sizes)[shards]
 
 
-def from_shards(found: Sequence[Shard]) -> Manifest:
+def from_shards(shards: Sequence[Shard]) -> Manifest:
     """Return a manifest of the given shards, numbering their samples in list order."""
-    starts = itertools.accumulate((shard.n for shard in found), initial=0)
-    return Manifest([shard._replace(start=start) for shard, start in zip(found, starts, strict=False)])
+    starts = itertools.accumulate((shard.n for shard in shards), initial=0)
+    return Manifest([replace(shard, start=start) for shard, start in zip(shards, starts, strict=False)])
 
 
 def join(manifests: Sequence[Manifest]) -> Manifest:
@@ -137,18 +157,18 @@ def join(manifests: Sequence[Manifest]) -> Manifest:
     shards: list[Shard] = []
     for manifest in manifests:
         start = shards[-1].start + shards[-1].n if shards else 0
-        shards += [shard._replace(start=start + shard.start) for shard in manifest.shards]
+        shards += [replace(shard, start=start + shard.start) for shard in manifest.shards]
     tables = [manifest.samples for manifest in manifests if manifest.samples is not None]
     if len(tables) == len(manifests):
-        return Manifest(shards, SampleParts.join(tables))
+        return Manifest(shards, SampleTables.join(tables))
     if any(shard.selection is not None for shard in shards):
         raise UserError("One source has no sample tables, but another needs them: build a manifest of each source.")
     return Manifest(shards)
 
 
-def check_size(shard: Shard, found: int) -> None:
-    """Raise UserError unless `found`, the size of a shard's file, matches the manifest."""
-    if found != shard.bytes:
+def check_size(shard: Shard, file_bytes: int) -> None:
+    """Raise UserError unless the size of a shard's file matches the manifest."""
+    if file_bytes != shard.bytes:
         raise UserError(
-            f"Shard {shard.path} has {found} bytes where the manifest has {shard.bytes}; rebuild the manifest."
+            f"Shard {shard.path} has {file_bytes} bytes where the manifest has {shard.bytes}; rebuild the manifest."
         )

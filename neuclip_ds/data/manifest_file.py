@@ -15,8 +15,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from neuclip_ds.data.manifest import Manifest, Shard, check_size
-from neuclip_ds.data.sample_table import SampleLocation, SampleParts
+from neuclip_ds.data.manifest import Manifest, Shard, check_size, shards_from_columns, shards_to_columns
+from neuclip_ds.data.sample_table import SampleTables, TableLocation
 from neuclip_ds.data.shards import is_local
 from neuclip_ds.errors import UserError, redact
 from neuclip_ds.files import atomic_write
@@ -26,9 +26,20 @@ _TABLE = "shards.parquet"
 _META = "neuclip_ds."  # prefix of the keys in the table's metadata
 SAMPLES = "samples"  # folder of the sample tables
 _SCHEMA = pa.schema(
-    [("path", pa.string())]
-    + [(name, pa.int64()) for name in ("start", "n", "bytes", "n_bad", "crc32", "selection")]
-    + [("layout", pa.int64()), ("part", pa.string()), ("group", pa.int64())]
+    [
+        # the fields of `Shard`
+        ("path", pa.string()),
+        ("start", pa.int64()),
+        ("n", pa.int64()),
+        ("bytes", pa.int64()),
+        ("n_bad", pa.int64()),
+        ("crc32", pa.int64()),
+        ("selection", pa.int64()),
+        ("layout", pa.int64()),
+        # the location of the shard's sample table: a file name and a row group
+        ("part", pa.string()),
+        ("group", pa.int64()),
+    ]
 )
 _OPTIONAL = ("crc32", "selection", "layout", "part", "group")
 _PART = re.compile(r"part-[\w-]+\.parquet")
@@ -45,11 +56,11 @@ def check_distinct(manifest: Manifest) -> None:
 
 def check_separate(training: Manifest, validation: Manifest) -> None:
     """Raise UserError if any shard of the validation data is also a shard of the training data."""
-    found = [second for _, second in _repeats([*training.shards, *validation.shards])]
-    if found:
+    shared = [second for _, second in _repeats([*training.shards, *validation.shards])]
+    if shared:
         raise UserError(
-            f"{len(found)} of {validation.n_shards} shards of data.val are among the training shards, such as "
-            f"{found[0].path}: recall would be measured on training pairs. Name different shards, or set data.val= "
+            f"{len(shared)} of {validation.n_shards} shards of data.val are among the training shards, such as "
+            f"{shared[0].path}: recall would be measured on training pairs. Name different shards, or set data.val= "
             "(empty) to train without validation data."
         )
 
@@ -60,10 +71,14 @@ def _repeats(shards: Sequence[Shard]) -> Iterator[tuple[Shard, Shard]]:
     for shard in shards:
         if not shard.n:
             continue
-        keys: list[object] = [shard.path] + [(shard.bytes, shard.layout)] * (shard.layout is not None)
-        earlier = [seen[key] for key in keys if key in seen]
-        seen.update((key, shard) for key in keys if key not in seen)
-        if same := next((other for other in earlier if _is_same(other, shard)), None):
+        keys: list[object] = [shard.path]
+        if shard.layout is not None:
+            keys.append((shard.bytes, shard.layout))
+        candidates = [seen[key] for key in keys if key in seen]
+        for key in keys:
+            seen.setdefault(key, shard)
+        same = next((other for other in candidates if _is_same(other, shard)), None)
+        if same is not None:
             yield same, shard
 
 
@@ -86,14 +101,15 @@ def is_manifest(path: str | os.PathLike[str]) -> bool:
     return (Path(path) / _TABLE).is_file()
 
 
-def write_shards(manifest: Manifest, folder: Path, places: Sequence[SampleLocation] = ()) -> None:
-    """Write or replace the manifest's shard table atomically; the sample tables at `places` must already exist.
+def write_shards(manifest: Manifest, folder: Path, locations: Sequence[TableLocation] = ()) -> None:
+    """Write or replace the manifest's shard table atomically; the sample tables at `locations` must already exist.
 
     If any shard URL contains a secret, only the owner of the file can read the shard table.
     """
-    columns = [list(column) for column in zip(*manifest.shards, strict=True)] or [[]] * len(Shard._fields)
-    none = [None] * manifest.n_shards
-    columns += [[place.part.name for place in places] or none, [place.group for place in places] or none]
+    columns = shards_to_columns(manifest.shards)
+    no_tables = [None] * manifest.n_shards
+    columns["part"] = [location.file.name for location in locations] or no_tables
+    columns["group"] = [location.row_group for location in locations] or no_tables
     meta = {"version": _VERSION, "n": manifest.n, "content_hash": manifest.content_hash}
     schema = _SCHEMA.with_metadata({f"{_META}{key}": str(value) for key, value in meta.items()})
     with atomic_write(folder / _TABLE) as temporary:
@@ -121,21 +137,26 @@ def load_manifest(folder: str | os.PathLike[str]) -> Manifest:
         raise _unreadable(folder, error) from error
     if any(rows.column(name).null_count for name in _SCHEMA.names if name not in _OPTIONAL):
         raise _unreadable(folder, "values are missing")
-    *columns, parts, groups = rows.to_pydict().values()
-    manifest = Manifest([Shard(*row) for row in zip(*columns, strict=True)])
+    columns = rows.to_pydict()
+    manifest = Manifest(shards_from_columns(columns))
     _check_possible(folder, manifest)
     if meta.get(f"{_META}content_hash") != manifest.content_hash:
         raise UserError(f"The manifest in {folder} does not match its own hash; remove it and build it again.")
+    parts = columns["part"]
+    groups = columns["group"]
     if any(parts):
         if None in parts or None in groups or not all(map(_PART.fullmatch, parts)):
             raise _unreadable(folder, "a part is not a file of sample tables")
-        places = [SampleLocation(folder / SAMPLES / part, group) for part, group in zip(parts, groups, strict=True)]
-        manifest.samples = SampleParts.open(places, [shard.n for shard in manifest.shards])
+        tables = folder / SAMPLES
+        locations = [TableLocation(tables / part, group) for part, group in zip(parts, groups, strict=True)]
+        manifest.samples = SampleTables.open(locations, [shard.n for shard in manifest.shards])
     if manifest.shards:
         largest = max(manifest.shards, key=lambda shard: shard.n)
         for shard in (manifest.shards[0], largest):
+            if not is_local(shard.path):
+                continue
             try:
-                check_size(shard, Path(shard.path).stat().st_size if is_local(shard.path) else shard.bytes)
+                check_size(shard, Path(shard.path).stat().st_size)
             except (OSError, ValueError) as error:
                 raise UserError(
                     f"Shard {shard.path} of manifest {folder} does not exist; restore it or rebuild the manifest."
@@ -147,8 +168,10 @@ def _check_possible(folder: Path, manifest: Manifest) -> None:
     """Raise UserError if a sample count or size is impossible: these values determine how much memory is allocated."""
     start = 0
     for shard in manifest.shards:
-        least = 0 if shard.selection is not None else shard.n * MIN_SAMPLE_BYTES  # a selection may repeat samples
-        if shard.start != start or shard.n < 0 or not least <= shard.bytes <= _MAX_SHARD_BYTES:
+        fewest_bytes = (
+            0 if shard.selection is not None else shard.n * MIN_SAMPLE_BYTES
+        )  # a selection may repeat samples
+        if shard.start != start or shard.n < 0 or not fewest_bytes <= shard.bytes <= _MAX_SHARD_BYTES:
             raise UserError(
                 f"The manifest in {folder} has {shard.n} samples in {shard.bytes} bytes of {shard.path}; rebuild it."
             )

@@ -26,21 +26,30 @@ class MixtureOrder:
     """
 
     def __init__(self, sources: Sequence[GlobalOrder], weights: Sequence[float], interleave: Interleave) -> None:
-        self.batch_size, self.seed, self.interleave = sources[0].batch_size, sources[0].seed, interleave
+        self.batch_size = sources[0].batch_size
+        self.seed = sources[0].seed
+        self.interleave = interleave
         self.n = sum(source.n for source in sources)
-        self.sources, self._streams = sources, interleave.streams
-        self._lane = self.batch_size // self._streams
-        shares = np.array(weights, dtype=np.float64)
-        if not (np.isfinite(shares).all() and shares.min() >= 0 and shares.sum() > 0):
+        self.sources = sources
+        self._streams = interleave.streams
+        self._rows_per_stream = self.batch_size // self._streams
+        relative_weights = np.array(weights, dtype=np.float64)  # (m,)
+        if not (np.isfinite(relative_weights).all() and relative_weights.min() >= 0 and relative_weights.sum() > 0):
             raise UserError(f"The weights {list(weights)} of a mixture are not positive numbers.")
-        # (S, B/S), the source of each row
-        self._pattern = _spread(shares / shares.sum(), self.batch_size).reshape(self._streams, self._lane)
+
+        # (S, B/S), the source of each row, and how many earlier rows of its block have the same source
+        shares = relative_weights / relative_weights.sum()
+        self._pattern = _spread_sources(shares, self.batch_size).reshape(self._streams, self._rows_per_stream)
         is_source = self._pattern[None] == np.arange(len(shares))[:, None, None]  # (m, S, B/S)
-        self._rank = np.take_along_axis(is_source.cumsum(axis=2) - 1, self._pattern[None], axis=0)[0]
-        per_block = is_source.sum(axis=2)  # (m, S)
-        twice = np.concatenate([per_block, per_block], axis=1)
-        self._before = np.concatenate([np.zeros((len(shares), 1), np.int64), twice.cumsum(axis=1)], axis=1)
-        self._per_cycle = per_block.sum(axis=1)  # (m,), samples of each source that a stream yields in S steps
+        rank_in_block = is_source.cumsum(axis=2) - 1  # valid where `is_source`
+        self._rank_in_block = np.take_along_axis(rank_in_block, self._pattern[None], axis=0)[0]
+
+        # (m, 2S + 1), the rows of each source in the blocks before block j; blocks S ... 2S - 1 repeat the pattern
+        rows_per_block = is_source.sum(axis=2)  # (m, S)
+        repeated = np.concatenate([rows_per_block, rows_per_block], axis=1)
+        no_rows = np.zeros((len(shares), 1), np.int64)
+        self._rows_before_block = np.concatenate([no_rows, repeated.cumsum(axis=1)], axis=1)
+        self._rows_per_cycle = rows_per_block.sum(axis=1)  # (m,), samples of a source that a stream yields in S steps
 
     @property
     def steps_per_epoch(self) -> int:
@@ -54,54 +63,66 @@ class MixtureOrder:
 
     def batch(self, epoch: int, step: int, rows: slice = slice(None)) -> NDArray[np.int64]:
         """Return the global indices of the given rows of a step's batch (by default, all B rows)."""
-        return self.visits(epoch, step, rows)[1]
+        _, indices = self.epochs_and_indices(epoch, step, rows)
+        return indices
 
-    def visits(self, epoch: int, step: int, rows: slice = slice(None)) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def epochs_and_indices(
+        self, epoch: int, step: int, rows: slice = slice(None)
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the current epoch of each row's source, and the result of `batch`."""
         if not 0 <= step < self.steps_per_epoch:
             raise IndexError(f"step {step} is out of range for an epoch of {self.steps_per_epoch} steps")
-        number = epoch * self.steps_per_epoch + step
-        stream, place = np.divmod(np.arange(*rows.indices(self.batch_size)), self._lane)  # all arrays below are (b,)
-        block = (stream + number) % self._streams
-        source, rank = self._pattern[block, place], self._rank[block, place]
-        visits, index = np.zeros(len(stream), dtype=np.int64), np.zeros(len(stream), dtype=np.int64)
-        for which, order in enumerate(self.sources):
-            own = np.flatnonzero(source == which)
-            if not len(own):
+        global_step = epoch * self.steps_per_epoch + step
+        row_numbers = np.arange(*rows.indices(self.batch_size))  # (b,), as are the arrays below
+        stream, row_of_block = np.divmod(row_numbers, self._rows_per_stream)
+        block = (stream + global_step) % self._streams
+        source_of_row = self._pattern[block, row_of_block]
+        rank_in_block = self._rank_in_block[block, row_of_block]
+        epochs = np.zeros(len(stream), dtype=np.int64)
+        indices = np.zeros(len(stream), dtype=np.int64)
+        for source, order in enumerate(self.sources):
+            source_rows = np.flatnonzero(source_of_row == source)
+            if not len(source_rows):
                 continue
-            taken = self._taken(which, stream[own], number)
-            visits[own], within = np.divmod(taken + rank[own], order.stream_lengths[stream[own]])
-            for visit in np.unique(visits[own]):
-                now = visits[own] == visit
-                index[own[now]] = order.samples(int(visit), stream[own[now]], within[now])
-        return visits, index
+            source_stream = stream[source_rows]
+            taken = self._taken(source, source_stream, global_step)
+            source_epochs, within = np.divmod(taken + rank_in_block[source_rows], order.stream_lengths[source_stream])
+            epochs[source_rows] = source_epochs
+            for source_epoch in np.unique(source_epochs):
+                selected = source_epochs == source_epoch
+                samples = order.samples(int(source_epoch), source_stream[selected], within[selected])
+                indices[source_rows[selected]] = samples
+        return epochs, indices
 
-    def taken(self, which: int, stream: int, number: int) -> int:
-        """Return how many samples the steps before step `number` take from a stream of a source."""
-        return int(self._taken(which, np.array(stream), number))
+    def taken(self, source: int, stream: int, global_step: int) -> int:
+        """Return how many samples the steps before `global_step` take from a stream of a source."""
+        return int(self._taken(source, np.array(stream), global_step))
 
-    def _taken(self, which: int, stream: NDArray[np.int64], number: int) -> NDArray[np.int64]:
-        cycles, rest = divmod(number, self._streams)
-        before = self._before[which]
-        return cycles * self._per_cycle[which] + before[stream + rest] - before[stream]
+    def _taken(self, source: int, stream: NDArray[np.int64], global_step: int) -> NDArray[np.int64]:
+        cycles, remaining_steps = divmod(global_step, self._streams)
+        rows_before = self._rows_before_block[source]
+        return cycles * self._rows_per_cycle[source] + rows_before[stream + remaining_steps] - rows_before[stream]
 
-    def step_of(self, which: int, stream: int, taken: int) -> int:
+    def step_of(self, source: int, stream: int, taken: int) -> int:
         """Return the step that takes sample `taken` (0-based) of a source's stream; the source must have weight > 0."""
-        low = max(0, taken // int(self._per_cycle[which]) - 1) * self._streams
+        first_step = max(0, taken // int(self._rows_per_cycle[source]) - 1) * self._streams
         # the first step after which more than `taken` samples have been taken
-        return low + bisect_right(
-            range(3 * self._streams), 0, key=lambda n: self.taken(which, stream, low + n + 1) > taken
+        return first_step + bisect_right(
+            range(3 * self._streams), 0, key=lambda n: self.taken(source, stream, first_step + n + 1) > taken
         )
 
 
 BatchOrder = GlobalOrder | MixtureOrder
 
 
-def _spread(weights: NDArray[np.float64], rows: int) -> NDArray[np.int64]:
+def _spread_sources(shares: NDArray[np.float64], rows: int) -> NDArray[np.int64]:
     """Return the source of each row, (rows,); each source gets a whole number of rows, which are spread evenly."""
-    shares = weights * rows
-    counts = np.floor(shares).astype(np.int64)
-    counts[np.argsort(counts - shares, kind="stable")[: rows - counts.sum()]] += 1
-    places = [(np.arange(count) + 0.5) / max(count, 1) for count in counts]
-    sources = np.repeat(np.arange(len(weights)), counts)
-    return sources[np.argsort(np.concatenate(places), kind="stable")]
+    # round the sources' row counts down, then give the missing rows to the sources with the largest remainders
+    exact_counts = shares * rows
+    counts = np.floor(exact_counts).astype(np.int64)
+    by_remainder = np.argsort(counts - exact_counts, kind="stable")
+    counts[by_remainder[: rows - counts.sum()]] += 1
+    # the rows of each source at evenly spaced positions in (0, 1)
+    positions = [(np.arange(count) + 0.5) / max(count, 1) for count in counts]
+    sources = np.repeat(np.arange(len(shares)), counts)
+    return sources[np.argsort(np.concatenate(positions), kind="stable")]

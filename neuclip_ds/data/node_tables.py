@@ -19,7 +19,6 @@ import zlib
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -30,7 +29,7 @@ from neuclip_ds.data.sample_table import MEMBERS, SampleTable
 log = logging.getLogger(__name__)
 
 _LOCKS = 64  # number of lock files; many tables share each file
-_TURNS = 64  # free space is checked for only one in this many small tables: there may be thousands of files
+_TABLES_PER_CHECK = 64  # free space is checked for only one in this many small tables: there may be many files
 _MAGIC = b"NDStable"
 _HEADER = struct.Struct("<8sIIqq")
 _SIGNED = 12  # offset of the first byte that the CRC-32 covers
@@ -43,7 +42,8 @@ class NodeTables:
     """
 
     def __init__(self, folder: Path, capacity_bytes: int = 8 * 10**9) -> None:
-        self._folder, self._capacity_bytes = folder, capacity_bytes
+        self._folder = folder
+        self._capacity_bytes = capacity_bytes
         self._warned = False
 
     def get(self, shard: str, source: Hashable, make: Callable[[], SampleTable]) -> SampleTable:
@@ -77,20 +77,24 @@ class NodeTables:
             path.unlink(missing_ok=True)
 
     def _write(self, path: Path, data: bytes) -> None:
-        """Write a table, after removing the least recently used tables if there is not enough room."""
-        if len(data) * _TURNS > self._capacity_bytes or secrets.randbelow(_TURNS) == 0:
-            files = sorted((status.st_mtime_ns, status.st_size, path) for path, status in files_in(self._folder))
-            excess = sum(size for _, size, _ in files) + len(data) - self._capacity_bytes
-            for _, size, other in files:
-                if excess > 0 and size:  # lock files are empty
-                    other.unlink(missing_ok=True)
-                    excess -= size
+        """Write a table, after removing the least recently used tables if there is no room for it."""
+        if len(data) * _TABLES_PER_CHECK > self._capacity_bytes or secrets.randbelow(_TABLES_PER_CHECK) == 0:
+            self._make_room(len(data))
         temporary = path.with_suffix(f"{path.suffix}.{os.getpid()}")
         try:
             temporary.write_bytes(data)
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
+
+    def _make_room(self, size: int) -> None:
+        """Remove the least recently used tables until a table of `size` bytes fits."""
+        oldest_first = sorted((status.st_mtime_ns, status.st_size, path) for path, status in files_in(self._folder))
+        excess = sum(file_size for _, file_size, _ in oldest_first) + size - self._capacity_bytes
+        for _, file_size, path in oldest_first:
+            if excess > 0 and file_size:  # lock files are empty
+                path.unlink(missing_ok=True)
+                excess -= file_size
 
 
 def files_in(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
@@ -120,11 +124,13 @@ def name_of(text: str) -> str:
 
 def dump_table(table: SampleTable) -> bytes:
     """Serialize a table to bytes."""
-    crc32 = b"" if table.crc32 is None else table.crc32.tobytes()
-    others = table.members[len(MEMBERS) :]
-    header = _HEADER.pack(_MAGIC, 0, (table.crc32 is not None) + 2 * len(others), table.n, len(table.keys))
-    names = "".join(f"\0{name}" for name in others).encode()
-    data = b"".join([header[_SIGNED:], table.extents.tobytes(), table.ordinals.tobytes(), crc32, table.keys, names])
+    other_members = table.members[len(MEMBERS) :]
+    names = "".join(f"\0{name}" for name in other_members).encode()
+    has_checksums = table.crc32 is not None
+    flags = has_checksums + 2 * len(other_members)
+    header = _HEADER.pack(_MAGIC, 0, flags, table.n, len(table.keys))
+    checksums = b"" if table.crc32 is None else table.crc32.tobytes()
+    data = b"".join([header[_SIGNED:], table.extents.tobytes(), table.ordinals.tobytes(), checksums, table.keys, names])
     return _MAGIC + struct.pack("<I", zlib.crc32(data)) + data
 
 
@@ -136,12 +142,23 @@ def view_table(buffer: bytes | memoryview) -> SampleTable:
     magic, crc32, flags, n, key_bytes = _HEADER.unpack_from(view)
     if magic != _MAGIC or zlib.crc32(view[_SIGNED:]) != crc32:
         raise ValueError("a table differs from its checksum")
-    has_checksums, count, end = flags & 1, len(MEMBERS) + (flags >> 1), _HEADER.size
-    arrays: list[Any] = []
-    for dtype, length in ((np.int64, n * count * 2), (np.int32, n), (np.uint32, n * count * has_checksums)):
-        arrays.append(np.frombuffer(view, dtype, length, end))
-        end += arrays[-1].nbytes
-    extents, ordinals, checksums = arrays
-    keys, others = view[end : end + key_bytes], bytes(view[end + key_bytes :]).decode().split("\0")[1:]
-    crc32s = checksums.reshape(n, count) if has_checksums else None
-    return SampleTable(ordinals, extents.reshape(n, count, 2), keys, crc32s, (*MEMBERS, *others))
+    has_checksums = bool(flags & 1)
+    member_count = len(MEMBERS) + (flags >> 1)
+    offset = _HEADER.size
+    extents = np.frombuffer(view, np.int64, n * member_count * 2, offset)
+    offset += extents.nbytes
+    ordinals = np.frombuffer(view, np.int32, n, offset)
+    offset += ordinals.nbytes
+    checksums = None
+    if has_checksums:
+        checksums = np.frombuffer(view, np.uint32, n * member_count, offset).reshape(n, member_count)
+        offset += checksums.nbytes
+    keys = view[offset : offset + key_bytes]
+    other_members = bytes(view[offset + key_bytes :]).decode().split("\0")[1:]
+    return SampleTable(
+        ordinals=ordinals,
+        extents=extents.reshape(n, member_count, 2),
+        keys=keys,
+        crc32=checksums,
+        members=(*MEMBERS, *other_members),
+    )

@@ -18,16 +18,20 @@ from neuclip_ds.data.interleave import Interleave, choose_interleave
 from neuclip_ds.errors import UserError
 
 _ROUNDS = 6
-_AHEAD = 2  # number of upcoming blocks that a node fetches before their first use
-_LOOK_UPS, _EPOCHS = 1 << 16, 2  # how many positions and epochs `resident_bytes` examines
-_SHARDS, _SAMPLES = 0, 1  # domain separators for the hash
+_BLOCKS_AHEAD = 2  # number of upcoming blocks that a node fetches before their first use
+# how many positions and epochs `resident_bytes` examines
+_EXAMINED_POSITIONS = 1 << 16
+_EXAMINED_EPOCHS = 2
+# domain separators for the hash
+_SHARDS = 0
+_SAMPLES = 1
 _SPREAD = np.uint64(0x9E3779B9)  # 2^32 divided by the golden ratio; its multiples modulo 2^32 are spread evenly
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # the increment of splitmix64
 _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
 
 
-class _Layout(NamedTuple):
+class _ShardPermutation(NamedTuple):
     """The shards of one epoch in permuted order; all arrays have shape (n_shards,)."""
 
     shards: NDArray[np.int64]  # shard numbers
@@ -62,7 +66,9 @@ class GlobalOrder:
         *,
         drop_last: bool = False,
     ) -> None:
-        self.batch_size, self.seed, self.drop_last = batch_size, seed, drop_last
+        self.batch_size = batch_size
+        self.seed = seed
+        self.drop_last = drop_last
         self._starts = np.asarray(shard_starts, dtype=np.int64)
         self._sizes = np.asarray(shard_sizes, dtype=np.int64)
         self.n = int(self._sizes.sum())
@@ -71,14 +77,15 @@ class GlobalOrder:
         if drop_last and self.n < batch_size:
             raise UserError(f"data.drop_last leaves no batch: {self.n} samples, batch_size={batch_size}; lower it.")
         self.interleave = interleave or choose_interleave(len(self._sizes), batch_size)
-        streams, block = self.interleave.streams, self.interleave.block
+        streams = self.interleave.streams
+        block = self.interleave.block
         self._bounds = self.n * np.arange(streams + 1) // streams  # (S + 1,) boundaries of the streams
-        self._lane = batch_size // streams  # positions that a batch takes from each stream
+        self._rows_per_stream = batch_size // streams  # positions that a batch takes from each stream
         self._phases = np.zeros(streams, dtype=np.int64)  # (S,) how much shorter each stream's first block is
         if block < self.n // streams:
-            parts = (np.arange(streams, dtype=np.uint64) * _SPREAD) % np.uint64(1 << 32)  # fractions of 2^32
-            self._phases = (parts * np.uint64(block) >> np.uint64(32)).astype(np.int64)
-        self._layouts: dict[int, _Layout] = {}  # by epoch
+            fractions = (np.arange(streams, dtype=np.uint64) * _SPREAD) % np.uint64(1 << 32)  # of 2^32
+            self._phases = (fractions * np.uint64(block) >> np.uint64(32)).astype(np.int64)
+        self._permutations: dict[int, _ShardPermutation] = {}  # by epoch
 
     @property
     def steps_per_epoch(self) -> int:
@@ -93,8 +100,8 @@ class GlobalOrder:
     @property
     def last_batch_size(self) -> int:
         """The number of samples in an epoch's last batch, which may have padding rows unless `drop_last` is set."""
-        before = (self.steps_per_epoch - 1) * self._lane  # positions that earlier batches take from each stream
-        return int(np.clip(self.stream_lengths - before, 0, self._lane).sum())
+        positions_before = (self.steps_per_epoch - 1) * self._rows_per_stream  # that earlier batches take per stream
+        return int(np.clip(self.stream_lengths - positions_before, 0, self._rows_per_stream).sum())
 
     def batch(self, epoch: int, step: int, rows: slice = slice(None)) -> NDArray[np.int64]:
         """Return the global indices of the given rows of a step's batch (by default, all B rows), with -1 for padding.
@@ -103,39 +110,45 @@ class GlobalOrder:
         """
         if not 0 <= step < self.steps_per_epoch:
             raise IndexError(f"step {step} is out of range for an epoch of {self.steps_per_epoch} steps")
-        stream, place = np.divmod(np.arange(*rows.indices(self.batch_size)), self._lane)  # (b,)
-        return self.samples(epoch, stream, step * self._lane + place)
+        row_numbers = np.arange(*rows.indices(self.batch_size))  # (b,), as are the arrays below
+        stream, row_of_stream = np.divmod(row_numbers, self._rows_per_stream)
+        return self.samples(epoch, stream, step * self._rows_per_stream + row_of_stream)
 
-    def visits(self, epoch: int, step: int, rows: slice = slice(None)) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def epochs_and_indices(
+        self, epoch: int, step: int, rows: slice = slice(None)
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the epoch of each row (used to seed the augmentation) and the result of `batch`."""
         indices = self.batch(epoch, step, rows)
         return np.full(len(indices), epoch), indices
 
     def samples(self, epoch: int, stream: NDArray[np.int64], within: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return, elementwise, the global index at position `within` of a stream, or -1 past the stream's end."""
-        present = within < self.stream_lengths[stream]
-        number = (within + self._phases[stream]) // self.interleave.block
-        start, end = self._block(stream, number)
-        offset = np.where(present, within - start, 0)
-        key = hash64(self.seed, _SAMPLES, epoch, stream, number)
+        is_present = within < self.stream_lengths[stream]
+        # shuffle the block that contains each position
+        block_number = (within + self._phases[stream]) // self.interleave.block
+        start, end = self._bounds_of_block(stream, block_number)
+        offset = np.where(is_present, within - start, 0)
+        key = hash64(self.seed, _SAMPLES, epoch, stream, block_number)
         position = self._bounds[stream] + start + permute(offset, np.maximum(end - start, 1), key)
         # absent rows are computed too: their positions, which may exceed n - 1, are clipped, and their indices masked
-        layout, position = self._layout_of(epoch), np.minimum(position, self.n - 1)
-        slot = self._slot_of(layout, position)
-        index = layout.indices[slot] + position - layout.positions[slot]
-        return np.where(present, index, -1)
+        position = np.minimum(position, self.n - 1)
+        # find the shard of each position
+        permutation = self._permutation(epoch)
+        slot = self._slots(permutation, position)
+        index = permutation.indices[slot] + position - permutation.positions[slot]
+        return np.where(is_present, index, -1)
 
     def block_bounds(self, stream: int, within: int) -> tuple[int, int]:
         """Return the bounds [start, end) of the block that contains position `within` of a stream."""
-        number = (within + int(self._phases[stream])) // self.interleave.block
-        start, end = self._block(np.int64(stream), np.int64(number))
+        block_number = (within + int(self._phases[stream])) // self.interleave.block
+        start, end = self._bounds_of_block(np.int64(stream), np.int64(block_number))
         return int(start), int(end)
 
     def shards_between(self, epoch: int, stream: int, start: int, end: int) -> list[int]:
         """Return the shards that contain the samples at positions start ... end - 1 of a stream."""
-        layout = self._layout_of(epoch)
-        low, high = self._slot_of(layout, self._bounds[stream] + np.array([start, end - 1]))
-        shards = layout.shards[low : high + 1]
+        permutation = self._permutation(epoch)
+        first, last = self._slots(permutation, self._bounds[stream] + np.array([start, end - 1]))
+        shards = permutation.shards[first : last + 1]
         return [int(shard) for shard in shards[self._sizes[shards] > 0]]
 
     def resident_bytes(self, shard_bytes: ArrayLike, nodes: int = 1) -> int:
@@ -146,43 +159,63 @@ class GlobalOrder:
         Args:
             shard_bytes: (n_shards,) the size of each shard in bytes.
         """
-        used = np.where(self._sizes > 0, np.asarray(shard_bytes, dtype=np.int64), 0)
-        streams, lengths = self.interleave.streams, self.stream_lengths
-        first, end = np.arange(nodes) * streams // nodes, -(-np.arange(1, nodes + 1) * streams // nodes)  # (nodes,)
-        ahead = self.interleave.block * _AHEAD // max(_AHEAD, streams // nodes)  # positions until the next two blocks
-        stream, moments = np.arange(streams), max(256, _LOOK_UPS // streams)
-        now = np.linspace(0, lengths.max() - 1, moments).astype(np.int64)[:, None]
-        now, later = np.minimum(now, lengths - 1), np.minimum(now + ahead, lengths - 1)  # (moments, S)
-        low = self._bounds[:-1] + self._block(stream, (now + self._phases) // self.interleave.block)[0]
-        high = self._bounds[:-1] + self._block(stream, (later + self._phases) // self.interleave.block)[1] - 1
-        most = 0
-        for epoch in range(_EPOCHS):
-            layout = self._layout_of(epoch)
-            before = np.append(0, np.cumsum(used[layout.shards]))
-            held = before[self._slot_of(layout, high) + 1] - before[self._slot_of(layout, low)]
-            of_streams = np.pad(held.cumsum(axis=1), ((0, 0), (1, 0)))  # (moments, S + 1)
-            most = max(most, int((of_streams[:, end] - of_streams[:, first]).max()))
-        return min(most, int(used.sum()))
+        used_bytes = np.where(self._sizes > 0, np.asarray(shard_bytes, dtype=np.int64), 0)  # (n_shards,)
+        streams = self.interleave.streams
+        block = self.interleave.block
+        lengths = self.stream_lengths
 
-    def _block(self, stream: NDArray[np.int64], number: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[Any]]:
+        # the streams [first_stream, end_stream) of each node, (nodes,)
+        first_stream = np.arange(nodes) * streams // nodes
+        end_stream = -(-np.arange(1, nodes + 1) * streams // nodes)
+
+        # the first and last position of what each stream needs at some moments of an epoch, (moments, S)
+        positions_ahead = block * _BLOCKS_AHEAD // max(_BLOCKS_AHEAD, streams // nodes)  # until the next two blocks
+        moments = max(256, _EXAMINED_POSITIONS // streams)
+        reached = np.linspace(0, lengths.max() - 1, moments).astype(np.int64)[:, None]
+        current = np.minimum(reached, lengths - 1)
+        upcoming = np.minimum(current + positions_ahead, lengths - 1)
+        every_stream = np.arange(streams)
+        current_start, _ = self._bounds_of_block(every_stream, (current + self._phases) // block)
+        _, upcoming_end = self._bounds_of_block(every_stream, (upcoming + self._phases) // block)
+        first_position = self._bounds[:-1] + current_start
+        last_position = self._bounds[:-1] + upcoming_end - 1
+
+        most_bytes = 0
+        for epoch in range(_EXAMINED_EPOCHS):
+            permutation = self._permutation(epoch)
+            bytes_before = np.append(0, np.cumsum(used_bytes[permutation.shards]))
+            first_slot = self._slots(permutation, first_position)
+            last_slot = self._slots(permutation, last_position)
+            bytes_of_stream = bytes_before[last_slot + 1] - bytes_before[first_slot]  # (moments, S)
+            bytes_of_first_streams = np.pad(bytes_of_stream.cumsum(axis=1), ((0, 0), (1, 0)))  # (moments, S + 1)
+            bytes_of_node = bytes_of_first_streams[:, end_stream] - bytes_of_first_streams[:, first_stream]
+            most_bytes = max(most_bytes, int(bytes_of_node.max()))
+        return min(most_bytes, int(used_bytes.sum()))
+
+    def _bounds_of_block(
+        self, stream: NDArray[np.int64], number: NDArray[np.int64]
+    ) -> tuple[NDArray[Any], NDArray[Any]]:
         """Return, elementwise, the positions in a stream at which block `number` begins and ends."""
         begin = number * self.interleave.block - self._phases[stream]
         return np.maximum(begin, 0), np.minimum(begin + self.interleave.block, self.stream_lengths[stream])
 
-    def _slot_of(self, layout: _Layout, position: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _slots(self, permutation: _ShardPermutation, position: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return, for each position, which shard contains it, as an index into the permuted order."""
-        return np.searchsorted(layout.positions, position, side="right") - 1
+        return np.searchsorted(permutation.positions, position, side="right") - 1
 
-    def _layout_of(self, epoch: int) -> _Layout:
+    def _permutation(self, epoch: int) -> _ShardPermutation:
         """Return the shard permutation of an epoch; the two most recently computed permutations are cached."""
-        if epoch not in self._layouts:
-            while len(self._layouts) > 1:
-                del self._layouts[next(iter(self._layouts))]
+        if epoch not in self._permutations:
+            while len(self._permutations) > 1:
+                oldest = next(iter(self._permutations))
+                del self._permutations[oldest]
             keys = hash64(self.seed, _SHARDS, epoch, np.arange(len(self._sizes)))
             shards = np.argsort(keys, kind="stable")
             ends = np.cumsum(self._sizes[shards])
-            self._layouts[epoch] = _Layout(shards, ends - self._sizes[shards], self._starts[shards])
-        return self._layouts[epoch]
+            self._permutations[epoch] = _ShardPermutation(
+                shards=shards, positions=ends - self._sizes[shards], indices=self._starts[shards]
+            )
+        return self._permutations[epoch]
 
 
 def mix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -228,7 +261,8 @@ def _feistel(values: NDArray[np.uint64], sizes: NDArray[np.uint64], keys: NDArra
     """Apply a bijection of 0 ... a * b - 1 with a = ceil(sqrt(size)) and b = ceil(size / a). Arrays have shape (m,)."""
     a = np.ceil(np.sqrt(sizes.astype(np.float64))).astype(np.uint64)
     b = (sizes + a - np.uint64(1)) // a
-    high, low = values // b, values % b
+    high = values // b
+    low = values % b
     for number in range(_ROUNDS):
         round_key = hash64(number) ^ keys
         if number % 2 == 0:

@@ -10,7 +10,6 @@ A sample's uid comes from the `uid` column or, if there is no such column, is a 
 and BMP images are converted to PNG, because shards cannot contain these formats. OUT is not created if packing fails.
 """
 
-import glob
 import hashlib
 import io
 import itertools
@@ -20,55 +19,21 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import fsspec
 import numpy as np
-import pyarrow as pa
-import pyarrow.csv
-import pyarrow.dataset
 
 from neuclip_ds.data.decoders import JSON, TEXT, DecodeError, decode_pil
-from neuclip_ds.data.shards import is_local
-from neuclip_ds.errors import UserError, explained
+from neuclip_ds.data.tables import CAPTION_COLUMNS, IMAGE_COLUMNS, PairTable, captions_of, image_of, read_image
+from neuclip_ds.errors import UserError
 from neuclip_ds.files import new_folder
 
-IMAGE_COLUMNS = ("image", "filepath", "file_name", "filename", "image_path", "image_file", "path", "file", "jpg", "png")
-CAPTION_COLUMNS = ("caption", "text", "title", "captions", "sentence", "sentences", "txt", "alt_text")
-TABLES = (".csv", ".tsv", ".jsonl", ".parquet")
-_DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _MAGIC = {"jpg": re.compile(rb"\xff\xd8"), "png": re.compile(rb"\x89PNG"), "webp": re.compile(rb"RIFF....WEBP", re.S)}
 _MEMBER = re.compile(rf"([^.:/]+\.)*{TEXT}")
-_BATCH = 256  # rows read at once; few, because they may contain images
-_FIX = "fix or remove that file"
-
-
-class PairTable(NamedTuple):
-    """A table of image-caption pairs, with its rows in a fixed order."""
-
-    name: str  # for messages
-    data: pyarrow.dataset.Dataset
-    rows: int
-    folder: Path  # base of relative image paths
-
-    def read(self, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """Yield every row with only the given columns; raise UserError if the table cannot be read."""
-        with explained(f"The table {self.name} cannot be read", _FIX):
-            for batch in self.data.to_batches(columns=list(columns), batch_size=_BATCH, fragment_readahead=1):
-                yield from batch.to_pylist()
-
-    def find_column(self, usual: Sequence[str], what: str, advice: str) -> str:
-        """Return the first column in `usual` that exists, ignoring case; raise UserError with `advice` if none does."""
-        by_name = {column.lower(): column for column in reversed(self.data.schema.names)}
-        found = next((by_name[name] for name in usual if name in by_name), None)
-        if found is None:
-            raise UserError(
-                f"{self.name} has no column of {what} with a usual name ({', '.join(usual)}), but "
-                f"{', '.join(self.data.schema.names)}: {advice}."
-            )
-        return found
+_GROUPS_AT_ONCE = 256  # groups of rows that are encoded at once; few, because they may contain images
 
 
 class Columns(NamedTuple):
@@ -78,7 +43,8 @@ class Columns(NamedTuple):
     captions: dict[str, str]  # maps each member to a column: {"txt": "caption", "syn.txt": "recaption"}
 
 
-class Packed(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Packed:
     """Statistics of a packed table."""
 
     rows: int
@@ -87,67 +53,14 @@ class Packed(NamedTuple):
     several: int  # samples with several captions, one per line of a text member
 
 
-def open_table(source: str) -> PairTable:
-    """Open a table of image-caption pairs; raise UserError if there is no table or it cannot be read.
-
-    `source` is a CSV, TSV, JSON Lines or Parquet file, or a folder or glob of such files, all of the same format.
-    """
-    path = Path(source).expanduser()
-    if path.is_dir():
-        paths = sorted(str(file) for file in path.rglob("*") if file.suffix.lower() in TABLES)
-    else:
-        paths = [str(path)] if path.is_file() else sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207 - absolute
-    kinds = {Path(file).suffix.lower() for file in paths}
-    if len(kinds) != 1 or not kinds <= set(TABLES):
-        raise UserError(f"{source} is not a table; name files of one kind ({', '.join(TABLES)}).")
-    with explained(f"The table {source} cannot be read", _FIX):
-        found = _open_files(paths, *kinds)
-        return PairTable(source, found, found.count_rows(), Path(paths[0]).parent.absolute())
-
-
-def _open_files(paths: list[str], kind: str) -> pyarrow.dataset.Dataset:
-    if kind not in _DELIMITERS:
-        return pyarrow.dataset.dataset(paths, format="json" if kind == ".jsonl" else "parquet")
-    parsing = pyarrow.csv.ParseOptions(delimiter=_DELIMITERS[kind], newlines_in_values=True)
-    with pyarrow.csv.open_csv(paths[0], parse_options=parsing) as first:
-        schema = pa.schema([(name, pa.string()) for name in first.schema.names])  # so that the caption "7" is text
-    return pyarrow.dataset.dataset(paths, schema=schema, format=pyarrow.dataset.CsvFileFormat(parsing))
-
-
-def image_of(value: Any) -> bytes | str | None:
-    """Return the encoded image in a table cell, or the path or URL of the image; None if the cell has neither."""
-    if isinstance(value, dict):
-        value = value.get("bytes") or value.get("path")
-    if isinstance(value, str):
-        value = value.strip()
-    return value if value and isinstance(value, bytes | str) else None
-
-
-def read_image(source: bytes | str, folder: Path) -> bytes:
-    """Return the image bytes for a result of `image_of`, with paths relative to `folder`; raise OSError on failure."""
-    if isinstance(source, bytes):
-        return source
-    if is_local(source):
-        return (folder / source).read_bytes()
-    try:
-        with fsspec.open(source, "rb") as file:
-            return bytes(file.read())
-    except Exception as error:  # backends raise many types: botocore's, aiohttp's, OSError
-        raise OSError(f"{source}: {type(error).__name__}: {error}") from error
-
-
-def captions_of(value: Any) -> list[str]:
-    """Return the nonblank captions in a table cell; in a list of captions, line breaks become spaces."""
-    if isinstance(value, list):
-        return [" ".join(one.split()) for one in value if isinstance(one, str) and one.strip()]
-    return [value.strip()] if isinstance(value, str) and value.strip() else []
-
-
 def choose_columns(table: PairTable, image: str | None = None, captions: Sequence[str] = ()) -> Columns:
     """Return the columns to pack, found by name by default; each of `captions` is MEMBER=COLUMN, or COLUMN for txt."""
     image = image or table.find_column(IMAGE_COLUMNS, "images", "name it with --image")
     captions = captions or [table.find_column(CAPTION_COLUMNS, "captions", "name it with --captions")]
-    by_member = {member or TEXT: column for member, _, column in (text.rpartition("=") for text in captions)}
+    by_member = {}
+    for text in captions:
+        member, _, column = text.rpartition("=")
+        by_member[member or TEXT] = column
     for column in (image, *by_member.values()):
         if column not in table.data.schema.names:
             known = ", ".join(table.data.schema.names)
@@ -170,40 +83,54 @@ def pack(
     """
     import webdataset  # imports torch, which takes seconds
 
-    taken = dict.fromkeys([columns.image, *columns.captions.values()])
-    others = [field.name for field in table.data.schema if "binary" not in str(field.type) and field.name not in taken]
-    groups, rows, pairs, several = _groups(table, columns.image, [*taken, *others]), 0, 0, 0
-    broken = list[tuple[int, str, str]]()  # row, image, reason
+    # read the columns of pairs, and all other columns that fit in JSON
+    names = list(dict.fromkeys([columns.image, *columns.captions.values()]))
+    for field in table.data.schema:
+        if field.name not in names and "binary" not in str(field.type):
+            names.append(field.name)
+    groups = _group_rows(table, columns.image, names)
+
+    rows = 0
+    pairs = 0
+    several = 0
+    broken: list[tuple[int, str, str]] = []  # row, image, reason
     with new_folder(out) as folder, ThreadPoolExecutor() as threads:
         pattern = f"{folder.absolute()}/".replace("%", "%%") + "%05d.tar"
         # a fixed time, so that equal tables give equal files
         with webdataset.ShardWriter(pattern, shard_size, math.inf, verbose=0, encoder=False, mtime=0) as shards:
-            while batch := list(itertools.islice(groups, _BATCH)):
+            while batch := list(itertools.islice(groups, _GROUPS_AT_ONCE)):
                 captions = [_captions(columns, group.values()) for group in batch]
                 encoded = threads.map(partial(_encode, columns, table.folder), batch, captions)
-                for group, texts, found in zip(batch, captions, encoded, strict=True):
-                    if isinstance(found, str):
-                        lost = dict.fromkeys(group, found)
+                for group, texts, sample in zip(batch, captions, encoded, strict=True):
+                    first_row = min(group)
+                    if isinstance(sample, str):
+                        reasons = dict.fromkeys(group, sample)  # of each row that cannot be used
                     else:
-                        shards.write({"__key__": f"{min(group):09d}", **found})
+                        shards.write({"__key__": f"{first_row:09d}", **sample})
                         pairs += 1
-                        blank = (n for n, row in group.items() if not any(_captions(columns, [row]).values()))
-                        lost = dict.fromkeys(blank, "no caption")
-                        several += any(len(one) > 1 for one in texts.values())
-                    source = image_of(group[min(group)][columns.image])
-                    broken += [(row, source if isinstance(source, str) else "", lost[row]) for row in lost]
+                        several += any(len(lines) > 1 for lines in texts.values())
+                        reasons = {}
+                        for number, row in group.items():
+                            if not any(_captions(columns, [row]).values()):
+                                reasons[number] = "no caption"
+                    source = image_of(group[first_row][columns.image])
+                    image = source if isinstance(source, str) else ""
+                    broken += [(number, image, reason) for number, reason in reasons.items()]
                     rows += len(group)
                 on_progress(rows, table.rows)
-        lines = [f"{json.dumps({'row': row, 'image': image, 'reason': why})}\n" for row, image, why in sorted(broken)]
+        lines = []
+        for number, image, reason in sorted(broken):
+            lines.append(json.dumps({"row": number, "image": image, "reason": reason}) + "\n")
         if not pairs:
             first = f" (the first: {lines[0].strip()})" if lines else ""
             raise UserError(f"No row of {table.name} can be used{first}; check the columns and the image paths.")
         if lines:
             (folder / "broken.jsonl").write_text("".join(lines), encoding="utf-8")
-    return Packed(rows, pairs, Counter(reason.partition(":")[0] for _, _, reason in broken), several)
+    causes = Counter(reason.partition(":")[0] for _, _, reason in broken)
+    return Packed(rows=rows, pairs=pairs, causes=causes, several=several)
 
 
-def _groups(table: PairTable, image: str, columns: Sequence[str]) -> Iterator[dict[int, dict[str, Any]]]:
+def _group_rows(table: PairTable, image: str, columns: Sequence[str]) -> Iterator[dict[int, dict[str, Any]]]:
     """Group rows by image path or bytes; yield each group as {row number: row} after its last row has been read."""
 
     def hash_of(row: Mapping[str, Any]) -> int:
@@ -212,7 +139,8 @@ def _groups(table: PairTable, image: str, columns: Sequence[str]) -> Iterator[di
         return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
     hashes, counts = np.unique(np.fromiter(map(hash_of, table.read([image])), np.uint64), return_counts=True)
-    repeated = dict(zip(hashes[counts > 1].tolist(), counts[counts > 1].tolist(), strict=True))
+    is_repeated = counts > 1
+    repeated = dict(zip(hashes[is_repeated].tolist(), counts[is_repeated].tolist(), strict=True))
     unfinished = defaultdict[int, dict[int, dict[str, Any]]](dict)
     for number, row in enumerate(table.read(columns)):
         key = hash_of(row)
@@ -227,12 +155,15 @@ def _groups(table: PairTable, image: str, columns: Sequence[str]) -> Iterator[di
 
 def _captions(columns: Columns, rows: Collection[Mapping[str, Any]]) -> dict[str, list[str]]:
     """Return the distinct captions from all rows of an image, keyed by member."""
-    found = {}
+    by_member = {}
     for member, column in columns.captions.items():
-        captions = [captions_of(row[column]) for row in rows]
-        lines = dict.fromkeys(" ".join(one.split()) for several in captions for one in several)
-        found[member] = captions[0] if len(captions) == 1 else list(lines)
-    return found
+        captions_of_rows = [captions_of(row[column]) for row in rows]
+        if len(captions_of_rows) == 1:
+            by_member[member] = captions_of_rows[0]
+        else:
+            captions = itertools.chain.from_iterable(captions_of_rows)
+            by_member[member] = list(dict.fromkeys(" ".join(caption.split()) for caption in captions))
+    return by_member
 
 
 def _encode(
@@ -245,26 +176,37 @@ def _encode(
     if source is None or not any(texts.values()):
         return "no caption" if source else "no image"
     try:
-        extension, data = _image(read_image(source, folder))
+        extension, data = _image_member(read_image(source, folder))
     except (OSError, ValueError) as error:
         return f"image cannot be read: {error}"
     except DecodeError as error:
         return f"image cannot be decoded: {error}"
-    members = {extension: data, **{member: text.encode("utf-8", "replace") for member, text in texts.items() if text}}
-    others = {name: value for name, value in row.items() if name not in (columns.image, *columns.captions.values())}
-    content = b"".join(
-        len(x).to_bytes(8, "little") + x for item in members.items() for x in (item[0].encode(), item[1])
-    )
+    members = {extension: data}
+    for member, text in texts.items():
+        if text:
+            members[member] = text.encode("utf-8", "replace")
+
     # 32 hex digits, which `filter` and `build-manifest --uids` use to select samples
-    others = {"uid": hashlib.blake2b(content, digest_size=16).hexdigest(), **others}
-    return {**members, JSON: json.dumps(others, default=str, ensure_ascii=False).encode("utf-8", "replace")}
+    content = hashlib.blake2b(digest_size=16)
+    for member, value in members.items():
+        for part in (member.encode(), value):
+            content.update(len(part).to_bytes(8, "little"))
+            content.update(part)
+
+    # the other columns; a `uid` column replaces the hash
+    metadata: dict[str, Any] = {"uid": content.hexdigest()}
+    for name, value in row.items():
+        if name not in (columns.image, *columns.captions.values()):
+            metadata[name] = value
+    return {**members, JSON: json.dumps(metadata, default=str, ensure_ascii=False).encode("utf-8", "replace")}
 
 
-def _image(data: bytes) -> tuple[str, bytes]:
+def _image_member(data: bytes) -> tuple[str, bytes]:
     """Return the extension and the bytes of an image as stored in shards; raise DecodeError if decoding fails."""
     decoded = decode_pil(data).image
     extension = next((name for name, magic in _MAGIC.items() if magic.match(data)), None)
     if extension is not None:
         return extension, data
-    decoded.save(out := io.BytesIO(), "PNG")  # type: ignore[union-attr]
-    return "png", out.getvalue()
+    png = io.BytesIO()
+    decoded.save(png, "PNG")  # type: ignore[union-attr]
+    return "png", png.getvalue()

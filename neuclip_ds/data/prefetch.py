@@ -49,45 +49,58 @@ def shards_ahead(order: BatchOrder, epoch: int, step: int, rows: Sequence[slice]
     reads the block. If only part of a block is read, some of these shards might not be needed. Sources of weight 0 in
     a mixture are skipped. `step` may be steps_per_epoch, which means the start of the next epoch.
     """
-    number, lane = epoch * order.steps_per_epoch + step, order.batch_size // order.interleave.streams
-    streams = np.unique(np.concatenate([np.arange(order.batch_size)[part] // lane for part in rows])).tolist()
+    first_batch = epoch * order.steps_per_epoch + step
+    rows_per_stream = order.batch_size // order.interleave.streams
+    streams_of_rows = [np.arange(order.batch_size)[part] // rows_per_stream for part in rows]
+    streams = np.unique(np.concatenate(streams_of_rows)).tolist()
+    requests = []
     if isinstance(order, MixtureOrder):
-        requests = [_of_source(order, which, one, number) for which in range(len(order.sources)) for one in streams]
+        for source in range(len(order.sources)):
+            requests += [_requests_of_source(order, source, stream, first_batch) for stream in streams]
     else:
-        requests = [_of_stream(order, one, number, lane) for one in streams]
+        requests += [_requests_of_stream(order, stream, first_batch, rows_per_stream) for stream in streams]
     return merge(*requests, key=attrgetter("first"))
 
 
-def _of_stream(order: GlobalOrder, stream: int, number: int, lane: int) -> Iterator[ShardRequest]:
-    """Yield the requests for a stream, starting at batch `number`; each batch reads `lane` positions of the stream."""
-    length = min(int(order.stream_lengths[stream]), order.steps_per_epoch * lane)  # `drop_last` omits positions
-    epoch, step = divmod(number, order.steps_per_epoch)
-    begin = step * lane
-    while length:
-        before = epoch * order.steps_per_epoch
-        while begin < length:
-            start, end = order.block_bounds(stream, begin)
-            first, last = before + begin // lane, before + (min(end, length) - 1) // lane
+def _requests_of_stream(
+    order: GlobalOrder, stream: int, first_batch: int, rows_per_stream: int
+) -> Iterator[ShardRequest]:
+    """Yield the requests for a stream, starting at batch `first_batch`."""
+    positions_per_epoch = order.steps_per_epoch * rows_per_stream  # `drop_last` omits positions
+    length = min(int(order.stream_lengths[stream]), positions_per_epoch)
+    if not length:
+        return
+    epoch, step = divmod(first_batch, order.steps_per_epoch)
+    position = step * rows_per_stream
+    while True:
+        batches_before = epoch * order.steps_per_epoch
+        while position < length:
+            start, end = order.block_bounds(stream, position)
+            first = batches_before + position // rows_per_stream
+            last = batches_before + (min(end, length) - 1) // rows_per_stream
             for shard in order.shards_between(epoch, stream, start, end):
                 yield ShardRequest(first, last, shard)
-            begin = end
-        epoch, begin = epoch + 1, 0
+            position = end
+        epoch += 1
+        position = 0
 
 
-def _of_source(mixture: MixtureOrder, which: int, stream: int, number: int) -> Iterator[ShardRequest]:
-    """Yield the requests for one stream of one source in a mixture, starting at batch `number`."""
-    order = mixture.sources[which]
-    length, position = int(order.stream_lengths[stream]), mixture.taken(which, stream, number)
-    if not length or not mixture.taken(which, stream, mixture.interleave.streams):  # weight 0: no samples in a cycle
+def _requests_of_source(mixture: MixtureOrder, source: int, stream: int, first_batch: int) -> Iterator[ShardRequest]:
+    """Yield the requests for one stream of one source in a mixture, starting at batch `first_batch`."""
+    order = mixture.sources[source]
+    length = int(order.stream_lengths[stream])
+    samples_per_cycle = mixture.taken(source, stream, mixture.interleave.streams)  # 0 if the source has weight 0
+    if not length or not samples_per_cycle:
         return
+    position = mixture.taken(source, stream, first_batch)
     while True:
-        first = mixture.step_of(which, stream, position)
+        first = mixture.step_of(source, stream, position)
         epoch, within = divmod(position, length)
         start, end = order.block_bounds(stream, within)
         position = epoch * length + end
-        last = mixture.step_of(which, stream, position - 1)
+        last = mixture.step_of(source, stream, position - 1)
         for shard in order.shards_between(epoch, stream, start, end):
-            yield ShardRequest(max(first, number), last, shard)
+            yield ShardRequest(max(first, first_batch), last, shard)
 
 
 class RequestWindow:
@@ -98,20 +111,27 @@ class RequestWindow:
     """
 
     def __init__(self, requests: Iterator[ShardRequest], sizes: Sequence[int], capacity: int) -> None:
-        self._requests, self._sizes, self._capacity = requests, sizes, capacity
+        self._requests = requests
+        self._sizes = sizes
+        self._capacity = capacity
         self._next = next(requests, None)
         self._admitted: list[ShardRequest] = []
-        self.shards, self.bytes, self.is_too_small = set[int](), 0, False
+        self.shards: set[int] = set()
+        self.bytes = 0
+        self.is_too_small = False
 
     def move(self, reached: int, end: int) -> list[ShardRequest]:
         """Drop requests with last < reached; admit and return more requests with first < end that fit in the cache."""
         self._admitted = [request for request in self._admitted if request.last >= reached]
         self.shards = {request.shard for request in self._admitted}
-        self.bytes, before = sum(self._sizes[shard] for shard in self.shards), len(self._admitted)
+        self.bytes = sum(self._sizes[shard] for shard in self.shards)
+        kept = len(self._admitted)
         while (request := self._next) is not None and request.first < end:
             if request.last >= reached:  # otherwise, it never fit
                 is_due = request.first <= reached
-                total = self.bytes + self._sizes[request.shard] * (request.shard not in self.shards)
+                total = self.bytes
+                if request.shard not in self.shards:
+                    total += self._sizes[request.shard]
                 if total > self._capacity * (1 if is_due else FULL):
                     self.is_too_small |= is_due
                     break
@@ -119,7 +139,7 @@ class RequestWindow:
                 self.shards.add(request.shard)
                 self.bytes = total
             self._next = next(self._requests, None)
-        return self._admitted[before:]
+        return self._admitted[kept:]
 
 
 class Prefetcher(SpawnProcess):
@@ -143,9 +163,14 @@ class Prefetcher(SpawnProcess):
         ahead: int,
     ) -> None:
         super().__init__(name="prefetch", daemon=True)
-        self._cache, self._requests, self._shards, self._end, self._ahead = cache, requests, shards, end, ahead
+        self._cache = cache
+        self._requests = requests
+        self._shards = shards
+        self._end = end
+        self._ahead = ahead
         self._reached = RawValue(c_longlong, begin)  # no lock: its holder may be killed, and a 64-bit write is atomic
-        self._starter, self._warned = os.getpid(), False
+        self._starter = os.getpid()
+        self._warned = False
 
     def __enter__(self) -> Prefetcher:
         self.start()
@@ -177,10 +202,10 @@ class Prefetcher(SpawnProcess):
                     pool.submit(self._fetch, request)
             if window.is_too_small and not self._warned:
                 self._warned = True
-                text = (
-                    "batches read more shards than fit in data.cache_gb=%g, so shards are fetched repeatedly: raise it"
+                log.warning(
+                    "batches read more shards than fit in data.cache_gb=%g, so shards are fetched repeatedly: raise it",
+                    self._cache.capacity_bytes / 1e9,
                 )
-                log.warning(text, self._cache.capacity_bytes / 1e9)
             time.sleep(_POLL)
 
     def _fetch(self, request: ShardRequest) -> None:

@@ -27,7 +27,7 @@ from neuclip_ds.data.node_tables import NodeTables
 from neuclip_ds.data.sample_table import MEMBERS, SampleTable, tabulate
 from neuclip_ds.data.shards import is_local
 from neuclip_ds.data.tar import read_index
-from neuclip_ds.data.uids import uid_of, uid_of_place
+from neuclip_ds.data.uids import uid_of, uid_of_location
 from neuclip_ds.errors import UserError
 from neuclip_ds.files import private_folder
 
@@ -63,14 +63,20 @@ class TarReader:
     """
 
     def __init__(self, manifest: Manifest, texts: Sequence[str] = ("txt",), cache: ShardCache | None = None) -> None:
-        remote = [shard.path for shard in manifest.shards if not is_local(shard.path)] if cache is None else []
-        if remote:
-            raise UserError(f"Shard {remote[0]} is remote and needs a cache; set data.cache_dir.")
-        self._manifest, self._texts, self._cache = manifest, tuple(texts), cache
-        self._apart = dict[int, tuple[int, bytes]]()  # by index: an offset in the shard, and the bytes from there on
-        self._has_ranges = manifest.samples is not None
+        if cache is None:
+            remote = next((shard.path for shard in manifest.shards if not is_local(shard.path)), None)
+            if remote is not None:
+                raise UserError(f"Shard {remote} is remote and needs a cache; set data.cache_dir.")
+        self._manifest = manifest
+        self._texts = tuple(texts)
+        self._cache = cache
+        self._fetched: dict[
+            int, tuple[int, bytes]
+        ] = {}  # by index: an offset in the shard, and the bytes from there on
+        self._fetches_samples = manifest.samples is not None
         self._node_tables = _node_tables(cache)
-        self._table = lru_cache(_MAPPED_TABLES if self._node_tables is not None else _PRIVATE_TABLES)(self._load_table)
+        most_tables = _MAPPED_TABLES if self._node_tables is not None else _PRIVATE_TABLES
+        self._table = lru_cache(most_tables)(self._load_table)
         # an evicted shard occupies the disk until it is closed, so only one cached shard is open at a time
         self._file = lru_cache(OPEN_SHARDS if cache is None else 1)(self._open)
 
@@ -83,18 +89,24 @@ class TarReader:
         shard, row = self._manifest.locate(index)
         table = self._table(shard)
         extents = table.extents[row].tolist()
-        members = self._places(table)[0 if with_image else 1 :]
+        members = self._member_columns(table)
+        if not with_image:
+            members = members[1:]
         try:
-            part = self._apart.pop(index, None)  # a second attempt reads the shard instead
-            source = partial(read_at, self._file(shard).fileno()) if part is None else partial(_cut, *part)
-            found = _read_members(source, [extents[member] for member in members])
+            if index in self._fetched:
+                begin, data = self._fetched.pop(index)  # a second attempt reads the shard instead
+                read = partial(_slice_bytes, begin, data)
+            else:
+                read = partial(read_at, self._file(shard).fileno())
+            contents = _read_members(read, [extents[member] for member in members])
             if table.crc32 is not None:
-                self._verify(shard, zip(members, found, table.crc32[row, members].tolist(), strict=True))
+                self._verify(shard, zip(members, contents, table.crc32[row, members].tolist(), strict=True))
         except OSError:
             self._file.cache_clear()  # the next attempt must not use a stale file descriptor
             raise
-        image = found.pop(0) if with_image else None
-        return RawSample(image, {name: text for name, text in zip(self._texts, found, strict=True) if text is not None})
+        image = contents.pop(0) if with_image else None
+        texts = {name: text for name, text in zip(self._texts, contents, strict=True) if text is not None}
+        return RawSample(image, texts)
 
     def prefetch_samples(self, indices: Iterable[int]) -> None:
         """Start reading all of the given samples concurrently.
@@ -102,46 +114,55 @@ class TarReader:
         This makes cold reads of local shards 2 to 4 times faster. If the manifest has offsets and the uncached remote
         shards total 2 GiB or more, their samples are fetched individually, so that no batch waits for whole shards.
         """
-        self._apart, copied = {}, list[tuple[int, int, int]]()
+        self._fetched = {}
+        remote: list[tuple[int, int, int]] = []  # index, shard, row
         for index in indices:
             shard, row = self._manifest.locate(index)
             if self._is_copied(self._manifest.shards[shard].path):
-                copied.append((index, shard, row))
+                remote.append((index, shard, row))
                 continue
             with suppress(OSError, UserError):  # `read` will raise the error
                 table = self._table(shard)
-                for offset, size in table.extents[row, self._places(table)].tolist():
+                for offset, size in table.extents[row, self._member_columns(table)].tolist():
                     if size > 0:
                         os.posix_fadvise(self._file(shard).fileno(), offset, size, os.POSIX_FADV_WILLNEED)
-        if copied and self._has_ranges:
+        if remote and self._fetches_samples:
             with suppress(OSError, UserError):
-                self._fetch_apart(copied)
+                self._fetch_samples(remote)
 
-    def _fetch_apart(self, rows: Sequence[tuple[int, int, int]]) -> None:
+    def _fetch_samples(self, samples: Sequence[tuple[int, int, int]]) -> None:
         """Fetch the samples (index, shard, row) of uncached shards individually if these shards total 2 GiB or more."""
         assert self._cache is not None
-        shards = {number: self._manifest.shards[number] for number in {shard for _, shard, _ in rows}}
+        shards = {number: self._manifest.shards[number] for _, number, _ in samples}
         if sum(shard.bytes for shard in shards.values()) < MANY_BYTES:
             return
-        absent = {n for n, shard in shards.items() if not self._cache.touch(shard.path, shard.bytes)}
-        if sum(shards[number].bytes for number in absent) < MANY_BYTES:
+        uncached = {number for number, shard in shards.items() if not self._cache.touch(shard.path, shard.bytes)}
+        if sum(shards[number].bytes for number in uncached) < MANY_BYTES:
             return
-        by_storage = defaultdict[str, dict[int, tuple[str, int, int]]](dict)
-        for index, number, row in rows:
+
+        # for each storage service, the byte range of each sample
+        ranges_by_scheme: dict[str, dict[int, tuple[str, int, int]]] = defaultdict(dict)
+        for index, number, row in samples:
             path = shards[number].path
-            if number in absent and "::" not in path:
-                table = self._table(number)
-                places = table.extents[row, self._places(table)]
-                places = places[places[:, 0] >= 0]
-                start, end = (int(places[:, 0].min()), int(places.sum(axis=1).max())) if len(places) else (0, 0)
-                if 0 < end - start <= _MAX_READ:
-                    by_storage[path.partition(":")[0]][index] = path, start, end
-        for wanted in by_storage.values():
-            parts = _fetch_ranges(list(wanted.values()), self._cache.timeout)
-            self._has_ranges = any(part is not None for part in parts)  # if none arrived, do not wait again
-            for (index, (_, start, _)), part in zip(wanted.items(), parts, strict=True):
-                if part is not None:
-                    self._apart[index] = start, part
+            if number not in uncached or "::" in path:
+                continue
+            table = self._table(number)
+            extents = table.extents[row, self._member_columns(table)]
+            extents = extents[extents[:, 0] >= 0]  # members that the sample has
+            if not len(extents):
+                continue
+            start = int(extents[:, 0].min())
+            end = int(extents.sum(axis=1).max())
+            if 0 < end - start <= _MAX_READ:
+                scheme, _, _ = path.partition(":")
+                ranges_by_scheme[scheme][index] = path, start, end
+
+        for ranges in ranges_by_scheme.values():
+            contents = _fetch_ranges(list(ranges.values()), self._cache.timeout)
+            self._fetches_samples = any(data is not None for data in contents)  # if none arrived, do not wait again
+            for (index, (_, start, _)), data in zip(ranges.items(), contents, strict=True):
+                if data is not None:
+                    self._fetched[index] = start, data
 
     def key(self, index: int) -> str:
         """Return the key of a sample: the folder and the stem of its members' names."""
@@ -149,75 +170,83 @@ class TarReader:
         return self._table(shard).key(row)
 
     def uid(self, index: int, key: str) -> tuple[int, int]:
-        """Return a sample's uid from `key` in its JSON or else from `uid_of_place`; raise the same errors as `read`."""
+        """Return a sample's uid: `key` in its JSON, else `uid_of_location`; raise the same errors as `read`."""
         shard, row = self._manifest.locate(index)
-        found = uid_of(self.read(index, with_image=False).texts.get(JSON, b""), key)
-        return found or uid_of_place(self._manifest.shards[shard].path, self._table(shard).place(row))
+        uid = uid_of(self.read(index, with_image=False).texts.get(JSON, b""), key)
+        return uid or uid_of_location(self._manifest.shards[shard].path, self._table(shard).main_extents(row))
 
     def keys(self, shard: int, rows: slice) -> list[str]:
         """Return the keys of consecutive samples of a shard; raise OSError or UserError if the shard cannot be used."""
-        found = self._table(shard).split_keys()[rows]
-        return [key.decode("utf-8", "replace") for key in found]
+        keys = self._table(shard).split_keys()[rows]
+        return [key.decode("utf-8", "replace") for key in keys]
 
     def _is_copied(self, path: str) -> bool:
         """Return whether a shard is read from the cache rather than in place."""
         return self._cache is not None and not is_local(path)
 
     def _open(self, shard: int) -> FileIO:
-        described = self._manifest.shards[shard]
-        if self._cache is None or not self._is_copied(described.path):
-            file = FileIO(described.path)  # closed when the last reference is gone
-            check_size(described, os.fstat(file.fileno()).st_size)
+        """Open a shard, which is fetched if it is remote and not cached."""
+        listed = self._manifest.shards[shard]
+        if self._cache is None or not self._is_copied(listed.path):
+            file = FileIO(listed.path)  # closed when the last reference is gone
+            check_size(listed, os.fstat(file.fileno()).st_size)
             return file
         try:
-            return self._cache.open(described.path, described.bytes, described.crc32)
+            return self._cache.open(listed.path, listed.bytes, listed.crc32)
         except FetchError as error:
-            if error.damaged and described.layout is None:
+            if error.damaged and listed.layout is None:
                 raise UserError(f"{error} It has changed; build the manifest again.") from error
             raise
 
     def _load_table(self, shard: int) -> SampleTable:
-        described, samples = self._manifest.shards[shard], self._manifest.samples
+        """Read a shard's table from the manifest, or make it from the shard's headers and compare it."""
+        listed = self._manifest.shards[shard]
+        samples = self._manifest.samples
         if samples is not None:
-            return self._shared(described.path, samples.source(shard), partial(samples.table, shard))
+            return self._shared_table(listed.path, samples.source(shard), partial(samples.table, shard))
         status = os.fstat(self._file(shard).fileno())
-        others = [name for name in self._texts if name not in MEMBERS]
-        source: tuple[object, ...] = (status.st_size, status.st_ino, *others)
+        other_members = [name for name in self._texts if name not in MEMBERS]
+        source: tuple[object, ...] = (status.st_size, status.st_ino, *other_members)
         # the times of a cached copy change with every use; its tables are discarded when the shard is fetched again
-        if not self._is_copied(described.path):
+        if not self._is_copied(listed.path):
             source += (status.st_mtime_ns, status.st_ctime_ns)
-        table = self._shared(described.path, source, partial(self._walk, shard))
+        table = self._shared_table(listed.path, source, partial(self._walk_headers, shard))
         self._check_layout(shard, table)
-        if table.n != described.n:
-            counted = "" if described.layout is not None else ", or img2dataset's side file has a wrong count"
+        if table.n != listed.n:
+            other_cause = "" if listed.layout is not None else ", or img2dataset's side file has a wrong count"
             raise UserError(
-                f"Shard {described.path} yields {table.n} samples where the manifest has {described.n}: it has "
-                f"changed{counted}; build the manifest again, or without the shard."
+                f"Shard {listed.path} yields {table.n} samples where the manifest has {listed.n}: it has "
+                f"changed{other_cause}; build the manifest again, or without the shard."
             )
         return table
 
-    def _shared(self, path: str, source: tuple[object, ...], make: Callable[[], SampleTable]) -> SampleTable:
-        return make() if self._node_tables is None else self._node_tables.get(path, source, make)
+    def _shared_table(self, path: str, source: tuple[object, ...], make: Callable[[], SampleTable]) -> SampleTable:
+        """Return a table that all processes on the node share, if possible; `make` makes the table."""
+        if self._node_tables is None:
+            return make()
+        return self._node_tables.get(path, source, make)
 
-    def _walk(self, shard: int) -> SampleTable:
+    def _walk_headers(self, shard: int) -> SampleTable:
         return tabulate(read_index(self._file(shard).fileno()).samples, self._texts)
 
-    def _places(self, table: SampleTable) -> list[int]:
+    def _member_columns(self, table: SampleTable) -> list[int]:
         """Return the indices of the image and the texts among the table's members."""
         return [table.members.index(name) for name in ("image", *self._texts)]
 
     def _check_layout(self, shard: int, table: SampleTable) -> None:
         """Raise UserError if a shard has the right number of samples but not the samples that the manifest lists."""
-        described = self._manifest.shards[shard]
-        if described.layout not in (None, table.layout) and table.n == described.n:
+        listed = self._manifest.shards[shard]
+        if listed.layout not in (None, table.layout) and table.n == listed.n:
             raise UserError(
-                f"Shard {described.path} has the size in the manifest but different samples; restore the shard."
+                f"Shard {listed.path} has the size in the manifest but different samples; restore the shard."
             )
 
     def _verify(self, shard: int, members: Iterable[tuple[int, bytes | None, int]]) -> None:
         for member, data, expected in members:
             if data is not None and zlib.crc32(data) != expected:
-                self._check_layout(shard, self._walk(shard))  # a replaced shard is a user error, not a bad sample
+                self._check_layout(
+                    shard, self._walk_headers(shard)
+                )  # a replaced shard is a user error, not a bad sample
                 name = self._table(shard).members[member]
                 raise ChecksumError(f"{name} does not match the checksum in the manifest")
 
@@ -234,40 +263,48 @@ def read_at(fd: int, offset: int, size: int) -> bytes:
 
 def _fetch_ranges(ranges: Sequence[tuple[str, int, int]], timeout: float) -> list[bytes | None]:
     """Fetch all (URL, start, end) ranges concurrently; return None for ranges that fail or exceed `timeout` seconds."""
-    found: list[bytes | None] = [None] * len(ranges)
+    contents: list[bytes | None] = [None] * len(ranges)
 
     def run() -> None:
         with suppress(Exception):  # backends raise many types
-            fs, _ = open_remote(ranges[0][0], timeout)
-            paths, starts, ends = map(list, zip(*ranges, strict=True))
-            parts = fs.cat_ranges([fsspec.core.strip_protocol(path) for path in paths], starts, ends, on_error="return")
-            for number, (part, start, end) in enumerate(zip(parts, starts, ends, strict=True)):
-                if isinstance(part, bytes) and len(part) == end - start:
-                    found[number] = part
+            first_url, _, _ = ranges[0]
+            fs, _ = open_remote(first_url, timeout)
+            paths = [fsspec.core.strip_protocol(url) for url, _, _ in ranges]
+            starts = [start for _, start, _ in ranges]
+            ends = [end for _, _, end in ranges]
+            results = fs.cat_ranges(paths, starts, ends, on_error="return")
+            for number, (data, start, end) in enumerate(zip(results, starts, ends, strict=True)):
+                if isinstance(data, bytes) and len(data) == end - start:
+                    contents[number] = data
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(timeout)
-    return list(found)
+    return list(contents)
 
 
-def _cut(begin: int, part: bytes, offset: int, size: int) -> bytes:
-    """Return the `size` bytes at `offset` in a shard; `part` contains the shard's bytes starting at offset `begin`."""
-    return part[offset - begin : offset - begin + size]
+def _slice_bytes(begin: int, data: bytes, offset: int, size: int) -> bytes:
+    """Return the `size` bytes at `offset` in a shard; `data` contains the shard's bytes starting at offset `begin`."""
+    return data[offset - begin : offset - begin + size]
 
 
 def _read_members(read: Callable[[int, int], bytes], extents: Sequence[Sequence[int]]) -> list[bytes | None]:
     """Read a sample's members, in one read if they are close together; return None for members with offset -1."""
-    start, end, size = sys.maxsize, 0, 0
-    for offset, length in extents:
+    # the range of all members; comparisons instead of min() and max(), because this runs for every sample
+    start = sys.maxsize
+    end = 0
+    total = 0
+    for offset, size in extents:
         if offset >= 0:
-            size += length
-            start = offset if offset < start else start
-            end = offset + length if offset + length > end else end
-    if end - start > size + _MAX_HOLE:
-        return [None if offset < 0 else read(offset, length) for offset, length in extents]
+            total += size
+            if offset < start:
+                start = offset
+            if offset + size > end:
+                end = offset + size
+    if end - start > total + _MAX_HOLE:
+        return [None if offset < 0 else read(offset, size) for offset, size in extents]
     data = read(start, end - start) if end else b""
-    return [None if at < 0 else data[at - start : at - start + length] for at, length in extents]
+    return [None if offset < 0 else data[offset - start : offset - start + size] for offset, size in extents]
 
 
 def _node_tables(cache: ShardCache | None) -> NodeTables | None:

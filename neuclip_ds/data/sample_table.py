@@ -11,6 +11,7 @@ import itertools
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
@@ -28,11 +29,15 @@ IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")  # a sample's image is the fir
 MEMBERS = ("image", "txt", "json")  # members that every table lists, before other members with captions
 _NO_OFFSET = -1
 
-_OFFSET, _CRC32 = "_offset", "_crc32"  # suffixes of the names of each member's columns
+# suffixes of the names of each member's columns
+_OFFSET = "_offset"
+_SIZE = "_size"
+_CRC32 = "_crc32"
 _UID = ("uid_high", "uid_low")
 
 
-class SampleTable(NamedTuple):
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SampleTable:
     """The n samples of a shard, as arrays: 52 bytes each plus the key for m = 3 members (600 as Python objects)."""
 
     ordinals: NDArray[np.int32]  # (n,) position among all samples of the tar
@@ -57,7 +62,7 @@ class SampleTable(NamedTuple):
         offset, size = self.extents[row, self.members.index(member)].tolist()
         return None if offset == _NO_OFFSET else Extent(offset, size)
 
-    def place(self, row: int) -> NDArray[np.int64]:
+    def main_extents(self, row: int) -> NDArray[np.int64]:
         """Return the (3, 2) extents of a sample's `MEMBERS`, which identify the sample in its shard."""
         return self.extents[row, : len(MEMBERS)]
 
@@ -76,23 +81,30 @@ class SampleTable(NamedTuple):
     def take(self, rows: NDArray[np.int64]) -> SampleTable:
         """Return the table of the samples at `rows`, which may contain duplicates."""
         keys = self.split_keys()
-        chosen = b"\0".join(keys[row] for row in rows.tolist())
-        crc32 = None if self.crc32 is None else self.crc32[rows]
-        uids = None if self.uids is None else self.uids[rows]
-        return SampleTable(self.ordinals[rows], self.extents[rows], chosen, crc32, self.members, uids)
+        return SampleTable(
+            ordinals=self.ordinals[rows],
+            extents=self.extents[rows],
+            keys=b"\0".join(keys[row] for row in rows.tolist()),
+            crc32=None if self.crc32 is None else self.crc32[rows],
+            members=self.members,
+            uids=None if self.uids is None else self.uids[rows],
+        )
 
 
 def tabulate(samples: Sequence[SampleEntry], texts: Sequence[str] = ()) -> SampleTable:
     """Return the table of all samples of a shard; `texts` are the members that captions are read from."""
     members = (*MEMBERS, *(member for member in texts if member not in MEMBERS))
-    absent, extents = Extent(_NO_OFFSET, 0), []
-    for found in (entry.members for entry in samples):
-        image = next((found[extension] for extension in IMAGE_EXTENSIONS if extension in found), absent)
-        extents.append([image, *(found.get(member, absent) for member in members[1:])])
+    absent = Extent(_NO_OFFSET, 0)
+    extents = []  # a list for each sample, with the extent of each of `members`
+    for entry in samples:
+        by_extension = entry.members
+        image = next((by_extension[name] for name in IMAGE_EXTENSIONS if name in by_extension), absent)
+        others = [by_extension.get(member, absent) for member in members[1:]]
+        extents.append([image, *others])
     return SampleTable(
-        np.arange(len(samples), dtype=np.int32),
-        np.array(extents, dtype=np.int64).reshape(len(samples), len(members), 2),
-        b"\0".join(entry.key.encode("utf-8", "surrogateescape") for entry in samples),
+        ordinals=np.arange(len(samples), dtype=np.int32),
+        extents=np.array(extents, dtype=np.int64).reshape(len(samples), len(members), 2),
+        keys=b"\0".join(entry.key.encode("utf-8", "surrogateescape") for entry in samples),
         members=members,
     )
 
@@ -102,77 +114,90 @@ def write_part(path: Path, tables: Iterable[SampleTable]) -> None:
     remaining = iter(tables)
     first = next(remaining)
     schema = pa.schema([*_schema(first.members), *((name, pa.uint64()) for name in _UID)])
-    encoding = {
-        name: "PLAIN" if name.endswith(_CRC32) or name in _UID else "DELTA_BINARY_PACKED" for name in schema.names
-    }
+    encoding = dict.fromkeys(schema.names, "DELTA_BINARY_PACKED")
+    for name in schema.names:
+        if name.endswith(_CRC32) or name in _UID:  # random bits, which cannot be compressed
+            encoding[name] = "PLAIN"
+    encoding["key"] = "DELTA_BYTE_ARRAY"
     with pq.ParquetWriter(
         path,
         schema,
         compression="zstd",
         use_dictionary=False,
-        column_encoding={**encoding, "key": "DELTA_BYTE_ARRAY"},
+        column_encoding=encoding,
         write_page_checksum=True,
     ) as writer:
         for table in itertools.chain([first], remaining):
-            unknown = [pa.nulls(table.n, pa.uint32())] * len(table.members)
-            crc32 = unknown if table.crc32 is None else list(table.crc32.T)
             extents = table.extents.reshape(table.n, 2 * len(table.members)).T
-            uids = [pa.nulls(table.n, pa.uint64())] * len(_UID) if table.uids is None else list(table.uids.T)
+            crc32 = [pa.nulls(table.n, pa.uint32())] * len(table.members)
+            if table.crc32 is not None:
+                crc32 = list(table.crc32.T)
+            uids = [pa.nulls(table.n, pa.uint64())] * len(_UID)
+            if table.uids is not None:
+                uids = list(table.uids.T)
             columns = [table.split_keys(), table.ordinals, *extents, *crc32, *uids]
             writer.write_table(pa.table(columns, schema=schema), row_group_size=max(1, table.n))
 
 
 def _schema(members: Sequence[str]) -> pa.Schema:
     """Return the schema: keys, ordinals, extents, and checksums, which are null if they were not computed."""
-    extents = [(f"{member}{part}", pa.int64()) for member in members for part in (_OFFSET, "_size")]
-    checksums = [(f"{member}{_CRC32}", pa.uint32()) for member in members]
-    return pa.schema([("key", pa.binary()), ("ordinal", pa.int32()), *extents, *checksums])
+    columns: list[tuple[str, pa.DataType]] = [("key", pa.binary()), ("ordinal", pa.int32())]
+    for member in members:
+        columns.append((f"{member}{_OFFSET}", pa.int64()))
+        columns.append((f"{member}{_SIZE}", pa.int64()))
+    columns += [(f"{member}{_CRC32}", pa.uint32()) for member in members]
+    return pa.schema(columns)
 
 
-class SampleLocation(NamedTuple):
+class TableLocation(NamedTuple):
     """The location of a shard's sample table."""
 
-    part: Path
-    group: int  # number of the row group in the file
+    file: Path
+    row_group: int
 
 
-class SampleParts:
-    """The sample tables of several shards, stored at `places`; `members` are the members that all tables list."""
+class SampleTables:
+    """The sample tables of several shards, stored at `locations`; `members` are the members that all tables list."""
 
-    def __init__(self, places: Sequence[SampleLocation], members: frozenset[str]) -> None:
-        self.places, self.members = tuple(places), members
+    def __init__(self, locations: Sequence[TableLocation], members: frozenset[str]) -> None:
+        self.locations = tuple(locations)
+        self.members = members
 
     @classmethod
-    def open(cls, places: Sequence[SampleLocation], sizes: Sequence[int]) -> SampleParts:
+    def open(cls, locations: Sequence[TableLocation], sizes: Sequence[int]) -> SampleTables:
         """Open tables, reading only file footers; raise UserError if a table is missing or has the wrong row count."""
-        rows, members = dict[Path, list[int]](), list[set[str]]()
-        for part in dict.fromkeys(place.part for place in places):
-            with _opened(part) as file:
-                rows[part] = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
-                names = file.schema_arrow.names
-                members.append({name.removesuffix(_OFFSET) for name in names if name.endswith(_OFFSET)})
-        for shard, ((part, group), size) in enumerate(zip(places, sizes, strict=True)):
-            if not 0 <= group < len(rows[part]) or rows[part][group] != size:
+        rows_of_groups: dict[Path, list[int]] = {}  # by file
+        members: list[set[str]] = []  # of each file
+        for path in dict.fromkeys(location.file for location in locations):
+            with _opened(path) as file:
+                groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
+                rows_of_groups[path] = [group.num_rows for group in groups]
+                members.append(set(_members_of(file.schema_arrow.names)))
+        for shard, (location, size) in enumerate(zip(locations, sizes, strict=True)):
+            rows = rows_of_groups[location.file]
+            if not 0 <= location.row_group < len(rows) or rows[location.row_group] != size:
                 raise UserError(
-                    f"The table of shard {shard} in {part} does not fit the manifest; restore it or build it again."
+                    f"The table of shard {shard} in {location.file} does not fit the manifest; restore it or build it "
+                    "again."
                 )
-        return cls(places, frozenset(set.intersection(*members) if members else MEMBERS))
+        return cls(locations, frozenset(set.intersection(*members) if members else MEMBERS))
 
     @classmethod
-    def join(cls, several: Sequence[SampleParts]) -> SampleParts:
+    def join(cls, several: Sequence[SampleTables]) -> SampleTables:
         """Concatenate the tables of several manifests."""
-        places = [place for parts in several for place in parts.places]
-        return cls(places, frozenset.intersection(*(parts.members for parts in several)))
+        locations = itertools.chain.from_iterable(tables.locations for tables in several)
+        members = frozenset.intersection(*(tables.members for tables in several))
+        return cls(tuple(locations), members)
 
     def table(self, shard: int) -> SampleTable:
         """Read a shard's table; raise UserError if it is missing or damaged."""
-        part, group = self.places[shard]
-        with _opened(part) as file:
-            return _table(file.read_row_group(group))
+        location = self.locations[shard]
+        with _opened(location.file) as file:
+            return _to_table(file.read_row_group(location.row_group))
 
     def image_checksums(self) -> Iterator[NDArray[np.uint64]]:
         """Yield, file by file, a number for each image with a known CRC-32; identical images have equal numbers."""
-        for crc32, sizes in self._columns(f"image{_CRC32}", "image_size"):
+        for crc32, sizes in self._columns(f"image{_CRC32}", f"image{_SIZE}"):
             yield ((sizes << np.uint64(32)) + crc32)[sizes > 0]
 
     def uids(self) -> Iterator[NDArray[np.uint64]]:
@@ -183,20 +208,20 @@ class SampleParts:
 
     def _columns(self, *names: str) -> Iterator[list[NDArray[np.uint64]]]:
         """Yield, file by file, the given columns as numbers; skip files in which a value is missing."""
-        for part, places in groupby(sorted(self.places), key=attrgetter("part")):
-            with _opened(part) as file:
-                columns = file.read_row_groups([place.group for place in places], names).columns
+        for path, locations in groupby(sorted(self.locations), key=attrgetter("file")):
+            with _opened(path) as file:
+                columns = file.read_row_groups([location.row_group for location in locations], names).columns
             if not any(column.null_count for column in columns):
                 yield [column.to_numpy().astype(np.uint64) for column in columns]
 
     def source(self, shard: int) -> tuple[object, ...]:
         """Return the identity of a shard's table: the file's path, size and modification time, and the row group."""
-        part, group = self.places[shard]
+        location = self.locations[shard]
         try:
-            status = part.stat()
+            status = location.file.stat()
         except OSError as error:
-            raise _unreadable(part, error) from error
-        return str(part.absolute()), status.st_size, status.st_mtime_ns, group
+            raise _unreadable(location.file, error) from error
+        return str(location.file.absolute()), status.st_size, status.st_mtime_ns, location.row_group
 
 
 @contextmanager
@@ -214,16 +239,29 @@ def _unreadable(path: Path, error: Exception) -> UserError:
     return UserError(f"The manifest's file {path} cannot be read ({reason}); restore it or build it again.")
 
 
-def _table(rows: pa.Table) -> SampleTable:
-    named = [name.removesuffix(_OFFSET) for name in rows.column_names if name.endswith(_OFFSET)]
-    members = (*MEMBERS, *(name for name in named if name not in MEMBERS))
+def _members_of(column_names: Sequence[str]) -> list[str]:
+    """Return the members that have columns in a sample table."""
+    return [name.removesuffix(_OFFSET) for name in column_names if name.endswith(_OFFSET)]
+
+
+def _to_table(rows: pa.Table) -> SampleTable:
+    """Convert the rows of a file; raise ValueError if values are missing or impossible."""
+    others = [name for name in _members_of(rows.column_names) if name not in MEMBERS]
+    members = (*MEMBERS, *others)
     schema = _schema(members)
     keys, ordinals, *columns = rows.select(schema.names).cast(schema).columns
-    places, checksums = columns[: 2 * len(members)], columns[2 * len(members) :]
-    extents = np.stack([column.to_numpy() for column in places], axis=1)
-    if any(column.null_count for column in (keys, ordinals, *places)) or (extents < _NO_OFFSET).any():
+    extent_columns = columns[: 2 * len(members)]
+    checksum_columns = columns[2 * len(members) :]
+    extents = np.stack([column.to_numpy() for column in extent_columns], axis=1)
+    if any(column.null_count for column in (keys, ordinals, *extent_columns)) or (extents < _NO_OFFSET).any():
         raise ValueError("it has rows without an offset")
-    known = not any(column.null_count for column in checksums)
-    crc32 = np.stack([column.to_numpy() for column in checksums], axis=1) if known else None
-    extents = extents.reshape(len(rows), len(members), 2)
-    return SampleTable(ordinals.to_numpy(), extents, b"\0".join(keys.to_pylist()), crc32, members)
+    crc32 = None
+    if not any(column.null_count for column in checksum_columns):
+        crc32 = np.stack([column.to_numpy() for column in checksum_columns], axis=1)
+    return SampleTable(
+        ordinals=ordinals.to_numpy(),
+        extents=extents.reshape(len(rows), len(members), 2),
+        keys=b"\0".join(keys.to_pylist()),
+        crc32=crc32,
+        members=members,
+    )

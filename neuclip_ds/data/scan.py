@@ -10,10 +10,11 @@ import time
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from neuclip_ds.data.decoders import Captions
 from neuclip_ds.data.fetch import AttemptFailed, Retries, attempt
@@ -22,7 +23,7 @@ from neuclip_ds.data.readers import TooLarge, read_at
 from neuclip_ds.data.sample_table import IMAGE_EXTENSIONS, SampleTable, tabulate
 from neuclip_ds.data.shards import is_local
 from neuclip_ds.data.tar import read_index
-from neuclip_ds.data.uids import UID, UidFiles, uid_of, uid_of_place
+from neuclip_ds.data.uids import UID, UidFiles, uid_of, uid_of_location
 from neuclip_ds.errors import UserError
 from neuclip_ds.files import checksum_of
 
@@ -32,7 +33,8 @@ _STALL_TIMEOUT = 300.0  # seconds without new data after which a remote shard is
 _MAX_OUTAGE = 30.0  # seconds for which a fetch is retried while the storage fails
 
 
-class ScanOptions(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class ScanOptions:
     """The options of a scan."""
 
     captions: tuple[str, ...] = ("txt",)  # sources as in `data.captions`; a sample without any of them is bad
@@ -47,7 +49,8 @@ class ScanOptions(NamedTuple):
         return self.checksum or bool(self.uids)
 
 
-class Scan(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Scan:
     """The result of scanning one shard."""
 
     shard: Shard  # with start 0; the actual start is assigned later
@@ -55,7 +58,7 @@ class Scan(NamedTuple):
     n_captions: int
     extensions: Sequence[str] = ()  # extensions of the first samples, for messages
     lost_bytes: int = 0  # bytes in damaged regions
-    place: tuple[str, int] | None = None  # (file name, row group) of the sample table
+    table: tuple[str, int] | None = None  # (file name, row group) of the sample table
 
 
 Scans = tuple[list[Scan], dict[str, str]]  # the scans, and the reason for each unusable shard by path
@@ -93,34 +96,62 @@ def local_copy(path: str) -> Iterator[Path]:
 
 def _scan(path: str, file: Path, options: ScanOptions) -> tuple[Scan, SampleTable]:
     crc32 = checksum_of(file).crc32 if options.checksum else None
-    texts, selection = Captions(options.captions).extensions, None
+    text_members = Captions(options.captions).extensions
+    selection = None
     with file.open("rb") as opened:
         fd = opened.fileno()
         index = read_index(fd)
-        table = tabulate(index.samples, texts)
+        table = tabulate(index.samples, text_members)
         layout = table.layout
         if options.has_tables:
             uids = [uid_of(_read(fd, table, row, "json"), options.uid_key) for row in range(table.n)]
             words = np.array([uid or (0, 0) for uid in uids], dtype=np.uint64).reshape(table.n, 2)
-            table = table._replace(uids=words)
+            table = replace(table, uids=words)
         if options.uids:
-            found = [uid or uid_of_place(path, table.place(row)) for row, uid in enumerate(uids)]
-            counts = UidFiles(options.uids).count(np.array(found, dtype=UID))
-            table = table.take(np.repeat(np.arange(table.n), counts))  # each sample as often as its uid is listed
+            # list each sample as often as the files list its uid
+            known_uids = [uid or uid_of_location(path, table.main_extents(row)) for row, uid in enumerate(uids)]
+            counts = UidFiles(options.uids).count(np.array(known_uids, dtype=UID))
+            table = table.take(np.repeat(np.arange(table.n), counts))
             selection = zlib.crc32(table.ordinals.tobytes())
         if options.checksum:
-            rows = [[zlib.crc32(_read(fd, table, row, member)) for member in table.members] for row in range(table.n)]
-            table = table._replace(crc32=np.array(rows, dtype=np.uint32).reshape(table.n, len(table.members)))
-        images = table.has("image")
-        captions = np.logical_or.reduce([table.has(member) for member in texts])
-    n_bad = int((~(images & captions)).sum())
-    shard = Shard(path, 0, table.n, file.stat().st_size, n_bad, crc32, selection, layout=layout)
-    lost = sum(gap.size for gap in index.gaps)
-    extensions = sorted({extension for entry in index.samples[:100] for extension in entry.members})
-    return Scan(shard, int(images.sum()), int(captions.sum()), extensions, lost), table
+            table = replace(table, crc32=_member_checksums(fd, table))
+    has_image = table.has("image")
+    has_caption = np.logical_or.reduce([table.has(member) for member in text_members])
+
+    extensions: set[str] = set()
+    for entry in index.samples[:100]:
+        extensions.update(entry.members)
+    shard = Shard(
+        path=path,
+        start=0,
+        n=table.n,
+        bytes=file.stat().st_size,
+        n_bad=int((~(has_image & has_caption)).sum()),
+        crc32=crc32,
+        selection=selection,
+        layout=layout,
+    )
+    scan = Scan(
+        shard=shard,
+        n_images=int(has_image.sum()),
+        n_captions=int(has_caption.sum()),
+        extensions=sorted(extensions),
+        lost_bytes=sum(gap.size for gap in index.gaps),
+    )
+    return scan, table
+
+
+def _member_checksums(fd: int, table: SampleTable) -> NDArray[np.uint32]:
+    """Return the CRC-32 of each member of each sample, (n, m)."""
+    checksums = np.zeros((table.n, len(table.members)), dtype=np.uint32)
+    for row in range(table.n):
+        for column, member in enumerate(table.members):
+            checksums[row, column] = zlib.crc32(_read(fd, table, row, member))
+    return checksums
 
 
 def _read(fd: int, table: SampleTable, row: int, member: str) -> bytes:
+    """Return the bytes of a sample's member, or no bytes if it is absent or too large."""
     extent = table.extent(row, member)
     try:
         return b"" if extent is None else read_at(fd, *extent)
@@ -130,9 +161,11 @@ def _read(fd: int, table: SampleTable, row: int, member: str) -> bytes:
 
 def log_loss(scan: Scan) -> None:
     """Log a warning if a shard is damaged or has bad samples."""
-    shard, lost = scan.shard, scan.lost_bytes
-    if lost:
-        log.warning("Shard %s is damaged: %d of %d bytes are lost; download it again", shard.path, lost, shard.bytes)
+    shard = scan.shard
+    if scan.lost_bytes:
+        log.warning(
+            "Shard %s is damaged: %d of %d bytes are lost; download it again", shard.path, scan.lost_bytes, shard.bytes
+        )
     elif shard.n_bad or (shard.n == 0 and shard.selection is None):
         log.warning("Shard %s: only %d of %d samples can be used", shard.path, shard.n - shard.n_bad, shard.n)
 
@@ -140,7 +173,8 @@ def log_loss(scan: Scan) -> None:
 def check_usable(scans: Sequence[Scan], paths: Sequence[str]) -> None:
     """Raise UserError if the shards at `paths` together have no samples, no images or no captions."""
     source = paths[0] if len(paths) == 1 else f"{len(paths)} tars in {paths[0].rpartition('/')[0]}"
-    found = ", ".join(sorted({extension for scan in scans for extension in scan.extensions})[:10])
+    all_extensions = sorted(set().union(*(scan.extensions for scan in scans)))
+    extensions = ", ".join(all_extensions[:10])
     if not any(scan.shard.n for scan in scans):
         if any(scan.shard.selection is not None for scan in scans):
             raise UserError(
@@ -149,7 +183,10 @@ def check_usable(scans: Sequence[Scan], paths: Sequence[str]) -> None:
         raise UserError(f"No samples in {source}; samples are members such as 000000001.jpg and 000000001.txt.")
     if not any(scan.n_images for scan in scans):
         raise UserError(
-            f"No sample has an image in {source} (extensions found: {found}); images are {', '.join(IMAGE_EXTENSIONS)}."
+            f"No sample has an image in {source} (extensions found: {extensions}); images are "
+            f"{', '.join(IMAGE_EXTENSIONS)}."
         )
     if not any(scan.n_captions for scan in scans):
-        raise UserError(f"No captions in {source} (extensions found: {found}); add .txt members, or set data.captions.")
+        raise UserError(
+            f"No captions in {source} (extensions found: {extensions}); add .txt members, or set data.captions."
+        )

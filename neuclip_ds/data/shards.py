@@ -45,7 +45,10 @@ def _resolve(source: str) -> list[str]:
     if _BETWEEN in source:
         return [path for part in source.split(_BETWEEN) for path in _resolve(part)]
     if not is_local(source):
-        return [url for name in _braces(source) for url in (_remote_glob(name) if _GLOB.search(name) else [name])]
+        urls: list[str] = []
+        for url in _braces(source):
+            urls += _remote_glob(url) if _GLOB.search(url) else [url]
+        return urls
     path = Path(source).expanduser()
     if path.is_dir():
         tars = sorted(path.glob("*.tar")) or sorted(path.rglob("*.tar"))
@@ -58,10 +61,12 @@ def _resolve(source: str) -> list[str]:
 
 
 def _listed(path: Path) -> list[str]:
-    lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-    lines = [line for line in lines if line and not line.startswith("#")]
-    parts = [part for line in lines for part in line.split(_BETWEEN)]
-    shards = [shard for part in parts for shard in _resolve(part)]
+    """Return the shards that the lines of a text file name."""
+    shards = []
+    for line in map(str.strip, path.read_text(encoding="utf-8").splitlines()):
+        if line and not line.startswith("#"):
+            for source in line.split(_BETWEEN):
+                shards += _resolve(source)
     if not shards:
         raise UserError(f"The list {path} names no shards; write one path, pattern or URL on each line.")
     return shards
@@ -71,16 +76,19 @@ def _remote_glob(pattern: str) -> list[str]:
     fix = f"use an address such as s3:// or https://, check the access rights, or run {install_command('remote')}"
     with explained(f"{pattern} cannot be listed", fix):
         fs, path = fsspec.core.url_to_fs(pattern)
-        found = sorted(str(fs.unstrip_protocol(match)) for match in fs.glob(path))
-    if not found:
+        urls = sorted(str(fs.unstrip_protocol(match)) for match in fs.glob(path))
+    if not urls:
         raise UserError(f"Nothing matches {pattern}; check the address and the pattern.")
-    return found
+    return urls
 
 
 def _matches(pattern: str) -> list[str]:
     paths: list[Path] = []
     for name in _braces(pattern):
-        paths += map(Path, sorted(glob.glob(name, recursive=True)) if glob.has_magic(name) else [name])  # noqa: PTH207 - absolute
+        if glob.has_magic(name):
+            paths += map(Path, sorted(glob.glob(name, recursive=True)))  # noqa: PTH207 - absolute
+        else:
+            paths.append(Path(name))
     missing = [path for path in paths if not path.exists()]
     if missing:
         raise UserError(f"{missing[0]} does not exist ({len(missing)} of {len(paths)} in {pattern}); fix the path.")

@@ -48,16 +48,18 @@ def count_shards(sizes: Mapping[str, int | None]) -> Scans:
     def count(path: str) -> Scan | None:
         store = stores[path.rpartition("/")[0]]
         try:
-            n, size = _samples(path.removesuffix(_TAR), store), sizes[path] or _size(path, store)
+            n = _samples(path.removesuffix(_TAR), store)
+            size = sizes[path] or _size(path, store)
             if n * MIN_SAMPLE_BYTES > size:
                 raise AttemptFailed(f"its side file has {n} samples, but the shard only {size} bytes")
         except AttemptFailed as failure:
             failures[path] = f"Shard {path} cannot be counted: {failure}."
             return None
-        return Scan(Shard(path, 0, n, size), n_images=n, n_captions=n)
+        return Scan(shard=Shard(path=path, start=0, n=n, bytes=size), n_images=n, n_captions=n)
 
     with ThreadPoolExecutor(_REQUESTS) as pool:
-        return [scan for scan in pool.map(count, sizes) if scan is not None], failures
+        scans = [scan for scan in pool.map(count, sizes) if scan is not None]
+    return scans, failures
 
 
 def _store(folder: str) -> Any:
@@ -81,28 +83,30 @@ def _size(path: str, store: Any) -> int:
 
 def _samples(stem: str, store: Any) -> int:
     """Return the number of samples in a shard according to the first of its side files that exists."""
-    for side, read in ((f"{stem}_stats.json", _successes), (f"{stem}.parquet", _rows)):
+    for path, read in ((f"{stem}_stats.json", _successes), (f"{stem}.parquet", _successful_rows)):
         try:
-            return _request(partial(read, store, side))
+            return _request(partial(read, store, path))
         except AttemptFailed as failure:
             if failure.kind != "missing":
-                raise AttemptFailed(f"{side}: {failure}") from failure
+                raise AttemptFailed(f"{path}: {failure}") from failure
     name = stem.rpartition("/")[2]
     raise AttemptFailed(f"no {name}_stats.json or {name}.parquet is next to it, as img2dataset writes them")
 
 
 def _successes(store: Any, path: str) -> int:
+    """Return the number of pairs that a side file of statistics reports."""
     data = store.cat_file(path)
     try:
-        found = json.loads(data)["successes"]
+        successes = json.loads(data)["successes"]
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise AttemptFailed('it is not JSON with "successes"') from error
-    if type(found) is not int or found < 0:
-        raise AttemptFailed(f'"successes" is {found!r}')
-    return found
+    if type(successes) is not int or successes < 0:
+        raise AttemptFailed(f'"successes" is {successes!r}')
+    return successes
 
 
-def _rows(store: Any, path: str) -> int:
+def _successful_rows(store: Any, path: str) -> int:
+    """Return the number of rows with status "success" in a side file of metadata."""
     with store.open(path, "rb", block_size=_BLOCK) as file:
         try:
             status = pq.read_table(file, columns=["status"]).column("status")

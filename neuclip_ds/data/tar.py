@@ -55,13 +55,17 @@ class _Blocks:
     READ = 4096
 
     def __init__(self, fd: int) -> None:
-        self._fd, self._start, self._data = fd, 0, b""
+        self._fd = fd
+        self._start = 0  # offset of the bytes that were read last
+        self._data = b""
 
     def at(self, offset: int) -> bytes:
         """Return the 512 bytes at an offset, or fewer at the end of the file."""
         within = offset - self._start
         if not 0 <= within <= len(self._data) - _BLOCK:
-            self._start, self._data, within = offset, os.pread(self._fd, self.READ, offset), 0
+            self._start = offset
+            self._data = os.pread(self._fd, self.READ, offset)
+            within = 0
         return self._data[within : within + _BLOCK]
 
 
@@ -120,18 +124,26 @@ def _walk(fd: int, end: int, gaps: list[Extent]) -> Iterator[tuple[str, Extent]]
     offset = 0
     while offset < end:
         try:
-            header, data, own = _member(blocks, fd, offset, end, shared)
+            header, data_offset, pax_records = _member(blocks, fd, offset, end, shared)
         except _BadHeader as bad:
-            resumed = _next_header(fd, bad.resume, end)
+            next_header = _next_header(fd, bad.resume, end)
             # an archive ends with zeros (two blocks, or the rest of the file), with no header after them
-            if resumed < end or os.pread(fd, 2 * _BLOCK, offset).strip(b"\0"):
-                start = gaps.pop().offset if gaps and sum(gaps[-1]) == offset else offset
-                gaps.append(Extent(start, resumed - start))
-            offset = resumed
+            if next_header < end or os.pread(fd, 2 * _BLOCK, offset).strip(b"\0"):
+                _add_gap(gaps, offset, next_header)
+            offset = next_header
             continue
-        if header.kind in _REGULAR and _SPARSE not in own:
-            yield header.name, Extent(data, header.size)
-        offset = data if header.kind in _WITHOUT_DATA else data + _padded(header.size)
+        if header.kind in _REGULAR and _SPARSE not in pax_records:
+            yield header.name, Extent(data_offset, header.size)
+        offset = data_offset
+        if header.kind not in _WITHOUT_DATA:
+            offset += _padded(header.size)
+
+
+def _add_gap(gaps: list[Extent], start: int, end: int) -> None:
+    """Append a damaged region, or extend the last one if it ends at `start`."""
+    if gaps and gaps[-1].offset + gaps[-1].size == start:
+        start = gaps.pop().offset
+    gaps.append(Extent(start, end - start))
 
 
 def _member(
@@ -142,7 +154,7 @@ def _member(
     Extension headers (long names, pax) precede a member's header; if two contain a name, the first wins, as in tarfile.
     """
     long_name: str | None = None
-    own: dict[str, str] = {}
+    local: dict[str, str] = {}  # pax records of this member
     resume = offset + _BLOCK
     try:
         while (header := _parse(blocks.at(offset))).kind in _EXTENSIONS:
@@ -151,22 +163,25 @@ def _member(
             payload = os.pread(fd, header.size, offset + _BLOCK)
             offset = resume = offset + _BLOCK + _padded(header.size)  # so that nothing is read twice
             if header.kind == _GNU_NAME:
-                long_name = long_name or own.get("path") or _text(payload)
+                long_name = long_name or local.get("path") or _text(payload)
             elif header.kind == _PAX_GLOBAL:
                 shared.update(_pax_records(payload))
             elif header.kind in _PAX_LOCAL:
-                own = {**_pax_records(payload), **own}
-        data = offset + _BLOCK
-        if shared or own or long_name is not None:
-            own = {**shared, **own}
-            name = long_name or own.get("path", header.name).rstrip("/" if "path" in own else "")
-            header = _Header(name, _size(own["size"]) if "size" in own else header.size, header.kind)
-        if header.size < 0 or (header.kind not in _WITHOUT_DATA and data + header.size > end):
+                local = {**_pax_records(payload), **local}
+        data_offset = offset + _BLOCK
+        records = {**shared, **local}
+        if records or long_name is not None:
+            name = header.name
+            if "path" in records:
+                name = records["path"].rstrip("/")
+            size = _size(records["size"]) if "size" in records else header.size
+            header = _Header(long_name or name, size, header.kind)
+        if header.size < 0 or (header.kind not in _WITHOUT_DATA and data_offset + header.size > end):
             raise _BadHeader
     except _BadHeader as bad:
         bad.resume = resume
         raise
-    return header, data, own
+    return header, data_offset, records
 
 
 def _parse(block: bytes) -> _Header:
@@ -174,7 +189,9 @@ def _parse(block: bytes) -> _Header:
     if len(block) != _BLOCK:
         raise _BadHeader
     _verify_checksum(block)
-    name, prefix, kind = _text(block[:100]), _text(block[345:500]), block[156:157]
+    name = _text(block[:100])
+    prefix = _text(block[345:500])
+    kind = block[156:157]
     if prefix and kind not in (_GNU_NAME, _GNU_LINK, _GNU_SPARSE):
         name = f"{prefix}/{name}"
     if kind == b"\0" and name.endswith("/"):  # pre-POSIX tars mark folders this way
@@ -186,13 +203,13 @@ def _verify_checksum(block: bytes) -> None:
     """Verify a header's checksum: the sum of its bytes (signed in some old tars), with the checksum field blank."""
     field = block[148:156]
     expected = _number(field)
-    rest = sum(field) - 8 * ord(" ")
+    excess = sum(field) - 8 * ord(" ")  # of the sum over the field's bytes, because they are not blank
     # the low half of Adler-32 is 1 + the sum of the bytes, modulo 65521, and takes a tenth of the time of sum()
-    if (zlib.adler32(block) & 0xFFFF) == (expected + rest + 1) % 65521:
+    if (zlib.adler32(block) & 0xFFFF) == (expected + excess + 1) % 65521:
         return
-    total = sum(block) - rest
-    signed = total - 256 * sum(byte > 127 for byte in block[:148] + block[156:])
-    if expected != signed:
+    unsigned_sum = sum(block) - excess
+    signed_sum = unsigned_sum - 256 * sum(byte > 127 for byte in block[:148] + block[156:])
+    if expected != signed_sum:
         raise _BadHeader
 
 
@@ -220,7 +237,8 @@ def _text(field: bytes) -> str:
 def _pax_records(payload: bytes) -> dict[str, str]:
     """Parse `LENGTH KEYWORD=VALUE\\n` records (LENGTH covers the whole record); keep only path, size and sparse."""
     records: dict[str, str] = {}
-    start, end = 0, len(payload.rstrip(b"\0"))
+    start = 0
+    end = len(payload.rstrip(b"\0"))
     while start < end:
         match = _PAX_RECORD.match(payload, start)
         stop = start + int(match[1]) if match else 0

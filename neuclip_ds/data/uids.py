@@ -35,17 +35,19 @@ class UidFiles:
         for file in self._files:
             for start in range(0, len(file), _CHUNK):
                 chunk = file[start : start + _CHUNK + 1]
-                high, low = chunk["high"], chunk["low"]
-                if not ((high[:-1] < high[1:]) | ((high[:-1] == high[1:]) & (low[:-1] <= low[1:]))).all():
+                high = chunk["high"]
+                low = chunk["low"]
+                is_sorted = (high[:-1] < high[1:]) | ((high[:-1] == high[1:]) & (low[:-1] <= low[1:]))
+                if not is_sorted.all():
                     name = getattr(file, "filename", "a uid file")
                     raise UserError(f"{name} is not sorted; sort it with numpy (np.sort) and save it again.")
 
     def count(self, uids: UidArray) -> NDArray[np.int64]:
         """Return, for each of the q uids, how many times the files list it, (q,)."""
-        found = np.zeros(len(uids), dtype=np.int64)
+        counts = np.zeros(len(uids), dtype=np.int64)
         for listed in self._files:
-            found += np.searchsorted(listed, uids, side="right") - np.searchsorted(listed, uids, side="left")
-        return found
+            counts += np.searchsorted(listed, uids, side="right") - np.searchsorted(listed, uids, side="left")
+        return counts
 
 
 def parse_uid(text: object) -> tuple[int, int] | None:
@@ -60,9 +62,10 @@ def parse_uids(texts: pa.Array) -> UidArray:
     texts = pc.cast(texts, pa.string())
     valid = texts.filter(pc.fill_null(pc.match_substring_regex(texts, f"^{_HEX.pattern}$"), False))
     words = np.frombuffer(bytes.fromhex("".join(valid.to_pylist())), dtype=">u8").reshape(-1, 2)
-    found = np.empty(len(words), dtype=UID)
-    found["high"], found["low"] = words.T
-    return found
+    uids = np.empty(len(words), dtype=UID)
+    uids["high"] = words[:, 0]
+    uids["low"] = words[:, 1]
+    return uids
 
 
 def uid_of(data: bytes, key: str) -> tuple[int, int] | None:
@@ -70,10 +73,10 @@ def uid_of(data: bytes, key: str) -> tuple[int, int] | None:
     return parse_uid(json_object(data).get(key))
 
 
-def uid_of_place(shard: str, extents: NDArray[np.int64]) -> tuple[int, int]:
+def uid_of_location(shard: str, extents: NDArray[np.int64]) -> tuple[int, int]:
     """Return a uid for a sample without one: a hash of its shard's file name and the (m, 2) extents of its members."""
-    place = Path(shard).name.encode("utf-8", "surrogateescape") + extents.astype("<i8").tobytes()
-    digest = hashlib.md5(place, usedforsecurity=False).digest()
+    location = Path(shard).name.encode("utf-8", "surrogateescape") + extents.astype("<i8").tobytes()
+    digest = hashlib.md5(location, usedforsecurity=False).digest()
     return int.from_bytes(digest[:8], "big"), int.from_bytes(digest[8:], "big")
 
 

@@ -13,11 +13,12 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import multiprocessing
@@ -37,7 +38,8 @@ _CONTEXT = multiprocessing.get_context("fork")  # workers share the manifest's m
 _POLL = 1.0  # seconds between checks while the main process waits for a worker
 
 
-class LoaderOptions(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class LoaderOptions:
     """Options of the loader. Only `captions` changes the contents of batches."""
 
     workers: int = 2  # number of loader processes; 0 loads in this process
@@ -56,7 +58,8 @@ class WorkerPool:
     """
 
     def __init__(self, work: Callable[[Any], Any], options: LoaderOptions) -> None:
-        self._work, self._options = work, options
+        self._work = work
+        self._options = options
         self._workers: list[_Worker] = []
 
     def run(self, jobs: Iterable[Any], describe: Callable[[int], str], folder: Path) -> Generator[Any, None, None]:
@@ -70,22 +73,23 @@ class WorkerPool:
         if not count:
             yield from map(self._work, jobs)
             return
-        if any(worker.due for worker in self._workers):  # from a series that the caller no longer reads
+        if any(worker.unfinished for worker in self._workers):  # from a series that the caller no longer reads
             self.close()
         if not self._workers:
             atexit.register(self.close)
             self._workers = [_Worker(self._work, self._options) for _ in range(count)]
-        workers, numbered = self._workers, enumerate(jobs)
+        workers = self._workers
+        numbered_jobs = enumerate(jobs)  # worker j does the jobs j, j + count, j + 2 count ...
         try:
-            for number, job in itertools.islice(numbered, count * self._options.prefetch):
-                workers[number % count].give(job)
+            for number, job in itertools.islice(numbered_jobs, count * self._options.prefetch):
+                workers[number % count].submit(job)
             for number in itertools.count():
-                if not workers[number % count].due:
+                if not workers[number % count].unfinished:
                     return
-                where = f"from {count} loader processes (shards in {folder})"
-                result = self._take(workers, number % count, f"{describe(number)} {where}")
-                for following, job in itertools.islice(numbered, 1):
-                    workers[following % count].give(job)
+                waited_for = f"{describe(number)} from {count} loader processes (shards in {folder})"
+                result = self._next_result(workers, number % count, waited_for)
+                for next_number, job in itertools.islice(numbered_jobs, 1):
+                    workers[next_number % count].submit(job)
                 yield result
         except BaseException:  # also if the caller closes this generator
             _stop(workers)
@@ -97,21 +101,22 @@ class WorkerPool:
         _stop(self._workers)
         self._workers = []
 
-    def _take(self, workers: list[_Worker], place: int, waited_for: str) -> Any:
-        """Return the next result of worker number `place`; replace the worker if it fails."""
+    def _next_result(self, workers: list[_Worker], number: int, waited_for: str) -> Any:
+        """Return the next result of worker `number`; replace the worker if it fails."""
         failures = 0
         while True:
             try:
-                return workers[place].take(waited_for)
+                return workers[number].next_result(waited_for)
             except _WorkerFailure as error:
                 failures += 1
                 if failures == MAX_FAILURES:
                     raise UserError(f"{error} ({failures} times in a row).") from error
                 log.warning("%s; replacing it (%d of %d)", error, failures, MAX_FAILURES - 1)
-            workers[place].stop()
-            jobs, workers[place] = workers[place].due, _Worker(self._work, self._options)
-            for job in jobs:
-                workers[place].give(job)
+            failed = workers[number]
+            failed.stop()
+            workers[number] = _Worker(self._work, self._options)
+            for job in failed.unfinished:
+                workers[number].submit(job)
 
 
 def _stop(workers: list[_Worker]) -> None:
@@ -124,65 +129,77 @@ class _WorkerFailure(Exception):
 
 
 class _Worker:
-    """A worker process and a thread that receives results; `due` contains the jobs whose results are not yet taken."""
+    """A worker process and a thread that receives its results.
+
+    Attributes:
+        unfinished: the jobs whose results have not been taken yet, in order.
+    """
 
     def __init__(self, work: Callable[[Any], Any], options: LoaderOptions) -> None:
-        self.due: deque[Any] = deque()
+        self.unfinished: deque[Any] = deque()
         self._options = options
         get_temp_dir()  # creates the folder for sockets that pass tensors; a killed worker would not remove it
         self._jobs = _CONTEXT.Queue()
         receiver, sender = _CONTEXT.Pipe(duplex=False)
-        arguments = os.getpid(), work, self._jobs, sender
-        self._process = _CONTEXT.Process(target=_do_jobs, args=arguments, daemon=True)
+        self._process = _CONTEXT.Process(target=_do_jobs, args=(os.getpid(), work, self._jobs, sender), daemon=True)
         self._process.start()
         sender.close()  # only the worker's end stays open, and closes when the worker ends
         self._results: SimpleQueue[tuple[Any, Exception | None]] = SimpleQueue()
         device = torch.cuda.current_device() if options.pin_memory else None
         threading.Thread(target=_receive, args=(receiver, self._results, device), daemon=True).start()
 
-    def give(self, job: Any) -> None:
+    def submit(self, job: Any) -> None:
         """Send a job to the worker."""
-        self.due.append(job)
+        self.unfinished.append(job)
         self._jobs.put(job)
 
-    def take(self, waited_for: str) -> Any:
-        """Return the next result.
+    def next_result(self, waited_for: str) -> Any:
+        """Return the result of the first unfinished job, and raise it if it is an exception.
 
         Raises:
             _WorkerFailure: the worker has died, or neither a result nor shard data has arrived for
                 `options.timeout` seconds, excluding time that the node spends waiting for storage.
         """
-        cache, timeout = self._options.cache, self._options.timeout
-        since, arrived = time.monotonic(), -1
-        while True:
-            with suppress(Empty):
-                result, end = self._results.get(timeout=min(_POLL, timeout / 2))
-                break
-            if cache is not None and cache.waits_for_storage():  # this ends after `data.max_outage`
-                since = time.monotonic()
-                with deferring(False):  # a signal ends the run now: the next step may be an hour away
-                    pass
-            over, before = time.monotonic() - since >= timeout, arrived
-            if over or arrived < 0:
-                arrived = cache.arrived() if cache is not None else 0
-            if over and arrived == before:
-                raise _WorkerFailure(
-                    f"Timed out after {timeout:g} s waiting for {waited_for}: check the storage or raise data.timeout"
-                )
-            since = time.monotonic() if over else since
-        if end is not None:
+        result, connection_error = self._wait(waited_for)
+        if connection_error is not None:
             self._process.join(_POLL)  # sets its exit code
             code = self._process.exitcode
             if code is None:
-                raise end
+                raise connection_error
             cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
             raise _WorkerFailure(
                 f"A loader process died while waiting for {waited_for}: {cause}; lower data.workers if memory ran out"
             )
-        self.due.popleft()
+        self.unfinished.popleft()
         if isinstance(result, Exception):
             raise result
         return result
+
+    def _wait(self, waited_for: str) -> tuple[Any, Exception | None]:
+        """Return a result, or the error that ended the connection; raise `_WorkerFailure` after the timeout."""
+        cache = self._options.cache
+        timeout = self._options.timeout
+        waiting_since = time.monotonic()
+        arrived_bytes = -1  # not known yet
+        while True:
+            with suppress(Empty):
+                return self._results.get(timeout=min(_POLL, timeout / 2))
+            if cache is not None and cache.waits_for_storage():  # this ends after `data.max_outage`
+                waiting_since = time.monotonic()
+                with deferring(False):  # a signal ends the run now: the next step may be an hour away
+                    pass
+            is_overdue = time.monotonic() - waiting_since >= timeout
+            if not is_overdue and arrived_bytes >= 0:
+                continue
+            bytes_before = arrived_bytes
+            arrived_bytes = cache.arrived() if cache is not None else 0
+            if not is_overdue:
+                continue
+            if arrived_bytes == bytes_before:
+                raise _WorkerFailure(
+                    f"Timed out after {timeout:g} s waiting for {waited_for}: check the storage or raise data.timeout"
+                )
+            waiting_since = time.monotonic()
 
     def stop(self) -> None:
         """Kill the worker."""
@@ -199,8 +216,10 @@ def _receive(results: Connection, received: SimpleQueue[tuple[Any, Exception | N
             torch.cuda.set_device(device)  # each thread has its own current device
         while True:
             result = results.recv()
-            pins = device is not None and hasattr(result, "pin_memory")
-            received.put((result.pin_memory() if pins else result, None))
+            if device is not None and hasattr(result, "pin_memory"):
+                result = result.pin_memory()
+            received.put((result, None))
+            del result  # so that this thread does not keep the pixels alive
     except Exception as error:  # EOFError if the worker has ended, or any other error of a broken connection
         received.put((None, error))
     results.close()

@@ -21,9 +21,9 @@ from pathlib import Path
 
 from torchvision.datasets.folder import make_dataset
 
-from neuclip_ds.data.pack import CAPTION_COLUMNS, IMAGE_COLUMNS, TABLES, captions_of, image_of, open_table, read_image
 from neuclip_ds.data.readers import read_at
 from neuclip_ds.data.sample_table import IMAGE_EXTENSIONS
+from neuclip_ds.data.tables import CAPTION_COLUMNS, IMAGE_COLUMNS, TABLES, captions_of, image_of, open_table, read_image
 from neuclip_ds.data.tar import Extent, read_index
 from neuclip_ds.errors import UserError, explained
 

@@ -11,7 +11,9 @@ from neuclip_ds.config import Config
 from neuclip_ds.data.build import open_manifest
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.mixture import BatchOrder
+from neuclip_ds.data.open_data import CACHE, resolve
 from neuclip_ds.data.scan import ScanOptions
+from neuclip_ds.data.training_set import TrainingSet, open_order
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.environment import RankEnvironment
 from neuclip_ds.distributed.launch import read_hostfile
@@ -23,8 +25,6 @@ from neuclip_ds.models.trained_parts import TOWERS, Parameters
 from neuclip_ds.planning.host_memory import FIX, loader_memory, local_ranks, shortages
 from neuclip_ds.planning.memory import MemoryQuery, account, count_towers, smallest_that_fits
 from neuclip_ds.training.checks import check_config, config_warnings
-from neuclip_ds.training.data import CACHE, resolve
-from neuclip_ds.training.data_order import TrainingSet, open_order
 from neuclip_ds.training.evaluator import open_held_out
 from neuclip_ds.training.schedule import run_length
 
@@ -101,7 +101,7 @@ def _model_lines(query: MemoryQuery, engine: dict[str, Any]) -> Iterator[str]:
 
 
 def _open(config: Config, source: str) -> Manifest:
-    options = ScanOptions(tuple(config.data.captions))
+    options = ScanOptions(captions=tuple(config.data.captions))
     return open_manifest(resolve(source), CACHE / "manifests", options=options)
 
 

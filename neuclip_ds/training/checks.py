@@ -6,11 +6,11 @@ from typing import Any
 from neuclip_ds.checkpoint.checkpoints import Fingerprint
 from neuclip_ds.config import Config, ModelConfig
 from neuclip_ds.data.manifest import Manifest
+from neuclip_ds.data.training_set import source_settings
 from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.start import check_engine_config
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.trained_parts import TOWERS
-from neuclip_ds.training.data_order import source_facts
 from neuclip_ds.training.schedule import fitted_warmup
 
 # options that may change between launches, and options that the fingerprint lists separately
@@ -63,7 +63,7 @@ def fingerprint(config: Config) -> Fingerprint:
     return {
         "batch_size": data.batch_size,
         **{name: value for name, value in chosen.items() if value is not None},
-        **source_facts(data),
+        **source_settings(data),
         "decoder": data.decoder,
         "drop_last": data.drop_last,
         "seed": config.run.seed,

@@ -11,7 +11,10 @@ from neuclip_ds.data.images import DECODERS, EvalTransform
 from neuclip_ds.data.loader import Loader, eval_jobs, part_count, train_jobs
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.manifest_file import check_separate
+from neuclip_ds.data.open_data import loader_options, open_data, resolve
 from neuclip_ds.data.order import GlobalOrder
+from neuclip_ds.data.training_data import TrainingData
+from neuclip_ds.data.training_set import find_split, find_validation
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation.encoding import BatchEncoder, Encode, encoder_of
@@ -29,9 +32,6 @@ from neuclip_ds.objectives.base import Objective
 from neuclip_ds.objectives.contrastive import ContrastiveObjective
 from neuclip_ds.objectives.gather import Features
 from neuclip_ds.reporting.metrics import CHANCE
-from neuclip_ds.training.batches import TrainingData
-from neuclip_ds.training.data import loader_options, open_data, resolve
-from neuclip_ds.training.data_order import find_split, find_validation
 
 _ANCHOR_SEED = 2_718_281  # the same anchors for every method and seed, independent of the run's order
 _VAL, _TRAIN, _ANCHORS = "val", "train", "anchors"  # the loader's sources of pairs

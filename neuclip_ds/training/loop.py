@@ -20,6 +20,7 @@ import torch
 from neuclip_ds.checkpoint.checkpoints import Checkpoints, Fingerprint
 from neuclip_ds.config import Config
 from neuclip_ds.data.loader import RankBatch
+from neuclip_ds.data.training_data import TrainingData
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.average import WeightAverage, discard_average
 from neuclip_ds.engine.device_batches import DeviceBatch
@@ -28,7 +29,6 @@ from neuclip_ds.errors import Interrupted, RollBack, TrainingDiverged
 from neuclip_ds.objectives.base import Context, Objective, Step
 from neuclip_ds.reporting.events import EventLog
 from neuclip_ds.reporting.metrics import MetricsLog
-from neuclip_ds.training.batches import TrainingData
 from neuclip_ds.training.checks import check_data
 from neuclip_ds.training.hooks import Hook
 from neuclip_ds.training.hooks.evaluation import Evaluate, EvaluateModel

@@ -5,7 +5,6 @@ These files are moved into the run's folder when all ranks are ready to train, a
 """
 
 import json
-import os
 import platform
 import shutil
 import subprocess
@@ -19,13 +18,14 @@ from pathlib import Path
 import torch
 
 from neuclip_ds.config import Config, dump
+from neuclip_ds.data.training_data import TOKENIZER
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.launch import check_shared
 from neuclip_ds.errors import redact
-from neuclip_ds.files import atomic_write, best_effort, explain_disk
+from neuclip_ds.files import atomic_write, best_effort, explain_disk, link_or_copy
 
 _PACKAGES = ("torch", "deepspeed", "transformers", "timm", "webdataset", "numpy", "pillow")
-CONFIG, MANIFESTS, MODEL, TOKENIZER, COMPLETE = "config.yaml", "manifests", "model", "tokenizer", "complete.json"
+CONFIG, MANIFESTS, MODEL, COMPLETE = "config.yaml", "manifests", "model", "complete.json"
 
 
 @contextmanager
@@ -87,14 +87,6 @@ def trained_with(staged: Path, folder: Path, config: Config) -> dict[str, bytes]
         files = sorted(path for path in place.rglob("*") if path.is_file()) if place else []
         content |= {f"{name}/{path.relative_to(place).as_posix()}": path.read_bytes() for path in files if place}
     return content
-
-
-def link_or_copy(source: str, target: str) -> None:
-    """Create a hard link to a file, or copy it if the file system does not support hard links."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)
 
 
 def record_environment(folder: Path, communicator: Communicator) -> None:

@@ -14,7 +14,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from neuclip_ds.checkpoint.checkpoints import Checkpoints
+from neuclip_ds.checkpoint.integrity import read_meta
 from neuclip_ds.config import Config, dump
+from neuclip_ds.data.training_data import TrainingData, open_training_data
+from neuclip_ds.data.training_set import find_validation, interleave_settings
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.environment import RankEnvironment
 from neuclip_ds.distributed.launch import leave, process_group
@@ -39,10 +42,7 @@ from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context, Objective
 from neuclip_ds.reporting.log import configure_logging
 from neuclip_ds.reporting.metrics import AVERAGED, CHANCE
-from neuclip_ds.training.batches import TrainingData
 from neuclip_ds.training.checks import check_config, config_warnings, fingerprint
-from neuclip_ds.training.data import open_training_data
-from neuclip_ds.training.data_order import find_validation, order_facts
 from neuclip_ds.training.hooks import Hook
 from neuclip_ds.training.loop import Loop, RunContext
 from neuclip_ds.training.recovery import (
@@ -198,8 +198,9 @@ def build(
     engine_config = load_engine_config(config, communicator.world_size)
     resumed = newest_checkpoint(config, communicator, folder)
     source = model_source(config.model, locate_on_rank_zero(config.model, communicator))
-    data = open_training_data(config, source, communicator, staged, resumed)
-    chosen = {**order_facts(data.order.interleave), "val": find_validation(config.data, data.manifest)}
+    meta = communicator.on_rank_zero(lambda: read_meta(resumed)) if resumed is not None else None
+    data = open_training_data(config, source, communicator, staged, resumed, meta)
+    chosen = {**interleave_settings(data.order.interleave), "val": find_validation(config.data, data.manifest)}
     config = config.model_copy(update={"data": config.data.model_copy(update=chosen)})
     steps = run_length(data.order, config.epochs, config.max_steps)
     for slip in config_warnings(config, steps) if communicator.rank == 0 else ():

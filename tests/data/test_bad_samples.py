@@ -14,7 +14,7 @@ from neuclip_ds.errors import UserError
 
 def bad_batch(indices: list[int], size: int = 10, reason: str = "no image") -> Batch:
     index = torch.tensor([*indices, *([1000 + i for i in range(size - len(indices))])])
-    bad = tuple(BadSample(i, "s.tar", f"{i:03d}", reason) for i in indices)
+    bad = tuple(BadSample(index=i, shard="s.tar", key=f"{i:03d}", reason=reason) for i in indices)
     empty = torch.zeros(size)
     return Batch(empty, empty, index, torch.ones(size, dtype=torch.bool), bad)
 

@@ -5,6 +5,7 @@ import os
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ def test_what_a_run_builds_is_used_until_a_shard_changes(folder, tmp_path, monke
     first = opened()
     assert opened().shards == first.shards
     assert len(scanned) == 3
-    opened(options=ScanOptions(("txt", "json:caption")))  # with these, different samples may be bad
+    opened(options=ScanOptions(captions=("txt", "json:caption")))  # with these, different samples may be bad
     assert len(scanned) == 6
     os.utime(folder / "00001.tar", ns=(0, 0))
     assert opened().shards == first.shards
@@ -113,7 +114,7 @@ def test_an_interrupted_build_continues_with_what_it_knows(folder, tmp_path, cha
         write_pairs(folder / "other", [6])
         (folder / "other" / "00000.tar").replace(paths[0])  # not the size of the shard that was scanned
         paths = paths[::-1]
-    options = options._replace(uid_key="other" if change == "options" else "uid")
+    options = replace(options, uid_key="other" if change == "options" else "uid")
     again, seen = Worker(), []
     manifest = write_manifest(target, paths, again, options, on_progress=lambda *at: seen.append(at))
     known = {"nothing": 2, "shards": 1, "options": 0}[change]

@@ -11,10 +11,10 @@ from neuclip_ds.config import DataConfig
 from neuclip_ds.data.dataset import Batch, PairDataset
 from neuclip_ds.data.decoders import Captions
 from neuclip_ds.data.images import EvalTransform
+from neuclip_ds.data.open_data import iter_captions
 from neuclip_ds.data.order import hash64
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.bpe import train_bpe
-from neuclip_ds.training.data import iter_captions
 
 MEMBERS = {
     "txt": b"Erste\r\n\n zweite \n",
@@ -39,7 +39,7 @@ MEMBERS = {
 )
 def test_sources(sources, expected):
     captions = Captions(sources)
-    assert captions.of(MEMBERS) == expected
+    assert captions.all_captions(MEMBERS) == expected
     assert set(captions.extensions) == {source.partition(":")[0].lower() for source in sources}
 
 
@@ -117,7 +117,7 @@ SOURCES = ["txt", "json:caption"]
     ],
 )
 def test_captions_are_text_or_absent(members: dict[str, bytes], expected: list[str]) -> None:
-    assert Captions(SOURCES).of(members) == expected
+    assert Captions(SOURCES).all_captions(members) == expected
     assert all(caption.encode() for caption in expected)
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import re
 from collections import Counter
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from random import Random
@@ -123,8 +124,9 @@ def test_near_duplicates(folder: Path) -> None:
         original = by_key[pair["near_duplicate_of"]]
         assert original["near_duplicate_of"] is None and original["key"] < pair["key"]
         assert (original["objects"], original["background"]) == (pair["objects"], pair["background"])
-    plans = [plan_pair(0, "train", index)[1:3] for index in range(300)]
-    assert all(template != plans[original][0] for template, original in plans if original is not None)
+    plans = [plan_pair(0, "train", index) for index in range(300)]
+    repeated_plans = [plan for plan in plans if plan.original is not None]
+    assert all(plan.template != plans[plan.original].template for plan in repeated_plans)
 
 
 def test_zero_shot_layout_and_labels(folder: Path) -> None:
@@ -148,7 +150,7 @@ def test_zero_shot_layout_and_labels(folder: Path) -> None:
 def test_objects_are_where_the_scene_says(shape: str, place: str, middle: tuple[int, int]) -> None:
     for seed in range(10):
         scene = single_object(Random(seed), "black", shape)
-        scene = scene._replace(groups=(scene.groups[0]._replace(place=place),), background="white")
+        scene = replace(scene, groups=(replace(scene.groups[0], place=place),), background="white")
         dark = np.asarray(render(scene, 90, Random(seed)).convert("L")) < 100
         rows, columns = dark.nonzero()
         assert (int(columns.mean() // 30), int(rows.mean() // 30)) == middle

@@ -17,11 +17,11 @@ from neuclip_ds.data.dataset import BadSample, Batch, PairDataset
 from neuclip_ds.data.images import EvalTransform, train_transform
 from neuclip_ds.data.loader import PART_BYTES, LoaderOptions, RankBatch, join_parts, part_count, part_rows
 from neuclip_ds.data.manifest import Manifest
+from neuclip_ds.data.open_data import iter_captions
 from neuclip_ds.data.order import GlobalOrder
 from neuclip_ds.data.readers import TarReader
 from neuclip_ds.data.worker_pool import PROCESS_NAME
 from neuclip_ds.errors import UserError
-from neuclip_ds.training.data import iter_captions
 
 TRANSFORM = train_transform(16, 0.5)
 HERE = LoaderOptions(workers=0)
@@ -37,7 +37,12 @@ def manifest(tmp_path_factory) -> Manifest:
 
 
 def joined(parts: Sequence[Batch]) -> Batch:
-    return Batch(*(torch.cat(column) for column in zip(*(part[:4] for part in parts), strict=True)))
+    return Batch(
+        image=torch.cat([part.image for part in parts]),
+        tokens=torch.cat([part.tokens for part in parts]),
+        index=torch.cat([part.index for part in parts]),
+        valid=torch.cat([part.valid for part in parts]),
+    )
 
 
 def load(
@@ -265,19 +270,29 @@ ROWS, PARTS = 11, 3
 def whole() -> Batch:
     generator = torch.Generator().manual_seed(0)
     image = torch.randint(0, 256, (ROWS, 3, 2, 2), generator=generator, dtype=torch.uint8)
-    bad = (BadSample(3, "shard", "key", "no image"), BadSample(9, "shard", "other", "no caption"))
+    bad = (
+        BadSample(index=3, shard="shard", key="key", reason="no image"),
+        BadSample(index=9, shard="shard", key="other", reason="no caption"),
+    )
     index = torch.arange(ROWS)
-    return Batch(image, torch.arange(2 * ROWS).view(ROWS, 2), index, (index != 3) & (index != 9), bad)
+    valid = (index != 3) & (index != 9)
+    return Batch(image=image, tokens=torch.arange(2 * ROWS).view(ROWS, 2), index=index, valid=valid, bad=bad)
 
 
 def cut(batch: Batch, count: int = PARTS) -> list[Batch]:
     """Return copies of the parts of a batch, as loader processes deliver them."""
-    found = []
+    parts = []
     for number in range(count):
         rows = part_rows(len(batch.index), count, number)
-        tensors = (column[rows].clone() for column in batch[:4])
-        found.append(Batch(*tensors, tuple(bad for bad in batch.bad if rows.start <= bad.index < rows.stop)))
-    return found
+        part = Batch(
+            image=batch.image[rows].clone(),
+            tokens=batch.tokens[rows].clone(),
+            index=batch.index[rows].clone(),
+            valid=batch.valid[rows].clone(),
+            bad=tuple(bad for bad in batch.bad if rows.start <= bad.index < rows.stop),
+        )
+        parts.append(part)
+    return parts
 
 
 @pytest.mark.parametrize(("rows", "side", "parts"), [(640, 224, 1), (891, 224, 1), (892, 224, 2), (524_288, 224, 589)])

@@ -4,6 +4,7 @@ import random
 import resource
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +32,14 @@ def save(manifest: Manifest, folder: Path) -> Path:
 
 
 def test_locate_skips_empty_shards():
-    manifest = Manifest([Shard("a", 0, 2, 1), Shard("b", 2, 0, 1), Shard("c", 2, 3, 1), Shard("d", 5, 0, 1)])
+    manifest = Manifest(
+        [
+            Shard(path="a", start=0, n=2, bytes=1),
+            Shard(path="b", start=2, n=0, bytes=1),
+            Shard(path="c", start=2, n=3, bytes=1),
+            Shard(path="d", start=5, n=0, bytes=1),
+        ]
+    )
     assert [manifest.locate(i) for i in range(5)] == [(0, 0), (0, 1), (2, 0), (2, 1), (2, 2)]
     for outside in (-1, 5):
         with pytest.raises(IndexError):
@@ -40,7 +48,7 @@ def test_locate_skips_empty_shards():
 
 def test_saved_and_loaded_is_equal(tmp_path):
     shards = list(manifest_of(write_pairs(tmp_path / "shards", [4, 3, 2])).shards)
-    shards[1] = shards[1]._replace(crc32=2**32 - 1, selection=0)
+    shards[1] = replace(shards[1], crc32=2**32 - 1, selection=0)
     manifest = Manifest(shards)
     loaded = load_manifest(save(manifest, tmp_path / "deep" / "manifest"))
     assert loaded.shards == manifest.shards
@@ -56,7 +64,7 @@ def test_content_hash_follows_content_not_place(tmp_path):
     assert moved.content_hash == original.content_hash
     backwards = build_manifest(resolve_shards(str(folder))[::-1], processes=1)
     changes = ({"path": "x"}, {"bytes": 512}, {"selection": 7})
-    others = {Manifest([shard._replace(**change) for shard in original.shards]).content_hash for change in changes}
+    others = {Manifest([replace(shard, **change) for shard in original.shards]).content_hash for change in changes}
     assert len({original.content_hash, backwards.content_hash, *others}) == 5
 
 
@@ -171,20 +179,20 @@ def test_every_flipped_bit_is_found_or_harmless(folder: Path) -> None:
 @pytest.mark.parametrize(
     "shard",
     [
-        Shard("{tar}", 0, 10**12, 10**15),
-        Shard("{tar}", 0, 10**12, 20_480),
-        Shard("{tar}", 0, 4, 10**12),
-        Shard("s3://b/0.tar", 0, 10**12, 10**15),
-        Shard("{tar}", 0, -4, 20_480),
-        Shard("{tar}", 7, 4, 20_480),
-        Shard("{tar}", 0, 4, -1),
-        Shard("a\0b", 0, 4, 20_480),
+        Shard(path="{tar}", start=0, n=10**12, bytes=10**15),
+        Shard(path="{tar}", start=0, n=10**12, bytes=20_480),
+        Shard(path="{tar}", start=0, n=4, bytes=10**12),
+        Shard(path="s3://b/0.tar", start=0, n=10**12, bytes=10**15),
+        Shard(path="{tar}", start=0, n=-4, bytes=20_480),
+        Shard(path="{tar}", start=7, n=4, bytes=20_480),
+        Shard(path="{tar}", start=0, n=4, bytes=-1),
+        Shard(path="a\0b", start=0, n=4, bytes=20_480),
     ],
 )
 def test_impossible_numbers_are_refused_before_anything_is_allocated(tmp_path: Path, shard: Shard) -> None:
     tar = write_pairs(tmp_path / "shards", [4]) / "00000.tar"
     (tmp_path / "m").mkdir()
-    write_shards(Manifest([shard._replace(path=shard.path.replace("{tar}", str(tar)))]), tmp_path / "m")
+    write_shards(Manifest([replace(shard, path=shard.path.replace("{tar}", str(tar)))]), tmp_path / "m")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(UserError) as caught:
         open_manifest(str(tmp_path / "m"), tmp_path / "cache")

@@ -6,6 +6,7 @@ import signal
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -32,7 +33,8 @@ def table_of(n: int, checksums: bool = True, others: tuple[str, ...] = ()) -> Sa
     extents = rng.integers(0, 2**40, (n, len(members), 2))
     keys = b"\0".join(b"folder/%d\xff" % row for row in range(n))
     crc32 = rng.integers(0, 2**32, (n, len(members)), dtype=np.uint32) if checksums else None
-    return SampleTable(np.arange(n, dtype=np.int32), extents, keys, crc32, members)
+    ordinals = np.arange(n, dtype=np.int32)
+    return SampleTable(ordinals=ordinals, extents=extents, keys=keys, crc32=crc32, members=members)
 
 
 def same(one: SampleTable, other: SampleTable) -> bool:
@@ -162,7 +164,7 @@ def test_an_unsafe_folder_is_not_used(
 def cached(folder: Path, tar: Path, **changes: object) -> tuple[Manifest, ShardCache]:
     """Return a manifest without tables, in which one shard is named by its URL, and a node's cache."""
     (shard,) = build_manifest([str(tar)], 1).shards
-    return Manifest([shard._replace(path=tar.as_uri(), **changes)]), ShardCache(folder / "cache", 10**6)
+    return Manifest([replace(shard, path=tar.as_uri(), **changes)]), ShardCache(folder / "cache", 10**6)
 
 
 def read_all(manifest: Manifest, cache: ShardCache) -> list[bytes]:

@@ -177,7 +177,7 @@ def source_of(index: int) -> int:
 
 
 def at(order: MixtureOrder, number: int) -> tuple[list[int], list[int]]:
-    visits, indices = order.visits(*divmod(number, order.steps_per_epoch))
+    visits, indices = order.epochs_and_indices(*divmod(number, order.steps_per_epoch))
     return visits.tolist(), indices.tolist()
 
 

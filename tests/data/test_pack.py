@@ -17,9 +17,10 @@ from tars import jpeg
 
 from neuclip_ds.cli.main import main
 from neuclip_ds.data.build import build_manifest
-from neuclip_ds.data.pack import Packed, captions_of, choose_columns, image_of, open_table, pack, read_image
+from neuclip_ds.data.pack import Packed, choose_columns, pack
 from neuclip_ds.data.readers import TarReader
 from neuclip_ds.data.shards import resolve_shards
+from neuclip_ds.data.tables import captions_of, image_of, open_table, read_image
 from neuclip_ds.data.uids import parse_uid
 from neuclip_ds.errors import UserError
 

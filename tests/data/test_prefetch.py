@@ -32,7 +32,7 @@ def http() -> Iterator[Files]:
 
 
 def stored(http: Files) -> list[Shard]:
-    return [Shard(http.url(f"{number:05d}.tar"), 0, 0, SIZE) for number in range(SHARDS)]
+    return [Shard(path=http.url(f"{number:05d}.tar"), start=0, n=0, bytes=SIZE) for number in range(SHARDS)]
 
 
 def order_of(batch_size: int = 4, streams: int = 1, shards: int = 1) -> GlobalOrder:
@@ -118,7 +118,7 @@ def test_a_start_in_the_middle_fetches_the_nodes_own_shards_that_are_still_neede
     expected, blocks = read(50, 53), read(50 - SAMPLES, 53 + SAMPLES)
     shards = stored(http)
     local = min(expected)
-    shards[local] = Shard("/data/local.tar", 0, 0, SIZE)
+    shards[local] = Shard(path="/data/local.tar", start=0, n=0, bytes=SIZE)
     later = partial(shards_ahead, order, 0, 50, [slice(2, 4)])
     with prefetcher(cache, order, shards, requests=later, begin=50, end=53):
         wait_for(lambda: held(tmp_path) >= expected - {local})
@@ -131,7 +131,7 @@ def test_what_fails_is_logged_and_left_to_the_readers(http: Files, tmp_path: Pat
     cache, order = ShardCache(tmp_path, 100 * SIZE, timeout=5), order_of()
     http.faults["00003.tar"] = [404]
     shards = stored(http)
-    shards[6] = Shard("file:///nowhere/00006.tar", 0, 0, SIZE)
+    shards[6] = Shard(path="file:///nowhere/00006.tar", start=0, n=0, bytes=SIZE)
     with prefetcher(cache, order, shards):
         wait_for(lambda: held(tmp_path) == set(range(SHARDS)) - {3, 6})
     logged = capfd.readouterr().err

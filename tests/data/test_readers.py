@@ -2,6 +2,7 @@
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from io import FileIO
 from pathlib import Path
@@ -18,6 +19,7 @@ from neuclip_ds.data.cache import ShardCache
 from neuclip_ds.data.children import process_pool
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.manifest_file import load_manifest
+from neuclip_ds.data.open_data import loader_options
 from neuclip_ds.data.order import GlobalOrder
 from neuclip_ds.data.prefetch import Prefetcher, shards_ahead
 from neuclip_ds.data.readers import ChecksumError, RawSample, TarReader
@@ -26,7 +28,6 @@ from neuclip_ds.data.scan import ScanOptions
 from neuclip_ds.data.shards import resolve_shards
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
-from neuclip_ds.training.data import loader_options
 
 
 def of_webdataset(manifest: Manifest, texts: tuple[str, ...] = ("txt",)) -> list[tuple[str, RawSample]]:
@@ -65,7 +66,7 @@ def test_a_shard_that_is_not_the_manifests_is_refused(tmp_path):
     write_pairs(tmp_path, [2])
     with pytest.raises(UserError, match=r"00000.tar has \d+ bytes where the manifest has \d+"):
         TarReader(manifest).read(0)
-    same_size = Manifest([manifest.shards[0]._replace(bytes=(tmp_path / "00000.tar").stat().st_size)])
+    same_size = Manifest([replace(manifest.shards[0], bytes=(tmp_path / "00000.tar").stat().st_size)])
     with pytest.raises(UserError, match=r"00000.tar yields 2 samples where the manifest has 3"):
         TarReader(same_size).read(0)
 
@@ -104,7 +105,7 @@ def recaptioned(folder: Path) -> Path:
 
 def test_members_of_any_name_with_sample_tables_and_without(tmp_path: Path) -> None:
     texts = ("txt", "syn.txt")
-    paths, options = resolve_shards(str(recaptioned(tmp_path / "shards"))), ScanOptions(texts, checksum=True)
+    paths, options = resolve_shards(str(recaptioned(tmp_path / "shards"))), ScanOptions(captions=texts, checksum=True)
     manifest = build_manifest(paths, processes=1, options=options)
     with process_pool(1) as pool:
         stored = write_manifest(tmp_path / "m", paths, pool, options)
@@ -126,7 +127,7 @@ def test_a_manifest_without_a_member_is_refused_where_it_is_opened(tmp_path: Pat
     paths = resolve_shards(str(recaptioned(tmp_path / "shards")))
     with process_pool(1) as pool:
         write_manifest(tmp_path / "m", paths, pool, ScanOptions(checksum=True))
-    options = ScanOptions(("txt", "syn.txt"))
+    options = ScanOptions(captions=("txt", "syn.txt"))
     with pytest.raises(UserError, match=r"does not know where syn\.txt members are.* --captions txt syn\.txt"):
         open_manifest(str(tmp_path / "m"), tmp_path, options=options)
     assert open_manifest(str(tmp_path / "shards"), tmp_path / "cache", processes=1, options=options).n == 4
@@ -176,7 +177,7 @@ def test_files_are_read_from_copies_on_request(tmp_path: Path) -> None:
     in_place = TarReader(manifest, cache=ShardCache(tmp_path / "cache", 10**6))
     assert [in_place.read(index) for index in range(manifest.n)] == expected
     assert copies(tmp_path / "cache") == 0
-    by_url = Manifest([shard._replace(path=f"file://{shard.path}") for shard in manifest.shards])
+    by_url = Manifest([replace(shard, path=f"file://{shard.path}") for shard in manifest.shards])
     config = DataConfig(cache_dir=tmp_path / "cache", cache_gb=0.001)
     cache = loader_options(config, Communicator(), by_url).cache
     order = GlobalOrder(manifest.starts, manifest.sizes, 3, 0)

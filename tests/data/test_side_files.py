@@ -4,6 +4,7 @@ import io
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import fsspec
@@ -148,4 +149,4 @@ def test_what_has_no_side_files(tmp_path: Path) -> None:
         build(tmp_path / "m", "https://host/00000.tar?signature=x")
     for options in ({"checksum": True}, {"uids": ("a.npy",)}):
         with pytest.raises(UserError, match="are read from the shards; omit --from-side-files"):
-            write_manifest(tmp_path / "m", [], ThreadPoolExecutor(1), OPTIONS._replace(**options))
+            write_manifest(tmp_path / "m", [], ThreadPoolExecutor(1), replace(OPTIONS, **options))

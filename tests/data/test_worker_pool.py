@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -99,7 +100,7 @@ def test_an_error_of_a_job_is_raised_and_stops_the_workers(pool: WorkerPool) -> 
 
 
 def test_without_workers_this_process_does_the_jobs() -> None:
-    assert run(WorkerPool(square, OPTIONS._replace(workers=0)), [2, 3]) == ({os.getpid()}, [4, 9])
+    assert run(WorkerPool(square, replace(OPTIONS, workers=0)), [2, 3]) == ({os.getpid()}, [4, 9])
 
 
 LOCK = threading.Lock()

@@ -61,7 +61,7 @@ def write(
     workers: int = 0,
     dtype: str = "float32",
 ) -> Summary:
-    options = LoaderOptions(workers)
+    options = LoaderOptions(workers=workers)
     reader = RowReader(manifest, EvalTransform(SIDE), tokenize, "uid", options)
     parts = Parts(out, {"model": "m", "dtype": dtype})
     return embed(encode, reader, manifest, parts, 4, options, communicator or Communicator())

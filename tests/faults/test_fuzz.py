@@ -145,14 +145,16 @@ def a_shard(folder: Path, rng: random.Random) -> bool:
     data = shard(folder, rng)
     change = rng.choice((mutated, header_fields, lambda data, rng: mutated(header_fields(data, rng), rng)))
     (folder / "0.tar").write_bytes(change(data, rng))
-    return bool(read_all(build_manifest([str(folder / "0.tar")], 1, options=ScanOptions(SOURCES)), rng).bad)
+    return bool(read_all(build_manifest([str(folder / "0.tar")], 1, options=ScanOptions(captions=SOURCES)), rng).bad)
 
 
 def a_changed_shard(folder: Path, rng: random.Random) -> bool:
     """Read a shard that was mutated after its manifest was built: samples reported as valid must be unchanged."""
     path = folder / "0.tar"
     path.write_bytes(shard(folder, rng))
-    manifest = write_manifest(folder / "m", [str(path)], ThreadPoolExecutor(1), ScanOptions(SOURCES, checksum=True))
+    manifest = write_manifest(
+        folder / "m", [str(path)], ThreadPoolExecutor(1), ScanOptions(captions=SOURCES, checksum=True)
+    )
     before = read_all(manifest, random.Random(0))
     size = path.stat().st_size
     path.write_bytes(mutated(path.read_bytes(), rng)[:size].ljust(size, b"\0"))
@@ -166,7 +168,9 @@ def a_changed_shard(folder: Path, rng: random.Random) -> bool:
 def a_manifest(folder: Path, rng: random.Random) -> bool:
     """Load a manifest after one of its files was mutated, and read every sample."""
     (folder / "0.tar").write_bytes(shard(folder, rng))
-    write_manifest(folder / "m", [str(folder / "0.tar")], ThreadPoolExecutor(1), ScanOptions(SOURCES, checksum=True))
+    write_manifest(
+        folder / "m", [str(folder / "0.tar")], ThreadPoolExecutor(1), ScanOptions(captions=SOURCES, checksum=True)
+    )
     path = rng.choice([path for path in sorted((folder / "m").rglob("*")) if path.is_file()])
     path.write_bytes(mutated(path.read_bytes(), rng))
     return bool(read_all(load_manifest(folder / "m"), rng).bad)

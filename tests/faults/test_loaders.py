@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -93,10 +94,10 @@ def test_killed_workers_are_replaced_wherever_the_main_thread_is(
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())
     monkeypatch.setattr(worker_pool, "MAX_FAILURES", 50)
     load: Load = request.getfixturevalue(kind)
-    expected = list(load(OPTIONS._replace(workers=0)))
+    expected = list(load(replace(OPTIONS, workers=0)))
     found = []
     with killing(lambda: [os.getpid()], seed=len(kind), pause=0.8) as killed:
-        for batch in load(OPTIONS._replace(pin_memory=kind == "training_batches")):
+        for batch in load(replace(OPTIONS, pin_memory=kind == "training_batches")):
             found.append(batch)
             compute(0.03)
     assert_same(found, expected)
@@ -105,7 +106,7 @@ def test_killed_workers_are_replaced_wherever_the_main_thread_is(
 
 def test_a_stopped_worker_is_replaced(training_batches: Load, caplog: pytest.LogCaptureFixture) -> None:
     """The stopped worker has already announced batches whose memory it can no longer hand over."""
-    batches = training_batches(OPTIONS._replace(timeout=2))
+    batches = training_batches(replace(OPTIONS, timeout=2))
     found = [next(batches)]
     compute(0.5)
     os.kill(children_of(os.getpid(), PROCESS_NAME)[0], signal.SIGSTOP)
@@ -113,7 +114,7 @@ def test_a_stopped_worker_is_replaced(training_batches: Load, caplog: pytest.Log
     found += [next(batches) for _ in range(8)]
     assert time.monotonic() - began < 15
     batches.close()
-    assert_same(found, list(training_batches(OPTIONS._replace(workers=0)))[:9])
+    assert_same(found, list(training_batches(replace(OPTIONS, workers=0)))[:9])
     assert "Timed out after 2 s waiting for step" in caplog.text
     assert children_of(os.getpid(), PROCESS_NAME) == []
 
@@ -148,7 +149,7 @@ def test_a_batch_is_waited_for_while_shards_arrive(tmp_path: Path, monkeypatch: 
     local = manifest_of(folder)
     with files_server() as server:
         server.files, server.delay = {path.name: path.read_bytes() for path in folder.iterdir()}, 1
-        slow = Manifest([shard._replace(path=server.url(Path(shard.path).name)) for shard in local.shards])
+        slow = Manifest([replace(shard, path=server.url(Path(shard.path).name)) for shard in local.shards])
         order = GlobalOrder(slow.starts, slow.sizes, 4, 0, Interleave(4, 80_000))
         cache = ShardCache(tmp_path / "cache", 10**6)
         options = LoaderOptions(workers=1, timeout=2, cache=cache)

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -48,7 +49,7 @@ def remote(local: Manifest, http: Files) -> Manifest:
     """Return a manifest of the same shards on the HTTP server."""
     for shard in local.shards:
         http.files[Path(shard.path).name] = Path(shard.path).read_bytes()
-    return Manifest([shard._replace(path=http.url(Path(shard.path).name)) for shard in local.shards])
+    return Manifest([replace(shard, path=http.url(Path(shard.path).name)) for shard in local.shards])
 
 
 def cache_in(folder: Path, **options: float) -> ShardCache:
@@ -61,7 +62,7 @@ def order_of(manifest: Manifest) -> GlobalOrder:
 
 
 def batches(manifest: Manifest, cache: ShardCache | None, workers: int = 1, **options: float) -> Iterator[Batch]:
-    loading = LoaderOptions(workers, prefetch=1, cache=cache, **options)
+    loading = LoaderOptions(workers=workers, prefetch=1, cache=cache, **options)
     return load_training(manifest, order_of(manifest), EvalTransform(16), loading, SHARDS)
 
 
@@ -139,7 +140,7 @@ def test_waiting_has_a_limit(status: int, message: str, http: Files, remote: Man
 
 
 def test_a_missing_package_is_no_bad_sample(local: Manifest, tmp_path: Path) -> None:
-    manifest = Manifest([shard._replace(path="oci://bucket/x.tar") for shard in local.shards])
+    manifest = Manifest([replace(shard, path="oci://bucket/x.tar") for shard in local.shards])
     with pytest.raises(UserError, match="Install ocifs"):
         next(batches(manifest, cache_in(tmp_path)))
 

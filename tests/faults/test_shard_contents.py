@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -130,7 +131,7 @@ def test_validation_on_training_shards_is_refused(built: Path, tmp_path: Path) -
 
 def test_subsets_of_a_shard_may_be_apart(built: Path) -> None:
     shard = load_manifest(built / "m").shards[0]
-    one, other = (Manifest([shard._replace(selection=number)]) for number in (1, 2))
+    one, other = (Manifest([replace(shard, selection=number)]) for number in (1, 2))
     check_separate(one, other)
     for same in (one, Manifest([shard])):
         with pytest.raises(UserError, match="among the training shards"):

@@ -95,7 +95,7 @@ def test_a_kill_and_a_signal_while_the_demo_is_rendered(tmp_path: Path) -> None:
 
 def load_a_shard_that_never_comes(folder: Path, urls: list[str]) -> None:
     """Start a loader process and a prefetching process, which wait for shards that do not arrive."""
-    shards = [Shard(url, 8 * number, 8, 10_000) for number, url in enumerate(urls)]
+    shards = [Shard(path=url, start=8 * number, n=8, bytes=10_000) for number, url in enumerate(urls)]
     order = GlobalOrder(np.array([0, 8]), np.array([8, 8]), 4)
     cache = ShardCache(folder, 10**6, timeout=100)
     options = LoaderOptions(workers=1, cache=cache)

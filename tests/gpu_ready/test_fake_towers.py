@@ -52,7 +52,7 @@ def test_compiled_towers_are_one_graph_each(options: dict[str, Any]) -> None:
     for tower in (towers.vision, towers.text):
         tower.compile(backend="eager")
     for _ in range(2):
-        features = towers(*batch()[:2])
+        features = towers(batch().image, batch().tokens)
         torch.autograd.backward(features, [torch.ones_like(x) for x in features])
     assert not counters["graph_break"], counters["graph_break"]
     assert counters["stats"]["unique_graphs"] == 2
@@ -64,7 +64,7 @@ def test_forward_and_backward(dtype: torch.dtype, patch_drop: float) -> None:
     towers = build_dual_encoder(CONFIG.model.model_copy(update={"vision": vision}), TOKENS)
     with fake_cuda() as gpu:
         model = towers.to(DEVICE, dtype).train()
-        image, tokens = (x.to(DEVICE, non_blocking=True) for x in batch()[:2])
+        image, tokens = (x.to(DEVICE, non_blocking=True) for x in (batch().image, batch().tokens))
         gpu.syncs.clear()
         features = model(image, tokens)
         assert {x.dtype for x in features} == {torch.float32}

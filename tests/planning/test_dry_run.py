@@ -79,7 +79,7 @@ def test_samples_and_steps(
 
 
 def test_a_cache_too_small_for_remote_shards(tmp_path: Path) -> None:
-    shards = [Shard(f"s3://bucket/{number}.tar", 0, 1000, 45_000_000) for number in range(4000)]
+    shards = [Shard(path=f"s3://bucket/{number}.tar", start=0, n=1000, bytes=45_000_000) for number in range(4000)]
     write_shards(from_shards(shards), tmp_path)
     options = ["demo", f"--data.train={tmp_path}", "--data.batch_size=512", "--data.val=", "--data.zero_shot="]
     too_large = ["--data.cache_gb=20", "--data.shard_streams=512", "--data.shuffle_block_size=100000"]

@@ -66,13 +66,13 @@ def fill(communicator: Communicator, shards: str, config: Config) -> int:
     """Take a batch, wait until the loader processes have filled their queues, and return the bytes in shared memory."""
     manifest = build_manifest(resolve_shards(shards), processes=1)
     order = GlobalOrder(manifest.starts, manifest.sizes, config.data.batch_size, 0)
-    options = LoaderOptions(config.data.workers, config.data.prefetch)
+    options = LoaderOptions(workers=config.data.workers, prefetch=config.data.prefetch)
     pairs = PairDataset(manifest, train_transform(SIDE, 0.9, decode_pil), tokenize)
     jobs = train_jobs(order, communicator.rank, communicator.world_size, 0, 0, 20)
     with closing(Loader(options, {"train": pairs})) as loader:
         batches = loader.batches("train", jobs)
         batch = next(batches)
-        size_of_batch = sum(part.nbytes for part in batch[:4])
+        size_of_batch = sum(part.nbytes for part in (batch.image, batch.tokens, batch.index, batch.valid))
         enough, deadline = (WORKERS * PREFETCH + 1) * size_of_batch, time.monotonic() + LIMIT
         while (held := shared_bytes()) < enough and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -105,7 +105,10 @@ def under_deepspeed(communicator: Communicator, folder: Path) -> dict[tuple[str,
         for number in range(STEPS):
             whole = batch_of(source, number)
             mine = slice(communicator.rank * ROWS // 2, (communicator.rank + 1) * ROWS // 2)
-            step(Batch(*(part[mine] for part in whole)), Step(number, 0, LR, LR))
+            step(
+                Batch(whole.image[mine], whole.tokens[mine], whole.index[mine], whole.valid[mine]),
+                Step(number, 0, LR, LR),
+            )
         with deepspeed.zero.GatheredParameters(list(model.parameters())):
             results[family, name] = {key: value.detach().clone() for key, value in model.named_parameters()}
     return results

@@ -3,6 +3,7 @@
 import json
 import math
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,16 @@ from neuclip_ds.checkpoint.integrity import read_meta
 from neuclip_ds.config import Config, DataConfig
 from neuclip_ds.data.interleave import Interleave
 from neuclip_ds.data.manifest import Manifest, Shard, from_shards, indices_at
+from neuclip_ds.data.training_set import TrainingSet, interleave_settings, open_order, source_settings
 from neuclip_ds.errors import UserError
 from neuclip_ds.recipe import parse
 from neuclip_ds.training.checks import fingerprint
-from neuclip_ds.training.data_order import TrainingSet, open_order, order_facts, source_facts
 
-LOCAL = from_shards([Shard(f"/data/{number}.tar", 0, 100, 4_500_000) for number in range(60)])
-REMOTE = Manifest([shard._replace(path=f"s3://bucket{shard.path}") for shard in LOCAL.shards])
+LOCAL = from_shards([Shard(path=f"/data/{number}.tar", start=0, n=100, bytes=4_500_000) for number in range(60)])
+REMOTE = Manifest([replace(shard, path=f"s3://bucket{shard.path}") for shard in LOCAL.shards])
 SETS = {
-    "a": from_shards([Shard("a0.tar", 0, 60, 1), Shard("a1.tar", 0, 40, 1)]),
-    "b": from_shards([Shard("b.tar", 0, 300, 1)]),
+    "a": from_shards([Shard(path="a0.tar", start=0, n=60, bytes=1), Shard(path="a1.tar", start=0, n=40, bytes=1)]),
+    "b": from_shards([Shard(path="b.tar", start=0, n=300, bytes=1)]),
 }
 
 
@@ -44,7 +45,7 @@ def mixture_of(*sources: dict) -> TrainingSet:
 def test_a_resumed_run_keeps_the_order_on_any_number_of_nodes():
     order = open_order(config_of(), set_of(LOCAL))
     assert order.interleave == Interleave(32, 250_000)
-    facts = order_facts(order.interleave)
+    facts = interleave_settings(order.interleave)
     assert facts == {"shard_streams": 32, "shuffle_block_size": 250_000}
     again = open_order(config_of(), set_of(LOCAL), nodes=7, saved=Interleave(*facts.values()))
     assert np.array_equal(again.batch(1, 3), order.batch(1, 3))
@@ -69,7 +70,7 @@ def test_sources_and_their_weights():
     """The sources' indices are consecutive, and weights set each source's share of a batch."""
     found = mixture_of({"path": "a"}, {"path": "b"})
     assert [shard.start for shard in found.manifest.shards] == [0, 60, 100]
-    assert [part.tolist() for part in found.parts] == [[60, 40, 0], [0, 0, 300]]
+    assert [sizes.tolist() for sizes in found.sizes_by_source] == [[60, 40, 0], [0, 0, 300]]
     assert found.weights() == [100.0, 300.0]
     weighted = mixture_of({"path": "a", "weight": 3}, {"path": "b", "weight": 1})
     assert weighted.weights() == [3, 1]
@@ -78,7 +79,7 @@ def test_sources_and_their_weights():
         "  a            100 samples, 75.0% of each batch",
         "  b            300 samples, 25.0% of each batch",
     ]
-    assert source_facts(DataConfig()) == {}
+    assert source_settings(DataConfig()) == {}
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,7 @@ def test_sources_and_their_weights():
     ],
 )
 def test_held_out_pairs_leave_all_other_indices_as_they_are(sizes, val, wanted):
-    whole = from_shards([Shard(f"{number}.tar", 0, size, 1) for number, size in enumerate(sizes)])
+    whole = from_shards([Shard(path=f"{number}.tar", start=0, n=size, bytes=1) for number, size in enumerate(sizes)])
     found = TrainingSet(DataConfig(train="x", val=val), lambda source: whole).manifest
     assert (found.held_out, found.n, found.content_hash) == (wanted, sum(sizes), whole.content_hash)
     training, validation = (indices_at(m.starts, m.sizes, np.arange(m.n_used)) for m in (found, found.validation()))
@@ -105,7 +106,7 @@ def test_held_out_pairs_leave_all_other_indices_as_they_are(sizes, val, wanted):
 
 
 def test_a_resumed_run_keeps_its_held_out_pairs():
-    whole = from_shards([Shard("a.tar", 0, 1000, 1)])
+    whole = from_shards([Shard(path="a.tar", start=0, n=1000, bytes=1)])
     assert TrainingSet(DataConfig(train="x", val=4), lambda source: whole, {0: 4}).manifest.n_used == 996
     with pytest.raises(UserError, match="held out 4 training pairs from its start"):
         TrainingSet(DataConfig(train="x", val=3), lambda source: whole, {0: 4})
@@ -157,7 +158,7 @@ def test_training_on_a_mixture_and_resuming_it(tmp_path: Path) -> None:
     visits = Counter(index for step in seen for index in seen[step] if index >= 61)
     assert set(visits) == set(range(61, 73)), "28 rows of 12 samples"
     assert set(visits.values()) == {2, 3}
-    assert facts["sources"] == source_facts(config)["sources"], "other weights are refused"
+    assert facts["sources"] == source_settings(config)["sources"], "other weights are refused"
 
 
 def facts_of(runs: Path) -> dict[str, Any]:

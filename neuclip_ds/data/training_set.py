@@ -4,7 +4,6 @@ The order is chosen when the run starts, and is stored in the run's checkpoints.
 """
 
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -21,8 +20,11 @@ from neuclip_ds.errors import UserError
 
 log = logging.getLogger(__name__)
 
-_LEAST, _SHARE, _MOST = 200, 1000, 10_000  # held-out pairs: one in a thousand, within these bounds
-LEAST_PAIRS = 10 * _LEAST  # smallest training set from which `auto` holds out pairs
+# `auto` holds out one pair in a thousand, within these bounds
+_HOLD_OUT_EVERY = 1000
+_FEWEST_HELD_OUT = 200
+_MOST_HELD_OUT = 10_000
+FEWEST_PAIRS = 10 * _FEWEST_HELD_OUT  # smallest training set from which `auto` holds out pairs
 _HELD_OUT_SHARDS = 100  # shards from which held-out pairs are taken; each may have to be fetched
 
 
@@ -32,7 +34,8 @@ class TrainingSet:
     Attributes:
         manifest: the concatenated manifests of all sources, without the held-out pairs.
         sources: options of each source; empty for a single dataset.
-        parts: for each source, an (n_shards,) array of the samples used per shard (0 in the shards of other sources).
+        sizes_by_source: for each source, an (n_shards,) array of the samples used per shard (0 in the shards of other
+            sources).
     """
 
     def __init__(
@@ -46,38 +49,41 @@ class TrainingSet:
             raise UserError("Name the training data: --data.train=FOLDER_OF_TARS (or demo:train).")
         self.sources = data.sources
         manifests = [open_one(path) for path in data.train_paths]
-        whole = join(manifests) if self.sources else manifests[0]
+        all_pairs = join(manifests) if self.sources else manifests[0]
         if held_out is None:
-            held_out = _choose_held_out(data, whole.sizes)
+            held_out = _choose_held_out(data, all_pairs.sizes)
         elif isinstance(data.val, int) and data.val != sum(held_out.values()):
             raise UserError(
                 f"data.val={data.val}, but the run has held out {sum(held_out.values())} training pairs from its "
                 "start: set it back, or give the run another name (--run.name)."
             )
-        self.manifest = Manifest(whole.shards, whole.samples, held_out)
-        source_of = np.repeat(np.arange(len(manifests)), [manifest.n_shards for manifest in manifests])
-        self.parts = [np.where(source_of == number, self.manifest.sizes, 0) for number in range(len(manifests))]
+        self.manifest = Manifest(all_pairs.shards, all_pairs.samples, held_out)
+        source_of_shard = np.repeat(np.arange(len(manifests)), [manifest.n_shards for manifest in manifests])
+        self.sizes_by_source = [
+            np.where(source_of_shard == source, self.manifest.sizes, 0) for source in range(len(manifests))
+        ]
 
     def weights(self) -> list[float]:
         """Return the weight of each source, by default its number of samples."""
-        return [
-            float(part.sum()) if source.weight is None else source.weight
-            for source, part in zip(self.sources, self.parts, strict=True)
-        ]
+        weights = []
+        for source, sizes in zip(self.sources, self.sizes_by_source, strict=True):
+            weights.append(float(sizes.sum()) if source.weight is None else source.weight)
+        return weights
 
     def interleaves(self, interleave: Interleave) -> list[Interleave]:
         """Return each source's interleave, with a block size proportional to the source's weight."""
         if not self.sources:
             return [interleave]
-        weights = self.weights()
-        blocks = np.maximum(1, np.round(interleave.block * (np.array(weights) / max(sum(weights), 1e-300)))).astype(int)
-        return [interleave._replace(block=int(block)) for block in blocks]
+        weights = np.array(self.weights())
+        shares = weights / max(sum(weights), 1e-300)
+        blocks = np.maximum(1, np.round(interleave.block * shares)).astype(int)
+        return [Interleave(streams=interleave.streams, block=int(block)) for block in blocks]
 
     def orders(self, batch_size: int, seed: int, interleave: Interleave) -> list[GlobalOrder]:
         """Return the order of each source's samples in a mixture."""
         return [
-            GlobalOrder(self.manifest.starts, part, batch_size, seed, own)
-            for part, own in zip(self.parts, self.interleaves(interleave), strict=True)
+            GlobalOrder(self.manifest.starts, sizes, batch_size, seed, interleave_of_source)
+            for sizes, interleave_of_source in zip(self.sizes_by_source, self.interleaves(interleave), strict=True)
         ]
 
     def mixture(self, batch_size: int, seed: int, interleave: Interleave) -> MixtureOrder:
@@ -87,28 +93,32 @@ class TrainingSet:
     def describe(self) -> list[str]:
         """Return a line for each source, with its number of samples and its share of each batch."""
         weights = self.weights()
-        return [
-            f"  {source.path:<12} {int(part.sum()):,} samples, {weight / sum(weights):.1%} of each batch"
-            for source, part, weight in zip(self.sources, self.parts, weights, strict=True)
-        ]
+        lines = []
+        for source, sizes, weight in zip(self.sources, self.sizes_by_source, weights, strict=True):
+            share = weight / sum(weights)
+            lines.append(f"  {source.path:<12} {int(sizes.sum()):,} samples, {share:.1%} of each batch")
+        return lines
 
 
 def find_split(source: str | int, name: str, train_paths: Sequence[str]) -> str:
     """Return a held-out set's path: `source`, or, for `auto`, a folder called `name` next to the first training set."""
-    train = next(iter(train_paths), "")
     if source != "auto":
         return source if isinstance(source, str) else ""
-    if train.startswith("demo:"):
+    first_path = next(iter(train_paths), "")
+    if first_path.startswith("demo:"):
         return f"demo:{name}"
-    beside = Path(train).parent / name
-    return str(beside) if beside.is_dir() else ""
+    folder = Path(first_path).parent / name
+    return str(folder) if folder.is_dir() else ""
 
 
 def find_validation(data: DataConfig, training: Manifest | None) -> str | int:
     """Return the path of a run's validation pairs, the number of training pairs held out, or "" if there are none."""
     path = find_split(data.val, "val", data.train_paths)
-    held_out = sum(training.held_out.values()) if training is not None and data.val != "" else 0
-    return path or held_out or ""
+    if path:
+        return path
+    if training is None or data.val == "":
+        return ""
+    return sum(training.held_out.values()) or ""
 
 
 def _choose_held_out(data: DataConfig, sizes: NDArray[np.int64]) -> dict[int, int]:
@@ -116,19 +126,25 @@ def _choose_held_out(data: DataConfig, sizes: NDArray[np.int64]) -> dict[int, in
 
     The samples come from evenly spaced shards, because data may be sorted.
     """
-    n, wanted = int(sizes.sum()), data.val
-    if wanted == "auto" and not find_split(wanted, "val", data.train_paths) and n >= LEAST_PAIRS:
-        wanted = min(max(n // _SHARE, _LEAST), _MOST)
-    if isinstance(wanted, str) or not wanted:
+    n = int(sizes.sum())
+    total = data.val
+    if total == "auto" and not find_split(total, "val", data.train_paths) and n >= FEWEST_PAIRS:
+        total = min(max(n // _HOLD_OUT_EVERY, _FEWEST_HELD_OUT), _MOST_HELD_OUT)
+    if isinstance(total, str) or not total:
         return {}
-    if wanted > n // 2:
-        raise UserError(f"data.val={wanted} holds out more than half of the {n} training pairs; choose fewer.")
-    filled = np.flatnonzero(sizes)
-    some = filled[:: -(-len(filled) // _HELD_OUT_SHARDS)]
-    some = filled if sizes[some].sum() < 10 * wanted else some
-    ends = np.cumsum(sizes[some])
-    counts = np.diff(wanted * ends // ends[-1], prepend=0)
-    return {int(shard): int(count) for shard, count in zip(some, counts, strict=True) if count}
+    if total > n // 2:
+        raise UserError(f"data.val={total} holds out more than half of the {n} training pairs; choose fewer.")
+
+    # take at most a tenth of the samples of each chosen shard, or use all shards
+    nonempty = np.flatnonzero(sizes)
+    shards = nonempty[:: -(-len(nonempty) // _HELD_OUT_SHARDS)]
+    if sizes[shards].sum() < 10 * total:
+        shards = nonempty
+
+    # each shard's count is proportional to its size, and the counts sum to the total
+    ends = np.cumsum(sizes[shards])
+    counts = np.diff(total * ends // ends[-1], prepend=0)
+    return {int(shard): int(count) for shard, count in zip(shards, counts, strict=True) if count}
 
 
 def open_order(
@@ -140,8 +156,10 @@ def open_order(
         UserError: the batch size is incompatible with the data or `data.shard_streams`, or the shards that a new run
             reads concurrently do not fit in the cache.
     """
-    data, manifest, seed = config.data, training_set.manifest, config.run.seed
-    cache = data.cache_gb * 1e9 if needs_cache(manifest) else None
+    data = config.data
+    seed = config.run.seed
+    manifest = training_set.manifest
+    cache_bytes = data.cache_gb * 1e9 if needs_cache(manifest) else None
     shard_bytes = [shard.bytes for shard in manifest.shards]
 
     def resident_bytes(interleave: Interleave, nodes: int) -> int:
@@ -152,25 +170,31 @@ def open_order(
         int(np.count_nonzero(manifest.sizes)),
         data.batch_size,
         nodes=nodes,
-        cache_bytes=cache,
+        cache_bytes=cache_bytes,
         resident_bytes=resident_bytes,
         streams=data.shard_streams,
         block=data.shuffle_block_size,
     )
-    if cache is not None and (needed := resident_bytes(interleave, nodes)) > cache:
-        problem = (
-            f"Each of {nodes} nodes reads from {needed / 1e9:,.3g} GB of shards at a time "
-            f"(data.shard_streams={interleave.streams}, data.shuffle_block_size={interleave.block}), but "
-            f"data.cache_gb={data.cache_gb:g}, so shards would be fetched repeatedly: set "
-            f"data.cache_gb={needed / FULL / 1e9:.3g} or more"
-        )
-        if saved is None:
-            raise UserError(f"{problem}, or a smaller data.shuffle_block_size.")
-        log.warning("%s", problem)
-    window = math.prod(interleave)
-    if saved is None and cache is not None and window < min(WINDOW, int(manifest.sizes.sum())):
-        text = "data.cache_gb=%g limits shuffling to %s samples at a time: raise it to mix batches better"
-        log.warning(text, data.cache_gb, f"{window:,}")
+    if cache_bytes is not None:
+        needed_bytes = resident_bytes(interleave, nodes)
+        if needed_bytes > cache_bytes:
+            problem = (
+                f"Each of {nodes} nodes reads from {needed_bytes / 1e9:,.3g} GB of shards at a time "
+                f"(data.shard_streams={interleave.streams}, data.shuffle_block_size={interleave.block}), but "
+                f"data.cache_gb={data.cache_gb:g}, so shards would be fetched repeatedly: set "
+                f"data.cache_gb={needed_bytes / FULL / 1e9:.3g} or more"
+            )
+            if saved is None:
+                raise UserError(f"{problem}, or a smaller data.shuffle_block_size.")
+            log.warning("%s", problem)
+        window = interleave.streams * interleave.block
+        if saved is None and window < min(WINDOW, int(manifest.sizes.sum())):
+            log.warning(
+                "data.cache_gb=%g limits shuffling to %s samples at a time: raise it to mix batches better",
+                data.cache_gb,
+                f"{window:,}",
+            )
+
     if training_set.sources:
         return training_set.mixture(data.batch_size, seed, interleave)
     order = GlobalOrder(manifest.starts, manifest.sizes, data.batch_size, seed, interleave, drop_last=data.drop_last)
@@ -187,12 +211,13 @@ def needs_cache(manifest: Manifest) -> bool:
     return not all(is_local(shard.path) for shard in manifest.shards)
 
 
-def order_facts(interleave: Interleave) -> dict[str, int]:
+def interleave_settings(interleave: Interleave) -> dict[str, int]:
     """Return the options of the interleave in the form that a checkpoint stores."""
     return {"shard_streams": interleave.streams, "shuffle_block_size": interleave.block}
 
 
-def source_facts(data: DataConfig) -> dict[str, object]:
+def source_settings(data: DataConfig) -> dict[str, object]:
     """Return the weights of a mixture's sources in the form that a checkpoint stores; empty for a single dataset."""
-    described = [source.model_dump(mode="json", exclude={"path"}) for source in data.sources]
-    return {"sources": described} if described else {}
+    if not data.sources:
+        return {}
+    return {"sources": [source.model_dump(mode="json", exclude={"path"}) for source in data.sources]}

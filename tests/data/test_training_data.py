@@ -11,16 +11,17 @@ from small_runs import call, train
 from tars import jpeg, manifest_of, write_pairs
 
 from neuclip_ds.config import DataConfig
+from neuclip_ds.data import training_data
 from neuclip_ds.data.build import open_manifest
 from neuclip_ds.data.manifest import Manifest, Shard
+from neuclip_ds.data.open_data import loader_options, open_data, unused_sources
 from neuclip_ds.data.scan import ScanOptions
+from neuclip_ds.data.training_data import open_training_data
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.source import FromConfig
 from neuclip_ds.models.tokenizer import CaptionTokenizer
 from neuclip_ds.recipe import parse
-from neuclip_ds.training import data as training_data
-from neuclip_ds.training.data import loader_options, open_data, open_training_data, unused_sources
 
 SIZES = [7, 9, 6, 8, 10, 10]
 
@@ -30,7 +31,7 @@ def test_options_of_downloads(tmp_path: Path) -> None:
     with files_server() as server:
         server.files["0.tar"] = b"x"
         server.gate.clear()
-        shard = Shard(server.url("0.tar"), 0, 1, 1)
+        shard = Shard(path=server.url("0.tar"), start=0, n=1, bytes=1)
         cache = loader_options(data, Communicator(), Manifest([shard]), Manifest([])).cache
         assert cache is not None and cache.downloads == 3
         with pytest.raises(UserError, match=r"no byte arrived for 0.1 s .* data.max_outage=1 s"):

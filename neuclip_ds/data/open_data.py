@@ -1,0 +1,140 @@
+"""Open datasets on all ranks: render demo splits, open manifests, choose the loader's options, and sample captions."""
+
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from neuclip_ds.config import DataConfig
+from neuclip_ds.data.cache import ShardCache
+from neuclip_ds.data.decoders import Captions, CaptionSources
+from neuclip_ds.data.loader import LoaderOptions
+from neuclip_ds.data.manifest import Manifest, indices_at
+from neuclip_ds.data.readers import TarReader
+from neuclip_ds.data.shards import is_local
+from neuclip_ds.data.training_set import needs_cache
+from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.files import private_folder
+
+log = logging.getLogger(__name__)
+
+CACHE = Path(".cache")
+CHECKED_SAMPLES = 50  # samples that are read to find unused caption sources
+_SHARDS_FOR_CAPTIONS = 100
+
+
+def resolve(source: str) -> str:
+    """Return the path of a source; if it is a demo split that does not exist yet, render the split first."""
+    if not source.startswith("demo:"):
+        return source
+    from neuclip_ds.data.demo import demo_split  # imports the renderer, which only demo runs need
+
+    return str(demo_split(source, CACHE))
+
+
+def open_data(source: str, data: DataConfig, communicator: Communicator, folder: Path) -> Manifest:
+    """Open the manifest of a dataset on all ranks; rank 0 builds it in `folder` if it does not exist."""
+
+    def read() -> dict[str, Any]:
+        from neuclip_ds.data.build import open_manifest  # scans shards, which only rank 0 does
+        from neuclip_ds.data.scan import ScanOptions
+
+        options = ScanOptions(captions=tuple(data.captions))
+        return open_manifest(resolve(source), folder / "manifests", options=options).to_json()
+
+    manifest = Manifest.from_json(communicator.on_rank_zero(read))
+    first_of_node = communicator.rank == communicator.ranks_of_node()[0]
+    communicator.raise_if_any_rank_failed(_missing_shards(manifest) if first_of_node else None)
+    return manifest
+
+
+def _missing_shards(manifest: Manifest) -> str | None:
+    """Return a message about local shards that are missing on this node, or None."""
+    paths = [Path(shard.path) for shard in manifest.shards if is_local(shard.path)]
+    present: set[Path] = set()
+    for folder in {path.parent for path in paths}:
+        if folder.is_dir():
+            present.update(folder.iterdir())  # faster than a stat call per shard
+    missing = [path for path in paths if path not in present]
+    if not missing:
+        return None
+    return (
+        f"{len(missing)} of {len(paths)} shards are missing on this node, such as {missing[0]}. Put local "
+        "data under the same path on every node."
+    )
+
+
+def loader_options(data: DataConfig, communicator: Communicator, *manifests: Manifest) -> LoaderOptions:
+    """Return the options of a loader that reads these manifests, with a shard cache if any shard is remote."""
+    cache = None
+    if any(map(needs_cache, manifests)):
+        cache = ShardCache(
+            data.cache_dir or private_folder(),
+            int(data.cache_gb * 1e9),
+            timeout=data.timeout / 10,  # so that a stalled download fails long before the loader's own timeout
+            downloads=data.downloads,
+            max_outage=data.max_outage,
+        )
+    return LoaderOptions(
+        workers=data.workers,
+        prefetch=data.prefetch,
+        timeout=data.timeout,
+        captions=data.captions,
+        cache=cache,
+        pin_memory=communicator.device.type == "cuda",
+    )
+
+
+def iter_captions(
+    manifest: Manifest, limit: int, captions: CaptionSources = ("txt",), cache: ShardCache | None = None
+) -> Iterator[str]:
+    """Yield all captions of up to `limit` samples, evenly spaced within at most 100 evenly spaced shards.
+
+    The same manifest always yields the same captions, unless a shard cannot be read (a warning is logged).
+    """
+    sources = Captions(captions)
+    for texts in _iter_texts(manifest, limit, sources, cache, _SHARDS_FOR_CAPTIONS):
+        yield from sources.all_captions(texts)
+
+
+def unused_sources(manifest: Manifest, captions: CaptionSources, cache: ShardCache | None = None) -> list[str]:
+    """Given several caption sources, return those that all checked samples lack; read at most one remote shard."""
+    if len(captions) < 2:
+        return []
+    unused = {name: Captions([name]) for name in captions}
+    most_shards = 1 if cache else CHECKED_SAMPLES
+    for texts in _iter_texts(manifest, CHECKED_SAMPLES, Captions(captions), cache, most_shards):
+        unused = {name: source for name, source in unused.items() if not source.all_captions(texts)}
+    return list(unused)
+
+
+def _iter_texts(
+    manifest: Manifest, limit: int, captions: Captions, cache: ShardCache | None, most_shards: int
+) -> Iterator[Mapping[str, bytes]]:
+    """Yield the caption files (tar members) of evenly spaced samples, chosen as in `iter_captions`."""
+    reader = TarReader(manifest, captions.extensions, cache)
+    nonempty = np.flatnonzero(manifest.sizes)
+    shards = nonempty[_evenly_spaced(len(nonempty), most_shards)]
+    sizes = manifest.sizes[shards]
+    indices = indices_at(manifest.starts[shards], sizes, _evenly_spaced(int(sizes.sum()), limit))
+    unreadable: set[int] = set()
+    for index in indices.tolist():
+        try:
+            texts = reader.read(index, with_image=False).texts
+        except OSError as error:
+            shard, _ = manifest.locate(index)
+            if shard not in unreadable:
+                log.warning(
+                    "cannot read captions of shard %s, which is skipped: %s", manifest.shards[shard].path, error
+                )
+            unreadable.add(shard)
+        else:
+            yield texts
+
+
+def _evenly_spaced(n: int, count: int) -> np.ndarray:
+    """Return min(n, count) evenly spaced integers from 0 to n - 1, distinct and in ascending order."""
+    count = min(n, count)
+    return np.arange(count) * n // max(count, 1)

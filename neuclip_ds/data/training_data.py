@@ -1,0 +1,145 @@
+"""Open the training data of a run: its samples, their order, how to load them, and the tokenizer of its captions."""
+
+import logging
+import shutil
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from neuclip_ds.config import CLIP_BPE, Config, TextConfig
+from neuclip_ds.data.dataset import PairDataset
+from neuclip_ds.data.images import DECODERS, ImageTransform, train_transform
+from neuclip_ds.data.interleave import Interleave
+from neuclip_ds.data.loader import Loader, LoaderOptions, RankBatch, join_parts, part_count, train_jobs
+from neuclip_ds.data.manifest import Manifest
+from neuclip_ds.data.manifest_file import check_distinct
+from neuclip_ds.data.mixture import BatchOrder
+from neuclip_ds.data.open_data import CHECKED_SAMPLES, iter_captions, loader_options, open_data, unused_sources
+from neuclip_ds.data.training_set import FEWEST_PAIRS, TrainingSet, find_validation, open_order
+from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.files import explain_disk, link_or_copy
+from neuclip_ds.models.bpe import train_bpe
+from neuclip_ds.models.source import ModelSource
+from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer
+
+log = logging.getLogger(__name__)
+
+TOKENIZER = "tokenizer"  # folder of the tokenizer, in the folder of a run and in each of its checkpoints
+_TOKENIZER_CAPTIONS = 200_000  # enough for a vocabulary of CLIP's size
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingData:
+    """The training samples of a run, their order, and how to load them."""
+
+    manifest: Manifest
+    order: BatchOrder
+    loading: LoaderOptions
+    transform: ImageTransform
+    tokenizer: ModelTokenizer
+
+    def record(self) -> dict[str, Any]:
+        """Return the data's content hash and held-out counts, which a checkpoint stores."""
+        return {"hash": self.manifest.content_hash, "held_out": sorted(self.manifest.held_out.items())}
+
+    def batches(self, communicator: Communicator, begin: int, steps: int) -> Generator[RankBatch, None, None]:
+        """Yield a rank's batches for `steps` training steps, starting at step `begin`, counted from 0."""
+        order = self.order
+        epoch, step = divmod(begin, order.steps_per_epoch)
+        rank_batch = order.batch_size // communicator.world_size
+        parts = part_count(rank_batch, self.transform.image_size)
+        jobs = train_jobs(order, communicator.rank, communicator.world_size, epoch, step, steps, parts)
+        options = self.loading
+        pairs = PairDataset(self.manifest, self.transform, self.tokenizer, order.seed, options.captions, options.cache)
+        with closing(Loader(options, {"train": pairs})) as loader:
+            yield from join_parts(loader.batches("train", jobs), parts)
+
+
+def open_training_data(
+    config: Config,
+    source: ModelSource,
+    communicator: Communicator,
+    staged: Path,
+    resumed: Path | None = None,
+    meta: Mapping[str, Any] | None = None,
+) -> TrainingData:
+    """Open the training data of a run, and create a tokenizer if the model has none.
+
+    New files are written to `staged` instead of the run's folder. If the run resumes from the checkpoint `resumed`,
+    the content `meta` of the checkpoint's meta.json determines the held-out pairs and the order of the samples.
+    """
+    data = config.data
+    held_out = None
+    interleave = None
+    if meta is not None:
+        held_out = dict(meta["data"]["held_out"])
+        interleave = Interleave(meta["facts"]["shard_streams"], meta["facts"]["shuffle_block_size"])
+
+    training_set = TrainingSet(data, lambda source: open_data(source, data, communicator, staged), held_out)
+    manifest = training_set.manifest
+    if communicator.rank == 0 and data.val == "auto" and not find_validation(data, manifest):
+        log.warning(
+            "no training pairs are held out for validation, because there are %d, fewer than %d: name other pairs "
+            "with data.val, or set data.val=N to hold out N",
+            manifest.n_used,
+            FEWEST_PAIRS,
+        )
+    if training_set.sources:
+        communicator.on_rank_zero(lambda: check_distinct(manifest))
+
+    loading = loader_options(data, communicator, manifest)
+    if communicator.rank == 0 and (unused := unused_sources(manifest, data.captions, loading.cache)):
+        log.warning(
+            "data.captions names %s, which none of %d samples has: correct the name, or omit it",
+            unused,
+            CHECKED_SAMPLES,
+        )
+    nodes = communicator.world_size // len(communicator.ranks_of_node())
+    order = communicator.on_every_rank(lambda: open_order(config, training_set, nodes, interleave))
+
+    preprocessing = source.preprocessing
+    transform = train_transform(preprocessing.size, data.crop_scale, DECODERS[data.decoder], preprocessing.squash)
+    tokenizer = source.tokenizer(
+        lambda: _create_tokenizer(config.model.text, manifest, loading, communicator, staged, resumed)
+    )
+    return TrainingData(manifest=manifest, order=order, loading=loading, transform=transform, tokenizer=tokenizer)
+
+
+def _create_tokenizer(
+    text: TextConfig,
+    manifest: Manifest,
+    loading: LoaderOptions,
+    communicator: Communicator,
+    staged: Path,
+    resumed: Path | None,
+) -> CaptionTokenizer:
+    """Save and return the checkpoint's tokenizer, CLIP's tokenizer, or a new one trained on the captions."""
+    folder = staged / TOKENIZER
+
+    def save() -> None:
+        with explain_disk(folder):
+            if resumed is not None:
+                # hard links, which work on a full disk
+                shutil.copytree(resumed / TOKENIZER, folder, copy_function=link_or_copy)
+            else:
+                captions = iter_captions(manifest, _TOKENIZER_CAPTIONS, loading.captions, loading.cache)
+                _new_tokenizer(text, captions).save(folder)
+
+    communicator.on_rank_zero(save)
+    return CaptionTokenizer.load(folder, text.context_length)
+
+
+def _new_tokenizer(text: TextConfig, captions: Iterator[str]) -> CaptionTokenizer:
+    """Return CLIP's tokenizer if the config names it and open_clip is installed, else train a BPE tokenizer."""
+    reason = "model.text.tokenizer is not set"
+    if text.tokenizer == CLIP_BPE:
+        if find_spec("open_clip"):
+            from neuclip_ds.models.pretrained.open_clip_models import clip_bpe  # optional dependency
+
+            return clip_bpe(text.context_length)
+        reason = "open_clip_torch, which has CLIP's vocabulary, is not installed"
+    log.info("a BPE of up to %d tokens is trained on the captions: %s", text.vocab_size, reason)
+    return train_bpe(captions, text.vocab_size, text.context_length)
