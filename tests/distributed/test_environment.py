@@ -100,7 +100,7 @@ def test_num_gpus_without_gpus_is_refused(
 
 
 def test_idle_threads_of_cpu_runs_sleep_unless_the_user_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    (libgomp,) = Path(torch.__file__).parent.glob("lib/libgomp*")
+    libgomp = next(Path(torch.__file__).parent.glob("lib/libgomp*"))
     load = f"import ctypes; ctypes.CDLL({str(libgomp)!r})"  # as importing torch does, which takes seconds
     script = f"from neuclip_ds.cli.main import main; main(['train', '--help']); {load}"
     variables = {key: value for key, value in os.environ.items() if key not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
