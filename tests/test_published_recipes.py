@@ -22,7 +22,7 @@ from neuclip_ds.objectives.methods import find_method
 from neuclip_ds.planning import memory
 from neuclip_ds.planning.activations import Activations
 from neuclip_ds.planning.dry_run import print_dry_run
-from neuclip_ds.recipe import RECIPES, parse, recipe_names
+from neuclip_ds.recipe import RECIPES, parse, recipe_config, recipe_names
 
 pytestmark = pytest.mark.usefixtures("quick_meta_models")
 ROOT = Path(__file__).parents[1]
@@ -122,7 +122,7 @@ MODELS = {
 
 @cache
 def config_of(name: str) -> Config:
-    return parse([name]).config
+    return recipe_config(name, {})
 
 
 def data_of(name: str) -> str:

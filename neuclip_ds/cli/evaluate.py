@@ -77,11 +77,10 @@ def _partition(paths: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
     sources: list[str] = []
     sets: list[str] = []
     for path in paths:
-        if path.endswith(_TAR) and _SEPARATOR not in path:
+        is_joined = _SEPARATOR in path
+        if path.endswith(_TAR) and not is_joined:
             tars.append(path)
-        elif _SEPARATOR in path or path.startswith("demo:"):
-            sources.append(path)
-        elif is_manifest(path) or any(Path(path).glob(f"*{_TAR}")):
+        elif is_joined or path.startswith("demo:") or is_manifest(path) or any(Path(path).glob(f"*{_TAR}")):
             sources.append(path)
         else:
             sets.append(path)
