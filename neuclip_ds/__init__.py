@@ -26,16 +26,23 @@ __all__ = [
     "load",
     "train",
 ]
-_HOMES = {  # imported when first used, because torch takes seconds to import
-    **dict.fromkeys(("Model", "Run", "load", "train"), "api"),
+_MODULES = {  # imported when first used, because torch takes seconds to import
     "Config": "config",
-    **dict.fromkeys(("TrainingDiverged", "UserError"), "errors"),
-    **dict.fromkeys(("ContrastiveLoss", "IndexedDataset", "add_index"), "loss"),
+    "ContrastiveLoss": "loss",
     "Hook": "training.hooks",
+    "IndexedDataset": "loss",
+    "Model": "api",
+    "Run": "api",
+    "TrainingDiverged": "errors",
+    "UserError": "errors",
+    "add_index": "loss",
+    "load": "api",
+    "train": "api",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    module = import_module(f"{__name__}.{_MODULES[name]}")
+    return getattr(module, name)

@@ -25,6 +25,8 @@ from neuclip_ds.training.hooks.optional import optional_hooks
 if TYPE_CHECKING:
     from os import PathLike
 
+_ENCODED_AT_ONCE = 64  # images or texts
+
 
 def train(recipe: str | Config, *, hooks: Sequence[Hook] = (), **overrides: Any) -> Run:
     """Train a model as `neuclip-ds train` does, on all ranks of a distributed launch or only in this process.
@@ -89,7 +91,10 @@ class Run:
     @property
     def results(self) -> dict[str, float]:
         """Last value of each training and evaluation metric, by name."""
-        return {name: values[-1] for name, (_, values) in read_series(self.folder).items()}
+        last_values: dict[str, float] = {}
+        for name, (_, values) in read_series(self.folder).items():
+            last_values[name] = values[-1]
+        return last_values
 
     def model(self, device: torch.device | str | None = None) -> Model:
         """Load the model from the newest checkpoint."""
@@ -105,12 +110,13 @@ class Model:
     """
 
     def __init__(self, saved: SavedModel, device: torch.device) -> None:
-        self.module, self.device = saved.model.to(device), device
-        self._transform = EvalTransform(saved.preprocessing.size, saved.preprocessing.squash)
+        self.module = saved.model.to(device)
+        self.device = device
         self._size = saved.preprocessing.size
-        communicator = Communicator(device)
+        self._transform = EvalTransform(self._size, saved.preprocessing.squash)
         encode = encoder_of(self.module, device)
-        self._encoder = BatchEncoder(encode, saved.tokenizer, communicator, 64, self._transform)
+        communicator = Communicator(device)
+        self._encoder = BatchEncoder(encode, saved.tokenizer, communicator, _ENCODED_AT_ONCE, self._transform)
 
     def encode_images(self, images: Sequence[str | PathLike[str] | bytes | Tensor] | Tensor) -> Tensor:
         """Encode images as L2-normalized float32 features of shape (n, d).

@@ -147,15 +147,20 @@ class DataConfig(Section):
     @classmethod
     def _read_option(cls, value: Any, info: ValidationInfo) -> Any:
         """Parse a list or mapping given on the command line; leave a glob such as `[ab].tar` unchanged."""
-        if isinstance(value, str) and value[:1] in ("[", "{"):
+        if not isinstance(value, str):
+            return value
+        if value[:1] in ("[", "{"):
             with suppress(ValueError):
                 return json.loads(value)
-        return value.split(",") if isinstance(value, str) and info.field_name == "captions" else value
+        return value.split(",") if info.field_name == "captions" else value
 
     @field_validator("train", mode="after")
     @classmethod
     def _all_have_weights_or_none(cls, train: str | list[SourceConfig]) -> str | list[SourceConfig]:
-        if not isinstance(train, str) and len({source.weight is None for source in train}) > 1:
+        if isinstance(train, str):
+            return train
+        have_weight = [source.weight is not None for source in train]
+        if any(have_weight) and not all(have_weight):
             raise ValueError("some sources have a weight and others do not; set all weights, or none")
         return train
 
@@ -288,17 +293,19 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _something_trains(self) -> ModelConfig:
-        parts = self.trained("vision"), self.trained("text")
-        if self.lora.rank and parts == ("all", "all"):
+        trained = {self.trained("vision"), self.trained("text")}
+        if self.lora.rank and trained == {"all"}:
             raise ValueError("trainable=all in both towers leaves no frozen weights for lora; freeze part of a tower")
-        if not self.lora.rank and parts == ("frozen", "frozen"):
+        if not self.lora.rank and trained == {"frozen"}:
             raise ValueError("vision.trainable and text.trainable are frozen, so nothing trains; unfreeze part of one")
         return self
 
     def trained(self, tower: Literal["vision", "text"]) -> Trained:
         """Return which of a tower's own weights (not adapters) are trained: by default all, or none with LoRA."""
         chosen: Trained | None = getattr(self, tower).trainable
-        return chosen if chosen is not None else "frozen" if self.lora.rank else "all"
+        if chosen is not None:
+            return chosen
+        return "frozen" if self.lora.rank else "all"
 
 
 class OptimizerConfig(Section):
@@ -362,7 +369,7 @@ class RecoveryConfig(Section):
     """Run whose recovery is reused; that run must have had the same initial weights and data."""
 
     @model_validator(mode="after")
-    def _gamma_has_a_place(self) -> RecoveryConfig:
+    def _gamma_has_a_start(self) -> RecoveryConfig:
         if self.reuse and not self.epochs and "statistics" in self.restore:
             raise ValueError("gamma continues after the epochs of the recovery that reuse names; set epochs to match")
         return self
@@ -389,7 +396,10 @@ class Config(Section):
     @classmethod
     def _start_where_the_checkpoint_is(cls, tree: Any) -> Any:
         """With a pretrained checkpoint, start tau and bias at the checkpoint's values, not the method's defaults."""
-        model, objective = (tree.get(key, {}) if isinstance(tree, dict) else None for key in ("model", "objective"))
+        if not isinstance(tree, dict):
+            return tree
+        model = tree.get("model", {})
+        objective = tree.get("objective", {})
         if not (isinstance(model, dict) and isinstance(objective, dict) and model.get("pretrained")):
             return tree
         blank = {section: dict.fromkeys(options) for section, options in method_of(objective).starts.items()}
@@ -397,27 +407,28 @@ class Config(Section):
 
     def rank_batch(self, world_size: int) -> int:
         """Return the number of pairs that each rank processes per global batch."""
-        if self.data.batch_size % world_size:
-            below = self.data.batch_size // world_size * world_size
+        batch_size = self.data.batch_size
+        if batch_size % world_size:
+            smaller = batch_size // world_size * world_size
             raise UserError(
-                f"data.batch_size={self.data.batch_size} is not divisible by the {world_size} ranks; "
-                f"use {max(below, world_size)} or {below + world_size}, or a different number of ranks."
+                f"data.batch_size={batch_size} is not divisible by the {world_size} ranks; "
+                f"use {max(smaller, world_size)} or {smaller + world_size}, or a different number of ranks."
             )
-        return self.data.batch_size // world_size
+        return batch_size // world_size
 
     def micro_batch(self, world_size: int) -> int:
         """Return the number of pairs that a rank passes through the towers at a time."""
         rank_batch = self.rank_batch(world_size)
-        micro = self.data.micro_batch or rank_batch
-        if rank_batch % micro:
-            small = [size for size in range(1, math.isqrt(rank_batch) + 1) if rank_batch % size == 0]
-            divisors = small + [rank_batch // size for size in reversed(small)]
-            nearest = min(divisors, key=lambda size: abs(size - micro))
+        micro_batch = self.data.micro_batch or rank_batch
+        if rank_batch % micro_batch:
+            up_to_root = [size for size in range(1, math.isqrt(rank_batch) + 1) if rank_batch % size == 0]
+            from_root = [rank_batch // size for size in reversed(up_to_root)]
+            nearest_divisor = min(up_to_root + from_root, key=lambda size: abs(size - micro_batch))
             raise UserError(
-                f"data.micro_batch={micro} does not divide the rank's batch of {rank_batch} "
-                f"({self.data.batch_size} over {world_size} ranks); use {nearest}."
+                f"data.micro_batch={micro_batch} does not divide the rank's batch of {rank_batch} "
+                f"({self.data.batch_size} over {world_size} ranks); use {nearest_divisor}."
             )
-        return micro
+        return micro_batch
 
 
 def dump(config: Config) -> str:

@@ -54,6 +54,13 @@ class Interrupted(KeyboardInterrupt):
         self.code = 128 + number
 
 
+def exit_code(error: BaseException) -> int:
+    """Return the exit code of a program that ends with this error."""
+    if isinstance(error, Interrupted):
+        return error.code
+    return 2 if isinstance(error, UserError) else 1
+
+
 def install_command(extra: str) -> str:
     """Return the pip command that installs one of the package's extras."""
     return f"pip install 'neuclip_ds[{extra}]'"
@@ -61,8 +68,8 @@ def install_command(extra: str) -> str:
 
 def require_package(module: str, option: str, extra: str) -> None:
     """Raise UserError if an option needs an optional package that is not installed; the message names the extra."""
-    found = importlib.util.find_spec(module)
-    if found is None or found.origin is None:  # a folder of that name, such as wandb/, looks like a package
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:  # a folder of that name, such as wandb/, looks like a package
         command = install_command(extra)
         raise UserError(f"{option} needs {module}, which is not installed: run {command}, or omit the option.")
 
@@ -75,5 +82,6 @@ def explained(problem: str, fix: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        words = str(error).strip().partition("\n")[0].partition(". ")[0].rstrip(".")[:500]  # its first sentence
-        raise UserError(f"{problem} ({words or type(error).__name__}); {fix}.") from error
+        first_line = str(error).strip().partition("\n")[0]
+        first_sentence = first_line.partition(". ")[0].rstrip(".")[:500]
+        raise UserError(f"{problem} ({first_sentence or type(error).__name__}); {fix}.") from error

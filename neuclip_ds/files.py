@@ -24,7 +24,7 @@ from neuclip_ds.errors import UserError
 log = logging.getLogger(__name__)
 
 _CHUNK = 16 << 20
-_failed: dict[Path, int] = {}  # how often each path given to `best_effort` could not be written
+_failures: dict[Path, int] = {}  # how often each path given to `best_effort` could not be written
 
 
 class Checksum(NamedTuple):
@@ -44,15 +44,19 @@ class ChecksumWriter:
     def write(self, data: Any) -> None:
         """Write a contiguous buffer of bytes."""
         self._file.write(data)
-        self.checksum = Checksum(self.checksum.bytes + len(data), zlib.crc32(data, self.checksum.crc32))
+        size = self.checksum.bytes + len(data)
+        crc32 = zlib.crc32(data, self.checksum.crc32)
+        self.checksum = Checksum(size, crc32)
 
 
 def checksum_of(path: Path) -> Checksum:
     """Read a file and return its checksum; raise OSError if the file cannot be read."""
-    size = crc32 = 0
+    size = 0
+    crc32 = 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
-            size, crc32 = size + len(chunk), zlib.crc32(chunk, crc32)
+            size += len(chunk)
+            crc32 = zlib.crc32(chunk, crc32)
     return Checksum(size, crc32)
 
 
@@ -119,10 +123,12 @@ def claimed(path: Path) -> Iterator[bool]:
 def _remove_abandoned(paths: Iterable[Path]) -> None:
     """Remove temporary files and folders left by killed writers, that is, those that no live process has claimed."""
     for path in paths:
-        with suppress(OSError), claimed(path) as free:  # another process may remove it at the same time
-            if free and path.is_dir():
+        with suppress(OSError), claimed(path) as is_free:  # another process may remove it at the same time
+            if not is_free:
+                continue
+            if path.is_dir():
                 shutil.rmtree(path)
-            elif free:
+            else:
                 path.unlink()
 
 
@@ -142,8 +148,10 @@ def sync(path: Path, forget: bool = False) -> None:
 
 def sync_folders(folder: Path) -> None:
     """Flush the entries of a folder and its subfolders to disk."""
-    for place in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
-        sync(place)
+    sync(folder)
+    for path in folder.rglob("*"):
+        if path.is_dir():
+            sync(path)
 
 
 def link_or_copy(source: str, target: str) -> None:
@@ -157,9 +165,9 @@ def link_or_copy(source: str, target: str) -> None:
 def json_lines(path: Path) -> list[Any]:
     """Return the records of a JSON Lines file; first truncate the file if a killed program left a partial last line."""
     text = path.read_bytes()
-    complete = text[: text.rfind(b"\n") + 1]
-    os.truncate(path, len(complete))
-    return [json.loads(line) for line in complete.splitlines()]
+    complete_lines = text[: text.rfind(b"\n") + 1]
+    os.truncate(path, len(complete_lines))
+    return [json.loads(line) for line in complete_lines.splitlines()]
 
 
 @contextmanager
@@ -199,6 +207,8 @@ def best_effort(path: Path) -> Iterator[Path]:
     try:
         yield path
     except OSError as error:
-        _failed[path] = count = _failed.get(path, 0) + 1
-        if count & (count - 1) == 0:
+        count = _failures.get(path, 0) + 1
+        _failures[path] = count
+        is_power_of_two = count & (count - 1) == 0
+        if is_power_of_two:
             log.warning("%s could not be written (number %d): %s", path, count, error.strerror or error)

@@ -26,7 +26,8 @@ DEMO = "demo"
 M = TypeVar("M", bound=BaseModel)
 _PROFILED_STEPS = 10  # steps that --profile records
 _OTHER_METHODS = "other_methods"
-_SHOWN_PROBLEMS, _SHOWN_LETTERS = 5, 120  # at most this many problems, and characters of a value
+_MAX_PROBLEMS = 5  # problems that a message lists
+_MAX_SHOWN = 120  # characters of a value in a message
 
 
 class TrainCommand(Config):
@@ -58,24 +59,26 @@ def parse(argv: Sequence[str]) -> Invocation:
 
     Raises UserError for an invalid value, or for an unknown recipe or key; the message suggests the nearest name.
     """
-    given = _command_line(argv)
-    switches = {key: given.pop(key) for key in list(given) if key not in Config.model_fields}
+    options = _command_line(argv)
+    switches = {key: value for key, value in options.items() if key not in Config.model_fields}
+    overrides = {key: value for key, value in options.items() if key in Config.model_fields}
     command = _validate(TrainCommand, switches)
     if (command.hostfile or command.gpu_memory) and not command.dry_run:
         raise UserError("--hostfile and --gpu-memory belong to --dry-run; pass the hosts for training to the launcher.")
-    profile = {"run.profile_steps": _PROFILED_STEPS} if command.profile else {}
-    return Invocation(command, recipe_config(command.recipe or DEMO, {**profile, **given}))
+    if command.profile:
+        overrides = {"run.profile_steps": _PROFILED_STEPS, **overrides}
+    return Invocation(command, recipe_config(command.recipe or DEMO, overrides))
 
 
 def recipe_config(recipe: str, options: Mapping[str, Any]) -> Config:
     """Return a recipe's config with `options` (nested or dotted) applied; raise the same errors as `parse`."""
     tree = merge({"run": {"name": Path(recipe).stem}}, load_recipe(recipe))
-    given: dict[str, Any] = {}
+    overrides: dict[str, Any] = {}
     for name, value in options.items():
         for key in reversed(name.split(".")):
             value = {key: value}
-        given = merge(given, value)
-    return validate(override(tree, given))
+        overrides = merge(overrides, value)
+    return validate(override(tree, overrides))
 
 
 def recipe_names() -> list[str]:
@@ -86,19 +89,20 @@ def recipe_names() -> list[str]:
 def load_recipe(name: str, within: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Return a recipe as a tree with its includes merged in; `within` lists the files that include the recipe."""
     path = _find_recipe(name, within[-1].parent if within else None)
-    chain = (*within, path.resolve())
-    if chain.index(chain[-1]) < len(within):
-        names = " includes ".join(str(file.name) for file in chain)
+    file = path.resolve()
+    chain = (*within, file)
+    if file in within:
+        names = " includes ".join(link.name for link in chain)
         raise UserError(f"The recipe {path} includes itself ({names}): remove one of these includes.")
     tree = read_options(path) or {}
     if not isinstance(tree, dict):
         raise UserError(f"The recipe {path} must be a mapping of sections such as `data:` and `model:`.")
-    parts = tree.pop("include", None) or []
-    if not (isinstance(parts, list) and all(isinstance(part, str) for part in parts)):
-        raise UserError(f"{path}: include={_shown(parts)} is not a list of recipes; write include: [NAME].")
+    included = tree.pop("include", None) or []
+    if not (isinstance(included, list) and all(isinstance(name, str) for name in included)):
+        raise UserError(f"{path}: include={_shown(included)} is not a list of recipes; write include: [NAME].")
     merged: dict[str, Any] = {}
-    for part in parts:
-        merged = override(merged, load_recipe(part, chain))
+    for included_name in included:
+        merged = override(merged, load_recipe(included_name, chain))
     return override(merged, tree)
 
 
@@ -107,13 +111,17 @@ def override(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
     If `over` names a method, sections of `base` that this method does not use are moved to `other_methods`.
     """
-    objective, method = dict(_mapping(base, "objective")), _mapping(over, "objective").get("method")
+    objective = _mapping(base, "objective")
+    method = _mapping(over, "objective").get("method")
     if method is None or not objective:
         return merge(base, over)
-    unread = [name for name in SECTIONS if name in objective and name not in find_method(method).sections]
-    aside = {name: objective.pop(name) for name in unread}
-    objective[_OTHER_METHODS] = merge(_mapping(objective, _OTHER_METHODS), aside)
-    return merge({**base, "objective": objective}, over)
+    used: dict[str, Any] = {}
+    unused: dict[str, Any] = {}
+    for name, section in objective.items():
+        is_unused = name in SECTIONS and name not in find_method(method).sections
+        (unused if is_unused else used)[name] = section
+    used[_OTHER_METHODS] = merge(_mapping(objective, _OTHER_METHODS), unused)
+    return merge({**base, "objective": used}, over)
 
 
 def validate(tree: dict[str, Any]) -> Config:
@@ -125,7 +133,7 @@ def _validate(model: type[M], tree: dict[str, Any]) -> M:
     try:
         return model.model_validate(tree)
     except ValidationError as error:
-        problems = [_explain(problem) for problem in error.errors()[:_SHOWN_PROBLEMS]]
+        problems = [_explain(problem) for problem in error.errors()[:_MAX_PROBLEMS]]
         if error.error_count() > len(problems):
             problems.append(f"and {error.error_count() - len(problems)} more")
         raise UserError(f"The config is wrong: {'; '.join(problems)}") from error
@@ -144,17 +152,17 @@ def _with_other_methods(tree: dict[str, Any]) -> dict[str, Any]:
     objective = tree.get("objective")
     if not isinstance(objective, dict) or _OTHER_METHODS not in objective:
         return tree
-    aside = objective[_OTHER_METHODS] or {}
-    if not isinstance(aside, dict):
-        raise UserError(f"objective.{_OTHER_METHODS}={_shown(aside)} must contain sections of methods.")
-    for name, options in aside.items():
+    sections = objective[_OTHER_METHODS] or {}
+    if not isinstance(sections, dict):
+        raise UserError(f"objective.{_OTHER_METHODS}={_shown(sections)} must contain sections of methods.")
+    for name, options in sections.items():
         if name not in SECTIONS:
             raise UserError(f"unknown key objective.{_OTHER_METHODS}.{name}{nearest(name, set(SECTIONS))}")
         reader = next(method for method in METHODS if name in METHODS[method].sections)
         _validate(ObjectiveConfig, {"method": reader, name: options})
-    used = {name: options for name, options in aside.items() if name in method_of(objective).sections}
-    rest = {key: value for key, value in objective.items() if key != _OTHER_METHODS}
-    return {**tree, "objective": merge(used, rest)}
+    used = {name: options for name, options in sections.items() if name in method_of(objective).sections}
+    without_others = {key: value for key, value in objective.items() if key != _OTHER_METHODS}
+    return {**tree, "objective": merge(used, without_others)}
 
 
 def _mapping(tree: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -165,8 +173,11 @@ def _mapping(tree: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 def _command_line(argv: Sequence[str]) -> dict[str, Any]:
     """Parse options into a tree of their values; a later NAME=VALUE replaces an earlier one, even for lists."""
-    spelled = [respell(argument, "-", "_") for argument in argv]
-    last = {argument.split("=")[0] if "=" in argument else place: argument for place, argument in enumerate(spelled)}
+    last: dict[str | int, str] = {}  # by option name, or by position for other arguments
+    for position, argument in enumerate(argv):
+        spelled = respell(argument, "-", "_")
+        name, has_value, _ = spelled.partition("=")
+        last[name if has_value else position] = spelled
     try:
         source = CliSettingsSource[BaseSettings](
             TrainCommand,  # type: ignore[arg-type]
@@ -179,9 +190,10 @@ def _command_line(argv: Sequence[str]) -> dict[str, Any]:
         return source()
     except SettingsError as error:
         known = {f"--{with_dashes(name)}" for name in option_names(TrainCommand)}
-        for name in (with_dashes(argument.split("=")[0]) for argument in argv if argument.startswith("--")):
-            if name not in known:
-                raise UserError(f"Unknown option {_shown(name, str)}{nearest(name, known)}") from error
+        for argument in argv:
+            option = with_dashes(argument.split("=")[0])
+            if argument.startswith("--") and option not in known:
+                raise UserError(f"Unknown option {_shown(option, str)}{nearest(option, known)}") from error
         reason = _shown(str(error).removeprefix("error parsing CLI: "), str)
         raise UserError(f"The command line is wrong: {reason}; see --help.") from error
 
@@ -198,7 +210,12 @@ def option_fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[st
 def option_names(model: type[BaseModel]) -> list[str]:
     """Return the dotted names of all options and sections in a pydantic model, spelled as in YAML."""
     options = [name for name, _ in option_fields(model)]
-    return [*options, *{name.rpartition(".")[0]: None for name in options if "." in name}]
+    sections: list[str] = []
+    for name in options:
+        section = name.rpartition(".")[0]
+        if section and section not in sections:
+            sections.append(section)
+    return options + sections
 
 
 def with_dashes(name: str) -> str:
@@ -208,14 +225,17 @@ def with_dashes(name: str) -> str:
 
 def respell(argument: str, old: str, new: str) -> str:
     """Return an argument --NAME=VALUE with every occurrence of `old` in NAME replaced by `new`."""
-    name, mark, value = argument.partition("=")
-    return f"--{name[2:].replace(old, new)}{mark}{value}" if name.startswith("--") else argument
+    if not argument.startswith("--"):
+        return argument
+    name, equals, value = argument.removeprefix("--").partition("=")
+    return f"--{name.replace(old, new)}{equals}{value}"
 
 
-def _find_recipe(name: str, beside: Path | None) -> Path:
+def _find_recipe(name: str, including_folder: Path | None) -> Path:
+    """Return the file of a recipe, given by name, by path, or relative to the folder of the recipe that includes it."""
     candidates = [RECIPES / f"{name}.yaml", Path(name)]
-    if beside is not None:
-        candidates = [beside / name, beside / f"{name}.yaml", *candidates]
+    if including_folder is not None:
+        candidates = [including_folder / name, including_folder / f"{name}.yaml", *candidates]
     for path in candidates:
         with suppress(OSError):  # a name that is too long for a file
             if path.is_file():
@@ -229,20 +249,25 @@ def _explain(problem: Any) -> str:
     if problem["type"] == "extra_forbidden":
         return f"unknown key {name}{nearest(name, option_names(Config))}"
     message = problem["msg"].removeprefix("Value error, ")
-    return f"{name}: {message}" if problem["type"] == "value_error" else f"{name}={_shown(problem['input'])}: {message}"
+    if problem["type"] == "value_error":
+        return f"{name}: {message}"
+    return f"{name}={_shown(problem['input'])}: {message}"
 
 
-def _shown(value: Any, text: Callable[[Any], str] = repr) -> str:
+def _shown(value: Any, as_text: Callable[[Any], str] = repr) -> str:
     """Return a value as one line of limited length, for use in a message."""
-    shown = " ".join(text(value).split())
-    return shown if len(shown) <= _SHOWN_LETTERS else f"{shown[:_SHOWN_LETTERS]}..."
+    line = " ".join(as_text(value).split())
+    return line if len(line) <= _MAX_SHOWN else f"{line[:_MAX_SHOWN]}..."
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return a hint that suggests a similar known name, or the least nested name with this last component, or ""."""
+
+    def last_component(option: str) -> str:
+        return option.lstrip("-").split(".")[-1]
+
     names = sorted(known, key=lambda other: (other.count("."), other))
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
-    if not close:
-        last = name.lstrip("-").split(".")[-1]
-        close = [other for other in names if other.lstrip("-").split(".")[-1] == last][:1]
-    return f"; did you mean {close[0]}?" if close else ""
+    suggestions = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
+    if not suggestions:
+        suggestions = [other for other in names if last_component(other) == last_component(name)]
+    return f"; did you mean {suggestions[0]}?" if suggestions else ""

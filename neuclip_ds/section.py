@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import Any
@@ -27,15 +28,15 @@ class Section(BaseModel):
     @classmethod
     def _is_plain(cls, value: Any) -> Any:
         """Reject secrets (a run would store them) and values that YAML, the file system or torch cannot represent."""
-        for part in _leaves(value):
-            text = str(part)
-            if isinstance(part, float) and not math.isfinite(part):
+        for leaf in _leaves(value):
+            text = str(leaf)
+            if isinstance(leaf, float) and not math.isfinite(leaf):
                 raise ValueError(f"{text} is not a finite number")
-            if isinstance(part, int) and not -(2**63) <= part < 2**63:
+            if isinstance(leaf, int) and not -(2**63) <= leaf < 2**63:
                 raise ValueError("a number is beyond 64 bits")
-            if not isinstance(part, (type(None), float, int, str, PurePath, BaseModel)):
-                raise ValueError(f"{text[:50]} is a {type(part).__name__}; write it in quotes")
-            if any(c == "\0" or "\ud800" <= c <= "\udfff" for c in text):
+            if not isinstance(leaf, (type(None), float, int, str, PurePath, BaseModel)):
+                raise ValueError(f"{text[:50]} is a {type(leaf).__name__}; write it in quotes")
+            if re.search("[\0\ud800-\udfff]", text):
                 raise ValueError(f"{text[:50]!r} contains a NUL character or a surrogate")
             if redact(text) != text:
                 raise ValueError("it contains a secret: set it in a variable that the store's library reads")
@@ -46,10 +47,13 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """Return `base` overridden, section by section, by the values of `over`; an empty section changes nothing."""
     merged = dict(base)
     for key, value in over.items():
-        old = merged.get(key)
-        if isinstance(old, Mapping):
-            value = merge(old, value) if isinstance(value, Mapping) else old if value is None else value
-        merged[key] = value
+        base_value = merged.get(key)
+        if not isinstance(base_value, Mapping):
+            merged[key] = value
+        elif isinstance(value, Mapping):
+            merged[key] = merge(base_value, value)
+        elif value is not None:
+            merged[key] = value
     return merged
 
 
@@ -67,8 +71,10 @@ def read_options(path: Path) -> Any:
 
 def _leaves(tree: Any) -> Iterator[Any]:
     """Yield all keys and leaf values of a tree."""
-    if isinstance(tree, (dict, list, tuple)):
-        for part in [*tree, *(tree.values() if isinstance(tree, dict) else [])]:
-            yield from _leaves(part)
+    if isinstance(tree, dict):
+        yield from _leaves([*tree.keys(), *tree.values()])
+    elif isinstance(tree, (list, tuple)):
+        for element in tree:
+            yield from _leaves(element)
     else:
         yield tree

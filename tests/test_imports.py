@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import ast
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-
-import pytest
-from small_runs import demo_shards, environment
+from typing import TypeGuard
 
 from neuclip_ds.objectives import METHODS
 
-PACKAGE = Path(__file__).parents[1] / "neuclip_ds"
-# lowest first; packages in the same layer do not import each other
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "neuclip_ds"
+
+# Lowest first. A package or top-level module imports only those of lower layers; those of one layer do not import each
+# other.
 LAYERS: list[set[str]] = [
     {"errors"},
     {"section", "distributed", "files"},
@@ -32,185 +30,208 @@ LAYERS: list[set[str]] = [
     {"api", "planning"},
     {"cli"},
 ]
-# packages and modules whose functions may import neuclip_ds: commands, public names and the table of methods, which
-# importing torch would delay, and rarely needed code (models of other libraries, scanning and rendering of data)
-LATE_IMPORTS = {
-    "cli",
-    "data/open_data.py",
-    "data/training_data.py",
-    "loss/__init__.py",
-    "models/source.py",
-    "objectives/__init__.py",
-    "objectives/compose.py",
+# package -> the only packages below it that it imports; a package that is not listed may import all of them
+IMPORTS_ONLY = {
+    "distributed": {"errors"},
+    "objectives": {"errors", "section", "distributed", "state"},
 }
+# library -> the only packages that import it
+LIBRARIES = {"deepspeed": {"distributed", "engine"}, "torch.distributed": {"distributed"}}
+
+# Functions that import modules of this package when they are called, and why; all other imports are at the top of a
+# file. A key is FILE: FUNCTION, or a folder for all of its functions.
+LATE_IMPORTS = {
+    "objectives/__init__.py: build_objective": "the table of methods loads without torch",
+    "objectives/compose.py: compose_objective": "the table of methods names the normalizer's module",
+}
+# as above, for modules that most runs do not use: they do not count as imports of the function's module
+OPTIONAL_IMPORTS = {
+    "__init__.py: __getattr__": "a public name is imported when it is first used, because torch takes seconds",
+    "cli": "a command imports what it needs after its options are checked, because torch takes seconds",
+    "loss/__init__.py: __getattr__": "a public name is imported when it is first used, because torch takes seconds",
+    "models/source.py: locate_model": "models of other libraries",
+    "models/source.py: model_source": "models of other libraries",
+    "models/source.py: package": "models of other libraries",
+    "training/data.py: _new_tokenizer": "the tokenizer of open_clip",
+    "training/data.py: read": "scanning of shards that have no manifest",
+    "training/data.py: resolve": "rendering of the demo data",
+}
+# modules that the trainer must not import, because they are commands or hooks outside of it
+OUTSIDE_THE_TRAINER = (
+    "neuclip_ds.checkpoint.remote",
+    "neuclip_ds.cli",
+    "neuclip_ds.data.demo",
+    "neuclip_ds.planning",
+    "neuclip_ds.profiling",
+    "neuclip_ds.reporting.report",
+    "neuclip_ds.training.hooks.remote",
+)
 LAYER = {package: number for number, packages in enumerate(LAYERS) for package in packages}
-# a library -> the only packages that may import it
-ONLY_IN = {"deepspeed": {"distributed", "engine"}, "torch.distributed": {"distributed"}}
 
 
 @cache
-def nodes(path: Path) -> list[ast.AST]:
-    """Return all nodes of a file's syntax tree."""
-    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-
-
-@cache
-def imported(path: Path) -> set[str]:
-    """Return the dotted names of all modules that a file imports, at the top level or inside functions."""
-    return {name for node in nodes(path) for name in names_of(node)}
+def syntax_tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def names_of(node: ast.AST) -> set[str]:
+    """Return the dotted names of all modules that a statement or a call of `import_module` imports."""
     if isinstance(node, ast.Import):
         return {alias.name for alias in node.names}
     if isinstance(node, ast.ImportFrom) and node.module:
         return {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    if is_dynamic_import(node):
+        return modules_named_by(node.args[0])
     return set()
 
 
-def modules() -> Iterator[tuple[Path, str, set[str]]]:
-    """Yield the path, package and imports of each module; a top-level module counts as a package."""
+def is_dynamic_import(node: ast.AST) -> TypeGuard[ast.Call]:
+    if not isinstance(node, ast.Call):
+        return False
+    function = node.func
+    return "import_module" in (getattr(function, "id", ""), getattr(function, "attr", ""))
+
+
+def modules_named_by(argument: ast.expr) -> set[str]:
+    """Return the modules that an argument of `import_module` may name: all of a folder if it ends with a variable."""
+    if isinstance(argument, ast.Constant):
+        return {str(argument.value)}
+    if isinstance(argument, ast.JoinedStr) and isinstance(argument.values[0], ast.Constant):
+        package = str(argument.values[0].value).rpartition(".")[0]
+        return {f"{package}.{path.stem}" for path in (ROOT / package.replace(".", "/")).glob("*.py")}
+    return set()
+
+
+@cache
+def imported(path: Path) -> set[str]:
+    """Return the names of all modules that a file imports, at the top level or inside functions."""
+    names: set[str] = set()
+    for node in ast.walk(syntax_tree(path)):
+        names |= names_of(node)
+    return names
+
+
+def package_of(path: Path) -> str:
+    """Return the package of a file, or the name of a top-level module."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def modules() -> Iterator[tuple[Path, str]]:
+    """Yield the path and the package of each module; a top-level module counts as a package."""
     for path in sorted(PACKAGE.rglob("*.py")):
-        package = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        if package not in ("__init__", "__main__"):
-            yield path, package, imported(path)
+        if package_of(path) not in ("__init__", "__main__"):
+            yield path, package_of(path)
 
 
-def test_every_package_has_a_layer_and_never_imports_a_higher_one() -> None:
-    assert {package for _, package, _ in modules()} == set(LAYER)
-    upward = [
-        f"{path.relative_to(PACKAGE)} imports {other}"
-        for path, package, names in modules()
-        for other in {name.split(".")[1] for name in names if name.startswith("neuclip_ds.")}
-        if other != package and LAYER.get(other, -1) >= LAYER[package]
-    ]
-    assert upward == []
+def test_a_package_imports_only_packages_of_lower_layers() -> None:
+    assert {package for _, package in modules()} == set(LAYER), "each package has a layer"
+    forbidden = []
+    for path, package in modules():
+        for name in imported(path):
+            if not name.startswith("neuclip_ds."):
+                continue
+            other = name.split(".")[1]
+            if other == package or other not in LAYER:  # of this package, or a public name
+                continue
+            is_lower = LAYER[other] < LAYER[package]
+            if not is_lower or other not in IMPORTS_ONLY.get(package, LAYER):
+                forbidden.append(f"{path.relative_to(PACKAGE)} imports {other}")
+    assert forbidden == []
 
 
-def test_libraries_stay_where_they_belong() -> None:
-    astray = [
-        f"{path.relative_to(PACKAGE)} imports {name}"
-        for path, package, names in modules()
-        for name in names
-        for library, packages in ONLY_IN.items()
-        if (name == library or name.startswith(f"{library}.")) and package not in packages
-    ]
-
-    assert astray == []
+def test_deepspeed_and_collectives_are_used_by_few_packages() -> None:
+    forbidden = []
+    for path, package in modules():
+        for library, packages in LIBRARIES.items():
+            uses = any(name == library or name.startswith(f"{library}.") for name in imported(path))
+            if uses and package not in packages:
+                forbidden.append(f"{path.relative_to(PACKAGE)} imports {library}")
+    assert forbidden == []
 
 
-def test_nothing_unpickles_what_another_rank_or_a_file_holds() -> None:
-    """Unpickling can run arbitrary code, and anyone who can reach a run's port could send a pickle to its ranks."""
+def functions_that_import(node: ast.AST, function: str = "") -> Iterator[str]:
+    """Yield the name of the innermost function around each import of this package that is inside a function."""
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        function = node.name
+    if function and (is_dynamic_import(node) or any(name.startswith("neuclip_ds") for name in names_of(node))):
+        yield function
+    for child in ast.iter_child_nodes(node):
+        yield from functions_that_import(child, function)
+
+
+def test_functions_import_this_package_only_for_a_reason() -> None:
+    """An import inside a function hides an import cycle or a dependency of the module."""
+    used = set()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        file = path.relative_to(PACKAGE).as_posix()
+        for function in functions_that_import(syntax_tree(path)):
+            used.add(package_of(path) if package_of(path) in OPTIONAL_IMPORTS else f"{file}: {function}")
+    assert used == LATE_IMPORTS.keys() | OPTIONAL_IMPORTS.keys()
+
+
+def unsafe_calls(path: Path) -> Iterator[str]:
+    """Yield the calls in a file that unpickle data."""
     collectives = {"all_gather_object", "gather_object"}
     collectives |= {f"{name}_object_list" for name in ("broadcast", "scatter", "send", "recv")}
-    found = []
-    for path, _, names in modules():
-        found += [f"{path}: {name}" for name in names & {"shelve", "marshal", "dill", "cloudpickle"}]
-        for node in nodes(path):
-            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
-                continue
-            called, arguments = ast.unparse(node.func), {word.arg: ast.unparse(word.value) for word in node.keywords}
-            unsafe = node.func.attr in collectives or called in ("pickle.load", "pickle.loads")
-            unsafe |= called == "torch.load" and arguments.get("weights_only") != "True"
-            unsafe |= arguments.get("allow_pickle", "False") != "False"
-            found += [f"{path}:{node.lineno}: {called}"] * unsafe
-    assert found == []
+    for node in ast.walk(syntax_tree(path)):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+            continue
+        called = ast.unparse(node.func)
+        arguments = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+        is_unsafe = node.func.attr in collectives or called in ("pickle.load", "pickle.loads")
+        is_unsafe |= called == "torch.load" and arguments.get("weights_only") != "True"
+        is_unsafe |= arguments.get("allow_pickle", "False") != "False"
+        if is_unsafe:
+            yield f"{path}:{node.lineno}: {called}"
 
 
-def test_functions_import_nothing_of_this_package() -> None:
-    """An import inside a function hides an import cycle or a dependency of the module."""
-    late = [
-        f"{path.relative_to(PACKAGE)}:{node.lineno}"
-        for path, package, _ in modules()
-        if not {package, path.relative_to(PACKAGE).as_posix()} & LATE_IMPORTS
-        for function in nodes(path)
-        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
-        for node in ast.walk(function)
-        if (isinstance(node, (ast.Import, ast.ImportFrom)) and "neuclip_ds" in ast.unparse(node))
-        or (isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"))
-    ]
-    assert late == []
-
-
-def test_options_and_the_table_of_methods_load_without_torch() -> None:
-    """Without torch, --help and config errors appear at once, and processes that scan shards start at once."""
-    loaded = "neuclip_ds.recipe, neuclip_ds.objectives, neuclip_ds.cli.build_manifest"
-    heavy = {"torch", "timm", "transformers", "deepspeed"}
-    code = f"import {loaded}, sys; neuclip_ds.UserError; sys.exit(bool({heavy} & sys.modules.keys()))"
-    assert subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent).returncode == 0
+def test_nothing_unpickles_data_of_another_rank_or_a_file() -> None:
+    """Unpickling can run arbitrary code, and anyone who can reach a run's port could send a pickle to its ranks."""
+    for path, _ in modules():
+        assert list(unsafe_calls(path)) == []
+        assert imported(path) & {"shelve", "marshal", "dill", "cloudpickle"} == set(), path
 
 
 def test_methods_are_named_in_the_table_alone() -> None:
     """No code compares with the name of a method, as in `if method == "neuclip"`."""
-    for path, _, _ in modules():
-        for node in nodes(path):
-            if isinstance(node, ast.Compare):
-                constants = {
-                    n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)
-                }
-                assert not constants & set(METHODS), f"{path}:{node.lineno}"
+    for path, _ in modules():
+        for comparison in ast.walk(syntax_tree(path)):
+            if not isinstance(comparison, ast.Compare):
+                continue
+            for node in ast.walk(comparison):
+                is_name = isinstance(node, ast.Constant) and node.value in METHODS
+                assert not is_name, f"{path}:{comparison.lineno}"
 
 
-ROOT = "neuclip_ds.training.trainer"
-FILES, LINES = 120, 13_500  # limits on the files and lines of this package that the trainer imports
-SATELLITES = (  # modules that the trainer must not import
-    "neuclip_ds.api",
-    "neuclip_ds.checkpoint.export_run",
-    "neuclip_ds.checkpoint.model_card",
-    "neuclip_ds.checkpoint.remote",
-    "neuclip_ds.checkpoint.saved_model",
-    "neuclip_ds.cli",
-    "neuclip_ds.embedding",
-    "neuclip_ds.data.demo",
-    "neuclip_ds.evaluation",
-    "neuclip_ds.models.conversion",
-    "neuclip_ds.planning",
-    "neuclip_ds.profiling",
-    "neuclip_ds.reporting.report",
-    "neuclip_ds.training.evaluator",
-    "neuclip_ds.training.hooks.optional",
-    "neuclip_ds.training.hooks.remote",
-)
-
-
-def at_import(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes that run when a module is imported, without function bodies and imports for type checkers."""
+def needed_imports(node: ast.AST, file: str) -> Iterator[str]:
+    """Yield the modules that a file imports, except those for type checkers and those in `OPTIONAL_IMPORTS`."""
+    yield from names_of(node)
     for child in ast.iter_child_nodes(node):
-        for_types = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
-        if not (for_types or isinstance(child, ast.FunctionDef)):
-            yield child
-            yield from at_import(child)
+        for_type_checkers = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
+        is_function = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef))
+        is_optional = is_function and f"{file}: {child.name}" in OPTIONAL_IMPORTS
+        if not (for_type_checkers or is_optional):
+            yield from needed_imports(child, file)
 
 
-def closure(root: str) -> dict[str, Path]:
-    """Return the modules of this package that importing `root` imports, mapped to their files."""
-    found: dict[str, Path] = {}
-    new = {root}
-    while new:
-        module = new.pop()
-        path = PACKAGE.parent / module.replace(".", "/")
+def closure(root: str) -> set[str]:
+    """Return the modules of this package that `root` needs, directly or indirectly, at the top or in functions."""
+    needed: set[str] = set()
+    unread = {root}
+    while unread:
+        module = unread.pop()
+        path = ROOT / module.replace(".", "/")
         path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-        if module.startswith("neuclip_ds") and module not in found and path.is_file():
-            found[module] = path
-            new.add(module.rpartition(".")[0])
-            new |= {name for node in at_import(ast.parse(path.read_text(encoding="utf-8"))) for name in names_of(node)}
-    return found
+        if module in needed or not path.is_file() or not path.is_relative_to(PACKAGE):
+            continue
+        needed.add(module)
+        unread.add(module.rpartition(".")[0])  # importing a module imports its package
+        unread |= set(needed_imports(syntax_tree(path), path.relative_to(PACKAGE).as_posix()))
+    return needed
 
 
-def test_the_trainer_knows_no_satellite() -> None:
-    """Reports, exports, remote copies, evaluation, planning and profiling are hooks or commands outside the trainer."""
-    files = closure(ROOT)
-    assert [name for name in files if name.startswith(SATELLITES)] == []
-    lines = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in files.items()}
-    largest = sorted(lines, key=lines.__getitem__, reverse=True)[:20]
-    count = f"{len(lines)} files of {sum(lines.values())} lines, the largest of which are {largest}"
-    assert len(lines) <= FILES and sum(lines.values()) <= LINES, count
-
-
-@pytest.mark.slow
-def test_a_training_step_is_read_in_few_files(tmp_path: Path) -> None:
-    script = Path(__file__).with_name("reading_path.py")
-    call = [sys.executable, str(script), str(demo_shards(tmp_path, 600))]
-    printed = subprocess.run(call, env=environment(), capture_output=True, text=True, check=True).stdout
-    found = json.loads(printed.splitlines()[-1])
-    assert found["files"] <= 30 and found["lines"] <= 4_800, printed
+def test_the_trainer_needs_no_command_and_no_optional_hook() -> None:
+    """Reports, remote copies, planning, profiling and the demo data are hooks or commands outside the trainer."""
+    needed = closure("neuclip_ds.training.trainer")
+    assert "neuclip_ds.objectives.normalizers.npn" in needed, "imports inside functions count"
+    assert [name for name in needed if name.startswith(OUTSIDE_THE_TRAINER)] == []

@@ -60,9 +60,11 @@ def _build(options: argparse.Namespace, executor: Executor) -> None:
     from neuclip_ds.data.build import write_manifest  # decoders import torch, which takes seconds
     from neuclip_ds.data.scan import ScanOptions
 
-    began = time.monotonic()
+    started = time.monotonic()
     Captions(options.captions)
-    paths = [path for source in options.sources for path in resolve_shards(source)]
+    paths: list[str] = []
+    for source in options.sources:
+        paths += resolve_shards(source)
     scan = ScanOptions(
         captions=tuple(options.captions),
         checksum=not (options.no_checksum or options.from_side_files),
@@ -70,13 +72,23 @@ def _build(options: argparse.Namespace, executor: Executor) -> None:
         uid_key=options.uid_key,
         side_files=options.from_side_files,
     )
-    remote = sum(not is_local(path) for path in paths)
-    if remote >= _MANY_SHARDS and not options.from_side_files:
-        log.warning("%d remote shards are downloaded to be scanned; --from-side-files reads only their counts", remote)
+    remote_shards = sum(not is_local(path) for path in paths)
+    if remote_shards >= _MANY_SHARDS and not options.from_side_files:
+        log.warning(
+            "%d remote shards are downloaded to be scanned; --from-side-files reads only their counts", remote_shards
+        )
     with progress_bar("shards") as on_progress:
         manifest = write_manifest(
-            options.folder, paths, executor, scan, skip_unreadable=options.skip_unreadable, on_progress=on_progress
+            options.folder,
+            paths,
+            executor,
+            scan,
+            skip_unreadable=options.skip_unreadable,
+            on_progress=on_progress,
         )
-    counts = f"{options.folder}: {manifest.n:,} samples ({manifest.n_bad:,} known to be bad)"
-    size = sum(shard.bytes for shard in manifest.shards) / 1e9
-    print(f"{counts}, {manifest.n_shards:,} shards of {size:,.2f} GB in all; {time.monotonic() - began:.1f} s.")
+    seconds = time.monotonic() - started
+    gigabytes = sum(shard.bytes for shard in manifest.shards) / 1e9
+    print(
+        f"{options.folder}: {manifest.n:,} samples ({manifest.n_bad:,} known to be bad), "
+        f"{manifest.n_shards:,} shards of {gigabytes:,.2f} GB in all; {seconds:.1f} s."
+    )

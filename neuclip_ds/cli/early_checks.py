@@ -20,21 +20,26 @@ _OPEN_CLIP = "open_clip:"
 
 def check_run(config: Config) -> None:
     """Raise UserError if a run would read a path that does not exist, or use a package that is not installed."""
-    run, data, model = config.run, config.data, config.model
+    run = config.run
+    data = config.data
+    model = config.model
     if run.wandb is not None:
         require_package("wandb", "run.wandb", "wandb")
     if model.lora.rank:
         require_package("peft", "model.lora.rank", "lora")
     check_model("model.pretrained", model.pretrained)
-    names = {"vision.pretrained": model.vision.pretrained, "text.tokenizer": model.text.tokenizer or ""}
-    for option, name in names.items():
-        if name.startswith(("/", "./", "../", "~")):
-            check_path(f"model.{option}", name)
-    sets = {"val": data.val, "zero_shot": data.zero_shot, "evaluation_sets": str(data.evaluation_sets or "")}
-    for option, path in [*(("train", path) for path in data.train_paths), *sets.items()]:
-        if isinstance(path, str) and path != "auto":
-            check_path(f"data.{option}", path)
-    if url := _URL.match(run.remote or ""):
+    _check_if_path("model.vision.pretrained", model.vision.pretrained)
+    _check_if_path("model.text.tokenizer", model.text.tokenizer or "")
+    for path in data.train_paths:
+        check_path("data.train", path)
+    if isinstance(data.val, str) and data.val != "auto":
+        check_path("data.val", data.val)
+    if data.zero_shot != "auto":
+        check_path("data.zero_shot", data.zero_shot)
+    if data.evaluation_sets is not None:
+        check_path("data.evaluation_sets", str(data.evaluation_sets))
+    url = _URL.match(run.remote or "")
+    if url:
         _require_store(f"run.remote={run.remote}", url[1])
 
 
@@ -43,8 +48,8 @@ def check_model(option: str, name: str) -> None:
     if name.startswith(_OPEN_CLIP):
         require_package("open_clip", f"{option}={name}", "open_clip")
         return
-    owner, *rest = name.split("/")
-    is_on_hub = len(rest) == 1 and re.fullmatch(r"[\w.-]+", owner) and not Path(owner).is_dir()
+    owner = name.split("/")[0]
+    is_on_hub = name.count("/") == 1 and re.fullmatch(r"[\w.-]+", owner) and not Path(owner).is_dir()
     if name and not is_on_hub and not Path(name).expanduser().exists():
         raise UserError(f"{option}={name} does not exist: name an existing folder, or a model on the hub (OWNER/NAME).")
 
@@ -54,11 +59,18 @@ def check_path(option: str, path: str) -> None:
 
     The path may have any form that `data.train` accepts; patterns are checked later, when they are expanded.
     """
-    for part in filter(None, path.split("::")):
-        if url := _URL.match(part):
+    for part in path.split("::"):
+        url = _URL.match(part)
+        if url:
             _require_store(f"{option}={part}", url[1])
-        elif is_local(part) and not _NOT_A_PATH.search(part) and not Path(part).expanduser().exists():
+        elif part and is_local(part) and not _NOT_A_PATH.search(part) and not Path(part).expanduser().exists():
             raise UserError(f"{option}={path}: {part} does not exist; correct the path.")
+
+
+def _check_if_path(option: str, name: str) -> None:
+    """Raise UserError if a name that is written as a path does not exist; other names may be on the hub."""
+    if name.startswith(("/", "./", "../", "~")):
+        check_path(option, name)
 
 
 def _require_store(option: str, scheme: str) -> None:

@@ -44,15 +44,18 @@ def main(arguments: Sequence[str]) -> None:
     options = parser.parse(arguments)
     check_model("MODEL", options.model)
     check_path("SHARDS", options.shards)
-    first = read_environment().rank == 0
+    is_rank_zero = read_environment().rank == 0
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    logging.getLogger("neuclip_ds").setLevel(logging.INFO if first else logging.WARNING)
+    logging.getLogger("neuclip_ds").setLevel(logging.INFO if is_rank_zero else logging.WARNING)
     summary = write_features(options)
-    if first:
+    if is_rank_zero:
         rate = summary.samples / summary.seconds
         print(f"{options.out}: {summary.samples:,} samples of {summary.shards:,} shards, {rate:,.0f} samples/s.")
-    if bad := summary.unreadable:
-        raise UserError(f"{len(bad)} shards cannot be read and have no features: try again. The first: {bad[0]}")
+    unreadable = summary.unreadable
+    if unreadable:
+        raise UserError(
+            f"{len(unreadable)} shards cannot be read and have no features: try again. The first: {unreadable[0]}"
+        )
 
 
 def write_features(options: argparse.Namespace) -> Summary:
@@ -68,19 +71,32 @@ def write_features(options: argparse.Namespace) -> Summary:
     from neuclip_ds.files import explain_disk
     from neuclip_ds.recipe import validate
 
-    chosen = {name: getattr(options, name) for name in ("workers", "captions", "cache_dir", "cache_gb")}
-    data = validate({"data": {"train": options.shards, **chosen}}).data
+    data_options = {
+        "train": options.shards,
+        "workers": options.workers,
+        "captions": options.captions,
+        "cache_dir": options.cache_dir,
+        "cache_gb": options.cache_gb,
+    }
+    data = validate({"data": data_options}).data
     batch_size = max(1, options.batch_size)
     with explain_disk(options.out, "choose another --out"):
         options.out.mkdir(parents=True, exist_ok=True)
     task = "\n".join(f"{name}: {value}" for name, value in vars(options).items())
     with process_group(task, data.max_outage) as communicator:
         check_shared(options.out, communicator)
-        saved, device = open_model(options.model, communicator, options.ema), communicator.device
+        saved = open_model(options.model, communicator, options.ema)
+        device = communicator.device
         manifest = open_data(options.shards, data, communicator, options.out)
-        named = ("ema", "dtype", "precision", "uid_key", "captions")
-        identity = {name: getattr(options, name) for name in named}
-        identity |= {"model": str(saved.checkpoint or saved.name), "batch_size": batch_size}
+        identity = {
+            "ema": options.ema,
+            "dtype": options.dtype,
+            "precision": options.precision,
+            "uid_key": options.uid_key,
+            "captions": options.captions,
+            "model": str(saved.checkpoint or saved.name),
+            "batch_size": batch_size,
+        }
         loading = loader_options(data, communicator, manifest)
         transform = EvalTransform(saved.preprocessing.size, saved.preprocessing.squash)
         reader = RowReader(manifest, transform, saved.tokenizer, options.uid_key, loading)

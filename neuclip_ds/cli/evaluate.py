@@ -30,12 +30,14 @@ from neuclip_ds.distributed.environment import read_environment
 from neuclip_ds.errors import UserError
 
 if TYPE_CHECKING:  # torch and deepspeed take seconds to import
+    from neuclip_ds.checkpoint.saved_model import SavedModel
     from neuclip_ds.distributed.communicator import Communicator
     from neuclip_ds.evaluation.tasks import Task
 
 log = logging.getLogger(__name__)
 
-_TAR, _BETWEEN = ".tar", "::"
+_TAR = ".tar"
+_SEPARATOR = "::"  # between the parts of a source of pairs, as in `data.train`
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -54,31 +56,53 @@ def main(arguments: Sequence[str]) -> None:
         check_path("--data", path)
     from neuclip_ds.distributed.launch import process_group
 
-    first = read_environment().rank == 0
+    is_rank_zero = read_environment().rank == 0
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    logging.getLogger("neuclip_ds").setLevel(logging.INFO if first else logging.ERROR)
-    with process_group("\n".join(f"{name}: {value}" for name, value in vars(options).items())) as communicator:
-        text = score(options, communicator)
-    if first:
-        print(text)
+    logging.getLogger("neuclip_ds").setLevel(logging.INFO if is_rank_zero else logging.ERROR)
+    task = "\n".join(f"{name}: {value}" for name, value in vars(options).items())
+    with process_group(task) as communicator:
+        summary = score(options, communicator)
+    if is_rank_zero:
+        print(summary)
 
 
-def _partition(places: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
+def _partition(paths: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
     """Split the paths into named sources of pairs (in a form that `data.val` accepts) and evaluation sets.
 
     Tar files that are listed individually form one source.
     """
     from neuclip_ds.data.manifest_file import is_manifest  # pyarrow takes a moment to import
 
-    tars = [place for place in places if place.endswith(_TAR) and _BETWEEN not in place]
-    sources, sets = [_BETWEEN.join(tars)] if tars else [], list[str]()
-    for place in (place for place in places if place not in tars):
-        is_joined = _BETWEEN in place or place.startswith("demo:")
-        has_pairs = is_joined or is_manifest(place) or next(Path(place).glob(f"*{_TAR}"), None)
-        (sources if has_pairs else sets).append(place)
-    firsts = [Path(source.partition(_BETWEEN)[0]).absolute() for source in sources]
-    names = [first.parent.name if first.suffix == _TAR else first.name for first in firsts]
-    return list(zip(names, sources, strict=True)), sets
+    tars: list[str] = []
+    sources: list[str] = []
+    sets: list[str] = []
+    for path in paths:
+        is_joined = _SEPARATOR in path
+        if path.endswith(_TAR) and not is_joined:
+            tars.append(path)
+        elif is_joined or path.startswith("demo:") or is_manifest(path) or any(Path(path).glob(f"*{_TAR}")):
+            sources.append(path)
+        else:
+            sets.append(path)
+    if tars:
+        sources.insert(0, _SEPARATOR.join(tars))
+
+    named_sources: list[tuple[str, str]] = []
+    for source in sources:
+        first_path = Path(source.partition(_SEPARATOR)[0]).absolute()
+        name = first_path.parent.name if first_path.suffix == _TAR else first_path.name
+        named_sources.append((name, source))
+    return named_sources, sets
+
+
+def _results_folder(out: Path | None, saved: SavedModel) -> Path:
+    """Return the folder for results: --out, or by default a folder in the run."""
+    if out is not None:
+        return out
+    if saved.checkpoint is None:
+        raise UserError(f"{saved.name} is not a run of this project: name a folder for its scores with --out.")
+    run = saved.checkpoint.parent.parent
+    return run / "evaluation" / Path(saved.name).name
 
 
 def score(options: argparse.Namespace, communicator: Communicator) -> str:
@@ -98,72 +122,85 @@ def score(options: argparse.Namespace, communicator: Communicator) -> str:
     from neuclip_ds.recipe import validate
 
     saved = open_model(options.model, communicator, options.ema)
-    tasks, device = load_tasks(), communicator.device
+    device = communicator.device
+    batch_size = max(1, options.batch_size)
+
+    # the tasks, each with the path of its data: evaluation sets on disk, and sources of pairs
+    task_list = load_tasks()
     sources, sets = communicator.on_rank_zero(lambda: _partition(options.data))
-    found = tasks.on_disk_of_all([*map(Path, sets)], options.tasks, communicator) if sets else []
-    found += [(Task.own(name, "retrieval"), Path(source)) for name, source in sources]
-    name, count = Counter(task.name for task, _ in found).most_common(1)[0]
+    tasks: list[tuple[Task, Path]] = []
+    if sets:
+        tasks += task_list.on_disk_of_all([Path(path) for path in sets], options.tasks, communicator)
+    tasks += [(Task.own(name, "retrieval"), Path(source)) for name, source in sources]
+    name, count = Counter(task.name for task, _ in tasks).most_common(1)[0]
     if count > 1:
         raise UserError(f"{count} of the sets and sources of pairs in --data are called {name}; rename all but one.")
-    folder = options.out
-    if folder is None:
-        if saved.checkpoint is None:
-            raise UserError(f"{saved.name} is not a run of this project: name a folder for its scores with --out.")
-        folder = saved.checkpoint.parent.parent / "evaluation" / Path(saved.name).name
+
+    folder = _results_folder(options.out, saved)
     identity = {"model": saved.name, "precision": options.precision}
     captions = saved.config.data.captions if saved.config else ["txt"]
     data = validate({"data": {"workers": options.workers, "captions": captions}}).data
-    shards = {
-        Task.own(name, "retrieval").key: open_data(source, data, communicator, folder) for name, source in sources
-    }
+    manifests = {}  # of the sources of pairs, by key of the task
+    for name, source in sources:
+        manifests[Task.own(name, "retrieval").key] = open_data(source, data, communicator, folder)
 
-    def contents(task: Task, place: Path) -> str | None:
+    def contents(task: Task, path: Path) -> str | None:
         """Return a string that identifies the data of a task, or None for a DataComp task."""
-        if task.key in shards:
-            return f"{place}: {shards[task.key].content_hash}"
-        return f"{place.resolve()}: {open_set(place).contents}" if task.source is None else None
+        if task.key in manifests:
+            return f"{path}: {manifests[task.key].content_hash}"
+        return f"{path.resolve()}: {open_set(path).contents}" if task.source is None else None
 
-    def unscored() -> list[str]:
+    def find_unscored() -> list[str]:
         """Return the keys of tasks that need a score. A user's own set is scored again if its files have changed."""
-        known, keys = Results(folder, identity), []
-        for task, place in found:
-            if task.key in known.metrics and known.data.get(task.key) == contents(task, place):
+        known = Results(folder, identity)
+        keys: list[str] = []
+        for task, path in tasks:
+            if task.key in known.metrics and known.data.get(task.key) == contents(task, path):
                 log.info("%s: has a score in %s", task.name, folder)
                 continue
             keys.append(task.key)
-            size = None if task.size is None else sum(1 for _ in open_shards(place).samples())
+            size = None if task.size is None else sum(1 for _ in open_shards(path).samples())
             if size != task.size:
-                log.warning("%s: %s has %d samples, but the published set has %d", task.name, place, size, task.size)
+                log.warning("%s: %s has %d samples, but the published set has %d", task.name, path, size, task.size)
         return keys
 
-    wanted = communicator.on_rank_zero(unscored)
+    unscored = communicator.on_rank_zero(find_unscored)
     results = Results(folder, identity) if communicator.rank == 0 else None
+
+    # the model, and one loader for the pairs of all sources
     encode = encoder_of(saved.model.to(device, getattr(torch, options.precision)), device)
     transform = EvalTransform(saved.preprocessing.size, saved.preprocessing.squash)
-    loading, size = loader_options(data, communicator, *shards.values()), max(1, options.batch_size)
-    pairs = {
-        key: PairDataset(manifest, transform, saved.tokenizer, 0, captions, loading.cache)
-        for key, manifest in shards.items()
-    }
-    with closing(Loader(loading, pairs)) as loader:
-        encoder = BatchEncoder(encode, saved.tokenizer, communicator, size, transform, loader)
-        for task, place in found:
-            if task.key not in wanted:
+    loading = loader_options(data, communicator, *manifests.values())
+    datasets = {}
+    for key, manifest in manifests.items():
+        datasets[key] = PairDataset(manifest, transform, saved.tokenizer, 0, captions, loading.cache)
+    with closing(Loader(loading, datasets)) as loader:
+        encoder = BatchEncoder(encode, saved.tokenizer, communicator, batch_size, transform, loader)
+        for task, path in tasks:
+            if task.key not in unscored:
                 continue
-            began = time.perf_counter()
-            if task.key in shards:
-                jobs = eval_jobs(shards[task.key], communicator.rank, communicator.world_size, size)
+            started = time.perf_counter()
+            if task.key in manifests:
+                jobs = eval_jobs(manifests[task.key], communicator.rank, communicator.world_size, batch_size)
                 metrics = measure_pairs(loader.batches(task.key, jobs), encoder)
             else:
-                metrics = measure(task, place, encoder)
+                metrics = measure(task, path, encoder)
             if results is not None:
-                results.add(task, metrics, contents(task, place))
-                seconds = time.perf_counter() - began
+                results.add(task, metrics, contents(task, path))
+                seconds = time.perf_counter() - started
                 log.info("%s: %s %s (%.0f s)", task.name, task.metric, metrics["main_metric"], seconds)
+
     if results is None:
         return ""
-    text = summary_text(tasks.with_scored(results.metrics), results.metrics)
-    tree = {name: average._asdict() for name, average in averages(tasks, results.metrics).items()}
-    (folder / "averages.json").write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
-    (folder / "summary.md").write_text(text + "\n", encoding="utf-8")
-    return text
+    summary = summary_text(task_list.with_scored(results.metrics), results.metrics)
+    averages_by_name = {}
+    for name, average in averages(task_list, results.metrics).items():
+        averages_by_name[name] = {
+            "value": average.value,
+            "partial": average.partial,
+            "missing": average.missing,
+            "tasks": average.tasks,
+        }
+    (folder / "averages.json").write_text(json.dumps(averages_by_name, indent=2) + "\n", encoding="utf-8")
+    (folder / "summary.md").write_text(summary + "\n", encoding="utf-8")
+    return summary

@@ -32,7 +32,8 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--uid-column", default="uid", help="column of uids")
     parser.add_argument("--within", nargs="+", type=Path, default=[], help="keep only uids listed in all these files")
     options = parser.parse(arguments)
-    if options.min is options.max is options.top is options.near_duplicates is None:
+    rules = (options.min, options.max, options.top, options.near_duplicates)
+    if all(value is None for value in rules):
         raise UserError("No rule says which samples to keep: set --min, --max, --top or --near-duplicates.")
     if options.near_duplicates is not None and not 0 < options.near_duplicates <= 1:
         raise UserError(f"--near-duplicates={options.near_duplicates:g} must be a cosine above 0 and at most 1.")
@@ -47,10 +48,10 @@ def main(arguments: Sequence[str]) -> None:
         refine = [partial(drop_near_duplicates, options.files, options.column, options.near_duplicates)]
     bounds = {"minimum": options.min, "maximum": options.max, "top": options.top}
     rule = Rule(**{name: value for name, value in bounds.items() if value is not None})
-    found = select(options.files, options.column, rule, options.out, options.uid_column, options.within, *refine)
-    kept = f"{found.kept:,} uids of {found.samples:,} samples"
-    print(f"{options.out}: {kept}, {options.column} from {found.minimum:.6g}.")
+    selected = select(options.files, options.column, rule, options.out, options.uid_column, options.within, *refine)
+    kept = f"{selected.kept:,} uids of {selected.samples:,} samples"
+    print(f"{options.out}: {kept}, {options.column} from {selected.minimum:.6g}.")
     if options.near_duplicates is not None:
-        print(f"{found.refined:,} near-duplicates were dropped.")
-    if found.without_value or found.without_uid:
-        print(f"Omitted: {found.without_value:,} samples without a value, {found.without_uid:,} without a uid.")
+        print(f"{selected.refined:,} near-duplicates were dropped.")
+    if selected.without_value or selected.without_uid:
+        print(f"Omitted: {selected.without_value:,} samples without a value, {selected.without_uid:,} without a uid.")

@@ -30,14 +30,13 @@ def main(argv: Sequence[str] | None = None, command: str = "") -> None:
     The exit code is 0 (success), 1 (training failed), 2 (a mistake in the input) or 128 plus the number of the signal
     that stopped the command. `--local_rank=N`, which launchers add, is ignored: the rank comes from the environment.
     """
-    given = [*filter(None, [command]), *(sys.argv[1:] if argv is None else argv)]
-    arguments = [argument for argument in given if not re.match(r"--local[-_]rank=", argument)]
+    if argv is None:
+        argv = sys.argv[1:]
+    arguments = [argument for argument in argv if not re.match(r"--local[-_]rank=", argument)]
+    if command:
+        arguments = [command, *arguments]
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(
-            "usage: neuclip-ds COMMAND [arguments]\n\nTrain, evaluate and export CLIP models on DeepSpeed.\n\nCommands:"
-        )
-        print(*(f"  {name:<18}{meaning}" for name, meaning in COMMANDS.items()), sep="\n")
-        print("\n`neuclip-ds COMMAND --help` lists the options of a command.")
+        _print_help()
         return
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch logs a stack trace when a store's server ends
     # hides DeepSpeed's advice if it finds no GPU; distributed/environment.py refuses machines with unusable GPUs
@@ -47,4 +46,14 @@ def main(argv: Sequence[str] | None = None, command: str = "") -> None:
         name = arguments[0]
         if name not in COMMANDS:
             raise UserError(f"Unknown command {name}{nearest(name, COMMANDS) or '.'} Commands: {', '.join(COMMANDS)}.")
-        importlib.import_module(f"neuclip_ds.cli.{name.replace('-', '_')}").main(arguments[1:])
+        module = importlib.import_module(f"neuclip_ds.cli.{name.replace('-', '_')}")
+        module.main(arguments[1:])
+
+
+def _print_help() -> None:
+    print("usage: neuclip-ds COMMAND [arguments]")
+    print("\nTrain, evaluate and export CLIP models on DeepSpeed.")
+    print("\nCommands:")
+    for name, meaning in COMMANDS.items():
+        print(f"  {name:<18}{meaning}")
+    print("\n`neuclip-ds COMMAND --help` lists the options of a command.")

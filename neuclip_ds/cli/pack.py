@@ -9,6 +9,7 @@ the same image become one sample with several captions, one per line. Rows that 
 broken.jsonl. Train on the output folder, or build a manifest of it first (neuclip-ds build-manifest).
 """
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str]) -> None:
     columns = choose_columns(table, options.image, options.captions)
     with progress_bar("rows") as on_progress:
         packed = pack(table, options.out, columns, options.shard_size, on_progress)
-    shards = -(-packed.pairs // options.shard_size)
+    shards = math.ceil(packed.pairs / options.shard_size)
     used = packed.rows - packed.causes.total()
     print(f"{options.out}: {used:,} of {packed.rows:,} rows as {packed.pairs:,} samples in {shards:,} shards.")
     if packed.causes:

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from neuclip_ds.distributed.environment import read_environment
 from neuclip_ds.distributed.stop_signals import raising_interrupted
-from neuclip_ds.errors import Interrupted, TrainingDiverged, UserError
+from neuclip_ds.errors import Interrupted, TrainingDiverged, UserError, exit_code
 from neuclip_ds.recipe import nearest, respell
 
 log = logging.getLogger(__name__)
@@ -27,13 +27,14 @@ def exit_on_mistake() -> Iterator[None]:
             yield
     except (UserError, TrainingDiverged, Interrupted) as error:
         environment = read_environment()
-        where = f"{socket.gethostname()}: " if environment.rank else ""
-        if isinstance(error, Interrupted) and environment.local_rank == 0:
-            log.warning("%s%s", where, error)
-        elif environment.local_rank == 0:
-            print(f"error: {where}{error}", file=sys.stderr, flush=True)
+        host = "" if environment.rank == 0 else f"{socket.gethostname()}: "
+        is_first_of_node = environment.local_rank == 0
+        if is_first_of_node and isinstance(error, Interrupted):
+            log.warning("%s%s", host, error)
+        elif is_first_of_node:
+            print(f"error: {host}{error}", file=sys.stderr, flush=True)
         logging.shutdown()
-        sys.exit(error.code if isinstance(error, Interrupted) else 2 if isinstance(error, UserError) else 1)
+        sys.exit(exit_code(error))
 
 
 class Parser(argparse.ArgumentParser):
@@ -60,7 +61,8 @@ class Parser(argparse.ArgumentParser):
 
 class _Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default in (None, False, []) else super()._get_help_string(action)
+        has_default = action.default not in (None, False, [])
+        return super()._get_help_string(action) if has_default else action.help
 
 
 @contextmanager

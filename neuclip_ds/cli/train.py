@@ -28,16 +28,38 @@ from neuclip_ds.recipe import TrainCommand, option_fields, parse, with_dashes
 
 log = logging.getLogger(__name__)
 
-EVERYDAY = (
-    *("run.name", "run.output_dir", "run.seed", "run.checkpoint_every", "run.log_every", "run.evaluate_every"),
-    *("run.best_metric", "run.wandb"),
-    *("data.train", "data.val", "data.zero_shot", "data.evaluation_sets", "data.batch_size", "data.micro_batch"),
-    *("data.workers", "data.captions"),
-    *("model.pretrained", "model.vision.name", "model.vision.pretrained", "model.vision.image_size"),
+EVERYDAY = (  # options that `--help` lists
+    "run.name",
+    "run.output_dir",
+    "run.seed",
+    "run.checkpoint_every",
+    "run.log_every",
+    "run.evaluate_every",
+    "run.best_metric",
+    "run.wandb",
+    "data.train",
+    "data.val",
+    "data.zero_shot",
+    "data.evaluation_sets",
+    "data.batch_size",
+    "data.micro_batch",
+    "data.workers",
+    "data.captions",
+    "model.pretrained",
+    "model.vision.name",
+    "model.vision.pretrained",
+    "model.vision.image_size",
     "model.activation_checkpointing",
-    *("objective.method", "objective.temperature.initial"),
-    *("optimizer.name", "optimizer.lr", "optimizer.schedule", "optimizer.warmup_steps", "optimizer.weight_decay"),
-    *("epochs", "max_steps", "deepspeed"),
+    "objective.method",
+    "objective.temperature.initial",
+    "optimizer.name",
+    "optimizer.lr",
+    "optimizer.schedule",
+    "optimizer.warmup_steps",
+    "optimizer.weight_decay",
+    "epochs",
+    "max_steps",
+    "deepspeed",
 )
 _KINDS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH", bool: "true|false"}
 _FOOT = """\
@@ -51,17 +73,17 @@ def main(arguments: Sequence[str], hooks: Sequence[Any] = ()) -> None:
     if text is not None:
         print(text)
         return
-    asked, config = parse(arguments)
+    command, config = parse(arguments)
     environment = read_environment()
-    if asked.recipe is None and environment.rank == 0:
+    if command.recipe is None and environment.rank == 0:
         log.warning("No recipe is named, so this runs the demo recipe, a smoke test of the machine or the cluster.")
-    if asked.print_config:
+    if command.print_config:
         print(dump(config), end="")
         return
-    if asked.dry_run:
+    if command.dry_run:
         from neuclip_ds.planning.dry_run import print_dry_run
 
-        print_dry_run(config, environment, asked.hostfile, asked.gpu_memory)
+        print_dry_run(config, environment, command.hostfile, command.gpu_memory)
         return
     check_run(config)
     # torch and deepspeed take seconds to import, so the config is checked first
@@ -72,42 +94,74 @@ def main(arguments: Sequence[str], hooks: Sequence[Any] = ()) -> None:
 
 def requested_help(arguments: Sequence[str]) -> str | None:
     """Return the help text that the arguments request (common or all options), or None if they do not request help."""
-    place = next((i for i, argument in enumerate(arguments) if argument.split("=")[0] in ("-h", "--help")), None)
-    if place is None:
-        return None
-    every = "all" in (arguments[place].partition("=")[2], *arguments[place + 1 : place + 2])
-    fields, own = dict(option_fields(Config)), TrainCommand.model_fields
-    switches = {name: own[name] for name in own if name not in Config.model_fields and name != "recipe"}
-    chosen = {**switches, **(fields if every else {name: fields[name] for name in EVERYDAY})}
+    for position, argument in enumerate(arguments):
+        name, _, value = argument.partition("=")
+        if name in ("-h", "--help"):
+            next_argument = arguments[position + 1] if position + 1 < len(arguments) else ""
+            return _help_text(every_option="all" in (value, next_argument))
+    return None
+
+
+def _help_text(every_option: bool) -> str:
+    options = dict(option_fields(Config))
+    listed = {}
+    for name, field in TrainCommand.model_fields.items():
+        if name not in Config.model_fields and name != "recipe":  # a switch, such as --dry-run
+            listed[name] = field
+    for name in options if every_option else EVERYDAY:
+        listed[name] = options[name]
+
+    # one block of lines per section; the options of all sections below `model` are one block unless all are listed
     sections: dict[str, list[str]] = {}
-    for name in sorted(chosen, key=lambda name: "." in name):  # general options first
-        title = with_dashes(name.rpartition(".")[0] if every else name.rpartition(".")[0].split(".")[0]) or "general"
-        sections.setdefault(title, [f"{title}:"]).append(_option(name, chosen[name]))
+    for name in sorted(listed, key=lambda name: "." in name):  # general options first
+        section = name.rpartition(".")[0]
+        if not every_option:
+            section = section.split(".")[0]
+        title = with_dashes(section) or "general"
+        lines = sections.setdefault(title, [f"{title}:"])
+        lines.append(_option(name, listed[name]))
+
     blocks = ["usage: neuclip-ds train RECIPE [--OPTION=VALUE ...]", (__doc__ or "").rstrip()]
     blocks += ["\n".join(lines) for lines in sections.values()]
-    return "\n\n".join([*blocks, *([] if every else [f"`--help all` lists all {len(fields)} options."]), _FOOT])
+    if not every_option:
+        blocks.append(f"`--help all` lists all {len(options)} options.")
+    blocks.append(_FOOT)
+    return "\n\n".join(blocks)
 
 
 def _option(name: str, field: FieldInfo) -> str:
+    """Return an option's help: its name, the values that it accepts and its default, and its description below."""
     default = field.get_default(call_default_factory=True)
-    kind = "" if name in TrainCommand.model_fields and field.annotation is bool else f"={_kind(field.annotation)}"
-    value = default if isinstance(default, str | Path) else json.dumps(default)
-    shown = f"  ({value})" if kind and default not in (None, "") else ""
-    width, indent = min(120, shutil.get_terminal_size().columns), " " * 6
-    text = " ".join((field.description or "").split())
-    text = textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
-    return f"  --{with_dashes(name)}{kind}{shown}\n{text}"
+    is_switch = name in TrainCommand.model_fields and field.annotation is bool
+    values = "" if is_switch else f"={_kind(field.annotation)}"
+    shown_default = ""
+    if values and default not in (None, ""):
+        text = default if isinstance(default, str | Path) else json.dumps(default)
+        shown_default = f"  ({text})"
+    width = min(120, shutil.get_terminal_size().columns)
+    indent = " " * 6
+    description = textwrap.fill(
+        " ".join((field.description or "").split()),
+        width,
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_on_hyphens=False,
+    )
+    return f"  --{with_dashes(name)}{values}{shown_default}\n{description}"
 
 
 def _kind(annotation: Any) -> str:
     """Describe the values that an option of this type accepts, such as `pad|drop` or `[TEXT,...]`."""
-    origin, parts = get_origin(annotation), get_args(annotation)
+    origin = get_origin(annotation)
+    parts = get_args(annotation)
     if origin is Literal:
-        return "|".join(map(str, parts))
+        return "|".join(str(value) for value in parts)
     if origin is list:
         return f"[{_kind(parts[0])},...]"
     if origin is tuple:
-        return f"[{','.join(map(_kind, parts))}]"
-    if parts and origin is not dict:  # a union, or an annotated type
+        return f"[{','.join(_kind(part) for part in parts)}]"
+    if origin is dict:
+        return "{...}"
+    if parts:  # a union, or an annotated type
         return "|".join(_kind(part) for part in parts if part in _KINDS or get_origin(part))
-    return "{...}" if origin is dict or issubclass(annotation, BaseModel) else _KINDS[annotation]
+    return "{...}" if issubclass(annotation, BaseModel) else _KINDS[annotation]

@@ -2,52 +2,39 @@
 
 import copy
 import functools
-import time
+import socket
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from neuclip_ds.distributed.exchange import PURPOSE, Exchange, all_gather_single, reduce_scatter_single
+from neuclip_ds.distributed.exchange import (
+    CONTROL,
+    all_gather_single,
+    broadcast_message,
+    decode,
+    encode,
+    error_as_object,
+    error_from_object,
+    gather_messages,
+    reduce_scatter_single,
+)
+from neuclip_ds.distributed.traffic import PURPOSE, Traffic, TrafficCounter, ring_bytes
+from neuclip_ds.errors import UserError
 
+T = TypeVar("T")
 ProcessGroup = dist.ProcessGroup
 
-_STAGED = 64 << 10  # maximum bytes of pageable memory that CUDA copies asynchronously; the host waits for more
+_MAX_PAGEABLE = 64 << 10  # maximum bytes of pageable memory that CUDA copies asynchronously; the host waits for more
 
 # names of ranges in a profiler's trace: a training step, and the prefix of a phase of the step
 STEP, PHASE = "train step", "phase: "
-
-
-def ring_bytes(op: str, size: int, world_size: int) -> int:
-    """Return how many bytes a rank would send with the ring algorithm, whichever algorithm the backend uses.
-
-    Args:
-        op: all_gather, all_reduce, reduce_scatter, all_to_all, reduce or broadcast. For reduce and broadcast, where
-            ranks send different amounts, the mean over ranks is returned; for any other operation, 0.
-        size: size of a rank's input in bytes: the local rows for all_gather, the rows sent to other ranks for
-            all_to_all, and the whole tensor for the remaining operations.
-        world_size: number of ranks K.
-    """
-    if op == "all_to_all":
-        return size
-    once = ("reduce_scatter", "reduce", "broadcast")
-    rounds = {"all_gather": world_size, "all_reduce": 2, **dict.fromkeys(once, 1)}
-    return rounds.get(op, 0) * (world_size - 1) * size // world_size
-
-
-@dataclass
-class Traffic:
-    """This rank's traffic for one purpose: calls, bytes (see `ring_bytes`), and time not hidden by computation."""
-
-    calls: int = 0
-    bytes_sent: int = 0  # equal to the bytes received
-    seconds: float = 0.0
 
 
 @dataclass(eq=False)
@@ -69,7 +56,7 @@ class Pending:
         return self._result.cpu() if self.to_host else self._result
 
 
-class Communicator(Exchange):
+class Communicator:
     """Collectives over all ranks of a process group. With a single rank, nothing is sent, and the group is optional.
 
     Args:
@@ -79,7 +66,10 @@ class Communicator(Exchange):
         store: store that the same ranks share; required by `count`.
 
     Attributes:
-        traffic: maps each purpose to its `Traffic`; on a GPU, call `collect_times()` before reading the times.
+        rank: rank of this process, 0 <= rank < world_size.
+        world_size: number of ranks K.
+        device: device of the tensors.
+        collectives_started: number of collectives that this rank has started; ranks with a larger number wait for it.
     """
 
     def __init__(
@@ -89,16 +79,33 @@ class Communicator(Exchange):
         host_group: ProcessGroup | None = None,
         store: dist.Store | None = None,
     ) -> None:
-        super().__init__(torch.device(device), group if host_group is None else host_group, store)
+        self.device = torch.device(device)
         self._group = group
-        self.traffic: defaultdict[str, Traffic] = defaultdict(Traffic)
-        self._unread_events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._host_group = group if host_group is None else host_group
+        self._host = torch.device("cpu")  # device through which host tensors are sent
+        self.rank: int = 0
+        self.world_size: int = 1
+        if dist.is_initialized():
+            self.rank = dist.get_rank(self._host_group)
+            self.world_size = dist.get_world_size(self._host_group)
+            if "cpu:" not in dist.get_backend_config(self._host_group):
+                self._host = self.device
+        self._store = dist.HashStore() if store is None and self.world_size == 1 else store
+        self.collectives_started = 0
+        self._counter = TrafficCounter()
 
     def single_rank(self) -> "Communicator":
         """Return a communicator for this rank alone; its calls send nothing."""
-        lone = copy.copy(self)
-        lone.rank, lone.world_size, lone.traffic = 0, 1, defaultdict(Traffic)
-        return lone
+        single = copy.copy(self)
+        single.rank = 0
+        single.world_size = 1
+        single._counter = TrafficCounter()
+        return single
+
+    @property
+    def traffic(self) -> defaultdict[str, Traffic]:
+        """This rank's `Traffic` by purpose; on a GPU, the times are complete after a call of `seconds`."""
+        return self._counter.by_purpose
 
     @property
     def group(self) -> ProcessGroup | None:
@@ -166,61 +173,99 @@ class Communicator(Exchange):
 
         All ranks must call this method, each with the ranks of its group: one global all-to-all serves every group.
         """
-        parts = dict(zip(ranks, x.chunk(len(ranks)), strict=True))
-        own = parts.pop(self.rank)
-        if not parts:
-            return own
-        sent = torch.cat(list(parts.values()))
-        splits = [len(own) if rank in parts else 0 for rank in range(self.world_size)]
+        rows_by_rank = dict(zip(ranks, x.chunk(len(ranks)), strict=True))
+        local_rows = rows_by_rank.pop(self.rank)
+        if not rows_by_rank:
+            return local_rows
+        sent = torch.cat(list(rows_by_rank.values()))
+        splits = [len(local_rows) if rank in rows_by_rank else 0 for rank in range(self.world_size)]
         launch = functools.partial(dist.all_to_all_single, output_split_sizes=splits, input_split_sizes=splits)
         received = self._begin("all_to_all", sent, purpose, torch.empty_like(sent), launch, sent).wait()
-        return own + received.view(len(parts), *own.shape).sum(dim=0)
+        return local_rows + received.view(len(rows_by_rank), *local_rows.shape).sum(dim=0)
 
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.world_size > 1:
             self.collectives_started += 1
-            with record_function(f"{PURPOSE}control"):
+            with record_function(CONTROL):
                 dist.barrier(group=self._group)
 
-    def collect_times(self) -> None:
-        """Wait for the GPU and add the times of the calls since the last `collect_times` to `traffic`."""
-        for purpose, start, end in self._unread_events:
-            end.synchronize()
-            self.traffic[purpose].seconds += start.elapsed_time(end) / 1e3
-        self._unread_events.clear()
-
     def seconds(self) -> float:
-        """Return the total time recorded in `traffic`, in seconds."""
-        self.collect_times()
-        return sum(traffic.seconds for traffic in self.traffic.values())
+        """Return the total time recorded in `traffic`, in seconds; on a GPU, wait for the GPU first."""
+        return self._counter.seconds()
+
+    def gather_objects(self, x: T) -> list[T]:
+        """Gather the JSON-serializable x of every rank, in rank order, on all ranks; for small, infrequent data."""
+        self.collectives_started += 1
+        message = encode(x, self._host)
+        messages = [message]
+        if self.world_size > 1:
+            messages = gather_messages(message, self._host_group)
+        return [decode(received, rank) for rank, received in enumerate(messages)]
+
+    def on_rank_zero(self, work: Callable[[], T]) -> T:
+        """Run `work` on rank 0 and return its JSON-serializable result on all ranks.
+
+        A `UserError` on rank 0 is raised on every rank, so that no rank waits for a failed one. Other ranks raise a
+        base class of it if they have not imported its class.
+        """
+        outcome: dict[str, Any] = {}
+        if self.rank == 0:
+            try:
+                outcome = {"result": work()}
+            except UserError as error:
+                if self.world_size == 1:
+                    raise
+                outcome = {"error": error_as_object(error)}
+        self.collectives_started += 1
+        message = encode(outcome, self._host)
+        if self.world_size > 1:
+            message = broadcast_message(message, self._host_group)
+        outcome = decode(message, rank=0)
+        if "error" in outcome:
+            raise error_from_object(outcome["error"])
+        return cast(T, outcome["result"])
+
+    def raise_if_any_rank_failed(self, problem: str | None) -> None:
+        """Raise `UserError` on all ranks if any rank has a problem; name the lowest such rank and its host."""
+        reports = self.gather_objects({"host": socket.gethostname(), "problem": problem})
+        for rank, report in enumerate(reports):
+            text = report["problem"]
+            if text is None:
+                continue
+            if self.world_size > 1:
+                text = f"rank {rank} on {report['host']}: {text}"
+            raise UserError(text)
+
+    def on_every_rank(self, work: Callable[[], T]) -> T:
+        """Return `work()`; if it raises `UserError` on any rank, raise the lowest such rank's error on all ranks."""
+        try:
+            result = work()
+        except UserError as error:
+            self.raise_if_any_rank_failed(str(error))
+            raise
+        self.raise_if_any_rank_failed(None)
+        return result
+
+    def count(self, name: str, amount: int = 1) -> int:
+        """Add to a counter that all ranks share and return its new value, without waiting for other ranks."""
+        assert self._store is not None, "with several ranks, `count` needs a store: create the Communicator with one"
+        return self._store.add(f"counters/{name}", amount)
+
+    def ranks_of_node(self) -> list[int]:
+        """Return the ranks on this rank's host (not necessarily consecutive); all ranks must call this method."""
+        hosts = self.gather_objects(socket.gethostname())
+        return [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
 
     def _begin(self, op: str, x: Tensor, purpose: str, result: Tensor, launch: Any, *inputs: Tensor) -> Pending:
         """Count and launch a collective; `launch` is torch's function, called with the result and the inputs."""
         self.collectives_started += 1
-        traffic = self.traffic[purpose]
-        traffic.calls += 1
-        traffic.bytes_sent += ring_bytes(op, x.nbytes, self.world_size)
-        timed = functools.partial(self._timed, purpose, result.device)
+        self._counter.count(purpose, ring_bytes(op, x.nbytes, self.world_size))
+        timed = functools.partial(self._counter.timed, purpose, result.device)
         group = self._host_group if result.device.type == "cpu" else self._group
         with record_function(PURPOSE + purpose), timed():
-            return Pending(result, launch(result, *inputs, group=group, async_op=True), timed)
-
-    @contextmanager
-    def _timed(self, purpose: str, device: torch.device) -> Iterator[None]:
-        """Add to `traffic` the time spent launching a collective or waiting for it, excluding overlapped time."""
-        if device.type == "cuda":
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            yield
-            end.record()
-            self._unread_events.append((purpose, start, end))
-            if len(self._unread_events) > 4096:  # bounds memory if nobody reads the times
-                self.collect_times()
-        else:
-            began = time.perf_counter()
-            yield
-            self.traffic[purpose].seconds += time.perf_counter() - began
+            work = launch(result, *inputs, group=group, async_op=True)
+        return Pending(result, work, timed)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -228,7 +273,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
     torch reuses the pinned memory only after the copy has completed.
     """
-    if device.type == "cuda" and tensor.device.type == "cpu" and tensor.nbytes > _STAGED:
+    if device.type == "cuda" and tensor.device.type == "cpu" and tensor.nbytes > _MAX_PAGEABLE:
         tensor = tensor.pin_memory()
     # a non-blocking copy to the host would also return at once, and the host could read incomplete data
     return tensor.to(device, non_blocking=device.type == "cuda")

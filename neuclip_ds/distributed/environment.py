@@ -35,14 +35,16 @@ class RankEnvironment(NamedTuple):
 
 def read_environment(env: MutableMapping[str, str] = os.environ) -> RankEnvironment:
     """Return the rank, local rank and world size; without a launcher, return (0, 0, 1)."""
-    names = _launcher(env)
+    names = _variables_of_launcher(env)
     if names is None:
-        return RankEnvironment(0, 0, 1)
+        return RankEnvironment(rank=0, local_rank=0, world_size=1)
     values = [env.get(name, "0") for name in names]
-    if not all(map(str.isdigit, values)) or int(values[0]) >= int(values[2]):
-        found = ", ".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
-        raise UserError(f"{found} does not describe a rank; start with a launcher, which sets these variables.")
-    return RankEnvironment(*map(int, values))
+    are_numbers = all(value.isdigit() for value in values)
+    if not are_numbers or int(values[0]) >= int(values[2]):
+        settings = ", ".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
+        raise UserError(f"{settings} does not describe a rank; start with a launcher, which sets these variables.")
+    rank, local_rank, world_size = values
+    return RankEnvironment(int(rank), int(local_rank), int(world_size))
 
 
 def complete_environment(env: MutableMapping[str, str] = os.environ) -> None:
@@ -51,16 +53,21 @@ def complete_environment(env: MutableMapping[str, str] = os.environ) -> None:
     An srun step uses its first node as MASTER_ADDR and a port derived from the job ID. Under mpirun, MPI can provide a
     missing address, so nothing is set; under other launchers, a missing address raises `UserError`.
     """
-    names = _launcher(env)
+    names = _variables_of_launcher(env)
     if names is None:
         env.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
         return
     if names == _SLURM:
         nodes = env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", ""))  # such as gpu[01-04,07],cpu3
-        env.setdefault("MASTER_ADDR", re.sub(r"\[(\d+)[^]]*]", r"\1", nodes).split(",")[0])
-        env.setdefault("MASTER_PORT", str(20_000 + int(env.get("SLURM_JOB_ID", "0")) % 10_000))
+        first_of_each_range = re.sub(r"\[(\d+)[^]]*]", r"\1", nodes)  # such as gpu01,cpu3
+        job = int(env.get("SLURM_JOB_ID", "0"))
+        env.setdefault("MASTER_ADDR", first_of_each_range.split(",")[0])
+        env.setdefault("MASTER_PORT", str(20_000 + job % 10_000))
     if env.get("MASTER_ADDR") and env.get("MASTER_PORT", "").isdigit():
-        env.update(zip(_LAUNCHERS[0], map(str, read_environment(env)), strict=True))
+        environment = read_environment(env)
+        env["RANK"] = str(environment.rank)
+        env["LOCAL_RANK"] = str(environment.local_rank)
+        env["WORLD_SIZE"] = str(environment.world_size)
     elif names[0].startswith(("RANK", "SLURM")):
         raise UserError("MASTER_ADDR and MASTER_PORT, the address of rank 0, are not set: start with a launcher.")
 
@@ -75,8 +82,8 @@ def let_idle_threads_sleep(env: MutableMapping[str, str] = os.environ) -> None:
 
     Threads that spin until the next parallel region take cores away from other ranks and from data loaders.
     """
-    chosen = env.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}
-    if not chosen and (env.get("DS_ACCELERATOR") == "cpu" or not find_gpus()):
+    set_by_user = env.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}
+    if not set_by_user and (env.get("DS_ACCELERATOR") == "cpu" or not find_gpus()):
         env["OMP_WAIT_POLICY"] = "PASSIVE"
 
 
@@ -91,8 +98,11 @@ def refuse_missing_gpus(torch_build: str) -> None:
     """
     if os.environ.get("DS_ACCELERATOR"):
         return
-    if gpus := find_gpus():
-        driver = re.search(r"\b\d{3,}\.[\d.]+", _DRIVER.read_text()) if _DRIVER.is_file() else None
+    gpus = find_gpus()
+    if gpus:
+        driver = None
+        if _DRIVER.is_file():
+            driver = re.search(r"\b\d{3,}\.[\d.]+", _DRIVER.read_text())
         raise UserError(
             f"{socket.gethostname()} has GPUs ({', '.join(gpus)}), but torch cannot use them: this is {torch_build}, "
             f"and NVIDIA's driver is {driver[0] if driver else 'not loaded'}. Check nvidia-smi and "
@@ -102,11 +112,12 @@ def refuse_missing_gpus(torch_build: str) -> None:
     for parent in psutil.Process().parents():
         with suppress(psutil.Error):  # the process has ended
             command = " ".join(parent.cmdline())
-            if wanted := re.search(r"[/ ](?:deepspeed|ds)(?:\.launcher\.runner)? .*--num_gpus[ =](\d+)", command):
+            launched = re.search(r"[/ ](?:deepspeed|ds)(?:\.launcher\.runner)? .*--num_gpus[ =](\d+)", command)
+            if launched:
                 raise UserError(
-                    f"--num_gpus {wanted[1]} asks for GPUs, but {socket.gethostname()} shows none: check nvidia-smi, "
+                    f"--num_gpus {launched[1]} asks for GPUs, but {socket.gethostname()} shows none: check nvidia-smi, "
                     "CUDA_VISIBLE_DEVICES and that torch is built for them, or train on CPU cores with deepspeed "
-                    f"--num_accelerators {wanted[1]}."
+                    f"--num_accelerators {launched[1]}."
                 )
 
 
@@ -117,12 +128,13 @@ def use_interface_of(address: str) -> None:
     different network or, like Debian's 127.0.1.1, be local to this machine.
     """
     wanted = ip_address(address)
-    for name, addresses in psutil.net_if_addrs().items():
-        for one in addresses:
-            if one.family in (socket.AF_INET, socket.AF_INET6):
-                found = ip_address(one.address.partition("%")[0])  # a link-local address ends with %INTERFACE
-                if found == wanted or (found.is_loopback and wanted.is_loopback):
-                    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    for interface, addresses in psutil.net_if_addrs().items():
+        for entry in addresses:
+            if entry.family not in (socket.AF_INET, socket.AF_INET6):
+                continue
+            candidate = ip_address(entry.address.partition("%")[0])  # a link-local address ends with %INTERFACE
+            if candidate == wanted or (candidate.is_loopback and wanted.is_loopback):
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 def free_port() -> int:
@@ -132,5 +144,10 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _launcher(env: MutableMapping[str, str]) -> tuple[str, str, str] | None:
-    return next((names for names in _LAUNCHERS if names[0] in env and names[2] in env), None)
+def _variables_of_launcher(env: MutableMapping[str, str]) -> tuple[str, str, str] | None:
+    """Return the launcher's variables for rank, local rank and world size, or None without a launcher."""
+    for names in _LAUNCHERS:
+        rank, _, world_size = names
+        if rank in env and world_size in env:
+            return names
+    return None

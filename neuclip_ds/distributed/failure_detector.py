@@ -6,7 +6,8 @@ connection when the previous rank dies or its node does not answer for 20 s, eve
 is stored in torch's store, which all ranks poll twice a second. Rank 0, which may serve the store, exits last.
 
 The log also names hung ranks. A rank that stays at the same line of code for 10 minutes publishes how many collectives
-it has begun. Ranks that have begun fewer collectives than others, or have published nothing, keep the others waiting.
+it has started. Ranks that have started fewer collectives than others, or have published nothing, keep the others
+waiting.
 """
 
 import json
@@ -19,23 +20,27 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import torch.distributed as dist
 
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.environment import RankEnvironment
-from neuclip_ds.errors import Interrupted, TrainingDiverged, UserError
+from neuclip_ds.errors import Interrupted, TrainingDiverged, UserError, exit_code
 
 log = logging.getLogger(__name__)
 
-_PERIOD = 0.5  # seconds
-_WINDOW = 1.0  # seconds that a failed rank waits before it reports: its error may result from another rank's death
-_SILENCE = 30.0  # seconds after which a store that does not answer is considered lost
-_LONGEST_START = 300.0  # seconds within which the ranks must connect their process groups
-_PATIENCE = 600.0  # seconds after which a stuck rank is reported
-_SPREAD = 60.0  # seconds within which all ranks that wait for the same rank are stuck, too
+_POLL_INTERVAL = 0.5  # seconds
+_REPORT_DELAY = 1.0  # seconds that a failed rank waits before it reports: another rank's death may be the cause
+_STORE_TIMEOUT = 30.0  # seconds after which a store that does not answer is considered lost
+_CONNECT_TIMEOUT = 300.0  # seconds within which the ranks must connect their process groups
+_STUCK_AFTER = 600.0  # seconds at the same line after which a rank counts as stuck
+_STUCK_SPREAD = 60.0  # seconds within which all ranks that wait for the same rank are stuck, too
+_MAX_MESSAGE = 2000  # characters of an error that other ranks receive
+_MAX_NAMED_RANKS = 8
 _NOT_CONNECTED = (
     "the ranks have not connected to each other by NCCL and gloo in 5 minutes. Set NCCL_SOCKET_IFNAME and "
     "GLOO_SOCKET_IFNAME to the network interface that all nodes share (ip addr lists them), under deepspeed --hostfile "
@@ -45,7 +50,8 @@ _PACKAGE = f"{Path(__file__).parents[1]}/"
 _DIED = "it was killed and reported no error (out of memory, a signal, or a lost node)"
 
 
-class Failure(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Failure:
     """The reason why a rank ended early."""
 
     rank: int
@@ -53,6 +59,23 @@ class Failure(NamedTuple):
     text: str
     code: int = 1
     is_message: bool = False  # a message for the user, without a traceback
+
+
+@dataclass(frozen=True, kw_only=True)
+class StuckAt:
+    """Where a rank is stuck."""
+
+    collectives_started: int
+    line: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Address:
+    """Where the failure detector of a rank listens."""
+
+    host: str  # name for messages
+    address: str
+    port: int
 
 
 class FailureDetector:
@@ -77,76 +100,110 @@ class FailureDetector:
     communicator: Communicator | None = None
 
     def __init__(self, environment: RankEnvironment, store: dist.Store, address: str) -> None:
-        self._rank, self._local_rank, self._world_size = environment
-        self._store, self._host = store, socket.gethostname()
+        self._rank = environment.rank
+        self._local_rank = environment.local_rank
+        self._world_size = environment.world_size
+        self._previous_rank = (self._rank - 1) % self._world_size
+        self._store = store
+        self._host = socket.gethostname()
+        self._started_at = time.monotonic()
+
+        # how this rank ends
         self._error: BaseException | None = None  # raised on this rank
         self._failed_at = 0.0
-        self._before_ended = self._leaving = False
-        self._silence = 0  # periods since the store last answered
-        self._wake, self._left = threading.Event(), threading.Event()
-        self._began = self._since = time.monotonic()
-        self._place: list[object] = []  # where the main thread has been since `_since`
-        self._standing = self._named = False  # whether `_place` is published, and whether the awaited ranks are logged
+        self._leaving = False  # the block has ended without an error
+        self._left = threading.Event()  # all ranks know that this rank has left
+        self._wake = threading.Event()  # ends the pause of `_watch_store`
+
+        # what this rank knows about the others
+        self._previous_rank_ended = False
+        self._polls_without_answer = 0  # since the store last answered
+
+        # whether this rank is stuck
+        self._position: list[object] = []  # collectives started and call stack of the main thread since `_moved_at`
+        self._moved_at = self._started_at
+        self._published_position = False
+        self._logged_awaited_ranks = False
+
+        # a socket that never accepts: the kernel completes connections
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._held = socket.create_server(("", 0), family=family)  # never accepts: the kernel completes connections
-        os.register_at_fork(after_in_child=self._held.close)  # a loader process must not keep the socket open
-        store.set(f"rank/{self._rank}", json.dumps([self._host, address, self._held.getsockname()[1]]))
-        self._before = (self._rank - 1) % self._world_size
-        self._hosts = {rank: json.loads(store.get(f"rank/{rank}"))[0] for rank in (0, self._before)}
-        self._connection = _connect(*json.loads(store.get(f"rank/{self._before}")))
+        self._listener = socket.create_server(("", 0), family=family)
+        os.register_at_fork(after_in_child=self._listener.close)  # a loader process must not keep the socket open
+        listening = _Address(host=self._host, address=address, port=self._listener.getsockname()[1])
+        store.set(f"rank/{self._rank}", json.dumps(asdict(listening)))
+        self._host_of_rank_0 = self._address_of(0).host
+        previous = self._address_of(self._previous_rank)
+        self._host_of_previous_rank = previous.host
+        self._connection = _connect(previous)
 
     def __enter__(self) -> "FailureDetector":
-        for work in (self._watch_store, self._watch_connection):
-            threading.Thread(target=work, name="failure detector", daemon=True).start()
+        for watch in (self._watch_store, self._watch_connection):
+            threading.Thread(target=watch, name="failure detector", daemon=True).start()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self._failed_at, self._error = time.monotonic(), error
+        self._failed_at = time.monotonic()
+        self._error = error
         while error is not None:  # until `_watch_store` ends all ranks
             time.sleep(1)
         self._leaving = True
         self._wake.set()
         self._left.wait()
         self._connection.close()
-        self._held.close()
+        self._listener.close()
+
+    def _address_of(self, rank: int) -> _Address:
+        """Wait until a rank has published its address, and return it."""
+        return _Address(**json.loads(self._store.get(f"rank/{rank}")))
 
     def _find_failure(self) -> Failure | None:
         """Return the failure of this rank or of the previous rank, or None; called repeatedly."""
-        if self._before_ended and not self._store.check([f"left/{self._before}"]):
-            return Failure(self._before, self._hosts[self._before], _DIED)
+        if self._previous_rank_ended and not self._store.check([f"left/{self._previous_rank}"]):
+            return Failure(rank=self._previous_rank, host=self._host_of_previous_rank, text=_DIED)
+        now = time.monotonic()
         error = self._error
-        if error is None and self.communicator is None and time.monotonic() > self._began + _LONGEST_START:
-            return Failure(self._rank, self._host, _NOT_CONNECTED, 2, True)
-        if error is None or time.monotonic() < self._failed_at + _WINDOW:
+        if error is None:
+            is_connected = self.communicator is not None
+            if is_connected or now <= self._started_at + _CONNECT_TIMEOUT:
+                return None
+            return Failure(rank=self._rank, host=self._host, text=_NOT_CONNECTED, code=2, is_message=True)
+        if now < self._failed_at + _REPORT_DELAY:
             return None
         is_message = isinstance(error, UserError | TrainingDiverged | Interrupted)
         text = str(error) if is_message else f"{type(error).__name__}: {error}"
-        code = error.code if isinstance(error, Interrupted) else 2 if isinstance(error, UserError) else 1
-        return Failure(self._rank, self._host, text[:2000], code, is_message)
+        return Failure(
+            rank=self._rank,
+            host=self._host,
+            text=text[:_MAX_MESSAGE],
+            code=exit_code(error),
+            is_message=is_message,
+        )
 
     def _watch_store(self) -> None:
         """Report a failure of the previous rank or of this rank; end the process once any rank has failed."""
         wait = 0.0
         try:
             while not self._store.check(["error"]):
-                self._silence = 0
-                if found := self._find_failure():
-                    self._store.compare_set("error", "", json.dumps(found))  # unless another rank was first
+                self._polls_without_answer = 0
+                failure = self._find_failure()
+                if failure is not None:
+                    self._store.compare_set("error", "", json.dumps(asdict(failure)))  # unless another rank was first
                 elif self._leaving:
                     self._store.set(f"left/{self._rank}", "")
                     # the store closes when rank 0 ends, so rank 0 leaves last
-                    if self._rank or self._store.check([f"left/{rank}" for rank in range(self._world_size)]):
+                    all_left = [f"left/{rank}" for rank in range(self._world_size)]
+                    if self._rank != 0 or self._store.check(all_left):
                         self._left.set()
                         return
                 elif self.communicator is not None and dist.is_initialized():  # otherwise only rank 0 is working
                     self._watch_progress(self.communicator)
-                self._wake.wait(0.05 if self._leaving else _PERIOD)
+                self._wake.wait(0.05 if self._leaving else _POLL_INTERVAL)
                 self._wake.clear()
-            failure = Failure(*json.loads(self._store.get("error")))
+            failure = Failure(**json.loads(self._store.get("error")))
             # launchers stop all ranks if one exits, so rank 0 reports first; it exits last, so that all read `error`
-            wait = 2 * _PERIOD if self._rank else 3 * _PERIOD
+            wait = 3 * _POLL_INTERVAL if self._rank == 0 else 2 * _POLL_INTERVAL
         except dist.DistError:
-            failure = Failure(0, self._hosts[0], _DIED)
+            failure = Failure(rank=0, host=self._host_of_rank_0, text=_DIED)
         self._end(failure, wait)
 
     def _watch_connection(self) -> None:
@@ -154,85 +211,114 @@ class FailureDetector:
         poll = select.poll()
         poll.register(self._connection, select.POLLIN)
         while not self._left.is_set():
-            if self._before_ended:
-                time.sleep(_PERIOD)
-            elif poll.poll(1000 * _PERIOD):
-                self._before_ended = True
+            if self._previous_rank_ended:
+                time.sleep(_POLL_INTERVAL)
+            elif poll.poll(1000 * _POLL_INTERVAL):
+                self._previous_rank_ended = True
                 self._wake.set()
-            self._silence += 1  # counted in this thread, which also stops while the process is paused
-            if self._silence * _PERIOD > _SILENCE:
-                self._end(Failure(0, self._hosts[0], f"it has not answered for {_SILENCE:.0f} s"))
+            self._polls_without_answer += 1  # counted in this thread, which also stops while the process is paused
+            if self._polls_without_answer * _POLL_INTERVAL > _STORE_TIMEOUT:
+                text = f"it has not answered for {_STORE_TIMEOUT:.0f} s"
+                self._end(Failure(rank=0, host=self._host_of_rank_0, text=text))
 
     def _watch_progress(self, communicator: Communicator) -> None:
         """If this rank is stuck, publish where; the lowest stuck rank also logs which ranks keep the others waiting."""
-        frame = sys._current_frames()[threading.main_thread().ident or 0]
-        calls = [f"{of.f_code.co_filename}:{line} in {of.f_code.co_name}" for of, line in traceback.walk_stack(frame)]
-        still, key = time.monotonic() - self._since, f"standing/{self._rank}"
-        if [communicator.collectives_started, *calls] != self._place:
-            self._place, self._since = [communicator.collectives_started, *calls], time.monotonic()
-            if self._standing:
-                self._store.set(key, "null")
-            self._standing = self._named = False
-        elif still > _PATIENCE and not self._standing:
-            ours = (call.removeprefix(_PACKAGE) for call in calls if call.startswith(_PACKAGE))
-            self._store.set(key, json.dumps([communicator.collectives_started, next(ours, calls[0])]))
-            self._standing = True
-        elif still > _PATIENCE + _SPREAD and not self._named:
-            self._named = True
-            self._name_awaited()
+        started = communicator.collectives_started
+        stack = list(_stack_of_main_thread())
+        now = time.monotonic()
+        seconds = now - self._moved_at
+        if [started, *stack] != self._position:
+            self._position = [started, *stack]
+            self._moved_at = now
+            if self._published_position:
+                self._store.set(f"stuck/{self._rank}", "null")
+            self._published_position = False
+            self._logged_awaited_ranks = False
+        elif seconds > _STUCK_AFTER and not self._published_position:
+            lines_of_package = (line.removeprefix(_PACKAGE) for line in stack if line.startswith(_PACKAGE))
+            stuck = StuckAt(collectives_started=started, line=next(lines_of_package, stack[0]))
+            self._store.set(f"stuck/{self._rank}", json.dumps(asdict(stuck)))
+            self._published_position = True
+        elif seconds > _STUCK_AFTER + _STUCK_SPREAD and not self._logged_awaited_ranks:
+            self._logged_awaited_ranks = True
+            self._log_awaited_ranks()
 
-    def _name_awaited(self) -> None:
+    def _log_awaited_ranks(self) -> None:
         """Log which ranks are behind the others, unless a stuck rank with a lower number does so."""
-        if any(self._standing_place(rank) for rank in range(self._rank)):
+        if any(self._stuck_at(rank) for rank in range(self._rank)):
             return
-        places = {rank: self._standing_place(rank) for rank in range(self._world_size)}
-        furthest = max(place[0] for place in places.values() if place)
-        behind = [rank for rank, place in places.items() if place is None or place[0] < furthest]
+        stuck = {rank: self._stuck_at(rank) for rank in range(self._world_size)}
+        most_started = max(position.collectives_started for position in stuck.values() if position)
+        behind = []
+        for rank, position in stuck.items():
+            if position is None or position.collectives_started < most_started:
+                behind.append(rank)
         named = []
-        for rank in (behind or [*places])[:8]:
-            place, host = places[rank], json.loads(self._store.get(f"rank/{rank}"))[0]
-            named.append(f"rank {rank} on {host}, which {f'is at {place[1]}' if place else 'is busy or stopped'}")
+        for rank in (behind or list(stuck))[:_MAX_NAMED_RANKS]:
+            position = stuck[rank]
+            doing = "is busy or stopped" if position is None else f"is at {position.line}"
+            named.append(f"rank {rank} on {self._address_of(rank).host}, which {doing}")
+        more = len(behind) - _MAX_NAMED_RANKS
         log.warning(
             "nothing has moved for %.0f s: %s %s%s; `py-spy dump --pid PID` there shows more",
-            _PATIENCE + _SPREAD,
+            _STUCK_AFTER + _STUCK_SPREAD,
             "the ranks wait for" if behind else "no rank is behind the others; check",
             ", ".join(named),
-            f" and {len(behind) - 8} more" if len(behind) > 8 else "",
+            f" and {more} more" if more > 0 else "",
         )
 
-    def _standing_place(self, rank: int) -> tuple[int, str] | None:
-        """Return how many collectives `rank` has begun and where it is stuck, or None if it is not stuck."""
-        found = self._store.check([f"standing/{rank}"]) and json.loads(self._store.get(f"standing/{rank}"))
-        return found or None
+    def _stuck_at(self, rank: int) -> StuckAt | None:
+        """Return where `rank` is stuck, or None if it is not stuck."""
+        if not self._store.check([f"stuck/{rank}"]):
+            return None
+        published = json.loads(self._store.get(f"stuck/{rank}"))
+        return None if published is None else StuckAt(**published)
 
     def _end(self, failure: Failure, wait: float = 0.0) -> NoReturn:
         """Report the failure and end the process; runs in a background thread because the main thread may be stuck."""
-        rank, host, text, code, is_message = failure
-        if is_message and self._rank == 0:
-            text = text if text == str(self._error)[:2000] else f"rank {rank} on {host}: {text}"
-            log.warning("%s", text) if code > 128 else print(f"error: {text}", file=sys.stderr)
-        elif not is_message and rank == self._rank:
-            log.error("rank %d on %s failed; ending all ranks:", rank, host, exc_info=self._error)
-        elif not is_message and self._local_rank == 0:  # once per node, because each node may have a separate log
-            log.error("ended because rank %d on %s failed: %s", rank, host, text)
+        if failure.is_message:
+            if self._rank == 0:
+                self._print_message(failure)
+        elif failure.rank == self._rank:
+            log.error("rank %d on %s failed; ending all ranks:", failure.rank, failure.host, exc_info=self._error)
+        elif self._local_rank == 0:  # once per node, because each node may have a separate log
+            log.error("ended because rank %d on %s failed: %s", failure.rank, failure.host, failure.text)
         sys.stdout.flush()
         sys.stderr.flush()
         time.sleep(wait)
         for child in multiprocessing.active_children():
             child.kill()
-        os._exit(code)
+        os._exit(failure.code)
+
+    def _print_message(self, failure: Failure) -> None:
+        """Print an error of this rank as it is, and an error of another rank with the rank and its host."""
+        text = failure.text
+        if text != str(self._error)[:_MAX_MESSAGE]:
+            text = f"rank {failure.rank} on {failure.host}: {text}"
+        if failure.code > 128:  # a signal is not an error
+            log.warning("%s", text)
+        else:
+            print(f"error: {text}", file=sys.stderr)
 
 
-def _connect(host: str, address: str, port: int) -> socket.socket:
+def _stack_of_main_thread() -> Iterator[str]:
+    """Yield the lines of code that the main thread is executing, innermost first."""
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    for called, line in traceback.walk_stack(frame):
+        yield f"{called.f_code.co_filename}:{line} in {called.f_code.co_name}"
+
+
+def _connect(rank: _Address) -> socket.socket:
     """Connect to the previous rank; the connection ends within 20 s if that rank's node is lost."""
     try:
-        connection = socket.create_connection((address, port), 60)
+        connection = socket.create_connection((rank.address, rank.port), 60)
     except OSError as error:
         raise UserError(
-            f"{socket.gethostname()} cannot reach {host} at {address}:{port} ({error}); allow connections between the "
-            "nodes on every port above 1023."
+            f"{socket.gethostname()} cannot reach {rank.host} at {rank.address}:{rank.port} ({error}); allow "
+            "connections between the nodes on every port above 1023."
         ) from error
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
-        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
     return connection

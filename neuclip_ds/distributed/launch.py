@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from ipaddress import ip_address
 from pathlib import Path
@@ -37,7 +38,9 @@ from neuclip_ds.errors import UserError, explained
 
 TIMEOUT = timedelta(minutes=5)  # longest time between the arrivals of the first rank and the last rank
 _COLLECTIVE_LIMIT = timedelta(minutes=30)
-_SEEN_WITHIN = 15.0  # longest time in seconds until a network file system shows a file from another node
+_FILE_DELAY = 15.0  # longest time in seconds until a network file system shows a file from another node
+_STORE_DELAY = 3.0  # longest time in seconds that rank 0 keeps the store open for the ranks to read the verdict
+_MAX_CHANGES = 300  # characters of a message about different configs
 
 
 @contextmanager
@@ -66,16 +69,18 @@ def process_group(task: str, max_outage: float = 0.0) -> Iterator[Communicator]:
             raise
         problem = str(error)  # rank 0 reports it, so that the other nodes do not wait for this rank
     with ExitStack() as stack:
-        store = detector = None
+        store: dist.Store | None = None
+        detector: FailureDetector | None = None
         if environment.world_size > 1:
             store = open_store(environment.rank)
-            address = rendezvous(store, environment, _facts(task), problem)
+            address = rendezvous(store, environment, _fingerprint(task), problem)
             use_interface_of(address)
             detector = FailureDetector(environment, open_store(environment.rank, serve=False), address)
             stack.enter_context(detector)
         else:
             stack.callback(leave)
-        stack.callback(torch.set_flush_denormal, bool(torch.tensor(2.0**-126).div(2) == 0))
+        flushed_before = bool(torch.tensor(2.0**-126).div(2) == 0)
+        stack.callback(torch.set_flush_denormal, flushed_before)
         torch.set_flush_denormal(True)
         communicator = join(max_outage, store)
         communicator.barrier()  # NCCL connects some ranks only in their first collective
@@ -89,16 +94,19 @@ def join(max_outage: float = 0.0, store: dist.Store | None = None) -> Communicat
     """Join the launcher's process group, or reuse one that exists; DeepSpeed's engine uses the same group."""
     accelerator = get_accelerator()
     device = torch.device(accelerator.current_device_name())
-    limit = _COLLECTIVE_LIMIT + timedelta(seconds=max_outage)
+    timeout = _COLLECTIVE_LIMIT + timedelta(seconds=max_outage)
     if not dist.is_initialized():
-        # NCCL connects a rank at once if the group is bound to the rank's GPU
-        bound = device if device.type == "cuda" and read_environment().world_size > 1 else None
-        dist.init_process_group(accelerator.communication_backend_name(), timeout=limit, device_id=bound)
-    if device.type == "cpu" or dist.get_world_size() == 1:
-        return Communicator("cpu" if device.type == "cpu" else device, store=store)
+        bound_device = None
+        if device.type == "cuda" and read_environment().world_size > 1:
+            bound_device = device  # NCCL connects a rank at once if the group is bound to the rank's GPU
+        dist.init_process_group(accelerator.communication_backend_name(), timeout=timeout, device_id=bound_device)
+    if device.type == "cpu":
+        return Communicator("cpu", store=store)
+    if dist.get_world_size() == 1:
+        return Communicator(device, store=store)
     # through this group, ranks exchange host data, such as which rows are valid, without waiting for the GPUs
-    hosts: Any = dist.new_group(backend="gloo", timeout=limit)
-    return Communicator(device, host_group=hosts, store=store)
+    host_group: Any = dist.new_group(backend="gloo", timeout=timeout)
+    return Communicator(device, host_group=host_group, store=store)
 
 
 def leave() -> None:
@@ -127,7 +135,7 @@ def _choose_device(local_rank: int) -> None:
     accelerator.set_device(local_rank)
 
 
-def _facts(task: str) -> dict[str, str]:
+def _fingerprint(task: str) -> dict[str, str]:
     """Return the devices, library versions, code hash and config, which must be the same on all ranks."""
     package = Path(__file__).parents[1]
     code = hashlib.sha256()
@@ -137,15 +145,22 @@ def _facts(task: str) -> dict[str, str]:
     devices = f"{accelerator.device_name()}, {accelerator.communication_backend_name()}"
     if accelerator.device_name() == "cuda":
         devices += f" {'.'.join(map(str, torch.cuda.nccl.version()))}"
-    versions = f"{_torch_build()}, deepspeed {deepspeed.__version__}"
-    facts = {"devices": devices, "version of the libraries": versions}
-    return {**facts, "neuclip_ds": code.hexdigest()[:12], "config": task}
+    return {
+        "devices": devices,
+        "version of the libraries": f"{_torch_build()}, deepspeed {deepspeed.__version__}",
+        "neuclip_ds": code.hexdigest()[:12],
+        "config": task,
+    }
 
 
 def _torch_build() -> str:
-    toolkits = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
-    built_for = [f"{name} {version}" for name, version in toolkits.items() if version]
-    return f"torch {torch.__version__} for {' '.join(built_for) or 'CPUs only'}"
+    """Return torch's version and the platform that it was built for."""
+    platform = "CPUs only"
+    if torch.version.cuda:
+        platform = f"CUDA {torch.version.cuda}"
+    elif torch.version.hip:
+        platform = f"ROCm {torch.version.hip}"
+    return f"torch {torch.__version__} for {platform}"
 
 
 def open_store(rank: int, timeout: timedelta = TIMEOUT, serve: bool = True) -> dist.Store:
@@ -158,50 +173,71 @@ def open_store(rank: int, timeout: timedelta = TIMEOUT, serve: bool = True) -> d
     Raises:
         UserError: rank 0 cannot listen on MASTER_PORT, or cannot be reached at MASTER_ADDR.
     """
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    serves = serve and rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    host = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
+    torchrun_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_server = serve and rank == 0 and not torchrun_serves
     try:
-        store = dist.TCPStore(host, port, None, serves, timeout, wait_for_workers=False, multi_tenant=True)
+        store = dist.TCPStore(host, port, None, is_server, timeout, wait_for_workers=False, multi_tenant=True)
     except (OSError, dist.DistError) as error:
-        failed = "cannot listen" if serves else f"waited {timeout.total_seconds():.0f} s for rank 0"
-        fix = "that no other run uses the port (the launcher's --master_port)"
-        if not serves:
+        if is_server:
+            problem = "cannot listen"
+            fix = "that no other run uses the port (the launcher's --master_port)"
+        else:
+            problem = f"waited {timeout.total_seconds():.0f} s for rank 0"
             fix = "rank 0's log, the address (the launcher's --master_addr) and the firewall"
         reason = " ".join(str(error).split("\n")[0].split())
-        raise UserError(f"Rank {rank} {failed} at {host}:{port} ({reason}). Check {fix}.") from error
+        raise UserError(f"Rank {rank} {problem} at {host}:{port} ({reason}). Check {fix}.") from error
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives the ranks
     return dist.PrefixStore(f"neuclip_ds/{attempt}", store)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Arrival:
+    """What a rank tells rank 0 when it arrives."""
+
+    rank: int
+    host: str
+    fingerprint: dict[str, str]  # must be equal on all ranks
+    problem: str  # reason why the rank cannot take part, or ""
 
 
 def rendezvous(
     store: dist.Store,
     environment: RankEnvironment,
-    facts: Mapping[str, str],
+    fingerprint: Mapping[str, str],
     problem: str = "",
     timeout: timedelta = TIMEOUT,
 ) -> str:
-    """Wait for all ranks and compare their `facts`, which must be equal.
+    """Wait for all ranks and compare their fingerprints, which must be equal.
 
     Returns:
         The address of this machine on the network over which ranks reach rank 0.
 
     Raises:
-        UserError: a rank has a `problem`, is missing or appears twice, or the facts differ; raised on every rank that
-            arrived.
+        UserError: a rank has a `problem`, is missing or appears twice, or the fingerprints differ; raised on every rank
+            that arrived.
     """
     with socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))) as probe:
-        address, of_rank_zero = probe.getsockname()[0], probe.getpeername()[0]
+        address = probe.getsockname()[0]
+        address_of_rank_0 = probe.getpeername()[0]
     is_loopback = ip_address(address).is_loopback  # if so, other nodes cannot reach it; MASTER_ADDR names this machine
     if not is_loopback:
-        store.set("address of rank 0", of_rank_zero)
-    arrival = [environment.rank, socket.gethostname(), {"number of ranks": str(environment.world_size), **facts}]
-    store.set(f"arrival/{store.add('arrivals', 1)}", json.dumps([*arrival, problem]))
+        store.set("address of rank 0", address_of_rank_0)
+    arrival = _Arrival(
+        rank=environment.rank,
+        host=socket.gethostname(),
+        fingerprint={"number of ranks": str(environment.world_size), **fingerprint},
+        problem=problem,
+    )
+    store.set(f"arrival/{store.add('arrivals', 1)}", json.dumps(asdict(arrival)))
+
+    # rank 0 compares the arrivals, and all ranks raise its verdict
     if environment.rank == 0:
         problem = _find_problem(store, environment.world_size, timeout)
         store.set("verdict", problem)
-        deadline = time.monotonic() + 3  # the store, from which the others read the verdict, closes when rank 0 ends
-        while problem and store.add("read", 0) < store.add("arrivals", 0) - 1 and time.monotonic() < deadline:
-            time.sleep(0.05)
+        if problem:
+            _wait_for_readers(store)
     else:
         try:
             store.wait(["verdict"], 2 * timeout)  # rank 0 may have started to wait later than this rank
@@ -213,16 +249,26 @@ def rendezvous(
             ) from error
     if problem:
         raise UserError(problem)
-    known = is_loopback and store.check(["address of rank 0"])
-    return store.get("address of rank 0").decode() if known else address
+    if is_loopback and store.check(["address of rank 0"]):
+        return store.get("address of rank 0").decode()
+    return address
+
+
+def _wait_for_readers(store: dist.Store) -> None:
+    """Wait until the other ranks have read the verdict: the store, which has it, closes when rank 0 ends."""
+    deadline = time.monotonic() + _STORE_DELAY
+    while store.add("read", 0) < store.add("arrivals", 0) - 1 and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def _find_problem(store: dist.Store, world_size: int, timeout: timedelta) -> str:
     """Return the reason why the ranks cannot run together, or "" if they can; called on rank 0."""
-    hosts: dict[int, str] = {}
-    expected: dict[str, str] = {}
-    deadline, number = time.monotonic() + timeout.total_seconds(), 1
+    hosts: dict[int, str] = {}  # by rank
+    first: _Arrival | None = None
+    number = 0
+    deadline = time.monotonic() + timeout.total_seconds()
     while len(hosts) < world_size:
+        number += 1
         while not store.check([f"arrival/{number}"]):  # a wait that times out prints a warning
             if time.monotonic() > deadline:
                 missing = ", ".join(str(rank) for rank in range(world_size) if rank not in hosts)
@@ -231,42 +277,57 @@ def _find_problem(store: dist.Store, world_size: int, timeout: timedelta) -> str
                     "Check the logs of their nodes."
                 )
             time.sleep(0.05)
-        rank, host, facts, problem = json.loads(store.get(f"arrival/{number}"))
-        number += 1
-        if problem:
-            return f"rank {rank} on {host}: {problem}"
+        arrival = _Arrival(**json.loads(store.get(f"arrival/{number}")))
+        rank = arrival.rank
+        if arrival.problem:
+            return f"rank {rank} on {arrival.host}: {arrival.problem}"
         if rank in hosts:
-            return f"Two processes are rank {rank}, on {hosts[rank]} and {host}: give each node its own --node_rank."
-        hosts[rank] = host
-        expected = expected or facts
-        for name, value in expected.items():
-            if facts.get(name) != value:
-                # the first lines that differ: `-lr: 0.001 +lr: 0.5`
-                lines = difflib.unified_diff(value.splitlines(), facts.get(name, "").splitlines(), n=0, lineterm="")
-                changes = " ".join(line for line in [*lines][3:] if not line.startswith("@@"))[:300]
-                first, its_host = next(iter(hosts.items()))
-                return (
-                    f"Rank {rank} on {host} differs from rank {first} on {its_host} in {name} ({changes}): start all "
-                    "nodes with the same files, options and number of slots."
-                )
+            return (
+                f"Two processes are rank {rank}, on {hosts[rank]} and {arrival.host}: give each node its own "
+                "--node_rank."
+            )
+        hosts[rank] = arrival.host
+        first = first or arrival
+        difference = _find_difference(first, arrival)
+        if difference:
+            return difference
+    return ""
+
+
+def _find_difference(first: _Arrival, other: _Arrival) -> str:
+    """Describe the first difference between the fingerprints of two ranks; return "" if they are equal."""
+    for name, value in first.fingerprint.items():
+        other_value = other.fingerprint.get(name, "")
+        if other_value == value:
+            continue
+        header_and_lines = difflib.unified_diff(value.splitlines(), other_value.splitlines(), n=0, lineterm="")
+        # the lines that differ, without three lines of header and the positions: `-lr: 0.001 +lr: 0.5`
+        lines = [line for line in [*header_and_lines][3:] if not line.startswith("@@")]
+        changes = " ".join(lines)[:_MAX_CHANGES]
+        return (
+            f"Rank {other.rank} on {other.host} differs from rank {first.rank} on {first.host} in {name} ({changes}): "
+            "start all nodes with the same files, options and number of slots."
+        )
     return ""
 
 
 def check_shared(folder: Path, communicator: Communicator) -> None:
     """Raise `UserError` on all ranks unless all nodes share the run's folder."""
-    mark = folder / communicator.on_rank_zero(lambda: f".shared-{secrets.token_hex(8)}")
+    name = communicator.on_rank_zero(lambda: f".shared-{secrets.token_hex(8)}")
+    shared_file = folder / name
     if communicator.rank == 0:
-        mark.touch()
-    deadline, problem = time.monotonic() + _SEEN_WITHIN, None
-    while not mark.exists() and time.monotonic() < deadline:
+        shared_file.touch()
+    deadline = time.monotonic() + _FILE_DELAY
+    while not shared_file.exists() and time.monotonic() < deadline:
         time.sleep(0.2)
-    if not mark.exists():
+    problem = None
+    if not shared_file.exists():
         problem = (
             f"{folder.absolute()} is not rank 0's folder of that name, but all nodes must share it: put "
             "--run.output_dir on a file system that they have in common, and start in the same folder on each."
         )
     communicator.raise_if_any_rank_failed(problem)
-    communicator.on_rank_zero(mark.unlink)
+    communicator.on_rank_zero(shared_file.unlink)
 
 
 def read_hostfile(path: Path) -> dict[str, int]:

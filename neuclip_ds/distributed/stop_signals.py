@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from neuclip_ds.errors import Interrupted
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)  # launchers, SLURM's warning, Ctrl-C
-_AGAIN = 1.0  # seconds after which the same signal counts as a second request; some launchers send it twice in a row
+# seconds after which the same signal counts as a second request; some launchers send it twice in a row
+_SECOND_REQUEST_AFTER = 1.0
 
 
 class _StopSignals:
@@ -28,7 +29,7 @@ class _StopSignals:
     def receive(self, number: int, frame: object) -> None:
         """Handle a signal; if the same signal arrives again more than a second later, end the process at once."""
         now = time.monotonic()
-        if now - self._times.setdefault(number, now) > _AGAIN:
+        if now - self._times.setdefault(number, now) > _SECOND_REQUEST_AFTER:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         if self.received is None:
@@ -72,17 +73,19 @@ def deferring(deferred: bool = True) -> Iterator[None]:
     A recorded signal that `take_signal` has not returned raises `Interrupted` when the deferral ends.
     """
     signals = _installed or _StopSignals()
-    before, signals.deferred = signals.deferred, deferred
+    deferred_before = signals.deferred
+    signals.deferred = deferred
     try:
         signals.raise_received()
         yield
     finally:
-        signals.deferred = before
+        signals.deferred = deferred_before
     signals.raise_received()
 
 
 def take_signal() -> signal.Signals | None:
     """Return the recorded stop signal, if any, and clear the record."""
     signals = _installed or _StopSignals()
-    received, signals.received = signals.received, None
+    received = signals.received
+    signals.received = None
     return received

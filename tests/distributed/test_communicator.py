@@ -3,10 +3,11 @@
 import pickle
 import socket
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -19,6 +20,17 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
 
 
+class DiskFull(SaveFailed):
+    """An error whose class is a subclass of a subclass of `UserError`."""
+
+
+class MissingShards(UserError):
+    """An error that is not constructed from its message."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(f"{count} shards are missing")
+
+
 def collect(communicator: Communicator) -> dict[str, Any]:
     rank = communicator.rank
     x = torch.arange(6.0).reshape(3, 2) + 10 * rank
@@ -27,40 +39,55 @@ def collect(communicator: Communicator) -> dict[str, Any]:
     result = {
         "gathered": communicator.all_gather(x, "features"),
         "sum": communicator.all_reduce(x, "scalars"),
-        "own": communicator.reduce_scatter(rows * (rank + 1), "state"),
+        "scattered": communicator.reduce_scatter(rows * (rank + 1), "state"),
     }
     assert torch.equal(x, before), "the arguments stay as they are"
     return {**result, "traffic": dict(communicator.traffic)}
 
 
-def fail(communicator: Communicator) -> list[str]:
-    """Return the messages of two errors: a job that fails on rank 0, and a problem on the last rank only."""
+def raised(work: Callable[[], object]) -> str:
+    """Return the class and the message of the `UserError` that `work` raises."""
+    with pytest.raises(UserError) as caught:
+        work()
+    return f"{caught.type.__name__}: {caught.value}"
 
-    def job() -> None:
-        raise SaveFailed("the disk is full")
+
+def fail(communicator: Communicator) -> list[str]:
+    """Return the errors of jobs that fail on rank 0, and of a problem on the last rank only."""
+    error_classes: list[Callable[[str], UserError]] = [UserError, SaveFailed, DiskFull]
+    if communicator.rank == 0:
+
+        class KnownToRankZero(DiskFull):
+            """An error whose class the other ranks do not have."""
+
+        error_classes.append(KnownToRankZero)
+    else:
+        error_classes.append(DiskFull)
+    errors = [error_class("the disk is full") for error_class in error_classes]
+    errors.append(MissingShards(3))
 
     messages = []
-    alone = "no shard" if communicator.rank == communicator.world_size - 1 else None
-    for work in (lambda: communicator.on_rank_zero(job), lambda: communicator.raise_if_any_rank_failed(alone)):
-        try:
-            work()
-        except UserError as error:
-            messages.append(f"{type(error).__name__}: {error}")
+    for error in errors:
+        job = Mock(side_effect=error)
+        messages.append(raised(lambda job=job: communicator.on_rank_zero(job)))
+        assert job.called == (communicator.rank == 0)
+    problem = "no shard" if communicator.rank == communicator.world_size - 1 else None
+    messages.append(raised(lambda: communicator.raise_if_any_rank_failed(problem)))
     communicator.raise_if_any_rank_failed(None)
     assert communicator.on_rank_zero(lambda: communicator.rank + 7) == 7
     return messages
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_collectives(world_size: int) -> None:
+def test_collectives_return_sums_and_rows_of_all_ranks_and_count_their_bytes(world_size: int) -> None:
     ranks = run_ranks(world_size, collect)
     x = [torch.arange(6.0).reshape(3, 2) + 10 * rank for rank in range(world_size)]
     rows = torch.arange(float(4 * world_size)).reshape(-1, 2) * sum(range(1, world_size + 1))
-    for number, found in enumerate(ranks):
-        assert torch.equal(found["gathered"], torch.cat(x))
-        assert torch.equal(found["sum"], sum(x))
-        assert torch.equal(found["own"], rows[2 * number : 2 * number + 2])
-        traffic = found["traffic"]
+    for rank, result in enumerate(ranks):
+        assert torch.equal(result["gathered"], torch.cat(x))
+        assert torch.equal(result["sum"], sum(x))
+        assert torch.equal(result["scattered"], rows[2 * rank : 2 * rank + 2])
+        traffic = result["traffic"]
         assert traffic["features"].bytes_sent == (world_size - 1) * 6 * 4
         assert traffic["scalars"].bytes_sent == 2 * (world_size - 1) * 24 // world_size
         assert traffic["state"].bytes_sent == (world_size - 1) * 4 * 4
@@ -71,11 +98,11 @@ def gather_on_hosts(communicator: Communicator) -> list[Any]:
     """Gather a host tensor through a separate gloo group and through the default group."""
     separate = Communicator(host_group=dist.new_group(backend="gloo"))
     x = torch.tensor([communicator.rank])
-    found = [ranks.begin_host_gather(x, "features").wait().tolist() for ranks in (separate, communicator)]
-    return [*found, separate.gather_objects(communicator.rank), separate.on_rank_zero(lambda: 7)]
+    gathered = [ranks.begin_host_gather(x, "features").wait().tolist() for ranks in (separate, communicator)]
+    return [*gathered, separate.gather_objects(communicator.rank), separate.on_rank_zero(lambda: 7)]
 
 
-def test_host_tensors_are_gathered_whatever_the_group_carries() -> None:
+def test_host_tensors_are_gathered_through_either_kind_of_group() -> None:
     assert run_ranks(2, gather_on_hosts) == [[[0, 1], [0, 1], [0, 1], 7]] * 2
 
 
@@ -91,7 +118,7 @@ def join_with_gpus(communicator: Communicator) -> list[Any]:
     return [str(joined.device), joined._host_group is not None, gathered.tolist(), size, made_of]
 
 
-def test_ranks_with_gpus_have_a_group_of_hosts_and_one_of_their_own() -> None:
+def test_ranks_with_gpus_have_a_gloo_group_for_host_tensors_and_one_for_each_rank() -> None:
     """A rank's separate group uses gloo, because NCCL would split the group from the global one."""
     common = ["cuda:0", True, [0, 1], 1]
     assert run_ranks(2, join_with_gpus) == [[*common, []], [*common, ["gloo"]]]
@@ -106,56 +133,57 @@ def test_subnormal_numbers_are_zero_in_every_thread_of_a_rank(monkeypatch: pytes
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    found = [subnormals_left(1)]
+    assert subnormals_left(1) == 1
     with launch.process_group("task"):
-        thread = threading.Thread(target=lambda: found.append(subnormals_left(1)))
+        in_thread: list[int] = []
+        thread = threading.Thread(target=lambda: in_thread.append(subnormals_left(1)))
         thread.start()
         thread.join()
-        found += [subnormals_left(), subnormals_left(1)]
-    assert found == [1, 0, 0, 0]
+        assert in_thread == [0]
+        assert [subnormals_left(), subnormals_left(1)] == [0, 0]
     assert subnormals_left(1) == 1
 
 
-def test_one_rank_is_free() -> None:
+def test_one_rank_sends_nothing() -> None:
     assert collect(Communicator())["traffic"] == {}
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_errors_reach_all_ranks(world_size: int) -> None:
-    ranks = run_ranks(world_size, fail) if world_size > 1 else [fail(Communicator())]
-    own = "no shard" if world_size == 1 else f"rank 1 on {socket.gethostname()}: no shard"
-    assert ranks == [["SaveFailed: the disk is full", f"UserError: {own}"]] * world_size
+def test_an_error_of_rank_zero_reaches_all_ranks_with_its_message() -> None:
+    """All ranks raise the error's class, or its nearest base class that they know and can construct."""
+    disk_full = [f"{name}: the disk is full" for name in ("UserError", "SaveFailed", "DiskFull")]
+    alone = [*disk_full, "KnownToRankZero: the disk is full", "MissingShards: 3 shards are missing"]
+    assert fail(Communicator()) == [*alone, "UserError: no shard"]
+
+    of_last_rank = f"UserError: rank 1 on {socket.gethostname()}: no shard"
+    constructed = "UserError: 3 shards are missing"
+    rank_0 = [*disk_full, "KnownToRankZero: the disk is full", constructed, of_last_rank]
+    rank_1 = [*disk_full, "DiskFull: the disk is full", constructed, of_last_rank]
+    assert run_ranks(2, fail) == [rank_0, rank_1]
 
 
 def exchange(communicator: Communicator) -> list[Any]:
     """Gather and broadcast JSON whose size differs between ranks, then bytes from rank 1 that are not JSON."""
     rank = communicator.rank
-    mine = {"text": "\udcff é" * rank, "numbers": [rank, -0.1, float("inf"), 2**62], "none": None}
-    found: list[Any] = [
-        communicator.gather_objects(mine)
-        == [
-            {**mine, "text": "\udcff é" * r, "numbers": [r, -0.1, float("inf"), 2**62]}
-            for r in range(communicator.world_size)
-        ]
-    ]
-    found.append(communicator.on_rank_zero(lambda: ["of", {"rank": rank}]))
+
+    def message(sender: int) -> dict[str, Any]:
+        return {"text": "\udcff é" * sender, "numbers": [sender, -0.1, float("inf"), 2**62], "none": None}
+
+    gathered = communicator.gather_objects(message(rank))
+    of_rank_zero = communicator.on_rank_zero(lambda: ["of", {"rank": rank}])
     with patch("json.dumps", lambda x: repr(pickle.dumps(x)) if rank == 1 else "{}"):
-        try:
-            communicator.gather_objects(Path())
-        except UserError as error:
-            found.append(str(error))
-    return found
+        refused = raised(lambda: communicator.gather_objects(Path()))
+    return [gathered == [message(0), message(1)], of_rank_zero, refused]
 
 
 def test_ranks_exchange_json_and_nothing_else() -> None:
-    for same, zero, refused in run_ranks(2, exchange):
-        assert same
-        assert zero == ["of", {"rank": 0}]
+    for all_arrived, of_rank_zero, refused in run_ranks(2, exchange):
+        assert all_arrived
+        assert of_rank_zero == ["of", {"rank": 0}]
         assert "Rank 1 sent bytes that are not JSON" in refused
 
 
 @pytest.mark.parametrize("value", [{"a": [{1}]}, Path("a"), torch.zeros(1), b"", SaveFailed("x")])
-def test_what_json_does_not_hold_is_refused_also_on_one_rank(value: Any) -> None:
+def test_objects_that_json_cannot_represent_are_refused_even_on_one_rank(value: Any) -> None:
     with pytest.raises(TypeError):
         Communicator().gather_objects(value)
     with pytest.raises(TypeError):
@@ -166,13 +194,13 @@ def count(communicator: Communicator) -> list[int]:
     return [communicator.count("turns") for _ in range(3)]
 
 
-def test_a_counter_is_shared() -> None:
+def test_all_ranks_share_a_counter() -> None:
     assert count(Communicator()) == [1, 2, 3]
     first, second = run_ranks(2, count)
     assert sorted(first + second) == [1, 2, 3, 4, 5, 6]
 
 
-def test_rows_that_ranks_do_not_divide() -> None:
+def test_rows_that_the_number_of_ranks_does_not_divide_are_refused() -> None:
     communicator = Communicator()
     communicator.world_size = 2
     with pytest.raises(ValueError, match="3 rows over 2 ranks"):

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from small_runs import ROOT
 
 from neuclip_ds.distributed import environment
@@ -33,7 +34,7 @@ subprocess.run(["sh", "-c", '"$0" -c "$1"; true', sys.executable, sys.argv[-1]])
 """
 
 
-def test_no_launcher_is_one_rank() -> None:
+def test_without_a_launcher_there_is_one_rank() -> None:
     env: dict[str, str] = {}
     assert read_environment(env) == (0, 0, 1)
     complete_environment(env)
@@ -41,7 +42,7 @@ def test_no_launcher_is_one_rank() -> None:
     assert env["MASTER_ADDR"] == "127.0.0.1"
 
 
-def test_deepspeed_and_open_mpi() -> None:
+def test_ranks_of_deepspeed_and_open_mpi_are_read() -> None:
     assert read_environment({"RANK": "9", "LOCAL_RANK": "1", "WORLD_SIZE": "16"}) == (9, 1, 16)
     mpi = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}
     assert read_environment(mpi) == (3, 1, 4)
@@ -53,12 +54,12 @@ def test_deepspeed_and_open_mpi() -> None:
 
 
 @pytest.mark.parametrize("env", [{"RANK": "x", "WORLD_SIZE": "2"}, {"RANK": "2", "WORLD_SIZE": "2"}])
-def test_senseless_variables(env: dict[str, str]) -> None:
+def test_variables_that_do_not_describe_a_rank_are_refused(env: dict[str, str]) -> None:
     with pytest.raises(UserError, match="RANK"):
         read_environment(env)
 
 
-def test_a_step_of_srun() -> None:
+def test_a_step_of_srun_gets_its_ranks_and_the_address_of_its_first_node() -> None:
     env = {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_JOB_ID": "1234567"}
     env["SLURM_STEP_NODELIST"] = "gpu[007-012,20],cpu1"
     assert read_environment(env) == (3, 1, 4)
@@ -70,7 +71,7 @@ def test_a_step_of_srun() -> None:
     assert read_environment(script) == (0, 0, 1), "a batch script is one process"
 
 
-def test_ranks_without_an_address() -> None:
+def test_ranks_without_an_address_are_refused() -> None:
     with pytest.raises(UserError, match="MASTER_ADDR"):
         complete_environment({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"})
 
@@ -91,12 +92,17 @@ def test_num_gpus_without_gpus_is_refused(
     launcher.chmod(0o755)
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": accelerator or ""}
     done = subprocess.run([launcher, *options, CHECK], env=variables, capture_output=True, text=True, timeout=60)
-    said = done.stdout + done.stderr
-    assert ("--num_gpus 8 asks for GPUs" in said and "--num_accelerators 8" in said) if refused else said == "fine\n"
+    printed = done.stdout + done.stderr
+    if refused:
+        assert "--num_gpus 8 asks for GPUs" in printed and "--num_accelerators 8" in printed
+    else:
+        assert printed == "fine\n"
 
 
 def test_idle_threads_of_cpu_runs_sleep_unless_the_user_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    script = "from neuclip_ds.cli.main import main; main(['train', '--help']); import torch"
+    libgomp = next(Path(torch.__file__).parent.glob("lib/libgomp*"))
+    load = f"import ctypes; ctypes.CDLL({str(libgomp)!r})"  # as importing torch does, which takes seconds
+    script = f"from neuclip_ds.cli.main import main; main(['train', '--help']); {load}"
     variables = {key: value for key, value in os.environ.items() if key not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
     variables |= {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_DISPLAY_ENV": "verbose"}
     done = subprocess.run([sys.executable, "-c", script], env=variables, capture_output=True, text=True, timeout=120)
@@ -115,12 +121,12 @@ def test_gpus_that_torch_cannot_use_are_refused(tmp_path: Path, monkeypatch: pyt
     assert find_gpus(tmp_path) == []
     for name in ("nvidia0", "nvidia12", "kfd"):
         (tmp_path / name).touch()
-    found = find_gpus(tmp_path)
-    assert found == [str(tmp_path / name) for name in ("kfd", "nvidia0", "nvidia12")]
+    gpus = find_gpus(tmp_path)
+    assert gpus == [str(tmp_path / name) for name in ("kfd", "nvidia0", "nvidia12")]
 
     version = tmp_path / "version"
     version.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\n")
-    monkeypatch.setattr(environment, "find_gpus", lambda: found)
+    monkeypatch.setattr(environment, "find_gpus", lambda: gpus)
     monkeypatch.setattr(environment, "_DRIVER", version)
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     with pytest.raises(UserError, match=r"nvidia12\), .* torch 2.15 for CUDA 13.2, .* driver is 535.104.05\. .*cu126"):
@@ -139,14 +145,20 @@ def test_gpus_that_torch_cannot_use_are_refused(tmp_path: Path, monkeypatch: pyt
 def test_gloo_takes_the_interface_of_an_address(
     address: str, interface: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    family = {".": socket.AF_INET, ":": socket.AF_INET6}
-    interfaces = {"lo": ["127.0.0.1", "::1"], "eth0": ["192.168.0.7", "fe80::2%eth0"], "ib0": ["10.0.0.7"]}
-    found = {
-        name: [SimpleNamespace(address="00:00", family=socket.AF_PACKET)]
-        + [SimpleNamespace(address=one, family=family["." if "." in one else ":"]) for one in addresses]
-        for name, addresses in interfaces.items()
+    ethernet = SimpleNamespace(address="00:00", family=socket.AF_PACKET)
+
+    def ipv4(text: str) -> SimpleNamespace:
+        return SimpleNamespace(address=text, family=socket.AF_INET)
+
+    def ipv6(text: str) -> SimpleNamespace:
+        return SimpleNamespace(address=text, family=socket.AF_INET6)
+
+    interfaces = {
+        "lo": [ethernet, ipv4("127.0.0.1"), ipv6("::1")],
+        "eth0": [ethernet, ipv4("192.168.0.7"), ipv6("fe80::2%eth0")],
+        "ib0": [ethernet, ipv4("10.0.0.7")],
     }
-    monkeypatch.setattr(environment.psutil, "net_if_addrs", lambda: found)
+    monkeypatch.setattr(environment.psutil, "net_if_addrs", lambda: interfaces)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     use_interface_of(address)

@@ -98,7 +98,9 @@ def one_rank(rank: int, folder: str, work: str) -> None:
     sys.stderr = Path(f"{rank}.txt").open("w")  # noqa: SIM115, open until the process ends
     socket.gethostname = lambda: f"node{rank}"
     store = open_store(rank, timedelta(seconds=30))
-    failure_detector._SILENCE = 4.0
+    failure_detector._POLL_INTERVAL = 0.25
+    failure_detector._REPORT_DELAY = 0.5
+    failure_detector._STORE_TIMEOUT = 4.0
     with failure_detector.FailureDetector(RankEnvironment(rank, 0, RANKS), open_store(rank, serve=False), "127.0.0.1"):
         store.set(f"in {rank}", "")  # as the process group does, which a run creates next
         store.wait([f"in {other}" for other in range(RANKS)])
@@ -115,44 +117,45 @@ def ends(folder: Path, work: str) -> Ends:
     return Ends([process.exitcode for process in processes], [(folder / f"{r}.txt").read_text() for r in range(RANKS)])
 
 
-def test_a_clean_end(tmp_path: Path) -> None:
+def test_ranks_that_end_one_after_another_report_nothing(tmp_path: Path) -> None:
     assert ends(tmp_path, "done") == ([0, 0, 0], ["", "", ""])
 
 
 def test_a_killed_rank_ends_all(tmp_path: Path) -> None:
-    found = ends(tmp_path, "killed_with_a_loader_process")
+    ended = ends(tmp_path, "killed_with_a_loader_process")
     os.kill(int((tmp_path / "loader").read_text()), signal.SIGKILL)  # fails if the loader process has ended
-    assert found.codes == [1, -signal.SIGKILL, 1]
-    assert all("rank 1 on node1 failed: it was killed and reported no error" in found.logs[rank] for rank in (0, 2))
+    assert ended.codes == [1, -signal.SIGKILL, 1]
+    for rank in (0, 2):
+        assert "rank 1 on node1 failed: it was killed and reported no error" in ended.logs[rank]
 
 
 def test_the_death_of_rank_zero_ends_all(tmp_path: Path) -> None:
-    found = ends(tmp_path, "killed_zero")
-    assert found.codes == [-signal.SIGKILL, 1, 1]
-    assert all("rank 0 on node0 failed: it was killed" in log for log in found.logs[1:])
+    ended = ends(tmp_path, "killed_zero")
+    assert ended.codes == [-signal.SIGKILL, 1, 1]
+    assert all("rank 0 on node0 failed: it was killed" in log for log in ended.logs[1:])
 
 
 @pytest.mark.slow
-def test_a_pause_is_no_failure_but_a_rank_zero_that_does_not_answer_is(tmp_path: Path) -> None:
+def test_a_pause_is_not_a_failure_but_a_rank_zero_that_does_not_answer_is(tmp_path: Path) -> None:
     """Other ranks cannot distinguish a stopped process from one whose node hangs."""
     assert ends(tmp_path, "paused") == ([0, 0, 0], ["", "", ""])
-    found = ends(tmp_path, "stopped_zero")
-    assert found.codes[1:] == [1, 1]
-    assert all("rank 0 on node0 failed: it has not answered for 4 s" in log for log in found.logs[1:])
+    ended = ends(tmp_path, "stopped_zero")
+    assert ended.codes[1:] == [1, 1]
+    assert all("rank 0 on node0 failed: it has not answered for 4 s" in log for log in ended.logs[1:])
 
 
-def test_the_first_exception_is_shown_with_its_rank(tmp_path: Path) -> None:
-    found = ends(tmp_path, "raised_and_made_others_fail")
-    assert found.codes == [1, 1, 1]
-    assert ["Traceback" in log for log in found.logs] == [False, False, True]
-    assert "rank 2 on node2 failed" in found.logs[2]
-    for log in found.logs[:2]:
+def test_the_first_exception_is_logged_with_its_rank(tmp_path: Path) -> None:
+    ended = ends(tmp_path, "raised_and_made_others_fail")
+    assert ended.codes == [1, 1, 1]
+    assert ["Traceback" in log for log in ended.logs] == [False, False, True]
+    assert "rank 2 on node2 failed" in ended.logs[2]
+    for log in ended.logs[:2]:
         assert log == "ended because rank 2 on node2 failed: RuntimeError: the GPU has fallen off the bus\n"
 
 
 def test_rank_zero_prints_the_mistake_of_another_rank(tmp_path: Path) -> None:
-    found = ends(tmp_path, "mistake_of_one")
-    assert found == ([2, 2, 2], ["error: rank 1 on node1: shard 7 cannot be read\n", "", ""])
+    ended = ends(tmp_path, "mistake_of_one")
+    assert ended == ([2, 2, 2], ["error: rank 1 on node1: shard 7 cannot be read\n", "", ""])
 
 
 def test_a_mistake_of_all_is_printed_once(tmp_path: Path) -> None:

@@ -53,12 +53,14 @@ def one_rank(rank: int, folder: str, work: str) -> None:
     os.chdir(folder)
     sys.stderr = Path(f"{rank}.txt").open("w", buffering=1)  # noqa: SIM115, open until the process ends
     socket.gethostname = lambda: f"node{rank}"
-    failure_detector._PATIENCE, failure_detector._SPREAD = 2.0, 3.0
+    failure_detector._POLL_INTERVAL = 0.25
+    failure_detector._STUCK_AFTER = 1.0
+    failure_detector._STUCK_SPREAD = 1.5
     if work == "lack_gpu" and rank == 1:
         del os.environ["DS_ACCELERATOR"]
         environment.find_gpus = lambda: ["/dev/nvidia0"]
     if work == "never_join":
-        failure_detector._LONGEST_START = 3.0
+        failure_detector._CONNECT_TIMEOUT = 1.0
         if rank == 1:
             dist.init_process_group = lambda *args, **kwargs: time.sleep(60)
     with exit_on_mistake(), launch.process_group("task") as communicator:
@@ -90,17 +92,16 @@ def ends(folder: Path, processes: list[BaseProcess]) -> list[tuple[int | None, s
 
 def test_gloo_takes_the_network_in_which_the_nodes_reach_rank_0(tmp_path: Path) -> None:
     """Rank 0's host name resolves to a loopback address on its own machine, as on Debian."""
-    networks = {
-        one.address: name
-        for name, addresses in psutil.net_if_addrs().items()
-        for one in addresses
-        if one.family is socket.AF_INET and not one.address.startswith("127.")
-    }
-    if not networks:
+    interfaces: dict[str, str] = {}  # by address
+    for name, addresses in psutil.net_if_addrs().items():
+        for entry in addresses:
+            if entry.family is socket.AF_INET and not entry.address.startswith("127."):
+                interfaces[entry.address] = name
+    if not interfaces:
         pytest.skip("needs a network")
-    address, name = next(iter(networks.items()))
+    address, interface = next(iter(interfaces.items()))
     with started(tmp_path, "connect", "127.0.1.1", address) as processes:
-        assert ends(tmp_path, processes) == [(0, f"{name}\n")] * 2
+        assert ends(tmp_path, processes) == [(0, f"{interface}\n")] * 2
 
 
 def test_one_machine_needs_no_network(tmp_path: Path) -> None:
@@ -126,16 +127,16 @@ def test_one_rank_without_a_launcher_needs_its_gpu_too(monkeypatch: pytest.Monke
 
 def test_ranks_that_do_not_connect_end_with_the_variables_to_set(tmp_path: Path) -> None:
     with started(tmp_path, "never_join") as processes:
-        found = ends(tmp_path, processes)
-    assert [code for code, _ in found] == [2, 2]
-    assert "GLOO_SOCKET_IFNAME" in found[0][1] and found[0][1].count("error: ") == 1
+        (code_0, printed_0), (code_1, _) = ends(tmp_path, processes)
+    assert [code_0, code_1] == [2, 2]
+    assert "GLOO_SOCKET_IFNAME" in printed_0 and printed_0.count("error: ") == 1
 
 
 @pytest.mark.parametrize(
     ("work", "doing"),
     [
         pytest.param("stop_rank_1", "is busy or stopped", marks=pytest.mark.slow),
-        ("hang_rank_1", "is at .*test_connected.py:.* in hang_rank_1"),
+        ("hang_rank_1", "is at .*test_process_group.py:.* in hang_rank_1"),
     ],
 )
 def test_a_rank_that_hangs_is_named(work: str, doing: str, tmp_path: Path) -> None:

@@ -35,14 +35,14 @@ YAML_PARTS = [
     *(b"data:\n", b"run:\n", b"  name: x\n", b"include: [r]\n", b"include: r\n", b"include: 5\n", b"objective:\n"),
     *(b"  other_methods:\n", b"    npn:\n", b"  method: gcl\n", b"  method: [gcl]\n", b"!!python/object:os.system {}"),
     *(b"!!set {a}\n", b"<<: *a\n", b"x: &a [*a]\n", b"\xff\xfe", b"\xef\xbb\xbf", b"y: !!int ''\n", b"on: off\n"),
-    *(b"  seed: !!timestamp x\n", b"  seed: 2001-99-99\n", b"  seed: !!float\n", b"  seed: 1:99\n", b"[" * 3000),
+    *(b"  seed: !!timestamp x\n", b"  seed: 2001-99-99\n", b"  seed: !!float\n", b"  seed: 1:99\n", b"[" * 1000),
 ]
 ENGINE_KEYS = ["bf16", "fp16", "zero_optimization", "optimizer", "train_batch_size", "gradient_clipping", "aio"]
 ENGINE_KEYS += ["steps_per_print", "flops_profiler", "activation_checkpointing", "comms_logger", "tensorboard"]
 ZERO_KEYS = ["stage", "offload_optimizer", "offload_param", "allgather_bucket_size", "overlap_comm", "nonsense"]
 
 
-def one_sentence(work: Callable[[], object]) -> None:
+def succeeds_or_explains(work: Callable[[], object]) -> None:
     """Fail unless `work` succeeds or raises a one-line `UserError` of moderate length."""
     try:
         work()
@@ -107,23 +107,23 @@ HOSTFILES = st.one_of(
 
 def check_recipe(folder: Path, data: bytes) -> None:
     (folder / "r.yaml").write_bytes(data)
-    one_sentence(lambda: resolve([str(folder / "r.yaml")]))
-    one_sentence(lambda: load_saved(folder / "r.yaml"))
+    succeeds_or_explains(lambda: resolve([str(folder / "r.yaml")]))
+    succeeds_or_explains(lambda: load_saved(folder / "r.yaml"))
 
 
 def check_options(folder: Path, options: list[str]) -> None:
-    one_sentence(lambda: resolve(["demo", *options]))
+    succeeds_or_explains(lambda: resolve(["demo", *options]))
 
 
 def check_engine(folder: Path, data: bytes) -> None:
     (folder / "engine.json").write_bytes(data)
     config = parse(["demo", f"--deepspeed={folder}/engine.json"]).config
-    one_sentence(lambda: check_engine_config(load_engine_config(config, 1), config.deepspeed))
+    succeeds_or_explains(lambda: check_engine_config(load_engine_config(config, 1), config.deepspeed))
 
 
 def check_hostfile(folder: Path, data: bytes) -> None:
     (folder / "hosts").write_bytes(data)
-    one_sentence(lambda: read_hostfile(folder / "hosts"))
+    succeeds_or_explains(lambda: read_hostfile(folder / "hosts"))
 
 
 CHECKS = [(check_recipe, RECIPES, 8), (check_options, OPTIONS, 15), (check_engine, ENGINES, 15)]
@@ -132,12 +132,12 @@ CHECKS += [(check_hostfile, HOSTFILES, 15)]
 
 @pytest.mark.parametrize("factor", [1, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("check", "inputs", "number"), CHECKS)
-def test_generated(
+def test_generated_input_is_accepted_or_refused_in_one_line(
     check: Callable[[Path, Any], None], inputs: st.SearchStrategy[Any], number: int, factor: int, tmp_path: Path
 ) -> None:
     profile = settings(max_examples=factor * number, derandomize=True, database=None, deadline=None)
     profile = settings(profile, suppress_health_check=list(HealthCheck))
-    profile(given(inputs)(lambda found: check(tmp_path, found)))()
+    profile(given(inputs)(lambda data: check(tmp_path, data)))()
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_generated(
         ("objective: {other_methods: {hnge: {}}}", "unknown key objective.other_methods.hnge; did you mean hinge?"),
         ("objective: {other_methods: {hinge: {margn: 1}}}", "unknown key hinge.margn"),
         ("run: &a\n  x: *a", "unknown key run.x"),
-        ("run: " + "[" * 100_000, "not valid YAML"),
+        ("run: " + "[" * 1000, "not valid YAML"),
         ("run: {seed: " + "9" * 5000 + "}", "not valid YAML"),
         ("optimizer: {lr: .inf}", "finite"),
         ("optimizer: {lr: .nan}", "lr=nan"),
@@ -166,7 +166,7 @@ def test_generated(
         ("{" + ", ".join(f"k{number}: 1" for number in range(50)) + "}", "and 45 more"),
     ],
 )
-def test_wrong_recipes(text: str | bytes, words: str, tmp_path: Path) -> None:
+def test_invalid_recipes_are_refused_in_one_line(text: str | bytes, words: str, tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
     (tmp_path / "other.yaml").write_text("include: [r]")
     with pytest.raises(UserError) as caught:
@@ -176,7 +176,7 @@ def test_wrong_recipes(text: str | bytes, words: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
-def test_encodings_and_empty_sections_of_valid_recipes(encoding: str, tmp_path: Path) -> None:
+def test_recipes_may_have_empty_sections_and_other_encodings(encoding: str, tmp_path: Path) -> None:
     text = "include: [demo]\ndata:\nmodel:\n  text:\nrun:\n  name: Bücher\nobjective:\n  other_methods:\n"
     (tmp_path / "r.yaml").write_text(text, encoding=encoding)
     config = parse([str(tmp_path / "r.yaml")]).config
@@ -188,7 +188,7 @@ def test_encodings_and_empty_sections_of_valid_recipes(encoding: str, tmp_path: 
     ("zero", "words"),
     [('{"stage": "two"}', "zero_optimization.stage"), ('{"allgather_bucket_size": "x"}', "DeepSpeed refuses")],
 )
-def test_every_rank_ends_with_2(zero: str, words: str, tmp_path: Path) -> None:
+def test_all_ranks_refuse_an_invalid_engine_config(zero: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "engine.json").write_text(f'{{"zero_optimization": {zero}}}')
     done = call("train.py", "demo", "--deepspeed=engine.json", "--data.train=.", folder=tmp_path, ranks=2, code=2)
     assert words in done.stderr

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from small_runs import newest_checkpoint, train
+from small_runs import SMALL, newest_checkpoint, train, training
 from tars import write_pairs
 
 from neuclip_ds.checkpoint.saved_model import open_model
@@ -17,7 +17,13 @@ from neuclip_ds.planning.dry_run import print_dry_run
 from neuclip_ds.recipe import parse
 from neuclip_ds.training.checks import config_warnings
 
-EVERY = ("--run.checkpoint_every=2", "--run.log_every=1")
+pytestmark = pytest.mark.usefixtures("quick_meta_models")
+ONE_RANK = RankEnvironment(rank=0, local_rank=0, world_size=1)
+OPTIONS = ("--run.checkpoint_every=2", "--run.log_every=1", "--optimizer.warmup_steps=50", "--optimizer.min_lr=1")
+WARNINGS = (  # about the last two of these options
+    "optimizer.warmup_steps=50 is not shorter than the run of 2 steps: it is shortened to 0, a tenth of the run.",
+    "optimizer.min_lr=1 is above optimizer.lr=0.001",
+)
 
 
 def content(folder: Path) -> dict[Path, bytes]:
@@ -29,7 +35,7 @@ def content(folder: Path) -> dict[Path, bytes]:
 def trained(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the output folder of a run of 2 steps."""
     runs = tmp_path_factory.mktemp("runs")
-    train(runs, shards, 2, *EVERY)
+    train(runs, shards, 2, *OPTIONS)
     return runs
 
 
@@ -56,96 +62,103 @@ def test_a_refused_start_changes_nothing(case: str, trained: Path, shards: Path,
         for option in options
     ]
     before = content(trained)
-    refused = train(trained, shards, 4, *EVERY, *options, ranks=2 if case == "two ranks" else 1, code=2)
+    refused = train(trained, shards, 4, *OPTIONS, *options, ranks=2 if case == "two ranks" else 1, code=2)
     assert message in refused.stderr
     assert "Traceback" not in refused.stderr
     assert content(trained) == before
 
 
-def test_what_it_was_trained_with_is_in_the_checkpoint(trained: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_contains_its_config_and_tokenizer(trained: Path, tmp_path: Path) -> None:
     """A checkpoint gives the same model when opened alone or from a run folder with a wrong config and no tokenizer."""
     shutil.copytree(trained, tmp_path / "runs")
     path = tmp_path / "runs" / "run" / "config.yaml"
     path.write_text(path.read_text().replace("method: fastclip_v3", "method: openclip"))
     shutil.rmtree(path.with_name("tokenizer"))
     alone = shutil.copytree(newest_checkpoint(trained), tmp_path / "elsewhere" / "step")
-    whole, *others = (open_model(str(opened), Communicator()) for opened in (trained / "run", path.parent, alone))
     captions = ["a red circle", "two blue squares"]
-    wanted = whole.model(None, whole.tokenizer(captions))[1]
-    for found in others:
-        assert found.config is not None and found.config.objective.method == "fastclip_v3"
-        assert (found.model(None, found.tokenizer(captions))[1] == wanted).all()
+    original = open_model(str(trained / "run"), Communicator())
+    expected = original.model(None, original.tokenizer(captions))[1]
+    for opened in (path.parent, alone):
+        saved = open_model(str(opened), Communicator())
+        assert saved.config is not None and saved.config.objective.method == "fastclip_v3"
+        assert (saved.model(None, saved.tokenizer(captions))[1] == expected).all()
 
 
 @pytest.mark.slow
-def test_a_tokenizer_of_a_start_without_checkpoint_is_made_anew(shards: Path, tmp_path: Path) -> None:
+def test_a_run_without_a_checkpoint_trains_its_tokenizer_again(shards: Path, tmp_path: Path) -> None:
     """Each launch fails at its first step because the best metric is misspelled, and leaves a tokenizer behind."""
     for size in (300, 310):
         options = (f"--model.text.vocab_size={size}", "--run.best_metric=x", f"--data.val={shards.parent / 'val'}")
-        train(tmp_path, shards, 2, *EVERY, *options, code=2)
+        train(tmp_path, shards, 2, *OPTIONS, *options, code=2)
         tokens = json.loads((tmp_path / "run" / "tokenizer" / "tokenizer.json").read_text())
         assert len(tokens["model"]["vocab"]) == size
 
 
-ONE = RankEnvironment(0, 0, 1)
-
-
-@pytest.mark.usefixtures("quick_meta_models")
 @pytest.mark.parametrize(
     ("option", "words"),
     [
         ("--data.val={tmp}/nothing", "nothing does not exist"),
         ("--data.zero_shot={tmp}/nothing", "nothing does not exist; name an evaluation set"),
         ("--data.evaluation_sets={tmp}/nothing", "nothing is not a folder"),
-        *((f"--model.vision.std={std}", r"model\.vision\.std") for std in ("[0,1,1]", "[-1,1,1]", "[.inf,1,1]")),
+        ("--model.vision.std=[0,1,1]", r"model\.vision\.std"),
+        ("--model.vision.std=[-1,1,1]", r"model\.vision\.std"),
+        ("--model.vision.std=[.inf,1,1]", r"model\.vision\.std"),
     ],
 )
 def test_missing_held_out_sets_and_impossible_deviations_are_refused(
     option: str, words: str, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    options = ["demo", f"--data.train={shards}", "--data.val=", "--data.zero_shot=", option.format(tmp=tmp_path)]
-    with pytest.raises(UserError, match=words):
-        print_dry_run(parse(options).config, ONE, None)
-
-
-def test_likely_slips_are_reported_by_run_and_dry_run(shards: Path, tmp_path: Path) -> None:
-    slips = [
-        "optimizer.warmup_steps=50 is not shorter than the run of 3 steps: it is shortened to 0, a tenth of the run.",
-        "optimizer.min_lr=1 is above optimizer.lr=0.001",
+    options = [
+        "demo",
+        *SMALL,
+        f"--data.train={shards}",
+        "--data.val=",
+        "--data.zero_shot=",
+        option.format(tmp=tmp_path),
     ]
-    options = ("--optimizer.warmup_steps=50", "--optimizer.min_lr=1")
-    dry = train(tmp_path, shards, 3, *options, "--dry-run")
-    assert [dry.stdout.count(f"warning    {slip}") for slip in slips] == [1, 1]
-    train(tmp_path, shards, 3, *options)
-    assert [(tmp_path / "run" / "log.txt").read_text().count(slip) for slip in slips] == [1, 1]
+    with pytest.raises(UserError, match=words):
+        print_dry_run(parse(options).config, ONE_RANK, None)
 
-    def slips_of(*options: str) -> list[str]:
+
+def test_runs_and_dry_runs_warn_about_likely_mistakes(
+    trained: Path, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = (trained / "run" / "log.txt").read_text()
+    print_dry_run(parse([*training(tmp_path, shards, 2), *OPTIONS]).config, ONE_RANK, None)
+    dry_run = capsys.readouterr().out
+    for warning in WARNINGS:
+        assert log.count(warning) == 1
+        assert dry_run.count(f"warning    {warning}") == 1
+
+
+def test_each_likely_mistake_has_a_warning() -> None:
+    def warnings_of(*options: str) -> list[str]:
         return config_warnings(parse(["demo", *options]).config, 3)
 
-    assert slips_of("--optimizer.lr=0", "--optimizer.warmup_steps=50") == [
+    assert warnings_of("--optimizer.lr=0", "--optimizer.warmup_steps=50") == [
         "optimizer.lr=0: the encoders will not learn."
     ]
-    assert slips_of("--optimizer.warmup_steps=2") == []
-    (slip,) = slips_of("--optimizer.warmup_steps=2", "--optimizer.schedule=constant", "--optimizer.min_lr=1e-5")
-    assert "min_lr has no effect with optimizer.schedule=constant" in slip
-    young = ["--optimizer.warmup_steps=2", "--objective.method=amorlip", "--objective.reference=released_code"]
-    (said,) = slips_of(*young)
-    assert "encoder_normalizer=combined" in said
-    for cure in ("amortized.encoder_normalizer=combined", "reference=paper"):
-        assert slips_of(*young, f"--objective.{cure}") == []
+    assert warnings_of("--optimizer.warmup_steps=2") == []
+    (warning,) = warnings_of("--optimizer.warmup_steps=2", "--optimizer.schedule=constant", "--optimizer.min_lr=1e-5")
+    assert "min_lr has no effect with optimizer.schedule=constant" in warning
+    amorlip = ["--optimizer.warmup_steps=2", "--objective.method=amorlip", "--objective.reference=released_code"]
+    (warning,) = warnings_of(*amorlip)
+    assert "encoder_normalizer=combined" in warning
+    for fix in ("amortized.encoder_normalizer=combined", "reference=paper"):
+        assert warnings_of(*amorlip, f"--objective.{fix}") == []
 
 
 def test_a_run_larger_than_the_machine_is_reported(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
-    config = parse(["demo", f"--data.train={shards}", f"--data.batch_size={1 << 24}"]).config
-    print_dry_run(config, ONE, None)
-    said = capsys.readouterr().out
-    assert f"of this machine, which has {there:,.1f} GB" in said
-    assert " of /dev/shm, which has " in said
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    options = ["demo", *SMALL, f"--data.train={shards}"]
+    print_dry_run(parse([*options, f"--data.batch_size={1 << 24}"]).config, ONE_RANK, None)
+    printed = capsys.readouterr().out
+    assert f"of this machine, which has {memory:,.1f} GB" in printed
+    assert " of /dev/shm, which has " in printed
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4096")
-    print_dry_run(parse(["demo", f"--data.train={shards}"]).config, ONE, None)
+    print_dry_run(parse(options).config, ONE_RANK, None)
     assert "this machine for its 4096 ranks" in capsys.readouterr().out
