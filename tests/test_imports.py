@@ -23,8 +23,8 @@ LAYERS: list[set[str]] = [
     {"state", "data"},
     {"objectives"},
     {"config"},
-    {"recipe", "models"},
-    {"evaluation", "loss", "reporting"},
+    {"recipe", "models", "reporting"},
+    {"evaluation", "loss"},
     {"profiling", "engine", "embedding"},
     {"checkpoint"},
     {"training"},
@@ -165,7 +165,6 @@ SATELLITES = (  # modules that the trainer must not import
     "neuclip_ds.planning",
     "neuclip_ds.profiling",
     "neuclip_ds.reporting.report",
-    "neuclip_ds.training.evaluator",
     "neuclip_ds.training.hooks.optional",
     "neuclip_ds.training.hooks.remote",
 )

@@ -13,10 +13,10 @@ from tars import write_pairs
 from neuclip_ds.checkpoint.checkpoints import Checkpoints, read_best
 from neuclip_ds.checkpoint.integrity import read_meta
 from neuclip_ds.distributed.environment import read_environment
+from neuclip_ds.evaluation.evaluator import Evaluator
 from neuclip_ds.recipe import parse
 from neuclip_ds.reporting.metrics import read_metrics
 from neuclip_ds.training import trainer
-from neuclip_ds.training.evaluator import Evaluator
 from neuclip_ds.training.run_lock import LOCK
 
 METRIC, BEST = "image_to_text_recall@1", "run/checkpoints"
