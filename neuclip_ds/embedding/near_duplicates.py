@@ -19,14 +19,15 @@ from neuclip_ds.data.uids import UidArray, parse_uid
 from neuclip_ds.embedding.select import IDENTITY, feature_tables
 from neuclip_ds.errors import UserError, explained
 
-_BLOCK_ROWS = 4096  # samples that are compared at once
 
-
-def drop_near_duplicates(folders: Sequence[Path], column: str, threshold: float, uids: UidArray) -> UidArray:
+def drop_near_duplicates(
+    folders: Sequence[Path], column: str, threshold: float, uids: UidArray, chunk: int = 4096
+) -> UidArray:
     """Return the uids of the samples to keep, in the order of the n distinct `uids`.
 
     Larger values in `column` take precedence; near-duplicates have a cosine similarity of at least `threshold`. All n
-    features stay in memory, in their stored dtype. Raises UserError if a folder has no features or cannot be read.
+    features stay in memory, in their stored dtype; chunks of `chunk` samples are compared at once. Raises UserError if
+    a folder has no features or cannot be read.
     """
     row_of_uid = {}
     for row, (high, low) in enumerate(uids.tolist()):
@@ -54,16 +55,16 @@ def drop_near_duplicates(folders: Sequence[Path], column: str, threshold: float,
         # a uid may occur several times: store its best row
         values = table.column(column).cast(pa.float64()).to_numpy()[sources]
         is_better = values > best_values[targets]
-        order = np.argsort(values[is_better], kind="stable")  # of several rows of a uid, the best is stored last
-        sources = sources[is_better][order]
-        targets = targets[is_better][order]
+        ascending = np.argsort(values[is_better], kind="stable")  # of several rows of a uid, the best is stored last
+        sources = sources[is_better][ascending]
+        targets = targets[is_better][ascending]
         features[targets] = part_features[sources]
-        best_values[targets] = values[is_better][order]
+        best_values[targets] = values[is_better][ascending]
 
-    order = np.argsort(-best_values, kind="stable")
-    kept_positions = _distinct(torch.from_numpy(features[order]), threshold).numpy()
+    descending = np.argsort(-best_values, kind="stable")
+    kept_positions = _distinct(torch.from_numpy(features[descending]), threshold, chunk).numpy()
     is_kept = np.zeros(len(uids), dtype=bool)
-    is_kept[order[kept_positions]] = True
+    is_kept[descending[kept_positions]] = True
     return uids[is_kept]
 
 
@@ -80,19 +81,19 @@ def _parts(folders: Sequence[Path], column: str) -> Iterator[tuple[pa.Table, NDA
                 yield table, image.flatten().to_numpy().reshape(table.num_rows, -1)
 
 
-def _distinct(features: Tensor, threshold: float) -> Tensor:
+def _distinct(features: Tensor, threshold: float, chunk: int) -> Tensor:
     """Return the indices of the (n, d) L2-normalized features to keep: those not near any feature kept before them."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kept = features.new_empty(features.shape, device=device)  # the first `count` rows are in use
     count = 0
     kept_indices = []
-    for start in range(0, len(features), _BLOCK_ROWS):
-        block = features[start : start + _BLOCK_ROWS].to(device)
+    for start in range(0, len(features), chunk):
+        block = features[start : start + chunk].to(device)
 
         # compare the block with the features kept from earlier blocks
         is_near = torch.zeros(len(block), dtype=torch.bool, device=device)
-        for kept_start in range(0, count, _BLOCK_ROWS):
-            earlier = kept[kept_start : min(kept_start + _BLOCK_ROWS, count)]
+        for kept_start in range(0, count, chunk):
+            earlier = kept[kept_start : min(kept_start + chunk, count)]
             is_near |= (block.float() @ earlier.float().T >= threshold).any(dim=1)
         indices = torch.arange(start, start + len(block))[~is_near.cpu()]
         block = block[~is_near]

@@ -86,8 +86,12 @@ class _Queries:
 
 
 @torch.no_grad()
-def caption_retrieval(encoder: BatchEncoder, folder: EvaluationSet, ks: Sequence[int] = (1, 5, 10)) -> dict[str, float]:
+def caption_retrieval(
+    encoder: BatchEncoder, folder: EvaluationSet, ks: Sequence[int] = (1, 5, 10), chunk: int = _CANDIDATE_CHUNK
+) -> dict[str, float]:
     """Return recall@k in both directions, counting each image and each caption once.
+
+    Queries are compared with `chunk` candidates at a time.
 
     Returns:
         Scores in [0, 1], equal on all ranks: `image_retrieval_recall@k` (captions as queries),
@@ -122,7 +126,7 @@ def caption_retrieval(encoder: BatchEncoder, folder: EvaluationSet, ks: Sequence
     }
     for name, (queries, local_candidates, local_labels) in directions.items():
         candidates, candidate_labels = _gather(local_candidates, local_labels, communicator)
-        counts[name] = _count_hits(queries, candidates, candidate_labels, ks, _CANDIDATE_CHUNK)
+        counts[name] = _count_hits(queries, candidates, candidate_labels, ks, chunk)
     image_count, metrics = _recalls(counts, ks, communicator)
     # equal in both directions, for any number of captions per image
     metrics["chance"] = chance_recall(1, int(image_count))
@@ -236,7 +240,7 @@ def count_negatives(
     label: Tensor,
     candidates: Tensor,
     candidate_labels: Tensor,
-    chunk: int = _CANDIDATE_CHUNK,
+    chunk: int,
 ) -> tuple[Tensor, Tensor]:
     """Count, for each query, the negatives that score higher than the best match and the negatives that tie with it.
 
