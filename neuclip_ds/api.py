@@ -15,10 +15,10 @@ from neuclip_ds.data.images import EvalTransform
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.environment import read_environment
 from neuclip_ds.evaluation.encoding import BatchEncoder, encoder_of
+from neuclip_ds.evaluation.evaluator import Evaluator
 from neuclip_ds.recipe import recipe_config
 from neuclip_ds.reporting.metrics import read_series
 from neuclip_ds.training import trainer
-from neuclip_ds.training.evaluator import Evaluator
 from neuclip_ds.training.hooks import Hook
 from neuclip_ds.training.hooks.optional import optional_hooks
 

@@ -121,7 +121,7 @@ def training(runs: Path, data: str | Path, steps: int) -> list[str]:
 
 def train_connected(communicator: Communicator, config: Config, *hooks: Hook) -> None:
     """Train on ranks that are already connected, such as the ranks of `run_ranks`."""
-    from neuclip_ds.training.evaluator import Evaluator
+    from neuclip_ds.evaluation.evaluator import Evaluator
     from neuclip_ds.training.run_folder import move_staged_files, staging
     from neuclip_ds.training.trainer import build
 

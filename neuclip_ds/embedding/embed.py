@@ -16,6 +16,8 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,11 +41,12 @@ from neuclip_ds.files import atomic_write, explain_disk
 
 log = logging.getLogger(__name__)
 
-_NUMBER = re.compile(r"part-(\d{8})\.parquet")
-_EVERY = 10.0  # seconds between progress lines
+_PART_NAME = re.compile(r"part-(\d{8})\.parquet")
+_LOG_INTERVAL = 10.0  # seconds between progress lines
 
 
-class Summary(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Summary:
     """Totals over all ranks for one call to `embed`."""
 
     shards: int  # shards whose parts this call wrote
@@ -61,14 +64,25 @@ class Block(NamedTuple):
     stop: int
 
 
-class Rows(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class BlockSamples:
     """The samples of a block."""
 
     block: Block
     batch: Batch
-    key: Sequence[str] = ()
-    uid: Sequence[str | None] = ()  # 32 hex digits
+    keys: Sequence[str] = ()
+    uids: Sequence[str | None] = ()  # 32 hex digits
     unreadable: str | None = None  # the reason why the shard cannot be read, if any
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedShard:
+    """All blocks of a shard, with their features on the device."""
+
+    shard: int  # number in the manifest
+    blocks: list[BlockSamples]
+    image: list[Tensor]  # (b, d) float32 features of each block
+    text: list[Tensor]
 
 
 class RowReader:
@@ -77,70 +91,91 @@ class RowReader:
     def __init__(
         self, manifest: Manifest, transform: ImageTransform, tokenize: Tokenize, uid_key: str, options: LoaderOptions
     ) -> None:
-        self._starts, self._uid_key = manifest.starts, uid_key
+        self._starts = manifest.starts
+        self._uid_key = uid_key
         self._pairs = PairDataset(manifest, transform, tokenize, captions=options.captions, cache=options.cache)
         self._reader = TarReader(manifest, (JSON,), options.cache)
 
-    def __call__(self, block: Block) -> Rows:
+    def __call__(self, block: Block) -> BlockSamples:
         """Read a block's samples; raise UserError if the shard does not match the manifest."""
-        first, indices = int(self._starts[block.shard]), range(block.start, block.stop)
+        indices = range(block.start, block.stop)
         batch = self._pairs.batch([(0, index) for index in indices])
-        if failed := next((bad.reason for bad in batch.bad if bad.cause == "read failed"), None):
-            return Rows(block, batch, unreadable=failed)
+        for bad in batch.bad:
+            if bad.cause == "read failed":
+                return BlockSamples(block=block, batch=batch, unreadable=bad.reason)
+        first_of_shard = int(self._starts[block.shard])
+        rows_of_shard = slice(block.start - first_of_shard, block.stop - first_of_shard)
         try:
-            keys = self._reader.keys(block.shard, slice(block.start - first, block.stop - first))
-            return Rows(block, batch, keys, [self._uid(index) for index in indices])
+            keys = self._reader.keys(block.shard, rows_of_shard)
+            uids = [self._uid(index) for index in indices]
         except OSError as error:
-            return Rows(block, batch, unreadable=str(error))
+            return BlockSamples(block=block, batch=batch, unreadable=str(error))
+        return BlockSamples(block=block, batch=batch, keys=keys, uids=uids)
 
     def _uid(self, index: int) -> str | None:
         """Return the uid of a sample as 32 hex digits, or None if the uid cannot be read."""
         try:
-            return "{:016x}{:016x}".format(*self._reader.uid(index, self._uid_key))
+            high, low = self._reader.uid(index, self._uid_key)
         except ChecksumError:
             return None
+        return f"{high:016x}{low:016x}"
 
 
 class Parts:
     """The part files in a folder of features."""
 
     def __init__(self, folder: Path, identity: Mapping[str, Any]) -> None:
-        self.folder, self._identity = folder, identity
+        self.folder = folder
+        self._identity = identity
 
     def create(self, manifest: Manifest) -> list[int]:
         """Open or create the folder, and return the numbers of its parts; raise UserError if another job wrote them."""
-        written = {**self._identity, "shards": manifest.n_shards, "data": manifest.content_hash}
+        identity = {**self._identity, "shards": manifest.n_shards, "data": manifest.content_hash}
         path = self.folder / IDENTITY
         if path.is_file():
-            with explained(f"{path} cannot be read", "choose another --out, or delete it"):
-                found = json.loads(path.read_text(encoding="utf-8"))
-                known = {**written, "shards": found["shards"], "data": manifest.hash_of_first(found["shards"])}
-            if name := next((name for name in known if found.get(name) != known[name]), None):
-                raise UserError(
-                    f"{self.folder} has features with {name}={found.get(name)}, not {known[name]}: choose another --out"
-                )
+            self._check_identity(path, identity, manifest)
         self.folder.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as temporary:
-            temporary.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
-        tables = (_NUMBER.fullmatch(table.name) for table in feature_tables(self.folder))
-        return [int(match[1]) for match in tables if match]
+            temporary.write_text(json.dumps(identity, indent=2) + "\n", encoding="utf-8")
+        matches = [_PART_NAME.fullmatch(table.name) for table in feature_tables(self.folder)]
+        return [int(match[1]) for match in matches if match]
 
-    def write(self, number: int, rows: list[Rows], features: list[tuple[Tensor, Tensor]]) -> int:
-        """Write a shard's part from the shard's blocks and (b, d) float32 features; return the number of samples."""
-        valid = torch.cat([one.batch.valid for one in rows]).numpy()
-        image, text = (torch.cat(found).cpu()[valid] for found in zip(*features, strict=True))
+    def _check_identity(self, path: Path, identity: Mapping[str, Any], manifest: Manifest) -> None:
+        """Raise UserError if the file describes a different job; the data may have grown since then."""
+        with explained(f"{path} cannot be read", "choose another --out, or delete it"):
+            stored = json.loads(path.read_text(encoding="utf-8"))
+            shards = stored["shards"]
+            expected = {**identity, "shards": shards, "data": manifest.hash_of_first(shards)}
+        for name, value in expected.items():
+            if stored.get(name) != value:
+                raise UserError(
+                    f"{self.folder} has features with {name}={stored.get(name)}, not {value}: choose another --out"
+                )
+
+    def write(self, encoded: EncodedShard) -> int:
+        """Write a shard's part; return its number of samples."""
+        valid = torch.cat([block.batch.valid for block in encoded.blocks]).numpy()
+        index = torch.cat([block.batch.index for block in encoded.blocks]).numpy()
+        keys = chain.from_iterable(block.keys for block in encoded.blocks)
+        uids = chain.from_iterable(block.uids for block in encoded.blocks)
+        image = torch.cat(encoded.image).cpu()[valid]
+        text = torch.cat(encoded.text).cpu()[valid]
         columns: dict[str, pa.Array] = {
-            "index": pa.array(torch.cat([one.batch.index for one in rows]).numpy()[valid]),
-            "key": pa.array([key for one in rows for key in one.key], pa.string()).filter(valid),
-            "uid": pa.array([uid for one in rows for uid in one.uid], pa.string()).filter(valid),
+            "index": pa.array(index[valid]),
+            "key": pa.array(list(keys), pa.string()).filter(valid),
+            "uid": pa.array(list(uids), pa.string()).filter(valid),
+            "image": self._feature_column(image),
+            "text": self._feature_column(text),
+            "similarity": pa.array((image * text).sum(dim=1).numpy()),
         }
-        for kind, values in (("image", image), ("text", text)):
-            array = values.numpy().astype(self._identity["dtype"])
-            columns[kind] = pa.FixedSizeListArray.from_arrays(pa.array(array.reshape(-1)), array.shape[1])
-        columns["similarity"] = pa.array((image * text).sum(dim=1).numpy())
-        with atomic_write(self.folder / f"part-{number:08d}.parquet") as temporary:
+        with atomic_write(self.folder / f"part-{encoded.shard:08d}.parquet") as temporary:
             pq.write_table(pa.table(columns), temporary, compression="zstd", use_dictionary=False)
         return int(valid.sum())
+
+    def _feature_column(self, features: Tensor) -> pa.Array:
+        """Return (n, d) features as a column in the dtype of the files."""
+        values = features.numpy().astype(self._identity["dtype"])
+        return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
 
 
 def embed(
@@ -157,52 +192,72 @@ def embed(
     `encode` must not run collectives, because ranks call it different numbers of times. Raises UserError if the folder
     has features from a different job, a shard differs from the manifest, the disk is full, or loaders die repeatedly.
     """
-    present = {*communicator.on_rank_zero(lambda: parts.create(manifest))}
-    missing = [n for n, size in enumerate(manifest.sizes.tolist()) if size and n not in present]
-    turns = communicator.on_rank_zero(lambda: f"embed-{secrets.token_hex(4)}")  # name of the counter of shards begun
-    began = logged = time.monotonic()
-    written, samples, bad, unreadable = 0, 0, 0, list[str]()
+    written_before = set(communicator.on_rank_zero(lambda: parts.create(manifest)))
+    missing = []
+    for shard, size in enumerate(manifest.sizes.tolist()):
+        if size > 0 and shard not in written_before:
+            missing.append(shard)
+    # name of a counter that all ranks share: the number of shards that have been started
+    started_shards = communicator.on_rank_zero(lambda: f"embed-{secrets.token_hex(4)}")
 
-    def jobs() -> Iterator[Block]:
-        while (turn := communicator.count(turns) - 1) < len(missing):
+    def blocks_to_read() -> Iterator[Block]:
+        while (turn := communicator.count(started_shards) - 1) < len(missing):
             shard = missing[turn]
-            start, stop = int(manifest.starts[shard]), int(manifest.starts[shard] + manifest.sizes[shard])
-            for low in range(start, stop, batch_size):  # blocks do not depend on the ranks
-                yield Block(shard, low, min(low + batch_size, stop))
+            start = int(manifest.starts[shard])
+            stop = start + int(manifest.sizes[shard])
+            for block_start in range(start, stop, batch_size):  # blocks do not depend on the ranks
+                yield Block(shard, block_start, min(block_start + batch_size, stop))
 
+    start_time = time.monotonic()
+    last_log_time = start_time
+    written = 0
+    samples = 0
+    bad = 0
+    unreadable: list[str] = []
     with closing(WorkerPool(reader, options)) as pool:
-        results = pool.run(jobs(), "batch {} of the shards".format, Path(manifest.shards[0].path).parent)
-        for number, rows, features in _by_shard(results, encode, manifest):
-            path = manifest.shards[number].path
-            if reason := next((one.unreadable for one in rows if one.unreadable is not None), None):
-                unreadable.append(f"{path}: {reason}")
+        blocks = pool.run(blocks_to_read(), "batch {} of the shards".format, Path(manifest.shards[0].path).parent)
+        for encoded in _encode_shards(blocks, encode, manifest):
+            path = manifest.shards[encoded.shard].path
+            reasons = [block.unreadable for block in encoded.blocks if block.unreadable is not None]
+            if reasons:
+                unreadable.append(f"{path}: {reasons[0]}")
                 continue
             with explain_disk(parts.folder, "choose another --out"):
-                samples += parts.write(number, rows, features)
+                samples += parts.write(encoded)
             written += 1
-            if omitted := [sample for one in rows for sample in one.batch.bad]:
+            omitted = list(chain.from_iterable(block.batch.bad for block in encoded.blocks))
+            if omitted:
                 bad += len(omitted)
                 causes = Counter(sample.cause for sample in omitted).most_common(3)
                 log.warning("%s: %d samples are omitted: %s, ...", path, len(omitted), dict(causes))
-            if communicator.rank == 0 and time.monotonic() - logged > _EVERY:
-                logged, begun = time.monotonic(), min(communicator.count(turns, 0), len(missing))
-                rate = samples / (logged - began)
-                log.info("%d of %d shards begun; rank 0: %.0f samples/s", begun, len(missing), rate)
-    written, samples, bad = map(sum, zip(*communicator.gather_objects([written, samples, bad]), strict=True))
-    lines = [line for lines in communicator.gather_objects(unreadable) for line in lines]
-    return Summary(written, samples, bad, lines, time.monotonic() - began)
+            if communicator.rank == 0 and time.monotonic() - last_log_time > _LOG_INTERVAL:
+                last_log_time = time.monotonic()
+                rate = samples / (last_log_time - start_time)
+                started = min(communicator.count(started_shards, 0), len(missing))
+                log.info("%d of %d shards begun; rank 0: %.0f samples/s", started, len(missing), rate)
+
+    counts: dict[str, Any] = {"shards": written, "samples": samples, "bad": bad, "unreadable": unreadable}
+    counts_of_ranks = communicator.gather_objects(counts)
+    return Summary(
+        shards=sum(counts["shards"] for counts in counts_of_ranks),
+        samples=sum(counts["samples"] for counts in counts_of_ranks),
+        bad=sum(counts["bad"] for counts in counts_of_ranks),
+        unreadable=list(chain.from_iterable(counts["unreadable"] for counts in counts_of_ranks)),
+        seconds=time.monotonic() - start_time,
+    )
 
 
-def _by_shard(
-    results: Iterable[Rows], encode: Encode, manifest: Manifest
-) -> Iterator[tuple[int, list[Rows], list[tuple[Tensor, Tensor]]]]:
-    """Encode blocks; for each complete shard, yield the shard's number, blocks and features (on the device)."""
-    blocks, features = list[Rows](), list[tuple[Tensor, Tensor]]()
-    for rows in results:
-        image, text, *_ = encode_batch(encode, rows.batch)
-        blocks.append(rows)
-        features.append((image.float(), text.float()))
-        number = rows.block.shard
-        if rows.block.stop == manifest.starts[number] + manifest.sizes[number]:
-            yield number, blocks, features
-            blocks, features = [], []
+def _encode_shards(blocks: Iterable[BlockSamples], encode: Encode, manifest: Manifest) -> Iterator[EncodedShard]:
+    """Encode blocks, and yield each shard when its last block is encoded."""
+    encoded: EncodedShard | None = None
+    for block_samples in blocks:
+        shard = block_samples.block.shard
+        if encoded is None:
+            encoded = EncodedShard(shard=shard, blocks=[], image=[], text=[])
+        features = encode_batch(encode, block_samples.batch)
+        encoded.blocks.append(block_samples)
+        encoded.image.append(features.image.float())
+        encoded.text.append(features.text.float())
+        if block_samples.block.stop == manifest.starts[shard] + manifest.sizes[shard]:
+            yield encoded
+            encoded = None

@@ -6,6 +6,7 @@ DataComp's or img2dataset's metadata. Only the column of values and the column o
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ from neuclip_ds.errors import UserError, explained
 from neuclip_ds.files import atomic_write
 
 IDENTITY = "embedding.json"  # file that marks a folder of features
-_BATCH = 1 << 17  # rows that are read at once
+_BATCH_ROWS = 1 << 17  # rows that are read at once
 
 
 class Rule(NamedTuple):
@@ -31,7 +32,8 @@ class Rule(NamedTuple):
     top: float | None = None
 
 
-class Selection(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Selection:
     """Row and uid counts of a selection, and the smallest value that its rule keeps."""
 
     kept: int  # distinct uids written
@@ -58,50 +60,75 @@ def select(
     words (dtype `u8,u8`). Only uids that are in every `within` file are kept, and `refine` may drop more. Raises
     UserError if a file cannot be read, or if no row with a uid is kept.
     """
-    files = [file for source in sources for file in _files(source)]
+    files: list[Path] = []
+    for source in sources:
+        files += _files(source)
     data = ds.dataset([str(file) for file in files], format="parquet")
     for name, option in ((column, "--column"), (uid_column, "--uid-column")):
         if name not in data.schema.names:
             raise UserError(f"{files[0]} has no column {name}: choose {option} from {', '.join(data.schema.names)}.")
-    lists = [UidFiles([path]) for path in within]
-    minimum = rule.minimum if rule.top is None else max(rule.minimum, _threshold(data, column, rule.top))
-    samples = without_value = without_uid = 0
-    chosen: list[UidArray] = []
+    uid_lists = [UidFiles([path]) for path in within]
+    minimum = rule.minimum
+    if rule.top is not None:
+        minimum = max(minimum, _threshold(data, column, rule.top))
+
+    # collect the uids of the rows that the rule keeps
+    samples = 0
+    without_value = 0
+    without_uid = 0
+    collected: list[UidArray] = []
     for values, texts in _rows(data, column, uid_column):
-        kept = (values >= minimum) & (values <= rule.maximum)  # both false for NaN
+        is_kept = (values >= minimum) & (values <= rule.maximum)  # both false for NaN
         samples += len(values)
         without_value += int(np.isnan(values).sum())
-        uids = parse_uids(texts.filter(pa.array(kept)))
-        without_uid += int(kept.sum()) - len(uids)
-        for listed in lists:
-            uids = uids[listed.count(uids) > 0]
-        chosen.append(uids)
-    found = np.concatenate(chosen) if chosen else np.empty(0, UID)
-    found = found[np.lexsort((found["low"], found["high"]))]  # numpy sorts pairs far more slowly
-    found = found[np.append(True, found[1:] != found[:-1])[: len(found)]]
-    if not len(found) and without_uid:
+        batch_uids = parse_uids(texts.filter(pa.array(is_kept)))
+        without_uid += int(is_kept.sum()) - len(batch_uids)
+        for uid_list in uid_lists:
+            batch_uids = batch_uids[uid_list.count(batch_uids) > 0]
+        collected.append(batch_uids)
+
+    uids = _sorted_distinct(np.concatenate(collected) if collected else np.empty(0, UID))
+    if not len(uids) and without_uid:
         raise UserError(f"None of {without_uid} samples has a uid of 32 hex digits: name the column with --uid-column.")
-    if not len(found):
+    if not len(uids):
         raise UserError(f"None of {samples} samples is kept ({without_value} have no value): choose wider bounds.")
-    selected, found = len(found), refine(found)
+    refined_uids = refine(uids)
     out.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(out) as temporary, temporary.open("wb") as file:
-        np.save(file, found.view(np.dtype("u8,u8")))  # the field names in DataComp's files
-    return Selection(len(found), samples, without_value, without_uid, minimum, selected - len(found))
+        np.save(file, refined_uids.view(np.dtype("u8,u8")))  # the field names in DataComp's files
+    return Selection(
+        kept=len(refined_uids),
+        samples=samples,
+        without_value=without_value,
+        without_uid=without_uid,
+        minimum=minimum,
+        refined=len(uids) - len(refined_uids),
+    )
 
 
-def _rows(data: ds.Dataset, column: str, other: str) -> Iterator[tuple[NDArray[np.float64], pa.Array]]:
+def _sorted_distinct(uids: UidArray) -> UidArray:
+    """Return the uids in ascending order, each once."""
+    uids = uids[np.lexsort((uids["low"], uids["high"]))]  # numpy sorts pairs far more slowly
+    is_new = np.ones(len(uids), dtype=bool)
+    is_new[1:] = uids[1:] != uids[:-1]
+    return uids[is_new]
+
+
+def _rows(data: ds.Dataset, column: str, other_column: str) -> Iterator[tuple[NDArray[np.float64], pa.Array]]:
     """Yield, for each batch of rows, the values of a numeric column (NaN if missing) and those of a second column."""
+    columns = [column] if column == other_column else [column, other_column]
     with explained("A parquet file cannot be read", "write or download it again"):
-        for batch in data.to_batches(columns=list({column: 0, other: 0}), batch_size=_BATCH):
+        for batch in data.to_batches(columns=columns, batch_size=_BATCH_ROWS):
             with explained(f"Column {column} is not numeric", "choose another --column"):
                 values = pc.cast(batch.column(column), pa.float64())
-            yield pc.fill_null(values, math.nan).to_numpy(zero_copy_only=False), batch.column(other)
+            values_or_nan = pc.fill_null(values, math.nan).to_numpy(zero_copy_only=False)
+            yield values_or_nan, batch.column(other_column)
 
 
 def _threshold(data: ds.Dataset, column: str, share: float) -> float:
     """Return the smallest of the top `share` of a column's values; with ties, a larger share may be at or above it."""
-    values = np.concatenate([found for found, _ in _rows(data, column, column)] or [np.empty(0)])
+    batches = [values for values, _ in _rows(data, column, column)]
+    values = np.concatenate(batches) if batches else np.empty(0)
     values = values[~np.isnan(values)]
     count = math.ceil(share * len(values))
     if not count:
@@ -118,7 +145,11 @@ def feature_tables(folder: Path) -> list[Path]:
 def _files(source: Path) -> list[Path]:
     if (source / IDENTITY).is_file():
         return feature_tables(source)
-    found = sorted(source.rglob("*.parquet")) if source.is_dir() else [source] if source.is_file() else []
-    if not found:
+    files = []
+    if source.is_dir():
+        files = sorted(source.rglob("*.parquet"))
+    elif source.is_file():
+        files = [source]
+    if not files:
         raise UserError(f"{source} is neither a parquet file nor a folder with one; check the path.")
-    return found
+    return files

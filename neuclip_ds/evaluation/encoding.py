@@ -24,17 +24,29 @@ def encoder_of(model: Any, device: torch.device) -> Encode:
 
     def encode(image: Tensor | None, tokens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         model.eval()
+        image_on_device = None if image is None else to_device(image, device)
+        tokens_on_device = None if tokens is None else to_device(tokens, device)
         with torch.no_grad():
-            return model(*(None if x is None else to_device(x, device) for x in (image, tokens)))
+            return model(image_on_device, tokens_on_device)
 
     return encode
 
 
-def encode_batch(encode: Encode, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (b, d) image and text features on the device, and the (b,) `index` and `valid` in host memory."""
+@dataclass(frozen=True, kw_only=True)
+class EncodedBatch:
+    """Features of the b rows of a batch, without its pixels and tokens."""
+
+    image: Tensor  # (b, d), on the device
+    text: Tensor  # (b, d), on the device
+    index: Tensor  # (b,) int64, in host memory
+    valid: Tensor  # (b,) bool, in host memory
+
+
+def encode_batch(encode: Encode, batch: Batch) -> EncodedBatch:
+    """Encode the images and texts of a batch."""
     image, text = encode(batch.image, batch.tokens)
     assert image is not None and text is not None
-    return image, text, batch.index, batch.valid
+    return EncodedBatch(image=image, text=text, index=batch.index, valid=batch.valid)
 
 
 @dataclass(frozen=True)
@@ -44,25 +56,36 @@ class BatchEncoder:
     encode: Encode
     tokenize: Callable[[list[str]], Tensor]  # n texts -> (n, T) tokens
     communicator: Communicator  # all its ranks must call `encode_images` and `encode_texts` together
-    size: int  # rows per call
+    batch_size: int  # rows per call
     transform: Callable[[bytes], Tensor]  # encoded image -> (3, H, W) uint8
     loader: Loader = IN_PROCESS  # reads evaluation sets
 
     def encode_images(self, rows: Sequence[Tensor]) -> Tensor:
         """Encode n >= 1 images (3, H, W) into (n, d) features; n may differ between ranks."""
-        return self._encode_batches(lambda batch: self.encode(torch.stack(batch), None)[0], rows)
+
+        def encode(batch: list[Tensor]) -> Tensor | None:
+            image, _ = self.encode(torch.stack(batch), None)
+            return image
+
+        return self._encode_batches(encode, rows)
 
     def encode_texts(self, rows: Sequence[str]) -> Tensor:
         """Encode n >= 1 texts into (n, d) features; n may differ between ranks."""
-        return self._encode_batches(lambda batch: self.encode(None, self.tokenize(batch))[1], rows)
+
+        def encode(batch: list[str]) -> Tensor | None:
+            _, text = self.encode(None, self.tokenize(batch))
+            return text
+
+        return self._encode_batches(encode, rows)
 
     def _encode_batches(self, encode: Callable[[list], Tensor | None], rows: Sequence) -> Tensor:
         """Encode rows in batches padded with the first row; the rank with the most rows sets the number of batches."""
-        most = max(self.communicator.gather_objects(len(rows)))
+        most_rows = max(self.communicator.gather_objects(len(rows)))
         features = []
-        for low in range(0, most, self.size):
-            batch = list(rows[low : low + self.size])
-            found = encode(batch + [rows[0]] * (self.size - len(batch)))
-            assert found is not None
-            features.append(found)
+        for start in range(0, most_rows, self.batch_size):
+            batch = list(rows[start : start + self.batch_size])
+            padding = [rows[0]] * (self.batch_size - len(batch))
+            encoded = encode(batch + padding)
+            assert encoded is not None
+            features.append(encoded)
         return torch.cat(features)[: len(rows)]

@@ -61,10 +61,12 @@ def hit_probability(ahead: Tensor, tied: Tensor, k: int, matches: Tensor | int =
         (n,) float64 probabilities that a match is in the other k - ahead positions, which ties fill in random order.
     """
     missed = torch.ones_like(ahead, dtype=torch.float64)
-    for place in range(k):
-        free = ahead + place < k
-        share = (tied - place).clamp(min=0).double() / (tied + matches - place).clamp(min=1)
-        missed = torch.where(free, missed * share, missed)
+    for position in range(k):  # the position among the candidates with this score, from 0
+        is_counted = ahead + position < k
+        negatives_left = (tied - position).clamp(min=0)
+        candidates_left = (tied + matches - position).clamp(min=1)
+        missed_here = negatives_left.double() / candidates_left
+        missed = torch.where(is_counted, missed * missed_here, missed)
     return 1 - missed
 
 
@@ -81,9 +83,13 @@ def chance_macro_f1(support: Tensor) -> float:
 
 def chance_jaccard(candidates: int, right: int) -> float:
     """Return the expected Jaccard index if `right` candidates are correct and `right` are chosen at random."""
-    overlaps = range(max(0, 2 * right - candidates), right + 1)
-    ways = {overlap: comb(right, overlap) * comb(candidates - right, right - overlap) for overlap in overlaps}
-    return sum(n * overlap / (2 * right - overlap) for overlap, n in ways.items()) / comb(candidates, right)
+    smallest_overlap = max(0, 2 * right - candidates)
+    weighted_indices = []
+    for overlap in range(smallest_overlap, right + 1):
+        choices = comb(right, overlap) * comb(candidates - right, right - overlap)  # choices with this overlap
+        union = 2 * right - overlap
+        weighted_indices.append(choices * overlap / union)
+    return sum(weighted_indices) / comb(candidates, right)
 
 
 class ClassAccumulator:
@@ -94,11 +100,11 @@ class ClassAccumulator:
     """
 
     def __init__(self, classes: int, device: torch.device | str = "cpu") -> None:
-        self._hold(torch.zeros((4, classes), dtype=torch.float64, device=device))
+        self._set_counts(torch.zeros((4, classes), dtype=torch.float64, device=device))
 
-    def _hold(self, sums: Tensor) -> None:
-        self._sums = sums
-        self.top1, self.top5, self.support, self.predicted = sums.unbind()  # views
+    def _set_counts(self, counts: Tensor) -> None:
+        self._counts = counts
+        self.top1, self.top5, self.support, self.predicted = counts.unbind()  # views
 
     def add(self, scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Add a batch of (n, C) scores and (n,) int64 labels.
@@ -109,24 +115,27 @@ class ClassAccumulator:
         label_score = scores.gather(1, labels[:, None])
         ahead = (~(scores <= label_score)).sum(dim=1)
         tied = (scores == label_score).sum(dim=1) - 1
-        top1, top5 = (hit_probability(ahead, tied.clamp(min=0), k) for k in (1, 5))
-        best = (scores == scores.amax(dim=1, keepdim=True)).double()
-        self._sums[:3].index_add_(1, labels, torch.stack([top1, top5, torch.ones_like(top1)]))
-        self.predicted += (best / best.sum(dim=1, keepdim=True).clamp(min=1)).sum(dim=0)
+        tied = tied.clamp(min=0)  # -1 if the label's score is NaN
+        top1 = hit_probability(ahead, tied, k=1)
+        top5 = hit_probability(ahead, tied, k=5)
+        self._counts[:3].index_add_(1, labels, torch.stack([top1, top5, torch.ones_like(top1)]))
+        is_best = (scores == scores.amax(dim=1, keepdim=True)).double()
+        best_classes = is_best.sum(dim=1, keepdim=True).clamp(min=1)  # more than one if their scores are equal
+        self.predicted += (is_best / best_classes).sum(dim=0)
         return top1, top5
 
     def all_reduce(self, communicator: Communicator) -> None:
         """Replace this rank's counts with the sums over all ranks."""
-        self._hold(communicator.all_reduce(self._sums, "evaluation"))
+        self._set_counts(communicator.all_reduce(self._counts, "evaluation"))
 
 
 class GroupAccumulator:
     """Accumulator of hits and counts per group, (G,) float64. Groups are numbered from 0, and G grows as needed."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
-        self._hold(torch.zeros((2, 0), dtype=torch.float64, device=device))
+        self._set_sums(torch.zeros((2, 0), dtype=torch.float64, device=device))
 
-    def _hold(self, sums: Tensor) -> None:
+    def _set_sums(self, sums: Tensor) -> None:
         self._sums = sums
         self.hits, self.counts = sums.unbind()  # views
 
@@ -134,13 +143,14 @@ class GroupAccumulator:
         """Add a batch of (n,) hit probabilities and (n,) int64 group numbers; `groups` is in host memory."""
         if len(groups):
             self._grow(int(groups.max()) + 1)
-            numbers = groups.to(hits.device, non_blocking=True)
-            self._sums.index_add_(1, numbers, torch.stack([hits, torch.ones_like(hits)]))
+            groups_on_device = groups.to(hits.device, non_blocking=True)
+            self._sums.index_add_(1, groups_on_device, torch.stack([hits, torch.ones_like(hits)]))
 
     def all_reduce(self, communicator: Communicator) -> None:
         """Replace this rank's counts with the sums over all ranks."""
         self._grow(max(communicator.gather_objects(self._sums.shape[1])))
-        self._hold(communicator.all_reduce(self._sums, "evaluation"))
+        self._set_sums(communicator.all_reduce(self._sums, "evaluation"))
 
-    def _grow(self, size: int) -> None:
-        self._hold(functional.pad(self._sums, (0, max(0, size - self._sums.shape[1]))))
+    def _grow(self, groups: int) -> None:
+        missing = max(0, groups - self._sums.shape[1])
+        self._set_sums(functional.pad(self._sums, (0, missing)))

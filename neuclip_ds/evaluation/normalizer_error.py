@@ -15,8 +15,8 @@ a time. The sums over negatives are computed in the log domain, within and acros
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,7 +37,8 @@ collectives, so all ranks must call it the same number of times.
 """
 
 
-class _Anchors(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class _Anchors:
     """All A anchors, identical on all ranks; the first dimension of every tensor except `sample` is the direction."""
 
     features: Tensor  # (2, A, d)
@@ -56,13 +57,14 @@ def normalizer_error(
     communicator: Communicator,
     anchors: int,
     chunk: int = 4096,
-    parts: int = 1,
+    parts_per_batch: int = 1,
 ) -> dict[str, float]:
     """Return the errors of a method's estimates for the first `anchors` valid samples of `anchor_batches`.
 
-    All ranks must have the same number of batches, with the same shapes. Every `parts` consecutive `anchor_batches`
-    form one batch of the training batch size; over all ranks, `all_batches` contain every training sample once. Logits
-    are computed for `chunk` anchors at a time. Raises UserError if there are fewer than two valid samples.
+    All ranks must have the same number of batches, with the same shapes. Every `parts_per_batch` consecutive
+    `anchor_batches` form one batch of the training batch size; over all ranks, `all_batches` contain every training
+    sample once. Logits are computed for `chunk` anchors at a time. Raises UserError if there are fewer than two valid
+    samples.
 
     Returns:
         Metrics, equal on all ranks: `normalizer_mse`, the mean of `normalizer_mse_image` and `normalizer_mse_text`;
@@ -70,21 +72,21 @@ def normalizer_error(
         and `normalizer_unseen`, the number of anchors that have no estimate yet, or whose AmorLIP lambda is below the
         positive's contribution. The means are NaN if `normalizer_anchors` is 0.
     """
-    encoded = _encode_anchors(encode, estimate, anchor_batches, parts, communicator, anchors)
-    log_sum, samples = _log_sum_over_negatives(encode, encoded, pair_loss, all_batches, communicator, chunk)
+    encoded_anchors = _encode_anchors(encode, estimate, anchor_batches, parts_per_batch, communicator, anchors)
+    log_sum, samples = _log_sum_over_negatives(encode, encoded_anchors, pair_loss, all_batches, communicator, chunk)
     if samples < 2:
         raise UserError("The training data has fewer than two readable pairs to contrast; check data.train.")
     log_g = log_sum - math.log(samples - pair_loss.excluded)  # (2, A)
-    seen = ~torch.isneginf(encoded.log_estimate).any(dim=0)
-    error = (encoded.log_estimate.double() - log_g)[:, seen]
-    by_direction = error.square().mean(dim=1)
+    has_estimate = ~torch.isneginf(encoded_anchors.log_estimate).any(dim=0)
+    error = (encoded_anchors.log_estimate.double() - log_g)[:, has_estimate]
+    mse_by_direction = error.square().mean(dim=1)
     return {
-        "normalizer_mse": float(by_direction.mean()),
-        "normalizer_mse_image": float(by_direction[0]),
-        "normalizer_mse_text": float(by_direction[1]),
+        "normalizer_mse": float(mse_by_direction.mean()),
+        "normalizer_mse_image": float(mse_by_direction[0]),
+        "normalizer_mse_text": float(mse_by_direction[1]),
         "normalizer_bias": float(error.mean()),
-        "normalizer_anchors": float(seen.sum()),
-        "normalizer_unseen": float((~seen).sum()),
+        "normalizer_anchors": float(has_estimate.sum()),
+        "normalizer_unseen": float((~has_estimate).sum()),
     }
 
 
@@ -92,28 +94,44 @@ def _encode_anchors(
     encode: Encode,
     estimate: EstimateNormalizers,
     batches: Iterable[Batch],
-    parts: int,
+    parts_per_batch: int,
     communicator: Communicator,
     limit: int,
 ) -> _Anchors:
     """Encode the first `limit` valid rows of the batches; a batch consists of all ranks' rows in rank order."""
-    all_rows, all_index = [], []
-    encoded = (encode_batch(encode, batch) for batch in batches)
-    while whole := list(islice(encoded, parts)):
-        image, text, index, valid = (torch.cat(column) for column in zip(*whole, strict=True))
+    gathered_rows = []  # of each batch: image features, text features, log estimates (2) and temperatures (2)
+    gathered_index = []
+    encoded_parts = (encode_batch(encode, batch) for batch in batches)
+    while parts := list(islice(encoded_parts, parts_per_batch)):
+        image = torch.cat([part.image for part in parts])
+        text = torch.cat([part.text for part in parts])
+        index = torch.cat([part.index for part in parts])
+        valid = torch.cat([part.valid for part in parts])
+
+        # invalid rows have no estimate
+        log_estimate, tau = estimate(image, text, index, valid)  # both (2, number of valid rows)
         values = image.new_full((len(index), 4), math.nan)
-        rows = valid.nonzero().squeeze(1).to(image.device, non_blocking=True)
-        values.index_copy_(0, rows, torch.cat(estimate(image, text, index, valid)).T.to(values))
-        all_rows.append(communicator.all_gather(torch.cat([image, text, values], dim=1), "evaluation"))
-        padded = torch.where(valid, index, PADDING).to(image.device, non_blocking=True)
-        all_index.append(communicator.all_gather(padded, "evaluation"))
-    if not all_rows:
+        valid_rows = valid.nonzero().squeeze(1).to(image.device, non_blocking=True)
+        values.index_copy_(0, valid_rows, torch.cat([log_estimate, tau]).T.to(values))
+
+        gathered_rows.append(communicator.all_gather(torch.cat([image, text, values], dim=1), "evaluation"))
+        padded_index = torch.where(valid, index, PADDING).to(image.device, non_blocking=True)
+        gathered_index.append(communicator.all_gather(padded_index, "evaluation"))
+    if not gathered_rows:
         raise UserError("The training data yields no batch of anchors; check data.train.")
-    rows, index = torch.cat(all_rows), torch.cat(all_index)
-    first = torch.nonzero(index != PADDING).squeeze(1)[:limit]
-    rows, dim = rows[first], (rows.shape[1] - 4) // 2
-    image, text, log_estimate, tau = rows.split([dim, dim, 2, 2], dim=1)
-    return _Anchors(torch.stack([image, text]), index[first], log_estimate.T, tau.T)
+
+    all_rows = torch.cat(gathered_rows)
+    all_index = torch.cat(gathered_index)
+    first_valid = torch.nonzero(all_index != PADDING).squeeze(1)[:limit]
+    rows = all_rows[first_valid]
+    dim = (rows.shape[1] - 4) // 2
+    image, text, log_estimates, temperatures = rows.split([dim, dim, 2, 2], dim=1)
+    return _Anchors(
+        features=torch.stack([image, text]),
+        sample=all_index[first_valid],
+        log_estimate=log_estimates.T,
+        tau=temperatures.T,
+    )
 
 
 def _log_sum_over_negatives(
@@ -127,26 +145,34 @@ def _log_sum_over_negatives(
     """Return each anchor's log-sum-exp over its negatives, (2, A) float64, and the number of valid samples."""
     log_sum = torch.full_like(anchors.tau, -math.inf, dtype=torch.float64)
     samples = torch.zeros((), dtype=torch.int64, device=log_sum.device)
-    chunks = [slice(low, low + chunk) for low in range(0, len(anchors.sample), chunk)]
+    anchor_chunks = [slice(start, start + chunk) for start in range(0, len(anchors.sample), chunk)]
+
+    # compare all anchors with this rank's samples
     for batch in batches:
-        image, text, index, valid = encode_batch(encode, batch)
-        index, valid = (x.to(image.device, non_blocking=True) for x in (index, valid))
+        encoded = encode_batch(encode, batch)
+        index = encoded.index.to(samples.device, non_blocking=True)
+        valid = encoded.valid.to(samples.device, non_blocking=True)
         samples += valid.sum()
-        partners = torch.stack([text, image])
-        for part in chunks:
-            masked = ~valid | (index == anchors.sample[part].unsqueeze(1))  # (chunk, b)
-            logits = _logits(anchors, part, partners, pair_loss).masked_fill_(masked, -math.inf)
-            log_sum[:, part] = torch.logaddexp(log_sum[:, part], logits.logsumexp(dim=2).double())
-    for part in chunks:
-        gathered = communicator.all_gather(log_sum[None, :, part].contiguous(), "evaluation")  # (K, 2, chunk)
-        log_sum[:, part] = gathered.logsumexp(dim=0)
+        candidates = torch.stack([encoded.text, encoded.image])  # of image anchors and of text anchors
+        for rows in anchor_chunks:
+            is_positive = index == anchors.sample[rows].unsqueeze(1)  # (chunk, b)
+            logits = _logits(anchors, rows, candidates, pair_loss).masked_fill_(~valid | is_positive, -math.inf)
+            log_sum[:, rows] = torch.logaddexp(log_sum[:, rows], logits.logsumexp(dim=2).double())
+
+    # add the sums of all ranks
+    for rows in anchor_chunks:
+        log_sums_of_ranks = communicator.all_gather(log_sum[None, :, rows].contiguous(), "evaluation")  # (K, 2, chunk)
+        log_sum[:, rows] = log_sums_of_ranks.logsumexp(dim=0)
     return log_sum, int(communicator.all_reduce(samples.reshape(1), "evaluation"))
 
 
 @products_exact_for(torch.float32)
-def _logits(anchors: _Anchors, part: slice, partners: Tensor, pair_loss: PairLoss) -> Tensor:
-    """Return l(s_ij - s_ii) / tau_i, (2, chunk, b), for anchors i in `part` and texts or images j in `partners`."""
-    features = anchors.features[:, part]
+def _logits(anchors: _Anchors, rows: slice, candidates: Tensor, pair_loss: PairLoss) -> Tensor:
+    """Return l(s_ij - s_ii) / tau_i, (2, chunk, b), for the anchors i in `rows` and texts or images j, the candidates.
+
+    `candidates` is (2, b, d): texts for image anchors, and images for text anchors.
+    """
+    features = anchors.features[:, rows]
     positive = (features[0] * features[1]).sum(dim=1)  # (chunk,)
-    differences = (features @ partners.mT).sub_(positive.unsqueeze(1))
-    return pair_loss.value_(differences).div_(anchors.tau[:, part].unsqueeze(2))
+    differences = (features @ candidates.mT).sub_(positive.unsqueeze(1))
+    return pair_loss.value_(differences).div_(anchors.tau[:, rows].unsqueeze(2))

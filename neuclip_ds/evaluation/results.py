@@ -34,14 +34,17 @@ class Results:
     """
 
     def __init__(self, folder: Path, model: Mapping[str, Any]) -> None:
-        self._path, self._model_path = folder / FILE, folder / "model.json"
+        self._path = folder / FILE
+        self._model_path = folder / "model.json"
         folder.mkdir(parents=True, exist_ok=True)
         self.metrics: dict[str, Metrics] = {}
         self.data: dict[str, str | None] = {}
         if self._path.is_file():
-            found = json.loads(self._model_path.read_text(encoding="utf-8")) if self._model_path.is_file() else None
-            if found != json.loads(json.dumps(model)):
-                raise UserError(f"{folder} has scores of another model or precision ({found}); change --out.")
+            scored_model = None
+            if self._model_path.is_file():
+                scored_model = json.loads(self._model_path.read_text(encoding="utf-8"))
+            if scored_model != json.loads(json.dumps(model)):
+                raise UserError(f"{folder} has scores of another model or precision ({scored_model}); change --out.")
             with explained(f"{self._path} cannot be read as scores", "choose a different --out"):
                 lines = json_lines(self._path)  # a task whose line is truncated is measured again
                 self.metrics = {line["key"]: line["metrics"] for line in lines}
@@ -50,50 +53,86 @@ class Results:
 
     def add(self, task: Task, metrics: Metrics, data: str | None = None) -> None:
         """Append a task's line; `data` distinguishes your own sets with the same name."""
-        self.metrics[task.key], self.data[task.key] = metrics, data
-        line = {"key": task.key, "dataset": task.name, "metrics": metrics, **({"data": data} if data else {})}
+        self.metrics[task.key] = metrics
+        self.data[task.key] = data
+        line = {"key": task.key, "dataset": task.name, "metrics": metrics}
+        if data:
+            line["data"] = data
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")
 
 
 def averages(tasks: TaskList, metrics: Mapping[str, Metrics]) -> dict[str, Average]:
     """Return all averages of the task list, keyed by name; an average has no value unless all its tasks have scores."""
-    found = {}
+    averages_by_name = {}
     for name in tasks.averages:
-        group = tasks.in_average(name)
-        scores = {task.name: metrics.get(task.key, {}).get("main_metric") for task in group}
-        present = [score for score in scores.values() if score is not None]
-        partial = sum(present) / len(present) if present else None
-        missing = tuple(task for task, score in scores.items() if score is None)
-        found[name] = Average(None if missing else partial, partial, missing, len(group))
-    return found
+        scores = []
+        missing = []
+        for task in tasks.in_average(name):
+            score = metrics.get(task.key, {}).get("main_metric")
+            if score is None:
+                missing.append(task.name)
+            else:
+                scores.append(score)
+        mean = sum(scores) / len(scores) if scores else None
+        averages_by_name[name] = Average(
+            value=None if missing else mean,
+            partial=mean,
+            missing=tuple(missing),
+            tasks=len(scores) + len(missing),
+        )
+    return averages_by_name
 
 
 def summary_text(tasks: TaskList, metrics: Mapping[str, Metrics]) -> str:
     """Return Markdown tables of scores and averages in percent; averages with no scored tasks are omitted."""
+    scored_tasks = [task for task in tasks.tasks if task.key in metrics]
     lines = ["| task | metric | score | chance |", "|---|---|---|---|"]
-    for task in tasks.tasks:
-        if task.key in metrics:
-            score, chance = (_percent(metrics[task.key].get(name)) for name in ("main_metric", "chance"))
-            lines.append(f"| {task.name} | {task.metric} | {score} | {chance} |")
-    columns = [f"{way}_recall@{k}" for way in ("text_retrieval", "image_retrieval") for k in (1, 5, 10)]
-    rows = {task.name: metrics[task.key] for task in tasks.tasks if columns[0] in metrics.get(task.key, {})}
-    if rows:
-        lines += ["", "| retrieval | image to text R@1 | R@5 | R@10 | text to image R@1 | R@5 | R@10 |"]
-        lines += ["|---" * 7 + "|"]
-    for name, row in rows.items():
-        lines.append(f"| {name} | {' | '.join(_percent(row.get(column)) for column in columns)} |")
-    found = {name: one for name, one in averages(tasks, metrics).items() if len(one.missing) < one.tasks}
-    if found:
-        lines += ["", "| average | of | score |", "|---|---|---|"]
-    for name, average in found.items():
-        note = _percent(average.value)
-        if average.missing:
-            done = average.tasks - len(average.missing)
-            note = f"none: {done} of {average.tasks} tasks scored, mean of these {_percent(average.partial)}"
-        lines.append(f"| {name} | {tasks.averages[name]} | {note} |")
-    lines += [""] + [f"Missing from {name}: {', '.join(a.missing)}." for name, a in found.items() if a.missing]
+    for task in scored_tasks:
+        score = _percent(metrics[task.key].get("main_metric"))
+        chance = _percent(metrics[task.key].get("chance"))
+        lines.append(f"| {task.name} | {task.metric} | {score} | {chance} |")
+    lines += _recall_table({task.name: metrics[task.key] for task in scored_tasks})
+    lines += _average_table(tasks, metrics)
     return "\n".join(lines)
+
+
+def _recall_table(metrics: Mapping[str, Metrics]) -> list[str]:
+    """Return the lines of a table of the retrieval tasks, given all tasks' metrics by name, or [] if there are none."""
+    columns = []
+    for direction in ("text_retrieval", "image_retrieval"):
+        columns += [f"{direction}_recall@{k}" for k in (1, 5, 10)]
+    rows = {name: metrics_of_task for name, metrics_of_task in metrics.items() if columns[0] in metrics_of_task}
+    if not rows:
+        return []
+    lines = [
+        "",
+        "| retrieval | image to text R@1 | R@5 | R@10 | text to image R@1 | R@5 | R@10 |",
+        "|---" * 7 + "|",
+    ]
+    for name, row in rows.items():
+        cells = [name, *(_percent(row.get(column)) for column in columns)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _average_table(tasks: TaskList, metrics: Mapping[str, Metrics]) -> list[str]:
+    """Return the lines of a table of the averages with at least one scored task, and of the tasks they lack."""
+    shown = {name: average for name, average in averages(tasks, metrics).items() if average.partial is not None}
+    lines = []
+    if shown:
+        lines += ["", "| average | of | score |", "|---|---|---|"]
+    for name, average in shown.items():
+        score = _percent(average.value)
+        if average.missing:
+            scored = average.tasks - len(average.missing)
+            score = f"none: {scored} of {average.tasks} tasks scored, mean of these {_percent(average.partial)}"
+        lines.append(f"| {name} | {tasks.averages[name]} | {score} |")
+    lines.append("")
+    for name, average in shown.items():
+        if average.missing:
+            lines.append(f"Missing from {name}: {', '.join(average.missing)}.")
+    return lines
 
 
 def _percent(value: float | None) -> str:

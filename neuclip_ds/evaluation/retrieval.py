@@ -9,8 +9,8 @@ Ties are resolved in expectation (`hit_probability`): a collapsed model, whose f
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,8 @@ from neuclip_ds.evaluation.metrics import chance_recall, hit_probability
 from neuclip_ds.evaluation.sets import EvaluationSet, Sample
 from neuclip_ds.evaluation.sharded_batches import decode, sharded_batches
 
-_ANCHORS, _CHUNK = 4096, 1024  # numbers of queries and candidates that are compared at once
+_QUERY_CHUNK = 4096  # queries that are compared at once
+_CANDIDATE_CHUNK = 1024  # candidates that are compared at once
 
 
 @torch.no_grad()
@@ -32,35 +33,51 @@ def retrieval(
     batches: Iterable[Batch],
     communicator: Communicator,
     ks: Sequence[int] = (1, 5, 10),
-    chunk: int = _CHUNK,
+    chunk: int = _CANDIDATE_CHUNK,
 ) -> dict[str, float]:
     """Return recall@k in both directions over the valid pairs of all ranks.
 
     All ranks need the same number of batches with the same shapes. For n pairs on K ranks, scores take O(n / K x chunk)
     memory per rank, and the gathered features take O(n d). Raises UserError if no rank has a valid pair.
     """
-    columns = [encode_batch(encode, batch) for batch in batches]
-    if not columns:
+    encoded = [encode_batch(encode, batch) for batch in batches]
+    if not encoded:
         raise UserError("The held-out data yields no batch to retrieve from; check data.val.")
-    image, text, _, valid = map(torch.cat, zip(*columns, strict=True))
-    image, text = image.float(), text.float()
-    pair = communicator.rank * len(valid) + torch.arange(len(valid))
-    padded = torch.where(valid, pair, PADDING).to(image.device, non_blocking=True)
-    all_pairs = communicator.all_gather(padded, "evaluation")
-    rows = valid.nonzero().squeeze(1).to(image.device, non_blocking=True)
-    pair, *sides = (x.index_select(0, rows) for x in (padded, image, text))
-    score = inner_products(*sides)
-    sums = {}
-    for name, anchors, candidates in (("image_to_text", sides[0], text), ("text_to_image", sides[1], image)):
-        queries = _Queries(anchors, pair, score, torch.ones_like(pair))
-        gathered = communicator.all_gather(candidates, "evaluation")
-        sums[name] = _count_hits(queries, (gathered, all_pairs), ks, chunk)
-    count, recalls = _recalls(sums, ks, communicator)
-    return {**recalls, "retrieval_pairs": count}
+    all_images = torch.cat([batch.image for batch in encoded]).float()
+    all_texts = torch.cat([batch.text for batch in encoded]).float()
+    all_valid = torch.cat([batch.valid for batch in encoded])
+    device = all_images.device
+
+    # number the pairs of all ranks; an image matches the text with the same number
+    pair_numbers = communicator.rank * len(all_valid) + torch.arange(len(all_valid))
+    labels = torch.where(all_valid, pair_numbers, PADDING).to(device, non_blocking=True)
+    candidate_labels = communicator.all_gather(labels, "evaluation")
+
+    # this rank's valid pairs are its queries
+    valid_rows = all_valid.nonzero().squeeze(1).to(device, non_blocking=True)
+    query_labels = labels.index_select(0, valid_rows)
+    images = all_images.index_select(0, valid_rows)
+    texts = all_texts.index_select(0, valid_rows)
+    score = inner_products(images, texts)
+
+    counts = {}
+    directions = {"image_to_text": (images, all_texts), "text_to_image": (texts, all_images)}
+    for name, (query_features, candidate_features) in directions.items():
+        queries = _Queries(
+            features=query_features,
+            label=query_labels,
+            score=score,
+            matches=torch.ones_like(query_labels),
+        )
+        candidates = communicator.all_gather(candidate_features, "evaluation")
+        counts[name] = _count_hits(queries, candidates, candidate_labels, ks, chunk)
+    pairs, recalls = _recalls(counts, ks, communicator)
+    return {**recalls, "retrieval_pairs": pairs}
 
 
-class _Queries(NamedTuple):
-    """This rank's anchors in one direction; an anchor matches the candidates with the same label."""
+@dataclass(frozen=True, kw_only=True)
+class _Queries:
+    """This rank's queries in one direction; a query matches the candidates with the same label."""
 
     features: Tensor  # (n, d)
     label: Tensor  # (n,) int64
@@ -69,8 +86,12 @@ class _Queries(NamedTuple):
 
 
 @torch.no_grad()
-def caption_retrieval(encoder: BatchEncoder, folder: EvaluationSet, ks: Sequence[int] = (1, 5, 10)) -> dict[str, float]:
+def caption_retrieval(
+    encoder: BatchEncoder, folder: EvaluationSet, ks: Sequence[int] = (1, 5, 10), chunk: int = _CANDIDATE_CHUNK
+) -> dict[str, float]:
     """Return recall@k in both directions, counting each image and each caption once.
+
+    Queries are compared with `chunk` candidates at a time.
 
     Returns:
         Scores in [0, 1], equal on all ranks: `image_retrieval_recall@k` (captions as queries),
@@ -78,23 +99,39 @@ def caption_retrieval(encoder: BatchEncoder, folder: EvaluationSet, ks: Sequence
         `mean_recall@1`. Raises UserError if the set is empty, or a sample is broken or has no caption.
     """
     communicator = encoder.communicator
-    images, captions, image_of = _encode_all(encoder, folder)
-    rows = torch.arange(len(images), device=images.device)
-    score = inner_products(images[image_of], captions)  # score of each caption with its image
-    best = torch.full((len(images),), -torch.inf, device=images.device).scatter_reduce(0, image_of, score, "amax")
-    best_captions = torch.zeros_like(rows).index_add_(0, image_of, (score == best[image_of]).long())
-    label = rows * communicator.world_size + communicator.rank
+    images, captions, image_of_caption = _encode_all(encoder, folder)
+    score = inner_products(images[image_of_caption], captions)  # score of each caption with its image
 
-    by_caption = _Queries(captions, label[image_of], score, torch.ones_like(image_of))
-    by_image = _Queries(images, label, best, best_captions)
-    directions = {"image_retrieval": (by_caption, by_image), "text_retrieval": (by_image, by_caption)}
-    sums = {}
-    for name, (queries, candidates) in directions.items():
-        sums[name] = _count_hits(queries, _gather(candidates.features, candidates.label, communicator), ks, _CHUNK)
-    count, found = _recalls(sums, ks, communicator)
-    found["chance"] = chance_recall(1, int(count))  # equal in both directions, for any number of captions per image
-    found["mean_recall@1"] = (found["image_retrieval_recall@1"] + found["text_retrieval_recall@1"]) / 2
-    return found
+    # the best captions of each image
+    best_score = torch.full((len(images),), -torch.inf, device=images.device)
+    best_score = best_score.scatter_reduce(0, image_of_caption, score, "amax")
+    is_best = (score == best_score[image_of_caption]).long()
+    image_rows = torch.arange(len(images), device=images.device)
+    best_captions = torch.zeros_like(image_rows).index_add_(0, image_of_caption, is_best)
+
+    label = image_rows * communicator.world_size + communicator.rank  # numbers the images of all ranks
+    caption_label = label[image_of_caption]
+    caption_queries = _Queries(
+        features=captions,
+        label=caption_label,
+        score=score,
+        matches=torch.ones_like(image_of_caption),
+    )
+    image_queries = _Queries(features=images, label=label, score=best_score, matches=best_captions)
+
+    counts = {}
+    directions = {
+        "image_retrieval": (caption_queries, images, label),
+        "text_retrieval": (image_queries, captions, caption_label),
+    }
+    for name, (queries, local_candidates, local_labels) in directions.items():
+        candidates, candidate_labels = _gather(local_candidates, local_labels, communicator)
+        counts[name] = _count_hits(queries, candidates, candidate_labels, ks, chunk)
+    image_count, metrics = _recalls(counts, ks, communicator)
+    # equal in both directions, for any number of captions per image
+    metrics["chance"] = chance_recall(1, int(image_count))
+    metrics["mean_recall@1"] = (metrics["image_retrieval_recall@1"] + metrics["text_retrieval_recall@1"]) / 2
+    return metrics
 
 
 def read_captions(sample: Sample) -> list[str]:
@@ -105,45 +142,67 @@ def read_captions(sample: Sample) -> list[str]:
     return captions
 
 
-def _count_hits(queries: _Queries, candidates: tuple[Tensor, Tensor], ks: Sequence[int], chunk: int) -> Tensor:
+def _count_hits(queries: _Queries, candidates: Tensor, labels: Tensor, ks: Sequence[int], chunk: int) -> Tensor:
     """Return the number of queries and the number of hits at each k, as (1 + len(ks),) float64.
 
-    `candidates` are the (m, d) features and (m,) labels of the candidates on all ranks.
+    `candidates` are the (m, d) features of the candidates on all ranks, and `labels` their (m,) labels.
     """
-    sums = torch.zeros(1 + len(ks), dtype=torch.float64, device=queries.features.device)
-    sums[0].fill_(len(queries.label))  # unlike an assignment, does not copy the number from the host and wait
-    for anchors, label, score, matches in zip(*(part.split(_ANCHORS) for part in queries), strict=True):
-        ahead, tied = count_negatives(anchors, score, label, *candidates, chunk)
-        sums[1:] += torch.stack([hit_probability(ahead, tied, k, matches).sum() for k in ks])
-    return sums
+    counts = torch.zeros(1 + len(ks), dtype=torch.float64, device=queries.features.device)
+    counts[0].fill_(len(queries.label))  # unlike an assignment, does not copy the number from the host and wait
+    for start in range(0, len(queries.label), _QUERY_CHUNK):
+        rows = slice(start, start + _QUERY_CHUNK)
+        ahead, tied = count_negatives(
+            queries.features[rows],
+            queries.score[rows],
+            queries.label[rows],
+            candidates,
+            labels,
+            chunk,
+        )
+        matches = queries.matches[rows]
+        counts[1:] += torch.stack([hit_probability(ahead, tied, k, matches).sum() for k in ks])
+    return counts
 
 
-def _recalls(sums: dict[str, Tensor], ks: Sequence[int], communicator: Communicator) -> tuple[float, dict[str, float]]:
+def _recalls(
+    counts: dict[str, Tensor], ks: Sequence[int], communicator: Communicator
+) -> tuple[float, dict[str, float]]:
     """Return the last direction's number of queries, and `NAME_recall@k` for each direction, both over all ranks."""
-    totals = communicator.all_reduce(torch.stack(list(sums.values())), "evaluation").tolist()
-    if not totals[0][0]:
+    totals = communicator.all_reduce(torch.stack(list(counts.values())), "evaluation").tolist()
+    first_direction = totals[0]
+    if not first_direction[0]:
         raise UserError("The held-out data has no readable pair to retrieve; check data.val.")
-    found = {}
-    for name, (count, *hits) in zip(sums, totals, strict=True):
-        found.update({f"{name}_recall@{k}": hit / count for k, hit in zip(ks, hits, strict=True)})
-    return totals[-1][0], found
+    recalls = {}
+    for name, (queries, *hits_at) in zip(counts, totals, strict=True):
+        for k, hits in zip(ks, hits_at, strict=True):
+            recalls[f"{name}_recall@{k}"] = hits / queries
+    return queries, recalls
 
 
 def _encode_all(encoder: BatchEncoder, folder: EvaluationSet) -> tuple[Tensor, Tensor, Tensor]:
     """Return this rank's (n, d) image features, (m, d) caption features, and each caption's image row, (m,) int64."""
     prepare = partial(_prepare, transform=encoder.transform)
-    images, captions, image_of, seen = [], [], [], 0
-    for batch in sharded_batches(folder, prepare, encoder.communicator, encoder.size, encoder.loader):
-        images.append(encoder.encode_images([pixels for pixels, _ in batch.rows])[: batch.n_valid])
-        lines = [(seen + row, line) for row, (_, found) in enumerate(batch.rows) for line in found]
-        n_valid = sum(row - seen < batch.n_valid for row, _ in lines)
-        captions.append(encoder.encode_texts([line for _, line in lines])[:n_valid])
-        image_of.append(torch.tensor([row for row, _ in lines[:n_valid]], dtype=torch.int64))
-        seen += batch.n_valid
-    if not images:
+    image_features = []
+    caption_features = []
+    image_of_caption: list[int] = []
+    images_before = 0  # valid images of earlier batches
+    for batch in sharded_batches(folder, prepare, encoder.communicator, encoder.batch_size, encoder.loader):
+        images = [pixels for pixels, _ in batch.rows]
+        captions: list[str] = []
+        valid_captions = 0  # the captions of valid images, which come first
+        for row, (_, captions_of_image) in enumerate(batch.rows):
+            captions += captions_of_image
+            if row < batch.n_valid:
+                valid_captions += len(captions_of_image)
+                image_of_caption += [images_before + row] * len(captions_of_image)
+        image_features.append(encoder.encode_images(images)[: batch.n_valid])
+        caption_features.append(encoder.encode_texts(captions)[:valid_captions])
+        images_before += batch.n_valid
+    if not image_features:
         raise UserError(f"{folder.path} has no sample; download the set again.")
-    images_, captions_ = torch.cat(images).float(), torch.cat(captions).float()
-    return images_, captions_, torch.cat(image_of).to(images_.device)
+    all_images = torch.cat(image_features).float()
+    all_captions = torch.cat(caption_features).float()
+    return all_images, all_captions, torch.tensor(image_of_caption, dtype=torch.int64).to(all_images.device)
 
 
 def _prepare(sample: Sample, transform: Callable[[bytes], Tensor]) -> tuple[Tensor, list[str]]:
@@ -152,11 +211,13 @@ def _prepare(sample: Sample, transform: Callable[[bytes], Tensor]) -> tuple[Tens
 
 def _gather(rows: Tensor, labels: Tensor, communicator: Communicator) -> tuple[Tensor, Tensor]:
     """Gather all ranks' (m, d) rows and (m,) labels, padded because m may differ between ranks."""
-    counts = communicator.all_gather(torch.tensor([len(rows)], device=rows.device), "evaluation")
-    missing = int(counts.max()) - len(rows)
-    rows = torch.cat([rows, rows.new_zeros((missing, rows.shape[1]))])
-    labels = torch.cat([labels, labels.new_full((missing,), PADDING)])
-    return communicator.all_gather(rows, "evaluation"), communicator.all_gather(labels, "evaluation")
+    rows_per_rank = communicator.all_gather(torch.tensor([len(rows)], device=rows.device), "evaluation")
+    missing = int(rows_per_rank.max()) - len(rows)
+    padded_rows = torch.cat([rows, rows.new_zeros((missing, rows.shape[1]))])
+    padded_labels = torch.cat([labels, labels.new_full((missing,), PADDING)])
+    all_rows = communicator.all_gather(padded_rows, "evaluation")
+    all_labels = communicator.all_gather(padded_labels, "evaluation")
+    return all_rows, all_labels
 
 
 def inner_products(a: Tensor, b: Tensor) -> Tensor:
@@ -174,27 +235,34 @@ def score_matrix(a: Tensor, b: Tensor) -> Tensor:
 
 
 def count_negatives(
-    anchors: Tensor, score: Tensor, label: Tensor, candidates: Tensor, labels: Tensor, chunk: int = _CHUNK
+    queries: Tensor,
+    score: Tensor,
+    label: Tensor,
+    candidates: Tensor,
+    candidate_labels: Tensor,
+    chunk: int,
 ) -> tuple[Tensor, Tensor]:
-    """Count, for each anchor, the negatives that score higher than the best match and the negatives that tie with it.
+    """Count, for each query, the negatives that score higher than the best match and the negatives that tie with it.
 
     A NaN score counts as higher. Scores are computed for `chunk` candidates at a time.
 
     Args:
-        anchors, score: (n, d) float32 features and the (n,) scores of their best matches, from `inner_products`.
-        label: (n,) int64 labels of the anchors; candidates with the same label are not negatives.
+        queries, score: (n, d) float32 features and the (n,) scores of their best matches, from `inner_products`.
+        label: (n,) int64 labels of the queries; candidates with the same label are not negatives.
         candidates: (m, d) float32 features.
-        labels: (m,) int64 labels of the candidates; candidates labeled `PADDING` are ignored.
+        candidate_labels: (m,) int64 labels of the candidates; candidates labeled `PADDING` are ignored.
 
     Returns:
         `ahead` and `tied`, the two counts, each (n,) int64.
     """
-    ahead, tied = torch.zeros_like(label), torch.zeros_like(label)
-    exact, match = anchors.double(), score[:, None]
-    for low in range(0, len(candidates), chunk):
-        part = labels[low : low + chunk]
-        scores = score_matrix(exact, candidates[low : low + chunk])  # (n, chunk)
-        negative = (part != PADDING) & (part != label[:, None])
-        ahead += (negative & ~(scores <= match)).sum(dim=1)
-        tied += (negative & (scores == match)).sum(dim=1)
+    ahead = torch.zeros_like(label)
+    tied = torch.zeros_like(label)
+    queries = queries.double()  # converted once, not for each chunk
+    match_score = score[:, None]
+    for start in range(0, len(candidates), chunk):
+        chunk_labels = candidate_labels[start : start + chunk]
+        scores = score_matrix(queries, candidates[start : start + chunk])  # (n, chunk)
+        is_negative = (chunk_labels != PADDING) & (chunk_labels != label[:, None])
+        ahead += (is_negative & ~(scores <= match_score)).sum(dim=1)
+        tied += (is_negative & (scores == match_score)).sum(dim=1)
     return ahead, tied

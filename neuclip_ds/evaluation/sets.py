@@ -15,7 +15,7 @@ scores on an incomplete set are not comparable.
 
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +28,8 @@ from neuclip_ds.data.tar import Extent, read_index
 from neuclip_ds.errors import UserError, explained
 
 _SHARD_COUNT = "test/nshards.txt"
-_TEMPLATES, _CLASS_NAMES = "zeroshot_classification_templates.txt", "classnames.txt"
+_TEMPLATES = "zeroshot_classification_templates.txt"
+_CLASS_NAMES = "classnames.txt"
 PLACEHOLDER = "{c}"  # replaced by the class name in a template
 LAYOUT = (
     "a zero-shot set is a folder with classnames.txt, zeroshot_classification_templates.txt, test/nshards.txt "
@@ -45,7 +46,8 @@ class Sample:
 
     def __init__(self, name: str, members: Mapping[str, Member]) -> None:
         """Initialize a sample; `members` are keyed by extension: an image (`jpg`, `png` ...), `cls`, `txt`, `npy`."""
-        self.name, self._members = name, members
+        self.name = name
+        self._members = members
 
     def image(self, prefix: str = "") -> bytes:
         """Return the encoded image named `prefix` plus an image extension; raise UserError if no image can be read."""
@@ -68,7 +70,7 @@ class Sample:
         return self.read(extension).decode("utf-8", "replace").strip()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EvaluationSet:
     """An evaluation set on disk, in one of the forms that the module's docstring shows."""
 
@@ -98,28 +100,35 @@ def open_set(path: Path) -> EvaluationSet:
         return _open_pairs(path)
     if not path.is_dir():
         raise UserError(f"{path} does not exist; name an evaluation set: {FORMS}.")
-    return open_shards(path) if (path / _SHARD_COUNT).is_file() or not _is_image_folder(path) else _open_images(path)
+    if (path / _SHARD_COUNT).is_file():
+        return open_shards(path)
+    if _is_image_folder(path):
+        return _open_images(path)
+    return open_shards(path)  # explains which file is missing
 
 
 def open_captioned(path: Path) -> EvaluationSet:
     """Open a retrieval set; raise UserError if a file is missing or the set is of a different kind."""
-    found = open_set(path)
-    if found.kind != "retrieval":
-        raise UserError(f"{path} is a {found.kind} set, not a retrieval set; write retrieval to its dataset_type.txt.")
-    return found
+    captioned_set = open_set(path)
+    kind = captioned_set.kind
+    if kind != "retrieval":
+        raise UserError(f"{path} is a {kind} set, not a retrieval set; write retrieval to its dataset_type.txt.")
+    return captioned_set
 
 
 def open_labeled(path: Path) -> EvaluationSet:
     """Open a zero-shot set with its prompts; raise UserError if a file is missing or the set is of a different kind."""
-    found = open_set(path)
-    if found.kind != "classification":
-        raise UserError(f"{path} is a {found.kind} set; name a zero-shot set.")
-    if not found.class_names:
-        names, templates = _read_lines(path / _CLASS_NAMES), _read_lines(path / _TEMPLATES)
-        found = EvaluationSet(path, found.kind, found.contents, found.samples, names, templates)
-    if wrong := next((template for template in found.templates if PLACEHOLDER not in template), None):
-        raise UserError(f"{path / _TEMPLATES}: the template '{wrong}' lacks {PLACEHOLDER} for the class name.")
-    return found
+    labeled_set = open_set(path)
+    if labeled_set.kind != "classification":
+        raise UserError(f"{path} is a {labeled_set.kind} set; name a zero-shot set.")
+    if not labeled_set.class_names:
+        class_names = _read_lines(path / _CLASS_NAMES)
+        templates = _read_lines(path / _TEMPLATES)
+        labeled_set = replace(labeled_set, class_names=class_names, templates=templates)
+    for template in labeled_set.templates:
+        if PLACEHOLDER not in template:
+            raise UserError(f"{path / _TEMPLATES}: the template '{template}' lacks {PLACEHOLDER} for the class name.")
+    return labeled_set
 
 
 def open_shards(path: Path) -> EvaluationSet:
@@ -129,15 +138,23 @@ def open_shards(path: Path) -> EvaluationSet:
     if not shard_count.isdecimal() or int(shard_count) == 0:
         raise UserError(f"{shards_file} holds '{shard_count}'; write the number of tar files there.")
     shards = [path / "test" / f"{number}.tar" for number in range(int(shard_count))]
-    if missing := next((shard for shard in shards if not shard.is_file()), None):
-        raise UserError(f"{missing} is missing; {LAYOUT}.")
+    for shard in shards:
+        if not shard.is_file():
+            raise UserError(f"{shard} is missing; {LAYOUT}.")
+    kind = "classification"
     kind_file = path / "dataset_type.txt"
-    kind = _read_lines(kind_file)[0].lower() if kind_file.is_file() else "classification"
-    contents = sum(shard.stat().st_size for shard in shards), len(shards)
-    return EvaluationSet(path, kind, contents, lambda: (sample for shard in shards for sample in _in_shard(shard)))
+    if kind_file.is_file():
+        kind = _read_lines(kind_file)[0].lower()
+
+    def samples() -> Iterator[Sample]:
+        for shard in shards:
+            yield from _samples_of_shard(shard)
+
+    total_bytes = sum(shard.stat().st_size for shard in shards)
+    return EvaluationSet(path=path, kind=kind, contents=(total_bytes, len(shards)), samples=samples)
 
 
-def _in_shard(shard: Path) -> Iterator[Sample]:
+def _samples_of_shard(shard: Path) -> Iterator[Sample]:
     with explained(f"{shard} cannot be read", "check the storage"), shard.open("rb") as file:
         entries, gaps = read_index(file.fileno())
     if gaps:
@@ -149,18 +166,25 @@ def _in_shard(shard: Path) -> Iterator[Sample]:
 
 def _read_extent(shard: Path, extent: Extent) -> bytes:
     with shard.open("rb", buffering=0) as file:
-        return read_at(file.fileno(), *extent)
+        return read_at(file.fileno(), extent.offset, extent.size)
 
 
 def _open_images(path: Path) -> EvaluationSet:
     """Open a set with one image folder per class; raise UserError if classnames.txt does not match the folders."""
     folders = _class_folders(path)
-    names, templates = path / _CLASS_NAMES, path / _TEMPLATES
-    class_names = _read_lines(names) if names.is_file() else tuple(one.name.replace("_", " ") for one in folders)
+    class_names_file = path / _CLASS_NAMES
+    if class_names_file.is_file():
+        class_names = _read_lines(class_names_file)
+    else:
+        class_names = tuple(folder.name.replace("_", " ") for folder in folders)
     if len(class_names) != len(folders):
         raise UserError(
-            f"{names} has {len(class_names)} names for {len(folders)} folders of classes; write one for each, in order."
+            f"{class_names_file} has {len(class_names)} names for {len(folders)} folders of classes; "
+            "write one for each, in order."
         )
+    templates_file = path / _TEMPLATES
+    templates = _read_lines(templates_file) if templates_file.is_file() else (f"a photo of a {PLACEHOLDER}.",)
+
     labels = {folder.name: label for label, folder in enumerate(folders)}
     # a class may have no images
     images = make_dataset(str(path), labels, is_valid_file=lambda file: _is_image(Path(file)), allow_empty=True)
@@ -169,9 +193,15 @@ def _open_images(path: Path) -> EvaluationSet:
         for image, label in images:
             yield Sample(image, {"jpg": partial(Path.read_bytes, Path(image)), "cls": str(label).encode()})
 
-    contents = zlib.crc32("\0".join(image.removeprefix(str(path)) for image, _ in images).encode("utf-8", "replace"))
-    prompts = _read_lines(templates) if templates.is_file() else (f"a photo of a {PLACEHOLDER}.",)
-    return EvaluationSet(path, "classification", contents, samples, class_names, prompts)
+    file_names = "\0".join(image.removeprefix(str(path)) for image, _ in images)
+    return EvaluationSet(
+        path=path,
+        kind="classification",
+        contents=zlib.crc32(file_names.encode("utf-8", "replace")),
+        samples=samples,
+        class_names=class_names,
+        templates=templates,
+    )
 
 
 def _open_pairs(path: Path) -> EvaluationSet:
@@ -180,28 +210,30 @@ def _open_pairs(path: Path) -> EvaluationSet:
     Rows that name the same image file form one sample with all of their captions, as in Flickr30k's tables. If the
     table contains the images themselves, each row is one sample, with one caption or a list of captions.
     """
-    table, advice = open_table(str(path)), "rename one of them"
+    table = open_table(str(path))
+    advice = "rename one of them"
     image_column = table.find_column(IMAGE_COLUMNS, "images", advice)
     caption_column = table.find_column(CAPTION_COLUMNS, "captions", advice)
 
-    def captioned(name: str, image: bytes | str, captions: list[str]) -> Sample:
+    def sample_of(name: str, image: bytes | str, captions: list[str]) -> Sample:
         lines = "\n".join(" ".join(caption.split()) for caption in captions)
         return Sample(f"{path}: {name}", {"jpg": partial(read_image, image, path.parent), "txt": lines.encode()})
 
     def samples() -> Iterator[Sample]:
-        captions: dict[str, list[str]] = {}  # by image file name
+        captions_of_file: dict[str, list[str]] = {}  # keyed by image file name
         for row, values in enumerate(open_table(str(path)).read([image_column, caption_column])):
-            image, texts = image_of(values[image_column]), captions_of(values[caption_column])
+            image = image_of(values[image_column])
+            captions = captions_of(values[caption_column])
             if image is None:
                 raise UserError(f"{path}: row {row} has no image in the column {image_column}; remove the row.")
             if isinstance(image, str):
-                captions.setdefault(image, []).extend(texts)
+                captions_of_file.setdefault(image, []).extend(captions)
             else:
-                yield captioned(f"row {row}", image, texts)
-        for name, texts in captions.items():
-            yield captioned(name, name, texts)
+                yield sample_of(f"row {row}", image, captions)
+        for file_name, captions in captions_of_file.items():
+            yield sample_of(file_name, file_name, captions)
 
-    return EvaluationSet(path, "retrieval", path.stat().st_size, samples)
+    return EvaluationSet(path=path, kind="retrieval", contents=path.stat().st_size, samples=samples)
 
 
 def _read_lines(path: Path) -> tuple[str, ...]:
@@ -216,8 +248,9 @@ def _read_lines(path: Path) -> tuple[str, ...]:
 
 def _is_image_folder(path: Path) -> bool:
     """Return whether at least half of a folder's subfolders, and at least two, contain images."""
-    has_images = [any(_is_image(entry) for entry in folder.iterdir()) for folder in _class_folders(path)]
-    return sum(has_images) > max(1, (len(has_images) - 1) // 2)
+    folders = _class_folders(path)
+    with_images = [folder for folder in folders if any(map(_is_image, folder.iterdir()))]
+    return len(with_images) > max(1, (len(folders) - 1) // 2)
 
 
 def _class_folders(path: Path) -> list[Path]:

@@ -20,7 +20,7 @@ from neuclip_ds.evaluation.sets import EvaluationSet, Sample
 
 T = TypeVar("T")
 
-_AT_ONCE = 32  # samples that a worker prepares at a time; few, so that small sets keep all workers busy
+_SAMPLES_PER_JOB = 32  # samples that a worker prepares at a time; few, so that small sets keep all workers busy
 
 
 class ShardedBatch(NamedTuple, Generic[T]):
@@ -44,12 +44,12 @@ def sharded_batches(
     Raises:
         UserError: a rank failed; raised on all ranks, with the message of the lowest rank that failed.
     """
-    copies = set(communicator.gather_objects(repr(folder.contents)))
-    if len(copies) > 1:  # ranks with different copies would wait for each other forever
+    contents_of_ranks = set(communicator.gather_objects(repr(folder.contents)))
+    if len(contents_of_ranks) > 1:  # ranks with different copies would wait for each other forever
         raise UserError(f"The ranks see different files under {folder.path}; give all nodes the same copy of the set.")
-    prepared = _prepared(folder, prepare, communicator, size, loader)
-    with closing(prepared):  # stops workers at once; the garbage collector may run late
-        while (batch := communicator.on_every_rank(lambda: next(prepared, None))) is not None:
+    local_batches = _local_batches(folder, prepare, communicator, size, loader)
+    with closing(local_batches):  # stops workers at once; the garbage collector may run late
+        while (batch := communicator.on_every_rank(lambda: next(local_batches, None))) is not None:
             yield batch
 
 
@@ -60,25 +60,27 @@ def decode(sample: Sample, transform: Callable[[bytes], Tensor], prefix: str = "
         return transform(encoded)
 
 
-def _prepared(
+def _local_batches(
     folder: EvaluationSet, prepare: Callable[[Sample], T], communicator: Communicator, size: int, loader: Loader
 ) -> Generator[ShardedBatch[T], None, None]:
-    under_way: deque[ShardedBatch[Sample]] = deque()  # batches whose samples the loader is preparing
+    """Yield this rank's batches; the loader's workers prepare the samples of several batches ahead."""
+    batches_in_progress: deque[ShardedBatch[Sample]] = deque()  # their samples have been given to the loader
 
-    def groups() -> Iterator[list[Sample]]:
+    def jobs() -> Iterator[list[Sample]]:
         samples = folder.samples()
         for first in samples:
-            batch = chain([first], islice(samples, communicator.world_size * size - 1))
-            local = list(islice(batch, communicator.rank, None, communicator.world_size))
-            under_way.append(ShardedBatch(local or [first], len(local)))
-            rows = under_way[-1].rows
-            for low in range(0, len(rows), _AT_ONCE):
-                yield rows[low : low + _AT_ONCE]
+            global_batch = chain([first], islice(samples, communicator.world_size * size - 1))
+            local_samples = list(islice(global_batch, communicator.rank, None, communicator.world_size))
+            rows = local_samples or [first]  # the first sample is the padding row
+            batches_in_progress.append(ShardedBatch(rows, len(local_samples)))
+            for start in range(0, len(rows), _SAMPLES_PER_JOB):
+                yield rows[start : start + _SAMPLES_PER_JOB]
 
-    rows: list[T] = []
-    with closing(loader.map(prepare, groups(), folder.path)) as parts:
-        for part in parts:
-            rows += part
-            if len(rows) == len(under_way[0].rows):
-                yield ShardedBatch(rows, under_way.popleft().n_valid)
-                rows = []
+    prepared_rows: list[T] = []
+    with closing(loader.map(prepare, jobs(), folder.path)) as results:
+        for result in results:
+            prepared_rows += result
+            if len(prepared_rows) == len(batches_in_progress[0].rows):
+                batch = batches_in_progress.popleft()
+                yield ShardedBatch(prepared_rows, batch.n_valid)
+                prepared_rows = []

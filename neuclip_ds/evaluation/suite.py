@@ -31,14 +31,16 @@ def measure(task: Task, folder: Path, encoder: BatchEncoder) -> Metrics:
     ranks if the data is incomplete or broken.
     """
     openers = {"classification": open_labeled, "retrieval": open_captioned, "winogavil": open_shards}
-    data = encoder.communicator.on_every_rank(lambda: openers[task.kind](folder))
+    open_task_set = openers[task.kind]
+    evaluation_set = encoder.communicator.on_every_rank(lambda: open_task_set(folder))
     metrics: Metrics
     if task.kind == "classification":
-        metrics = _classification(task, *classify(encoder, data, task.groups))
+        classes, groups = classify(encoder, evaluation_set, task.groups)
+        metrics = _classification_metrics(task, classes, groups)
     elif task.kind == "retrieval":
-        metrics = {**caption_retrieval(encoder, data)}
+        metrics = {**caption_retrieval(encoder, evaluation_set)}
     else:
-        metrics = winogavil(encoder, data)
+        metrics = winogavil(encoder, evaluation_set)
     return {**metrics, "main_metric": metrics[task.metric]}
 
 
@@ -47,20 +49,30 @@ def measure_pairs(batches: Iterable[Batch], encoder: BatchEncoder) -> Metrics:
 
     Raises UserError if no pair can be read.
     """
-    found = retrieval(encoder.encode, batches, encoder.communicator)
-    metrics: Metrics = {"chance": chance_recall(1, int(found.pop("retrieval_pairs")))}
-    for ours, theirs in (("image_to_text", "text_retrieval"), ("text_to_image", "image_retrieval")):
-        metrics |= {name.replace(ours, theirs): value for name, value in found.items() if name.startswith(ours)}
-    mean = (found["image_to_text_recall@1"] + found["text_to_image_recall@1"]) / 2
+    recalls = retrieval(encoder.encode, batches, encoder.communicator)
+    pairs = int(recalls.pop("retrieval_pairs"))
+    metrics: Metrics = {"chance": chance_recall(1, pairs)}
+    datacomp_names = {"image_to_text": "text_retrieval", "text_to_image": "image_retrieval"}
+    for name, recall in recalls.items():
+        direction, _, metric = name.partition("_recall")
+        metrics[f"{datacomp_names[direction]}_recall{metric}"] = recall
+    mean = (recalls["image_to_text_recall@1"] + recalls["text_to_image_recall@1"]) / 2
     return {**metrics, "mean_recall@1": mean, "main_metric": mean}
 
 
-def _classification(task: Task, counts: ClassAccumulator, by_group: Sequence[GroupAccumulator]) -> Metrics:
-    top = next((rule.top for rule in task.groups if task.metric == rule.worst), 1)
+def _classification_metrics(
+    task: Task, counts: ClassAccumulator, counts_by_group: Sequence[GroupAccumulator]
+) -> Metrics:
+    classes = len(counts.support)
+    top = 1  # the main metric counts an image as correct if its class is among the first `top` predictions
+    for rule in task.groups:
+        if task.metric == rule.worst:
+            top = rule.top
+            break
     metrics: Metrics = {
-        "chance": chance_recall(top, len(counts.support)),
+        "chance": chance_recall(top, classes),
         "acc1": ratio(counts.top1, counts.support),
-        "acc5": ratio(counts.top5, counts.support) if len(counts.support) >= 5 else None,
+        "acc5": ratio(counts.top5, counts.support) if classes >= 5 else None,
         "mean_per_class_recall": mean_recall(counts.top1, counts.support),
     }
     if task.f1:
@@ -68,7 +80,7 @@ def _classification(task: Task, counts: ClassAccumulator, by_group: Sequence[Gro
         metrics["recall-macro_all"] = metrics["mean_per_class_recall"]
         metrics["F1-macro_all"] = macro_f1(counts.top1, counts.predicted, counts.support)
         metrics["chance"] = chance_macro_f1(counts.support)
-    for rule, groups in zip(task.groups, by_group, strict=True):
+    for rule, groups in zip(task.groups, counts_by_group, strict=True):
         metrics.update(_group_accuracies(rule, groups))
     return metrics
 
@@ -79,8 +91,9 @@ def _group_accuracies(rule: GroupRule, groups: GroupAccumulator) -> Metrics:
     WILDS omits FMoW's region "Other" by name. DataComp's sets lack group names, so its scores and ours include it.
     """
     metrics: Metrics = {f"{rule.accuracy}_avg": ratio(groups.hits, groups.counts)}
-    for number, (hits, count) in enumerate(zip(groups.hits.tolist(), groups.counts.tolist(), strict=True)):
+    hits_and_counts = zip(groups.hits.tolist(), groups.counts.tolist(), strict=True)
+    for group, (hits, count) in enumerate(hits_and_counts):
         if count:
-            metrics[f"{rule.accuracy}_{rule.field}:{number}"] = hits / count
-            metrics[f"count_{rule.field}:{number}"] = count
+            metrics[f"{rule.accuracy}_{rule.field}:{group}"] = hits / count
+            metrics[f"count_{rule.field}:{group}"] = count
     return {**metrics, rule.worst: worst_group(groups.hits, groups.counts)}

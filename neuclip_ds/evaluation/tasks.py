@@ -19,9 +19,10 @@ from neuclip_ds.evaluation.sets import FORMS, is_set, open_set
 log = logging.getLogger(__name__)
 
 DATACOMP = "datacomp"  # the average of all tasks
-_OWN = "own/"  # prefix of the keys of sets that are not DataComp's
-_RECALL = "mean_recall@1"
-_FILES = Path(__file__).parent
+_USER_SET_PREFIX = "own/"  # of the keys of sets that are not DataComp's
+_RETRIEVAL_METRIC = "mean_recall@1"
+_CLASSIFICATION_METRIC = "acc1"
+_TASKS_FILE = Path(__file__).with_name("datacomp.yaml")
 
 
 class GroupRule(BaseModel):
@@ -47,7 +48,7 @@ class Task(BaseModel):
     source: str | None = None
     size: int | None = None
     kind: Literal["classification", "retrieval", "winogavil"] = "classification"
-    metric: str = "acc1"
+    metric: str = _CLASSIFICATION_METRIC
     f1: bool = False
     groups: tuple[GroupRule, ...] = ()
     averages: tuple[str, ...] = ()
@@ -55,13 +56,21 @@ class Task(BaseModel):
     @classmethod
     def own(cls, name: str, kind: Literal["classification", "retrieval"]) -> Task:
         """Return a task for a set that is not one of DataComp's; averages do not include the task."""
-        metric = _RECALL if kind == "retrieval" else "acc1"
-        return cls(key=f"{_OWN}{name}", name=name, folder=name, kind=kind, metric=metric)
+        metric = _RETRIEVAL_METRIC if kind == "retrieval" else _CLASSIFICATION_METRIC
+        return cls(key=f"{_USER_SET_PREFIX}{name}", name=name, folder=name, kind=kind, metric=metric)
 
-    def find(self, places: Sequence[Path]) -> Path | None:
-        """Return the first folder in `places` that is named after the task's set, or None."""
-        names = (self.folder, self.folder.removesuffix("_test"))
-        return next((place for name in names for place in places if place.name == name and place.is_dir()), None)
+    def find(self, paths: Sequence[Path]) -> Path | None:
+        """Return the first folder in `paths` that is named after the task's set, or None."""
+        for name in (self.folder, self.folder.removesuffix("_test")):
+            for path in paths:
+                if path.name == name and path.is_dir():
+                    return path
+        return None
+
+    def matches(self, pattern: str) -> bool:
+        """Return whether a pattern, in any case, matches the key, the name or the folder of the task."""
+        identifiers = (self.key, self.name, self.folder)
+        return any(fnmatch(identifier.lower(), pattern.lower()) for identifier in identifiers)
 
 
 class TaskList(BaseModel):
@@ -77,9 +86,12 @@ class TaskList(BaseModel):
 
         `names` are task names, keys, folders or patterns such as imagenet*. Raises UserError if a name matches no task.
         """
-        if unknown := next((name for name in names if not any(_fits(task, name) for task in self.tasks)), None):
-            raise UserError(f"Unknown task {unknown}; the tasks are {', '.join(task.key for task in self.tasks)}.")
-        return [task for task in self.tasks if not names or any(_fits(task, name) for name in names)]
+        for name in names:
+            if not any(task.matches(name) for task in self.tasks):
+                raise UserError(f"Unknown task {name}; the tasks are {', '.join(task.key for task in self.tasks)}.")
+        if not names:
+            return list(self.tasks)
+        return [task for task in self.tasks if any(map(task.matches, names))]
 
     def with_own(self, others: Sequence[Task]) -> TaskList:
         """Return a copy of the list with `others` appended."""
@@ -87,42 +99,65 @@ class TaskList(BaseModel):
 
     def with_scored(self, metrics: Mapping[str, Mapping[str, Any]]) -> TaskList:
         """Return the tasks plus those of the user's sets that have an entry in `metrics`, a mapping by task key."""
-        own = {key.removeprefix(_OWN): found for key, found in metrics.items() if key.startswith(_OWN)}
-        return self.with_own(
-            [Task.own(name, "retrieval" if _RECALL in own[name] else "classification") for name in own]
-        )
+        user_tasks = []
+        for key, metrics_of_task in metrics.items():
+            if key.startswith(_USER_SET_PREFIX):
+                name = key.removeprefix(_USER_SET_PREFIX)
+                user_tasks.append(
+                    Task.own(name, "retrieval" if _RETRIEVAL_METRIC in metrics_of_task else "classification")
+                )
+        return self.with_own(user_tasks)
 
-    def on_disk(self, places: Sequence[Path], names: Sequence[str] = ()) -> list[tuple[Task, Path]]:
+    def on_disk(self, paths: Sequence[Path], names: Sequence[str] = ()) -> list[tuple[Task, Path]]:
         """Return the tasks that match `names` (see `choose`; by default all tasks on disk), with their paths.
 
-        `places` are sets of any form and name, or folders of sets. If only some of DataComp's sets are found, a warning
+        `paths` are sets of any form and name, or folders of sets. If only some of DataComp's sets are found, a warning
         lists the missing ones. Raises UserError if no set is found, a name matches no set, or two sets share a name.
         """
-        found = [path for place in places for path in _sets(place)]
-        known = {task.key: task.find(found) for task in self.tasks}
-        taken = {path for path in known.values() if path is not None}
-        own = [(_own(path), path) for path in found if path not in taken and is_set(path)]
-        name, count = Counter(task.name for task, _ in own).most_common(1)[0] if own else ("", 0)
-        if count > 1:
-            raise UserError(f"{count} evaluation sets are called {name}; rename all but one.")
-        chosen = self.with_own([task for task, _ in own]).choose(names)
-        folders = {**known, **{task.key: path for task, path in own}}
-        missing = [task for task in chosen if folders[task.key] is None]
-        below = ", ".join(map(str, places))
-        if len(missing) == len(chosen) or (names and missing):
-            named = ", ".join(f"{task.name} ({task.folder})" for task in missing)
-            raise UserError(f"Not found below {below}: {named}; docs/how-to/evaluate.md lists sources. Sets: {FORMS}.")
-        if missing and taken:
-            log.warning("not found below %s, and skipped: %s", below, ", ".join(task.name for task in missing))
-        return [(task, folder) for task in chosen if (folder := folders[task.key]) is not None]
+        candidates: list[Path] = []
+        for path in paths:
+            candidates += _sets_in(path)
+
+        # DataComp's sets are recognized by their folders' names; other sets are the user's
+        path_of_task = {task.key: task.find(candidates) for task in self.tasks}
+        known_paths = {path for path in path_of_task.values() if path is not None}
+        user_paths = [path for path in candidates if path not in known_paths and is_set(path)]
+        user_tasks = [_user_task(path) for path in user_paths]
+        name_counts = Counter(task.name for task in user_tasks)
+        if user_tasks:
+            name, count = name_counts.most_common(1)[0]
+            if count > 1:
+                raise UserError(f"{count} evaluation sets are called {name}; rename all but one.")
+        for task, path in zip(user_tasks, user_paths, strict=True):
+            path_of_task[task.key] = path
+
+        chosen = self.with_own(user_tasks).choose(names)
+        chosen_on_disk = []
+        missing = []
+        for task in chosen:
+            path_or_none = path_of_task[task.key]
+            if path_or_none is None:
+                missing.append(task)
+            else:
+                chosen_on_disk.append((task, path_or_none))
+        searched = ", ".join(map(str, paths))
+        if not chosen_on_disk or (names and missing):
+            listed = ", ".join(f"{task.name} ({task.folder})" for task in missing)
+            raise UserError(
+                f"Not found below {searched}: {listed}; docs/how-to/evaluate.md lists sources. Sets: {FORMS}."
+            )
+        if missing and known_paths:
+            names_of_missing = ", ".join(task.name for task in missing)
+            log.warning("not found below %s, and skipped: %s", searched, names_of_missing)
+        return chosen_on_disk
 
     def on_disk_of_all(
-        self, places: Sequence[Path], names: Sequence[str], communicator: Communicator
+        self, paths: Sequence[Path], names: Sequence[str], communicator: Communicator
     ) -> list[tuple[Task, Path]]:
         """Call `on_disk` on rank 0 and return its result on all ranks."""
 
         def find() -> list[Any]:
-            return [[task.model_dump(mode="json"), str(path)] for task, path in self.on_disk(places, names)]
+            return [[task.model_dump(mode="json"), str(path)] for task, path in self.on_disk(paths, names)]
 
         return [(Task.model_validate(task), Path(path)) for task, path in communicator.on_rank_zero(find)]
 
@@ -132,26 +167,23 @@ class TaskList(BaseModel):
         return [task for task in published if average == DATACOMP or average in task.averages]
 
 
-def _sets(place: Path) -> list[Path]:
+def _sets_in(path: Path) -> list[Path]:
     """Return the path itself if it is a set, or else the sets and subfolders in it."""
-    if is_set(place):
-        return [place.absolute()]
-    if not place.is_dir():
-        raise UserError(f"{place} is not a folder; name the one that contains the evaluation sets, or a set.")
-    return sorted(path for path in place.iterdir() if path.is_dir() or is_set(path))
+    if is_set(path):
+        return [path.absolute()]
+    if not path.is_dir():
+        raise UserError(f"{path} is not a folder; name the one that contains the evaluation sets, or a set.")
+    return sorted(entry for entry in path.iterdir() if entry.is_dir() or is_set(entry))
 
 
-def _own(path: Path) -> Task:
+def _user_task(path: Path) -> Task:
+    """Return the task of a user's set."""
     kind: Any = open_set(path).kind
     if kind not in ("classification", "retrieval"):
         raise UserError(f"{path} is a {kind} set, which has no score here; move it elsewhere.")
     return Task.own(path.stem if path.is_file() else path.name, kind)
 
 
-def _fits(task: Task, name: str) -> bool:
-    return any(fnmatch(known.lower(), name.lower()) for known in (task.key, task.name, task.folder))
-
-
 def load_tasks() -> TaskList:
     """Return the task list in datacomp.yaml."""
-    return TaskList.model_validate(yaml.safe_load((_FILES / "datacomp.yaml").read_text(encoding="utf-8")))
+    return TaskList.model_validate(yaml.safe_load(_TASKS_FILE.read_text(encoding="utf-8")))

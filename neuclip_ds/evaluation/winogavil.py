@@ -12,6 +12,7 @@ There is no published webdataset version; ours has the usual layout (test/nshard
 import json
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -24,7 +25,15 @@ from neuclip_ds.evaluation.retrieval import score_matrix
 from neuclip_ds.evaluation.sets import EvaluationSet, Sample
 from neuclip_ds.evaluation.sharded_batches import decode, sharded_batches
 
-_SIZES = {"5": (5, 5), "6": (6, 6), "10": (10, 10), "12": (12, 12), "5-6": (0, 6), "10-12": (10, 10**6)}
+_MAX_IMAGES = 10**6  # an upper bound on the number of images of an instance
+_SIZE_RANGES = {  # name -> smallest and largest number of images, inclusive
+    "5": (5, 5),
+    "6": (6, 6),
+    "10": (10, 10),
+    "12": (12, 12),
+    "5-6": (0, 6),
+    "10-12": (10, _MAX_IMAGES),
+}
 
 
 class Instance(NamedTuple):
@@ -44,25 +53,39 @@ def winogavil(encoder: BatchEncoder, folder: EvaluationSet) -> dict[str, float |
         (None if no instance has N images); and `chance`, the expected score of random choices from 10-12 images.
         Raises UserError if the set is empty or an instance is broken.
     """
-    communicator, device = encoder.communicator, encoder.communicator.device
-    by_size, by_chance = GroupAccumulator(device), GroupAccumulator(device)
-    size = max(1, encoder.size // 8)  # an instance has about eight images
-    prepare = partial(_instance, transform=encoder.transform)
-    for batch in sharded_batches(folder, prepare, communicator, size, encoder.loader):
-        cues = encoder.encode_texts([prompt(instance.cue) for instance in batch.rows])
-        images = encoder.encode_images([pixels for instance in batch.rows for pixels in instance.images])
+    communicator = encoder.communicator
+    device = communicator.device
+    # both are grouped by the number of images
+    scores = GroupAccumulator(device)
+    chance_scores = GroupAccumulator(device)
+    instances_per_batch = max(1, encoder.batch_size // 8)  # an instance has about eight images
+    prepare = partial(_read_instance, transform=encoder.transform)
+    for batch in sharded_batches(folder, prepare, communicator, instances_per_batch, encoder.loader):
+        # all rows are encoded, but only the valid ones count
         sizes = [len(instance.images) for instance in batch.rows]
-        valid = batch.rows[: batch.n_valid]
-        indices = [_jaccard(*row) for row in zip(cues, images.split(sizes), valid, strict=False)]
-        random = [chance_jaccard(len(instance.images), sum(instance.associated)) for instance in valid]
-        for sums, scores in ((by_size, indices), (by_chance, random)):
-            sums.add(torch.tensor(scores, dtype=torch.float64, device=device), torch.tensor(sizes[: batch.n_valid]))
-    by_size.all_reduce(communicator)
-    by_chance.all_reduce(communicator)
-    if not by_size.counts.sum():
+        images = list(chain.from_iterable(instance.images for instance in batch.rows))
+        cue_features = encoder.encode_texts([prompt(instance.cue) for instance in batch.rows])
+        image_features = encoder.encode_images(images).split(sizes)
+        batch_scores = []
+        batch_chance_scores = []
+        for row, instance in enumerate(batch.rows[: batch.n_valid]):
+            batch_scores.append(_jaccard(cue_features[row], image_features[row], instance))
+            batch_chance_scores.append(chance_jaccard(len(instance.images), sum(instance.associated)))
+        valid_sizes = torch.tensor(sizes[: batch.n_valid])
+        scores.add(torch.tensor(batch_scores, dtype=torch.float64, device=device), valid_sizes)
+        chance_scores.add(torch.tensor(batch_chance_scores, dtype=torch.float64, device=device), valid_sizes)
+    scores.all_reduce(communicator)
+    chance_scores.all_reduce(communicator)
+    if not scores.counts.sum():
         raise UserError(f"{folder.path} has no instance; convert the set again.")
-    found = {f"jaccard_score_{name}": _mean(by_size, *limits) for name, limits in _SIZES.items()}
-    return {"avg_jaccard_score": _mean(by_size, 0, 10**6), "chance": _mean(by_chance, *_SIZES["10-12"]), **found}
+    smallest, largest = _SIZE_RANGES["10-12"]
+    metrics = {
+        "avg_jaccard_score": _mean(scores, 0, _MAX_IMAGES),
+        "chance": _mean(chance_scores, smallest, largest),
+    }
+    for name, (smallest, largest) in _SIZE_RANGES.items():
+        metrics[f"jaccard_score_{name}"] = _mean(scores, smallest, largest)
+    return metrics
 
 
 def prompt(cue: str) -> str:
@@ -75,20 +98,25 @@ def _jaccard(cue: Tensor, images: Tensor, instance: Instance) -> float:
     """Return the Jaccard index of the associated and the chosen images; `cue` (d,) and `images` (n, d) are features."""
     associated = torch.tensor(instance.associated)
     scores = score_matrix(cue[None], images)[0].cpu()
+    order = scores.sort(descending=True, stable=True).indices
     chosen = torch.zeros_like(associated)
-    chosen[scores.sort(descending=True, stable=True).indices[: int(associated.sum())]] = True
+    chosen[order[: int(associated.sum())]] = True
     return jaccard(associated, chosen)
 
 
-def _mean(by_size: GroupAccumulator, least: int, most: int) -> float | None:
-    hits, counts = (x[least : most + 1].sum() for x in (by_size.hits, by_size.counts))
-    return float(hits / counts) if counts else None
+def _mean(scores: GroupAccumulator, smallest: int, largest: int) -> float | None:
+    """Return the mean score of the instances with `smallest` to `largest` images, or None if there are none."""
+    total = scores.hits[smallest : largest + 1].sum()
+    count = scores.counts[smallest : largest + 1].sum()
+    return float(total / count) if count else None
 
 
-def _instance(sample: Sample, transform: Callable[[bytes], Tensor]) -> Instance:
+def _read_instance(sample: Sample, transform: Callable[[bytes], Tensor]) -> Instance:
     with explained(f"{sample.name}: its json needs cue, candidates and associations", "convert the set again"):
         tree = json.loads(sample.read("json"))
-        cue, candidates, associations = str(tree["cue"]), list(tree["candidates"]), set(tree["associations"])
+        cue = str(tree["cue"])
+        candidates = list(tree["candidates"])
+        associations = set(tree["associations"])
     associated = [candidate in associations for candidate in candidates]
     if not any(associated):
         raise UserError(f"{sample.name}: none of its candidates is among its associations; convert the set again.")

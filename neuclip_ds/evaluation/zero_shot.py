@@ -32,23 +32,27 @@ def classify(
     """
     classes = class_embeddings(encoder, image_set)
     counts = ClassAccumulator(len(classes), classes.device)
-    by_group = [GroupAccumulator(classes.device) for _ in rules]
+    counts_by_group = [GroupAccumulator(classes.device) for _ in rules]
     columns = [rule.column for rule in rules]
     prepare = partial(_prepare, classes=len(classes), transform=encoder.transform, columns=columns)
-    for batch in sharded_batches(image_set, prepare, encoder.communicator, encoder.size, encoder.loader):
-        pixels, numbers = zip(*batch.rows, strict=True)
+    for batch in sharded_batches(image_set, prepare, encoder.communicator, encoder.batch_size, encoder.loader):
+        pixels = [row_pixels for row_pixels, _ in batch.rows]
         scores = score_matrix(encoder.encode_images(pixels), classes)[: batch.n_valid]
-        table = torch.tensor(numbers[: batch.n_valid], dtype=torch.int64)
-        labels, *members = table.reshape(batch.n_valid, 1 + len(rules)).unbind(dim=1)
-        top = dict(zip((1, 5), counts.add(scores, labels.to(scores.device, non_blocking=True)), strict=True))
-        for rule, groups, member in zip(rules, by_group, members, strict=True):
-            groups.add(top[rule.top], member)
+
+        # a column of labels, and a column of groups for each rule
+        valid_numbers = [numbers for _, numbers in batch.rows[: batch.n_valid]]
+        table = torch.tensor(valid_numbers, dtype=torch.int64).reshape(batch.n_valid, 1 + len(rules))
+        labels, *groups_of_rules = table.unbind(dim=1)
+
+        top1, top5 = counts.add(scores, labels.to(scores.device, non_blocking=True))
+        for rule, group_counts, groups in zip(rules, counts_by_group, groups_of_rules, strict=True):
+            group_counts.add(top1 if rule.top == 1 else top5, groups)
     counts.all_reduce(encoder.communicator)
-    for groups in by_group:
-        groups.all_reduce(encoder.communicator)
+    for group_counts in counts_by_group:
+        group_counts.all_reduce(encoder.communicator)
     if not counts.support.sum():
         raise UserError(f"The zero-shot set {image_set.path} has no image; {LAYOUT}.")
-    return counts, by_group
+    return counts, counts_by_group
 
 
 def zero_shot(encoder: BatchEncoder, image_set: EvaluationSet) -> dict[str, float]:
@@ -67,15 +71,21 @@ def class_embeddings(encoder: BatchEncoder, image_set: EvaluationSet) -> Tensor:
 
     Prompts are sharded over ranks. Features are summed in float64, so that the number of ranks does not matter.
     """
-    classes, templates = len(image_set.class_names), len(image_set.templates)
-    rank, world_size, size = encoder.communicator.rank, encoder.communicator.world_size, encoder.size
-    sums: Tensor | None = None
-    for start in range(0, classes * templates, world_size * size):
-        local = range(start + rank, min(start + world_size * size, classes * templates), world_size)
-        features = encoder.encode_texts([image_set.prompt(index) for index in local or [0]])[: len(local)]
+    classes = len(image_set.class_names)
+    templates = len(image_set.templates)
+    prompts = classes * templates
+    rank = encoder.communicator.rank
+    world_size = encoder.communicator.world_size
+    global_batch_size = world_size * encoder.batch_size
+    sums: Tensor | None = None  # (C, d) sums of prompt features
+    for start in range(0, prompts, global_batch_size):
+        local_prompts = range(start + rank, min(start + global_batch_size, prompts), world_size)
+        # a rank without a prompt encodes prompt 0, because all ranks call the model equally often
+        texts = [image_set.prompt(index) for index in local_prompts or [0]]
+        features = encoder.encode_texts(texts)[: len(local_prompts)]
         if sums is None:
             sums = features.new_zeros((classes, features.shape[1]), dtype=torch.float64)
-        labels = torch.tensor(local, dtype=torch.int64) // templates
+        labels = torch.tensor(local_prompts, dtype=torch.int64) // templates
         sums.index_add_(0, labels.to(features.device, non_blocking=True), features.double())
     assert sums is not None  # every set has classes and templates
     return functional.normalize(encoder.communicator.all_reduce(sums, "evaluation"), dim=1).float()
@@ -85,7 +95,8 @@ def _prepare(
     sample: Sample, classes: int, transform: Callable[[bytes], Tensor], columns: list[int]
 ) -> tuple[Tensor, list[int]]:
     """Return a sample's pixels, and a list: its label, followed by its groups from `columns` of the .npy member."""
-    pixels, label = decode(sample, transform), sample.text("cls")
+    pixels = decode(sample, transform)
+    label = sample.text("cls")
     if not label.isdecimal() or int(label) >= classes:
         raise UserError(f"{sample.name} has label '{label}', but the classes are 0 to {classes - 1}; fix one of them.")
     if not columns:

@@ -20,12 +20,12 @@ from neuclip_ds.distributed.launch import read_hostfile
 from neuclip_ds.engine.config import load_engine_config, precision, zero_stage
 from neuclip_ds.engine.precision import resolve_comm_dtype
 from neuclip_ds.errors import UserError
+from neuclip_ds.evaluation.evaluator import open_held_out
 from neuclip_ds.models.recompute import checkpointed_blocks
 from neuclip_ds.models.trained_parts import TOWERS, Parameters
 from neuclip_ds.planning.host_memory import FIX, loader_memory, local_ranks, shortages
 from neuclip_ds.planning.memory import MemoryQuery, account, count_towers, smallest_that_fits
 from neuclip_ds.training.checks import check_config, config_warnings
-from neuclip_ds.training.evaluator import open_held_out
 from neuclip_ds.training.schedule import run_length
 
 T = TypeVar("T")

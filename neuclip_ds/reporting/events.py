@@ -8,6 +8,7 @@ Steps are numbered from 1, as in metrics.jsonl; `message` is the logged text; `i
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,13 +34,15 @@ class EventLog:
     """One rank's events. On rank 0, `add` writes to FOLDER/events.jsonl, and `merge` adds the other ranks' events."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        self._path, self._rank = folder / FILE, rank
+        self._path = folder / FILE
+        self._rank = rank
         self._pending: list[Event] = []
 
     def resume(self, done: int) -> None:
         """Drop events after step `done`, because a resumed run repeats those steps; if `done` is 0, drop all events."""
+        first_dropped_step = done + 1 if done else 0
         if self._rank == 0 and self._path.exists():
-            drop_from(self._path, done + 1 if done else 0)
+            drop_from(self._path, first_dropped_step)
 
     def add(
         self,
@@ -54,7 +57,7 @@ class EventLog:
         if shared and self._rank > 0:
             return
         log.log(level, "%s", message)
-        event = Event(step, self._rank, kind, message, list(indices))
+        event = Event(step=step, rank=self._rank, kind=kind, message=message, indices=list(indices))
         if self._rank == 0:
             self._append([event])
         else:
@@ -65,10 +68,10 @@ class EventLog:
 
         A crash can lose later events, but a resumed run repeats their steps. `gather` collects one object per rank.
         """
-        gathered = gather([event._asdict() for event in self._pending])
+        records_of_ranks = gather([event._asdict() for event in self._pending])
         self._pending = []
         if self._rank == 0:
-            self._append([Event(**event) for events in gathered for event in events])
+            self._append([Event(**record) for record in chain.from_iterable(records_of_ranks)])
 
     def _append(self, events: Sequence[Event]) -> None:
         if events:
@@ -77,7 +80,8 @@ class EventLog:
 
 
 def read_events(folder: Path) -> Iterator[Event]:
-    """Yield the events of a run in step order."""
+    """Yield the events of a run in step order, and the events of a step in rank order."""
     path = folder / FILE
     if path.is_file():
-        yield from sorted(Event(**record) for _, record in step_records(path))
+        events = [Event(**record) for _, record in step_records(path)]
+        yield from sorted(events)

@@ -18,17 +18,19 @@ def configure_logging(rank: int, log_file: Path | None = None) -> None:
     Later calls replace the handlers; the first `log_file` also receives the messages that rank 0 has logged so far.
     """
     root = logging.getLogger()
-    former = [handler for handler in root.handlers if handler.name == __name__]
+    previous_handlers = [handler for handler in root.handlers if handler.name == __name__]
     handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
     if rank == 0 and log_file is None:
-        handlers.append(MemoryHandler(sys.maxsize, flushLevel=sys.maxsize, flushOnClose=False))  # until a file is set
+        # keeps the messages until a file is set
+        handlers.append(MemoryHandler(sys.maxsize, flushLevel=sys.maxsize, flushOnClose=False))
     elif rank == 0 and log_file is not None:
         log_file.parent.mkdir(parents=True, exist_ok=True)
         handlers.append(logging.FileHandler(log_file, encoding="utf-8"))
+    layout = _LAYOUT if rank == 0 else f"[rank {rank}] {_LAYOUT}"
     for handler in handlers:
         handler.name = __name__
-        handler.setFormatter(_Redacting(_LAYOUT if rank == 0 else f"[rank {rank}] {_LAYOUT}"))
-    for handler in former:
+        handler.setFormatter(_Redacting(layout))
+    for handler in previous_handlers:
         if log_file is not None and isinstance(handler, MemoryHandler):
             handler.setTarget(handlers[-1])
             handler.flush()
@@ -36,6 +38,8 @@ def configure_logging(rank: int, log_file: Path | None = None) -> None:
         handler.close()
     for handler in handlers:
         root.addHandler(handler)
+
+    # levels, and the handlers and warnings of other libraries
     root.setLevel(logging.WARNING)
     logging.getLogger("neuclip_ds").setLevel(logging.INFO if rank == 0 else logging.WARNING)
     logging.getLogger("transformers").setLevel(logging.WARNING)

@@ -20,7 +20,13 @@ log = logging.getLogger(__name__)
 
 AVERAGED = "ema/"  # prefix of metrics of the averaged weights
 CHANCE = "chance/"  # prefix of the chance level of a score
-_SCORES = ("average/", "zero_shot_top", "image_to_text_recall@", "text_to_image_recall@", "task/")  # in display order
+_SCORE_PREFIXES = (  # in display order
+    "average/",
+    "zero_shot_top",
+    "image_to_text_recall@",
+    "text_to_image_recall@",
+    "task/",
+)
 
 Series = tuple[list[int], list[float]]
 """Steps and values of a metric."""
@@ -36,20 +42,23 @@ class MetricsLog:
     def __init__(self, folder: Path, resume_step: int | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         first_new_step = 0 if resume_step is None else resume_step + 1
-        self._path, self._board_path = folder / "metrics.jsonl", folder / "tensorboard"
+        self._path = folder / "metrics.jsonl"
+        self._board_path = folder / "tensorboard"
         if self._path.exists():
             drop_from(self._path, first_new_step)
         self._lines = self._path.open("a", encoding="utf-8", newline="\n", buffering=1)
         self._board_path.mkdir(exist_ok=True)
-        with tempfile.TemporaryFile(dir=self._board_path) as room:  # a full disk fails here, not in a thread
-            room.write(bytes(4096))
+        with tempfile.TemporaryFile(dir=self._board_path) as file:  # a full disk fails here, not in a thread
+            file.write(bytes(4096))
         self._board = SummaryWriter(str(self._board_path), purge_step=first_new_step)  # hides the later points
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write a step's metrics; in metrics.jsonl, NaN and infinities become "nan", "inf" and "-inf"."""
-        finite = {name: value if math.isfinite(value) else str(float(value)) for name, value in metrics.items()}
+        record: dict[str, float | str] = {"step": step}
+        for name, value in metrics.items():
+            record[name] = value if math.isfinite(value) else str(float(value))
         with best_effort(self._path):  # if it fails, the next line writes the rest of the buffer
-            self._lines.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
+            self._lines.write(json.dumps(record, allow_nan=False) + "\n")
         with best_effort(self._board_path):
             for name, value in metrics.items():
                 self._board.add_scalar(name, value, step)
@@ -88,16 +97,23 @@ def read_series(run: Path) -> dict[str, Series]:
 
 def scores_among(names: Iterable[str]) -> list[str]:
     """Return the names of the metrics that are scores (accuracies or recalls): averages first, tasks last."""
-    found = list(dict.fromkeys(names))
-    return [name for kind in _SCORES for name in found if name.removeprefix(AVERAGED).startswith(kind)]
+    distinct_names = list(dict.fromkeys(names))
+    scores: list[str] = []
+    for prefix in _SCORE_PREFIXES:
+        scores += [name for name in distinct_names if name.removeprefix(AVERAGED).startswith(prefix)]
+    return scores
 
 
 def score_lines(results: Mapping[str, float]) -> Iterator[str]:
     """Yield a log line for each result of an evaluation, with the chance level if it is known."""
     for name, value in results.items():
-        if not name.startswith(CHANCE):
-            chance = results.get(CHANCE + name.removeprefix(AVERAGED))
-            yield f"{name}: {value:.4g}" + (f" (chance {chance:.3g})" if chance is not None else "")
+        if name.startswith(CHANCE):
+            continue
+        line = f"{name}: {value:.4g}"
+        chance = results.get(CHANCE + name.removeprefix(AVERAGED))
+        if chance is not None:
+            line += f" (chance {chance:.3g})"
+        yield line
 
 
 def step_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

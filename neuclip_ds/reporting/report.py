@@ -6,9 +6,10 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from string import Template
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import yaml
@@ -16,16 +17,17 @@ import yaml
 from neuclip_ds.reporting.events import read_events
 from neuclip_ds.reporting.metrics import AVERAGED, CHANCE, Series, read_series, scores_among
 
-_EVENTS = 200  # maximum number of events listed; the others are only counted
-_CURVES = 8  # maximum number of curves per plot, each in a different color
-_POINTS = 1000  # points per curve; a longer curve is reduced to the extremes of neighboring points
+_MAX_EVENTS = 200  # events that are listed; the others are only counted
+_MAX_CURVES = 8  # curves per plot, each in a different color
+_MAX_POINTS = 1000  # points per curve; a longer curve is reduced to the extremes of neighboring points
 
 _FILES = Path(__file__).parent
 _PAGE = Template((_FILES / "page.html").read_text(encoding="utf-8"))
 _SCRIPT = (_FILES / "page.js").read_text(encoding="utf-8")
 
 
-class Plot(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Plot:
     """A plot of curves that share an axis; plots.yaml explains the fields."""
 
     title: str
@@ -40,27 +42,37 @@ class Plot(NamedTuple):
 
 
 PLOTS = [Plot(**plot) for plot in yaml.safe_load((_FILES / "plots.yaml").read_text(encoding="utf-8"))]
-_COUNTS = ("retrieval_pairs", "zero_shot_images", "normalizer_anchors", "normalizer_unseen")
+_COUNT_METRICS = ("retrieval_pairs", "zero_shot_images", "normalizer_anchors", "normalizer_unseen")
 
 
 def write_report(run: Path) -> Path:
     """Write RUN/report.html from a run's files and return its path; raise `UserError` if the run has no metrics."""
     series = read_series(run)
-    config = (run / "config.yaml").read_text(encoding="utf-8")
-    environment = run / "environment.json"
-    found = json.loads(environment.read_text(encoding="utf-8")) if environment.is_file() else {}
-    scores = _scores(series, yaml.safe_load(config)["data"]["val"])
+    config_text = (run / "config.yaml").read_text(encoding="utf-8")
+    config = yaml.safe_load(config_text)
+    environment = {}
+    environment_file = run / "environment.json"
+    if environment_file.is_file():
+        environment = json.loads(environment_file.read_text(encoding="utf-8"))
+
+    last_values = [[name, f"{values[-1]:.5g}"] for name, (_, values) in series.items()]
     tables = [
         *_events(run),
-        _table("Last values", ["metric", "value"], [[name, f"{x[-1]:.5g}"] for name, (_, x) in series.items()]),
-        _table("Environment", ["", ""], [[key, str(value)] for key, value in found.items()]),
-        f"<h2>Config</h2><pre>{html.escape(config)}</pre>",
+        _table("Last values", ["metric", "value"], last_values),
+        _table("Environment", ["", ""], [[name, str(value)] for name, value in environment.items()]),
+        f"<h2>Config</h2><pre>{html.escape(config_text)}</pre>",
     ]
+    title = f"{run.name}: {config['objective']['method']}"
+    plots = json.dumps(list(_plots(series)), allow_nan=False)
+    page = _PAGE.substitute(
+        title=html.escape(title),
+        scores="\n".join(_scores(series, config["data"]["val"])),
+        tables="\n".join(tables),
+        data=plots.replace("<", "\\u003c"),  # "</" would end the script
+        script=_SCRIPT,
+    )
     path = run / "report.html"
-    heading = f"{run.name}: {yaml.safe_load(config)['objective']['method']}"
-    data = json.dumps(list(_plots(series)), allow_nan=False).replace("<", "\\u003c")  # "</" would end the script
-    content = {"title": html.escape(heading), "scores": "\n".join(scores), "tables": "\n".join(tables)}
-    path.write_text(_PAGE.substitute(content, data=data, script=_SCRIPT), encoding="utf-8")
+    path.write_text(page, encoding="utf-8")
     return path
 
 
@@ -72,17 +84,24 @@ def _scores(series: Mapping[str, Series], val: str | int) -> Iterator[str]:
     rows = []
     for name in scores_among(series):
         steps, values = series[name]
-        best = max(range(len(values)), key=values.__getitem__)
-        chance = series.get(CHANCE + name.removeprefix(AVERAGED))
-        row = [values[-1], steps[-1], values[best], steps[best], chance[1][-1] if chance else None]
-        rows.append([name, *("-" if x is None else f"{x:,}" if isinstance(x, int) else f"{100 * x:.2f}" for x in row)])
+        best = values.index(max(values))
+        chance = "-"
+        chance_series = series.get(CHANCE + name.removeprefix(AVERAGED))
+        if chance_series is not None:
+            chance = _percent(chance_series[1][-1])
+        rows.append([name, _percent(values[-1]), f"{steps[-1]:,}", _percent(values[best]), f"{steps[best]:,}", chance])
     if rows:
         yield _table("Scores, %", ["score", "last", "at step", "best", "at step", "chance"], rows)
     if "retrieval_pairs" in series:
+        _, pair_counts = series["retrieval_pairs"]
         origin = "held out of data.train" if isinstance(val, int) else f"of {html.escape(val)}"
-        yield f"<p>Recall is measured on {series['retrieval_pairs'][1][-1]:,.0f} pairs {origin}.</p>"
+        yield f"<p>Recall is measured on {pair_counts[-1]:,.0f} pairs {origin}.</p>"
     elif val == "":
         yield "<p>There is no recall: no pairs were held out (data.val is empty).</p>"
+
+
+def _percent(score: float) -> str:
+    return f"{100 * score:.2f}"
 
 
 def _plots(series: Mapping[str, Series]) -> Iterator[dict[str, Any]]:
@@ -90,52 +109,72 @@ def _plots(series: Mapping[str, Series]) -> Iterator[dict[str, Any]]:
 
     A metric with fewer than two finite values is not plotted; it appears only in the tables.
     """
-    shown = (name for name in series if name not in _COUNTS and not name.startswith(CHANCE))
-    # natural order: recall@5 before recall@10
-    names = sorted(shown, key=lambda name: re.sub(r"\d+", lambda number: number[0].zfill(9), name))
-    names = [name for name in names if np.isfinite(series[name][1]).sum() > 1]
-    left = list(names)
+    names = []
+    for name, (_, values) in series.items():
+        is_count_or_chance = name in _COUNT_METRICS or name.startswith(CHANCE)
+        if not is_count_or_chance and np.isfinite(values).sum() > 1:
+            names.append(name)
+    names.sort(key=_natural_order)
+
+    remaining = list(names)
     for plot in PLOTS:
-        curves = [_curve(name, *series[name]) for name in names if plot.has(name) and any(series[name][1])]
-        left = [name for name in left if not plot.has(name)]
-        if len(curves) > _CURVES:
-            yield from ({**plot._asdict(), "title": curve["name"], "curves": [curve]} for curve in curves)
+        remaining = [name for name in remaining if not plot.has(name)]
+        curves = []
+        for name in names:
+            steps, values = series[name]
+            if plot.has(name) and any(values):
+                curves.append(_curve(name, steps, values))
+        if len(curves) > _MAX_CURVES:
+            for curve in curves:
+                yield {**asdict(plot), "title": curve["name"], "curves": [curve]}
         elif curves:
-            yield {**plot._asdict(), "curves": curves}
-    for name in left:
-        yield {**Plot(name, [name], name, "")._asdict(), "curves": [_curve(name, *series[name])]}
+            yield {**asdict(plot), "curves": curves}
+    for name in remaining:
+        steps, values = series[name]
+        plot = Plot(title=name, metrics=[name], unit=name, meaning="")
+        yield {**asdict(plot), "curves": [_curve(name, steps, values)]}
+
+
+def _natural_order(name: str) -> str:
+    """Return a sort key that places recall@5 before recall@10."""
+    return re.sub(r"\d+", lambda digits: digits[0].zfill(9), name)
 
 
 def _curve(name: str, steps: Sequence[int], values: Sequence[float]) -> dict[str, Any]:
     """Return a curve for page.js, with None in place of values that are not finite."""
-    kept: Sequence[int] = range(len(values))
-    if len(values) > _POINTS:
-        parts = np.array_split(np.nan_to_num(values), _POINTS // 2)
-        starts = np.cumsum([0, *map(len, parts[:-1])])
-        ends = [
-            start + end for start, part in zip(starts, parts, strict=True) for end in (part.argmin(), part.argmax())
-        ]
-        kept = sorted({0, len(values) - 1, *map(int, ends)})
+    shown: Sequence[int] = range(len(values))
+    if len(values) > _MAX_POINTS:
+        # keep the first and the last point, and the extremes of equal sections
+        extremes = {0, len(values) - 1}
+        start = 0
+        for section in np.array_split(np.nan_to_num(values), _MAX_POINTS // 2):
+            extremes.add(start + int(section.argmin()))
+            extremes.add(start + int(section.argmax()))
+            start += len(section)
+        shown = sorted(extremes)
     return {
         "name": name,
-        "x": [steps[i] for i in kept],
-        "y": [values[i] if math.isfinite(values[i]) else None for i in kept],
+        "x": [steps[i] for i in shown],
+        "y": [values[i] if math.isfinite(values[i]) else None for i in shown],
     }
 
 
 def _events(run: Path) -> Iterator[str]:
     """Yield a table of the events, if there are any."""
-    found = list(read_events(run))
-    rows = [[str(event.step), str(event.rank), event.kind, event.message] for event in found[:_EVENTS]]
+    events = list(read_events(run))
+    rows = []
+    for event in events[:_MAX_EVENTS]:
+        rows.append([str(event.step), str(event.rank), event.kind, event.message])
     if rows:
         yield _table("Events", ["step", "rank", "kind", "message"], rows)
-    if len(found) > _EVENTS:
-        yield f"<p>and {len(found) - _EVENTS} more in events.jsonl</p>"
+    if len(events) > _MAX_EVENTS:
+        yield f"<p>and {len(events) - _MAX_EVENTS} more in events.jsonl</p>"
 
 
 def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return the HTML of a title and a table with escaped cells."""
-    lines = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows]
-    names = "".join(f"<th>{html.escape(name)}</th>" for name in header)
-    table = f"<table><tr>{'</tr><tr>'.join([names, *lines])}</tr></table>"
+    html_rows = ["".join(f"<th>{html.escape(name)}</th>" for name in header)]
+    for row in rows:
+        html_rows.append("".join(f"<td>{html.escape(cell)}</td>" for cell in row))
+    table = f"<table><tr>{'</tr><tr>'.join(html_rows)}</tr></table>"
     return f'<h2>{html.escape(title)}</h2><div class="table">{table}</div>'

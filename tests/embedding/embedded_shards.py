@@ -15,8 +15,9 @@ from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.embedding.embed import Parts, RowReader, Summary, embed
 
-DIM, SIDE = 12, 8
-SIZES = [5, 7, 3, 6]
+DIM = 12  # width of the features
+SIDE = 8  # pixels
+SHARD_SIZES = [5, 7, 3, 6]
 WEIGHTS = torch.randn(3 * SIDE * SIDE, DIM, generator=torch.Generator().manual_seed(0))
 
 
@@ -35,23 +36,28 @@ def members(index: int) -> dict[str, bytes]:
 def write_samples(folder: Path) -> Manifest:
     """Write 21 samples to four shards: number 6 has a broken image, number 13 no caption, and odd numbers no uid."""
     folder.mkdir()
-    samples = [members(number) for number in range(sum(SIZES))]
-    samples[6]["jpg"] = b"no image"
-    del samples[13]["txt"]
-    for sample in samples[1::2]:
-        sample["json"] = b"{}"
-    named = ([(f"k{n:04d}.{name}", data) for name, data in sample.items()] for n, sample in enumerate(samples))
-    for shard, size in enumerate(SIZES):
-        write_tar(folder / f"{shard:05d}.tar", [member for _ in range(size) for member in next(named)])
+    first_of_shard = 0
+    for shard, size in enumerate(SHARD_SIZES):
+        shard_members = []
+        for index in range(first_of_shard, first_of_shard + size):
+            sample = members(index)
+            if index == 6:
+                sample["jpg"] = b"no image"
+            if index == 13:
+                del sample["txt"]
+            if index % 2 == 1:
+                sample["json"] = b"{}"
+            shard_members += [(f"k{index:04d}.{extension}", data) for extension, data in sample.items()]
+        first_of_shard += size
+        write_tar(folder / f"{shard:05d}.tar", shard_members)
     return build_manifest([str(path) for path in sorted(folder.iterdir())], processes=1)
 
 
 def encode(image: Tensor | None, tokens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     assert image is not None and tokens is not None
-    return (
-        functional.normalize((image.flatten(1).float() - 127) @ WEIGHTS, dim=1),
-        functional.normalize(tokens.float() - 80, dim=1),
-    )
+    image_features = (image.flatten(1).float() - 127) @ WEIGHTS
+    text_features = tokens.float() - 80
+    return functional.normalize(image_features, dim=1), functional.normalize(text_features, dim=1)
 
 
 def write(

@@ -17,95 +17,123 @@ from neuclip_ds.data.images import EvalTransform
 from neuclip_ds.data.manifest import Manifest, from_shards
 from neuclip_ds.data.uids import parse_uid
 from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.embedding.embed import Summary
 from neuclip_ds.embedding.select import feature_tables
 from neuclip_ds.errors import UserError
 
-USABLE = [n for n in range(21) if n not in (6, 13)]
+USABLE = [index for index in range(21) if index not in (6, 13)]
 
 
-@pytest.fixture
-def manifest(tmp_path: Path) -> Manifest:
-    return write_samples(tmp_path / "shards")
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+    return write_samples(tmp_path_factory.mktemp("data") / "shards")
 
 
-def test_features_of_every_usable_sample(tmp_path: Path, manifest: Manifest) -> None:
-    assert write(tmp_path / "out", manifest)[:4] == (4, 19, 2, [])
-    files = feature_tables(tmp_path / "out")
-    assert [path.stem[-8:] for path in files] == [f"{number:08d}" for number in range(4)]
+@pytest.fixture(scope="module")
+def features(manifest: Manifest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of features that one rank writes without interruption."""
+    out = tmp_path_factory.mktemp("features")
+    check_complete(write(out, manifest))
+    return out
+
+
+def check_complete(summary: Summary) -> None:
+    """Check that all samples were written at once, except for the two unusable ones."""
+    assert summary.shards == 4
+    assert summary.samples == len(USABLE)
+    assert summary.bad == 2
+    assert summary.unreadable == []
+
+
+def test_every_usable_sample_has_its_features_key_and_uid(features: Path) -> None:
+    files = feature_tables(features)
+    assert [path.stem[-8:] for path in files] == [f"{shard:08d}" for shard in range(4)]
     table = pa.concat_tables(pq.read_table(path) for path in files)
     assert table.column("index").to_pylist() == USABLE
-    assert table.column("key").to_pylist() == [f"k{n:04d}" for n in USABLE]
-    uids = dict(zip(USABLE, table.column("uid").to_pylist(), strict=True))
-    assert all(found == uid(n) for n, found in uids.items() if n % 2 == 0)
-    assert len({parse_uid(found) for found in uids.values()} - {None}) == len(USABLE), "others have that of their place"
-    image, text = (np.array(table.column(kind).to_pylist()) for kind in ("image", "text"))
-    pixels = torch.stack([EvalTransform(SIDE)(jpeg(n)) for n in USABLE])
-    captions = tokenize([f"caption {n} {'x' * (n % 5)}".strip() for n in USABLE])
-    expected = encode(pixels, captions)
-    assert np.allclose(image, expected[0], atol=1e-6) and np.allclose(text, expected[1], atol=1e-6)
+    assert table.column("key").to_pylist() == [f"k{index:04d}" for index in USABLE]
+
+    uids = table.column("uid").to_pylist()
+    assert all(written == uid(index) for index, written in zip(USABLE, uids, strict=True) if index % 2 == 0)
+    assert len({parse_uid(text) for text in uids} - {None}) == len(USABLE), "a sample without a uid gets a new one"
+
+    image = np.array(table.column("image").to_pylist())
+    text = np.array(table.column("text").to_pylist())
+    pixels = torch.stack([EvalTransform(SIDE)(jpeg(index)) for index in USABLE])
+    captions = tokenize([f"caption {index} {'x' * (index % 5)}".strip() for index in USABLE])
+    expected_image, expected_text = encode(pixels, captions)
+    assert np.allclose(image, expected_image, atol=1e-6)
+    assert np.allclose(text, expected_text, atol=1e-6)
     assert np.allclose(table.column("similarity"), (image * text).sum(axis=1), atol=1e-6)
 
 
-def _write(communicator: Communicator, out: Path, manifest: Manifest) -> tuple[int, int, int, list[str]]:
-    return write(out, manifest, communicator, workers=communicator.rank)[:4]
+def _write_on_rank(communicator: Communicator, out: Path, manifest: Manifest) -> Summary:
+    return write(out, manifest, communicator, workers=communicator.rank)
 
 
-def test_two_ranks_write_the_same_files(tmp_path: Path, manifest: Manifest) -> None:
-    write(tmp_path / "one", manifest)
-    summaries = run_ranks(2, _write, tmp_path / "two", manifest)
-    assert summaries == [(4, 19, 2, [])] * 2
-    assert contents(tmp_path / "two") == contents(tmp_path / "one")
+def test_two_ranks_write_the_same_files_as_one(tmp_path: Path, manifest: Manifest, features: Path) -> None:
+    for summary in run_ranks(2, _write_on_rank, tmp_path / "two", manifest):
+        check_complete(summary)
+    assert contents(tmp_path / "two") == contents(features)
 
 
-def test_it_resumes_with_the_same_files(tmp_path: Path, manifest: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path / "whole", manifest)
-    written, replace = [], Path.replace
+def test_an_interrupted_job_resumes_and_writes_the_same_files(
+    tmp_path: Path, manifest: Manifest, features: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replaced = []
+    replace = Path.replace
 
-    def killed(self: Path, target: Path) -> Path:
-        written.append(target)
-        if len(written) == 4:
+    def interrupted(self: Path, target: Path) -> Path:
+        replaced.append(target)
+        if len(replaced) == 4:
             raise KeyboardInterrupt
         return replace(self, target)
 
-    monkeypatch.setattr(Path, "replace", killed)
+    monkeypatch.setattr(Path, "replace", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        write(tmp_path / "out", manifest)
-    assert 0 < write(tmp_path / "out", manifest).shards < 4
-    assert write(tmp_path / "out", manifest).shards == 0
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+        write(tmp_path, manifest)
+    assert 0 < write(tmp_path, manifest).shards < 4
+    assert write(tmp_path, manifest).shards == 0
+    assert contents(tmp_path) == contents(features)
 
 
 def test_another_model_or_other_data_are_refused_and_grown_data_are_not(tmp_path: Path, manifest: Manifest) -> None:
-    first = Manifest(manifest.shards[:2])
-    assert write(tmp_path / "out", first, dtype="float16").shards == 2
-    assert write(tmp_path / "out", manifest, dtype="float16").shards == 2, "the new ones"
-    rows = pq.read_table(feature_tables(tmp_path / "out")[1])
-    assert (rows.column("image").type, len(rows)) == (pa.list_(pa.float16(), DIM), 6)
+    out = tmp_path / "out"
+    first_shards = Manifest(manifest.shards[:2])
+    assert write(out, first_shards, dtype="float16").shards == 2
+    assert write(out, manifest, dtype="float16").shards == 2, "only the new shards are written"
+    rows = pq.read_table(feature_tables(out)[1])
+    assert rows.column("image").type == pa.list_(pa.float16(), DIM)
+    assert len(rows) == 6
     with pytest.raises(UserError, match=r"features with dtype=float16, not float32: choose another --out"):
-        write(tmp_path / "out", manifest)
-    other = build_manifest([str(path) for path in write_pairs(tmp_path / "other", [9] * 4).iterdir()], processes=1)
+        write(out, manifest)
+    other_shards = [str(path) for path in write_pairs(tmp_path / "other", [9] * 4).iterdir()]
     with pytest.raises(UserError, match="features with data="):
-        write(tmp_path / "out", other, dtype="float16")
-    (tmp_path / "out" / "embedding.json").write_text("{")
+        write(out, build_manifest(other_shards, processes=1), dtype="float16")
+    (out / "embedding.json").write_text("{")
     with pytest.raises(UserError, match=r"embedding.json cannot be read"):
-        write(tmp_path / "out", manifest)
+        write(out, manifest)
 
 
-def test_a_shard_that_cannot_be_read_has_no_part(tmp_path: Path, manifest: Manifest) -> None:
-    missing = Path(manifest.shards[1].path)
-    data = missing.read_bytes()
-    missing.unlink()
+def test_a_shard_that_cannot_be_read_has_no_part_until_it_can(tmp_path: Path) -> None:
+    manifest = write_samples(tmp_path / "shards")
+    shard = Path(manifest.shards[1].path)
+    data = shard.read_bytes()
+    shard.unlink()
     summary = write(tmp_path / "out", manifest)
     assert summary.shards == 3
-    assert len(summary.unreadable) == 1 and str(missing) in summary.unreadable[0]
-    missing.write_bytes(data)
+    (problem,) = summary.unreadable
+    assert str(shard) in problem
+    shard.write_bytes(data)
     assert write(tmp_path / "out", manifest).shards == 1
 
 
-def test_shards_without_a_usable_sample(tmp_path: Path) -> None:
-    broken = {n: {"jpg": b"no image", "txt": b"caption"} for n in range(2)}
+def test_a_shard_without_a_usable_sample_has_an_empty_part(tmp_path: Path) -> None:
+    broken = {index: {"jpg": b"no image", "txt": b"caption"} for index in range(2)}
     folder = write_pairs(tmp_path / "broken", [2, 0], broken)
-    shards = build_manifest([str(folder / f"{n:05d}.tar") for n in range(2)], processes=1).shards
-    assert write(tmp_path / "none", from_shards(shards))[:3] == (1, 0, 2)
-    (table,) = feature_tables(tmp_path / "none")
+    shards = build_manifest([str(folder / f"{shard:05d}.tar") for shard in range(2)], processes=1).shards
+    summary = write(tmp_path / "out", from_shards(shards))
+    assert summary.shards == 1
+    assert summary.samples == 0
+    assert summary.bad == 2
+    (table,) = feature_tables(tmp_path / "out")
     assert len(pq.read_table(table)) == 0

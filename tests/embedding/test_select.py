@@ -10,7 +10,6 @@ import pytest
 from embedded_shards import uid
 
 from neuclip_ds.data.uids import UID, UidFiles, parse_uid
-from neuclip_ds.embedding import near_duplicates
 from neuclip_ds.embedding.near_duplicates import drop_near_duplicates
 from neuclip_ds.embedding.select import Rule, Selection, select
 from neuclip_ds.errors import UserError
@@ -18,23 +17,30 @@ from neuclip_ds.errors import UserError
 SCORES = [0.5, None, 0.1, 0.9, float("nan"), 0.9, 0.3, 0.7]
 
 
-@pytest.fixture
-def pool(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write metadata to two files; sample 7 has no uid, and sample 5 has the uid of sample 3."""
-    uids = [uid(n) for n in (0, 1, 2, 3, 4, 3, 6)] + [None]
+    folder = tmp_path_factory.mktemp("pool")
+    uids = [uid(index) for index in (0, 1, 2, 3, 4, 3, 6)] + [None]
     table = pa.table({"uid": uids, "score": SCORES, "words": ["a"] * 8})
-    (tmp_path / "pool" / "deep").mkdir(parents=True)
-    pq.write_table(table[:3], tmp_path / "pool" / "a.parquet")
-    pq.write_table(table[3:], tmp_path / "pool" / "deep" / "b.parquet")
-    return tmp_path / "pool"
+    (folder / "deep").mkdir()
+    pq.write_table(table[:3], folder / "a.parquet")
+    pq.write_table(table[3:], folder / "deep" / "b.parquet")
+    return folder
 
 
-def listed(path: Path) -> list[tuple[int, int]]:
-    return [tuple(pair) for pair in np.load(path).tolist()]
+def read_uids(path: Path) -> list[tuple[int, int]]:
+    return [tuple(words) for words in np.load(path).tolist()]
 
 
-def words(*numbers: int) -> list[tuple[int, int]]:
-    return sorted(found for n in numbers if (found := parse_uid(uid(n))) is not None)
+def uids_of(*indices: int) -> list[tuple[int, int]]:
+    """Return the uids of samples as a file lists them."""
+    uids = []
+    for index in indices:
+        words = parse_uid(uid(index))
+        assert words is not None
+        uids.append(words)
+    return sorted(uids)
 
 
 @pytest.mark.parametrize(
@@ -42,31 +48,35 @@ def words(*numbers: int) -> list[tuple[int, int]]:
     [
         (Rule(minimum=0.5), (0, 3)),
         (Rule(maximum=0.3), (2, 6)),
-        (Rule(0.2, 0.5), (0, 6)),
+        (Rule(minimum=0.2, maximum=0.5), (0, 6)),
         (Rule(top=0.5), (3,)),  # 0.9, 0.9 and 0.7; the sample with 0.7 has no uid
         (Rule(top=1 / 6), (3,)),  # one of two equal values
         (Rule(top=1.0), (0, 2, 3, 6)),
         (Rule(minimum=0.2, top=1.0), (0, 3, 6)),
     ],
 )
-def test_rules(tmp_path: Path, pool: Path, rule: Rule, kept: tuple[int, ...]) -> None:
-    found = select([pool], "score", rule, tmp_path / "kept.npy")
-    assert listed(tmp_path / "kept.npy") == words(*kept)
-    assert found.kept == len(kept) and (found.samples, found.without_value) == (8, 2)
+def test_a_rule_keeps_the_uids_of_the_values_in_its_bounds(
+    tmp_path: Path, pool: Path, rule: Rule, kept: tuple[int, ...]
+) -> None:
+    selection = select([pool], "score", rule, tmp_path / "kept.npy")
+    assert read_uids(tmp_path / "kept.npy") == uids_of(*kept)
+    assert selection.kept == len(kept)
+    assert selection.samples == 8
+    assert selection.without_value == 2
     UidFiles([tmp_path / "kept.npy"]).check_order()
     assert np.load(tmp_path / "kept.npy").dtype == np.dtype("u8,u8")
     if rule == Rule(top=0.5):
-        assert found == Selection(kept=1, samples=8, without_value=2, without_uid=1, minimum=0.7)
+        assert selection == Selection(kept=1, samples=8, without_value=2, without_uid=1, minimum=0.7)
 
 
-def test_within_other_lists(tmp_path: Path, pool: Path) -> None:
-    np.save(tmp_path / "list.npy", np.array(words(0, 1, 6), dtype=UID))
-    np.save(tmp_path / "other.npy", np.array(words(0, 3), dtype=UID))
-    select([pool], "score", Rule(minimum=0.0), tmp_path / "kept.npy", within=[tmp_path / "list.npy"])
-    assert listed(tmp_path / "kept.npy") == words(0, 6)
-    both = [tmp_path / "list.npy", tmp_path / "other.npy"]
-    select([pool], "score", Rule(minimum=0.0), tmp_path / "kept.npy", within=both)
-    assert listed(tmp_path / "kept.npy") == words(0)
+def test_only_uids_in_every_other_list_are_kept(tmp_path: Path, pool: Path) -> None:
+    lists = [tmp_path / "first.npy", tmp_path / "second.npy"]
+    np.save(lists[0], np.array(uids_of(0, 1, 6), dtype=UID))
+    np.save(lists[1], np.array(uids_of(0, 3), dtype=UID))
+    select([pool], "score", Rule(minimum=0.0), tmp_path / "kept.npy", within=lists[:1])
+    assert read_uids(tmp_path / "kept.npy") == uids_of(0, 6)
+    select([pool], "score", Rule(minimum=0.0), tmp_path / "kept.npy", within=lists)
+    assert read_uids(tmp_path / "kept.npy") == uids_of(0)
 
 
 @pytest.mark.parametrize(
@@ -78,41 +88,55 @@ def test_within_other_lists(tmp_path: Path, pool: Path) -> None:
         ("score", Rule(minimum=0.0), "words", "has a uid of 32 hex digits: name the column"),
     ],
 )
-def test_mistakes(tmp_path: Path, pool: Path, column: str, rule: Rule, uid_column: str, message: str) -> None:
+def test_a_wrong_column_or_an_empty_selection_is_an_error(
+    tmp_path: Path, pool: Path, column: str, rule: Rule, uid_column: str, message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         select([pool], column, rule, tmp_path / "kept.npy", uid_column)
 
 
+def noisy_clusters(count: int, dtype: str) -> np.ndarray:
+    """Return (count, 8) unit vectors near a third as many centers."""
+    random = np.random.default_rng(0)
+    centers = random.normal(size=(count // 3, 8))
+    vectors = centers[random.integers(0, count // 3, count)] + 0.1 * random.normal(size=(count, 8))
+    return (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(dtype)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_of_near_duplicates_the_best_stays(tmp_path: Path, monkeypatch, dtype: str) -> None:
-    """Blocks of 16 rows give the same result as a loop over all pairs; the images form noisy clusters."""
-    monkeypatch.setattr(near_duplicates, "_ROWS", 16)
-    random, n = np.random.default_rng(0), 120
-    image = random.normal(size=(n // 3, 8))[random.integers(0, n // 3, n)] + 0.1 * random.normal(size=(n, 8))
-    image = (image / np.linalg.norm(image, axis=1, keepdims=True)).astype(dtype)
-    scores = random.uniform(0, 1, n)
-    names = [uid(number) for number in range(n)]
-    names[7], names[50] = "none", names[51]
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "embedding.json").write_text("{}")
-    for part, rows in enumerate(np.array_split(np.arange(n), 3)):
-        columns = {"uid": pa.array([names[row] for row in rows]), "similarity": pa.array(scores[rows])}
-        columns["image"] = pa.FixedSizeListArray.from_arrays(pa.array(image[rows].reshape(-1)), 8)
-        pq.write_table(pa.table(columns), out / f"part-{part:08d}.parquet")
-    best = 50 if scores[50] > scores[51] else 51
-    cosines, kept = image.astype(np.float32) @ image.astype(np.float32).T, list[int]()
-    for row in sorted(set(range(n)) - {7, 101 - best}, key=lambda row: -scores[row]):
-        if scores[row] >= 0.2 and not any(cosines[row, other] >= 0.95 for other in kept):
+def test_of_near_duplicates_the_best_stays(tmp_path: Path, dtype: str) -> None:
+    """Chunks of 16 rows give the same result as a loop over all pairs."""
+    count = 120
+    image = noisy_clusters(count, dtype)
+    scores = np.random.default_rng(1).uniform(0, 1, count)
+    uids = [uid(index) for index in range(count)]
+    uids[7] = "none"
+    uids[50] = uids[51]
+    features = tmp_path / "features"
+    features.mkdir()
+    (features / "embedding.json").write_text("{}")
+    for part, rows in enumerate(np.array_split(np.arange(count), 3)):
+        columns = {
+            "uid": pa.array([uids[row] for row in rows]),
+            "similarity": pa.array(scores[rows]),
+            "image": pa.FixedSizeListArray.from_arrays(pa.array(image[rows].reshape(-1)), 8),
+        }
+        pq.write_table(pa.table(columns), features / f"part-{part:08d}.parquet")
+
+    # the reference visits the rows by decreasing score
+    worse_twin = 50 if scores[50] < scores[51] else 51
+    cosines = image.astype(np.float32) @ image.astype(np.float32).T
+    kept: list[int] = []
+    for row in sorted(range(count), key=lambda row: -scores[row]):
+        is_candidate = row not in (7, worse_twin) and scores[row] >= 0.2
+        if is_candidate and not any(cosines[row, other] >= 0.95 for other in kept):
             kept.append(row)
-    found = select(
-        [out],
-        "similarity",
-        Rule(minimum=0.2),
-        tmp_path / "kept.npy",
-        refine=partial(drop_near_duplicates, [out], "similarity", 0.95),
-    )
-    assert listed(tmp_path / "kept.npy") == sorted(parse_uid(names[row]) for row in kept)
-    assert found.kept == len(kept) < 60 and found.refined > 20
+
+    out = tmp_path / "kept.npy"
+    refine = partial(drop_near_duplicates, [features], "similarity", 0.95, chunk=16)
+    selection = select([features], "similarity", Rule(minimum=0.2), out, refine=refine)
+    assert read_uids(out) == sorted(parse_uid(uids[row]) for row in kept)
+    assert selection.kept == len(kept) < 60
+    assert selection.refined > 20
     with pytest.raises(UserError, match="lacks features"):
-        drop_near_duplicates([tmp_path], "similarity", 0.95, np.load(tmp_path / "kept.npy"))
+        drop_near_duplicates([tmp_path], "similarity", 0.95, np.load(out))

@@ -18,8 +18,10 @@ class FakeRank(Communicator):
 
     def __init__(self, rank: int, world_size: int, values: list[Any], barrier: threading.Barrier) -> None:
         super().__init__()
-        self.rank, self.world_size = rank, world_size
-        self._values, self._barrier = values, barrier
+        self.rank = rank
+        self.world_size = world_size
+        self._values = values
+        self._barrier = barrier
         self.purposes: set[str] = set()
 
     def begin_all_gather(self, x: Tensor, purpose: str) -> Pending:
@@ -34,9 +36,9 @@ class FakeRank(Communicator):
         return Pending(self.all_reduce(x, purpose).chunk(self.world_size)[self.rank])
 
     def raise_if_any_rank_failed(self, problem: str | None) -> None:
-        for rank, found in enumerate(self._gather(problem)):
-            if found is not None:
-                raise UserError(f"rank {rank}: {found}")
+        for rank, problem_of_rank in enumerate(self._gather(problem)):
+            if problem_of_rank is not None:
+                raise UserError(f"rank {rank}: {problem_of_rank}")
 
     def gather_objects(self, x: Any) -> list[Any]:
         return self._gather(x)
@@ -62,7 +64,8 @@ def _run_ranks(world_size: int, work: Callable[[FakeRank], Any]) -> list[Any]:
 
     If only one rank fails, the others time out at the barrier; the test then fails because their errors differ.
     """
-    values, barrier = [None] * world_size, threading.Barrier(world_size)
+    values = [None] * world_size
+    barrier = threading.Barrier(world_size)
     with ThreadPoolExecutor(world_size) as pool:
         ranks = [FakeRank(rank, world_size, values, barrier) for rank in range(world_size)]
         futures = [pool.submit(work, rank) for rank in ranks]

@@ -29,8 +29,9 @@ def write_shards(folder: Path, samples: Sequence[Members], shards: int = 2) -> P
     (folder / "test").mkdir(parents=True, exist_ok=True)
     (folder / "test" / "nshards.txt").write_text(f"{shards}\n")
     for shard in range(shards):
-        rows = list(enumerate(samples))[shard::shards]
-        members = [(f"s{number:07d}.{name}", data) for number, sample in rows for name, data in sample.items()]
+        members = []
+        for index in range(shard, len(samples), shards):
+            members += [(f"s{index:07d}.{extension}", data) for extension, data in samples[index].items()]
         write_tar(folder / "test" / f"{shard}.tar", members)
     return folder
 
@@ -62,12 +63,14 @@ def captioned_set(folder: Path, captions: Sequence[int], noise: float = 0.5) -> 
     generator = torch.Generator().manual_seed(len(captions))
     raw = torch.randn(len(captions), DIM, generator=generator)
     images = pixel_features(raw)
-    samples, texts, image_of_text = [], [], []
-    for number, count in enumerate(captions):
-        own = pixel_features(raw[number] + noise * torch.randn(count, DIM, generator=generator))
-        samples.append({"png": image_of(images[number]), "txt": "\n".join(map(words_of, own)).encode()})
-        texts.append(own)
-        image_of_text += [number] * count
+    samples = []
+    texts = []
+    image_of_text = []
+    for image, count in enumerate(captions):
+        texts_of_image = pixel_features(raw[image] + noise * torch.randn(count, DIM, generator=generator))
+        samples.append({"png": image_of(images[image]), "txt": "\n".join(map(words_of, texts_of_image)).encode()})
+        texts.append(texts_of_image)
+        image_of_text += [image] * count
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "dataset_type.txt").write_text("retrieval\n")
     write_shards(folder, samples)
@@ -77,24 +80,31 @@ def captioned_set(folder: Path, captions: Sequence[int], noise: float = 0.5) -> 
 def winogavil_set(folder: Path, sizes: Sequence[int]) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Write a set of instances; return each one's cue (DIM,), candidates (n, DIM) and mask of associations (n,)."""
     generator = torch.Generator().manual_seed(len(sizes))
-    samples, instances = [], []
+    samples = []
+    instances = []
     for size in sizes:
-        cue, images = (pixel_features(torch.randn(rows, DIM, generator=generator)) for rows in (1, size))
-        right = torch.zeros(size, dtype=torch.bool)
-        right[torch.randperm(size, generator=generator)[: size // 2]] = True
-        names = [f"image {number}" for number in range(size)]
-        right_names = [n for n, is_right in zip(names, right, strict=True) if is_right]
-        tree = {"cue": words_of(cue[0]), "candidates": names, "associations": right_names}
+        cue = pixel_features(torch.randn(1, DIM, generator=generator))[0]
+        images = pixel_features(torch.randn(size, DIM, generator=generator))
+        is_associated = torch.zeros(size, dtype=torch.bool)
+        is_associated[torch.randperm(size, generator=generator)[: size // 2]] = True
+        candidates = [f"image {number}" for number in range(size)]
+        associations = [candidates[number] for number in is_associated.nonzero().flatten().tolist()]
+        tree = {"cue": words_of(cue), "candidates": candidates, "associations": associations}
         members = {"json": json.dumps(tree).encode()}
-        members.update({f"{number}.webp": image_of(image) for number, image in enumerate(images)})
+        for number, image in enumerate(images):
+            members[f"{number}.webp"] = image_of(image)
         samples.append(members)
-        instances.append((cue[0], images, right))
+        instances.append((cue, images, is_associated))
     write_shards(folder, samples)
     return instances
 
 
 def stored_order(count: int, shards: int = 2) -> list[int]:
-    return [number for shard in range(shards) for number in range(count)[shard::shards]]
+    """Return the indices of samples in the order in which `write_shards` stores them."""
+    order: list[int] = []
+    for shard in range(shards):
+        order += range(shard, count, shards)
+    return order
 
 
 def npy(row: Tensor) -> bytes:
@@ -126,10 +136,12 @@ def tokenize(texts: list[str]) -> Tensor:
     rows = []
     for text in texts:
         words = text.rstrip(".").split()
-        is_prompt = "name" in words
-        label = int(words[-1]) if is_prompt else 0
-        digits = [word for word in words if word.isdecimal()]
-        rows.append([255 * int(place == label) for place in range(DIM)] if is_prompt else [int(x) for x in digits])
+        if "name" in words:
+            row = [0] * DIM
+            row[int(words[-1])] = 255
+        else:
+            row = [int(word) for word in words if word.isdecimal()]
+        rows.append(row)
     return torch.tensor(rows)
 
 

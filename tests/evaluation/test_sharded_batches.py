@@ -23,7 +23,7 @@ from neuclip_ds.evaluation.sharded_batches import ShardedBatch, decode, sharded_
 OPTIONS = LoaderOptions(workers=2, prefetch=2, timeout=60)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def loader() -> Iterator[Loader]:
     with closing(Loader(OPTIONS)) as loader:
         yield loader
@@ -37,12 +37,23 @@ def load(folder: Path, loader: Loader, size: int = 50) -> list[ShardedBatch[tupl
     return list(sharded_batches(open_shards(folder), pixels_and_process, Communicator(), size, loader))
 
 
-def test_workers_give_what_this_process_gives(tmp_path: Path, loader: Loader) -> None:
+def test_batches_from_workers_equal_those_of_this_process(tmp_path: Path, loader: Loader) -> None:
     labeled_set(tmp_path, 130)
-    found, expected = load(tmp_path, loader), load(tmp_path, IN_PROCESS)
-    assert [batch.n_valid for batch in found] == [batch.n_valid for batch in expected] == [50, 50, 30]
-    for ours, theirs in zip(found, expected, strict=True):
-        assert torch.equal(*(torch.stack([pixels for pixels, _ in batch.rows]) for batch in (ours, theirs)))
+    from_workers = load(tmp_path, loader)
+    expected = load(tmp_path, IN_PROCESS)
+    assert [batch.n_valid for batch in expected] == [50, 50, 30]
+    for batch, expected_batch in zip(from_workers, expected, strict=True):
+        assert batch.n_valid == expected_batch.n_valid
+        for (pixels, _), (expected_pixels, _) in zip(batch.rows, expected_batch.rows, strict=True):
+            assert torch.equal(pixels, expected_pixels)
+
+
+def worker_processes(folder: Path, loader: Loader) -> set[int]:
+    """Return the ids of the processes that load the set in a folder."""
+    processes: set[int] = set()
+    for batch in load(folder, loader):
+        processes |= {process for _, process in batch.rows}
+    return processes
 
 
 def test_sets_and_pairs_share_processes(tmp_path: Path) -> None:
@@ -51,15 +62,18 @@ def test_sets_and_pairs_share_processes(tmp_path: Path) -> None:
     manifest = manifest_of(write_pairs(tmp_path / "pairs", [7, 4]))
     pairs = PairDataset(manifest, EvalTransform(16), tokenize)
     with closing(Loader(OPTIONS, {"val": pairs})) as loader:
-        seen = [{pid for batch in load(tmp_path / "labeled", loader) for _, pid in batch.rows} for _ in range(2)]
+        processes = worker_processes(tmp_path / "labeled", loader)
+        assert worker_processes(tmp_path / "labeled", loader) == processes
         for _ in range(2):
             batches = list(loader.batches("val", eval_jobs(manifest, 0, 1, 4)))
             assert torch.cat([batch.index for batch in batches]).tolist() == [*range(11), -1]
-        captions = sharded_batches(open_shards(tmp_path / "captioned"), read_captions, Communicator(), 2, loader)
-        assert [len(row) for batch in captions for row in batch.rows] == [1, 3, 2]  # in the order of the shards
-        seen.append({pid for batch in load(tmp_path / "labeled", loader) for _, pid in batch.rows})
-    assert seen[0] == seen[1] == seen[2]
-    assert os.getpid() not in seen[0]
+        captions: list[list[str]] = []
+        captioned = open_shards(tmp_path / "captioned")
+        for captioned_batch in sharded_batches(captioned, read_captions, Communicator(), 2, loader):
+            captions += captioned_batch.rows
+        assert [len(row) for row in captions] == [1, 3, 2]  # in the order of the shards
+        assert worker_processes(tmp_path / "labeled", loader) == processes
+    assert os.getpid() not in processes
 
 
 @pytest.mark.parametrize("broken", [b"1 2 x", None], ids=["undecodable", "absent"])
@@ -70,8 +84,8 @@ def test_a_broken_sample_is_the_same_error_as_in_this_process(
     samples[40] = {"cls": b"0"} if broken is None else {"jpg": broken, "cls": b"0"}
     write_shards(tmp_path, samples)
     messages = []
-    for one in (loader, IN_PROCESS):
+    for loader_or_this_process in (loader, IN_PROCESS):
         with pytest.raises(UserError, match="sample s0000040") as raised:
-            load(tmp_path, one)
+            load(tmp_path, loader_or_this_process)
         messages.append(str(raised.value))
     assert messages[0].removeprefix("rank 0: ") == messages[1].removeprefix("rank 0: ")

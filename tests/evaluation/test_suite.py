@@ -1,5 +1,6 @@
 """Compare every DataComp metric with predictions on whole sets, on simulated ranks and on real ranks."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +27,17 @@ from neuclip_ds.evaluation.suite import measure
 from neuclip_ds.evaluation.tasks import Task, load_tasks
 
 CLASSES = 6
+IMAGES = 47
 
 
-def task(key: str) -> Task:
-    (found,) = load_tasks().choose([key])
-    return found
+def task_of(key: str) -> Task:
+    (task,) = load_tasks().choose([key])
+    return task
 
 
 def score(communicator: Any, key: str, folder: Path, size: int = 4) -> dict[str, float | None]:
     encoder = BatchEncoder(Model(), tokenize, communicator, size, transform)
-    return measure(task(key), folder, encoder)
+    return measure(task_of(key), folder, encoder)
 
 
 def on_ranks(run_ranks: Any, key: str, folder: Path, world_size: int) -> dict[str, float | None]:
@@ -53,78 +55,112 @@ def metadata(count: int) -> torch.Tensor:
 def predictions(data: Labeled) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return three (n,) tensors: the predicted class, whether it is correct, and whether one of the top five is."""
     scores = features_of(data.features) @ class_features(CLASSES).T
-    five = (scores.topk(5).indices == data.labels[:, None]).any(1)
+    is_in_top5 = (scores.topk(5).indices == data.labels[:, None]).any(1)
     guess = scores.argmax(1)
-    return guess, guess == data.labels, five
+    return guess, guess == data.labels, is_in_top5
 
 
-def means(right: torch.Tensor, groups: torch.Tensor) -> dict[int, float]:
-    return {int(group): float(right[groups == group].double().mean()) for group in groups.unique()}
+def means(hits: torch.Tensor, groups: torch.Tensor) -> dict[int, float]:
+    """Return the mean of the hits in each group."""
+    return {int(group): float(hits[groups == group].double().mean()) for group in groups.unique()}
 
 
-@pytest.mark.parametrize("key", ["cifar10", "vtab/pets", "wilds/iwildcam", "wilds/camelyon17", "wilds/fmow",
-                                 "fairness/dollar_street", "fairness/geode"])  # fmt: skip
-def test_metrics_of_labeled_sets(tmp_path: Path, run_ranks: Any, key: str) -> None:
-    data = labeled_set(tmp_path, 47, CLASSES, metadata(47))
-    guess, right, five = predictions(data)
-    column0, column1 = data.metadata[:, 0], data.metadata[:, 1]
-    accuracy, recall = float(right.double().mean()), means(right, data.labels)
+@pytest.fixture(scope="module")
+def labeled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Labeled]:
+    """Return the folder and the contents of a labeled set with metadata."""
+    folder = tmp_path_factory.mktemp("labeled")
+    return folder, labeled_set(folder, IMAGES, CLASSES, metadata(IMAGES))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Division:
+    """A division of a set into groups, as the rules in datacomp.yaml name it."""
+
+    accuracy: str
+    field: str
+    column: int
+    worst: str
+    top: int = 1
+
+
+DIVISIONS = {
+    "wilds/camelyon17": [Division(accuracy="acc", field="slide", column=1, worst="acc_wg")],
+    "wilds/fmow": [
+        Division(accuracy="acc", field="year", column=1, worst="acc_worst_year"),
+        Division(accuracy="acc", field="region", column=0, worst="acc_worst_region"),
+    ],
+    "fairness/dollar_street": [
+        Division(accuracy="acc_top5", field="income_ds", column=0, worst="acc_top5_wg", top=5),
+    ],
+    "fairness/geode": [Division(accuracy="acc", field="region", column=0, worst="acc_wg")],
+}
+
+
+@pytest.mark.parametrize("key", ["cifar10", "vtab/pets", "wilds/iwildcam", *DIVISIONS])
+def test_metrics_are_those_of_the_predictions_on_the_whole_set(
+    labeled: tuple[Path, Labeled], run_ranks: Any, key: str
+) -> None:
+    folder, data = labeled
+    guess, is_right, is_in_top5 = predictions(data)
+    accuracy = float(is_right.double().mean())
+    recall = means(is_right, data.labels)
     assert 0.3 < accuracy < 0.98
-    wanted: dict[str, float] = {
+    expected: dict[str, float] = {
         "acc1": accuracy,
-        "acc5": float(five.double().mean()),
+        "acc5": float(is_in_top5.double().mean()),
         "mean_per_class_recall": sum(recall.values()) / len(recall),
         "chance": (5 if key == "fairness/dollar_street" else 1) / CLASSES,
     }
     if key == "wilds/iwildcam":
-        both = [(2 * int((right & (guess == c)).sum()) / int((guess == c).sum() + (data.labels == c).sum()))
-                for c in data.labels.unique()]  # fmt: skip
-        wanted |= {"acc_avg": accuracy, "recall-macro_all": wanted["mean_per_class_recall"]}
-        wanted |= {"F1-macro_all": sum(both) / len(both), "chance": chance_macro_f1(data.labels.bincount().double())}
-    divisions = {
-        "wilds/camelyon17": [("acc", "slide", right, column1, "acc_wg")],
-        "wilds/fmow": [
-            ("acc", "year", right, column1, "acc_worst_year"),
-            ("acc", "region", right, column0, "acc_worst_region"),
-        ],
-        "fairness/dollar_street": [("acc_top5", "income_ds", five, column0, "acc_top5_wg")],
-        "fairness/geode": [("acc", "region", right, column0, "acc_wg")],
-    }
-    for name, field, hit, groups, worst in divisions.get(key, []):
-        by_group = means(hit, groups)
-        wanted |= {f"{name}_avg": float(hit.double().mean()), worst: min(by_group.values())}
-        wanted |= {f"{name}_{field}:{group}": value for group, value in by_group.items()}
-        wanted |= {f"count_{field}:{group}": int((groups == group).sum()) for group in by_group}
-    wanted["main_metric"] = wanted[task(key).metric]
-    found = on_ranks(run_ranks, key, tmp_path, 1)
-    assert found == pytest.approx(wanted, abs=1e-12)
-    for world_size in (2, 3):
-        assert on_ranks(run_ranks, key, tmp_path, world_size) == found
+        f1_scores = []
+        for label in data.labels.unique():
+            hits = int((is_right & (guess == label)).sum())
+            f1_scores.append(2 * hits / int((guess == label).sum() + (data.labels == label).sum()))
+        expected["acc_avg"] = accuracy
+        expected["recall-macro_all"] = expected["mean_per_class_recall"]
+        expected["F1-macro_all"] = sum(f1_scores) / len(f1_scores)
+        expected["chance"] = chance_macro_f1(data.labels.bincount().double())
+    for division in DIVISIONS.get(key, []):
+        hits_of_images = is_right if division.top == 1 else is_in_top5
+        groups = data.metadata[:, division.column]
+        accuracies = means(hits_of_images, groups)
+        expected[f"{division.accuracy}_avg"] = float(hits_of_images.double().mean())
+        expected[division.worst] = min(accuracies.values())
+        for group, group_accuracy in accuracies.items():
+            expected[f"{division.accuracy}_{division.field}:{group}"] = group_accuracy
+            expected[f"count_{division.field}:{group}"] = int((groups == group).sum())
+    expected["main_metric"] = expected[task_of(key).metric]
+    metrics = on_ranks(run_ranks, key, folder, 1)
+    assert metrics == pytest.approx(expected, abs=1e-12)
+    assert on_ranks(run_ranks, key, folder, 3) == metrics
 
 
-def _on_real_ranks(communicator: Any, folder: Path) -> dict[str, float | None]:
+def _score_on_rank(communicator: Any, folder: Path) -> dict[str, float | None]:
     return score(communicator, "wilds/fmow", folder)
 
 
-def test_two_real_ranks_equal_one(tmp_path: Path, run_ranks: Any) -> None:
-    labeled_set(tmp_path, 31, CLASSES, metadata(31))
-    both = ranks.run_ranks(2, _on_real_ranks, tmp_path)
-    assert both[0] == both[1] == on_ranks(run_ranks, "wilds/fmow", tmp_path, 1)
+def test_two_connected_processes_have_the_metrics_of_one(labeled: tuple[Path, Labeled], run_ranks: Any) -> None:
+    folder, _ = labeled
+    first, second = ranks.run_ranks(2, _score_on_rank, folder)
+    assert first == second == on_ranks(run_ranks, "wilds/fmow", folder, 1)
 
 
-def test_few_classes_have_no_top5(tmp_path: Path, run_ranks: Any) -> None:
+def test_a_set_with_four_classes_has_no_top5_accuracy(tmp_path: Path, run_ranks: Any) -> None:
     labeled_set(tmp_path, 12, 4)
-    found = on_ranks(run_ranks, "vtab/kitti_closest_vehicle_distance", tmp_path, 2)
-    assert found["acc5"] is None
-    assert found["main_metric"] == found["acc1"]
+    metrics = on_ranks(run_ranks, "vtab/kitti_closest_vehicle_distance", tmp_path, 2)
+    assert metrics["acc5"] is None
+    assert metrics["main_metric"] == metrics["acc1"]
 
 
 @pytest.mark.parametrize(
     ("data", "message"),
-    [(b"no array", "npy member"), (npy(torch.tensor([1])), "npy member"),
-     (npy(torch.tensor([0, -1, 2])), "has the group -1")],
-)  # fmt: skip
-def test_broken_metadata_is_named(tmp_path: Path, run_ranks: Any, data: bytes, message: str) -> None:
+    [
+        (b"no array", "npy member"),
+        (npy(torch.tensor([1])), "npy member"),
+        (npy(torch.tensor([0, -1, 2])), "has the group -1"),
+    ],
+)
+def test_a_sample_with_broken_metadata_is_named(tmp_path: Path, run_ranks: Any, data: bytes, message: str) -> None:
     write_prompts(tmp_path, 5)
     write_shards(tmp_path, [{"jpg": b"1 2", "cls": b"0", "npy": data}], 1)
     with pytest.raises(UserError, match=rf"0\.tar: sample s0000000.*{message}"):

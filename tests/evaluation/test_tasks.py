@@ -12,10 +12,10 @@ from neuclip_ds.evaluation.tasks import load_tasks
 TASKS = load_tasks()
 
 
-def test_the_38_tasks_and_their_groups() -> None:
+def test_there_are_38_distinct_tasks_in_datacomps_averages() -> None:
     assert len(TASKS.tasks) == 38
-    for of in ("key", "name", "folder", "source"):
-        assert len({getattr(task, of) for task in TASKS.tasks}) == 38
+    for field in ("key", "name", "folder", "source"):
+        assert len({getattr(task, field) for task in TASKS.tasks}) == 38
     sizes = {name: len(TASKS.in_average(name)) for name in TASKS.averages}
     assert sizes == {
         "imagenet_and_variants": 7,
@@ -28,11 +28,11 @@ def test_the_38_tasks_and_their_groups() -> None:
     assert all(set(task.averages) <= set(TASKS.averages) for task in TASKS.tasks)
 
 
-def test_scores() -> None:
+def test_main_metrics_are_datacomps() -> None:
     metrics = {task.name: task.metric for task in TASKS.tasks}
     assert Counter(metrics.values())["acc1"] == 27
-    by_class = [name for name, metric in metrics.items() if metric == "mean_per_class_recall"]
-    assert by_class == ["Caltech-101", "FGVC Aircraft", "Oxford Flowers-102", "Oxford-IIIT Pet"]
+    scored_by_class = [name for name, metric in metrics.items() if metric == "mean_per_class_recall"]
+    assert scored_by_class == ["Caltech-101", "FGVC Aircraft", "Oxford Flowers-102", "Oxford-IIIT Pet"]
     assert metrics["iWildCam"] == "F1-macro_all"
     assert metrics["FMoW"] == "acc_worst_region"
     assert metrics["Dollar Street"] == "acc_top5_wg"
@@ -41,7 +41,7 @@ def test_scores() -> None:
     assert metrics["Flickr"] == metrics["MSCOCO"] == "mean_recall@1"
 
 
-def test_choice_by_name_key_or_pattern() -> None:
+def test_tasks_are_chosen_by_name_key_folder_or_pattern() -> None:
     assert [task.name for task in TASKS.choose(["flickr", "IMAGENETV2"])] == ["ImageNet v2", "Flickr"]
     assert len(TASKS.choose(["wds_vtab-*"])) == 12
     assert len(TASKS.choose([])) == 38
@@ -49,9 +49,10 @@ def test_choice_by_name_key_or_pattern() -> None:
         TASKS.choose(["cifar10", "cifar11"])
 
 
-def test_folder_by_either_name(tmp_path: Path) -> None:
+def test_a_folder_is_found_with_or_without_the_suffix_test(tmp_path: Path) -> None:
     (task,) = TASKS.choose(["vtab/pcam"])
-    short, full = tmp_path / "wds_vtab-pcam", tmp_path / "wds_vtab-pcam_test"
+    short = tmp_path / "wds_vtab-pcam"
+    full = tmp_path / "wds_vtab-pcam_test"
     assert task.find([short, full]) is None
     short.mkdir()
     assert task.find([short, full]) == short
@@ -59,7 +60,7 @@ def test_folder_by_either_name(tmp_path: Path) -> None:
     assert task.find([short, full]) == full
 
 
-def write_own_sets(root: Path) -> Path:
+def write_user_sets(root: Path) -> Path:
     """Write images of pets by class, pairs, and shards of two kinds, next to a DataComp set and unrelated files."""
     for name in ("pets/cat/a.jpg", "pets/dog/more/b.png", "pets/dog/c.PNG", "images/a.jpg", "wds_cifar10/x"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -72,46 +73,43 @@ def write_own_sets(root: Path) -> Path:
     return root
 
 
-def found_in(*places: Path, names: tuple[str, ...] = ()) -> list[tuple[str, str, str]]:
-    return [(task.key, task.metric, place.name) for task, place in TASKS.on_disk(places, names)]
+def tasks_in(*paths: Path, names: tuple[str, ...] = ()) -> list[tuple[str, str, str]]:
+    """Return the key, the main metric and the file name of each task on disk."""
+    return [(task.key, task.metric, path.name) for task, path in TASKS.on_disk(paths, names)]
 
 
-def test_own_sets_in_a_folder_next_to_datacomps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    root, recall = write_own_sets(tmp_path), "mean_recall@1"
+def test_user_sets_are_found_next_to_datacomps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root = write_user_sets(tmp_path)
+    birds = ("own/birds", "acc1", "birds")
+    coco = ("own/coco", "mean_recall@1", "coco")
+    pairs = ("own/pairs", "mean_recall@1", "pairs.csv")
     pets = ("own/pets", "acc1", "pets")
-    assert found_in(root) == [
-        ("cifar10", "acc1", "wds_cifar10"),
-        ("own/birds", "acc1", "birds"),
-        ("own/coco", recall, "coco"),
-        ("own/pairs", recall, "pairs.csv"),
-        pets,
-    ]
+    assert tasks_in(root) == [("cifar10", "acc1", "wds_cifar10"), birds, coco, pairs, pets]
     assert "skipped: Caltech-101" in caplog.text
+    assert tasks_in(root, names=("pets", "own/b*")) == [birds, pets]
     caplog.clear()
-    assert found_in(root / "pets", root / "pairs.csv") == [pets, ("own/pairs", recall, "pairs.csv")]
-    assert not caplog.text, "who names own sets alone does not miss DataComp's"
-    assert found_in(root, names=("pets", "own/b*")) == [("own/birds", "acc1", "birds"), pets]
+    assert tasks_in(root / "pets", root / "pairs.csv") == [pets, pairs]
+    assert not caplog.text, "without any of DataComp's sets, none is reported as missing"
 
 
-def test_mistakes_with_own_sets(tmp_path: Path) -> None:
-    root = write_own_sets(tmp_path / "a")
+def test_unknown_repeated_and_unusable_sets_are_errors(tmp_path: Path) -> None:
+    root = write_user_sets(tmp_path / "a")
     with pytest.raises(UserError, match=r"Unknown task pts; the tasks are .*own/pets"):
-        found_in(root, names=("pts",))
+        tasks_in(root, names=("pts",))
     with pytest.raises(UserError, match="2 evaluation sets are called pets"):
-        found_in(root / "pets", write_own_sets(tmp_path / "b") / "pets")
+        tasks_in(root / "pets", write_user_sets(tmp_path / "b") / "pets")
     with pytest.raises(UserError, match="is not a folder; name the one"):
-        found_in(root / "notes.md")
+        tasks_in(root / "notes.md")
     with pytest.raises(UserError, match=r"a table \(\.csv, \.tsv"):
-        found_in(root / "images")
+        tasks_in(root / "images")
     (root / "coco" / "dataset_type.txt").write_text("multilabel")
     with pytest.raises(UserError, match="is a multilabel set, which has no score here"):
-        found_in(root)
+        tasks_in(root)
 
 
-def test_own_sets_are_in_no_average() -> None:
+def test_user_sets_are_in_no_average() -> None:
     scored = {"own/pets": {"acc1": 1.0}, "own/coco": {"mean_recall@1": 1.0}, "cifar10": {"acc1": 0.0}}
     tasks = TASKS.with_scored(scored)
     assert [(task.name, task.kind) for task in tasks.tasks[38:]] == [("pets", "classification"), ("coco", "retrieval")]
-    assert [len(tasks.in_average(name)) for name in TASKS.averages] == [
-        len(TASKS.in_average(name)) for name in TASKS.averages
-    ]
+    for name in TASKS.averages:
+        assert tasks.in_average(name) == TASKS.in_average(name)

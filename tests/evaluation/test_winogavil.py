@@ -25,23 +25,26 @@ def measure(run_ranks: Any, path: Path, world_size: int = 1, size: int = 16) -> 
     return results[0]
 
 
-def test_mean_jaccard_by_number_of_candidates(tmp_path: Path, run_ranks: Any) -> None:
+def test_scores_are_mean_jaccard_indices_by_number_of_candidates(tmp_path: Path, run_ranks: Any) -> None:
     scores: dict[int, list[float]] = {}
     chances = []
-    for cue, images, right in winogavil_set(tmp_path, SIZES):
-        nearest = (features_of(images) @ features_of(cue)).topk(int(right.sum())).indices.tolist()
-        wanted = torch.where(right)[0].tolist()
-        jaccard = len({*nearest} & {*wanted}) / len({*nearest} | {*wanted})
+    for cue, images, is_associated in winogavil_set(tmp_path, SIZES):
+        associated = set(torch.where(is_associated)[0].tolist())
+        similarities = features_of(images) @ features_of(cue)
+        nearest = set(similarities.topk(len(associated)).indices.tolist())
+        jaccard = len(nearest & associated) / len(nearest | associated)
         scores.setdefault(len(images), []).append(jaccard)
         if len(images) >= 10:
-            chances.append(chance_jaccard(len(images), len(wanted)))
+            chances.append(chance_jaccard(len(images), len(associated)))
 
     def mean(*sizes: int) -> float:
-        chosen = [score for size in sizes for score in scores[size]]
-        return sum(chosen) / len(chosen)
+        scores_of_sizes: list[float] = []
+        for size in sizes:
+            scores_of_sizes += scores[size]
+        return sum(scores_of_sizes) / len(scores_of_sizes)
 
-    found = measure(run_ranks, tmp_path)
-    assert found == pytest.approx(
+    metrics = measure(run_ranks, tmp_path)
+    assert metrics == pytest.approx(
         {
             "avg_jaccard_score": mean(5, 6, 10, 12),
             "jaccard_score_5": mean(5),
@@ -54,10 +57,10 @@ def test_mean_jaccard_by_number_of_candidates(tmp_path: Path, run_ranks: Any) ->
         },
         abs=1e-12,
     )
-    assert measure(run_ranks, tmp_path, 3, 8) == pytest.approx(found, abs=1e-12)
+    assert measure(run_ranks, tmp_path, 3, 8) == pytest.approx(metrics, abs=1e-12)
 
 
-def test_prompt() -> None:
+def test_the_prompts_article_fits_the_cue() -> None:
     assert prompt("Pogonophile") == "A pogonophile"
     assert prompt("Owl") == "An owl"
 
@@ -76,6 +79,6 @@ def test_prompt() -> None:
         ),
     ],
 )
-def test_broken_instance_is_named(tmp_path: Path, run_ranks: Any, members: dict[str, bytes], message: str) -> None:
+def test_a_broken_instance_is_named(tmp_path: Path, run_ranks: Any, members: dict[str, bytes], message: str) -> None:
     with pytest.raises(UserError, match=rf"sample s0000000.*{message}"):
         measure(run_ranks, write_shards(tmp_path, [members], 1), 2)

@@ -57,48 +57,49 @@ def measure(run_ranks, image_set: EvaluationSet, world_size: int = 1, batch_size
 
 
 @pytest.mark.parametrize("count", [1, 5, 16, 43])
-def test_counts_every_image_once_at_any_number_of_ranks(tmp_path, run_ranks, count):
+def test_every_image_counts_once_at_any_number_of_ranks(tmp_path, run_ranks, count):
     images = random_images(count)
     image_set = write_set(tmp_path / "set", images, shards=3)
-    places = [sum(other > scores[label] for other in scores) for scores, label in images]
+    better_classes = [sum(other > scores[label] for other in scores) for scores, label in images]
     expected = {
-        "zero_shot_top1": sum(place < 1 for place in places) / count,
-        "zero_shot_top5": sum(place < 5 for place in places) / count,
+        "zero_shot_top1": sum(better < 1 for better in better_classes) / count,
+        "zero_shot_top5": sum(better < 5 for better in better_classes) / count,
         "zero_shot_images": count,
     }
-    for world_size, batch_size in ((1, 4), (1, 64), (2, 4), (3, 1), (3, 8)):
+    for world_size, batch_size in ((1, 4), (1, 64), (2, 4), (3, 8)):
         assert measure(run_ranks, image_set, world_size, batch_size) == expected
 
 
 def test_ties_count_by_expectation(tmp_path, run_ranks):
     undecided = [([7] * CLASSES, label) for label in range(CLASSES)]
-    found = measure(run_ranks, write_set(tmp_path / "undecided", undecided), 2)
-    assert found["zero_shot_top1"] == pytest.approx(1 / CLASSES, abs=1e-12)
-    assert found["zero_shot_top5"] == pytest.approx(5 / CLASSES, abs=1e-12)
+    accuracies = measure(run_ranks, write_set(tmp_path / "undecided", undecided), 2)
+    assert accuracies["zero_shot_top1"] == pytest.approx(1 / CLASSES, abs=1e-12)
+    assert accuracies["zero_shot_top5"] == pytest.approx(5 / CLASSES, abs=1e-12)
 
     names = ["name 0", "name 0", "name 1"]  # ImageNet, too, has two classes with the same name
     twins = write_set(tmp_path / "twins", [([9] + [0] * 7, 1), ([0, 9] + [0] * 6, 2)], names=names)
     assert measure(run_ranks, twins)["zero_shot_top1"] == 0.75
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_class_embedding_is_the_normalized_mean_over_templates(tmp_path, run_ranks, world_size):
     image_set = write_set(tmp_path / "set", [])
     table = functional.normalize(torch.randn(2 * CLASSES, 5, generator=torch.Generator().manual_seed(0)))
-    prompts = [f"{words} name {k}" for words in ("a photo of", "{in} 100%") for k in range(CLASSES)]
+    prompts = [f"a photo of name {label}" for label in range(CLASSES)]
+    prompts += [f"{{in}} 100% name {label}" for label in range(CLASSES)]
 
-    def place(texts: list[str]) -> Tensor:
+    def row_of_prompt(texts: list[str]) -> Tensor:
         return torch.tensor([[prompts.index(text)] for text in texts])
 
     def encode(image: Tensor | None, tokens: Tensor | None) -> tuple[None, Tensor]:
         assert image is None and tokens is not None and len(tokens) == 3
         return None, table[tokens[:, 0]]
 
-    found = run_ranks(
-        world_size, lambda rank: class_embeddings(BatchEncoder(encode, place, rank, 3, transform), image_set)
-    )
+    def work(rank) -> Tensor:
+        return class_embeddings(BatchEncoder(encode, row_of_prompt, rank, 3, transform), image_set)
+
     expected = functional.normalize((table[:CLASSES] + table[CLASSES:]) / 2)
-    for embeddings in found:
+    for embeddings in run_ranks(world_size, work):
         torch.testing.assert_close(embeddings, expected)
         assert embeddings.dtype == torch.float32
 
@@ -117,7 +118,7 @@ def test_class_embedding_is_the_normalized_mean_over_templates(tmp_path, run_ran
         ("test/nshards.txt", "0\n", r"nshards\.txt holds '0'"),
     ],
 )
-def test_missing_or_malformed_file_is_named(tmp_path, file, content, message):
+def test_a_missing_or_malformed_file_is_named(tmp_path, file, content, message):
     write_set(tmp_path, random_images(2))
     (tmp_path / file).unlink()
     if content is not None:
@@ -135,14 +136,14 @@ def test_missing_or_malformed_file_is_named(tmp_path, file, content, message):
         (0, ["broken"], "cannot be decoded"),
     ],
 )
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_sample_of_no_use_is_named_on_all_ranks(tmp_path, run_ranks, label, scores, message, world_size):
+def test_an_unusable_sample_is_named_on_all_ranks(tmp_path, run_ranks, label, scores, message):
     images = [*random_images(9), (scores, label)]
     image_set = write_set(tmp_path / "set", images, shards=1)
-    with pytest.raises(UserError, match=rf"rank {9 % world_size}: .*0\.tar: sample s0000009 {message}"):
-        measure(run_ranks, image_set, world_size)
+    for world_size in (1, 2):
+        with pytest.raises(UserError, match=rf"rank {9 % world_size}: .*0\.tar: sample s0000009 {message}"):
+            measure(run_ranks, image_set, world_size)
 
 
-def test_empty_set_is_refused_on_all_ranks(tmp_path, run_ranks):
+def test_an_empty_set_is_refused_on_all_ranks(tmp_path, run_ranks):
     with pytest.raises(UserError, match="has no image"):
         measure(run_ranks, write_set(tmp_path / "set", []), 2)

@@ -12,103 +12,131 @@ from tars import write_pairs
 
 from neuclip_ds.checkpoint.checkpoints import Checkpoints, read_best
 from neuclip_ds.checkpoint.integrity import read_meta
-from neuclip_ds.distributed.environment import read_environment
+from neuclip_ds.distributed.environment import RankEnvironment
+from neuclip_ds.evaluation.evaluator import Evaluator
 from neuclip_ds.recipe import parse
 from neuclip_ds.reporting.metrics import read_metrics
 from neuclip_ds.training import trainer
-from neuclip_ds.training.evaluator import Evaluator
 from neuclip_ds.training.run_lock import LOCK
 
-METRIC, BEST = "image_to_text_recall@1", "run/checkpoints"
-EVERY = ("--run.evaluate_every=2", "--run.checkpoint_every=2", "--run.log_every=1", f"--run.best_metric={METRIC}")
+STEPS = 4
+METRIC = "image_to_text_recall@1"
+EVALUATED_STEPS = [0, 2, 4]
+CHECKPOINTS = "run/checkpoints"
 
 
 @pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> str:
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the folder of training shards, which is next to the folder of validation shards."""
     folder = tmp_path_factory.mktemp("data")
     write_pairs(folder / "val", [9, 17])
     return str(write_pairs(folder / "shards", [13, 13]))
 
 
-def _die_in(place: Any, name: str, number: int, options: list[str]) -> None:
-    """Train, and kill this process when it calls the method `name` for the `number`-th time."""
-    original, calls = getattr(place, name), 0
+def evaluating(data: str) -> list[str]:
+    """Return the options of a run that saves a checkpoint and evaluates every two steps."""
+    return [
+        "--run.evaluate_every=2",
+        "--run.checkpoint_every=2",
+        "--run.log_every=1",
+        f"--run.best_metric={METRIC}",
+        f"--data.val={Path(data).parent / 'val'}",
+    ]
 
-    def killed(*arguments: Any, **further: Any) -> Any:
+
+def train_here(runs: Path, data: str) -> None:
+    """Train the run, or resume it, in this process."""
+    config = parse([*training(runs, data, STEPS), *evaluating(data)]).config
+    trainer.train(config, RankEnvironment(0, 0, 1), open_evaluation=Evaluator)
+
+
+def _train_until_killed(runs: Path, data: str, owner: type, method: str, fatal_call: int) -> None:
+    """Train, and kill this process when it calls a method for the `fatal_call`-th time."""
+    original = getattr(owner, method)
+    calls = 0
+
+    def kill_or_call(*arguments: Any, **options: Any) -> Any:
         nonlocal calls
         calls += 1
-        if calls == number:
+        if calls == fatal_call:
             os.kill(os.getpid(), signal.SIGKILL)
-        return original(*arguments, **further)
+        return original(*arguments, **options)
 
-    setattr(place, name, killed)
-    trainer.train(parse(options).config, read_environment(), open_evaluation=Evaluator)
-
-
-def kill_in(runs: Path, data: str, place: Any, name: str, number: int) -> None:
-    options = [*training(runs, data, 6), *EVERY, f"--data.val={Path(data).parent / 'val'}"]
-    process = fork(_die_in, place, name, number, options, variables=environment())
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
-
-
-def run(runs: Path, data: str, ranks: int = 1) -> str:
-    done = train(runs, data, 6, *EVERY, f"--data.val={Path(data).parent / 'val'}", ranks=ranks)
-    return done.stderr
+    setattr(owner, method, kill_or_call)
+    train_here(runs, data)
 
 
 def evaluations(runs: Path) -> dict[int, float]:
+    """Return the recall by step, after checking that no evaluation was recorded twice."""
     records = [record for record in read_metrics(runs / "run" / "metrics.jsonl") if METRIC in record]
-    assert len({record["step"] for record in records}) == len(records), "none is done twice"
-    return {int(record["step"]): record[METRIC] for record in records}
+    recalls = {int(record["step"]): record[METRIC] for record in records}
+    assert len(recalls) == len(records)
+    return recalls
 
 
 @pytest.fixture(scope="module")
-def whole(shards: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    runs = tmp_path_factory.mktemp("whole")
-    run(runs, shards)
+def uninterrupted(data: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    runs = tmp_path_factory.mktemp("uninterrupted")
+    train_here(runs, data)
     return runs
 
 
-MOMENTS: dict[str, tuple[Any, str, int]] = {  # a method, and the call to kill; evaluations are at steps 0, 2, 4, 6
-    "between checkpoint and evaluation": (Evaluator, "__call__", 2),
-    "before the best is kept": (Checkpoints, "keep_best", 1),
-    "before the last evaluation": (Evaluator, "__call__", 4),
-}
-SLOW = [("before the best is kept", 1), ("before the last evaluation", 2)]
-
-
 @pytest.mark.parametrize(
-    ("moment", "ranks"),
-    [("between checkpoint and evaluation", 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+    ("owner", "method", "fatal_call", "evaluated_steps", "ranks"),
+    [
+        pytest.param(Evaluator, "__call__", 2, [0], 1, id="between checkpoint and evaluation"),
+        pytest.param(Checkpoints, "keep_best", 1, [0, 2], 1, id="before the best is kept", marks=pytest.mark.slow),
+        pytest.param(Evaluator, "__call__", 3, [0, 2], 2, id="before the last evaluation", marks=pytest.mark.slow),
+    ],
 )
-def test_no_evaluation_is_lost(moment: str, ranks: int, whole: Path, shards: str, tmp_path: Path) -> None:
-    kill_in(tmp_path, shards, *MOMENTS[moment])
-    assert evaluations(tmp_path).keys() < evaluations(whole).keys() or moment.endswith("kept")
-    run(tmp_path, shards, ranks)
-    assert evaluations(tmp_path) == evaluations(whole)
-    assert ranks > 1 or read_best(tmp_path / BEST) == read_best(whole / BEST) is not None
+def test_a_killed_run_that_resumes_has_every_evaluation_once(
+    owner: type,
+    method: str,
+    fatal_call: int,
+    evaluated_steps: list[int],
+    ranks: int,
+    uninterrupted: Path,
+    data: str,
+    tmp_path: Path,
+) -> None:
+    process = fork(_train_until_killed, tmp_path, data, owner, method, fatal_call, variables=environment())
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert list(evaluations(tmp_path)) == evaluated_steps
+    if ranks == 1:
+        train_here(tmp_path, data)
+    else:
+        train(tmp_path, data, STEPS, *evaluating(data), ranks=ranks)
+    assert list(evaluations(uninterrupted)) == EVALUATED_STEPS
+    assert evaluations(tmp_path) == evaluations(uninterrupted)
+    if ranks == 1:
+        best = read_best(tmp_path / CHECKPOINTS)
+        assert best is not None
+        assert best == read_best(uninterrupted / CHECKPOINTS)
 
 
-def test_a_finished_run_does_nothing_more(whole: Path, shards: str) -> None:
-    def state() -> dict[str, tuple[int, bytes]]:
-        files = [path for path in sorted(whole.rglob("*")) if path.is_file() and path.name != LOCK]
-        return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+def test_a_finished_run_that_starts_again_changes_no_file(
+    uninterrupted: Path, data: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def files() -> dict[str, tuple[int, bytes]]:
+        paths = [path for path in sorted(uninterrupted.rglob("*")) if path.is_file() and path.name != LOCK]
+        return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in paths}
 
-    before = state()
-    assert "is complete after 6 steps" in run(whole, shards)
-    assert state() == before
+    before = files()
+    train_here(uninterrupted, data)
+    assert f"is complete after {STEPS} steps" in caplog.text
+    assert files() == before
 
 
 @pytest.mark.slow
-def test_bad_samples_of_all_starts_count(tmp_path: Path) -> None:
+def test_a_resumed_run_counts_the_bad_samples_of_all_its_starts(tmp_path: Path) -> None:
     bad = {index: {"jpg": b"none", "txt": b"a caption"} for index in (3, 11, 17, 25)}
     data = str(write_pairs(tmp_path / "shards", [16, 16], replace=bad))
     options = ("--run.log_every=1", "--data.max_bad_fraction=0.006")  # 6 of the first 1000 samples
     train(tmp_path, data, 4, *options)
     (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step_*")
-    kept = read_meta(checkpoint)["data"]["hooks"]["WriteRecords"]
-    assert (kept["seen"], sum(kept["causes"].values())) == (32, 4)
-    done = train(tmp_path, data, 8, *options, code=2)
-    assert "7 of " in done.stderr or "8 of " in done.stderr
-    assert "data.max_bad_fraction=0.006" in done.stderr
+    counts = read_meta(checkpoint)["data"]["hooks"]["WriteRecords"]
+    assert (counts["seen"], sum(counts["causes"].values())) == (32, 4)
+    resumed = train(tmp_path, data, 8, *options, code=2)
+    assert "7 of " in resumed.stderr or "8 of " in resumed.stderr
+    assert "data.max_bad_fraction=0.006" in resumed.stderr

@@ -8,16 +8,17 @@ import pytest
 from neuclip_ds.reporting.log import configure_logging
 
 ours = logging.getLogger("neuclip_ds.training.trainer")
-pytestmark = pytest.mark.usefixtures("logging_put_back")
+pytestmark = pytest.mark.usefixtures("restored_logging")
 
 
 @pytest.fixture
-def logging_put_back():
+def restored_logging():
     loggers = [logging.getLogger(name) for name in (None, "neuclip_ds", "transformers", "DeepSpeed")]
     before = [(logger.level, list(logger.handlers), list(logger.filters)) for logger in loggers]
     yield
     for logger, (level, handlers, filters) in zip(loggers, before, strict=True):
-        for handler in [handler for handler in logger.handlers if handler not in handlers]:
+        new_handlers = [handler for handler in logger.handlers if handler not in handlers]
+        for handler in new_handlers:
             logger.removeHandler(handler)
             handler.close()
         logger.setLevel(level)

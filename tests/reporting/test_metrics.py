@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -21,9 +21,10 @@ def metrics_of(step: int) -> dict[str, float]:
 
 def run(folder: Path, resume_step: int | None = None, last: int = STEPS[-1]) -> bytes:
     """Write the metrics of a run after `resume_step`; return the content of metrics.jsonl."""
+    first = 0 if resume_step is None else resume_step + 1
     with MetricsLog(folder, resume_step) as metrics:
         for step in STEPS:
-            if (resume_step is None or step > resume_step) and step <= last:
+            if first <= step <= last:
                 metrics.write(step, metrics_of(step))
     return (folder / "metrics.jsonl").read_bytes()
 
@@ -46,7 +47,7 @@ def test_lines_are_flat_records_that_are_written_at_once(tmp_path):
     ]
 
 
-def test_numbers_that_json_lacks_stay_valid_json_and_come_back(tmp_path):
+def test_numbers_that_json_lacks_are_written_as_text_and_come_back(tmp_path):
     with MetricsLog(tmp_path) as metrics:
         metrics.write(1, {"a": math.nan, "b": math.inf, "c": -math.inf, "d": 0.1})
 
@@ -55,22 +56,26 @@ def test_numbers_that_json_lacks_stay_valid_json_and_come_back(tmp_path):
 
     record = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
     assert record == {"step": 1, "a": "nan", "b": "inf", "c": "-inf", "d": 0.1}
-    (read,) = read_metrics(tmp_path / "metrics.jsonl")
-    assert math.isnan(read.pop("a"))
-    assert read == {"step": 1, "b": math.inf, "c": -math.inf, "d": 0.1}
+    (restored,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert math.isnan(restored.pop("a"))
+    assert restored == {"step": 1, "b": math.inf, "c": -math.inf, "d": 0.1}
 
 
-@settings(deadline=None, max_examples=25)
-@given(resume_step=st.sampled_from([*STEPS, 5, 35]), killed_after=st.integers(0, 1000))
-def test_resumed_file_equals_an_uninterrupted_one(tmp_path_factory, resume_step, killed_after):
-    whole = run(tmp_path_factory.mktemp("whole"))
-    folder = tmp_path_factory.mktemp("killed")
-    written = run(folder)
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    return run(tmp_path_factory.mktemp("uninterrupted"))
+
+
+@settings(deadline=None, max_examples=15)
+@given(resume_step=st.sampled_from([*STEPS, 5, 35]), lost_bytes=st.integers(0, 1000))
+@example(resume_step=20, lost_bytes=1)
+def test_resumed_file_equals_an_uninterrupted_one(tmp_path_factory, uninterrupted, resume_step, lost_bytes):
     # the checkpoint of `resume_step` is saved after its line is written, so a kill can cut off only later bytes
     lines_before = sum(step <= resume_step for step in STEPS)
-    safe = len(b"".join(written.splitlines(keepends=True)[:lines_before]))
-    (folder / "metrics.jsonl").write_bytes(written[: min(safe + killed_after, len(written))])
-    assert run(folder, resume_step) == whole
+    safe_bytes = len(b"".join(uninterrupted.splitlines(keepends=True)[:lines_before]))
+    folder = tmp_path_factory.mktemp("killed")
+    (folder / "metrics.jsonl").write_bytes(uninterrupted[: max(safe_bytes, len(uninterrupted) - lost_bytes)])
+    assert run(folder, resume_step) == uninterrupted
     assert {path.name for path in folder.iterdir()} == {"metrics.jsonl", "tensorboard"}
 
 
@@ -92,4 +97,5 @@ def test_tensorboard_shows_the_resumed_points_only(tmp_path, resume_step, kept):
     with MetricsLog(tmp_path, resume_step) as metrics:
         metrics.write(30, {"loss": 3.0})
     assert points(tmp_path, "loss") == [*kept, (30, 3.0)]
-    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [*(step for step, _ in kept), 30]
+    steps = [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")]
+    assert steps == [step for step, _ in kept] + [30]

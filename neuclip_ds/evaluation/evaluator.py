@@ -1,0 +1,260 @@
+"""Evaluate a run's model: held-out retrieval, zero-shot accuracy, evaluation sets, and normalizer estimation error."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from neuclip_ds.config import Config
+from neuclip_ds.data.dataset import Batch, PairDataset
+from neuclip_ds.data.images import DECODERS, EvalTransform
+from neuclip_ds.data.loader import Loader, eval_jobs, part_count, train_jobs
+from neuclip_ds.data.manifest import Manifest
+from neuclip_ds.data.manifest_file import check_separate
+from neuclip_ds.data.order import GlobalOrder
+from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.errors import UserError
+from neuclip_ds.evaluation.encoding import BatchEncoder, Encode, encoder_of
+from neuclip_ds.evaluation.metrics import chance_recall
+from neuclip_ds.evaluation.normalizer_error import normalizer_error
+from neuclip_ds.evaluation.results import averages
+from neuclip_ds.evaluation.retrieval import retrieval
+from neuclip_ds.evaluation.sets import EvaluationSet, open_labeled
+from neuclip_ds.evaluation.suite import Metrics, measure
+from neuclip_ds.evaluation.tasks import Task, load_tasks
+from neuclip_ds.evaluation.zero_shot import zero_shot
+from neuclip_ds.models.pretrained.base import Preprocessing
+from neuclip_ds.objectives import find_method
+from neuclip_ds.objectives.base import Objective
+from neuclip_ds.objectives.contrastive import ContrastiveObjective
+from neuclip_ds.objectives.gather import Features
+from neuclip_ds.reporting.metrics import CHANCE
+from neuclip_ds.data.training_data import TrainingData
+from neuclip_ds.data.open_data import loader_options, open_data, resolve
+from neuclip_ds.data.training_set import find_split, find_validation
+
+_ANCHOR_SEED = 2_718_281  # the same anchors for every method and seed, independent of the run's order
+
+# the loader's sources of pairs
+_VAL = "val"
+_TRAIN = "train"
+_ANCHORS = "anchors"
+
+
+class Evaluator:
+    """Evaluates a model on the held-out sets of a run, which are opened before the first step.
+
+    The first evaluation starts as many loader processes as training uses. The processes stay alive between evaluations
+    until `close` stops them. Images are decoded as in training, but always at full size.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        data: TrainingData,
+        preprocessing: Preprocessing,
+        communicator: Communicator,
+        folder: Path,
+    ) -> None:
+        """Raise `UserError` for unusable sets, or for `run.normalizer_anchors` if the method has no normalizers."""
+        anchors = config.run.normalizer_anchors
+        method = config.objective.method
+        if anchors and find_method(method).normalizer is None:
+            raise UserError(
+                f"run.normalizer_anchors={anchors} measures normalizers, but objective.method={method} has none. "
+                "Set run.normalizer_anchors=0."
+            )
+        self._config = config
+        self._communicator = communicator
+        self._train_manifest = data.manifest
+        self._tokenizer = data.tokenizer
+        self._interleave = data.order.interleave
+        self._transform = EvalTransform(preprocessing.size, preprocessing.squash, DECODERS[config.data.decoder])
+        self._rank_batch_size = config.rank_batch(communicator.world_size)
+        micro_batch_size = config.micro_batch(communicator.world_size)
+        parts_per_micro_batch = part_count(micro_batch_size, preprocessing.size)
+        self._rows_per_call = -(-micro_batch_size // parts_per_micro_batch)  # rows that are loaded and encoded at once
+
+        self._held_out = open_held_out(config, communicator, folder, data.manifest)
+        self.describe = self._held_out.describe
+        self.measures = anchors > 0 or not self._held_out.is_empty()
+        if config.run.best_metric and not self.measures:
+            raise UserError(
+                f"run.best_metric={config.run.best_metric} needs an evaluation: set data.val or data.zero_shot."
+            )
+        self._loader = self._start_loader()
+
+    def __call__(self, engine: Any, objective: Objective) -> dict[str, float]:
+        """Return the results by name, equal on all ranks, and their chance levels as `chance/NAME`."""
+        encode = encoder_of(engine, self._communicator.device)
+        encoder = BatchEncoder(
+            encode=encode,
+            tokenize=self._tokenizer,
+            communicator=self._communicator,
+            batch_size=self._rows_per_call,
+            transform=self._transform,
+            loader=self._loader,
+        )
+        results: dict[str, float] = {}
+        if self._held_out.pairs is not None:
+            results.update(retrieval(encode, self._all_samples(_VAL, self._held_out.pairs), self._communicator))
+            results.update(_chance_levels(results, candidates=int(results["retrieval_pairs"])))
+        if self._held_out.zero_shot is not None:
+            accuracies = zero_shot(encoder, self._held_out.zero_shot)
+            results.update(accuracies)
+            results.update(_chance_levels(accuracies, candidates=len(self._held_out.zero_shot.class_names)))
+        if self._held_out.task_sets:
+            results.update(self._task_scores(encoder))
+        if isinstance(objective, ContrastiveObjective) and self._config.run.normalizer_anchors:
+            results.update(self._normalizer_error(encode, objective))
+        return results
+
+    def close(self) -> None:
+        """Stop the loader processes."""
+        self._loader.close()
+
+    def _task_scores(self, encoder: BatchEncoder) -> dict[str, float]:
+        """Return task scores as `task/KEY`, averages as `average/NAME` if no task is missing, and chance levels."""
+        metrics: dict[str, Metrics] = {}
+        chance_metrics: dict[str, Metrics] = {}  # the metrics of random predictions
+        for task, path in self._held_out.task_sets:
+            metrics[task.key] = measure(task, path, encoder)
+            chance_metrics[task.key] = {"main_metric": metrics[task.key]["chance"]}
+        return {**_scores_and_averages("", metrics), **_scores_and_averages(CHANCE, chance_metrics)}
+
+    def _normalizer_error(self, encode: Encode, objective: ContrastiveObjective) -> dict[str, float]:
+        """Compare the estimated normalizers of a fixed sample of anchors with exact values over the training set."""
+        manifest = self._train_manifest
+        batch_size = self._config.data.batch_size
+        order = GlobalOrder(manifest.starts, manifest.sizes, batch_size, _ANCHOR_SEED, self._interleave)
+        anchors = min(self._config.run.normalizer_anchors, manifest.n_used)
+        steps = -(-anchors // batch_size)
+        parts_per_batch = -(-self._rank_batch_size // self._rows_per_call)
+        rank = self._communicator.rank
+        world_size = self._communicator.world_size
+        anchor_jobs = train_jobs(order, rank, world_size, epoch=0, step=0, steps=steps, parts=parts_per_batch)
+
+        def estimate(image: Tensor, text: Tensor, index: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+            return objective.log_normalizers(Features(image, text, index, valid))
+
+        return normalizer_error(
+            encode,
+            estimate,
+            objective.pair_loss,
+            anchor_batches=self._loader.batches(_ANCHORS, anchor_jobs),
+            all_batches=self._all_samples(_TRAIN, manifest),
+            communicator=self._communicator,
+            anchors=anchors,
+            parts_per_batch=parts_per_batch,
+        )
+
+    def _all_samples(self, source: str, manifest: Manifest) -> Iterator[Batch]:
+        """Yield this rank's share of all samples of a source."""
+        jobs = eval_jobs(manifest, self._communicator.rank, self._communicator.world_size, self._rows_per_call)
+        return self._loader.batches(source, jobs)
+
+    def _start_loader(self) -> Loader:
+        manifests: dict[str, Manifest] = {}
+        caption_seeds: dict[str, int] = {}  # seed of the choice among a sample's captions, by source
+        if self._held_out.pairs is not None:
+            manifests[_VAL] = self._held_out.pairs
+            caption_seeds[_VAL] = 0
+        if self._config.run.normalizer_anchors:
+            manifests[_TRAIN] = self._train_manifest
+            caption_seeds[_TRAIN] = 0
+            manifests[_ANCHORS] = self._train_manifest
+            caption_seeds[_ANCHORS] = _ANCHOR_SEED
+        options = loader_options(self._config.data, self._communicator, *manifests.values())
+        pairs = {}
+        for source, manifest in manifests.items():
+            pairs[source] = PairDataset(
+                manifest,
+                self._transform,
+                self._tokenizer,
+                seed=caption_seeds[source],
+                captions=options.captions,
+                cache=options.cache,
+            )
+        return Loader(options, pairs)
+
+
+def _chance_levels(results: Mapping[str, float], candidates: int) -> dict[str, float]:
+    """Return the chance levels of the scores whose names end in @k or topk, given the number of candidates."""
+    levels = {}
+    for name in results:
+        match = re.search(r"(?:@|top)(\d+)$", name)
+        if match:
+            levels[f"{CHANCE}{name}"] = chance_recall(int(match[1]), candidates)
+    return levels
+
+
+def _scores_and_averages(prefix: str, metrics: Mapping[str, Metrics]) -> dict[str, float]:
+    """Return the known main metrics as PREFIXtask/KEY, and the averages without missing tasks as PREFIXaverage/NAME."""
+    scores = {}
+    for key, metrics_of_task in metrics.items():
+        score = metrics_of_task["main_metric"]
+        if score is not None:
+            scores[f"{prefix}task/{key}"] = score
+    for name, average in averages(load_tasks(), metrics).items():
+        if average.value is not None:
+            scores[f"{prefix}average/{name}"] = average.value
+    return scores
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOut:
+    """The held-out sets of a run."""
+
+    pairs: Manifest | None
+    origin_of_pairs: str  # a description, such as "held out of data.train"
+    zero_shot: EvaluationSet | None
+    task_sets: list[tuple[Task, Path]]  # evaluation sets on disk
+
+    def is_empty(self) -> bool:
+        """Return whether there is nothing to evaluate on."""
+        return not self.pairs and not self.zero_shot and not self.task_sets
+
+    def describe(self) -> str:
+        """Return a description of the held-out sets for the log."""
+        descriptions = ["no pairs"]
+        if self.pairs is not None:
+            descriptions = [f"{self.pairs.n_used:,} pairs {self.origin_of_pairs}"]
+        if self.zero_shot is not None:
+            descriptions.append(f"zero-shot images in {self.zero_shot.path}")
+        descriptions += [task.name for task, _ in self.task_sets]
+        return ", ".join(descriptions)
+
+
+def open_held_out(config: Config, communicator: Communicator, folder: Path, train: Manifest | None) -> HeldOut:
+    """Open the held-out sets of a run on all ranks: validation pairs, zero-shot images, and evaluation sets on disk.
+
+    Raises `UserError` if a named set does not exist, or if the validation pairs are in shards of the training data.
+    """
+    options = config.data
+    validation = find_validation(options, train)  # a path or a number of training pairs
+    zero_shot_path = find_split(options.zero_shot, "zero_shot", options.train_paths)
+
+    pairs = None
+    origin_of_pairs = "held out of data.train"
+    if isinstance(validation, int):
+        if train is not None:
+            pairs = train.validation()
+    elif validation:
+        pairs = open_data(validation, options, communicator, folder)
+        origin_of_pairs = f"of {validation}"
+        if train is not None:
+            communicator.on_rank_zero(partial(check_separate, train, pairs))
+
+    zero_shot_set = None
+    if zero_shot_path:
+        zero_shot_folder = Path(communicator.on_rank_zero(lambda: resolve(zero_shot_path)))
+        zero_shot_set = communicator.on_every_rank(lambda: open_labeled(zero_shot_folder))
+
+    task_sets: list[tuple[Task, Path]] = []
+    if options.evaluation_sets is not None:
+        task_sets = load_tasks().on_disk_of_all([options.evaluation_sets], options.evaluation_tasks, communicator)
+    return HeldOut(pairs=pairs, origin_of_pairs=origin_of_pairs, zero_shot=zero_shot_set, task_sets=task_sets)
