@@ -18,7 +18,7 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.zero import Placement, parameter_shapes, placements, refresh_weights, release_gathered
 from neuclip_ds.errors import UserError
 from neuclip_ds.state.partition import Partition
-from neuclip_ds.state.shards import Shards, shard_key, whole
+from neuclip_ds.state.shards import Shards, replicated_shards, shard_key
 
 _WRITERS = 16  # maximum number of ranks that write replicated state; each rank opens all of their files on load
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
@@ -37,7 +37,11 @@ def engine_shards(engine: Any, communicator: Communicator) -> Shards:
                 scalars[f"{part.name}/{kind}"] = value
             elif part.start < part.stop:
                 shards[shard_key(kind, part.name, part.start, part.stop)] = part.within(value)
-    return shards | (whole(SCALAR, scalars) | whole(BUFFER, _buffers(engine.module)) if communicator.rank == 0 else {})
+    return shards | (
+        replicated_shards(SCALAR, scalars) | replicated_shards(BUFFER, _buffers(engine.module))
+        if communicator.rank == 0
+        else {}
+    )
 
 
 def engine_facts(engine: Any) -> dict[str, Any]:
@@ -109,7 +113,7 @@ def _fill(files: StateFiles, engine: Any, communicator: Communicator, weights: b
         by_master[place.master].append(place)
     for master, places in by_master.items():
         trained = places if master.requires_grad else []
-        scalars = {kind: x for place in trained for kind, x in files.whole(SCALAR, f"{place.name}/").items()}
+        scalars = {kind: x for place in trained for kind, x in files.replicated(SCALAR, f"{place.name}/").items()}
         kinds = {kind for place in trained for kind in files.kinds(place.name)} - {WEIGHT}
         state = {kind: torch.zeros_like(master) for kind in sorted(kinds)}
         for kind, target in ({WEIGHT: master.zero_(), **state} if weights else state).items():
@@ -144,7 +148,7 @@ def _buffers(module: Any) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _fill_buffers(files: StateFiles, module: Any) -> None:
-    buffers, found = _buffers(module), files.whole(BUFFER)
+    buffers, found = _buffers(module), files.replicated(BUFFER)
     if missing := sorted(buffers.keys() - found.keys()):
         raise UserError(
             f"{files.folder} lacks the buffers {missing} of this run's model: set model.* back, or give the run "

@@ -31,16 +31,21 @@ def checkpointed_blocks(tower: nn.Module, name: str, wanted: bool | int) -> list
         raise UserError(
             f"The {name} tower has no list of blocks to recompute; set model.activation_checkpointing=false."
         )
-    return blocks if wanted is True else blocks[:wanted]
+    if wanted is True:
+        return blocks
+    return blocks[:wanted]
 
 
 def checkpoint_activations(tower: nn.Module, name: str, wanted: bool | int) -> None:
     """Enable activation checkpointing in place for the blocks in `checkpointed_blocks`; parameters keep their names."""
-    for block in map(tower.get_submodule, checkpointed_blocks(tower, name, wanted)):
+    for block_name in checkpointed_blocks(tower, name, wanted):
+        block = tower.get_submodule(block_name)
         block.forward = MethodType(_checkpointed_forward, block)
 
 
 def _checkpointed_forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Run a block's forward method, and run it again in the backward pass."""
+
     def forward(*args: Any, **kwargs: Any) -> Any:
         return type(block).forward(block, *args, **kwargs)
 

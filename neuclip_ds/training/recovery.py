@@ -103,7 +103,7 @@ def load_recovered_state(checkpoint: Path, context: RunContext, objective: Objec
             )
         check_data(meta["data"], context.data.manifest)
         files = StateFiles(checkpoint / STATE, verified=True)
-        states = files.whole(OBJECTIVE), objective.replicated_state()
+        states = files.replicated(OBJECTIVE), objective.replicated_state()
         found, here = (float(state.get(_TAU, torch.nan)) for state in states)
         if found != here and not math.isnan(here):
             raise UserError(

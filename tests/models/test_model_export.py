@@ -29,7 +29,7 @@ from transformers import (
 from neuclip_ds.config import ModelConfig
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.bpe import train_bpe
-from neuclip_ds.models.conversion import export
+from neuclip_ds.models.conversion import write_library_model
 from neuclip_ds.models.pretrained.base import LogitParameters
 from neuclip_ds.models.source import ModelSource, locate_model, merged, model_source
 from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer
@@ -64,7 +64,7 @@ def bpe() -> CaptionTokenizer:
 
 def exported(of: Trained, form: str, folder: Path, logits: LogitParameters = LOGITS) -> Path:
     folder.mkdir()
-    export(of.source.package(of.tokenizer, of.model.state_dict(), logits), form, folder)
+    write_library_model(of.source.to_library_model(of.tokenizer, of.model.state_dict(), logits), form, folder)
     return folder
 
 
@@ -160,7 +160,8 @@ def test_clip_vits_from_the_config(case: str, form: str, tmp_path: Path) -> None
     model = trained(**{**tiny, **options_of(case, tmp_path / "from")})
     source, weights = merged(model.source, model.tokenizer, model.model.state_dict())
     (tmp_path / "out").mkdir()
-    export(source.package(model.tokenizer, weights, LogitParameters(0.1, -9.5)), form, tmp_path / "out")
+    library_model = source.to_library_model(model.tokenizer, weights, LogitParameters(0.1, -9.5))
+    write_library_model(library_model, form, tmp_path / "out")
     assert_equal(READERS[form](tmp_path / "out", 32), features(model))
     assert reopened(tmp_path / "out")[1] == pytest.approx((0.1, -9.5) if form == "open_clip" else (0.1, None))
 
@@ -200,7 +201,7 @@ def test_single_towers_and_the_pipeline_of_transformers(family: str, tmp_path: P
 def test_a_timm_model_that_no_library_can_express() -> None:
     model = trained(vision={"name": "resnet50_clip", "image_size": 64}, text=TINY_TEXT, embed_dim=16)
     with pytest.raises(UserError, match=r"cannot express timm's image model 'resnet50_clip': .* neuclip_ds\.load"):
-        model.source.package(model.tokenizer, model.model.state_dict(), LOGITS)
+        model.source.to_library_model(model.tokenizer, model.model.state_dict(), LOGITS)
 
 
 @pytest.mark.parametrize(

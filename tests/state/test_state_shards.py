@@ -15,7 +15,7 @@ from torch import Tensor
 
 from neuclip_ds.errors import UserError
 from neuclip_ds.state.partition import Partition, RowTable
-from neuclip_ds.state.shards import ShardFiles, Shards, shard_files, shard_key, table_shards, whole
+from neuclip_ds.state.shards import ShardFiles, Shards, replicated_shards, shard_files, shard_key, table_shards
 
 SIZES = {"a/b.weight": 12, "bias": 5, "one": 1}
 KINDS = ("weight", "exp_avg")
@@ -41,7 +41,8 @@ def three(folder: Path) -> ShardFiles:
     def cut(kind: str, name: str, start: int, stop: int) -> Shards:
         return {shard_key(kind, name, start, stop): elements(name, kind)[start:stop]}
 
-    ranks: list[Shards] = [whole("scalar", {"bias/step": torch.tensor(7.0)}), {}, cut("weight", "one", 0, 1)]
+    scalars = replicated_shards("scalar", {"bias/step": torch.tensor(7.0)})
+    ranks: list[Shards] = [scalars, {}, cut("weight", "one", 0, 1)]
     for kind in KINDS:
         ranks[0] |= cut(kind, "a/b.weight", 0, 5)
         ranks[1] |= cut(kind, "a/b.weight", 9, 12) | cut(kind, "bias", 0, 5)
@@ -53,8 +54,8 @@ def test_any_range_of_what_three_ranks_wrote(tmp_path: Path) -> None:
     files = three(tmp_path)
     assert files.facts == {"steps": 7}
     assert files.kinds("a/b.weight") == ["exp_avg", "weight"] and files.kinds("one") == ["weight"]
-    assert files.whole("scalar", "bias/") == {"step": torch.tensor(7.0)}
-    assert files.whole("scalar", "a/") == files.whole("other") == {}
+    assert files.replicated("scalar", "bias/") == {"step": torch.tensor(7.0)}
+    assert files.replicated("scalar", "a/") == files.replicated("other") == {}
     for kind in KINDS:
         for start in range(13):
             for stop in range(start, 13):

@@ -33,7 +33,7 @@ from transformers import XLMRobertaConfig, XLMRobertaModel
 from neuclip_ds.config import ModelConfig
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.bpe import train_bpe
-from neuclip_ds.models.pretrained.base import LogitParameters
+from neuclip_ds.models.pretrained.base import LogitParameters, Preprocessing
 from neuclip_ds.models.pretrained.locate import locate, open_checkpoint
 from neuclip_ds.models.recompute import checkpoint_activations
 from neuclip_ds.models.source import FromConfig, locate_model, model_source, open_saved
@@ -128,7 +128,9 @@ def test_facts_come_from_the_checkpoint(saved: Saved) -> None:
     assert tokenizer([]).shape == (0, 16)
     assert checkpoint.embed_dim == (32 if siglip else 20)
     squash = siglip or saved.folder.parent.name.startswith("open_clip")
-    assert checkpoint.preprocessing == (32, tuple(saved.mean), tuple(saved.std), squash)
+    assert checkpoint.preprocessing == Preprocessing(
+        size=32, mean=tuple(saved.mean), std=tuple(saved.std), squash=squash
+    )
     wanted = LogitParameters(math.exp(-4.75), -12.5) if siglip else LogitParameters(math.exp(-4), None)
     before = torch.get_rng_state()
     found = checkpoint.load().logits
@@ -246,7 +248,8 @@ def trunk_feature(source: FromConfig, size: int) -> Tensor:
 
 
 def by_timm(model: Any, source: FromConfig, size: int) -> Tensor:
-    mean, std = (torch.tensor(values)[:, None, None] for values in source.preprocessing[1:3])
+    mean = torch.tensor(source.preprocessing.mean)[:, None, None]
+    std = torch.tensor(source.preprocessing.std)[:, None, None]
     with torch.no_grad():
         return model.forward_head(model.forward_features((images(size) / 255 - mean) / std), pre_logits=True)
 
