@@ -24,8 +24,8 @@ def hold(folder: Path) -> None:
 
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("neuclip_ds.training.run_lock._ENDING", 0.1)
-    monkeypatch.setattr("neuclip_ds.training.run_lock._SILENCE", 1.0)
+    monkeypatch.setattr("neuclip_ds.training.run_lock._EXIT_TIMEOUT", 0.1)
+    monkeypatch.setattr("neuclip_ds.training.run_lock._HEARTBEAT_TIMEOUT", 1.0)
 
 
 def test_a_second_process_is_refused_until_the_first_dies(tmp_path: Path) -> None:
