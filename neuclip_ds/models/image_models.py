@@ -162,28 +162,29 @@ def locate_image_weights(vision: VisionConfig) -> ImageWeights:
     Raises:
         UserError: no weights have the configured name, or the weights cannot be downloaded.
     """
-    known = timm.get_pretrained_cfg(_weights_name(vision))
+    pretrained_cfg = timm.get_pretrained_cfg(_weights_name(vision))
     path = Path(vision.pretrained).expanduser()
     if not path.is_file():
-        path = _download(vision, known)
+        path = _download(vision, pretrained_cfg)
     default_mean, default_std = vision.statistics()
-    if known is not None:
-        default_mean, default_std = tuple(known.mean), tuple(known.std)
+    if pretrained_cfg is not None:
+        default_mean, default_std = tuple(pretrained_cfg.mean), tuple(pretrained_cfg.std)
     return ImageWeights(str(path.resolve()), vision.mean or default_mean, vision.std or default_std)
 
 
-def _download(vision: VisionConfig, known: Any) -> Path:
-    """Download the weights for a timm tag and return the file's path; `known` is timm's config for the tag, if any."""
+def _download(vision: VisionConfig, pretrained_cfg: Any) -> Path:
+    """Download the weights for a timm tag and return the file's path; `pretrained_cfg` is timm's, if any."""
     tagged = _weights_name(vision)
-    if known is None or tagged == vision.name:
+    if pretrained_cfg is None or tagged == vision.name:
         tags = [name.partition(".")[2] for name in timm.list_pretrained(f"{vision.name}.*")]
         raise UserError(
             f"model.vision.pretrained={vision.pretrained} is neither a file nor a tag of timm's {vision.name}: "
             f"{', '.join(tags) or 'it has none'}."
         )
-    if not known.hf_hub_id:
+    if not pretrained_cfg.hf_hub_id:
         raise UserError(
-            f"timm's {tagged} is not on the hub; download {known.url} and set model.vision.pretrained to the file."
+            f"timm's {tagged} is not on the hub; download {pretrained_cfg.url} and set model.vision.pretrained to the "
+            "file."
         )
-    file = known.hf_hub_filename or "model.safetensors"
-    return download(known.hf_hub_id, [file], "model.vision.pretrained") / file
+    file = pretrained_cfg.hf_hub_filename or "model.safetensors"
+    return download(pretrained_cfg.hf_hub_id, [file], "model.vision.pretrained") / file
