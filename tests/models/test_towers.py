@@ -63,19 +63,21 @@ def test_pixels_are_normalized_per_channel(config: VisionConfig) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "side", "width"),
+    ("name", "options", "side", "width"),
     [
-        ("vit_base_patch32_clip_quickgelu_224", 224, 768),
-        ("vit_base_patch16_siglip_224", 224, 768),
-        ("resnet50", 64, 2048),
-        ("resnet50_clip_gap", 64, 2048),
-        ("convnext_tiny", 100, 768),
-        ("swin_tiny_patch4_window7_224", 56, 768),
+        ("vit_base_patch32_clip_quickgelu_224", {"depth": 1}, 224, 768),
+        ("vit_base_patch16_siglip_224", {"depth": 1}, 224, 768),
+        ("resnet50", {"layers": [1, 1, 1, 1]}, 64, 2048),
+        ("resnet50_clip_gap", {}, 64, 2048),
+        ("convnext_tiny", {"depths": [1, 1, 1, 1]}, 100, 768),
+        ("swin_tiny_patch4_window7_224", {"depths": [1, 1, 1, 1]}, 56, 768),
     ],
 )
-def test_families_end_in_one_projection_without_bias(name: str, side: int, width: int) -> None:
+def test_towers_of_all_families_end_in_one_projection_without_bias(
+    name: str, options: dict[str, Any], side: int, width: int
+) -> None:
     with torch.device("meta"):
-        tower = new_vision_tower(VisionConfig(name=name, image_size=side), 64).eval()
+        tower = new_vision_tower(VisionConfig(name=name, image_size=side, options=options), 64).eval()
         assert tower(torch.empty(2, 3, side, side, dtype=torch.uint8)).shape == (2, 64)
     assert tower.projection.weight.shape == (64, width)
     assert tower.projection.bias is None
