@@ -41,7 +41,7 @@ from neuclip_ds.engine.engine import Engine
 from neuclip_ds.errors import UserError
 from neuclip_ds.files import Checksum, atomic_write, sync, sync_folders
 from neuclip_ds.objectives.base import Objective
-from neuclip_ds.state.shards import shard_files, table_shards, whole
+from neuclip_ds.state.shards import replicated_shards, shard_files, table_shards
 from neuclip_ds.state.tensor_file import BytesFile, StateFile
 
 log = logging.getLogger(__name__)
@@ -205,14 +205,14 @@ class Checkpoints:
         """Load a verified checkpoint into `engine` and `objective`; raise `UserError` on a mismatch."""
         files = load_engine(path / STATE, engine, self._communicator)
         files.fill(objective.row_tables())
-        objective.load_replicated_state(files.whole(OBJECTIVE))
+        objective.load_replicated_state(files.replicated(OBJECTIVE))
 
     def _files(self, engine: Engine, objective: Objective) -> list[StateFile]:
         """Return the files that this rank writes; their tensors are views of the state, not copies."""
         is_rank_zero = self._communicator.rank == 0
         shards = engine_shards(engine, self._communicator) | table_shards(objective.row_tables())
         if is_rank_zero:
-            shards |= whole(OBJECTIVE, objective.replicated_state())
+            shards |= replicated_shards(OBJECTIVE, objective.replicated_state())
         state_files = shard_files(shards, engine_facts(engine), self._communicator)
         files = [file._replace(name=f"{STATE}/{file.name}") for file in state_files]
         if is_rank_zero:

@@ -21,7 +21,7 @@ from neuclip_ds.engine.engine import Engine
 from neuclip_ds.engine.zero import Placement
 from neuclip_ds.errors import UserError
 from neuclip_ds.state.partition import Partition
-from neuclip_ds.state.shards import Shards, shard_key, whole
+from neuclip_ds.state.shards import Shards, replicated_shards, shard_key
 
 _WRITERS = 16  # maximum number of ranks that write replicated state; each rank opens all of their files on load
 
@@ -41,8 +41,8 @@ def engine_shards(engine: Engine, communicator: Communicator) -> Shards:
             elif written.start < written.stop:
                 shards[shard_key(kind, written.name, written.start, written.stop)] = written.within(value)
     if communicator.rank == 0:
-        shards |= whole(SCALAR, scalars)
-        shards |= whole(BUFFER, _persistent_buffers(engine.module))
+        shards |= replicated_shards(SCALAR, scalars)
+        shards |= replicated_shards(BUFFER, _persistent_buffers(engine.module))
     return shards
 
 
@@ -120,7 +120,7 @@ def _load_weights_and_optimizer(files: StateFiles, engine: Engine, weights: bool
         if master.requires_grad:  # a frozen parameter has no optimizer state
             for placement in placements:
                 kinds.update(files.kinds(placement.name))
-                scalars.update(files.whole(SCALAR, f"{placement.name}/"))
+                scalars.update(files.replicated(SCALAR, f"{placement.name}/"))
         state = {kind: torch.zeros_like(master) for kind in sorted(kinds - {WEIGHT})}
         for kind, tensor in state.items():
             _read_elements(files, kind, placements, tensor)
@@ -166,7 +166,7 @@ def _persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
 @torch.no_grad()
 def _load_buffers(files: StateFiles, module: nn.Module) -> None:
     buffers = _persistent_buffers(module)
-    saved = files.whole(BUFFER)
+    saved = files.replicated(BUFFER)
     missing = sorted(buffers.keys() - saved.keys())
     if missing:
         raise UserError(

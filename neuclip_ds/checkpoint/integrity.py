@@ -60,7 +60,8 @@ def is_complete(path: Path) -> bool:
 
 def sealed(content: Mapping[str, Any]) -> str:
     """Return the content as JSON text with the content's CRC-32 added."""
-    return json.dumps({**content, "crc32": zlib.crc32(json.dumps(content).encode())}, indent=2)
+    crc32 = zlib.crc32(json.dumps(content).encode())
+    return json.dumps({**content, "crc32": crc32}, indent=2)
 
 
 def read_sealed(path: Path) -> dict[str, Any]:
@@ -82,17 +83,20 @@ def read_meta(path: Path) -> dict[str, Any]:
 
 def verify(path: Path, rank: int = 0, world_size: int = 1) -> None:
     """Verify a rank's share of a checkpoint's files; raise `DamagedCheckpoint` if any of them is missing or damaged."""
-    by_size = sorted((Checksum(*written), name) for name, written in read_meta(path)["files"].items())
-    for checksum, name in by_size[rank::world_size]:
+    files = read_meta(path)["files"]
+    checksums = sorted((Checksum(*fields), name) for name, fields in files.items())  # by size, to share them evenly
+    for checksum, name in checksums[rank::world_size]:
         verify_file(path / name, checksum)
 
 
 def verify_file(path: Path, written: Checksum) -> None:
     """Raise `DamagedCheckpoint` if a file is unreadable or does not match the checksum computed when it was written."""
     try:
-        found = checksum_of(path)
+        actual = checksum_of(path)
     except OSError as error:
         raise DamagedCheckpoint(f"{path} cannot be read ({error.strerror}). {_FIX}.") from error
-    if found != written:
-        size = "" if found.bytes == written.bytes else f", {found.bytes} bytes instead of {written.bytes}"
+    if actual != written:
+        size = ""
+        if actual.bytes != written.bytes:
+            size = f", {actual.bytes} bytes instead of {written.bytes}"
         raise DamagedCheckpoint(f"{path} is damaged (its checksum differs{size}). {_FIX}.")

@@ -12,44 +12,43 @@ from neuclip_ds.evaluation.tasks import load_tasks
 from neuclip_ds.reporting.metrics import AVERAGED, CHANCE, read_metrics, scores_among
 
 
-def model_card(config: Config, checkpoint: Path, form: str, license: str | None = None, average: bool = False) -> str:
+def model_card(
+    config: Config, checkpoint: Path, library: str, license: str | None = None, average: bool = False
+) -> str:
     """Return the README.md of an exported checkpoint, with the metadata that the Hugging Face Hub reads.
 
     Args:
         config: config of the run.
         checkpoint: checkpoint in the run's folder; the card lists the scores measured at the checkpoint's step.
-        form: format of the export.
+        library: the library that can load the exported checkpoint, transformers or open_clip.
         license: the hub's identifier for the license, such as apache-2.0; `unknown` by default.
         average: whether the weights and scores are those of the moving average.
     """
-    step, model = read_meta(checkpoint)["step"], config.model
-    starts = {"model": model.pretrained, "image tower": model.vision.pretrained}
-    names = {part: public_name(name) for part, name in starts.items() if name}
-    measured: dict[str, float] = {}
-    metrics = checkpoint.parent.parent / "metrics.jsonl"
-    for record in read_metrics(metrics) if metrics.is_file() else ():
-        measured |= record if record["step"] == step else {}
-    scores = {
-        name.removeprefix(AVERAGED): measured[name]
-        for name in scores_among(measured)
-        if name.startswith(AVERAGED) == average and math.isfinite(measured[name])
-    }
+    step = read_meta(checkpoint)["step"]
+    pretrained = {"model": config.model.pretrained, "image tower": config.model.vision.pretrained}
+    pretrained_names = {part: public_name(name) for part, name in pretrained.items() if name}
+    metrics = _metrics_at(step, checkpoint.parent.parent / "metrics.jsonl")
+    scores = {}
+    for name in scores_among(metrics):
+        if name.startswith(AVERAGED) == average and math.isfinite(metrics[name]):
+            scores[name.removeprefix(AVERAGED)] = metrics[name]
+    hub_names = [name for name in pretrained_names.values() if re.fullmatch(r"[\w-]+/[\w.-]+", name)]
     metadata = ModelCardData(
         license=license or "unknown",
-        library_name=form,
+        library_name=library,
         pipeline_tag="zero-shot-image-classification",
         tags=["clip", "neuclip_ds", config.objective.method],
         model_name=config.run.name if scores else None,
         eval_results=[_eval_result(config, name, value) for name, value in scores.items()] or None,
-        base_model=[name for name in names.values() if re.fullmatch(r"[\w-]+/[\w.-]+", name)] or None,
+        base_model=hub_names or None,
     )
     card = ModelCard.from_template(
         metadata,
         template_path=str(Path(__file__).with_name("model_card.md")),
-        origin=" and ".join(f"`{name}` ({part})" for part, name in names.items()) or "random weights",
+        origin=" and ".join(f"`{name}` ({part})" for part, name in pretrained_names.items()) or "random weights",
         name=config.run.name,
-        form=form,
-        scores=[(name, value, measured.get(CHANCE + name)) for name, value in scores.items()],
+        library=library,
+        scores=[(name, value, metrics.get(CHANCE + name)) for name, value in scores.items()],
         steps=f"{step:,}",
         average=average,
         method=config.objective.method,
@@ -58,33 +57,52 @@ def model_card(config: Config, checkpoint: Path, form: str, license: str | None 
     return str(card)
 
 
+def _metrics_at(step: int, path: Path) -> dict[str, float]:
+    """Return all metrics of a step in a run's metrics.jsonl; none if the file does not exist."""
+    metrics: dict[str, float] = {}
+    if path.is_file():
+        for record in read_metrics(path):
+            if record["step"] == step:
+                metrics |= record
+    return metrics
+
+
 def _eval_result(config: Config, score: str, value: float) -> EvalResult:
     """Return a score and the name of its dataset as an entry of the hub's `model-index`."""
     kind, _, key = score.partition("/")
-    task, metric = "zero-shot-image-classification", "accuracy"
+    task_type = "zero-shot-image-classification"
+    metric = "accuracy"
     if kind == "task":
-        found = next((one for one in load_tasks().tasks if one.key == key), None)
-        name, metric = (key, metric) if found is None else (found.name, found.metric)
+        tasks = {task.key: task for task in load_tasks().tasks}
+        if key in tasks:
+            dataset = tasks[key].name
+            metric = tasks[key].metric
+        else:  # a task of the user
+            dataset = key
     elif kind == "average":
-        name, metric = load_tasks().averages[key], "mean of the main metrics"
+        dataset = load_tasks().averages[key]
+        metric = "mean of the main metrics"
     elif score.startswith("zero_shot"):
-        name = _held_out(config, config.data.zero_shot)
+        dataset = _evaluation_set(config, config.data.zero_shot)
     else:
-        name, task, metric = _held_out(config, config.data.val), "image-text-retrieval", "recall"
+        dataset = _evaluation_set(config, config.data.val)
+        task_type = "image-text-retrieval"
+        metric = "recall"
     return EvalResult(
-        task_type=task,
-        dataset_type=re.sub(r"\W+", "-", key or name).strip("-").lower(),
-        dataset_name=name,
+        task_type=task_type,
+        dataset_type=re.sub(r"\W+", "-", key or dataset).strip("-").lower(),
+        dataset_name=dataset,
         metric_type=metric,
         metric_name=score,
         metric_value=value,
     )
 
 
-def _held_out(config: Config, source: str | int) -> str:
+def _evaluation_set(config: Config, source: str | int) -> str:
     """Return the name of an evaluation set; for `auto` or a number, name the training data that it was split from."""
-    named = isinstance(source, str) and source != "auto"
-    return public_name(str(source)) if named else f"held out of {public_name(config.data.train_paths[0])}"
+    if isinstance(source, str) and source != "auto":
+        return public_name(source)
+    return f"held out of {public_name(config.data.train_paths[0])}"
 
 
 def public_name(value: str) -> str:

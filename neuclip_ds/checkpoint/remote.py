@@ -12,16 +12,17 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import fsspec
 
 from neuclip_ds.data.children import end_with_parent
 
 _ROOT = Path(__file__).parents[2]  # folder that contains the package, which may be a checkout that is not installed
-_META, _BEST = "meta.json", "checkpoints/best.json"  # repeated here because checkpoints.py imports torch
+# repeated here because checkpoints.py imports torch
+_META = "meta.json"
+_BEST = "checkpoints/best.json"
 
 
 class RemoteRun:
@@ -52,20 +53,26 @@ class RemoteRun:
         A checkpoint becomes visible only when it is complete.
         """
         for name in names:
-            source, target = run / "checkpoints" / name, f"{self._checkpoints}/{name}"
-            meta, there = (source / _META).read_bytes(), self._read(f"{target}/{_META}")
-            if meta != there:
-                if there is not None:  # a checkpoint of an earlier launch
-                    self._fs.rm_file(f"{target}/{_META}")
-                self._put({source / file: f"{target}/{file}" for file in json.loads(meta)["files"]})
-                self._put_at_once(source / _META, f"{target}/{_META}")
-        files = [path for path in run.iterdir() if not path.name.startswith(".")]
-        self._put({path: f"{self._root}/{path.relative_to(run)}" for path in [*files, run / _BEST] if path.is_file()})
+            source = run / "checkpoints" / name
+            target = f"{self._checkpoints}/{name}"
+            meta = (source / _META).read_bytes()
+            remote_meta = self._read(f"{target}/{_META}")
+            if meta == remote_meta:
+                continue
+            if remote_meta is not None:  # a checkpoint of an earlier launch
+                self._fs.rm_file(f"{target}/{_META}")
+            self._put({source / file: f"{target}/{file}" for file in json.loads(meta)["files"]})
+            self._put_atomically(source / _META, f"{target}/{_META}")
+
+        paths = [path for path in run.iterdir() if not path.name.startswith(".")]
+        files = [path for path in [*paths, run / _BEST] if path.is_file()]
+        self._put({path: f"{self._root}/{path.relative_to(run)}" for path in files})
 
     def pull(self, name: str, folder: Path) -> None:
         """Download a checkpoint without verifying it; raise `ValueError` if a file would be outside the new folder."""
         source = f"{self._checkpoints}/{name}"
-        files = [*json.loads(self._fs.cat_file(f"{source}/{_META}"))["files"], _META]
+        meta = json.loads(self._fs.cat_file(f"{source}/{_META}"))
+        files = [*meta["files"], _META]
         for file in files:
             if not (folder / file).resolve().is_relative_to(folder.resolve()):
                 raise ValueError(f"{file} would be outside the checkpoint")
@@ -74,32 +81,37 @@ class RemoteRun:
 
     def pull_records(self, run: Path) -> None:
         """Download the remote run's files, except its checkpoints, to the local folder `run`."""
-        files = [info["name"] for info in self._fs.ls(self._root, detail=True) if info["type"] == "file"]
-        for name in (*(file.rpartition("/")[2] for file in files), _BEST):
-            if (content := self._read(f"{self._root}/{name}")) is not None:
+        entries = self._fs.ls(self._root, detail=True)
+        names = [entry["name"].rpartition("/")[2] for entry in entries if entry["type"] == "file"]
+        for name in [*names, _BEST]:
+            content = self._read(f"{self._root}/{name}")
+            if content is not None:
                 (run / name).write_bytes(content)
 
     def _put(self, files: Mapping[Path, str]) -> None:
+        """Copy files; `files` maps local paths to paths in the store."""
         self._make_parents(files.values())
         self._fs.put(list(map(str, files)), list(files.values()))
 
-    def _put_at_once(self, file: Path, place: str) -> None:
+    def _put_atomically(self, file: Path, target: str) -> None:
         """Copy a file atomically: object stores write atomically, but file systems need a rename."""
         if self._fs.async_impl:
-            self._put({file: place})
+            self._put({file: target})
         else:
-            self._put({file: f"{place}.part"})
-            self._fs.mv(f"{place}.part", place)
+            self._put({file: f"{target}.part"})
+            self._fs.mv(f"{target}.part", target)
 
-    def _make_parents(self, places: Any) -> None:
+    def _make_parents(self, paths: Iterable[str]) -> None:
         """Create parent folders, except in object stores (asynchronous backends), where this would create a bucket."""
-        for parent in {place.rpartition("/")[0] for place in places} if not self._fs.async_impl else ():
+        if self._fs.async_impl:
+            return
+        for parent in {path.rpartition("/")[0] for path in paths}:
             self._fs.makedirs(parent, exist_ok=True)
 
-    def _read(self, place: str) -> bytes | None:
+    def _read(self, path: str) -> bytes | None:
         """Return the content of a file, or None if it does not exist."""
         try:
-            return self._fs.cat_file(place)
+            return self._fs.cat_file(path)
         except FileNotFoundError:
             return None
 
@@ -120,8 +132,8 @@ def start_push(url: str, run: Path, names: Sequence[str]) -> "subprocess.Popen[s
 
 
 def main() -> None:
-    parent, url, run, *names = sys.argv[1:]
-    end_with_parent(int(parent))
+    parent_pid, url, run, *names = sys.argv[1:]
+    end_with_parent(int(parent_pid))
     try:
         RemoteRun(url).push(Path(run), names)
     except Exception as error:  # backends raise many types: botocore's, aiohttp's, OSError

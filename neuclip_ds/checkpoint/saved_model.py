@@ -1,7 +1,7 @@
 """Open the model of a run or checkpoint, or a pretrained model, without DeepSpeed."""
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from neuclip_ds.checkpoint.checkpoints import verify_together
 from neuclip_ds.checkpoint.integrity import is_complete
@@ -16,15 +16,16 @@ from neuclip_ds.models.towers import DualEncoder
 from neuclip_ds.recipe import load_saved
 
 
-class SavedModel(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class SavedModel:
     """A model with float32 weights, its tokenizer and its image preprocessing."""
 
     name: str  # the checkpoint's folder, or the pretrained model's name
     model: DualEncoder
     tokenizer: ModelTokenizer
     preprocessing: Preprocessing
-    config: Config | None  # config of the run that trained the model
-    checkpoint: Path | None
+    config: Config | None  # config of the run that trained the model; None for a pretrained model
+    checkpoint: Path | None  # None for a pretrained model
 
 
 def open_model(name: str, communicator: Communicator, average: bool = False) -> SavedModel:
@@ -44,45 +45,56 @@ def open_model(name: str, communicator: Communicator, average: bool = False) -> 
         model = run.source.build(run.tokenizer)
         model.load_state_dict(StateFiles(checkpoint / STATE, verified=True).weights(average))
         return SavedModel(
-            f"{checkpoint}{' (ema)' if average else ''}",
-            model,
-            run.tokenizer,
-            run.source.preprocessing,
-            run.config,
-            checkpoint,
+            name=f"{checkpoint} (ema)" if average else str(checkpoint),
+            model=model,
+            tokenizer=run.tokenizer,
+            preprocessing=run.source.preprocessing,
+            config=run.config,
+            checkpoint=checkpoint,
         )
     if average:
         raise UserError(f"{name} is not a run of this project, and has no average of its weights: omit --ema.")
     config = ModelConfig(pretrained=name)
     source = model_source(config, locate_on_rank_zero(config, communicator))
     tokenizer = source.tokenizer(_no_tokenizer)
-    return SavedModel(name, source.load(tokenizer).model, tokenizer, source.preprocessing, None, None)
+    return SavedModel(
+        name=name,
+        model=source.load(tokenizer).model,
+        tokenizer=tokenizer,
+        preprocessing=source.preprocessing,
+        config=None,
+        checkpoint=None,
+    )
 
 
 def find_checkpoint(path: Path) -> Path:
     """Return a run's newest checkpoint, or `path` if it is a checkpoint; raise `UserError` if none is found."""
-    found = path if is_complete(path) else max((path / "checkpoints").glob("step_*"), default=None)
-    if found is None or not is_complete(found):
+    checkpoint: Path | None = path
+    if not is_complete(path):
+        checkpoint = max((path / "checkpoints").glob("step_*"), default=None)
+    if checkpoint is None or not is_complete(checkpoint):
         raise UserError(f"{path} is neither a run with a checkpoint nor a checkpoint. Name a folder runs/NAME.")
-    return found.resolve()
+    return checkpoint.resolve()
 
 
-class SavedRun(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class SavedRun:
     """The config, model source, initial logit parameters and tokenizer of the run that saved a checkpoint."""
 
     config: Config
     source: ModelSource
-    start: LogitParameters  # temperature and bias at the first step
+    initial_logits: LogitParameters  # temperature and bias at the first step
     tokenizer: ModelTokenizer
 
 
 def open_run(checkpoint: Path) -> SavedRun:
     """Load the config, model source and tokenizer from a checkpoint that `find_checkpoint` returned."""
     config = load_saved(checkpoint / "config.yaml")
-    source, start = open_saved(config.model, checkpoint / "model")
-    text, folder = config.model.text, checkpoint / "tokenizer"
-    tokenizer = source.tokenizer(lambda: CaptionTokenizer.load(folder, text.context_length))
-    return SavedRun(config, source, start, tokenizer)
+    source, initial_logits = open_saved(config.model, checkpoint / "model")
+    tokenizer = source.tokenizer(
+        lambda: CaptionTokenizer.load(checkpoint / "tokenizer", config.model.text.context_length)
+    )
+    return SavedRun(config=config, source=source, initial_logits=initial_logits, tokenizer=tokenizer)
 
 
 def _no_tokenizer() -> CaptionTokenizer:

@@ -1,6 +1,7 @@
 """Read the weights, optimizer state and objective state of a checkpoint without DeepSpeed.
 
-The `state` folder of a checkpoint has the format that state/shards.py describes, with these kinds of tensors:
+The `state` folder of a checkpoint contains state shards in the format that state/shards.py describes, with these kinds
+of tensors:
 
     weight       elements of a flattened parameter; if the parameter is trained, of its float32 master weights
     exp_avg ...  the same elements of the optimizer's tensors and of the weights' moving average (`average`)
@@ -24,7 +25,11 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.state.shards import ShardFiles
 
 STATE = "state"  # folder in a checkpoint
-WEIGHT, SCALAR, BUFFER, OBJECTIVE = "weight", "scalar", "buffer", "objective"
+# kinds of tensors
+WEIGHT = "weight"
+SCALAR = "scalar"
+BUFFER = "buffer"
+OBJECTIVE = "objective"
 
 
 class StateFiles(ShardFiles):
@@ -59,8 +64,8 @@ class StateFiles(ShardFiles):
         averaged = {name for name in self.shapes if average and AVERAGE in self.kinds(name)}
         if average and not averaged:
             raise UserError(f"{self.folder} holds no average of the weights: train with ema.decay, or omit --ema.")
-        parameters = {
-            name: self.read(name, AVERAGE if name in averaged else WEIGHT, 0, shape.numel()).view(shape)
-            for name, shape in self.shapes.items()
-        }
-        return {**parameters, **self.whole(BUFFER)}
+        parameters = {}
+        for name, shape in self.shapes.items():
+            kind = AVERAGE if name in averaged else WEIGHT
+            parameters[name] = self.read(name, kind, 0, shape.numel()).view(shape)
+        return {**parameters, **self.replicated(BUFFER)}

@@ -23,7 +23,7 @@ from neuclip_ds.objectives.contrastive import ContrastiveObjective
 from neuclip_ds.objectives.gather import Features
 from neuclip_ds.objectives.options import AdamSettings, ObjectiveConfig
 from neuclip_ds.objectives.temperature import trained_temperature
-from neuclip_ds.state.shards import INDEX, ShardFiles, shard_files, table_shards, whole
+from neuclip_ds.state.shards import INDEX, ShardFiles, replicated_shards, shard_files, table_shards
 
 log = logging.getLogger(__name__)
 
@@ -242,7 +242,7 @@ class ContrastiveLoss(nn.Module):
         self._communicator.on_rank_zero(lambda: folder.mkdir(parents=True, exist_ok=True))
         shards = table_shards(self._objective.row_tables())
         if self._communicator.rank == 0:
-            shards |= whole(_REPLICATED, self._objective.replicated_state())
+            shards |= replicated_shards(_REPLICATED, self._objective.replicated_state())
         for file in shard_files(shards, self._facts(), self._communicator):
             file.write(folder)
         self._communicator.barrier()
@@ -259,7 +259,7 @@ class ContrastiveLoss(nn.Module):
         files = ShardFiles(folder)
         self._prepare_for(files.facts, str(folder))
         files.fill(self._objective.row_tables())
-        self._objective.load_replicated_state(files.whole(_REPLICATED))
+        self._objective.load_replicated_state(files.replicated(_REPLICATED))
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return this rank's state, for `state_dict()`."""

@@ -9,8 +9,9 @@ from transformers import PreTrainedTokenizerFast
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.tokenizer import CaptionTokenizer
 
-BOS, EOS = "<|startoftext|>", "<|endoftext|>"
-_SMALLEST_BPE = 258  # 256 bytes and the two special tokens, so that any caption can be encoded
+BOS = "<|startoftext|>"
+EOS = "<|endoftext|>"
+_MIN_VOCAB_SIZE = 258  # 256 bytes and the two special tokens, so that any caption can be encoded
 
 
 def train_bpe(captions: Iterable[str], vocab_size: int, context_length: int) -> CaptionTokenizer:
@@ -24,11 +25,14 @@ def train_bpe(captions: Iterable[str], vocab_size: int, context_length: int) -> 
     Raises:
         UserError: no caption has text, or `vocab_size` is too small for the 256 bytes, BOS and EOS.
     """
-    if vocab_size < _SMALLEST_BPE:
-        raise UserError(f"A byte-level BPE of {vocab_size} tokens is too small; use at least {_SMALLEST_BPE}.")
-    with_text = (caption for caption in captions if caption.strip())
-    if (first := next(with_text, None)) is None:
+    if vocab_size < _MIN_VOCAB_SIZE:
+        raise UserError(f"A byte-level BPE of {vocab_size} tokens is too small; use at least {_MIN_VOCAB_SIZE}.")
+    nonempty_captions = (caption for caption in captions if caption.strip())
+    first_caption = next(nonempty_captions, None)
+    if first_caption is None:
         raise UserError("No caption has text to train a BPE on; check data.train or model.text.tokenizer.")
+
+    # The text is normalized, split at spaces, encoded in bytes, and framed by BOS and EOS.
     backend = Tokenizer(models.BPE())
     backend.normalizer = normalizers.Sequence(
         [normalizers.NFC(), normalizers.Lowercase(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip()]
@@ -38,12 +42,13 @@ def train_bpe(captions: Iterable[str], vocab_size: int, context_length: int) -> 
     backend.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A {EOS}", special_tokens=[(BOS, 0), (EOS, 1)]
     )
+
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[BOS, EOS],  # ids 0 and 1
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    backend.train_from_iterator(chain([first], with_text), trainer=trainer)
+    backend.train_from_iterator(chain([first_caption], nonempty_captions), trainer=trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=BOS, eos_token=EOS, pad_token=EOS)
     return CaptionTokenizer(tokenizer, context_length)

@@ -36,16 +36,17 @@ def build_dual_encoder(
     text = new_text_tower(config.text, tokenizer, config.embed_dim, activation)
     if config.vision.pretrained and config.trained("vision") == "frozen":
         lock_projection(vision)
-    return prepare(DualEncoder(vision, text), config)
+    return apply_common_options(DualEncoder(vision, text), config)
 
 
-def prepare(model: DualEncoder, config: ModelConfig) -> DualEncoder:
+def apply_common_options(model: DualEncoder, config: ModelConfig) -> DualEncoder:
     """Apply the options common to all models in place: activation checkpointing, freezing and LoRA adapters."""
     for name in TOWERS:
         checkpoint_activations(model.get_submodule(name), name, config.activation_checkpointing)
     freeze(model, config)
     if config.lora.rank:
-        add_adapters({name: model.get_submodule(name) for name in TOWERS if config.trained(name) != "all"}, config.lora)
+        partly_frozen = [name for name in TOWERS if config.trained(name) != "all"]
+        add_adapters({name: model.get_submodule(name) for name in partly_frozen}, config.lora)
     return model
 
 
@@ -60,21 +61,20 @@ def new_text_tower(
         embed_dim: width of the joint embedding space.
         activation: activation function of the MLPs; `quick_gelu` is OpenAI's x sigmoid(1.702 x).
     """
-    trunk = CLIPTextModel(
-        CLIPTextConfig(
-            vocab_size=config.vocab_size if config.tokenizer is None else tokenizer.vocab_size,
-            hidden_size=config.width,
-            intermediate_size=4 * config.width,
-            num_hidden_layers=config.layers,
-            num_attention_heads=config.heads,
-            max_position_embeddings=config.context_length,
-            hidden_act=activation,
-            bos_token_id=tokenizer.bos_id,
-            eos_token_id=tokenizer.eos_id,
-            pad_token_id=tokenizer.pad_id,
-            attn_implementation="sdpa",
-        )
+    trunk_config = CLIPTextConfig(
+        vocab_size=config.vocab_size if config.tokenizer is None else tokenizer.vocab_size,
+        hidden_size=config.width,
+        intermediate_size=4 * config.width,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        max_position_embeddings=config.context_length,
+        hidden_act=activation,
+        bos_token_id=tokenizer.bos_id,
+        eos_token_id=tokenizer.eos_id,
+        pad_token_id=tokenizer.pad_id,
+        attn_implementation="sdpa",
     )
+    trunk = CLIPTextModel(trunk_config)
     _init_attention(trunk)
     # TextTower pools, because with EOS id 2 the trunk would pool at the largest id (to support old checkpoints)
     return TextTower(trunk, new_projection(config.width, embed_dim), tokenizer.eos_id)
@@ -86,10 +86,10 @@ def _init_attention(model: Any) -> None:
 
     The transformers library swaps the two values, unlike OpenAI's code and open_clip.
     """
-    inwards = model.config.hidden_size**-0.5
-    outwards = inwards * (2 * model.config.num_hidden_layers) ** -0.5
+    input_std = model.config.hidden_size**-0.5
+    output_std = input_std * (2 * model.config.num_hidden_layers) ** -0.5
     for layer in model.encoder.layers:
         attention = layer.self_attn
         for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
-            nn.init.normal_(projection.weight, std=inwards)
-        nn.init.normal_(attention.out_proj.weight, std=outwards)
+            nn.init.normal_(projection.weight, std=input_std)
+        nn.init.normal_(attention.out_proj.weight, std=output_std)

@@ -1,4 +1,4 @@
-"""Export trained models to the file formats of other libraries.
+"""Convert trained models to other libraries, and write them in the libraries' file formats.
 
 The config and weights of a CLIP model are converted from timm's ViT to transformers' CLIPModel, and from CLIPModel to
 open_clip's ViT. Tables map the tensor names. open_clip and timm store q, k and v in one tensor, and open_clip stores
@@ -8,7 +8,7 @@ projections transposed.
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from safetensors.torch import save_file
@@ -16,13 +16,14 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from neuclip_ds.errors import UserError
-from neuclip_ds.models.pretrained.base import LogitParameters, Package, Preprocessing, check_tensors, logit_tensors
-from neuclip_ds.models.pretrained.open_clip_models import (
-    architecture,
-    config_names,
-    library,
-    write_config,
+from neuclip_ds.models.pretrained.base import (
+    LibraryModel,
+    LogitParameters,
+    Preprocessing,
+    check_tensors,
+    logit_tensors,
 )
+from neuclip_ds.models.pretrained.open_clip_models import architecture, config_names, import_open_clip, write_config
 from neuclip_ds.models.pretrained.transformers_models import MODEL_TYPES
 from neuclip_ds.models.tokenizer import ModelTokenizer
 from neuclip_ds.models.towers import DualEncoder, VisionTower
@@ -41,122 +42,161 @@ _TEXT_OPTIONS = {
 }
 _QKV = re.compile(r"\.self_attn\.([qkv])_proj\.")  # the other libraries store these in one tensor
 _TRANSPOSED = ("visual.proj", "text.text_projection")  # transposed in open_clip
-# (pattern in transformers' names, replacement for open_clip, replacement for our timm towers), applied in this order
-_NAMES = (
-    (_QKV.pattern, ".attn.in_proj_", ".attn.qkv."),
-    ("self_attn", "attn", "attn"),
-    ("vision_model", "visual", "vision.trunk"),
-    ("text_model", "text", ""),
-    ("class_embedding", "class_embedding", "cls_token"),
-    ("patch_embedding", "conv1", "patch_embed.proj"),
-    ("position_embedding.weight", "positional_embedding", "pos_embed"),
-    (r"embeddings\.", "", ""),
-    ("pre_layrnorm", "ln_pre", "norm_pre"),
-    ("post_layernorm", "ln_post", "norm"),
-    ("final_layer_norm", "ln_final", ""),
-    (r"encoder\.layers", "transformer.resblocks", "blocks"),
-    ("layer_norm", "ln_", "norm"),
-    ("fc1", "c_fc", "fc1"),
-    ("fc2", "c_proj", "fc2"),
-    ("out_proj", "out_proj", "proj"),
-    ("visual_projection.weight", "visual.proj", "vision.projection.weight"),
-    ("text_projection.weight", "text.text_projection", ""),
+
+
+class _Renaming(NamedTuple):
+    """A pattern in transformers' tensor names, and its replacements in the names of the other libraries."""
+
+    pattern: str
+    open_clip: str
+    timm: str  # in our dual encoder with a timm ViT; unused for text towers, which are transformers' own
+
+
+_RENAMINGS = (  # applied in this order
+    _Renaming(_QKV.pattern, ".attn.in_proj_", ".attn.qkv."),
+    _Renaming("self_attn", "attn", "attn"),
+    _Renaming("vision_model", "visual", "vision.trunk"),
+    _Renaming("text_model", "text", ""),
+    _Renaming("class_embedding", "class_embedding", "cls_token"),
+    _Renaming("patch_embedding", "conv1", "patch_embed.proj"),
+    _Renaming("position_embedding.weight", "positional_embedding", "pos_embed"),
+    _Renaming(r"embeddings\.", "", ""),
+    _Renaming("pre_layrnorm", "ln_pre", "norm_pre"),
+    _Renaming("post_layernorm", "ln_post", "norm"),
+    _Renaming("final_layer_norm", "ln_final", ""),
+    _Renaming(r"encoder\.layers", "transformer.resblocks", "blocks"),
+    _Renaming("layer_norm", "ln_", "norm"),
+    _Renaming("fc1", "c_fc", "fc1"),
+    _Renaming("fc2", "c_proj", "fc2"),
+    _Renaming("out_proj", "out_proj", "proj"),
+    _Renaming("visual_projection.weight", "visual.proj", "vision.projection.weight"),
+    _Renaming("text_projection.weight", "text.text_projection", ""),
 )
 
 
-def timm_name(clip: str) -> str:
+def timm_name(clip_name: str) -> str:
     """Convert a tensor name in transformers' CLIPModel to its name in our dual encoder with a timm ViT."""
-    if clip.startswith("text_"):
-        return clip.replace("text_model", "text.trunk").replace("text_projection", "text.projection")
-    return _renamed(clip, 2)
+    if clip_name.startswith("text_"):
+        return clip_name.replace("text_model", "text.trunk").replace("text_projection", "text.projection")
+    name = clip_name
+    for renaming in _RENAMINGS:
+        name = re.sub(renaming.pattern, renaming.timm, name)
+    return name
 
 
-def _renamed(clip: str, column: int) -> str:
-    for names in _NAMES:
-        clip = re.sub(names[0], names[column], clip)
-    return clip
+def open_clip_name(clip_name: str) -> str:
+    """Convert a tensor name in transformers' CLIPModel to its name in open_clip's CustomTextCLIP."""
+    name = clip_name
+    for renaming in _RENAMINGS:
+        name = re.sub(renaming.pattern, renaming.open_clip, name)
+    return name
 
 
-def from_clip(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def clip_to_open_clip_tensors(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Convert transformers' CLIP tensors to open_clip's names and layout."""
-    found: dict[str, Tensor] = {}
-    for name, tensor in weights.items():
-        key, part = _renamed(name, 1), _QKV.search(name)
-        if part and key not in found:
-            tensor = torch.cat([weights[name.replace(part[0], f".self_attn.{one}_proj.")] for one in "qkv"])
-        found.setdefault(key, tensor.T.contiguous() if key in _TRANSPOSED else tensor)
-    return found
-
-
-def to_clip(config: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Convert our towers' tensors to the names and layout of the transformers model that a config describes."""
-    found = {}
-    for name, wanted in _meta_state(config).items():
-        key, part = timm_name(name), _QKV.search(name)
-        if key == "logit_scale":
+    converted: dict[str, Tensor] = {}
+    for clip_name, tensor in weights.items():
+        name = open_clip_name(clip_name)
+        if name in converted:  # the first of q, k and v has added all three
             continue
-        tensor = weights[key]
-        if part and part[0] not in key:
-            tensor = tensor.chunk(3)["qkv".index(part[1])]
-        found[name] = tensor.reshape(wanted.shape).contiguous()  # timm's embeddings have leading dimensions of 1
-    return found
+        qkv = _QKV.search(clip_name)
+        if qkv:
+            names = [clip_name.replace(qkv[0], f".self_attn.{letter}_proj.") for letter in "qkv"]
+            converted[name] = torch.cat([weights[part] for part in names])
+        elif name in _TRANSPOSED:
+            converted[name] = tensor.T.contiguous()
+        else:
+            converted[name] = tensor
+    return converted
+
+
+def tower_to_clip_tensors(config: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Convert our towers' tensors to the names and layout of the transformers model that a config describes."""
+    converted = {}
+    for clip_name, target in _meta_state(config).items():
+        if clip_name == "logit_scale":
+            continue
+        name = timm_name(clip_name)
+        tensor = weights[name]
+        qkv = _QKV.search(clip_name)
+        if qkv and qkv[0] not in name:  # timm's q, k and v are one tensor, those of our text tower are not
+            tensor = tensor.chunk(3)["qkv".index(qkv[1])]
+        # timm's embeddings have leading dimensions of 1
+        converted[clip_name] = tensor.reshape(target.shape).contiguous()
+    return converted
 
 
 def _meta_state(config: Any) -> dict[str, Tensor]:
+    """Return the tensors, on the meta device, of the transformers model that a config describes."""
     with torch.device("meta"):
-        return MODEL_TYPES[config.model_type].model(config).state_dict()
+        return MODEL_TYPES[config.model_type].model_class(config).state_dict()
 
 
-def clip_to_open_clip(package: Package) -> Package:
+def clip_to_open_clip(model: LibraryModel) -> LibraryModel:
     """Convert transformers' CLIPModel or MetaClip2Model to open_clip.
 
     Raises:
         UserError: the model is a SiglipModel, or its towers do not both use GELU or both use quick GELU.
     """
-    tree = package.config
-    if tree["model_type"] not in ("clip", "metaclip_2"):
+    clip_config = model.config
+    if clip_config["model_type"] not in ("clip", "metaclip_2"):
         raise UserError(
             "A SiglipModel of transformers uses tanh GELU, which open_clip's config cannot set for its "
             "timm tower; export it with --format=transformers."
         )
-    vision, text = tree["vision_config"], tree["text_config"]
-    acts = {part["hidden_act"] for part in (vision, text)}
-    if len(acts) != 1 or not acts <= _ACTIVATIONS.keys():
+    vision = clip_config["vision_config"]
+    text = clip_config["text_config"]
+    activations = {vision["hidden_act"], text["hidden_act"]}
+    if len(activations) != 1 or not activations <= _ACTIVATIONS.keys():
         raise UserError(
-            f"open_clip needs GELU, or quick GELU, in both towers, not {' and '.join(sorted(acts))}; export with "
-            "--format=transformers."
+            f"open_clip needs GELU, or quick GELU, in both towers, not {' and '.join(sorted(activations))}; export "
+            "with --format=transformers."
         )
-    head_width, eos = vision["hidden_size"] // vision["num_attention_heads"], text["eos_token_id"]
-    at_largest_id = tree["model_type"] == "clip" and eos == _LEGACY_EOS
+    eos_id = text["eos_token_id"]
+    if clip_config["model_type"] == "clip" and eos_id == _LEGACY_EOS:
+        pooling = {"pool_type": "argmax"}  # at the largest id
+    else:
+        pooling = {"pool_type": "eos", "eos_id": eos_id}
     config = {
-        "embed_dim": tree["projection_dim"],
-        "quick_gelu": _ACTIVATIONS[acts.pop()],
+        "embed_dim": clip_config["projection_dim"],
+        "quick_gelu": _ACTIVATIONS[activations.pop()],
         "vision_cfg": {
             "image_size": vision["image_size"],
-            "head_width": head_width,
+            "head_width": vision["hidden_size"] // vision["num_attention_heads"],
             **_open_clip_options(vision, _VISION_OPTIONS),
         },
         "text_cfg": {
             **_open_clip_options(text, _TEXT_OPTIONS),
-            **({"pool_type": "argmax"} if at_largest_id else {"pool_type": "eos", "eos_id": eos}),
+            **pooling,
             "hf_tokenizer_name": "tokenizer",  # open_clip reads the tokenizer from the local folder
         },
     }
-    weights = from_clip(package.weights)
+    weights = clip_to_open_clip_tensors(model.weights)
     if "logit_bias" in weights:
         config["init_logit_bias"] = weights["logit_bias"].item()
-    return Package("open_clip", config, config_names(config, weights), package.preprocessing, package.tokenizer)
+    return LibraryModel(
+        library="open_clip",
+        config=config,
+        weights=config_names(config, weights),
+        preprocessing=model.preprocessing,
+        tokenizer=model.tokenizer,
+    )
 
 
-def _open_clip_options(part: Mapping[str, Any], options: Mapping[str, str]) -> dict[str, Any]:
-    """Convert a tower's config from transformers to open_clip."""
-    found = {theirs: part[ours] for ours, theirs in options.items()}
-    width, inner = part["hidden_size"], part["intermediate_size"]
-    exact = int(width * (inner / width)) == inner  # the width as open_clip computes it
-    found["mlp_ratio"] = (inner if exact else inner + 0.5) / width
-    if part["layer_norm_eps"] != _DEFAULT_EPS:
-        found["norm_kwargs"] = {"eps": part["layer_norm_eps"]}
-    return found
+def _open_clip_options(tower_config: Mapping[str, Any], options: Mapping[str, str]) -> dict[str, Any]:
+    """Convert a tower's config from transformers to open_clip; `options` maps transformers' names to open_clip's."""
+    converted = {}
+    for clip_option, open_clip_option in options.items():
+        converted[open_clip_option] = tower_config[clip_option]
+    width = tower_config["hidden_size"]
+    mlp_width = tower_config["intermediate_size"]
+    if int(width * (mlp_width / width)) == mlp_width:  # open_clip computes the MLP's width in this way
+        converted["mlp_ratio"] = mlp_width / width
+    else:
+        converted["mlp_ratio"] = (mlp_width + 0.5) / width
+    if tower_config["layer_norm_eps"] != _DEFAULT_EPS:
+        converted["norm_kwargs"] = {"eps": tower_config["layer_norm_eps"]}
+    return converted
 
 
 def towers_to_clip(
@@ -165,7 +205,7 @@ def towers_to_clip(
     logits: LogitParameters,
     preprocessing: Preprocessing,
     tokenizer: ModelTokenizer,
-) -> Package:
+) -> LibraryModel:
     """Convert a model built from a run's config to CLIPModel or MetaClip2Model; `model` may be on the meta device.
 
     Any logit bias is kept for conversion to open_clip. Raises `UserError` if the image tower is not a CLIP ViT.
@@ -180,12 +220,18 @@ def towers_to_clip(
         )
     text = {**model.text.trunk.config.to_dict(), "eos_token_id": model.text.eos_id}
     del text["model_type"]
-    kind = "metaclip_2" if model.text.eos_id == _LEGACY_EOS else "clip"  # CLIPModel cannot pool at EOS id 2
-    config = MODEL_TYPES[kind].config(
-        projection_dim=cast(nn.Linear, image_tower.projection).out_features, vision_config=vision, text_config=text
+    model_type = "metaclip_2" if model.text.eos_id == _LEGACY_EOS else "clip"  # CLIPModel cannot pool at EOS id 2
+    projection = cast(nn.Linear, image_tower.projection)
+    config = MODEL_TYPES[model_type].config_class(
+        projection_dim=projection.out_features, vision_config=vision, text_config=text
     )
-    found = to_clip(config, weights) | logit_tensors(logits, ())
-    return Package("transformers", config.to_dict(), found, preprocessing, tokenizer)
+    return LibraryModel(
+        library="transformers",
+        config=config.to_dict(),
+        weights=tower_to_clip_tensors(config, weights) | logit_tensors(logits, ()),
+        preprocessing=preprocessing,
+        tokenizer=tokenizer,
+    )
 
 
 def _clip_vision_config(tower: VisionTower, image_size: int) -> dict[str, Any] | None:
@@ -207,58 +253,70 @@ def _clip_vision_config(tower: VisionTower, image_size: int) -> dict[str, Any] |
         "hidden_act": activation,
         "layer_norm_eps": trunk.norm.eps,
     }
-    wanted = _meta_state(MODEL_TYPES["clip"].config(vision_config=sizes, text_config={"num_hidden_layers": 1}))
-    names = {timm_name(name) for name in wanted if name.startswith("vis")}
-    return sizes if {f"vision.{name}" for name in tower.state_dict()} == names else None
+    # A CLIP ViT has exactly the tensors of transformers' CLIP vision model.
+    clip_config = MODEL_TYPES["clip"].config_class(vision_config=sizes, text_config={"num_hidden_layers": 1})
+    clip_names = {timm_name(name) for name in _meta_state(clip_config) if name.startswith("vis")}
+    names = {f"vision.{name}" for name in tower.state_dict()}
+    return sizes if names == clip_names else None
 
 
-def export(package: Package, form: str, folder: Path) -> None:
-    """Write a model to a folder, converted to the requested format if needed.
+def write_library_model(model: LibraryModel, library: str, folder: Path) -> None:
+    """Write a model to a folder in a library's file format, converted if needed.
 
     Args:
-        package: the model in its library's format.
-        form: the format to write, `transformers` or `open_clip`.
+        model: the model in its own library's format.
+        library: whose format to write, `transformers` or `open_clip`.
         folder: an empty folder.
 
     Raises:
         UserError: the format does not support the model.
     """
-    if form == "open_clip":
-        write_open_clip(package if package.family == form else clip_to_open_clip(package), folder)
-    elif package.family == form:
-        write_transformers(package, folder)
+    if library == model.library == "transformers":
+        write_transformers(model, folder)
+    elif library == model.library == "open_clip":
+        write_open_clip(model, folder)
+    elif library == "open_clip":
+        write_open_clip(clip_to_open_clip(model), folder)
     else:
         raise UserError("An open_clip model cannot be converted to transformers; export it with --format=open_clip.")
 
 
-def write_transformers(package: Package, folder: Path) -> None:
+def write_transformers(model: LibraryModel, folder: Path) -> None:
     """Write the config, weights, preprocessor and tokenizer for transformers' `AutoModel` and `AutoProcessor`."""
-    kind = MODEL_TYPES[package.config["model_type"]]
-    config = kind.config.from_dict({**package.config, "architectures": [kind.model.__name__], "dtype": "float32"})
+    model_type = MODEL_TYPES[model.config["model_type"]]
+    config = model_type.config_class.from_dict(
+        {**model.config, "architectures": [model_type.model_class.__name__], "dtype": "float32"}
+    )
     if hasattr(config, "projection_dim"):  # single-tower classes read it from their tower's config
-        config.vision_config.projection_dim = config.text_config.projection_dim = config.projection_dim
-    wanted = _meta_state(config)
-    weights = {name: value for name, value in package.weights.items() if name in wanted or name != "logit_bias"}
-    check_tensors(str(folder), wanted, weights)
+        config.vision_config.projection_dim = config.projection_dim
+        config.text_config.projection_dim = config.projection_dim
+    expected = _meta_state(config)
+    weights = dict(model.weights)
+    if "logit_bias" not in expected:  # CLIPModel has no bias
+        weights.pop("logit_bias", None)
+    check_tensors(str(folder), expected, weights)
     config.save_pretrained(folder)
     save_file(_plain(weights), folder / "model.safetensors", metadata={"format": "pt"})
-    kind.processor(package.preprocessing).save_pretrained(folder)
-    package.tokenizer.save(folder)
+    model_type.processor(model.preprocessing).save_pretrained(folder)
+    model.tokenizer.save(folder)
 
 
-def write_open_clip(package: Package, folder: Path) -> None:
+def write_open_clip(model: LibraryModel, folder: Path) -> None:
     """Write the config, weights and tokenizer in files that open_clip can load with `local-dir:`."""
     with torch.device("meta"):
-        wanted = architecture(package.config, str(folder)).state_dict()
-    check_tensors(str(folder), wanted, library().model.convert_to_custom_text_state_dict(package.weights))
-    write_config(folder, package.config, package.preprocessing)
-    save_file(_plain(package.weights), folder / "open_clip_model.safetensors", metadata={"format": "pt"})
-    package.tokenizer.save(folder)
+        expected = architecture(model.config, str(folder)).state_dict()
+    weights = import_open_clip().model.convert_to_custom_text_state_dict(model.weights)
+    check_tensors(str(folder), expected, weights)
+    write_config(folder, model.config, model.preprocessing)
+    save_file(_plain(model.weights), folder / "open_clip_model.safetensors", metadata={"format": "pt"})
+    model.tokenizer.save(folder)
 
 
 def _plain(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return contiguous copies of the tensors, as safetensors requires; convert floating-point tensors to float32."""
-    return {
-        name: (tensor.float() if tensor.is_floating_point() else tensor).contiguous().clone()
-        for name, tensor in weights.items()
-    }
+    plain = {}
+    for name, tensor in weights.items():
+        if tensor.is_floating_point():
+            tensor = tensor.float()
+        plain[name] = tensor.contiguous().clone()
+    return plain

@@ -31,19 +31,24 @@ def new_vision_tower(config: VisionConfig, embed_dim: int, weights: Mapping[str,
         UserError: timm lacks the model or rejects its options, or the image size or the weights do not fit the model.
     """
     width = _checked_width(config)
-    trunk = _create(config) if weights is None else _create_from(config, weights)
+    mean, std = config.statistics()
+    trunk = _create(config) if weights is None else _create_with_weights(config, weights)
     if not isinstance(getattr(trunk, "head", None), AttentionPool2d | RotAttentionPool2d):
-        return VisionTower(trunk, new_projection(width, embed_dim), *config.statistics())
+        return VisionTower(trunk, new_projection(width, embed_dim), mean, std)
     trunk.reset_classifier(embed_dim)
     nn.init.zeros_(trunk.head.proj.bias)
     nn.init.normal_(trunk.head.proj.weight, std=width**-0.5)
-    return VisionTower(trunk, None, *config.statistics())
+    return VisionTower(trunk, None, mean, std)
 
 
 def _create(config: VisionConfig, **options: Any) -> Any:
-    size = {"img_size": config.image_size} if timm.get_pretrained_cfg(config.name).fixed_input_size else {}
-    drop = {"patch_drop_rate": config.patch_drop} if config.patch_drop else {}
-    return timm.create_model(_weights_name(config), num_classes=0, **size, **drop, **config.options, **options)
+    """Create the timm model without a classifier; `options` are passed to `timm.create_model`."""
+    arguments: dict[str, Any] = {}
+    if timm.get_pretrained_cfg(config.name).fixed_input_size:
+        arguments["img_size"] = config.image_size
+    if config.patch_drop:
+        arguments["patch_drop_rate"] = config.patch_drop
+    return timm.create_model(_weights_name(config), num_classes=0, **arguments, **config.options, **options)
 
 
 def _weights_name(config: VisionConfig) -> str:
@@ -52,14 +57,14 @@ def _weights_name(config: VisionConfig) -> str:
     return tagged if timm.models.is_model_pretrained(tagged) else config.name
 
 
-def _create_from(config: VisionConfig, weights: Mapping[str, Tensor]) -> Any:
+def _create_with_weights(config: VisionConfig, weights: Mapping[str, Tensor]) -> Any:
     """Create the image model without a classifier and load its weights; timm resamples the position embeddings.
 
     Raise UserError if a tensor still has its random initial value: timm does not always reject weights that lack it.
     """
     with torch.random.fork_rng(devices=[]):  # the models are created on the CPU
         torch.manual_seed(0)
-        random = dict(_create(config).named_parameters())
+        random_values = dict(_create(config).named_parameters())
         torch.manual_seed(0)
         try:
             overlay = {"state_dict": dict(weights), "custom_load": False, "source": ""}
@@ -70,15 +75,16 @@ def _create_from(config: VisionConfig, weights: Mapping[str, Tensor]) -> Any:
                 f"({str(error).strip().splitlines()[-1].strip()}); choose weights for this model."
             ) from error
     trunk.pretrained_cfg.pop("state_dict", None)  # it would keep a second copy of the weights
-    left = [
-        name
-        for name, value in trunk.named_parameters()
-        if value.requires_grad and value.equal(random[name]) and (value != value.flatten()[0]).any()
-    ]
-    if left:
+    unchanged = []
+    for name, value in trunk.named_parameters():
+        if value.requires_grad and value.equal(random_values[name]):
+            is_constant = (value == value.flatten()[0]).all()  # as a bias of zeros, which the weights may have too
+            if not is_constant:
+                unchanged.append(name)
+    if unchanged:
         raise UserError(
-            f"The weights model.vision.pretrained={config.pretrained} lack {len(left)} tensors of timm's "
-            f"{config.name!r} (first {left[0]}); choose weights for this model."
+            f"The weights model.vision.pretrained={config.pretrained} lack {len(unchanged)} tensors of timm's "
+            f"{config.name!r} (first {unchanged[0]}); choose weights for this model."
         )
     return trunk
 
@@ -107,17 +113,19 @@ def _check_names(config: VisionConfig) -> None:
     architecture, _, tag = config.name.partition(".")
     if not timm.is_model(architecture):
         nearest = difflib.get_close_matches(architecture, timm.list_models(), n=3, cutoff=0.4)
-        hint = f"did you mean {', '.join(nearest)}?" if nearest else "see timm.list_models()."
+        hint = "see timm.list_models()."
+        if nearest:
+            hint = f"did you mean {', '.join(nearest)}?"
         raise UserError(f"timm has no model {config.name!r} (model.vision.name); {hint}")
     if tag:
         raise UserError(
             f"model.vision.name={config.name!r} names pretrained weights ({tag!r}); set "
             f"model.vision.name={architecture} and model.vision.pretrained={tag}."
         )
-    taken = {"img_size", "num_classes", "pretrained", "checkpoint_path"} & set(config.options)
-    if taken:
+    reserved = {"img_size", "num_classes", "pretrained", "checkpoint_path"} & set(config.options)
+    if reserved:
         raise UserError(
-            f"model.vision.options must not set {', '.join(sorted(taken))}: set the size with "
+            f"model.vision.options must not set {', '.join(sorted(reserved))}: set the size with "
             "model.vision.image_size and the weights with model.vision.pretrained; the tower has no classifier."
         )
 
@@ -133,10 +141,10 @@ def _check_size(size: int, model: Any) -> None:
     if isinstance(getattr(model, "patch_embed", None), PatchEmbed):
         patch = model.patch_embed.patch_size[0]
         if size % patch:
-            below = size // patch * patch
+            next_smaller = size // patch * patch
             raise UserError(
                 f"model.vision.image_size={size} is not divisible into patches of {patch} pixels; use "
-                f"{max(below, patch)} or {below + patch}."
+                f"{max(next_smaller, patch)} or {next_smaller + patch}."
             )
 
 
@@ -154,26 +162,29 @@ def locate_image_weights(vision: VisionConfig) -> ImageWeights:
     Raises:
         UserError: no weights have the configured name, or the weights cannot be downloaded.
     """
-    known = timm.get_pretrained_cfg(_weights_name(vision))
+    pretrained_cfg = timm.get_pretrained_cfg(_weights_name(vision))
     path = Path(vision.pretrained).expanduser()
     if not path.is_file():
-        path = _download(vision, known)
-    mean, std = (known.mean, known.std) if known is not None else vision.statistics()
-    return ImageWeights(str(path.resolve()), vision.mean or tuple(mean), vision.std or tuple(std))
+        path = _download(vision, pretrained_cfg)
+    default_mean, default_std = vision.statistics()
+    if pretrained_cfg is not None:
+        default_mean, default_std = tuple(pretrained_cfg.mean), tuple(pretrained_cfg.std)
+    return ImageWeights(str(path.resolve()), vision.mean or default_mean, vision.std or default_std)
 
 
-def _download(vision: VisionConfig, known: Any) -> Path:
-    """Download the weights for a timm tag and return the file's path; `known` is timm's config for the tag, if any."""
+def _download(vision: VisionConfig, pretrained_cfg: Any) -> Path:
+    """Download the weights for a timm tag and return the file's path; `pretrained_cfg` is timm's, if any."""
     tagged = _weights_name(vision)
-    if known is None or tagged == vision.name:
+    if pretrained_cfg is None or tagged == vision.name:
         tags = [name.partition(".")[2] for name in timm.list_pretrained(f"{vision.name}.*")]
         raise UserError(
             f"model.vision.pretrained={vision.pretrained} is neither a file nor a tag of timm's {vision.name}: "
             f"{', '.join(tags) or 'it has none'}."
         )
-    if not known.hf_hub_id:
+    if not pretrained_cfg.hf_hub_id:
         raise UserError(
-            f"timm's {tagged} is not on the hub; download {known.url} and set model.vision.pretrained to the file."
+            f"timm's {tagged} is not on the hub; download {pretrained_cfg.url} and set model.vision.pretrained to the "
+            "file."
         )
-    file = known.hf_hub_filename or "model.safetensors"
-    return download(known.hf_hub_id, [file], "model.vision.pretrained") / file
+    file = pretrained_cfg.hf_hub_filename or "model.safetensors"
+    return download(pretrained_cfg.hf_hub_id, [file], "model.vision.pretrained") / file

@@ -13,7 +13,7 @@ from neuclip_ds.losses.batch_norm import batch_norms, kept_statistics
 from neuclip_ds.models.trained_parts import block_names
 
 
-def checkpointed_blocks(tower: nn.Module, name: str, wanted: bool | int) -> list[str]:
+def checkpointed_blocks(tower: nn.Module, name: str, activation_checkpointing: bool | int) -> list[str]:
     """Return the names of a tower's blocks to checkpoint, starting from the first block.
 
     Any other blocks are the last ones: the backward pass frees their activations before it recomputes earlier blocks.
@@ -21,26 +21,31 @@ def checkpointed_blocks(tower: nn.Module, name: str, wanted: bool | int) -> list
     Args:
         tower: a tower from any library.
         name: name of the tower in messages.
-        wanted: value of `model.activation_checkpointing`: whether to checkpoint all blocks, or how many.
+        activation_checkpointing: the model option: whether to checkpoint all blocks, or how many.
 
     Raises:
         UserError: the tower has no blocks.
     """
-    blocks = list(block_names(tower)) if wanted else []
-    if wanted and not blocks:
+    blocks = list(block_names(tower)) if activation_checkpointing else []
+    if activation_checkpointing and not blocks:
         raise UserError(
             f"The {name} tower has no list of blocks to recompute; set model.activation_checkpointing=false."
         )
-    return blocks if wanted is True else blocks[:wanted]
+    if activation_checkpointing is True:
+        return blocks
+    return blocks[:activation_checkpointing]
 
 
-def checkpoint_activations(tower: nn.Module, name: str, wanted: bool | int) -> None:
+def checkpoint_activations(tower: nn.Module, name: str, activation_checkpointing: bool | int) -> None:
     """Enable activation checkpointing in place for the blocks in `checkpointed_blocks`; parameters keep their names."""
-    for block in map(tower.get_submodule, checkpointed_blocks(tower, name, wanted)):
+    for block_name in checkpointed_blocks(tower, name, activation_checkpointing):
+        block = tower.get_submodule(block_name)
         block.forward = MethodType(_checkpointed_forward, block)
 
 
 def _checkpointed_forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Run a block's forward method, and run it again in the backward pass."""
+
     def forward(*args: Any, **kwargs: Any) -> Any:
         return type(block).forward(block, *args, **kwargs)
 

@@ -20,10 +20,10 @@ from neuclip_ds.models.image_models import ImageWeights, locate_image_weights
 from neuclip_ds.models.pretrained.base import (
     START_FILE,
     CheckpointRef,
+    LibraryModel,
     LoadedModel,
     LogitParameters,
     ModelSource,
-    Package,
     Preprocessing,
 )
 from neuclip_ds.models.pretrained.files import read_json, read_tensors
@@ -39,22 +39,28 @@ class FromConfig(ModelSource):
 
     def __init__(self, config: ModelConfig, image: ImageWeights | None = None) -> None:
         self._image = image
-        mean, std = config.vision.statistics() if image is None else image[1:]
+        if image is None:
+            mean, std = config.vision.statistics()
+        else:
+            mean, std = image.mean, image.std
         vision = config.vision.model_copy(update={"mean": mean, "std": std})
         self.config = config.model_copy(update={"vision": vision})
         self.name = config.vision.name
-        self.preprocessing = Preprocessing(config.vision.image_size, mean, std)
+        self.preprocessing = Preprocessing(size=config.vision.image_size, mean=mean, std=std)
         self.embed_dim = config.embed_dim
 
-    def tokenizer(self, of_run: Callable[[], CaptionTokenizer]) -> ModelTokenizer:
+    def tokenizer(self, train_tokenizer: Callable[[], CaptionTokenizer]) -> ModelTokenizer:
         text = self.config.text
         if text.tokenizer in (None, CLIP_BPE):
-            return of_run()
+            return train_tokenizer()
         return CaptionTokenizer.load(text.tokenizer, text.context_length)
 
     def build(self, tokenizer: ModelTokenizer, weights: bool = False) -> DualEncoder:
-        tensors = read_tensors(Path(self._image.path)) if weights and self._image is not None else None
-        return build_dual_encoder(self.config, cast(CaptionTokenizer, tokenizer), tensors)  # from `tokenizer` above
+        image_weights = None
+        if weights and self._image is not None:
+            image_weights = read_tensors(Path(self._image.path))
+        caption_tokenizer = cast(CaptionTokenizer, tokenizer)  # from `tokenizer` above
+        return build_dual_encoder(self.config, caption_tokenizer, image_weights)
 
     def load(self, tokenizer: ModelTokenizer) -> LoadedModel:
         return LoadedModel(self.build(tokenizer, weights=True), INITIAL_LOGITS)
@@ -62,12 +68,16 @@ class FromConfig(ModelSource):
     def save_files(self, folder: Path) -> None:
         pass  # the config describes the model
 
-    def package(self, tokenizer: ModelTokenizer, weights: Mapping[str, Tensor], logits: LogitParameters) -> Package:
+    def to_library_model(
+        self, tokenizer: ModelTokenizer, weights: Mapping[str, Tensor], logits: LogitParameters
+    ) -> LibraryModel:
         from neuclip_ds.models.conversion import towers_to_clip
 
         with torch.device("meta"):
             model = self.build(tokenizer)
-        return towers_to_clip(model, weights, logits, self.preprocessing, tokenizer)
+        return towers_to_clip(
+            model=model, weights=weights, logits=logits, preprocessing=self.preprocessing, tokenizer=tokenizer
+        )
 
 
 ModelRef = CheckpointRef | ImageWeights | None
@@ -83,15 +93,20 @@ def locate_model(config: ModelConfig, weights: bool = True) -> ModelRef:
         from neuclip_ds.models.pretrained.locate import locate
 
         return locate(config.pretrained, weights)
-    return locate_image_weights(config.vision) if config.vision.pretrained and weights else None
+    if config.vision.pretrained and weights:
+        return locate_image_weights(config.vision)
+    return None
 
 
 def locate_on_rank_zero(config: ModelConfig, communicator: Communicator) -> ModelRef:
     """Call `locate_model`, which may download weights, on rank 0 and return its result on all ranks."""
-    found: Any = communicator.on_rank_zero(lambda: locate_model(config))
+    fields: Any = communicator.on_rank_zero(lambda: locate_model(config))  # JSON makes the reference a list
+    if fields is None:
+        return None
     if config.pretrained:
-        return CheckpointRef(*found)
-    return None if found is None else ImageWeights(found[0], *map(tuple, found[1:]))
+        return CheckpointRef(*fields)
+    path, mean, std = fields
+    return ImageWeights(path, tuple(mean), tuple(std))
 
 
 def model_source(config: ModelConfig, ref: ModelRef) -> ModelSource:
@@ -112,9 +127,9 @@ def merged(
     model = source.build(tokenizer)
     model.load_state_dict(weights)
     merge_adapters(model)
-    plain = copy(source)
-    plain.config = source.config.model_copy(update={"lora": LoraConfig()})
-    return plain, model.state_dict()
+    source_without_adapters = copy(source)
+    source_without_adapters.config = source.config.model_copy(update={"lora": LoraConfig()})
+    return source_without_adapters, model.state_dict()
 
 
 def open_saved(config: ModelConfig, folder: Path) -> tuple[ModelSource, LogitParameters]:
@@ -125,7 +140,8 @@ def open_saved(config: ModelConfig, folder: Path) -> tuple[ModelSource, LogitPar
     start = read_json(folder / START_FILE)
     logits = LogitParameters(**start["logits"])
     if config.pretrained:
-        here = config.model_copy(update={"pretrained": str(folder)})
-        return model_source(config, locate_model(here, weights=False)), logits
-    pixels = start["preprocessing"]
-    return FromConfig(config, ImageWeights("", tuple(pixels["mean"]), tuple(pixels["std"]))), logits
+        saved_config = config.model_copy(update={"pretrained": str(folder)})
+        return model_source(config, locate_model(saved_config, weights=False)), logits
+    preprocessing = start["preprocessing"]
+    statistics = ImageWeights("", tuple(preprocessing["mean"]), tuple(preprocessing["std"]))
+    return FromConfig(config, statistics), logits

@@ -52,7 +52,8 @@ class CaptionTokenizer:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, context_length: int) -> None:
-        self.context_length, self.inner = context_length, tokenizer
+        self.context_length = context_length
+        self.inner = tokenizer
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token or tokenizer.sep_token
 
@@ -68,7 +69,8 @@ class CaptionTokenizer:
     def bos_id(self) -> int | None:
         """Id of the token that begins a caption, BOS or BERT's CLS; None if there is none or it equals EOS (GPT-2)."""
         bos = self.inner.bos_token_id
-        bos = self.inner.cls_token_id if bos is None else bos
+        if bos is None:
+            bos = self.inner.cls_token_id
         return None if bos == self.eos_id else bos
 
     @property
@@ -113,21 +115,22 @@ class CaptionTokenizer:
     @classmethod
     def closed(cls, tokenizer: PreTrainedTokenizerBase, context_length: int) -> CaptionTokenizer:
         """Make a tokenizer return BOS, the caption, EOS and padding, whichever special tokens it adds by default."""
-        found = cls(tokenizer, context_length)
-        if found.eos_id is None:
+        closed = cls(tokenizer, context_length)
+        if closed.eos_id is None:
             raise UserError(
                 f"Tokenizer {tokenizer.name_or_path!r} has neither an EOS nor a SEP token, at which the text tower "
                 "reads its feature; add `eos_token` to its tokenizer_config.json or choose a different tokenizer."
             )
         tokenizer.padding_side = "right"
-        ids = [token for token in (found.bos_id, found.eos_id) if token is not None]
-        plain = tokenizer("a", add_special_tokens=False)["input_ids"]
-        if tokenizer("a")["input_ids"] != [*ids[:-1], *plain, ids[-1]]:
-            names = tokenizer.convert_ids_to_tokens(ids)
+        start_ids = [] if closed.bos_id is None else [closed.bos_id]
+        caption_ids = tokenizer("a", add_special_tokens=False)["input_ids"]
+        if tokenizer("a")["input_ids"] != [*start_ids, *caption_ids, closed.eos_id]:
+            special_ids = [*start_ids, closed.eos_id]
+            names = tokenizer.convert_ids_to_tokens(special_ids)
             tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-                single=[*names[:-1], "$A", names[-1]], special_tokens=list(zip(names, ids, strict=True))
+                single=[*names[:-1], "$A", names[-1]], special_tokens=list(zip(names, special_ids, strict=True))
             )
-        return found
+        return closed
 
 
 def load_tokenizer(name_or_folder: Path | str, vocab_size: int | None = None) -> PreTrainedTokenizerBase:
@@ -135,7 +138,8 @@ def load_tokenizer(name_or_folder: Path | str, vocab_size: int | None = None) ->
 
     Raises `UserError` if the tokenizer cannot be read or has ids beyond the model's `vocab_size` embeddings.
     """
-    folder, name = Path(name_or_folder), str(name_or_folder)
+    folder = Path(name_or_folder)
+    name = str(name_or_folder)
     with explained(
         f"transformers cannot read a tokenizer {name} from a folder or the hub",
         "name a folder with the model's tokenizer files (tokenizer.json and tokenizer_config.json, or vocab.json and "

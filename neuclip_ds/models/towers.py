@@ -39,7 +39,9 @@ class Encoder(nn.Module, ABC):
         Frozen modules do not apply dropout or update their batch-norm statistics.
         """
         super().train(mode)
-        for module in self.modules() if mode else ():
+        if not mode:
+            return self
+        for module in self.modules():
             weights = list(module.parameters())
             if weights and not any(weight.requires_grad for weight in weights):
                 module.eval()
@@ -56,8 +58,10 @@ class VisionTower(Encoder):
 
     def __init__(self, trunk: Any, projection: nn.Module | None, mean: Sequence[float], std: Sequence[float]) -> None:
         super().__init__(trunk, projection)
-        self._mean, self._std = mean, std  # not buffers, which DeepSpeed may cast to bf16
-        self._is_convolutional = sum(isinstance(layer, nn.Conv2d) for layer in trunk.modules()) > 1
+        self._mean = mean  # not a buffer, which DeepSpeed may cast to bf16
+        self._std = std
+        convolutions = [layer for layer in trunk.modules() if isinstance(layer, nn.Conv2d)]
+        self._is_convolutional = len(convolutions) > 1  # a ViT has one, which embeds the patches
 
     def normalize(self, x: Tensor) -> Tensor:
         """Convert uint8 pixels to float32: divide by 255, then normalize each channel with its mean and std."""
@@ -72,7 +76,8 @@ class VisionTower(Encoder):
         # Channels-last saves cuDNN a transposition around each convolution. Activations inherit the pixels' layout;
         # weights stay contiguous, because ZeRO flattens them, and are transposed in each convolution.
         layout = torch.channels_last if x.is_cuda and self._is_convolutional else torch.preserve_format
-        pixels = self.normalize(x).to(next(self.parameters()).dtype, memory_format=layout)
+        dtype = next(self.parameters()).dtype
+        pixels = self.normalize(x).to(dtype, memory_format=layout)
         return _pooled(self.trunk(pixels))
 
 
@@ -92,11 +97,13 @@ class TextTower(Encoder):
         if self.eos_id is None:
             return _pooled(self.trunk(x))
         hidden = self.trunk(input_ids=x).last_hidden_state
-        place = x.eq(self.eos_id).int().argmax(dim=1)
-        return hidden[torch.arange(hidden.shape[0], device=hidden.device), place]
+        first_eos = x.eq(self.eos_id).int().argmax(dim=1)  # (b,) positions
+        rows = torch.arange(hidden.shape[0], device=hidden.device)
+        return hidden[rows, first_eos]
 
 
 def _pooled(output: Any) -> Tensor:
+    """Return the pooled feature of a trunk that returns it directly or as `pooler_output`."""
     feature: Tensor = getattr(output, "pooler_output", output)
     return feature
 
@@ -113,7 +120,8 @@ class DualEncoder(nn.Module):
 
     def __init__(self, vision: VisionTower, text: TextTower) -> None:
         super().__init__()
-        self.vision, self.text = vision, text
+        self.vision = vision
+        self.text = text
 
     def forward(
         self, image: Tensor | None, tokens: Tensor | None, text_ready: Callable[[Tensor], None] | None = None
@@ -129,10 +137,10 @@ class DualEncoder(nn.Module):
             Image and text features, each (b, d), of unit norm and in float32, whatever the dtype of the weights.
         """
         # The text tower runs first because it is faster: the gather of its features can overlap the image tower.
-        text_features = None if tokens is None else _to_sphere(self.text(tokens))
+        text_features = None if tokens is None else _to_unit_norm(self.text(tokens))
         if text_ready is not None and text_features is not None:
             text_ready(text_features)
-        image_features = None if image is None else _to_sphere(self.vision(image))
+        image_features = None if image is None else _to_unit_norm(self.vision(image))
         return image_features, text_features
 
     def compile_towers(self) -> None:
@@ -141,5 +149,5 @@ class DualEncoder(nn.Module):
         self.text.compile()
 
 
-def _to_sphere(features: Tensor) -> Tensor:
+def _to_unit_norm(features: Tensor) -> Tensor:
     return functional.normalize(features.float(), dim=-1)

@@ -8,8 +8,7 @@ LoRA (Hu et al. 2022) is implemented with peft, which replaces a linear layer wi
 Adapters are ordinary parameters that are trained, saved and resumed as usual; export merges them into the weights.
 """
 
-from collections.abc import Iterator, Mapping
-from itertools import chain
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from torch import nn
@@ -31,8 +30,14 @@ class Parameters(NamedTuple):
     @staticmethod
     def of(module: nn.Module) -> "Parameters":
         """Count the elements of a module's trained and frozen parameters."""
-        frozen = sum(p.numel() for p in module.parameters() if not p.requires_grad)
-        return Parameters(tuple(p.numel() for p in module.parameters() if p.requires_grad), frozen)
+        trained_sizes = []
+        frozen = 0
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                trained_sizes.append(parameter.numel())
+            else:
+                frozen += parameter.numel()
+        return Parameters(tuple(trained_sizes), frozen)
 
     @property
     def trained(self) -> int:
@@ -55,7 +60,8 @@ def freeze(model: nn.Module, config: ModelConfig) -> None:
         UserError: a tower has fewer blocks than the option requests.
     """
     for name in TOWERS:
-        tower, trained = model.get_submodule(name), config.trained(name)
+        tower = model.get_submodule(name)
+        trained = config.trained(name)
         if trained == "frozen":
             tower.requires_grad_(False)
         elif trained != "all":
@@ -66,8 +72,9 @@ def freeze(model: nn.Module, config: ModelConfig) -> None:
                     f"model.{name}.trainable={trained}, but the tower has {blocks} blocks; use at most {blocks}, or "
                     "all."
                 )
-            for parameter in chain.from_iterable(layers[: blocks + 1 - trained]):
-                tower.get_parameter(parameter).requires_grad_(False)
+            for layer in layers[: blocks + 1 - trained]:
+                for parameter in layer:
+                    tower.get_parameter(parameter).requires_grad_(False)
 
 
 def lock_projection(tower: nn.Module) -> None:
@@ -78,7 +85,9 @@ def lock_projection(tower: nn.Module) -> None:
     """
     projection = tower.get_submodule("projection")
     if not isinstance(projection, nn.Linear) or projection.in_features != projection.out_features:
-        width = f"={projection.in_features}" if isinstance(projection, nn.Linear) else " to the tower's width"
+        width = " to the tower's width"
+        if isinstance(projection, nn.Linear):
+            width = f"={projection.in_features}"
         raise UserError(
             "model.vision.trainable=frozen would freeze the random projection of the image tower: set "
             f"model.vision.trainable=0 to train it, or model.embed_dim{width}."
@@ -93,16 +102,20 @@ def learning_rate_scales(model: nn.Module, config: OptimizerConfig) -> dict[str,
         model: must have the towers `vision` and `text` if the config sets per-tower learning rates or a layer decay.
     """
     scales: dict[str, float] = {}
-    for name, own in zip(TOWERS, (config.vision_lr, config.text_lr), strict=True):
-        rate = own / config.lr if own else 1.0
-        if rate == config.layer_decay == 1:
+    tower_rates = {"vision": config.vision_lr, "text": config.text_lr}
+    for name in TOWERS:
+        tower_rate = tower_rates[name]
+        scale = tower_rate / config.lr if tower_rate else 1.0
+        if scale == config.layer_decay == 1:
             continue
         tower = model.get_submodule(name)
         trained = [parameter for parameter, weight in tower.named_parameters() if weight.requires_grad]
-        scales |= {f"{name}.{parameter}": rate for parameter in trained}
+        for parameter in trained:
+            scales[f"{name}.{parameter}"] = scale
         if trained and config.layer_decay < 1:
             for distance, layer in enumerate(reversed(parameter_layers(tower, name))):  # from the end of the tower
-                scales |= dict.fromkeys((f"{name}.{one}" for one in layer), rate * config.layer_decay**distance)
+                for parameter in layer:
+                    scales[f"{name}.{parameter}"] = scale * config.layer_decay**distance
     return scales
 
 
@@ -119,13 +132,25 @@ def parameter_layers(tower: nn.Module, name: str) -> list[list[str]]:
             f"optimizer.layer_decay to 1."
         )
     layers: list[list[str]] = [[] for _ in range(len(blocks) + 2)]
-    seen = 0
+    current = 0  # layer of the last parameter in a block; parameters between two blocks belong to the first of them
     for parameter, _ in tower.named_parameters():
-        own = next((i for i, block in enumerate(blocks, 1) if parameter.startswith(f"{block}.")), None)
-        seen = own or seen
-        after = own is None and (seen == len(blocks) or parameter.rpartition(".")[2] in _AFTER_BLOCKS)
-        layers[-1 if after else seen].append(parameter)
+        block_layer = _layer_of_block(parameter, blocks)
+        if block_layer is not None:
+            current = block_layer
+            layers[block_layer].append(parameter)
+        elif current == len(blocks) or parameter.rpartition(".")[2] in _AFTER_BLOCKS:
+            layers[-1].append(parameter)
+        else:
+            layers[current].append(parameter)
     return layers
+
+
+def _layer_of_block(parameter: str, blocks: Sequence[str]) -> int | None:
+    """Return the layer number (from 1) of the block that contains a parameter, or None if it is not in a block."""
+    for layer, block in enumerate(blocks, start=1):
+        if parameter.startswith(f"{block}."):
+            return layer
+    return None
 
 
 def block_names(module: nn.Module, prefix: str = "") -> Iterator[str]:
@@ -139,9 +164,11 @@ def block_names(module: nn.Module, prefix: str = "") -> Iterator[str]:
 
 def _is_list_of_blocks(module: nn.Module) -> bool:
     """Return whether a module is a container of same-class modules that each consist of several modules."""
+    if not isinstance(module, nn.ModuleList | nn.Sequential):
+        return False
     children = list(module.children())
-    alike = isinstance(module, nn.ModuleList | nn.Sequential) and len({type(child) for child in children}) == 1
-    return alike and len(list(children[0].modules())) > 2
+    classes = {type(child) for child in children}
+    return len(classes) == 1 and len(list(children[0].modules())) > 2
 
 
 def add_adapters(towers: Mapping[str, nn.Module], config: LoraConfig) -> None:
@@ -156,10 +183,12 @@ def add_adapters(towers: Mapping[str, nn.Module], config: LoraConfig) -> None:
     require_package("peft", "model.lora.rank", "lora")
     import peft
 
-    found = {name: layers for name, tower in towers.items() if (layers := list(_frozen_linear_layers(tower)))}
-    if not found:
+    layers_of_towers = {name: list(_frozen_linear_layers(tower)) for name, tower in towers.items()}
+    if not any(layers_of_towers.values()):
         raise UserError("No tower has blocks with frozen linear layers that adapters could be added to (model.lora).")
-    for name, layers in found.items():
+    for name, layers in layers_of_towers.items():
+        if not layers:
+            continue
         trained = [parameter for parameter in towers[name].parameters() if parameter.requires_grad]
         adapters = peft.LoraConfig(
             r=config.rank, lora_alpha=config.alpha, lora_dropout=config.dropout, target_modules=layers

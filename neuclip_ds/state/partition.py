@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
 from torch import Tensor
@@ -18,8 +19,10 @@ class Partition(NamedTuple):
     @classmethod
     def of(cls, rows: int, rank: int, world_size: int) -> Partition:
         """Return a rank's partition."""
-        share = -(-rows // world_size)
-        return cls(rows, min(rank * share, rows), min((rank + 1) * share, rows))
+        rows_per_rank = -(-rows // world_size)  # rounded up
+        start = min(rank * rows_per_rank, rows)
+        stop = min((rank + 1) * rows_per_rank, rows)
+        return cls(rows, start, stop)
 
     @property
     def size(self) -> int:
@@ -27,7 +30,8 @@ class Partition(NamedTuple):
         return self.stop - self.start
 
 
-class RowTable(NamedTuple):
+@dataclass(frozen=True)
+class RowTable:
     """This rank's rows of a partitioned table; each tensor has the shape (partition.size, ...).
 
     If `per_sample` is set, `SampleStore` restores the rows after a skipped step. If several ranks store the same rows,
@@ -36,5 +40,6 @@ class RowTable(NamedTuple):
 
     partition: Partition
     tensors: Mapping[str, Tensor]
+    _: KW_ONLY
     per_sample: bool = False
     saved: bool = True

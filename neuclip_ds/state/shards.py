@@ -1,14 +1,15 @@
-"""State files that are sharded by row; any number of ranks can write them, and any number can read them.
+"""State shards: pieces of state that any number of ranks can write to files, and any number of ranks can read.
 
-A folder written by K ranks contains
+A state shard is a range of a tensor's rows, or a complete tensor that is equal on all ranks (replicated). A folder
+written by K ranks contains
 
-    RRRRR-of-KKKKK.safetensors    rank R's shards, with the keys below
+    RRRRR-of-KKKKK.safetensors    rank R's state shards, with the keys below
     index.json                    the `keys` of each file, and the writer's metadata
 
 with the keys
 
     KIND/NAME/START-STOP    rows [START, STOP) of the tensor NAME; KIND contains no slash
-    KIND/NAME/whole         a whole tensor that is equal on all ranks; only in rank 0's file
+    KIND/NAME/whole         a replicated tensor; only in rank 0's file
 
 Together, the shards of a tensor in all files cover each row exactly once. A reader opens only the files that it needs.
 """
@@ -18,7 +19,7 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -31,11 +32,11 @@ from neuclip_ds.state.tensor_file import BytesFile, StateFile, TensorFile, row_c
 
 INDEX = "index.json"
 TABLE = "table"  # kind of the row tables' tensors, which are named TABLE/TENSOR
-_WHOLE = "whole"
+_REPLICATED = "whole"  # end of a replicated tensor's key
 _FIX = "restore it, or delete its checkpoint to resume from an older one"
 
 Shards = dict[str, Tensor]
-"""A rank's shards by key."""
+"""A rank's state shards by key."""
 
 
 def shard_key(kind: str, name: str, start: int, stop: int) -> str:
@@ -43,23 +44,28 @@ def shard_key(kind: str, name: str, start: int, stop: int) -> str:
     return f"{kind}/{name}/{start}-{stop}"
 
 
-def whole(kind: str, tensors: Mapping[str, Tensor]) -> Shards:
-    """Return the shards of tensors that are equal on all ranks; only rank 0 writes these shards."""
-    return {f"{kind}/{name}/{_WHOLE}": tensor for name, tensor in tensors.items()}
+def replicated_shards(kind: str, tensors: Mapping[str, Tensor]) -> Shards:
+    """Return the state shards of tensors that are equal on all ranks; only rank 0 writes these shards."""
+    return {f"{kind}/{name}/{_REPLICATED}": tensor for name, tensor in tensors.items()}
 
 
 def table_shards(tables: Mapping[str, RowTable]) -> Shards:
-    """Return the shards with this rank's rows of partitioned tables; `tables` maps names to tables."""
-    return {
-        shard_key(TABLE, f"{name}/{key}", table.partition.start, table.partition.stop): tensor
-        for name, table in tables.items()
-        for key, tensor in table.tensors.items()
-        if table.partition.size and table.saved
-    }
+    """Return the state shards with this rank's rows of partitioned tables; `tables` maps names to tables."""
+    shards = {}
+    for table_name, table in tables.items():
+        if table.partition.size == 0 or not table.saved:
+            continue
+        for key, tensor in table.tensors.items():
+            name = f"{table_name}/{key}"
+            shards[shard_key(TABLE, name, table.partition.start, table.partition.stop)] = tensor
+    return shards
 
 
 def shard_files(shards: Shards, facts: Mapping[str, Any], communicator: Communicator) -> list[StateFile]:
-    """Return the files for this rank to write; the index stores rank 0's `facts`. All ranks call this together."""
+    """Return the files for this rank to write its state shards; the index also stores rank 0's `facts`.
+
+    All ranks call this together.
+    """
     keys = communicator.gather_objects(list(shards))
     files: list[StateFile] = [TensorFile(_file_name(communicator.rank, communicator.world_size), shards)]
     if communicator.rank == 0:
@@ -67,8 +73,16 @@ def shard_files(shards: Shards, facts: Mapping[str, Any], communicator: Communic
     return files
 
 
+class _StoredRows(NamedTuple):
+    """Rows [start, stop) of a tensor and the number of the file that stores them; sorts by start."""
+
+    start: int
+    stop: int
+    file: int
+
+
 class ShardFiles:
-    """Reader of shards that any number of ranks wrote; each file is opened when it is first needed.
+    """Reader of state shards that any number of ranks wrote; each file is opened when it is first needed.
 
     Raises `UserError` if a file is missing or cannot be read.
 
@@ -82,53 +96,64 @@ class ShardFiles:
         with explained(f"{folder / INDEX} cannot be read", _FIX):
             self.facts: dict[str, Any] = json.loads((folder / INDEX).read_text(encoding="utf-8"))
             keys = self.facts.pop("keys")
-        self._count = len(keys)
-        self._files: dict[int, Any] = {}  # open files by number
-        self._wholes: defaultdict[str, list[str]] = defaultdict(list)  # kind -> names
-        # name -> kind -> (start, stop, number of the file) in order of start
-        self._places: defaultdict[str, dict[str, list[tuple[int, int, int]]]] = defaultdict(dict)
-        for number, of_file in enumerate(keys):
-            for key in of_file:
-                kind, _, rest = key.partition("/")
-                name, _, place = rest.rpartition("/")
-                if place == _WHOLE:
-                    self._wholes[kind].append(name)
+        self._file_count = len(keys)
+        self._open_files: dict[int, Any] = {}  # by number
+        self._replicated_names: defaultdict[str, list[str]] = defaultdict(list)  # by kind
+        # name -> kind -> row ranges in order of their start
+        self._rows: defaultdict[str, dict[str, list[_StoredRows]]] = defaultdict(dict)
+        for file, file_keys in enumerate(keys):
+            for key in file_keys:
+                kind, _, name_and_rows = key.partition("/")
+                name, _, rows = name_and_rows.rpartition("/")
+                if rows == _REPLICATED:
+                    self._replicated_names[kind].append(name)
                 else:
-                    start, stop = map(int, place.split("-"))
-                    bisect.insort(self._places[name].setdefault(kind, []), (start, stop, number))
+                    start, stop = map(int, rows.split("-"))
+                    bisect.insort(self._rows[name].setdefault(kind, []), _StoredRows(start, stop, file))
 
     def kinds(self, name: str) -> list[str]:
         """Return the kinds of sharded tensors stored under a name."""
-        return sorted(self._places.get(name, ()))
+        return sorted(self._rows.get(name, ()))
 
     def names(self, kind: str) -> list[str]:
         """Return the names under which sharded tensors of a kind are stored."""
-        return sorted(name for name, kinds in self._places.items() if kind in kinds)
+        return sorted(name for name, kinds in self._rows.items() if kind in kinds)
 
-    def whole(self, kind: str, prefix: str = "") -> Shards:
-        """Return the unsharded tensors of a kind whose names begin with a prefix, keyed by the rest of the name."""
-        names = [name for name in self._wholes.get(kind, ()) if name.startswith(prefix)]
-        return {name.removeprefix(prefix): self._file(0).get_tensor(f"{kind}/{name}/{_WHOLE}") for name in names}
+    def replicated(self, kind: str, prefix: str = "") -> dict[str, Tensor]:
+        """Return the replicated tensors of a kind whose names begin with a prefix, keyed by the remaining name."""
+        tensors = {}
+        for name in self._replicated_names.get(kind, ()):
+            if name.startswith(prefix):
+                tensors[name.removeprefix(prefix)] = self._file(0).get_tensor(f"{kind}/{name}/{_REPLICATED}")
+        return tensors
 
     def read(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Read rows [start, stop) of a tensor (by default, all rows) from disk, without reading other rows."""
-        places = self._places.get(name, {}).get(kind, [])
-        stop = max((last for _, last, _ in places), default=0) if stop is None else stop
-        parts, filled = [], start
-        for first, last, number in places:
-            low, high = max(first, filled), min(last, stop)
+        stored_rows = self._rows.get(name, {}).get(kind, [])
+        if stop is None:
+            stop = max((stored.stop for stored in stored_rows), default=0)
+        pieces = []
+        next_row = start  # rows [start, next_row) have been read
+        for stored in stored_rows:
+            low = max(stored.start, next_row)
+            high = min(stored.stop, stop)
             if low >= high:
                 continue
-            if low > filled:
+            if low > next_row:  # a gap
                 break
-            parts.append(self._file(number).get_slice(shard_key(kind, name, first, last))[low - first : high - first])
-            filled = high
-        if filled < stop:
+            shard = self._file(stored.file).get_slice(shard_key(kind, name, stored.start, stored.stop))
+            pieces.append(shard[low - stored.start : high - stored.start])
+            next_row = high
+        if next_row < stop:
             raise UserError(
-                f"{self.folder} lacks rows {filled} to {stop} of {name} ({kind}): it was written with other data or "
+                f"{self.folder} lacks rows {next_row} to {stop} of {name} ({kind}): it was written with other data or "
                 "settings, or files are missing; start a new run, or restore the folder."
             )
-        return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty(0)
+        if not pieces:
+            return torch.empty(0)
+        if len(pieces) == 1:
+            return pieces[0]
+        return torch.cat(pieces)
 
     def fill(self, tables: Mapping[str, RowTable]) -> None:
         """Read this rank's rows into the tensors of partitioned tables.
@@ -138,10 +163,10 @@ class ShardFiles:
         """
         for table_name, table in tables.items():
             prefix = f"{table_name}/"
-            known = {name.removeprefix(prefix) for name in self.names(TABLE) if name.startswith(prefix)}
-            if known != set(table.tensors):
+            stored = {name.removeprefix(prefix) for name in self.names(TABLE) if name.startswith(prefix)}
+            if stored != set(table.tensors):
                 raise UserError(
-                    f"{self.folder} contains {sorted(known)}, but this run needs {sorted(table.tensors)}; set "
+                    f"{self.folder} contains {sorted(stored)}, but this run needs {sorted(table.tensors)}; set "
                     "objective.method to that of the checkpoint."
                 )
             for key, target in table.tensors.items():
@@ -149,26 +174,29 @@ class ShardFiles:
 
     @torch.no_grad()
     def _fill(self, name: str, target: Tensor, table: RowTable) -> None:
-        at, stop = table.partition.start, table.partition.stop
-        if at >= stop:
+        """Read this rank's rows of a partitioned tensor into `target`, in chunks."""
+        start = table.partition.start
+        stop = table.partition.stop
+        if start >= stop:
             return
-        like = self.read(name, TABLE, at, at + 1)
-        if like.shape[1:] != target.shape[1:] or like.dtype != target.dtype:
+        first_row = self.read(name, TABLE, start, start + 1)
+        if first_row.shape[1:] != target.shape[1:] or first_row.dtype != target.dtype:
             raise UserError(
-                f"{self.folder}: {name} has rows of {tuple(like.shape[1:])} {like.dtype}, but this run has rows of "
-                f"{tuple(target.shape[1:])} {target.dtype}; set the options of the checkpoint's run."
+                f"{self.folder}: {name} has rows of {tuple(first_row.shape[1:])} {first_row.dtype}, but this run has "
+                f"rows of {tuple(target.shape[1:])} {target.dtype}; set the options of the checkpoint's run."
             )
-        for chunk in row_chunks(target[: stop - at]):
-            chunk.copy_(self.read(name, TABLE, at, at + len(chunk)))
-            at += len(chunk)
+        row = start
+        for chunk in row_chunks(target[: stop - start]):
+            chunk.copy_(self.read(name, TABLE, row, row + len(chunk)))
+            row += len(chunk)
 
     def _file(self, number: int) -> Any:
-        if number not in self._files:
-            path = self.folder / _file_name(number, self._count)
+        if number not in self._open_files:
+            path = self.folder / _file_name(number, self._file_count)
             with explained(f"{path} cannot be read", _FIX):
-                self._files[number] = safe_open(path, framework="pt")
-        return self._files[number]
+                self._open_files[number] = safe_open(path, framework="pt")
+        return self._open_files[number]
 
 
-def _file_name(rank: int, files: int) -> str:
-    return f"{rank:05d}-of-{files:05d}.safetensors"
+def _file_name(rank: int, file_count: int) -> str:
+    return f"{rank:05d}-of-{file_count:05d}.safetensors"

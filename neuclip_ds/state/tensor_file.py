@@ -46,19 +46,22 @@ class TensorFile(NamedTuple):
     def write(self, folder: Path) -> Checksum:
         """Write the file in chunks, using at most about 64 MB of extra memory, and return the file's checksum."""
         header: dict[str, object] = {}
-        end = 0
+        start = 0
         for name, tensor in self.tensors.items():
-            start, end = end, end + tensor.numel() * tensor.element_size()
-            header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+            stop = start + tensor.numel() * tensor.element_size()
+            header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, stop]}
+            start = stop
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)  # tensors start at a multiple of 8 bytes
+
         with (folder / self.name).open("wb") as file:
             writer = ChecksumWriter(file)
             writer.write(len(text).to_bytes(8, "little"))
             writer.write(text)
             for tensor in self.tensors.values():
                 for chunk in row_chunks(tensor.detach()):
-                    writer.write(chunk.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+                    chunk_bytes = chunk.cpu().contiguous().flatten().view(torch.uint8)
+                    writer.write(chunk_bytes.numpy().data)
         return writer.checksum
 
 
@@ -87,5 +90,5 @@ def row_chunks(tensor: Tensor) -> tuple[Tensor, ...]:
     """Split a tensor by rows into views of at most about 64 MB each."""
     if tensor.numel() == 0 or tensor.ndim == 0:
         return (tensor,)
-    row = tensor[0].numel() * tensor.element_size()
-    return tensor.split(max(1, CHUNK_BYTES // row))
+    row_bytes = tensor[0].numel() * tensor.element_size()
+    return tensor.split(max(1, CHUNK_BYTES // row_bytes))

@@ -27,10 +27,10 @@ from neuclip_ds.objectives.options import ObjectiveConfig
 from neuclip_ds.training.checks import check_data
 from neuclip_ds.training.hooks import Hook
 from neuclip_ds.training.loop import Loop, RunContext
+from neuclip_ds.training.run_folder import RECOVERY
 
 log = logging.getLogger(__name__)
 
-RECOVERY = "recovery"
 _METHODS = {"gcl": "gcl", "hgcl": "tuneclip"}  # recovery.loss -> method
 _TABLE = "samples"  # the table that contains u
 _TAU = "temperature.tau"  # key of tau in methods with a constant temperature
@@ -103,7 +103,7 @@ def load_recovered_state(checkpoint: Path, context: RunContext, objective: Objec
             )
         check_data(meta["data"], context.data.manifest)
         files = StateFiles(checkpoint / STATE, verified=True)
-        states = files.whole(OBJECTIVE), objective.replicated_state()
+        states = files.replicated(OBJECTIVE), objective.replicated_state()
         found, here = (float(state.get(_TAU, torch.nan)) for state in states)
         if found != here and not math.isnan(here):
             raise UserError(

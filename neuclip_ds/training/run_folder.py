@@ -25,7 +25,13 @@ from neuclip_ds.errors import redact
 from neuclip_ds.files import atomic_write, best_effort, explain_disk, link_or_copy
 
 _PACKAGES = ("torch", "deepspeed", "transformers", "timm", "webdataset", "numpy", "pillow")
-CONFIG, MANIFESTS, MODEL, COMPLETE = "config.yaml", "manifests", "model", "complete.json"
+
+# names in the run's folder
+CONFIG = "config.yaml"
+MANIFESTS = "manifests"
+MODEL = "model"
+COMPLETE = "complete.json"
+RECOVERY = "recovery"  # subfolder of the recovery of statistics, with its own checkpoints
 
 
 @contextmanager
@@ -83,30 +89,35 @@ def trained_with(staged: Path, folder: Path, config: Config) -> dict[str, bytes]
     """Return the config, tokenizer and model description that a checkpoint stores, as a map from path to content."""
     content = {CONFIG: dump(config).encode()}
     for name in (MODEL, TOKENIZER):
-        place = next((home / name for home in (staged, folder) if (home / name).is_dir()), None)
-        files = sorted(path for path in place.rglob("*") if path.is_file()) if place else []
-        content |= {f"{name}/{path.relative_to(place).as_posix()}": path.read_bytes() for path in files if place}
+        source = staged / name
+        if not source.is_dir():  # this launch keeps the files in the run's folder
+            source = folder / name
+        for path in sorted(source.rglob("*")):
+            if path.is_file():
+                content[f"{name}/{path.relative_to(source).as_posix()}"] = path.read_bytes()
     return content
 
 
 def record_environment(folder: Path, communicator: Communicator) -> None:
     """Write FOLDER/environment.json; called on all ranks, at every launch."""
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    device = gpu or f"CPU, {torch.get_num_threads()} threads per rank"
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_name()
+    else:
+        device = f"CPU, {torch.get_num_threads()} threads per rank"
     nodes = communicator.gather_objects(f"{platform.node()} ({device})")
     if communicator.rank > 0:
         return
-    call = ["git", "describe", "--always", "--dirty"]  # the commit of a checkout
-    commit = subprocess.run(call, cwd=Path(__file__).parent, capture_output=True, text=True, check=False).stdout
-    found = {
+    command = ["git", "describe", "--always", "--dirty"]  # the commit of a checkout
+    git = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    environment = {
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": redact(" ".join(sys.argv)),
         "ranks": communicator.world_size,
         "nodes": ", ".join(sorted(set(nodes))),
         "python": platform.python_version(),
         "system": platform.platform(),
-        "commit": commit.strip() or "unknown",
+        "commit": git.stdout.strip() or "unknown",
         **{package: version(package) for package in _PACKAGES},
     }
     with best_effort(folder / "environment.json") as path:
-        path.write_text(json.dumps(found, indent=1), encoding="utf-8")
+        path.write_text(json.dumps(environment, indent=1), encoding="utf-8")

@@ -16,13 +16,13 @@ from neuclip_ds.checkpoint.checkpoints import complete_checkpoints
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
 from neuclip_ds.files import explain_disk
-from neuclip_ds.training.recovery import RECOVERY
+from neuclip_ds.training.run_folder import RECOVERY
 
 LOCK = "lock.json"
-_HELD = (errno.EACCES, errno.EAGAIN)
-_BEAT = 10.0  # seconds between heartbeats
-_SILENCE = 25.0  # seconds without a heartbeat after which a process on another host is considered dead
-_ENDING = 5.0  # seconds that a stopped process has to exit
+_LOCK_IS_HELD = (errno.EACCES, errno.EAGAIN)
+_HEARTBEAT_INTERVAL = 10.0  # seconds between heartbeats
+_HEARTBEAT_TIMEOUT = 25.0  # seconds without a heartbeat after which a process on another host is considered dead
+_EXIT_TIMEOUT = 5.0  # seconds that a stopped process has to exit
 
 
 @contextmanager
@@ -48,7 +48,7 @@ def _lock(folder: Path) -> Iterator[None]:
     The kernel releases the lock of a process that dies. Hosts that share a file system might not see each other's
     locks, so the file's modification time is a heartbeat. After a clean exit, the empty file marks a run's folder.
     """
-    path, ended = folder / LOCK, threading.Event()
+    path = folder / LOCK
     _check_is_run(folder)
     _wait_for_other_hosts(path)
     is_new = not folder.exists()
@@ -56,14 +56,15 @@ def _lock(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        _take(handle, path)
-        beats = threading.Thread(target=_beat, args=(handle, ended), daemon=True)
-        beats.start()
+        _acquire(handle, path)
+        ended = threading.Event()
+        heartbeat = threading.Thread(target=_send_heartbeats, args=(handle, ended), daemon=True)
+        heartbeat.start()
         try:
             yield
         finally:
             ended.set()
-            beats.join()
+            heartbeat.join()
             with suppress(OSError):
                 os.ftruncate(handle, 0)
                 if is_new and list(folder.iterdir()) == [path]:  # the launch was refused
@@ -76,23 +77,26 @@ def _lock(folder: Path) -> Iterator[None]:
 def _check_is_run(folder: Path) -> None:
     """Raise `UserError` if a folder contains files but neither a lock nor a checkpoint."""
     with explain_disk(folder):
-        foreign = folder.is_dir() and not (folder / LOCK).exists() and any(folder.iterdir())
-    if foreign and not any(complete_checkpoints(at / "checkpoints") for at in (folder, folder / RECOVERY)):
+        has_files_without_lock = folder.is_dir() and not (folder / LOCK).exists() and any(folder.iterdir())
+    if not has_files_without_lock:
+        return
+    checkpoints = complete_checkpoints(folder / "checkpoints") + complete_checkpoints(folder / RECOVERY / "checkpoints")
+    if not checkpoints:
         raise UserError(
             f"{folder} has files but is not the folder of a run, and training could overwrite them. Choose another "
             "--run.name or --run.output-dir."
         )
 
 
-def _take(handle: int, path: Path) -> None:
+def _acquire(handle: int, path: Path) -> None:
     """Acquire the kernel lock and record this process in the file; wait briefly for a process that is exiting."""
-    deadline = time.monotonic() + _ENDING
+    deadline = time.monotonic() + _EXIT_TIMEOUT
     while True:
         try:
             fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # loader processes would inherit a flock, but not this
             break
         except OSError as error:
-            if error.errno not in _HELD:  # a file system without locks
+            if error.errno not in _LOCK_IS_HELD:  # a file system without locks
                 break
             if time.monotonic() > deadline:
                 raise _in_use(path, os.pread(handle, 1000, 0)) from None
@@ -103,15 +107,15 @@ def _take(handle: int, path: Path) -> None:
 
 
 def _wait_for_other_hosts(path: Path) -> None:
-    """Raise `UserError` if a process on another host updates the file within `_SILENCE` seconds."""
-    holder, first = _read(path)
+    """Raise `UserError` if a process on another host updates the file within `_HEARTBEAT_TIMEOUT` seconds."""
+    holder, initial_time = _read(path)
     if not holder or _parse(holder).get("host") in (None, platform.node()):
         return
-    deadline = time.monotonic() + _SILENCE
+    deadline = time.monotonic() + _HEARTBEAT_TIMEOUT
     while time.monotonic() < deadline:
-        time.sleep(_SILENCE / 50)
-        holder, changed = _read(path)
-        if holder and changed != first:
+        time.sleep(_HEARTBEAT_TIMEOUT / 50)
+        holder, modification_time = _read(path)
+        if holder and modification_time != initial_time:
             raise _in_use(path, holder)
 
 
@@ -125,6 +129,7 @@ def _read(path: Path) -> tuple[bytes, int]:
 
 
 def _parse(holder: bytes) -> dict[str, Any]:
+    """Return the host and process that a lock file's content names, or an empty dictionary."""
     try:
         return dict(json.loads(holder))
     except (ValueError, TypeError):
@@ -132,12 +137,12 @@ def _parse(holder: bytes) -> dict[str, Any]:
 
 
 def _in_use(path: Path, holder: bytes) -> UserError:
-    known = _parse(holder)
-    where = f"process {known.get('pid', '?')} on {known.get('host', 'an unknown host')}"
-    return UserError(f"{path.parent} is in use by {where}. Wait for that run, stop it, or choose another --run.name.")
+    fields = _parse(holder)
+    process = f"process {fields.get('pid', '?')} on {fields.get('host', 'an unknown host')}"
+    return UserError(f"{path.parent} is in use by {process}. Wait for that run, stop it, or choose another --run.name.")
 
 
-def _beat(handle: int, ended: threading.Event) -> None:
-    while not ended.wait(_BEAT):
+def _send_heartbeats(handle: int, ended: threading.Event) -> None:
+    while not ended.wait(_HEARTBEAT_INTERVAL):
         with suppress(OSError):  # the next update may succeed
             os.utime(handle)

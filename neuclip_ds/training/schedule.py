@@ -5,8 +5,8 @@ import math
 from neuclip_ds.config import OptimizerConfig
 from neuclip_ds.data.mixture import BatchOrder
 
-_FITTED_WARMUP = 10  # a warm-up that does not fit into the run is shortened to a tenth of the run
-_COOLDOWN = 5  # the default cooldown is a fifth of the run
+_RUN_PER_FITTED_WARMUP = 10  # a warm-up that does not fit into the run is shortened to a tenth of the run
+_RUN_PER_COOLDOWN = 5  # the default cooldown is a fifth of the run
 
 
 def run_length(order: BatchOrder, epochs: float, max_steps: int | None = None) -> int:
@@ -16,8 +16,9 @@ def run_length(order: BatchOrder, epochs: float, max_steps: int | None = None) -
 
 def is_rest(order: BatchOrder, number: int) -> bool:
     """Return whether a step's batch is the last of an epoch and less than half full."""
-    step = number % order.steps_per_epoch
-    return 0 < step == order.steps_per_epoch - 1 and 2 * order.last_batch_size < order.batch_size
+    step_of_epoch = number % order.steps_per_epoch
+    last_of_epoch = order.steps_per_epoch - 1
+    return 0 < step_of_epoch == last_of_epoch and 2 * order.last_batch_size < order.batch_size
 
 
 def learning_rate(step: int, total: int, config: OptimizerConfig) -> float:
@@ -29,13 +30,17 @@ def learning_rate(step: int, total: int, config: OptimizerConfig) -> float:
     warmup = fitted_warmup(config.warmup_steps, total)
     if step < warmup:
         return config.lr * (step + 1) / warmup
-    cooldown = max(1, total // _COOLDOWN) if config.cooldown_steps is None else config.cooldown_steps
-    step, total = step - warmup, max(1, total - warmup)
-    cooldown = min(cooldown, total)
-    cooled = min(1.0, max(0, step - (total - cooldown)) / cooldown)  # fraction of the cooldown that is done
+    steps_after_warmup = max(1, total - warmup)
+    step_after_warmup = step - warmup
+    cooldown = config.cooldown_steps
+    if cooldown is None:
+        cooldown = max(1, total // _RUN_PER_COOLDOWN)
+    cooldown = min(cooldown, steps_after_warmup)
+    cooldown_start = steps_after_warmup - cooldown
+    cooled = min(1.0, max(0, step_after_warmup - cooldown_start) / cooldown)  # fraction of the cooldown that is done
     match config.schedule:
         case "cosine":
-            height = 0.5 * (1 + math.cos(math.pi * min(1.0, step / total)))
+            height = 0.5 * (1 + math.cos(math.pi * min(1.0, step_after_warmup / steps_after_warmup)))
         case "constant":
             height = 1.0
         case "cooldown":
@@ -47,4 +52,4 @@ def learning_rate(step: int, total: int, config: OptimizerConfig) -> float:
 
 def fitted_warmup(steps: int, total: int) -> int:
     """Return the number of warm-up steps: `steps` if the run has more than `steps` steps, else a tenth of the run."""
-    return steps if steps < total else total // _FITTED_WARMUP
+    return steps if steps < total else total // _RUN_PER_FITTED_WARMUP

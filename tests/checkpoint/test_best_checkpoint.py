@@ -26,14 +26,14 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.slow
-def test_the_best_stays_and_the_start_is_measured(shards: str, tmp_path: Path) -> None:
-    every = [
+def test_the_best_checkpoint_is_kept_and_the_start_is_measured(shards: str, tmp_path: Path) -> None:
+    options = [
         f"--data.val={Path(shards).parent}/val",
         f"--run.best_metric={METRIC}",
         "--run.evaluate_every=2",
         "--run.keep_checkpoints=1",
     ]
-    train(tmp_path, shards, 10, *every, "--optimizer.lr=0.01", "--optimizer.warmup_steps=0")
+    train(tmp_path, shards, 10, *options, "--optimizer.lr=0.01", "--optimizer.warmup_steps=0")
     folder = tmp_path / "run" / "checkpoints"
     scores = {int(x["step"]): x[METRIC] for x in read_metrics(tmp_path / "run" / "metrics.jsonl") if METRIC in x}
     assert sorted(scores) == [0, 2, 4, 6, 8, 10]

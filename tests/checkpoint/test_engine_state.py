@@ -105,9 +105,9 @@ def content(folder: Path) -> dict[str, Tensor]:
     files = StateFiles(folder)
     found = {f"{kind} of {name}": files.read(name, kind) for name in files.shapes for kind in files.kinds(name)}
     for name in files.shapes:
-        found.update({f"{kind} of {name}": value for kind, value in files.whole(SCALAR, f"{name}/").items()})
+        found.update({f"{kind} of {name}": value for kind, value in files.replicated(SCALAR, f"{name}/").items()})
     found.update({f"counter {name}": torch.tensor(value) for name, value in files.counters.items()})
-    return found | files.whole(BUFFER)
+    return found | files.replicated(BUFFER)
 
 
 def unequal(left: Path, right: Path) -> set[str]:
@@ -139,7 +139,7 @@ def hand_back(cases: list[Case], folder: Path) -> None:
     for case in cases:
         where = place(folder, case)
         assert unequal(where / "broken", where / "whole") == set()
-        in_16_bits = {f"{WEIGHT} of {FROZEN}", *StateFiles(where / "first").whole(BUFFER)}
+        in_16_bits = {f"{WEIGHT} of {FROZEN}", *StateFiles(where / "first").replicated(BUFFER)}
         assert unequal(where / "third", where / "first") <= in_16_bits, "these have no float32 master"
         complete(where / "third", case)
 
@@ -153,8 +153,8 @@ def complete(folder: Path, case: Case) -> None:
     for name in sizes:
         trained = name != FROZEN
         assert files.kinds(name) == (sorted([WEIGHT, *kinds]) if trained else [WEIGHT])
-        assert sorted(files.whole(SCALAR, f"{name}/")) == (scalars if trained else [])
-        assert all(value == 2 for value in files.whole(SCALAR, f"{name}/").values())
+        assert sorted(files.replicated(SCALAR, f"{name}/")) == (scalars if trained else [])
+        assert all(value == 2 for value in files.replicated(SCALAR, f"{name}/").values())
         assert not trained or files.read(name, WEIGHT).dtype == torch.float32
     written = [
         sum(value.numel() for key, value in load_file(path).items() if not key.endswith("/whole"))

@@ -46,7 +46,9 @@ def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_scores_data_method_and_license(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_card_lists_the_scores_of_its_step_the_data_the_method_and_the_license(
+    checkpoint: Path, tmp_path: Path
+) -> None:
     config = config_of(tmp_path, pretrained="openai/clip-vit-base-patch32")
     text = model_card(config, checkpoint, "transformers", "mit")
     assert str(tmp_path) not in text and "/" + tmp_path.name not in text
@@ -65,14 +67,14 @@ def test_scores_data_method_and_license(checkpoint: Path, tmp_path: Path) -> Non
         ("image_to_text_recall@1", 0.5),
         ("task/vtab/pets", 0.3),
     ], "as the hub reads them, without chance and what is no number"
-    found = {one.metric_name: (one.task_type, one.dataset_name, one.metric_type) for one in data.eval_results}
-    assert found["task/vtab/pets"] == ("zero-shot-image-classification", "Oxford-IIIT Pet", "mean_per_class_recall")
-    assert found["image_to_text_recall@1"] == ("image-text-retrieval", "secret_val", "recall")
+    results = {one.metric_name: (one.task_type, one.dataset_name, one.metric_type) for one in data.eval_results}
+    assert results["task/vtab/pets"] == ("zero-shot-image-classification", "Oxford-IIIT Pet", "mean_per_class_recall")
+    assert results["image_to_text_recall@1"] == ("image-text-retrieval", "secret_val", "recall")
     averaged = model_card(config, checkpoint, "transformers", average=True)
     assert "| zero_shot_top1 | 0.3750 | 0.1000 |" in averaged and "moving average" in averaged
 
 
-def test_image_weights_and_random_weights_without_scores(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_card_without_scores_names_the_initial_weights(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "mine" / "metrics.jsonl").unlink()
     text = model_card(config_of(tmp_path), checkpoint, "open_clip")
     data = ModelCard(text).data
@@ -94,7 +96,9 @@ def test_image_weights_and_random_weights_without_scores(checkpoint: Path, tmp_p
         ("models/clip", "clip"),  # an existing folder
     ],
 )
-def test_names_without_paths(value: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_public_names_contain_no_local_path(
+    value: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "models" / "clip").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert public_name(value) == name

@@ -74,7 +74,7 @@ def train(communicator: Communicator, shards: str, runs: Path, engines: list[str
         train_connected(communicator, validate({**options, "max_steps": 2}), FollowStatistics())
         resumed = FollowStatistics()
         train_connected(communicator, validate({**options, "max_steps": 4}), resumed)
-        saved = StateFiles(runs / name / "checkpoints" / "step_000000002" / STATE).whole(BUFFER)
+        saved = StateFiles(runs / name / "checkpoints" / "step_000000002" / STATE).replicated(BUFFER)
         assert len(resumed.at_start) > 20
         for key, value in resumed.at_start.items():
             assert torch.equal(value, saved[key]), key
@@ -88,7 +88,7 @@ def test_every_stage_trains_resumes_and_loads_float32_statistics_of_a_bf16_resne
         run = tmp_path / "runs" / name
         assert sum("retrieval_pairs" in record for record in read_metrics(run / "metrics.jsonl")) == 2
         opened = dict(open_model(str(run), Communicator()).model.named_buffers())
-        saved = StateFiles(newest_checkpoint(tmp_path / "runs", name) / STATE).whole(BUFFER)
+        saved = StateFiles(newest_checkpoint(tmp_path / "runs", name) / STATE).replicated(BUFFER)
         statistics = {key: x for key, x in saved.items() if "running_" in key}
         assert all(torch.equal(opened[key], value) for key, value in statistics.items())
         assert {x.dtype for x in statistics.values()} == {torch.float32}

@@ -24,7 +24,7 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
 from neuclip_ds.files import checksum_of
 
-FLIPS = 10  # bit flips in each file
+FLIPS = 5  # bit flips in each file
 
 
 def flip(path: Path, rng: random.Random) -> None:
@@ -60,31 +60,34 @@ def files_of(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_each_file_of_a_checkpoint(damage: str, two: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_damage_to_any_file_is_found_and_the_checkpoint_before_is_used(
+    damage: str, two: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     names = files_of(two)
     assert len(names) >= 5
-    rng, silent = random.Random(0), []
+    rng = random.Random(0)
+    unreported = []
     for name in names * (FLIPS if damage == "flip" else 1):
         folder = tmp_path / "run"
         shutil.copytree(two, folder)
         DAMAGES[damage](folder / "checkpoints" / "step_000000002" / name, rng)
         caplog.clear()
         with caplog.at_level(logging.WARNING, "neuclip_ds"):
-            found = keeper(folder).newest()
-        if found is None or found.name != "step_000000001" or name not in caplog.text:
-            silent.append(name)
+            newest = keeper(folder).newest()
+        assert newest is not None
+        if newest.name != "step_000000001" or name not in caplog.text:
+            unreported.append(name)
         engine = PlainEngine()
-        assert found is not None
-        keeper(folder).load(found, engine, fresh())
+        keeper(folder).load(newest, engine, fresh())
         assert engine.value == 1.0
         shutil.rmtree(folder / "checkpoints" / "step_000000001")
         with pytest.raises(UserError, match=rf"No checkpoint in .* can be read.* oldest.*{name} "):
             keeper(folder).newest()
         shutil.rmtree(folder)
-    assert not silent, "loaded without a message, or without the file's name"
+    assert not unreported, "loaded without a message, or without the file's name"
 
 
-def test_readers_of_the_weights_compare_them_too(two: Path, tmp_path: Path) -> None:
+def test_readers_of_the_weights_find_damage_too(two: Path, tmp_path: Path) -> None:
     shutil.copytree(two, tmp_path / "run")
     engine = tmp_path / "run" / "checkpoints" / "step_000000002" / "state"
     flip(engine / "00000-of-00001.safetensors", random.Random(0))
@@ -92,7 +95,7 @@ def test_readers_of_the_weights_compare_them_too(two: Path, tmp_path: Path) -> N
         StateFiles(engine)
 
 
-def test_a_file_that_is_no_safetensors_although_its_checksum_matches(two: Path, tmp_path: Path) -> None:
+def test_a_file_that_is_not_safetensors_is_refused_although_its_checksum_matches(two: Path, tmp_path: Path) -> None:
     """Such a file could come from a program that edits a checkpoint and then updates the checksums."""
     for number, name in enumerate(name for name in files_of(two) if name.endswith(".safetensors")):
         folder = tmp_path / str(number)
@@ -107,9 +110,10 @@ def test_a_file_that_is_no_safetensors_although_its_checksum_matches(two: Path, 
             StateFiles(newest / "state").weights()
 
 
-def test_the_record_of_the_best(two: Path, tmp_path: Path) -> None:
+def test_a_flipped_bit_in_the_record_of_the_best_is_found(two: Path, tmp_path: Path) -> None:
     shutil.copytree(two, tmp_path / "run")
-    best, folder = Best(1, "recall", 0.25), tmp_path / "run" / "checkpoints"
+    best = Best(1, "recall", 0.25)
+    folder = tmp_path / "run" / "checkpoints"
     keeper(tmp_path / "run").keep_best(best)
     content = (folder / "best.json").read_bytes()
     assert read_best(folder) == best
@@ -121,26 +125,29 @@ def test_the_record_of_the_best(two: Path, tmp_path: Path) -> None:
             read_best(folder)
 
 
-def _newest(communicator: Communicator, folder: Path) -> str:
-    found = keeper(folder, communicator=communicator).newest()
-    return found.name if found else ""
-
-
-def _save(communicator: Communicator, folder: Path) -> None:
+def _newest_before_and_after_damage(communicator: Communicator, folder: Path) -> list[str]:
+    """Save two checkpoints, damage the second, and return the newest intact checkpoint before and after the damage."""
+    checkpoints = keeper(folder, communicator=communicator)
     for step in (1, 2):
-        keeper(folder, communicator=communicator).save(step, PlainEngine(step), fresh(communicator), FACTS, DATA)
+        newest = checkpoints.save(step, PlainEngine(step), fresh(communicator), FACTS, DATA)
+    names = []
+    for damaged in (False, True):
+        if damaged and communicator.rank == 0:
+            flip(newest / "state" / "00001-of-00002.safetensors", random.Random(1))
+        communicator.barrier()
+        intact = checkpoints.newest()
+        assert intact is not None
+        names.append(intact.name)
+    return names
 
 
-def test_two_ranks_agree(tmp_path: Path) -> None:
-    run_ranks(2, _save, tmp_path)
-    newest = tmp_path / "checkpoints" / "step_000000002"
-    assert run_ranks(2, _newest, tmp_path) == [newest.name] * 2
-    flip(newest / "state" / "00001-of-00002.safetensors", random.Random(1))
-    assert run_ranks(2, _newest, tmp_path) == ["step_000000001"] * 2
+def test_two_ranks_agree_on_the_newest_intact_checkpoint(tmp_path: Path) -> None:
+    names = run_ranks(2, _newest_before_and_after_damage, tmp_path)
+    assert names == [["step_000000002", "step_000000001"]] * 2
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_from_the_checkpoint_before(shards: Path, tmp_path: Path) -> None:
+def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(shards: Path, tmp_path: Path) -> None:
     every = ["--run.checkpoint_every=2", "--run.keep_checkpoints=3", "--run.log_every=1"]
     train(tmp_path, shards, 6, *every, ranks=2)
     expected = StateFiles(newest_checkpoint(tmp_path) / "state").weights()
@@ -151,8 +158,8 @@ def test_a_run_goes_on_from_the_checkpoint_before(shards: Path, tmp_path: Path) 
     assert done.stderr.count("00000-of-00002.safetensors is damaged") == 1
     assert "6 steps of which 4 are done" in done.stderr
     assert (tmp_path / "run" / "checkpoints" / "damaged-step_000000006").is_dir()
-    found = StateFiles(newest_checkpoint(tmp_path) / "state").weights()
-    assert all((found[name] == weight).all() for name, weight in expected.items())
+    weights = StateFiles(newest_checkpoint(tmp_path) / "state").weights()
+    assert all((weights[name] == weight).all() for name, weight in expected.items())
     for path in (tmp_path / "run" / "checkpoints").glob("step_*"):
         (path / "meta.json").unlink()
     refused = train(tmp_path, shards, 6, *every, ranks=2, code=2)
@@ -169,9 +176,9 @@ def _killed_while_saving(folder: str, delay: float) -> None:
     time.sleep(10)
 
 
-def test_killed_at_any_moment_of_a_save(tmp_path: Path) -> None:
+def test_a_process_killed_at_any_moment_of_a_save_leaves_an_intact_checkpoint(tmp_path: Path) -> None:
     rng = random.Random(5)
-    for number in range(10):
+    for number in range(6):
         folder = tmp_path / str(number)
         folder.mkdir()
         process = fork(_killed_while_saving, str(folder), rng.uniform(0, 0.02), variables=dict(os.environ))

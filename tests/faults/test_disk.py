@@ -24,15 +24,15 @@ EVERY = ("--run.checkpoint_every=2", "--run.log_every=1")
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """Mount a file system of 8 MB, and yield its folder."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(place)], capture_output=True)
+    mount_point = tmp_path / "disk"
+    mount_point.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(mount_point)], capture_output=True)
     if mounted.returncode:
         pytest.skip("this user may not mount file systems")
     try:
-        yield place
+        yield mount_point
     finally:
-        subprocess.run(["umount", "-l", str(place)], check=True)
+        subprocess.run(["umount", "-l", str(mount_point)], check=True)
 
 
 def fill(disk: Path, left: int) -> Path:
@@ -46,7 +46,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
-def test_no_room(disk: Path) -> None:
+def test_a_checkpoint_that_the_disk_has_no_space_for_is_refused_before_it_is_written(disk: Path) -> None:
     first = keeper(disk).save(1, PlainEngine(1.0), trained(), FACTS, DATA)
     filler = fill(disk, 1000)
     with pytest.raises(SaveFailed, match=r"step_000000002 needs .* GB, but its disk has 1e-06 GB left|needs"):
@@ -58,7 +58,7 @@ def test_no_room(disk: Path) -> None:
 
 
 @pytest.mark.parametrize("reason", ["No space left on device", "Read-only file system", "No such file or directory"])
-def test_a_checkpoint_that_cannot_be_written(disk: Path, reason: str) -> None:
+def test_a_checkpoint_that_cannot_be_written_leaves_no_trace(disk: Path, reason: str) -> None:
     """The check for free space counts only tensors, so with 8 KB free it passes and writing the file headers fails."""
     (disk / "run").mkdir()
     checkpoints = keeper(disk / "run", keep=1)
@@ -80,21 +80,22 @@ def test_a_checkpoint_that_cannot_be_written(disk: Path, reason: str) -> None:
 
 def _save_with_a_limit(communicator: Communicator, folder: Path) -> list[str]:
     """Save twice; in the first save, rank 1 cannot write files of more than 100 bytes, as if its disk were full."""
-    checkpoints, built = keeper(folder, communicator=communicator), fresh(communicator)
+    checkpoints = keeper(folder, communicator=communicator)
+    objective = fresh(communicator)
     if communicator.rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
-    said = []
+    messages = []
     for step in (1, 2):
         try:
-            checkpoints.save(step, PlainEngine(1.0), built, FACTS, DATA)
+            checkpoints.save(step, PlainEngine(1.0), objective, FACTS, DATA)
         except SaveFailed as error:
-            said.append(str(error))
-            said += [path.name for path in (folder / "checkpoints").iterdir()]
+            messages.append(str(error))
+            messages += [path.name for path in (folder / "checkpoints").iterdir()]
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    return said
+    return messages
 
 
-def test_the_disk_of_one_rank(tmp_path: Path) -> None:
+def test_a_save_fails_on_all_ranks_if_the_disk_of_one_rank_is_full(tmp_path: Path) -> None:
     first, second = run_ranks(2, _save_with_a_limit, tmp_path)
     assert first == second and len(first) == 1, "both raise the same, and nothing is left"
     assert "could not be written: File too large" in first[0]
@@ -102,7 +103,7 @@ def test_the_disk_of_one_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
-def test_no_room_for_metrics(disk: Path) -> None:
+def test_metrics_on_a_full_disk_raise_an_error(disk: Path) -> None:
     fill(disk, 0)
     with pytest.raises(OSError, match="No space left on device"):
         MetricsLog(disk)
@@ -110,7 +111,9 @@ def test_no_room_for_metrics(disk: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_training_outlives_a_full_disk(ranks: int, disk: Path, shards: Path) -> None:
+def test_training_continues_on_a_full_disk_and_resumes_once_there_is_space(
+    ranks: int, disk: Path, shards: Path
+) -> None:
     """Writing checkpoints 4, 6 and 8, metrics and the log fails; once there is space, the run resumes from step 2."""
     train(disk, shards, 2, *EVERY, ranks=ranks)
     filler = fill(disk, 20_000)
@@ -126,7 +129,7 @@ def test_training_outlives_a_full_disk(ranks: int, disk: Path, shards: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_start_on_a_full_disk(disk: Path, shards: Path) -> None:
+def test_a_start_on_a_full_disk_is_refused_with_a_message(disk: Path, shards: Path) -> None:
     for left in (0, 16_384, 40_960):
         filler = fill(disk, left)
         done = train(disk, shards, 2, *EVERY, code=2)
@@ -135,7 +138,7 @@ def test_a_start_on_a_full_disk(disk: Path, shards: Path) -> None:
     train(disk, shards, 2, *EVERY)
 
 
-def test_a_start_on_a_read_only_disk(disk: Path, shards: Path) -> None:
+def test_a_start_on_a_read_only_disk_is_refused_with_a_message(disk: Path, shards: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
     done = train(disk, shards, 2, *EVERY, code=2)
     assert done.stderr.count("cannot be written (Read-only file system") == 1

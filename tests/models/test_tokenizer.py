@@ -21,7 +21,7 @@ TOKENIZE = train_bpe(CAPTIONS, vocab_size=320, context_length=12)
 
 def word_level(**special: str) -> PreTrainedTokenizerFast:
     """Return a tokenizer with a vocabulary of six words and the given special tokens."""
-    vocab = {word: place for place, word in enumerate(["[UNK]", "<s>", "</s>", "[PAD]", "a", "dog"])}
+    vocab = {word: number for number, word in enumerate(["[UNK]", "<s>", "</s>", "[PAD]", "a", "dog"])}
     backend = Tokenizer(models.WordLevel(vocab, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", **special)
@@ -40,7 +40,7 @@ def test_a_row_is_bos_tokens_eos_padding() -> None:
     assert TOKENIZE([]).shape == (0, 12)
 
 
-def test_case_form_and_whitespace_do_not_count() -> None:
+def test_case_unicode_form_and_whitespace_do_not_change_tokens() -> None:
     rows = TOKENIZE(["caf\u00e9 au  lait", " CAFE\u0301 \n au lait "])
     assert torch.equal(rows[0], rows[1])
 
@@ -80,12 +80,14 @@ def test_training_is_deterministic_across_processes(tmp_path) -> None:
     ("captions", "vocab_size", "message"),
     [([], 300, "No caption"), (["", "  \n"], 300, "No caption"), (CAPTIONS, 100, "258")],
 )
-def test_what_cannot_be_trained_is_a_user_error(captions: list[str], vocab_size: int, message: str) -> None:
+def test_captions_without_text_and_tiny_vocabularies_are_refused(
+    captions: list[str], vocab_size: int, message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         train_bpe(captions, vocab_size, 12)
 
 
-def test_saved_and_pickled_tokenizers_are_the_same(tmp_path) -> None:
+def test_saved_and_pickled_tokenizers_return_the_same_tokens(tmp_path) -> None:
     TOKENIZE.save(tmp_path)
     for other in (CaptionTokenizer.load(tmp_path, 12), pickle.loads(pickle.dumps(TOKENIZE))):
         assert torch.equal(other([*CAPTIONS, EOS, ""]), TOKENIZE([*CAPTIONS, EOS, ""]))
@@ -107,7 +109,7 @@ def test_rows_of_tokenizers_with_other_special_tokens(special: dict[str, str], r
     assert CaptionTokenizer.closed(word_level(**special), 5)(["a dog", ""]).tolist() == rows
 
 
-def test_tokenizers_that_are_refused(tmp_path, monkeypatch) -> None:
+def test_a_tokenizer_without_an_end_token_and_a_missing_one_are_refused(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match="neither an EOS nor a SEP"):
         CaptionTokenizer.closed(word_level(bos_token="<s>", pad_token="[PAD]"), 5)

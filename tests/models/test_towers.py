@@ -14,6 +14,8 @@ from neuclip_ds.models.image_models import new_vision_tower
 from neuclip_ds.models.recompute import checkpoint_activations, checkpointed_blocks
 from neuclip_ds.models.towers import DualEncoder, TextTower, VisionTower
 
+pytestmark = pytest.mark.usefixtures("quick_meta_models")
+
 TOKENIZE = train_bpe(["a dog runs", "two cats sleep", "a dog and a cat"], vocab_size=300, context_length=12)
 TEXT = TextConfig(vocab_size=300, context_length=12, width=32, layers=2, heads=2)
 VIT = VisionConfig(
@@ -23,7 +25,7 @@ VIT = VisionConfig(
 )
 TINY = ModelConfig(vision=VIT, text=TEXT, embed_dim=16)
 CAPTIONS = ["a dog", "two cats sleep", ""]
-RESNET = VisionConfig(name="resnet50", image_size=32, options={"layers": [1, 1, 1, 1]})
+RESNET = VisionConfig(name="resnet18", image_size=32, options={"layers": [1, 1, 1, 1]})
 
 
 def pixels(side: int, rows: int = 2) -> Tensor:
@@ -49,9 +51,11 @@ def gradients(tower: nn.Module, inputs: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("config", [VIT, RESNET], ids=["vit", "resnet"])
 def test_pixels_are_normalized_per_channel(config: VisionConfig) -> None:
-    tower, image = vision_tower(config).eval(), pixels(32)
+    tower = vision_tower(config).eval()
+    image = pixels(32)
     mean, std = (torch.tensor(values)[:, None, None] for values in config.statistics())
-    expected = tower.projection(tower.trunk((image.double() / 255 - mean).div(std).float()))
+    normalized = (image.double() / 255 - mean) / std
+    expected = tower.projection(tower.trunk(normalized.float()))
     torch.testing.assert_close(tower(image), expected, rtol=1e-4, atol=1e-5)
     assert torch.equal(image, pixels(32))  # unchanged
     with pytest.raises(TypeError, match="uint8"):
@@ -59,19 +63,21 @@ def test_pixels_are_normalized_per_channel(config: VisionConfig) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "side", "width"),
+    ("name", "options", "side", "width"),
     [
-        ("vit_base_patch32_clip_quickgelu_224", 224, 768),
-        ("vit_base_patch16_siglip_224", 224, 768),
-        ("resnet50", 64, 2048),
-        ("resnet50_clip_gap", 64, 2048),
-        ("convnext_tiny", 100, 768),
-        ("swin_tiny_patch4_window7_224", 56, 768),
+        ("vit_base_patch32_clip_quickgelu_224", {"depth": 1}, 224, 768),
+        ("vit_base_patch16_siglip_224", {"depth": 1}, 224, 768),
+        ("resnet50", {"layers": [1, 1, 1, 1]}, 64, 2048),
+        ("resnet50_clip_gap", {}, 64, 2048),
+        ("convnext_tiny", {"depths": [1, 1, 1, 1]}, 100, 768),
+        ("swin_tiny_patch4_window7_224", {"depths": [1, 1, 1, 1]}, 56, 768),
     ],
 )
-def test_families_end_in_one_projection_without_bias(name: str, side: int, width: int) -> None:
+def test_towers_of_all_families_end_in_one_projection_without_bias(
+    name: str, options: dict[str, Any], side: int, width: int
+) -> None:
     with torch.device("meta"):
-        tower = new_vision_tower(VisionConfig(name=name, image_size=side), 64).eval()
+        tower = new_vision_tower(VisionConfig(name=name, image_size=side, options=options), 64).eval()
         assert tower(torch.empty(2, 3, side, side, dtype=torch.uint8)).shape == (2, 64)
     assert tower.projection.weight.shape == (64, width)
     assert tower.projection.bias is None
@@ -83,18 +89,19 @@ def test_attention_pools_own_projection_is_the_only_one() -> None:
     tower = vision_tower(VisionConfig(name="resnet50_clip", image_size=32)).bfloat16()
     projection = tower.trunk.head.proj
     assert not list(tower.projection.parameters())
-    others = (1024 - 16) * 2049 + 48 * 2048  # for 1,024 features instead of 16, and for the other 48 positions
-    assert sum(parameter.numel() for parameter in tower.parameters()) == 38_316_896 - others
+    difference = (1024 - 16) * 2049 + 48 * 2048  # for 1,024 features instead of 16, and for the other 48 positions
+    assert sum(parameter.numel() for parameter in tower.parameters()) == 38_316_896 - difference
     assert projection.weight.float().std().item() == pytest.approx(2048**-0.5, rel=0.05)
     assert (projection.bias == 0).all()
     assert all(gradient.isfinite().all() for gradient in gradients(tower, pixels(32)))
 
 
 @pytest.mark.parametrize("build", [lambda: vision_tower(VIT), text_tower], ids=["vision", "text"])
-def test_projections_and_seeds(build) -> None:
-    tower, again = build(), build()
+def test_initial_weights_depend_only_on_the_seed_and_projections_begin_as_in_clip(build) -> None:
+    tower = build()
+    same = build().state_dict()
     assert tower.projection.weight.std().item() == pytest.approx(32**-0.5, rel=0.15)
-    assert all(torch.equal(a, b) for a, b in zip(tower.state_dict().values(), again.state_dict().values(), strict=True))
+    assert all(torch.equal(tensor, same[name]) for name, tensor in tower.state_dict().items())
 
 
 BLOCKS = {
@@ -108,24 +115,30 @@ BLOCKS = {
 def test_checkpointing_any_number_of_blocks_keeps_all_bits(name: str) -> None:
     """Gradients and batch norm statistics stay bit-identical, also in a copy of the tower."""
     build, inputs, count = BLOCKS[name]
-    plain, calls = build(), list[str]()
-    wanted = gradients(plain, inputs)
-    for checkpointed in (1, count - 1, count, True, count + 5):
+    plain = build()
+    expected = gradients(plain, inputs)
+    blocks = checkpointed_blocks(plain, "vision", True)
+    assert len(blocks) == count
+    for setting in (1, count, True, count + 5):
         original = build()
-        checkpoint_activations(original, "vision", checkpointed)
+        checkpoint_activations(original, "vision", setting)
         tower = copy.deepcopy(original)
-        calls.clear()
-        for block in checkpointed_blocks(tower, "vision", True):
+        calls: list[str] = []
+        for block in blocks:
             inner = next(layer for layer in tower.get_submodule(block).modules() if not list(layer.children()))
-            inner.register_forward_hook(lambda *_, block=block: calls.append(block))
-        assert all(torch.equal(a, b) for a, b in zip(wanted, gradients(tower, inputs), strict=True))
-        statistics = [{k: v for k, v in one.named_buffers() if "running" in k} for one in (plain, tower)]
-        assert all(torch.equal(value, statistics[1][key]) for key, value in statistics[0].items())
-        blocks = checkpointed_blocks(tower, "vision", True)
-        assert len(blocks) == count
-        again = blocks if checkpointed is True else blocks[:checkpointed]
-        assert calls == blocks + again[::-1], "the first blocks run once more in the backward pass"
+            inner.register_forward_hook(lambda *_, block=block, calls=calls: calls.append(block))
+        assert all(torch.equal(a, b) for a, b in zip(expected, gradients(tower, inputs), strict=True))
+        assert all(
+            torch.equal(tensor, running_statistics(tower)[key]) for key, tensor in running_statistics(plain).items()
+        )
+        recomputed = blocks if setting is True else blocks[:setting]
+        assert calls == blocks + recomputed[::-1], "the first blocks run once more in the backward pass"
         assert not [parameter for parameter in original.parameters() if parameter.grad is not None]
+
+
+def running_statistics(tower: nn.Module) -> dict[str, Tensor]:
+    """Return the running means and variances of a tower's batch-norm layers."""
+    return {name: buffer for name, buffer in tower.named_buffers() if "running" in name}
 
 
 def test_a_model_without_blocks_cannot_checkpoint() -> None:
@@ -173,14 +186,15 @@ def test_the_feature_is_read_at_the_first_eos(eos: int) -> None:
 
 def test_text_weights_begin_as_in_clip() -> None:
     tower = text_tower(config=TextConfig(vocab_size=300, context_length=12, width=128, layers=4, heads=4)).trunk
-    inwards, outwards = 128**-0.5, 128**-0.5 * 8**-0.5
+    input_std = 128**-0.5
+    output_std = input_std * 8**-0.5
     for layer in tower.encoder.layers:
         attention, mlp = layer.self_attn, layer.mlp
         for weight in (attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight):
-            assert weight.std().item() == pytest.approx(inwards, rel=0.05)
-        assert attention.out_proj.weight.std().item() == pytest.approx(outwards, rel=0.05)
+            assert weight.std().item() == pytest.approx(input_std, rel=0.05)
+        assert attention.out_proj.weight.std().item() == pytest.approx(output_std, rel=0.05)
         assert mlp.fc1.weight.std().item() == pytest.approx(256**-0.5, rel=0.05)
-        assert mlp.fc2.weight.std().item() == pytest.approx(outwards, rel=0.05)
+        assert mlp.fc2.weight.std().item() == pytest.approx(output_std, rel=0.05)
     assert tower.embeddings.token_embedding.weight.std().item() == pytest.approx(0.02, rel=0.05)
 
 
@@ -199,12 +213,16 @@ def built(config: ModelConfig = TINY) -> DualEncoder:
 
 def test_features_are_float32_on_the_unit_sphere_and_near_in_bf16() -> None:
     """Either the images or the captions may be absent."""
-    model, inputs = built().eval(), (pixels(32, 3), TOKENIZE(CAPTIONS))
+    model = built().eval()
+    images = pixels(32, 3)
+    tokens = TOKENIZE(CAPTIONS)
     with torch.no_grad():
-        exact = model(*inputs)
-        (image, no_text), (no_image, text) = model(inputs[0], None), model(None, inputs[1])
-        rounded = model.bfloat16()(*inputs)
-    assert torch.equal(image, exact[0]) and torch.equal(text, exact[1]) and no_text is no_image is None
+        exact = model(images, tokens)
+        image, no_text = model(images, None)
+        no_image, text = model(None, tokens)
+        rounded = model.bfloat16()(images, tokens)
+    assert torch.equal(image, exact[0]) and no_text is None
+    assert torch.equal(text, exact[1]) and no_image is None
     for feature in (*exact, *rounded):
         assert (feature.shape, feature.dtype) == ((3, 16), torch.float32)
         torch.testing.assert_close(feature.norm(dim=1), torch.ones(3), rtol=0, atol=1e-5)

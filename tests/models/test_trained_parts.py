@@ -1,6 +1,7 @@
 """Check which parameters of a dual encoder are trained, and at which learning rates."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,8 @@ from neuclip_ds.models.trained_parts import (
 from neuclip_ds.recipe import parse, validate
 from neuclip_ds.section import merge
 from neuclip_ds.training.checks import config_warnings
+
+pytestmark = pytest.mark.usefixtures("quick_meta_models")
 
 TREE: dict[str, Any] = {
     "model": {
@@ -51,14 +54,15 @@ def trained(model: nn.Module) -> set[str]:
 
 
 def test_the_last_blocks_and_what_follows_them_train() -> None:
-    found = trained(build(vision={"trainable": 1}, text={"trainable": 0}))
-    assert {name.rpartition(".")[0] for name in found if not name.startswith("vision.trunk.blocks.2.")} == {
+    names = trained(build(vision={"trainable": 1}, text={"trainable": 0}))
+    assert "vision.trunk.blocks.2.attn.qkv.weight" in names
+    after_blocks = [name for name in names if not name.startswith("vision.trunk.blocks.2.")]
+    assert {name.rpartition(".")[0] for name in after_blocks} == {
         "vision.trunk.norm",
         "vision.projection",
         "text.trunk.final_layer_norm",
         "text.projection",
     }
-    assert "vision.trunk.blocks.2.attn.qkv.weight" in found
     with pytest.raises(UserError, match="trainable=4, but the tower has 3 blocks; use at most 3, or all"):
         build(vision={"trainable": 4})
 
@@ -89,7 +93,7 @@ def test_batch_norm_of_frozen_parts_keeps_its_statistics() -> None:
 def test_gradients_reach_what_trains_and_nothing_else(adapters: dict[str, int], checkpointing: bool) -> None:
     parts = {"vision": {"trainable": 1}, "text": {"trainable": 1}, "lora": adapters}
     model = build(**parts, activation_checkpointing=checkpointing).train()
-    draw(model)
+    randomize_adapters(model)
     image, text = model(*inputs())
     (image.sum() + text.sum()).backward()
     touched = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
@@ -109,7 +113,7 @@ def test_gradients_reach_what_trains_and_nothing_else(adapters: dict[str, int], 
         (["optimizer.lr=0", "optimizer.text_lr=1e-3"], "lr=0 leaves no schedule"),
     ],
 )
-def test_mistakes_in_a_recipe(options: list[str], message: str) -> None:
+def test_options_that_contradict_each_other_are_refused(options: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         parse(["demo", *(f"--{option}" for option in options)])
 
@@ -128,8 +132,8 @@ def test_a_locked_pretrained_tower_has_no_projection_of_its_own() -> None:
 
 
 def test_frozen_random_weights_are_reported() -> None:
-    slips = config_warnings(config_of(model={"text": {"trainable": "frozen"}}), 1000)
-    assert slips == ["model.text.trainable=frozen freezes random weights: start from pretrained ones."]
+    warnings = config_warnings(config_of(model={"text": {"trainable": "frozen"}}), 1000)
+    assert warnings == ["model.text.trainable=frozen freezes random weights: start from pretrained ones."]
     assert config_warnings(config_of(model={"text": {"trainable": "frozen"}, "pretrained": "weights"}), 1000) == []
 
 
@@ -159,48 +163,79 @@ OPEN_CLIP = {
     "vision_cfg": {"image_size": 32, "layers": 2, "width": 64, "patch_size": 16},
     "text_cfg": {"context_length": 8, "vocab_size": 300, "width": 32, "heads": 2, "layers": 3},
 }
-# build function, number of blocks, and a parameter before the blocks, in the first, in the last, and after them
-CASES: dict[str, tuple[Callable[[], nn.Module], int, str, str, str, str]] = {
-    "timm's ViT": (
-        lambda: timm.create_model("vit_base_patch32_clip_224", num_classes=0, depth=11),
-        *(11, "norm_pre.weight", "blocks.0.norm1.weight", "blocks.10.mlp.fc2.bias", "norm.weight"),
+
+
+@dataclass(frozen=True, kw_only=True)
+class TowerCase:
+    """A tower, its number of blocks, and the names of parameters in some of its layers."""
+
+    build: Callable[[], nn.Module]
+    blocks: int
+    before: str  # in the first layer, before the blocks
+    first: str  # in the first block
+    last: str  # in the last block
+    after: str  # in the last layer, after the blocks
+
+
+CASES = {
+    "timm's ViT": TowerCase(
+        build=lambda: timm.create_model("vit_base_patch32_clip_224", num_classes=0, depth=11),
+        blocks=11,
+        before="norm_pre.weight",
+        first="blocks.0.norm1.weight",
+        last="blocks.10.mlp.fc2.bias",
+        after="norm.weight",
     ),
-    "timm's ConvNeXt": (
-        lambda: timm.create_model("convnext_atto", num_classes=0),
-        *(4, "stem.0.weight", "stages.0.blocks.0.conv_dw.weight", "stages.3.blocks.1.mlp.fc2.bias", "head.norm.bias"),
+    "timm's ConvNeXt": TowerCase(
+        build=lambda: timm.create_model("convnext_atto", num_classes=0),
+        blocks=4,
+        before="stem.0.weight",
+        first="stages.0.blocks.0.conv_dw.weight",
+        last="stages.3.blocks.1.mlp.fc2.bias",
+        after="head.norm.bias",
     ),
-    "CLIP's text tower": (
-        lambda: CLIPTextModel(CLIPTextConfig(**SMALL)),
-        *(3, "embeddings.position_embedding.weight", "encoder.layers.0.self_attn.k_proj.weight"),
-        *("encoder.layers.2.layer_norm2.bias", "final_layer_norm.weight"),
+    "CLIP's text tower": TowerCase(
+        build=lambda: CLIPTextModel(CLIPTextConfig(**SMALL)),
+        blocks=3,
+        before="embeddings.position_embedding.weight",
+        first="encoder.layers.0.self_attn.k_proj.weight",
+        last="encoder.layers.2.layer_norm2.bias",
+        after="final_layer_norm.weight",
     ),
-    "open_clip's image tower": (
-        lambda: architecture(OPEN_CLIP, "").visual,
-        *(2, "positional_embedding", "transformer.resblocks.0.ln_1.weight"),
-        *("transformer.resblocks.1.mlp.c_proj.bias", "proj"),
+    "open_clip's image tower": TowerCase(
+        build=lambda: architecture(OPEN_CLIP, "").visual,
+        blocks=2,
+        before="positional_embedding",
+        first="transformer.resblocks.0.ln_1.weight",
+        last="transformer.resblocks.1.mlp.c_proj.bias",
+        after="proj",
     ),
-    "open_clip's text tower": (
-        lambda: architecture(OPEN_CLIP, "").text,
-        *(3, "positional_embedding", "transformer.resblocks.0.ln_1.weight"),
-        *("transformer.resblocks.2.mlp.c_proj.bias", "text_projection"),
+    "open_clip's text tower": TowerCase(
+        build=lambda: architecture(OPEN_CLIP, "").text,
+        blocks=3,
+        before="positional_embedding",
+        first="transformer.resblocks.0.ln_1.weight",
+        last="transformer.resblocks.2.mlp.c_proj.bias",
+        after="text_projection",
     ),
 }
 
 
-@pytest.mark.usefixtures("quick_meta_models")
-@pytest.mark.parametrize("case", CASES)
-def test_every_parameter_is_in_the_layer_where_it_is_used(case: str) -> None:
-    build, blocks, before, first, last, after = CASES[case]
+@pytest.mark.parametrize("name", CASES)
+def test_every_parameter_is_in_the_layer_where_it_is_used(name: str) -> None:
+    case = CASES[name]
     with torch.device("meta"):
-        tower = build()
+        tower = case.build()
     layers = parameter_layers(tower, "vision")
-    assert len(layers) == blocks + 2
-    assert before in layers[0] and first in layers[1] and last in layers[-2] and after in layers[-1]
+    assert len(layers) == case.blocks + 2
+    assert case.before in layers[0]
+    assert case.first in layers[1]
+    assert case.last in layers[-2]
+    assert case.after in layers[-1]
     assert sorted(name for layer in layers for name in layer) == sorted(name for name, _ in tower.named_parameters())
 
 
-def test_layers_of_other_towers() -> None:
-    """A ResNet has no parameters after its blocks; a tower without blocks is refused."""
+def test_a_resnet_has_no_parameters_after_its_blocks_and_a_tower_without_blocks_is_refused() -> None:
     with torch.device("meta"):
         layers = parameter_layers(timm.create_model("resnet18", num_classes=0), "vision")
     assert len(layers) == 10 and "layer4.1.bn2.bias" in layers[-2] and layers[-1] == []
@@ -212,8 +247,8 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8), torch.randint(2, 300, (2, 8))
 
 
-def draw(model: nn.Module) -> None:
-    """Randomize the adapters' B weights, which are initially zero, so that the adapters take effect."""
+def randomize_adapters(model: nn.Module) -> None:
+    """Draw the adapters' B weights, which are initially zero, at random so that the adapters take effect."""
     for name, parameter in model.named_parameters():
         if ".lora_B." in name:
             nn.init.normal_(parameter)
@@ -221,10 +256,11 @@ def draw(model: nn.Module) -> None:
 
 def test_adapters_change_nothing_at_first_and_alone_train() -> None:
     torch.manual_seed(0)
-    plain, given = build().eval(), inputs()
+    plain = build().eval()
+    image, tokens = inputs()
     torch.manual_seed(0)
     model = build(lora={"rank": 2}).eval()
-    assert torch.equal(plain(*given)[0], model(*given)[0])
+    assert torch.equal(plain(image, tokens)[0], model(image, tokens)[0])
     trained = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     assert all(".lora_A." in name or ".lora_B." in name for name in trained)
     assert trained["vision.trunk.blocks.0.attn.qkv.lora_A.default.weight"] == (2, 16)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from neuclip_ds.errors import UserError
 from neuclip_ds.state.partition import Partition, RowTable
-from neuclip_ds.state.shards import ShardFiles, Shards, shard_files, shard_key, table_shards, whole
+from neuclip_ds.state.shards import ShardFiles, Shards, replicated_shards, shard_files, shard_key, table_shards
 
 SIZES = {"a/b.weight": 12, "bias": 5, "one": 1}
 KINDS = ("weight", "exp_avg")
@@ -35,13 +35,14 @@ def elements(name: str, kind: str) -> Tensor:
     return torch.arange(SIZES[name]) + 100.0 * sorted(SIZES).index(name) + 1000.0 * KINDS.index(kind)
 
 
-def three(folder: Path) -> ShardFiles:
+def write_three_files(folder: Path) -> ShardFiles:
     """Write three files; the second contains the end of one tensor, all of a second one and none of the others."""
 
     def cut(kind: str, name: str, start: int, stop: int) -> Shards:
         return {shard_key(kind, name, start, stop): elements(name, kind)[start:stop]}
 
-    ranks: list[Shards] = [whole("scalar", {"bias/step": torch.tensor(7.0)}), {}, cut("weight", "one", 0, 1)]
+    scalars = replicated_shards("scalar", {"bias/step": torch.tensor(7.0)})
+    ranks: list[Shards] = [scalars, {}, cut("weight", "one", 0, 1)]
     for kind in KINDS:
         ranks[0] |= cut(kind, "a/b.weight", 0, 5)
         ranks[1] |= cut(kind, "a/b.weight", 9, 12) | cut(kind, "bias", 0, 5)
@@ -49,24 +50,25 @@ def three(folder: Path) -> ShardFiles:
     return write(folder, ranks, steps=7)
 
 
-def test_any_range_of_what_three_ranks_wrote(tmp_path: Path) -> None:
-    files = three(tmp_path)
+def test_any_range_of_the_rows_that_three_ranks_wrote_can_be_read(tmp_path: Path) -> None:
+    files = write_three_files(tmp_path)
     assert files.facts == {"steps": 7}
     assert files.kinds("a/b.weight") == ["exp_avg", "weight"] and files.kinds("one") == ["weight"]
-    assert files.whole("scalar", "bias/") == {"step": torch.tensor(7.0)}
-    assert files.whole("scalar", "a/") == files.whole("other") == {}
+    assert files.replicated("scalar", "bias/") == {"step": torch.tensor(7.0)}
+    assert files.replicated("scalar", "a/") == files.replicated("other") == {}
     for kind in KINDS:
         for start in range(13):
             for stop in range(start, 13):
-                found = files.read("a/b.weight", kind, start, stop)
-                assert torch.equal(found, elements("a/b.weight", kind)[start:stop])
+                rows = files.read("a/b.weight", kind, start, stop)
+                assert torch.equal(rows, elements("a/b.weight", kind)[start:stop])
         assert torch.equal(files.read("bias", kind), elements("bias", kind))
     plain = load_file(tmp_path / "00001-of-00003.safetensors")
-    assert set(plain) == {f"{kind}/{rest}" for kind in KINDS for rest in ("a/b.weight/9-12", "bias/0-5")}
+    names = ("a/b.weight/9-12", "bias/0-5")
+    assert set(plain) == {f"weight/{name}" for name in names} | {f"exp_avg/{name}" for name in names}
 
 
 def test_only_files_that_hold_what_is_read_are_opened(tmp_path: Path) -> None:
-    three(tmp_path)
+    write_three_files(tmp_path)
     for number, start, stop in ((0, 0, 5), (1, 9, 12), (2, 6, 9)):
         folder = tmp_path / str(number)
         folder.mkdir()
@@ -80,8 +82,8 @@ def test_only_files_that_hold_what_is_read_are_opened(tmp_path: Path) -> None:
             files.read("a/b.weight", "weight")
 
 
-def test_missing_rows_are_named(tmp_path: Path) -> None:
-    three(tmp_path)
+def test_an_error_names_the_missing_rows(tmp_path: Path) -> None:
+    write_three_files(tmp_path)
     index = json.loads((tmp_path / "index.json").read_text())
     index["keys"][2] = []
     (tmp_path / "index.json").write_text(json.dumps(index))
@@ -92,15 +94,15 @@ def test_missing_rows_are_named(tmp_path: Path) -> None:
 
 
 @given(rows=st.integers(1, 200), world_size=st.integers(1, 12))
-def test_every_row_has_one_owner(rows: int, world_size: int) -> None:
+def test_every_row_is_in_the_partition_of_one_rank(rows: int, world_size: int) -> None:
     parts = [Partition.of(rows, rank, world_size) for rank in range(world_size)]
     assert [row for part in parts for row in range(part.start, part.stop)] == list(range(rows))
 
 
 def table(rows: int, rank: int, world_size: int, offset: float = 0.0, **options: Any) -> dict[str, RowTable]:
-    part = Partition.of(rows, rank, world_size)
-    values = torch.arange(part.start, part.stop, dtype=torch.float32) + offset
-    return {"samples": RowTable(part, {"u": values, "w": values.unsqueeze(1).repeat(1, 3)}, **options)}
+    partition = Partition.of(rows, rank, world_size)
+    values = torch.arange(partition.start, partition.stop, dtype=torch.float32) + offset
+    return {"samples": RowTable(partition, {"u": values, "w": values.unsqueeze(1).repeat(1, 3)}, **options)}
 
 
 def tables_of(folder: Path, rows: int, writers: int) -> ShardFiles:
@@ -112,9 +114,10 @@ def tables_of(folder: Path, rows: int, writers: int) -> ShardFiles:
 def test_tables_move_between_world_sizes(writers: int, readers: int, tmp_path: Path) -> None:
     files = tables_of(tmp_path, 23, writers)
     for rank in range(readers):
-        read, wanted = table(23, rank, readers, offset=1000.0), table(23, rank, readers)["samples"]
-        files.fill(read)
-        assert all(torch.equal(read["samples"].tensors[key], wanted.tensors[key]) for key in wanted.tensors)
+        loaded = table(23, rank, readers, offset=1000.0)
+        files.fill(loaded)
+        expected = table(23, rank, readers)["samples"].tensors
+        assert all(torch.equal(loaded["samples"].tensors[key], tensor) for key, tensor in expected.items())
 
 
 def test_tables_of_other_data_or_methods_are_refused(tmp_path: Path) -> None:

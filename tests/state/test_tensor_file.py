@@ -31,7 +31,7 @@ def test_the_library_reads_what_was_written(tmp_path: Path, monkeypatch: pytest.
         assert torch.equal(loaded[name], tensor)
 
 
-def test_pieces_are_views_of_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_chunks_are_views_that_cover_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_file, "CHUNK_BYTES", 64)
     table = torch.zeros(11, 3)
     for number, chunk in enumerate(row_chunks(table)):

@@ -100,7 +100,7 @@ def same_end(run: Path, whole: Path) -> None:
     assert ours.keys() == theirs.keys()
     for key, value in theirs.items():
         torch.testing.assert_close(ours[key], value, rtol=1e-4, atol=1e-4, msg=key)
-    ours, theirs = (StateFiles(checkpoint(folder) / STATE).whole(OBJECTIVE) for folder in (run, whole))
+    ours, theirs = (StateFiles(checkpoint(folder) / STATE).replicated(OBJECTIVE) for folder in (run, whole))
     for key, value in theirs.items():
         torch.testing.assert_close(ours[key], value, rtol=1e-4, atol=1e-5, msg=key)
 

@@ -38,7 +38,7 @@ def moments(checkpoint: Path) -> dict[str, Tensor]:
 
 def counts(checkpoint: Path) -> set[float]:
     files = StateFiles(checkpoint / "state")
-    return {float(value) for name in files.shapes for value in files.whole(SCALAR, f"{name}/").values()}
+    return {float(value) for name in files.shapes for value in files.replicated(SCALAR, f"{name}/").values()}
 
 
 def test_weights_stand_still_while_moments_and_u_gather(shards: str, tmp_path: Path) -> None:

@@ -12,15 +12,17 @@ def order_of(samples: int) -> GlobalOrder:
     return GlobalOrder(np.array([0]), np.array([samples]), 10, 3)
 
 
-def test_the_rest_of_an_epoch_is_less_than_half_a_batch() -> None:
+def test_the_last_batch_of_an_epoch_is_a_rest_if_it_is_less_than_half_full() -> None:
     assert [is_rest(order_of(24), step) for step in range(6)] == [False, False, True, False, False, True]
     assert not any(is_rest(order_of(25), step) for step in range(6)), "half a batch"
     assert not is_rest(order_of(4), 0), "every batch is alike"
 
 
-def test_the_length_of_a_run() -> None:
-    lengths = [run_length(order_of(100), *given) for given in ((2.5, None), (0.01, None), (1.0, 30))]
-    assert lengths == [25, 1, 30]
+def test_a_run_has_the_steps_of_its_epochs_at_least_one_or_max_steps() -> None:
+    order = order_of(100)  # ten steps per epoch
+    assert run_length(order, 2.5) == 25
+    assert run_length(order, 0.01) == 1
+    assert run_length(order, 1.0, max_steps=30) == 30
 
 
 def rates(total: int, **options: object) -> list[float]:
@@ -42,12 +44,13 @@ CASES: dict[str, tuple[int, dict[str, object], dict[int, float]]] = {  # steps, 
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_rates(case: str) -> None:
-    total, options, wanted = CASES[case]
-    found = rates(total, **options)
-    assert {step: found[step] for step in wanted} == pytest.approx(wanted)
-    falling = found[fitted_warmup(int(str(options.get("warmup_steps", 4))), total) :]
-    assert falling == sorted(falling, reverse=True) and falling[-1] >= 0.1
+def test_learning_rates_follow_the_schedule_and_never_rise_after_the_warm_up(case: str) -> None:
+    total, options, expected = CASES[case]
+    all_rates = rates(total, **options)
+    assert {step: all_rates[step] for step in expected} == pytest.approx(expected)
+    warmup = fitted_warmup(int(str(options.get("warmup_steps", 4))), total)
+    after_warmup = all_rates[warmup:]
+    assert after_warmup == sorted(after_warmup, reverse=True) and after_warmup[-1] >= 0.1
 
 
 @pytest.mark.parametrize("schedule", ["constant", "cooldown", "wsd"])

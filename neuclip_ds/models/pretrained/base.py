@@ -8,6 +8,7 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ START_FILE = "start.json"  # a run's initial logit parameters and preprocessing,
 class CheckpointRef(NamedTuple):
     """Location of a checkpoint, returned by `locate`; can be sent to other ranks."""
 
-    family: str  # a key of LIBRARIES
+    library: str  # `transformers` or `open_clip`
     path: str  # folder, or weights file if `name` gives the architecture; empty if no weights are needed
     name: str = ""  # ARCHITECTURE/TAG, for checkpoints that the library lists by name
 
@@ -37,7 +38,8 @@ class LogitParameters(NamedTuple):
     bias: float | None
 
 
-class Preprocessing(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Preprocessing:
     """The image size and normalization that a model expects."""
 
     size: int  # side of the square image, in pixels
@@ -53,10 +55,11 @@ class LoadedModel(NamedTuple):
     logits: LogitParameters
 
 
-class Package(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class LibraryModel:
     """A model's config, weights, preprocessing and tokenizer, in the format of one library."""
 
-    family: str
+    library: str  # `transformers` or `open_clip`
     config: dict[str, Any]  # config of the architecture
     weights: dict[str, Tensor]  # under the library's names, including logit scale and bias
     preprocessing: Preprocessing
@@ -79,8 +82,12 @@ class ModelSource(ABC):
     embed_dim: int
 
     @abstractmethod
-    def tokenizer(self, of_run: Callable[[], CaptionTokenizer]) -> ModelTokenizer:
-        """Return the model's own tokenizer or, if it has none, `of_run()`; raise UserError if neither can be used."""
+    def tokenizer(self, train_tokenizer: Callable[[], CaptionTokenizer]) -> ModelTokenizer:
+        """Return the model's own tokenizer or, if it has none, `train_tokenizer()`.
+
+        Raises:
+            UserError: neither can be used.
+        """
 
     @abstractmethod
     def build(self, tokenizer: ModelTokenizer) -> DualEncoder:
@@ -99,7 +106,9 @@ class ModelSource(ABC):
         """
 
     @abstractmethod
-    def package(self, tokenizer: ModelTokenizer, weights: Mapping[str, Tensor], logits: LogitParameters) -> Package:
+    def to_library_model(
+        self, tokenizer: ModelTokenizer, weights: Mapping[str, Tensor], logits: LogitParameters
+    ) -> LibraryModel:
         """Convert weights to a library's file format; weight names are those of the built model without adapters.
 
         Raises:
@@ -110,7 +119,7 @@ class ModelSource(ABC):
         """Save all files that `open_saved` needs to reopen the source, except the model config and the weights."""
         folder.mkdir(parents=True, exist_ok=True)
         self.save_files(folder)
-        start = {"logits": logits._asdict(), "preprocessing": self.preprocessing._asdict()}
+        start = {"logits": logits._asdict(), "preprocessing": asdict(self.preprocessing)}
         (folder / START_FILE).write_text(json.dumps(start), encoding="utf-8")
 
     @abstractmethod
@@ -120,9 +129,11 @@ class ModelSource(ABC):
 
 def read_logit_parameters(weights: Mapping[str, Tensor]) -> LogitParameters:
     """Read the temperature (exp(-logit_scale)) and the bias from a checkpoint's tensors; each is None if absent."""
-    scale, bias = (weights.get(name) for name in ("logit_scale", "logit_bias"))
+    scale = weights.get("logit_scale")
+    bias = weights.get("logit_bias")
     return LogitParameters(
-        temperature=None if scale is None else math.exp(-scale.item()), bias=None if bias is None else bias.item()
+        temperature=None if scale is None else math.exp(-scale.item()),
+        bias=None if bias is None else bias.item(),
     )
 
 
@@ -138,31 +149,34 @@ def logit_tensors(logits: LogitParameters, shape: Sequence[int]) -> dict[str, Te
 
 def rename_prefixes(tensors: Mapping[str, Tensor], prefixes: Mapping[str, str]) -> dict[str, Tensor]:
     """Replace the prefixes of tensor names, omitting tensors whose names have none of the prefixes."""
-    return {
-        new + name.removeprefix(old): tensor
-        for name, tensor in tensors.items()
-        for old, new in prefixes.items()
-        if name.startswith(old)
-    }
+    renamed = {}
+    for name, tensor in tensors.items():
+        for old, new in prefixes.items():
+            if name.startswith(old):
+                renamed[new + name.removeprefix(old)] = tensor
+    return renamed
 
 
-def check_tensors(where: str, wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
+def check_tensors(where: str, expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
     """Raise UserError if tensors are missing, unexpected or of the wrong shape."""
-    shapes = [
-        f"{name} is {tuple(found[name].shape)} instead of {tuple(tensor.shape)}"
-        for name, tensor in wanted.items()
-        if name in found and found[name].shape != tensor.shape
-    ]
-    raise_on_mismatch(where, [n for n in wanted if n not in found], [n for n in found if n not in wanted], shapes)
+    missing = [name for name in expected if name not in tensors]
+    unexpected = [name for name in tensors if name not in expected]
+    wrong_shapes = []
+    for name, tensor in expected.items():
+        if name in tensors and tensors[name].shape != tensor.shape:
+            wrong_shapes.append(f"{name} is {tuple(tensors[name].shape)} instead of {tuple(tensor.shape)}")
+    raise_on_mismatch(where, missing, unexpected, wrong_shapes)
 
 
-def raise_on_mismatch(where: str, missing: Sequence[str], unexpected: Sequence[str], shapes: Sequence[str]) -> None:
+def raise_on_mismatch(
+    where: str, missing: Sequence[str], unexpected: Sequence[str], wrong_shapes: Sequence[str]
+) -> None:
     """Raise UserError if any list is nonempty; the message gives the length and first entry of each nonempty list."""
-    problems = [
-        f"{len(names)} tensors {kind} (first {names[0]})"
-        for kind, names in (("are missing", missing), ("are unexpected", unexpected), ("have the wrong shape", shapes))
-        if names
-    ]
+    tensors_by_problem = {"are missing": missing, "are unexpected": unexpected, "have the wrong shape": wrong_shapes}
+    problems = []
+    for problem, names in tensors_by_problem.items():
+        if names:
+            problems.append(f"{len(names)} tensors {problem} (first {names[0]})")
     if problems:
         raise UserError(
             f"The weights of {where} do not match its config: {', '.join(problems)}; "

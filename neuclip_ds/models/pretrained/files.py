@@ -33,20 +33,26 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     ):
         if path.suffix == ".safetensors":
             return load_file(path)
-        tree = torch.load(path, map_location="cpu", weights_only=True)
-        return {str(key).removeprefix("module."): value.detach() for key, value in tree.get("state_dict", tree).items()}
+        content = torch.load(path, map_location="cpu", weights_only=True)
+        state = content.get("state_dict", content)
+        return {str(name).removeprefix("module."): tensor.detach() for name, tensor in state.items()}
 
 
 def first_file(folder: Path, names: Sequence[str]) -> Path | None:
     """Return the path of the first file in `names` that exists in the folder, or None."""
-    return next((folder / name for name in names if (folder / name).is_file()), None)
+    for name in names:
+        path = folder / name
+        if path.is_file():
+            return path
+    return None
 
 
 def save_small_files(source: Path, folder: Path) -> None:
     """Copy a checkpoint's files, except the weights, to a folder."""
-    for path in (path for pattern in SMALL_FILES for path in source.glob(pattern)):
-        if not path.name.endswith(".index.json"):
-            shutil.copy(path, folder)
+    for pattern in SMALL_FILES:
+        for path in source.glob(pattern):
+            if not path.name.endswith(".index.json"):
+                shutil.copy(path, folder)
 
 
 def fetch(name: str, weights: Sequence[str] = ()) -> Path:

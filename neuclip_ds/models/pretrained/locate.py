@@ -5,6 +5,7 @@ A run calls `locate` on rank 0 and then `open_checkpoint` on all ranks, so that 
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from neuclip_ds.config import ModelConfig
 from neuclip_ds.errors import UserError
@@ -25,18 +26,18 @@ def locate(name: str, weights: bool = True) -> CheckpointRef:
     Raises:
         UserError: the checkpoint does not exist, or cannot be downloaded.
     """
-    rest = name.removeprefix("open_clip:")
-    forced = rest != name
-    if forced and rest.partition("/")[0] in open_clip_models.library().list_models():
-        return open_clip_models.locate_by_name(rest, weights)
-    if Path(rest).expanduser().is_file():
+    path = name.removeprefix("open_clip:")
+    names_open_clip = path != name
+    if names_open_clip and path.partition("/")[0] in open_clip_models.import_open_clip().list_models():
+        return open_clip_models.locate_by_name(path, weights)
+    if Path(path).expanduser().is_file():
         raise UserError(
             f"model.pretrained={name} is a file without an architecture; write "
-            f"open_clip:ARCHITECTURE/{rest}, or name the folder of a complete checkpoint."
+            f"open_clip:ARCHITECTURE/{path}, or name the folder of a complete checkpoint."
         )
-    family = "open_clip" if forced else _family(fetch(rest))
-    patterns = LIBRARIES[family][1] if weights else ()
-    return CheckpointRef(family, str(fetch(rest, patterns)))
+    library = "open_clip" if names_open_clip else _library_of(fetch(path))
+    patterns = LIBRARIES[library].weight_patterns if weights else ()
+    return CheckpointRef(library, str(fetch(path, patterns)))
 
 
 def open_checkpoint(ref: CheckpointRef, config: ModelConfig = _AS_PUBLISHED) -> ModelSource:
@@ -49,16 +50,24 @@ def open_checkpoint(ref: CheckpointRef, config: ModelConfig = _AS_PUBLISHED) -> 
         raise UserError(
             f"{ref.path} exists on rank 0 but not here; put the checkpoint under the same path on every node."
         )
-    return LIBRARIES[ref.family][0](config, ref)
+    return LIBRARIES[ref.library].open(config, ref)
 
 
-LIBRARIES: dict[str, tuple[Callable[[ModelConfig, CheckpointRef], ModelSource], Sequence[str]]] = {
-    "transformers": (transformers_models.TransformersCheckpoint, transformers_models.WEIGHT_PATTERNS),
-    "open_clip": (open_clip_models.OpenClipCheckpoint, open_clip_models.WEIGHT_PATTERNS),
+class Library(NamedTuple):
+    """A library whose checkpoints can be opened."""
+
+    open: Callable[[ModelConfig, CheckpointRef], ModelSource]
+    weight_patterns: Sequence[str]  # of the weights files, one per format
+
+
+LIBRARIES = {
+    "transformers": Library(transformers_models.TransformersCheckpoint, transformers_models.WEIGHT_PATTERNS),
+    "open_clip": Library(open_clip_models.OpenClipCheckpoint, open_clip_models.WEIGHT_PATTERNS),
 }
 
 
-def _family(folder: Path) -> str:
+def _library_of(folder: Path) -> str:
+    """Return the library of the checkpoint in a folder; raise UserError if there is none that can be loaded."""
     config = folder / "config.json"
     if config.is_file() and read_json(config).get("model_type") in transformers_models.MODEL_TYPES:
         return "transformers"

@@ -16,14 +16,14 @@ from transformers import PreTrainedModel
 
 from neuclip_ds.config import OPENAI_MEAN, OPENAI_STD, ModelConfig
 from neuclip_ds.errors import UserError, explained, require_package
-from neuclip_ds.models.build import prepare
+from neuclip_ds.models.build import apply_common_options
 from neuclip_ds.models.pretrained.attention_masks import use_static_masks
 from neuclip_ds.models.pretrained.base import (
     CheckpointRef,
+    LibraryModel,
     LoadedModel,
     LogitParameters,
     ModelSource,
-    Package,
     Preprocessing,
     check_tensors,
     logit_tensors,
@@ -45,7 +45,7 @@ _WEIGHTS = (
 _PREFIXES = {"vision.trunk.": "visual.", "text.trunk.": "text."}
 
 
-def library() -> Any:
+def import_open_clip() -> Any:
     """Return the open_clip module; raise UserError if it is not installed."""
     require_package("open_clip", "model.pretrained with an open_clip model", "open_clip")
     import open_clip
@@ -60,32 +60,37 @@ def locate_by_name(name: str, weights: bool) -> CheckpointRef:
         UserError: no such file or tag exists, the download fails, or the architecture lacks the activation function
             that the weights were trained with (open_clip only warns about this).
     """
-    architecture, _, rest = name.partition("/")
-    known = library().get_pretrained_cfg(architecture, rest) if rest else None
-    if not known:
-        path = Path(rest).expanduser()
-        if not rest or not path.is_file():
-            tags = ", ".join(library().list_pretrained_tags_by_model(architecture))
+    open_clip = import_open_clip()
+    architecture, _, file_or_tag = name.partition("/")
+    tag_config = open_clip.get_pretrained_cfg(architecture, file_or_tag) if file_or_tag else None
+    if not tag_config:
+        path = Path(file_or_tag).expanduser()
+        if not file_or_tag or not path.is_file():
+            tags = ", ".join(open_clip.list_pretrained_tags_by_model(architecture))
             raise UserError(
                 f"model.pretrained=open_clip:{name} names neither a file nor one of open_clip's weights for "
                 f"{architecture}: {tags or 'it has none'}."
             )
         return CheckpointRef("open_clip", str(path.resolve()), f"{architecture}/")
-    quick_gelu = bool(known.get("quick_gelu", False))
-    if bool(library().get_model_config(architecture).get("quick_gelu", False)) != quick_gelu:
-        base = architecture.removesuffix("-quickgelu")
+    trained_with_quick_gelu = bool(tag_config.get("quick_gelu", False))
+    has_quick_gelu = bool(open_clip.get_model_config(architecture).get("quick_gelu", False))
+    if has_quick_gelu != trained_with_quick_gelu:
+        activation = "quick GELU" if trained_with_quick_gelu else "GELU"
+        matching = architecture.removesuffix("-quickgelu")
+        if trained_with_quick_gelu:
+            matching += "-quickgelu"
         raise UserError(
-            f"The weights {rest} were trained with {'quick ' if quick_gelu else ''}GELU, which {architecture} does not "
-            f"have; name open_clip:{base}{'-quickgelu' if quick_gelu else ''}/{rest}."
+            f"The weights {file_or_tag} were trained with {activation}, which {architecture} does not "
+            f"have; name open_clip:{matching}/{file_or_tag}."
         )
     if not weights:
         return CheckpointRef("open_clip", "", name)
-    source = str(known.get("hf_hub", "")).rstrip("/") or known.get("url")
+    source = str(tag_config.get("hf_hub", "")).rstrip("/") or tag_config.get("url")
     with explained(
         f"model.pretrained=open_clip:{name} is not in the local cache and could not be downloaded",
         f"download {source} on a machine with network and name its folder, or set open_clip:{architecture}/FILE",
     ):
-        return CheckpointRef("open_clip", str(library().download_pretrained(known)), name)
+        return CheckpointRef("open_clip", str(open_clip.download_pretrained(tag_config)), name)
 
 
 class OpenClipTokenizer:
@@ -101,7 +106,7 @@ class OpenClipTokenizer:
 
     def save(self, folder: Path | str) -> None:
         """Save the tokenizer's files for `transformers.AutoTokenizer`."""
-        transformers_form(self.inner).save_pretrained(folder)
+        to_transformers_tokenizer(self.inner).save_pretrained(folder)
 
 
 class OpenClipCheckpoint(ModelSource):
@@ -112,77 +117,95 @@ class OpenClipCheckpoint(ModelSource):
     """
 
     def __init__(self, config: ModelConfig, ref: CheckpointRef) -> None:
-        library()
-        self.config, self.name, self._ref = config, config.pretrained, ref
-        self._where = f"open_clip:{ref.name}" if ref.name else ref.path
-        self._tokenizer_source = ref.name.partition("/")[0] if ref.name else f"local-dir:{ref.path}"
-        self._tree, preprocess = _config_of(ref)
-        if "embed_dim" not in self._tree:
+        import_open_clip()  # raises UserError if it is not installed
+        self.config = config
+        self.name = config.pretrained
+        self._ref = ref
+        if ref.name:
+            self._where = f"open_clip:{ref.name}"
+            self._tokenizer_source = ref.name.partition("/")[0]
+        else:
+            self._where = ref.path
+            self._tokenizer_source = f"local-dir:{ref.path}"
+        self._model_config, preprocess_config = _read_configs(ref)
+        if "embed_dim" not in self._model_config:
             raise UserError(
                 f"{CONFIG_FILE} in {self._where} has no model_cfg.embed_dim, the width of the joint space; add it."
             )
-        self.embed_dim = int(self._tree["embed_dim"])
-        self._tree.setdefault("vision_cfg", {})["timm_model_pretrained"] = False
-        self.preprocessing = _preprocessing(self._tree["vision_cfg"], preprocess, self._where)
+        self.embed_dim = int(self._model_config["embed_dim"])
+        self._model_config.setdefault("vision_cfg", {})["timm_model_pretrained"] = False
+        self.preprocessing = _read_preprocessing(self._model_config["vision_cfg"], preprocess_config, self._where)
 
-    def tokenizer(self, of_run: Any = None) -> ModelTokenizer:
-        # open_clip passes these options on to transformers' tokenizer
-        options = {"trust_remote_code": False} if self._tree.get("text_cfg", {}).get("hf_tokenizer_name") else {}
+    def tokenizer(self, train_tokenizer: Any = None) -> ModelTokenizer:
+        options = {}
+        if self._model_config.get("text_cfg", {}).get("hf_tokenizer_name"):
+            options["trust_remote_code"] = False  # open_clip passes the options on to transformers' tokenizer
         with explained(
             f"open_clip cannot read the tokenizer of {self._where}",
             "put its files (tokenizer.json and tokenizer_config.json) into a folder with the weights and "
             f"{CONFIG_FILE}, and name that folder",
         ):
-            return OpenClipTokenizer(library().get_tokenizer(self._tokenizer_source, **options))
+            return OpenClipTokenizer(import_open_clip().get_tokenizer(self._tokenizer_source, **options))
 
     def build(self, tokenizer: Any = None) -> DualEncoder:
-        return self._wrapped(architecture(self._tree, self._where))
+        return self._to_dual_encoder(architecture(self._model_config, self._where))
 
     def load(self, tokenizer: Any = None) -> LoadedModel:
         path = Path(self._ref.path)
         weights = first_file(path, _WEIGHTS) if path.is_dir() else path
         if not self._ref.path or weights is None:
             raise UserError(f"{self._where} has no weights; put {_WEIGHTS[0]} there.")
-        tensors = library().model.convert_to_custom_text_state_dict(read_tensors(weights))
+        tensors = import_open_clip().model.convert_to_custom_text_state_dict(read_tensors(weights))
         logits = read_logit_parameters(tensors)
-        model = architecture(self._tree, self._where)
-        wanted = {name: value for name, value in model.state_dict().items() if not name.startswith("logit_")}
-        found = {name: value for name, value in tensors.items() if not name.startswith("logit_")}
-        check_tensors(self._where, wanted, found)
-        model.load_state_dict(found, strict=False)
-        return LoadedModel(self._wrapped(model), logits)
+        model = architecture(self._model_config, self._where)
+        state = _without_logit_parameters(tensors)
+        check_tensors(self._where, _without_logit_parameters(model.state_dict()), state)
+        model.load_state_dict(state, strict=False)
+        return LoadedModel(self._to_dual_encoder(model), logits)
 
-    def package(self, tokenizer: ModelTokenizer, weights: Mapping[str, Tensor], logits: LogitParameters) -> Package:
+    def to_library_model(
+        self, tokenizer: ModelTokenizer, weights: Mapping[str, Tensor], logits: LogitParameters
+    ) -> LibraryModel:
         tensors = rename_prefixes(weights, _PREFIXES) | logit_tensors(logits, ())
-        config = deepcopy(self._tree)
+        config = deepcopy(self._model_config)
         if logits.bias is not None:
             config.setdefault("init_logit_bias", logits.bias)
-        return Package("open_clip", config, config_names(config, tensors), self.preprocessing, tokenizer)
+        return LibraryModel(
+            library="open_clip",
+            config=config,
+            weights=config_names(config, tensors),
+            preprocessing=self.preprocessing,
+            tokenizer=tokenizer,
+        )
 
     def save_files(self, folder: Path) -> None:
-        write_config(folder, self._tree, self.preprocessing)
+        write_config(folder, self._model_config, self.preprocessing)
         self.tokenizer().save(folder)
 
-    def _wrapped(self, model: Any) -> DualEncoder:
+    def _to_dual_encoder(self, model: Any) -> DualEncoder:
         encoder = getattr(model.text, "transformer", None)
         if isinstance(encoder, PreTrainedModel):
             use_static_masks(encoder)
-        _, mean, std, _ = self.preprocessing
-        towers = VisionTower(model.visual, None, mean, std), TextTower(model.text, None)
-        return prepare(DualEncoder(*towers), self.config)
+        vision = VisionTower(model.visual, None, self.preprocessing.mean, self.preprocessing.std)
+        text = TextTower(model.text, None)
+        return apply_common_options(DualEncoder(vision, text), self.config)
+
+
+def _without_logit_parameters(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith("logit_")}
 
 
 def architecture(config: Mapping[str, Any], where: str) -> Any:
     """Build the open_clip model that a config describes, with random weights; raise UserError if that fails."""
-    open_clip = library()
-    parts = {key: value for key, value in config.items() if key != "custom_text"}
-    text = parts.get("text_cfg", {})
+    open_clip = import_open_clip()
+    options = {key: value for key, value in config.items() if key != "custom_text"}
+    text = options.get("text_cfg", {})
     if text.get("hf_model_name"):
         _refuse_foreign_code(text["hf_model_name"], where)
-        parts["text_cfg"] = {**text, "hf_model_pretrained": False}  # the checkpoint has the weights
+        options["text_cfg"] = {**text, "hf_model_pretrained": False}  # the checkpoint has the weights
     problem = f"open_clip {open_clip.__version__} cannot build {where}"
     with explained(problem, "correct its model_cfg, or update open_clip_torch"):
-        return open_clip.CustomTextCLIP(**parts)
+        return open_clip.CustomTextCLIP(**options)
 
 
 def _refuse_foreign_code(name: str, where: str) -> None:
@@ -193,8 +216,8 @@ def _refuse_foreign_code(name: str, where: str) -> None:
         f"transformers cannot read the text encoder {name} of {where}",
         "correct text_cfg.hf_model_name, or download the encoder on a machine with network and name its folder there",
     ):
-        is_own = type(AutoConfig.from_pretrained(name, trust_remote_code=False)) in MODEL_MAPPING
-    if not is_own:
+        encoder_config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    if type(encoder_config) not in MODEL_MAPPING:
         raise UserError(f"transformers does not include the text encoder {name} of {where}; use a different encoder.")
 
 
@@ -213,49 +236,55 @@ def write_config(folder: Path, config: Mapping[str, Any], preprocessing: Preproc
         "interpolation": "bicubic",
         "resize_mode": "squash" if preprocessing.squash else "shortest",
     }
-    tree = {"model_cfg": config, "preprocess_cfg": preprocess}
-    (folder / CONFIG_FILE).write_text(json.dumps(tree, indent=2), encoding="utf-8")
+    content = {"model_cfg": config, "preprocess_cfg": preprocess}
+    (folder / CONFIG_FILE).write_text(json.dumps(content, indent=2), encoding="utf-8")
 
 
 def clip_bpe(context_length: int) -> CaptionTokenizer:
     """Return CLIP's BPE tokenizer, with the vocabulary from the open_clip package."""
-    return CaptionTokenizer.closed(transformers_form(library().SimpleTokenizer()), context_length)
+    return CaptionTokenizer.closed(to_transformers_tokenizer(import_open_clip().SimpleTokenizer()), context_length)
 
 
-def transformers_form(tokenizer: Any) -> Any:
+def to_transformers_tokenizer(tokenizer: Any) -> Any:
     """Convert an open_clip tokenizer to a transformers tokenizer that returns the same ids, except for padding."""
     inner = getattr(tokenizer, "tokenizer", None)
     if inner is not None:
         return inner
     from transformers import CLIPTokenizer
 
-    start, end = tokenizer.decoder[tokenizer.sot_token_id], tokenizer.decoder[tokenizer.eot_token_id]
-    names = {start: "<|startoftext|>", end: "<|endoftext|>"}  # the names that transformers' tokenizer expects
+    # transformers' tokenizer expects these names for the two special tokens
+    names = {tokenizer.sot_token_id: "<|startoftext|>", tokenizer.eot_token_id: "<|endoftext|>"}
     return CLIPTokenizer(
-        vocab={names.get(token, token): number for token, number in tokenizer.encoder.items()},
+        vocab={names.get(number, token): number for token, number in tokenizer.encoder.items()},
         merges=list(tokenizer.bpe_ranks),
         model_max_length=tokenizer.context_length,
     )
 
 
-def _config_of(ref: CheckpointRef) -> tuple[dict[str, Any], dict[str, Any]]:
+def _read_configs(ref: CheckpointRef) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a checkpoint's `model_cfg` and `preprocess_cfg`."""
     if not ref.name:
-        tree = read_json(Path(ref.path) / CONFIG_FILE)
-        if not isinstance(tree.get("model_cfg"), dict):
+        content = read_json(Path(ref.path) / CONFIG_FILE)
+        if not isinstance(content.get("model_cfg"), dict):
             raise UserError(f"{ref.path}/{CONFIG_FILE} has no model_cfg; put the checkpoint's file there.")
-        return tree["model_cfg"], tree.get("preprocess_cfg", {})
+        return content["model_cfg"], content.get("preprocess_cfg", {})
+    open_clip = import_open_clip()
     architecture, _, tag = ref.name.partition("/")
-    return library().get_model_config(architecture), library().get_pretrained_cfg(architecture, tag) or {}
+    return open_clip.get_model_config(architecture), open_clip.get_pretrained_cfg(architecture, tag) or {}
 
 
-def _preprocessing(vision: Mapping[str, Any], preprocess: Mapping[str, Any], where: str) -> Preprocessing:
-    size = vision.get("image_size", 224)  # open_clip's default
+def _read_preprocessing(
+    vision_config: Mapping[str, Any], preprocess_config: Mapping[str, Any], where: str
+) -> Preprocessing:
+    """Return a checkpoint's preprocessing; raise UserError if it is not supported."""
+    size = vision_config.get("image_size", 224)  # open_clip's default
     sides = set(size) if isinstance(size, list | tuple) else {size}
-    mean, std = tuple(preprocess.get("mean", OPENAI_MEAN)), tuple(preprocess.get("std", OPENAI_STD))
+    mean = tuple(preprocess_config.get("mean", OPENAI_MEAN))
+    std = tuple(preprocess_config.get("std", OPENAI_STD))
     if len(sides) != 1 or len(mean) != 3 or len(std) != 3:
         raise UserError(
             f"{where} takes images of {size} pixels with mean {mean} and std {std}; only square images with three "
             "channels are supported."
         )
-    return Preprocessing(int(sides.pop()), mean, std, preprocess.get("resize_mode") == "squash")
+    squash = preprocess_config.get("resize_mode") == "squash"
+    return Preprocessing(size=int(sides.pop()), mean=mean, std=std, squash=squash)

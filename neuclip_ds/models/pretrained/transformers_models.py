@@ -5,24 +5,25 @@ Fixed-resolution SigLIP 2 models have the model type `siglip`.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import transformers as library
+import transformers
 from torch import Tensor
 from transformers.image_utils import PILImageResampling
 from transformers.utils import logging
 
 from neuclip_ds.config import ModelConfig
 from neuclip_ds.errors import UserError, explained
-from neuclip_ds.models.build import prepare
+from neuclip_ds.models.build import apply_common_options
 from neuclip_ds.models.pretrained.base import (
     CheckpointRef,
+    LibraryModel,
     LoadedModel,
     LogitParameters,
     ModelSource,
-    Package,
     Preprocessing,
     logit_tensors,
     raise_on_mismatch,
@@ -39,27 +40,26 @@ _PROCESSOR = "preprocessor_config.json"
 _LEGACY_EOS = 2  # EOS id in old CLIP configs, for which transformers pools at the largest token id
 
 
-class ModelType(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class ModelType:
     """The transformers classes for a `model_type` in config.json, and the properties in which the types differ."""
 
-    config: Any
-    model: Any
-    image_processor: Any
+    config_class: Any
+    model_class: Any
+    image_processor_class: Any
     siglip: bool = False  # no projections; logit scale and bias of shape (1,); text pooled at the last position
     legacy_eos: bool = False  # whether an EOS id of 2 means that text is pooled at the largest id
 
     def processor(self, preprocessing: Preprocessing) -> Any:
         """Return transformers' image processor for the given preprocessing."""
-        size, mean, std, squash = preprocessing
-        square = {"height": size, "width": size}
-        resized = square if squash else {"shortest_edge": size}
-        return self.image_processor(
-            size=resized,
+        square = {"height": preprocessing.size, "width": preprocessing.size}
+        return self.image_processor_class(
+            size=square if preprocessing.squash else {"shortest_edge": preprocessing.size},
             crop_size=square,
-            do_center_crop=not squash,
+            do_center_crop=not preprocessing.squash,
             resample=PILImageResampling.BICUBIC,
-            image_mean=list(mean),
-            image_std=list(std),
+            image_mean=list(preprocessing.mean),
+            image_std=list(preprocessing.std),
         )
 
 
@@ -70,9 +70,23 @@ _PREFIXES = {  # prefixes of our parameter names -> transformers' prefixes
     "text.projection.": "text_projection.",
 }
 MODEL_TYPES = {
-    "clip": ModelType(library.CLIPConfig, library.CLIPModel, library.CLIPImageProcessor, legacy_eos=True),
-    "metaclip_2": ModelType(library.MetaClip2Config, library.MetaClip2Model, library.CLIPImageProcessor),
-    "siglip": ModelType(library.SiglipConfig, library.SiglipModel, library.SiglipImageProcessor, siglip=True),
+    "clip": ModelType(
+        config_class=transformers.CLIPConfig,
+        model_class=transformers.CLIPModel,
+        image_processor_class=transformers.CLIPImageProcessor,
+        legacy_eos=True,
+    ),
+    "metaclip_2": ModelType(
+        config_class=transformers.MetaClip2Config,
+        model_class=transformers.MetaClip2Model,
+        image_processor_class=transformers.CLIPImageProcessor,
+    ),
+    "siglip": ModelType(
+        config_class=transformers.SiglipConfig,
+        model_class=transformers.SiglipModel,
+        image_processor_class=transformers.SiglipImageProcessor,
+        siglip=True,
+    ),
 }
 
 
@@ -84,44 +98,48 @@ class TransformersCheckpoint(ModelSource):
     """
 
     def __init__(self, config: ModelConfig, ref: CheckpointRef) -> None:
-        self.config, self.name, self._folder = config, config.pretrained, Path(ref.path)
-        tree = read_json(self._folder / "config.json")
-        self._kind = MODEL_TYPES[tree["model_type"]]
-        self._published = self._kind.config.from_dict(tree)
-        self._published._attn_implementation = "sdpa"
-        vision = self._published.vision_config
-        self.embed_dim = vision.hidden_size if self._kind.siglip else self._published.projection_dim
-        self.preprocessing = _preprocessing(self._folder, vision.image_size)
+        self.config = config
+        self.name = config.pretrained
+        self._folder = Path(ref.path)
+        config_json = read_json(self._folder / "config.json")
+        self._model_type = MODEL_TYPES[config_json["model_type"]]
+        self._library_config = self._model_type.config_class.from_dict(config_json)
+        self._library_config._attn_implementation = "sdpa"
+        vision = self._library_config.vision_config
+        self.embed_dim = vision.hidden_size if self._model_type.siglip else self._library_config.projection_dim
+        self.preprocessing = _read_preprocessing(self._folder, vision.image_size)
 
-    def tokenizer(self, of_run: Any = None) -> CaptionTokenizer:
-        text = self._published.text_config
+    def tokenizer(self, train_tokenizer: Any = None) -> CaptionTokenizer:
+        text = self._library_config.text_config
         tokenizer = load_tokenizer(self._folder, text.vocab_size)
-        largest, eos = max(tokenizer.get_vocab().values()), tokenizer.eos_token_id
-        read_at = largest if self._kind.legacy_eos and text.eos_token_id == _LEGACY_EOS else text.eos_token_id
-        if not self._kind.siglip and read_at != eos:
+        pooled_id = text.eos_token_id
+        if self._model_type.legacy_eos and text.eos_token_id == _LEGACY_EOS:
+            pooled_id = max(tokenizer.get_vocab().values())
+        if not self._model_type.siglip and pooled_id != tokenizer.eos_token_id:
             raise UserError(
-                f"The text tower in {self._folder} reads its feature at token {read_at}, but the tokenizer ends a "
-                f"caption with {eos}; put the model's tokenizer files there, or correct eos_token_id in config.json."
+                f"The text tower in {self._folder} reads its feature at token {pooled_id}, but the tokenizer ends a "
+                f"caption with {tokenizer.eos_token_id}; put the model's tokenizer files there, or correct "
+                "eos_token_id in config.json."
             )
-        found = CaptionTokenizer(tokenizer, text.max_position_embeddings)
-        if found.pad_id is None:
+        caption_tokenizer = CaptionTokenizer(tokenizer, text.max_position_embeddings)
+        if caption_tokenizer.pad_id is None:
             raise UserError(
                 f"The tokenizer in {self._folder} has no padding token, so it is not the model's: put the model's "
                 "tokenizer files there."
             )
-        return found
+        return caption_tokenizer
 
     def build(self, tokenizer: Any = None) -> DualEncoder:
-        return self._wrapped(self._kind.model(self._published))
+        return self._to_dual_encoder(self._model_type.model_class(self._library_config))
 
     def load(self, tokenizer: Any = None) -> LoadedModel:
         if first_file(self._folder, WEIGHTS) is None:
             raise UserError(f"{self._folder} has no weights; put {WEIGHTS[0]} (or pytorch_model.bin) there.")
         logging.disable_progress_bar()  # one bar per rank would flood the log
         with explained(f"transformers cannot read the weights in {self._folder}", "put the model's file there"):
-            model, info = self._kind.model.from_pretrained(
+            model, info = self._model_type.model_class.from_pretrained(
                 self._folder,
-                config=self._published,
+                config=self._library_config,
                 local_files_only=True,
                 weights_only=True,
                 trust_remote_code=False,
@@ -130,40 +148,55 @@ class TransformersCheckpoint(ModelSource):
                 output_loading_info=True,
             )
         missing = set(info["missing_keys"])
-        needed = sorted(name for name in missing if not name.startswith("logit_"))
-        shapes = [f"{name} is {tuple(found)} instead of {tuple(want)}" for name, found, want in info["mismatched_keys"]]
-        raise_on_mismatch(str(self._folder), needed, sorted(info["unexpected_keys"]), shapes)
+        missing_weights = sorted(name for name in missing if not name.startswith("logit_"))
+        wrong_shapes = []
+        for name, shape, expected in info["mismatched_keys"]:
+            wrong_shapes.append(f"{name} is {tuple(shape)} instead of {tuple(expected)}")
+        raise_on_mismatch(str(self._folder), missing_weights, sorted(info["unexpected_keys"]), wrong_shapes)
         state = {name: value for name, value in model.named_parameters() if name not in missing}
-        return LoadedModel(self._wrapped(model), read_logit_parameters(state))
+        return LoadedModel(self._to_dual_encoder(model), read_logit_parameters(state))
 
-    def package(self, tokenizer: ModelTokenizer, weights: Mapping[str, Tensor], logits: LogitParameters) -> Package:
-        if self._kind.siglip and logits.bias is None:
-            logits = logits._replace(bias=0.0)  # SiglipModel always has a bias
-        tensors = rename_prefixes(weights, _PREFIXES)
-        tensors |= logit_tensors(logits, (1,) if self._kind.siglip else ())
-        return Package("transformers", self._published.to_dict(), tensors, self.preprocessing, tokenizer)
+    def to_library_model(
+        self, tokenizer: ModelTokenizer, weights: Mapping[str, Tensor], logits: LogitParameters
+    ) -> LibraryModel:
+        logit_shape: tuple[int, ...] = ()
+        if self._model_type.siglip:
+            logit_shape = (1,)
+            if logits.bias is None:
+                logits = logits._replace(bias=0.0)  # SiglipModel always has a bias
+        return LibraryModel(
+            library="transformers",
+            config=self._library_config.to_dict(),
+            weights=rename_prefixes(weights, _PREFIXES) | logit_tensors(logits, logit_shape),
+            preprocessing=self.preprocessing,
+            tokenizer=tokenizer,
+        )
 
     def save_files(self, folder: Path) -> None:
         save_small_files(self._folder, folder)
 
-    def _wrapped(self, model: Any) -> DualEncoder:
-        vision, text = (getattr(model, name, None) for name in ("visual_projection", "text_projection"))
-        _, mean, std, _ = self.preprocessing
-        towers = VisionTower(model.vision_model, vision, mean, std), TextTower(model.text_model, text)
-        return prepare(DualEncoder(*towers), self.config)
+    def _to_dual_encoder(self, model: Any) -> DualEncoder:
+        """Make transformers' model a dual encoder; SigLIP's has no projections."""
+        image_projection = getattr(model, "visual_projection", None)
+        text_projection = getattr(model, "text_projection", None)
+        vision = VisionTower(model.vision_model, image_projection, self.preprocessing.mean, self.preprocessing.std)
+        text = TextTower(model.text_model, text_projection)
+        return apply_common_options(DualEncoder(vision, text), self.config)
 
 
-def _preprocessing(folder: Path, image_size: Any) -> Preprocessing:
+def _read_preprocessing(folder: Path, image_size: Any) -> Preprocessing:
+    """Read the preprocessing from a checkpoint's image processor; raise UserError if it is not supported."""
     nested = folder / "processor_config.json"  # where transformers 5 stores the image processor
     if nested.is_file() and not (folder / _PROCESSOR).is_file():
-        tree = read_json(nested).get("image_processor", {})
+        processor = read_json(nested).get("image_processor", {})
     else:
-        tree = read_json(folder / _PROCESSOR)
-    mean, std = tree.get("image_mean"), tree.get("image_std")
+        processor = read_json(folder / _PROCESSOR)
+    mean = processor.get("image_mean")
+    std = processor.get("image_std")
     if not (isinstance(mean, list) and isinstance(std, list) and len(mean) == len(std) == 3):
         raise UserError(f"{folder}/{_PROCESSOR} has no image_mean and image_std of three channels; add them.")
     if not isinstance(image_size, int):
         raise UserError(f"config.json in {folder} has images of {image_size} pixels; only square images work.")
-    size = tree.get("size")
-    squash = isinstance(size, dict) and "height" in size and not tree.get("do_center_crop", False)
-    return Preprocessing(image_size, tuple(mean), tuple(std), squash)
+    size = processor.get("size")
+    squash = isinstance(size, dict) and "height" in size and not processor.get("do_center_crop", False)
+    return Preprocessing(size=image_size, mean=tuple(mean), std=tuple(std), squash=squash)

@@ -25,23 +25,27 @@ _BEFORE_PROFILE = 10  # steps before the profile, in which caches fill and a GPU
 def optional_hooks(config: Config) -> list[Hook]:
     """Return the hooks that a config enables; raise `UserError` if one needs a missing library."""
     run = config.run
-    hooks = [
-        ProfileSteps() if run.profile_steps else None,
-        CopyRun(run.remote) if run.remote is not None else None,
-        WeightsAndBiases(run.wandb) if run.wandb is not None else None,
-        WriteReport(),  # its after_run runs first, so that the copy includes the report
-    ]
-    return [hook for hook in hooks if hook is not None]
+    hooks: list[Hook] = []
+    if run.profile_steps:
+        hooks.append(ProfileSteps())
+    if run.remote is not None:
+        hooks.append(CopyRun(run.remote))
+    if run.wandb is not None:
+        hooks.append(WeightsAndBiases(run.wandb))
+    hooks.append(WriteReport())  # its after_run runs first, so that the copy includes the report
+    return hooks
 
 
 class ProfileSteps(Hook):
     """Profiles `run.profile_steps` steps, including the wait for their batches, and writes the results to profile/."""
 
     def start(self, loop: Loop) -> None:
-        context, run, folder = loop.context, loop.context.config.run, loop.folder / "profile"
-        labels = {"method": loop.fingerprint["method"], "zero_stage": context.engine.zero_stage}
-        recorder = Recorder(folder, context.communicator, run.profile_steps, _BEFORE_PROFILE, labels)
-        self._recorder, self._step = loop.resources.enter_context(recorder), ExitStack()
+        steps = loop.context.config.run.profile_steps
+        zero_stage = loop.context.engine.zero_stage
+        labels = {"method": loop.fingerprint["method"], "zero_stage": zero_stage}
+        recorder = Recorder(loop.folder / "profile", loop.context.communicator, steps, _BEFORE_PROFILE, labels)
+        self._recorder = loop.resources.enter_context(recorder)
+        self._step = ExitStack()
 
     def before_step(self, loop: Loop) -> None:
         self._step.enter_context(self._recorder.step())
@@ -59,7 +63,8 @@ class WeightsAndBiases(Hook):
 
     def __init__(self, project: str) -> None:
         require_package("wandb", "run.wandb", "wandb")
-        self._project, self._run = project, None
+        self._project = project
+        self._run: Any = None  # on rank 0, after `start`
 
     def start(self, loop: Loop) -> None:
         if loop.context.communicator.rank == 0:
@@ -97,7 +102,8 @@ class WeightsAndBiases(Hook):
         log.warning(
             "Weights & Biases failed (%s: %s); training continues without it, with all metrics in metrics.jsonl. "
             "Set WANDB_MODE=offline where there is no network.",
-            *(type(error).__name__, error),
+            type(error).__name__,
+            error,
         )
 
 
@@ -109,7 +115,8 @@ class WriteReport(Hook):
         if loop.context.communicator.rank > 0:
             return
         try:
-            report, metrics = loop.folder / "report.html", loop.folder / "metrics.jsonl"
+            report = loop.folder / "report.html"
+            metrics = loop.folder / "metrics.jsonl"
             if not report.exists() or report.stat().st_mtime_ns < metrics.stat().st_mtime_ns:
                 log.info("report: %s", write_report(loop.folder))
         except Exception as error:

@@ -59,14 +59,14 @@ def refusal(folder: Path) -> str:
         ("open_clip:ViT-B-32/imagenet", "names neither a file nor one of open_clip's weights for ViT-B-32: openai"),
     ],
 )
-def test_names_without_network(name: str, words: str) -> None:
+def test_a_name_that_cannot_be_located_without_network_is_explained(name: str, words: str) -> None:
     with pytest.raises(UserError) as caught:
         locate(name)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_places_that_are_no_checkpoint(tmp_path: Path) -> None:
+def test_paths_that_are_not_a_checkpoint_are_refused(tmp_path: Path) -> None:
     save_open_clip(tmp_path)
     with pytest.raises(UserError, match="write open_clip:ARCHITECTURE/"):
         locate(str(tmp_path / OPEN_CLIP_FILE))
@@ -140,7 +140,7 @@ DAMAGED: dict[str, tuple[str, Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("case", DAMAGED)
-def test_what_is_missing_is_named_with_its_place(case: str, tmp_path: Path) -> None:
+def test_the_error_for_a_damaged_checkpoint_names_the_damage_and_its_file(case: str, tmp_path: Path) -> None:
     family, damage, words = DAMAGED[case]
     SAVERS[family](tmp_path)
     damage(tmp_path)
@@ -163,7 +163,7 @@ def test_weights_that_would_run_code_are_refused(name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("family", ["clip", "open_clip"])
-def test_no_temperature_is_told_as_none(family: str, tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_temperature_has_none(family: str, tmp_path: Path) -> None:
     (save_clip if family == "clip" else save_open_clip)(tmp_path)
     path = next(tmp_path.glob("*.safetensors"))
     edit_weights(path, lambda tensors: tensors.pop("logit_scale"))

@@ -4,9 +4,10 @@ import json
 import math
 import pickle
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import huggingface_hub
 import open_clip
@@ -33,7 +34,7 @@ from transformers import XLMRobertaConfig, XLMRobertaModel
 from neuclip_ds.config import ModelConfig
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.bpe import train_bpe
-from neuclip_ds.models.pretrained.base import LogitParameters
+from neuclip_ds.models.pretrained.base import LogitParameters, Preprocessing
 from neuclip_ds.models.pretrained.locate import locate, open_checkpoint
 from neuclip_ds.models.recompute import checkpoint_activations
 from neuclip_ds.models.source import FromConfig, locate_model, model_source, open_saved
@@ -43,7 +44,8 @@ from neuclip_ds.models.trained_parts import TOWERS, Parameters
 Encode = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-class Saved(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Saved:
     folder: Path
     encode: Encode  # the library's function: (normalized pixels, ids) -> features on the unit sphere
     mean: list[float]
@@ -64,7 +66,8 @@ TOKENIZERS = {
 def save(family: str, folder: Path) -> Saved:
     ids = open_clip.SimpleTokenizer(context_length=16) if family == "open_clip" else padded(TOKENIZERS[family]())
     encode = partial(library_encode, family, SAVERS[family](folder))
-    return Saved(folder, encode, *STATISTICS.get(family, CLIP_STATISTICS), ids)
+    mean, std = STATISTICS.get(family, CLIP_STATISTICS)
+    return Saved(folder=folder, encode=encode, mean=mean, std=std, ids=ids)
 
 
 def library_encode(family: str, model: Any, pixels: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,32 +124,38 @@ def test_a_text_encoder_of_transformers_in_open_clip(tmp_path: Path) -> None:
         assert torch.equal(features[1], library.encode_text(ids, normalize=True))
 
 
-def test_facts_come_from_the_checkpoint(saved: Saved) -> None:
-    checkpoint, siglip = opened(saved.folder), saved.folder.parent.name.startswith("siglip")
+def test_tokenizer_preprocessing_and_logits_come_from_the_checkpoint(saved: Saved) -> None:
+    checkpoint = opened(saved.folder)
+    siglip = saved.folder.parent.name.startswith("siglip")
     tokenizer = pickle.loads(pickle.dumps(checkpoint.tokenizer()))  # as when sent to a loader process
     assert torch.equal(tokenizer(CAPTIONS), saved.ids(CAPTIONS))
     assert tokenizer([]).shape == (0, 16)
     assert checkpoint.embed_dim == (32 if siglip else 20)
     squash = siglip or saved.folder.parent.name.startswith("open_clip")
-    assert checkpoint.preprocessing == (32, tuple(saved.mean), tuple(saved.std), squash)
-    wanted = LogitParameters(math.exp(-4.75), -12.5) if siglip else LogitParameters(math.exp(-4), None)
+    assert checkpoint.preprocessing == Preprocessing(
+        size=32, mean=tuple(saved.mean), std=tuple(saved.std), squash=squash
+    )
+    expected = LogitParameters(math.exp(-4.75), -12.5) if siglip else LogitParameters(math.exp(-4), None)
     before = torch.get_rng_state()
-    found = checkpoint.load().logits
+    logits = checkpoint.load().logits
     if not saved.folder.parent.name.startswith("open_clip"):  # open_clip builds a random model first
         assert torch.equal(torch.get_rng_state(), before), "what is random in a run would change"
-    assert found.temperature == pytest.approx(wanted.temperature, rel=1e-6)
-    assert found.bias == wanted.bias
+    assert logits.temperature == pytest.approx(expected.temperature, rel=1e-6)
+    assert logits.bias == expected.bias
 
 
-def test_a_run_keeps_all_but_the_weights(saved: Saved, tmp_path: Path) -> None:
+def test_a_saved_source_can_build_the_model_without_the_weights(saved: Saved, tmp_path: Path) -> None:
     opened(saved.folder).save(tmp_path / "kept", LogitParameters(None, None))
     kept = opened(tmp_path / "kept")
     assert (kept.preprocessing, kept.embed_dim) == (opened(saved.folder).preprocessing, opened(saved.folder).embed_dim)
     words = CAPTIONS[:2]
     mask = saved.ids(words) != saved.ids([""])[0, -1]  # open_clip's files may pad with a different token
     assert torch.equal(kept.tokenizer()(words)[mask], saved.ids(words)[mask])
-    built, whole = kept.build().state_dict(), opened(saved.folder).load().model.state_dict()
-    assert {name: value.shape for name, value in built.items()} == {n: value.shape for n, value in whole.items()}
+    assert shapes(kept.build()) == shapes(opened(saved.folder).load().model)
+
+
+def shapes(model: torch.nn.Module) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in model.state_dict().items()}
 
 
 def test_each_parameter_is_trained_under_checkpointing(saved: Saved) -> None:
@@ -182,15 +191,14 @@ def test_a_hub_name_is_served_from_the_cache(family: str, tmp_path: Path, monkey
     (repository / "refs" / "main").write_text("0" * 40)
     SAVERS[family](repository / "snapshots" / ("0" * 40))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    place = locate("someone/something")
-    assert Path(place.path) == repository / "snapshots" / ("0" * 40)
-    assert open_checkpoint(place).load().logits.temperature is not None
+    checkpoint = locate("someone/something")
+    assert Path(checkpoint.path) == repository / "snapshots" / ("0" * 40)
+    assert open_checkpoint(checkpoint).load().logits.temperature is not None
 
 
 @pytest.mark.parametrize(
     ("name", "vision", "total"),
     [
-        ("ViT-B-32-quickgelu/openai", 87_849_216, 151_277_312),
         ("ViT-B-16-quickgelu/openai", 86_192_640, 149_620_736),
         ("ViT-B-32/laion2b_s34b_b79k", 87_849_216, 151_277_312),
         ("ViT-B-16-SigLIP/webli", 92_884_224, 203_155_968),
@@ -245,8 +253,9 @@ def trunk_feature(source: FromConfig, size: int) -> Tensor:
         return model.vision.trunk(model.vision.normalize(images(size)))
 
 
-def by_timm(model: Any, source: FromConfig, size: int) -> Tensor:
-    mean, std = (torch.tensor(values)[:, None, None] for values in source.preprocessing[1:3])
+def timm_feature(model: Any, source: FromConfig, size: int) -> Tensor:
+    mean = torch.tensor(source.preprocessing.mean)[:, None, None]
+    std = torch.tensor(source.preprocessing.std)[:, None, None]
     with torch.no_grad():
         return model.forward_head(model.forward_features((images(size) / 255 - mean) / std), pre_logits=True)
 
@@ -258,7 +267,7 @@ def test_a_file_gives_timms_features(size: int, tmp_path: Path) -> None:
     config = config_of(tmp_path / "weights.safetensors", size)
     source = source_of(config)
     model.set_input_size((size, size))
-    torch.testing.assert_close(trunk_feature(source, size), by_timm(model, source, size), rtol=0, atol=1e-5)
+    torch.testing.assert_close(trunk_feature(source, size), timm_feature(model, source, size), rtol=0, atol=1e-5)
     assert source.preprocessing.mean == timm.get_pretrained_cfg(NAME).mean
     vision = config.vision.model_copy(update={"mean": (0.5, 0.5, 0.5)})
     named = source_of(config.model_copy(update={"vision": vision}))
@@ -274,7 +283,7 @@ def test_a_tag_comes_from_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     source = source_of(config_of("r160_in1k"))
     assert source.preprocessing.mean == timm.get_pretrained_cfg(f"{NAME}.r160_in1k").mean
-    torch.testing.assert_close(trunk_feature(source, 160), by_timm(model, source, 160), rtol=0, atol=1e-5)
+    torch.testing.assert_close(trunk_feature(source, 160), timm_feature(model, source, 160), rtol=0, atol=1e-5)
 
 
 def test_a_run_reopens_without_the_weights(tmp_path: Path) -> None:
@@ -297,7 +306,7 @@ def refusal(config: ModelConfig) -> str:
     return str(caught.value)
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
+def test_image_weights_that_do_not_fit_the_model_are_refused(tmp_path: Path) -> None:
     weights = tmp_path / "weights.safetensors"
     saved_timm(weights, "test_vit4")
     assert "do not fit timm's 'test_vit'" in refusal(config_of(weights))
