@@ -32,7 +32,6 @@ import torch.distributed as dist
 from deepspeed.accelerator import real_accelerator
 from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 from deepspeed.runtime.zero import partitioned_param_coordinator
-from step_costs import Call, SimulatedRank
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -40,7 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import neuclip_ds
-from neuclip_ds.distributed.communicator import Pending
+from neuclip_ds.distributed.communicator import Communicator, Pending
 from neuclip_ds.distributed.launch import leave
 
 T = TypeVar("T")
@@ -324,20 +323,26 @@ def fake_ranks(rank: int, world_size: int, on_gpu: bool = True) -> Iterator[None
         leave()
 
 
-class GpuRank(SimulatedRank):
+class GpuRank(Communicator):
     """The middle one of `world_size` ranks, each with a fake GPU; host tensors are the same on all ranks.
 
-    Collectives return results of the right shape and device.
+    Collectives of device tensors return results of the right shape and device, without values.
     """
 
     def __init__(self, world_size: int) -> None:
-        super().__init__(world_size)
-        self.rank, self.device = world_size // 2, DEVICE
+        super().__init__(DEVICE)
+        self.rank = world_size // 2
+        self.world_size = world_size
 
     def _begin(self, op: str, x: Tensor, purpose: str, result: Tensor, launch: Any, *inputs: Tensor) -> Pending:
-        if not x.is_cuda:
-            return super()._begin(op, x, purpose, result, launch, *inputs)
-        self.calls.append(Call(purpose, op, x.numel() * x.element_size()))
+        if x.is_cuda:
+            return Pending(result)
+        if op == "all_gather":
+            result.copy_(torch.cat([x] * self.world_size))
+        elif op == "all_reduce":
+            result.mul_(self.world_size)
+        else:  # a reduce-scatter
+            result.copy_(x[: len(result)] * self.world_size)
         return Pending(result)
 
     def gather_objects(self, x: T) -> list[T]:
