@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from neuclip_ds.api import Model, Run, load, train
     from neuclip_ds.config import Config
     from neuclip_ds.errors import TrainingDiverged, UserError
-    from neuclip_ds.loss import ContrastiveLoss, IndexedDataset, add_index
+    from neuclip_ds.losses import ContrastiveLoss, IndexedDataset, add_index, autograd_loss, register_loss
     from neuclip_ds.training.hooks import Hook
 
 __all__ = [
@@ -23,20 +23,24 @@ __all__ = [
     "TrainingDiverged",
     "UserError",
     "add_index",
+    "autograd_loss",
     "load",
+    "register_loss",
     "train",
 ]
 _MODULES = {  # imported when first used, because torch takes seconds to import
     "Config": "config",
-    "ContrastiveLoss": "loss",
+    "ContrastiveLoss": "losses",
     "Hook": "training.hooks",
-    "IndexedDataset": "loss",
+    "IndexedDataset": "losses",
     "Model": "api",
     "Run": "api",
     "TrainingDiverged": "errors",
     "UserError": "errors",
-    "add_index": "loss",
+    "add_index": "losses",
+    "autograd_loss": "losses",
     "load": "api",
+    "register_loss": "losses",
     "train": "api",
 }
 

@@ -15,7 +15,6 @@ from neuclip_ds.data.images import EvalTransform
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.environment import read_environment
 from neuclip_ds.evaluation.encoding import BatchEncoder, encoder_of
-from neuclip_ds.evaluation.evaluator import Evaluator
 from neuclip_ds.recipe import recipe_config
 from neuclip_ds.reporting.metrics import read_series
 from neuclip_ds.training import trainer
@@ -55,7 +54,7 @@ def train(recipe: str | Config, *, hooks: Sequence[Hook] = (), **overrides: Any)
         config = recipe
     else:
         config = recipe_config(recipe, overrides)
-    trainer.train(config, read_environment(), [*optional_hooks(config), *hooks], Evaluator)
+    trainer.train(config, read_environment(), [*optional_hooks(config), *hooks])
     return Run(config.run.output_dir / str(config.run.name))
 
 

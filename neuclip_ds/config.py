@@ -18,8 +18,8 @@ from pydantic import Field, PositiveFloat, ValidationInfo, field_validator, mode
 from pydantic_settings import NoDecode
 
 from neuclip_ds.errors import UserError
-from neuclip_ds.objectives.methods import method_of
-from neuclip_ds.objectives.options import ObjectiveConfig
+from neuclip_ds.losses.methods import method_of
+from neuclip_ds.losses.options import ObjectiveConfig
 from neuclip_ds.section import Section, merge
 
 Channels = tuple[float, float, float]
@@ -402,7 +402,9 @@ class Config(Section):
         objective = tree.get("objective", {})
         if not (isinstance(model, dict) and isinstance(objective, dict) and model.get("pretrained")):
             return tree
-        blank = {section: dict.fromkeys(options) for section, options in method_of(objective).starts.items()}
+        blank: dict[str, Any] = {"temperature": {"initial": None}}
+        if "siglip" in method_of(objective).sections:
+            blank["siglip"] = {"bias": None}
         return {**tree, "objective": merge(blank, objective)}
 
     def rank_batch(self, world_size: int) -> int:

@@ -17,8 +17,8 @@ from pydantic_settings import BaseSettings, CliImplicitFlag, CliPositionalArg, C
 
 from neuclip_ds.config import Config
 from neuclip_ds.errors import UserError
-from neuclip_ds.objectives.methods import METHODS, SECTIONS, find_method, method_of
-from neuclip_ds.objectives.options import ObjectiveConfig
+from neuclip_ds.losses.methods import METHODS, find_method, method_of, method_sections
+from neuclip_ds.losses.options import objective_config
 from neuclip_ds.section import merge, read_options
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -118,7 +118,7 @@ def override(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     used: dict[str, Any] = {}
     unused: dict[str, Any] = {}
     for name, section in objective.items():
-        is_unused = name in SECTIONS and name not in find_method(method).sections
+        is_unused = name in method_sections() and name not in find_method(method).sections
         (unused if is_unused else used)[name] = section
     used[_OTHER_METHODS] = merge(_mapping(objective, _OTHER_METHODS), unused)
     return merge({**base, "objective": used}, over)
@@ -156,10 +156,10 @@ def _with_other_methods(tree: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(sections, dict):
         raise UserError(f"objective.{_OTHER_METHODS}={_shown(sections)} must contain sections of methods.")
     for name, options in sections.items():
-        if name not in SECTIONS:
-            raise UserError(f"unknown key objective.{_OTHER_METHODS}.{name}{nearest(name, set(SECTIONS))}")
+        if name not in method_sections():
+            raise UserError(f"unknown key objective.{_OTHER_METHODS}.{name}{nearest(name, method_sections())}")
         reader = next(method for method in METHODS if name in METHODS[method].sections)
-        _validate(ObjectiveConfig, {"method": reader, name: options})
+        _validate(objective_config(), {"method": reader, name: options})
     used = {name: options for name, options in sections.items() if name in method_of(objective).sections}
     without_others = {key: value for key, value in objective.items() if key != _OTHER_METHODS}
     return {**tree, "objective": merge(used, without_others)}

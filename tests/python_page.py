@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from neuclip_ds.loss.accumulate import TwoPass
+
 import neuclip_ds
 from neuclip_ds import errors
-from neuclip_ds.loss.accumulate import TwoPass
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "python.md"
 PARTS: dict[str, list[Any]] = {

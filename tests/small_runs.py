@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from forks import Program
+from neuclip_ds.objectives import METHODS
 from safetensors.torch import load_file
 from torch import Tensor
 
 from neuclip_ds.checkpoint.sharded_state import STATE, WEIGHT, StateFiles
 from neuclip_ds.data.demo import make_demo_data
 from neuclip_ds.distributed.environment import free_port
-from neuclip_ds.objectives import METHODS
 from neuclip_ds.state.shards import TABLE
 
 if TYPE_CHECKING:

@@ -26,11 +26,11 @@ from dataclasses import dataclass
 
 from benchmarking.method_config import config_for
 from benchmarking.openclip_reference import REFERENCES
+from neuclip_ds.objectives import build_objective
 from step_costs import Call, CountedModel, Work, count_model, step_work
 
 from neuclip_ds.cli.program import Parser, exit_on_mistake
 from neuclip_ds.distributed.communicator import ring_bytes
-from neuclip_ds.objectives import build_objective
 from neuclip_ds.recipe import parse
 
 RANKS_PER_NODE = 8

@@ -111,10 +111,10 @@ def profile_rank(arguments: argparse.Namespace, overrides: Sequence[str]) -> Non
     """Profile one rank of one combination."""
     from benchmarking.openclip_reference import REFERENCES
     from benchmarking.synthetic_profile import first_prediction, run_synthetic_profile
+    from neuclip_ds.objectives import build_objective
 
     from neuclip_ds.distributed.launch import process_group
     from neuclip_ds.engine.precision import deterministic_algorithms
-    from neuclip_ds.objectives import build_objective
 
     (name,), (stage,) = arguments.methods, arguments.stages
     batch = arguments.rows * read_environment().world_size

@@ -21,6 +21,10 @@ from unittest.mock import patch
 
 import torch
 from benchmarking.synthetic_profile import prototypes_of
+from neuclip_ds.objectives import build_objective
+from neuclip_ds.objectives.base import Context, Objective, Step
+from neuclip_ds.objectives.gather import Features
+from neuclip_ds.objectives.normalizers import amortized
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -37,10 +41,6 @@ from neuclip_ds.engine.zero import Wrapper
 from neuclip_ds.models.recompute import checkpointed_blocks
 from neuclip_ds.models.towers import Encoder
 from neuclip_ds.models.trained_parts import TOWERS, block_names
-from neuclip_ds.objectives import build_objective
-from neuclip_ds.objectives.base import Context, Objective, Step
-from neuclip_ds.objectives.gather import Features
-from neuclip_ds.objectives.normalizers import amortized
 from neuclip_ds.planning.memory import MemoryQuery
 
 Build = Callable[[Config, Context, torch.dtype], Objective]

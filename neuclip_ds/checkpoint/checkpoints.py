@@ -40,7 +40,7 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.engine import Engine
 from neuclip_ds.errors import UserError
 from neuclip_ds.files import Checksum, atomic_write, sync, sync_folders
-from neuclip_ds.objectives.base import Objective
+from neuclip_ds.losses.base import LossFunction
 from neuclip_ds.state.shards import replicated_shards, shard_files, table_shards
 from neuclip_ds.state.tensor_file import BytesFile, StateFile
 
@@ -145,7 +145,7 @@ class Checkpoints:
         self._communicator.on_rank_zero(rename)
 
     def save(
-        self, step: int, engine: Engine, objective: Objective, fingerprint: Fingerprint, data: Mapping[str, Any]
+        self, step: int, engine: Engine, objective: LossFunction, fingerprint: Fingerprint, data: Mapping[str, Any]
     ) -> Path:
         """Save and verify the state after `step` steps; then delete the oldest checkpoints if more than `keep` exist.
 
@@ -201,13 +201,13 @@ class Checkpoints:
                 )
         return int(meta["step"]), meta["data"]
 
-    def load(self, path: Path, engine: Engine, objective: Objective) -> None:
+    def load(self, path: Path, engine: Engine, objective: LossFunction) -> None:
         """Load a verified checkpoint into `engine` and `objective`; raise `UserError` on a mismatch."""
         files = load_engine(path / STATE, engine, self._communicator)
         files.fill(objective.row_tables())
         objective.load_replicated_state(files.replicated(OBJECTIVE))
 
-    def _files(self, engine: Engine, objective: Objective) -> list[StateFile]:
+    def _files(self, engine: Engine, objective: LossFunction) -> list[StateFile]:
         """Return the files that this rank writes; their tensors are views of the state, not copies."""
         is_rank_zero = self._communicator.rank == 0
         shards = engine_shards(engine, self._communicator) | table_shards(objective.row_tables())

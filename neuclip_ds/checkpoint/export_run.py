@@ -13,10 +13,10 @@ from neuclip_ds.checkpoint.sharded_state import OBJECTIVE, STATE, StateFiles
 from neuclip_ds.config import Config
 from neuclip_ds.errors import UserError
 from neuclip_ds.files import check_unused, new_folder
+from neuclip_ds.losses.temperature import trained_temperature
 from neuclip_ds.models.conversion import write_library_model
 from neuclip_ds.models.pretrained.base import LogitParameters
 from neuclip_ds.models.source import merged
-from neuclip_ds.objectives.temperature import trained_temperature
 
 
 def export_run(

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,23 +23,11 @@ from torch.profiler import record_function
 from neuclip_ds.distributed.communicator import PHASE, Communicator
 from neuclip_ds.engine import zero
 from neuclip_ds.engine.device_batches import DeviceBatch
-from neuclip_ds.loss.two_pass import MicroBatches, with_gradients
+from neuclip_ds.losses.accumulate import MicroBatches, with_gradients
 from neuclip_ds.losses.batch_norm import batch_norms
+from neuclip_ds.losses.gather import PendingBatch
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
-
-
-class PendingBatch(Protocol):
-    """A batch whose features are sent to the other ranks as soon as they are computed."""
-
-    def add_text(self, rows: Tensor) -> None:
-        """Send the text features of the next rows."""
-
-    def add_image(self, rows: Tensor) -> None:
-        """Send the image features of the next rows."""
-
-    def begin_reads(self) -> None:
-        """Start reading the per-sample state of the batch."""
 
 
 class StepOutcome(NamedTuple):
@@ -122,7 +110,7 @@ class Engine:
             with passes.features():
                 image, text = self._run_towers(next(micro_batches), pending, is_first=number == 0)
             passes.add(image, text)
-        image, text = passes.whole()
+        image, text = passes.concatenated_features()
         image.requires_grad_()
         text.requires_grad_()
         self._second_pass = _SecondPass(micro_batches=micro_batches, count=count, passes=passes, image=image, text=text)
@@ -146,12 +134,12 @@ class Engine:
         with record_function(f"{PHASE}backward"):
             value.backward()
         passes = second_pass.passes
-        passes.differentiated(_gradient_of(second_pass.image), _gradient_of(second_pass.text))
+        passes.set_feature_gradients(_gradient_of(second_pass.image), _gradient_of(second_pass.text))
         # the gradients of the weights, one micro-batch at a time
         for _ in range(second_pass.count):
             with passes.gradients():
                 image, text = self._run_towers_again(next(second_pass.micro_batches))
-                outputs, gradients = passes.learning(image, text)
+                outputs, gradients = passes.trainable_outputs_and_gradients(image, text)
                 self._backpropagate(with_gradients(value.detach(), outputs, gradients), passes.is_last)
 
     def step(self, lr: float) -> StepOutcome:

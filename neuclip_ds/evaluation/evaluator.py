@@ -7,15 +7,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from neuclip_ds.config import Config
 from neuclip_ds.data.dataset import Batch, PairDataset
 from neuclip_ds.data.images import DECODERS, EvalTransform
 from neuclip_ds.data.loader import Loader, eval_jobs, part_count, train_jobs
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.manifest_file import check_separate
+from neuclip_ds.data.open_data import loader_options, open_data, resolve
 from neuclip_ds.data.order import GlobalOrder
+from neuclip_ds.data.training_data import TrainingData
+from neuclip_ds.data.training_set import find_split, find_validation
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation.encoding import BatchEncoder, Encode, encoder_of
@@ -27,15 +28,11 @@ from neuclip_ds.evaluation.sets import EvaluationSet, open_labeled
 from neuclip_ds.evaluation.suite import Metrics, measure
 from neuclip_ds.evaluation.tasks import Task, load_tasks
 from neuclip_ds.evaluation.zero_shot import zero_shot
+from neuclip_ds.losses.contrastive_loss import ContrastiveLoss
+from neuclip_ds.losses.global_contrastive import GlobalContrastiveLoss
+from neuclip_ds.losses.methods import find_method
 from neuclip_ds.models.pretrained.base import Preprocessing
-from neuclip_ds.objectives import find_method
-from neuclip_ds.objectives.base import Objective
-from neuclip_ds.objectives.contrastive import ContrastiveObjective
-from neuclip_ds.objectives.gather import Features
 from neuclip_ds.reporting.metrics import CHANCE
-from neuclip_ds.data.training_data import TrainingData
-from neuclip_ds.data.open_data import loader_options, open_data, resolve
-from neuclip_ds.data.training_set import find_split, find_validation
 
 _ANCHOR_SEED = 2_718_281  # the same anchors for every method and seed, independent of the run's order
 
@@ -63,7 +60,7 @@ class Evaluator:
         """Raise `UserError` for unusable sets, or for `run.normalizer_anchors` if the method has no normalizers."""
         anchors = config.run.normalizer_anchors
         method = config.objective.method
-        if anchors and find_method(method).normalizer is None:
+        if anchors and not find_method(method).estimates_normalizers:
             raise UserError(
                 f"run.normalizer_anchors={anchors} measures normalizers, but objective.method={method} has none. "
                 "Set run.normalizer_anchors=0."
@@ -88,7 +85,7 @@ class Evaluator:
             )
         self._loader = self._start_loader()
 
-    def __call__(self, engine: Any, objective: Objective) -> dict[str, float]:
+    def __call__(self, engine: Any, loss: ContrastiveLoss) -> dict[str, float]:
         """Return the results by name, equal on all ranks, and their chance levels as `chance/NAME`."""
         encode = encoder_of(engine, self._communicator.device)
         encoder = BatchEncoder(
@@ -109,8 +106,8 @@ class Evaluator:
             results.update(_chance_levels(accuracies, candidates=len(self._held_out.zero_shot.class_names)))
         if self._held_out.task_sets:
             results.update(self._task_scores(encoder))
-        if isinstance(objective, ContrastiveObjective) and self._config.run.normalizer_anchors:
-            results.update(self._normalizer_error(encode, objective))
+        if self._config.run.normalizer_anchors:
+            results.update(self._normalizer_error(encode, loss))
         return results
 
     def close(self) -> None:
@@ -126,7 +123,7 @@ class Evaluator:
             chance_metrics[task.key] = {"main_metric": metrics[task.key]["chance"]}
         return {**_scores_and_averages("", metrics), **_scores_and_averages(CHANCE, chance_metrics)}
 
-    def _normalizer_error(self, encode: Encode, objective: ContrastiveObjective) -> dict[str, float]:
+    def _normalizer_error(self, encode: Encode, loss: ContrastiveLoss) -> dict[str, float]:
         """Compare the estimated normalizers of a fixed sample of anchors with exact values over the training set."""
         manifest = self._train_manifest
         batch_size = self._config.data.batch_size
@@ -137,14 +134,11 @@ class Evaluator:
         rank = self._communicator.rank
         world_size = self._communicator.world_size
         anchor_jobs = train_jobs(order, rank, world_size, epoch=0, step=0, steps=steps, parts=parts_per_batch)
-
-        def estimate(image: Tensor, text: Tensor, index: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-            return objective.log_normalizers(Features(image, text, index, valid))
-
+        assert isinstance(loss.function, GlobalContrastiveLoss)  # the only losses with `estimates_normalizers`
         return normalizer_error(
             encode,
-            estimate,
-            objective.pair_loss,
+            loss.estimate_normalizers,
+            loss.function.pair_loss,
             anchor_batches=self._loader.batches(_ANCHORS, anchor_jobs),
             all_batches=self._all_samples(_TRAIN, manifest),
             communicator=self._communicator,

@@ -25,8 +25,8 @@ from neuclip_ds.data.dataset import PADDING, Batch
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation.encoding import Encode, encode_batch
-from neuclip_ds.objectives.pair_arithmetic import products_exact_for
-from neuclip_ds.objectives.pair_loss import PairLoss
+from neuclip_ds.losses.arithmetic import products_exact_for
+from neuclip_ds.losses.pairs import PairLoss
 
 EstimateNormalizers = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Function (image features (b, d), text features (b, d), index (b,), valid (b,)) -> (log of the method's estimate of g,
@@ -76,7 +76,7 @@ def normalizer_error(
     log_sum, samples = _log_sum_over_negatives(encode, encoded_anchors, pair_loss, all_batches, communicator, chunk)
     if samples < 2:
         raise UserError("The training data has fewer than two readable pairs to contrast; check data.train.")
-    log_g = log_sum - math.log(samples - pair_loss.excluded)  # (2, A)
+    log_g = log_sum - math.log(samples - pair_loss.divisor_offset)  # (2, A)
     has_estimate = ~torch.isneginf(encoded_anchors.log_estimate).any(dim=0)
     error = (encoded_anchors.log_estimate.double() - log_g)[:, has_estimate]
     mse_by_direction = error.square().mean(dim=1)

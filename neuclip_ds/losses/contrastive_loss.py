@@ -32,7 +32,7 @@ from neuclip_ds.losses.method import LossBuilder
 from neuclip_ds.losses.methods import DEFAULT, find_method
 from neuclip_ds.losses.options import ObjectiveConfig, objective_config
 from neuclip_ds.losses.temperature import trained_temperature
-from neuclip_ds.state.shards import INDEX, ShardFiles, shard_files, table_shards, whole
+from neuclip_ds.state.shards import INDEX, ShardFiles, replicated_shards, shard_files, table_shards
 
 log = logging.getLogger(__name__)
 
@@ -371,7 +371,7 @@ class ContrastiveLoss(nn.Module):
         self._communicator.on_rank_zero(lambda: folder.mkdir(parents=True, exist_ok=True))
         shards = table_shards(self.function.row_tables())
         if self._communicator.rank == 0:
-            shards |= whole(_REPLICATED, self.function.replicated_state())
+            shards |= replicated_shards(_REPLICATED, self.function.replicated_state())
         for file in shard_files(shards, self._facts(), self._communicator):
             file.write(folder)
         self._communicator.barrier()
@@ -388,7 +388,7 @@ class ContrastiveLoss(nn.Module):
         files = ShardFiles(folder)
         self._prepare_to_load(files.facts, str(folder))
         files.fill(self.function.row_tables())
-        self.function.load_replicated_state(files.whole(_REPLICATED))
+        self.function.load_replicated_state(files.replicated(_REPLICATED))
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return this rank's state, for `state_dict()`."""

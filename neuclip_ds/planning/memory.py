@@ -20,15 +20,15 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.config import accumulates_in_float32, load_engine_config, precision, zero_stage
 from neuclip_ds.engine.precision import resolve_comm_dtype, towers_dtype
 from neuclip_ds.errors import UserError
+from neuclip_ds.losses.base import LossContext
+from neuclip_ds.losses.methods import find_method
+from neuclip_ds.losses.pairs import CACHED_BYTES, block_bytes, compiles
+from neuclip_ds.losses.sample_store import MAX_DEVICE_BYTES
 from neuclip_ds.models.source import ModelSource, locate_model, model_source
 from neuclip_ds.models.tokenizer import ModelTokenizer
 from neuclip_ds.models.towers import DualEncoder
 from neuclip_ds.models.trained_parts import Parameters
-from neuclip_ds.objectives import build_objective, find_method
-from neuclip_ds.objectives.base import Context
-from neuclip_ds.objectives.pair_grid import KEPT_BYTES, block_bytes, fuses
 from neuclip_ds.planning.activations import Activations, count_activations
-from neuclip_ds.state.sample_store import MAX_DEVICE_BYTES
 
 _MOMENTS = {"adamw": 2, "lamb": 2, "lion": 1, "sgd": 1}
 _USABLE = 0.9  # fraction of a GPU's memory; the rest is for CUDA's context, NCCL's buffers and fragmentation
@@ -261,11 +261,11 @@ def _similarities(query: MemoryQuery, itemsize: int) -> int:
     sent = 2 * dim * itemsize * batch
     block = min(block_bytes(query.device), 4 * rows * min(batch, objective.chunk_size or batch))
     kept, copies = 0, _BLOCK_COPIES
-    if method.normalizer is not None:  # pairs are visited twice
+    if method.estimates_normalizers:  # pairs are visited twice
         kept = 4 * rows * (2 * batch - rows)
-        if fuses(query.device, rows * batch):
+        if compiles(query.device, rows * batch):
             copies = _COMPILED_COPIES
-        if kept > KEPT_BYTES:
+        if kept > CACHED_BYTES:
             kept, copies = 0, copies + 1  # plus the similarities of a block
     # features sent in float32 are the gathered features themselves, which are still needed
     pairs = max(0, kept + copies * block - (sent if itemsize < 4 else 0))
@@ -291,8 +291,8 @@ def objective_state(query: MemoryQuery) -> ObjectiveState:
     one_of_all = Communicator()
     one_of_all.world_size = query.world_size
     with FakeTensorMode():
-        context = Context(query.source.embed_dim, max(1, query.samples), one_of_all)
-        objective = build_objective(query.config, context, torch.float32)
+        context = LossContext(dim=query.source.embed_dim, samples=max(1, query.samples), communicator=one_of_all)
+        objective = find_method(query.config.objective.method).build(query.config.objective, context)
         replicated = sum(tensor.nbytes for tensor in objective.replicated_state().values())
         tables = [
             (sum(tensor.nbytes for tensor in table.tensors.values()), table.per_sample)

@@ -6,11 +6,14 @@ the method's own loss. Fine-tuning reads the recovered state from the last check
 same initial weights and data can also read it (`recovery.reuse`).
 """
 
+from __future__ import annotations
+
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,15 +22,17 @@ from neuclip_ds.checkpoint.engine_state import load_moments
 from neuclip_ds.checkpoint.integrity import is_complete, read_meta
 from neuclip_ds.checkpoint.sharded_state import OBJECTIVE, STATE, StateFiles
 from neuclip_ds.config import Config
+from neuclip_ds.engine.engine import Engine
 from neuclip_ds.errors import UserError
 from neuclip_ds.losses.batch_norm import batch_norms, kept_statistics
-from neuclip_ds.objectives import build_objective, find_method
-from neuclip_ds.objectives.base import Objective
-from neuclip_ds.objectives.options import ObjectiveConfig
+from neuclip_ds.losses.contrastive_loss import ContrastiveLoss
+from neuclip_ds.losses.methods import find_method
+from neuclip_ds.losses.options import ObjectiveConfig
 from neuclip_ds.training.checks import check_data
-from neuclip_ds.training.hooks import Hook
-from neuclip_ds.training.loop import Loop, RunContext
 from neuclip_ds.training.run_folder import RECOVERY
+
+if TYPE_CHECKING:
+    from neuclip_ds.training.trainer import RunContext
 
 log = logging.getLogger(__name__)
 
@@ -42,83 +47,83 @@ def keeps_u(method: str) -> bool:
 
 
 def recovered_objective(config: Config) -> ObjectiveConfig:
-    """Return the config of the objective that the recovery uses: `recovery.loss` at a fixed temperature."""
-    objective, loss = config.objective, config.recovery.loss
+    """Return the options of the loss that the recovery uses: `recovery.loss` at a fixed temperature."""
+    objective = config.objective
+    loss = config.recovery.loss
     if loss is None:
         loss = "gcl" if keeps_u(objective.method) else "method"
-    chosen: dict[str, Any] = {}
     if loss == "method":  # tau has the encoders' learning rate, which is 0
-        chosen["temperature"] = objective.temperature.model_copy(update={"schedule": "encoder"})
-    else:
-        chosen["method"] = _METHODS[loss]
-    return objective.model_copy(update=chosen)
+        temperature = objective.temperature.model_copy(update={"schedule": "encoder"})
+        return objective.model_copy(update={"temperature": temperature})
+    return objective.model_copy(update={"method": _METHODS[loss]})
 
 
-def recovery_loop(context: RunContext, checkpoint: Path | None) -> Loop:
-    """Return the recovery loop, which starts from the engine's weights or resumes from `checkpoint`."""
-    at_rest = context.config.optimizer.model_copy(update={"lr": 0.0, "min_lr": 0.0})
-    length: dict[str, Any] = {"epochs": context.config.recovery.epochs, "max_steps": None}
-    chosen = {"objective": recovered_objective(context.config), "optimizer": at_rest, **length}
-    config = context.config.model_copy(update=chosen)
-    objective = build_objective(config, context.objective_context, context.comm_dtype)
-    fingerprint = {**context.fingerprint, "method": config.objective.method}
-    loop = Loop(context, config, objective, context.folder / RECOVERY, fingerprint)
-    if checkpoint is not None:
-        loop.resume(checkpoint)
-    return loop
+def recovery_config(config: Config) -> Config:
+    """Return the config of the recovery loop, which trains nothing, because its learning rates are 0."""
+    changes: dict[str, Any] = {
+        "objective": recovered_objective(config),
+        "optimizer": config.optimizer.model_copy(update={"lr": 0.0, "min_lr": 0.0}),
+        "epochs": config.recovery.epochs,
+        "max_steps": None,
+    }
+    return config.model_copy(update=changes)
 
 
-def recover(loop: Loop, hooks: Sequence[Hook] = ()) -> Path | None:
-    """Run or resume the recovery loop, and call `hooks` around its steps.
-
-    Returns the checkpoint with the recovered state, or None if the recovery was stopped early.
-    """
-    context = loop.context
-    context.communicator.on_rank_zero(lambda: loop.folder.mkdir(exist_ok=True))
-    with kept_statistics(batch_norms(context.engine.module)):
-        return loop.checkpoints.newest() if loop.run(hooks=hooks) else None
+@contextmanager
+def without_batch_norm_updates(engine: Engine) -> Iterator[None]:
+    """Context of the recovery loop, in which batch norm keeps the checkpoint's statistics."""
+    with kept_statistics(batch_norms(engine.module)):
+        yield
 
 
-def load_recovered_state(checkpoint: Path, context: RunContext, objective: Objective) -> None:
-    """Load the recovered state selected by `recovery.restore` into a new engine and objective.
+def load_recovered_state(checkpoint: Path, context: RunContext, loss: ContrastiveLoss) -> None:
+    """Load the recovered state selected by `recovery.restore` into a new engine and loss.
 
     Raises `UserError` if the recovery had different weights, a different optimizer or, if u is loaded, different data.
     """
-    recovery = context.config.recovery
+    restore = context.config.recovery.restore
+    optimizer = context.config.optimizer.name
     meta = read_meta(checkpoint)
-    wanted = context.config.optimizer.name
-    if "moments" in recovery.restore:
-        if meta["facts"]["optimizer"] != wanted:
+    method = meta["facts"]["method"]
+    restored: list[str] = []
+
+    if "moments" in restore:
+        recovered_optimizer = meta["facts"]["optimizer"]
+        if recovered_optimizer != optimizer:
             raise UserError(
-                f"{checkpoint} contains moments of optimizer.name={meta['facts']['optimizer']}, "
-                f"but this run has {wanted}: set it back, or pass --recovery.restore='[\"statistics\"]'."
+                f"{checkpoint} contains moments of optimizer.name={recovered_optimizer}, "
+                f"but this run has {optimizer}: set it back, or pass --recovery.restore='[\"statistics\"]'."
             )
         load_moments(checkpoint / STATE, context.engine, context.communicator)
-    transferred = [kind for kind in recovery.restore if kind == "moments" or _TABLE in objective.row_tables()]
-    if "statistics" in transferred:
-        if not keeps_u(meta["facts"]["method"]):
+        restored.append("moments")
+
+    tables = loss.function.row_tables()
+    if "statistics" in restore and _TABLE in tables:
+        if not keeps_u(method):
             raise UserError(
-                f"{checkpoint} was recovered with the loss of {meta['facts']['method']}, which does not keep u: pass "
+                f"{checkpoint} was recovered with the loss of {method}, which does not keep u: pass "
                 "--recovery.restore='[\"moments\"]', or recover with --recovery.loss=gcl."
             )
         check_data(meta["data"], context.data.manifest)
         files = StateFiles(checkpoint / STATE, verified=True)
-        states = files.replicated(OBJECTIVE), objective.replicated_state()
-        found, here = (float(state.get(_TAU, torch.nan)) for state in states)
-        if found != here and not math.isnan(here):
+        recovered_tau = float(files.replicated(OBJECTIVE).get(_TAU, torch.nan))
+        tau = float(loss.function.replicated_state().get(_TAU, torch.nan))
+        if recovered_tau != tau and not math.isnan(tau):
             raise UserError(
-                f"{checkpoint} contains u at the temperature {found:.6g}, but this run has {here:.6g}: set "
+                f"{checkpoint} contains u at the temperature {recovered_tau:.6g}, but this run has {tau:.6g}: set "
                 "objective.temperature.initial back, or recover again."
             )
-        files.fill({_TABLE: objective.row_tables()[_TABLE]})
-    log.info("%s are taken from %s", " and ".join(transferred) or "no statistics", checkpoint)
+        files.fill({_TABLE: tables[_TABLE]})
+        restored.append("statistics")
+    log.info("%s are taken from %s", " and ".join(restored) or "no statistics", checkpoint)
 
 
 def gamma_epoch_offset(config: Config) -> int:
     """Return how many epochs of gamma's schedule to skip: gamma's initial value, 1, would overwrite the recovered u."""
     recovery = config.recovery
-    continues = "statistics" in recovery.restore and keeps_u(config.objective.method)
-    return int(recovery.epochs) if continues else 0
+    if "statistics" in recovery.restore and keeps_u(config.objective.method):
+        return int(recovery.epochs)
+    return 0
 
 
 def find_reused(context: RunContext) -> Path:
@@ -127,13 +132,14 @@ def find_reused(context: RunContext) -> Path:
     assert path is not None
 
     def find() -> str:
-        itself = [path] if is_complete(path) else []
-        found = [*itself, *(x for at in (path / RECOVERY, path) for x in complete_checkpoints(at / "checkpoints"))]
-        if not found:
+        checkpoints = [path] if is_complete(path) else []
+        for folder in (path / RECOVERY, path):
+            checkpoints.extend(complete_checkpoints(folder / "checkpoints"))
+        if not checkpoints:
             raise UserError(
                 f"recovery.reuse={path} contains no recovered statistics. Name a run whose recovery is complete."
             )
-        return str(max(found))
+        return str(max(checkpoints))
 
     checkpoint = Path(context.communicator.on_rank_zero(find))
     verify_together(checkpoint, context.communicator)

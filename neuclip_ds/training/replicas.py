@@ -9,7 +9,7 @@ from torch import Tensor
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.engine import Engine
 from neuclip_ds.errors import TrainingDiverged
-from neuclip_ds.objectives.base import Objective
+from neuclip_ds.losses.base import LossFunction
 
 _SHOWN = 3  # names of tensors in a message
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by element size in bytes
@@ -17,7 +17,7 @@ _ODD = 0x1E3779B97F4A7C15  # twice this number fits into int64
 _CHUNK = 2**22  # elements per chunk, whose two int64 tensors take 64 MB
 
 
-def compare_replicas(step: int, engine: Engine, objective: Objective, communicator: Communicator) -> None:
+def compare_replicas(step: int, engine: Engine, objective: LossFunction, communicator: Communicator) -> None:
     """Compare replicated tensors (temperature, MLPs, counters, weights) across ranks; each rank sends a 64-bit hash.
 
     Raises:

@@ -14,9 +14,9 @@ def run_length(order: BatchOrder, epochs: float, max_steps: int | None = None) -
     return max_steps or max(round(epochs * order.steps_per_epoch), 1)
 
 
-def is_rest(order: BatchOrder, number: int) -> bool:
+def is_partial_batch(order: BatchOrder, step: int) -> bool:
     """Return whether a step's batch is the last of an epoch and less than half full."""
-    step_of_epoch = number % order.steps_per_epoch
+    step_of_epoch = step % order.steps_per_epoch
     last_of_epoch = order.steps_per_epoch - 1
     return 0 < step_of_epoch == last_of_epoch and 2 * order.last_batch_size < order.batch_size
 

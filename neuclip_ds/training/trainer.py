@@ -1,29 +1,38 @@
-"""Build and run a training job from a config.
+"""Train a model: set up a run, then repeat the training step until the run ends.
 
-The trainer takes a list of hooks and a function that opens the evaluation. Optional features, such as the report or
-remote copies, are hooks that the caller passes (training/hooks/optional.py).
+`train` is the entry point. `build_run` opens the data, the model and the newest checkpoint. `Loop` runs the steps; its
+method `_train_step` is one step, from the batch to the updated weights. Everything else that happens around a step,
+such as records, checkpoints and evaluations, is a hook (training/hooks/).
 """
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import closing, nullcontext
-from functools import partial
+import math
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
+from torch.profiler import record_function
 
-from neuclip_ds.checkpoint.checkpoints import Checkpoints
+from neuclip_ds.checkpoint.checkpoints import Checkpoints, Fingerprint
 from neuclip_ds.checkpoint.integrity import read_meta
 from neuclip_ds.config import Config, dump
+from neuclip_ds.data.loader import RankBatch
 from neuclip_ds.data.training_data import TrainingData, open_training_data
 from neuclip_ds.data.training_set import find_validation, interleave_settings
-from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.distributed.communicator import PHASE, Communicator, HostCopy
 from neuclip_ds.distributed.environment import RankEnvironment
 from neuclip_ds.distributed.launch import leave, process_group
 from neuclip_ds.distributed.stop_signals import raising_interrupted
-from neuclip_ds.engine.average import WeightAverage
+from neuclip_ds.engine.average import WeightAverage, discard_average
 from neuclip_ds.engine.config import load_engine_config
+from neuclip_ds.engine.device_batches import DeviceBatch, DeviceBatches
 from neuclip_ds.engine.engine import Engine
 from neuclip_ds.engine.precision import (
     deterministic_algorithms,
@@ -33,29 +42,37 @@ from neuclip_ds.engine.precision import (
     set_matmul_precision,
 )
 from neuclip_ds.engine.start import start_engine
+from neuclip_ds.errors import Interrupted, RollBack, TrainingDiverged
+from neuclip_ds.evaluation.evaluator import Evaluator
 from neuclip_ds.files import explain_disk
-from neuclip_ds.models.pretrained.base import LogitParameters, Preprocessing
+from neuclip_ds.losses.base import Position
+from neuclip_ds.losses.contrastive_loss import ContrastiveLoss
+from neuclip_ds.models.pretrained.base import LogitParameters
 from neuclip_ds.models.source import ModelSource, locate_on_rank_zero, model_source
 from neuclip_ds.models.tokenizer import ModelTokenizer
 from neuclip_ds.models.trained_parts import Parameters
-from neuclip_ds.objectives import build_objective
-from neuclip_ds.objectives.base import Context, Objective
+from neuclip_ds.reporting.events import EventLog
 from neuclip_ds.reporting.log import configure_logging
-from neuclip_ds.reporting.metrics import AVERAGED, CHANCE
-from neuclip_ds.training.checks import check_config, config_warnings, fingerprint
-from neuclip_ds.training.hooks import Hook
-from neuclip_ds.training.loop import Loop, RunContext
+from neuclip_ds.reporting.metrics import MetricsLog
+from neuclip_ds.training.checkpointing import SaveCheckpoints
+from neuclip_ds.training.checks import check_config, check_data, config_warnings, fingerprint
+from neuclip_ds.training.hooks import Hook, hook_names
+from neuclip_ds.training.hooks.evaluation import EvaluateModel
+from neuclip_ds.training.hooks.health import WatchHealth
+from neuclip_ds.training.hooks.standard import PrefetchShards, ShowProgress, StopOnSignal
+from neuclip_ds.training.records import WriteRecords
 from neuclip_ds.training.recovery import (
-    RECOVERY,
     find_reused,
     gamma_epoch_offset,
     load_recovered_state,
-    recover,
     recovered_objective,
-    recovery_loop,
+    recovery_config,
+    without_batch_norm_updates,
 )
+from neuclip_ds.training.replicas import compare_replicas
 from neuclip_ds.training.run_folder import (
     MODEL,
+    RECOVERY,
     move_staged_files,
     read_complete,
     record_environment,
@@ -64,42 +81,20 @@ from neuclip_ds.training.run_folder import (
     write_complete,
 )
 from neuclip_ds.training.run_lock import locked
-from neuclip_ds.training.schedule import run_length
+from neuclip_ds.training.schedule import is_partial_batch, learning_rate, run_length
 
 log = logging.getLogger(__name__)
 
-
-class Evaluation(Protocol):
-    """An evaluation of a run's model."""
-
-    measures: bool  # whether there is anything to measure
-
-    def __call__(self, engine: Engine, objective: Objective) -> dict[str, float]:
-        """Return the results by name, equal on all ranks; all ranks call this together."""
-
-    def describe(self) -> str:
-        """Return a description of the evaluation sets for the log."""
-        ...
-
-    def close(self) -> None: ...
+_RATE_STEPS = 50  # recent steps over which the throughput is measured
 
 
-OpenEvaluation = Callable[[Config, TrainingData, Preprocessing, Communicator, Path], Evaluation]
-"""Function that opens the data of an evaluation before the engine starts, and writes new files to the folder."""
-
-
-def train(
-    config: Config,
-    environment: RankEnvironment,
-    hooks: Sequence[Hook] = (),
-    open_evaluation: OpenEvaluation | None = None,
-) -> None:
+def train(config: Config, environment: RankEnvironment, hooks: Sequence[Hook] = ()) -> None:
     """Train and evaluate a model, and write all results to the run's folder.
 
     Args:
-        config, environment: the config of the run, and the environment of this rank.
+        config: the config of the run.
+        environment: the environment of this rank.
         hooks: hooks in addition to the standard hooks of every run.
-        open_evaluation: opens the evaluation of the run; by default, nothing is evaluated.
 
     Raises:
         UserError: the config or the data is invalid; raised before the first step where possible.
@@ -117,79 +112,86 @@ def train(
         locked(folder, communicator),
     ):
         configure_logging(communicator.rank)
+        # all checks pass before anything is written to the run's folder
         with staging(config, folder, communicator) as staged:
             for hook in hooks:
                 hook.before_run(config, communicator, folder)
-            trainer = build(config, communicator, folder, staged, open_evaluation)
-            ended = trainer.is_complete()
-            if ended:
-                steps = trainer.loop.done
-                log.info("%s is complete after %d steps; for more, raise epochs or max_steps", folder, steps)
+            run = build_run(config, communicator, folder, staged)
+            loop = run.loop
+            is_complete = communicator.on_rank_zero(lambda: read_complete(folder) == loop.done == loop.total)
+            if is_complete:
+                log.info("%s is complete after %d steps; for more, raise epochs or max_steps", folder, loop.done)
             else:
-                communicator.on_rank_zero(lambda: move_staged_files(staged, folder, trainer.loop.context.config))
-        if not ended:
+                communicator.on_rank_zero(lambda: move_staged_files(staged, folder, loop.context.config))
+
+        has_ended = is_complete
+        if not is_complete:
             record_environment(folder, communicator)
             configure_logging(communicator.rank, folder / "log.txt")
-            ended = trainer.run(hooks)
-        if ended:
+            has_ended = recover_and_train(run, hooks)
+        if has_ended:
             leave()  # the other ranks do not wait while rank 0 writes the report and copies the run
             for hook in reversed(hooks):
-                hook.after_run(trainer.loop)
+                hook.after_run(loop)
 
 
-class Trainer(NamedTuple):
+def recover_and_train(run: "Run", hooks: Sequence[Hook]) -> bool:
+    """Recover statistics if the config enables it, then train; return False if the recovery was stopped early."""
+    context = run.loop.context
+    if run.recovery is not None:
+        recovery_folder = run.recovery.folder
+        context.communicator.on_rank_zero(lambda: recovery_folder.mkdir(exist_ok=True))
+        recovery_hooks = [hook for hook in hooks if hook.in_recovery]
+        with without_batch_norm_updates(context.engine):
+            is_recovered = run.recovery.run(recovery_hooks)
+        recovered = run.recovery.checkpoints.newest() if is_recovered else None
+        if recovered is None:
+            return False
+        load_recovered_state(recovered, context, run.loop.loss)
+
+    with closing(run.evaluator):
+        log.info("evaluations are on %s", run.evaluator.describe())
+        is_complete = run.loop.run(hooks, run.evaluator)
+    if is_complete:
+        context.communicator.on_rank_zero(lambda: write_complete(context.folder, run.loop.done))
+        log.info("all results are in %s", context.folder)
+    return True
+
+
+# Set-up
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunContext:
+    """Objects that the loops of a run share."""
+
+    config: Config
+    communicator: Communicator
+    folder: Path
+    data: TrainingData
+    engine: Engine
+    embed_dim: int
+    """Width of the features."""
+    logits: LogitParameters
+    """Temperature and bias of the encoders' checkpoint."""
+    comm_dtype: torch.dtype
+    """Dtype in which features are sent between ranks."""
+    fingerprint: Fingerprint
+    trained_with: Mapping[str, bytes]
+    """Contents of the config, tokenizer and model description files, by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
     """A run that is ready to train, resumed from its checkpoint if it has one."""
 
-    loop: Loop
-    evaluation: Evaluation | None
-    recovery: Loop | None  # runs before training
-
-    def is_complete(self) -> bool:
-        """Return whether an earlier launch has completed training and evaluation."""
-        loop = self.loop
-        return loop.context.communicator.on_rank_zero(
-            lambda: read_complete(loop.context.folder) == loop.done == loop.total
-        )
-
-    def run(self, hooks: Sequence[Hook] = ()) -> bool:
-        """Run the recovery if the config enables it, then train; return False if the recovery was stopped early."""
-        context, objective = self.loop.context, self.loop.objective
-        if self.recovery is not None:
-            recovered = recover(self.recovery, [hook for hook in hooks if hook.in_recovery])
-            if recovered is None:  # stopped early
-                return False
-            load_recovered_state(recovered, context, objective)
-        ema = context.config.ema
-        average = WeightAverage(context.engine, ema.decay) if ema.decay else None
-        with closing(self.evaluation) if self.evaluation is not None else nullcontext():
-            evaluate = None
-            if self.evaluation is not None:
-                log.info("evaluations are on %s", self.evaluation.describe())
-                evaluate = partial(self._evaluate, self.evaluation, average) if self.evaluation.measures else None
-            complete = self.loop.run(evaluate, hooks, average)
-        if complete:
-            context.communicator.on_rank_zero(lambda: write_complete(context.folder, self.loop.done))
-            log.info("all results are in %s", context.folder)
-        return True
-
-    def _evaluate(self, evaluation: Evaluation, average: WeightAverage | None) -> dict[str, float]:
-        """Evaluate the weights and, if enabled, their moving average, whose results are named `ema/NAME`."""
-        engine, objective = self.loop.context.engine, self.loop.objective
-        results = evaluation(engine, objective)
-        if average is not None:
-            with average.in_use():
-                found = evaluation(engine, objective)
-            results |= {name if name.startswith(CHANCE) else AVERAGED + name: value for name, value in found.items()}
-        return results
+    loop: "Loop"
+    evaluator: Evaluator
+    recovery: "Loop | None"
+    """Runs before `loop`."""
 
 
-def build(
-    config: Config,
-    communicator: Communicator,
-    folder: Path,
-    staged: Path,
-    open_evaluation: OpenEvaluation | None = None,
-) -> Trainer:
+def build_run(config: Config, communicator: Communicator, folder: Path, staged: Path) -> Run:
     """Build a run and resume it from its newest checkpoint, if any; all ranks call this together.
 
     Writes new files to `staged` instead of the run's folder. Raises `UserError` if the config, the data or a checkpoint
@@ -197,39 +199,51 @@ def build(
     """
     engine_config = load_engine_config(config, communicator.world_size)
     resumed = newest_checkpoint(config, communicator, folder)
+
+    # data: its order, and the settings that the config leaves open
     source = model_source(config.model, locate_on_rank_zero(config.model, communicator))
-    meta = communicator.on_rank_zero(lambda: read_meta(resumed)) if resumed is not None else None
+    meta = None
+    if resumed is not None:
+        checkpoint = resumed
+        meta = communicator.on_rank_zero(lambda: read_meta(checkpoint))
     data = open_training_data(config, source, communicator, staged, resumed, meta)
-    chosen = {**interleave_settings(data.order.interleave), "val": find_validation(config.data, data.manifest)}
-    config = config.model_copy(update={"data": config.data.model_copy(update=chosen)})
+    data_options = {**interleave_settings(data.order.interleave), "val": find_validation(config.data, data.manifest)}
+    config = config.model_copy(update={"data": config.data.model_copy(update=data_options)})
     steps = run_length(data.order, config.epochs, config.max_steps)
-    for slip in config_warnings(config, steps) if communicator.rank == 0 else ():
-        log.warning("%s", slip)
-    evaluation = open_evaluation(config, data, source.preprocessing, communicator, staged) if open_evaluation else None
+    if communicator.rank == 0:
+        for warning in config_warnings(config, steps):
+            log.warning("%s", warning)
+    evaluator = Evaluator(config, data, source.preprocessing, communicator, staged)
+
+    # model
     require_precision(engine_config, config.deepspeed)
     set_matmul_precision(config, engine_config, communicator.device)
     engine, logits, parameters = start_encoders(config, engine_config, source, data.tokenizer, communicator, staged)
     context = RunContext(
-        config,
-        communicator,
-        folder,
-        data,
-        engine,
-        Context(source.embed_dim, data.manifest.n, communicator, temperature=logits.temperature, bias=logits.bias),
-        resolve_comm_dtype(config, engine_config),
-        {**fingerprint(config), "parameters": parameters},
-        trained_with(staged, folder, config) if communicator.rank == 0 else {},
+        config=config,
+        communicator=communicator,
+        folder=folder,
+        data=data,
+        engine=engine,
+        embed_dim=source.embed_dim,
+        logits=logits,
+        comm_dtype=resolve_comm_dtype(config, engine_config),
+        fingerprint={**fingerprint(config), "parameters": parameters},
+        trained_with=trained_with(staged, folder, config) if communicator.rank == 0 else {},
     )
-    objective = build_objective(config, context.objective_context, context.comm_dtype)
-    loop = Loop(context, config, objective, folder, context.fingerprint, gamma_epoch_offset(config))
+
+    # state: of the newest checkpoint, of another run's recovery, or new
+    loop = Loop(context, config, folder, epoch_offset=gamma_epoch_offset(config))
     recovery = None
     if resumed is not None and RECOVERY not in resumed.relative_to(folder).parts:
         loop.resume(resumed)
     elif config.recovery.reuse is not None:
-        load_recovered_state(find_reused(context), context, objective)
+        load_recovered_state(find_reused(context), context, loop.loss)
     elif config.recovery.epochs:
-        recovery = recovery_loop(context, resumed)
-    return Trainer(loop, evaluation, recovery)
+        recovery = Loop(context, recovery_config(config), folder / RECOVERY)
+        if resumed is not None:
+            recovery.resume(resumed)
+    return Run(loop=loop, evaluator=evaluator, recovery=recovery)
 
 
 def newest_checkpoint(config: Config, communicator: Communicator, folder: Path) -> Path | None:
@@ -241,11 +255,13 @@ def newest_checkpoint(config: Config, communicator: Communicator, folder: Path) 
     newest = training.newest()
     if newest is not None:
         training.read(newest, fingerprint(config))
-    elif config.recovery.epochs and config.recovery.reuse is None:
-        recovery = Checkpoints(folder / RECOVERY / "checkpoints", communicator, 1)
-        newest = recovery.newest()
-        if newest is not None:
-            recovery.read(newest, {**fingerprint(config), "method": recovered_objective(config).method})
+        return newest
+    if not config.recovery.epochs or config.recovery.reuse is not None:
+        return None
+    recovery = Checkpoints(folder / RECOVERY / "checkpoints", communicator, 1)
+    newest = recovery.newest()
+    if newest is not None:
+        recovery.read(newest, {**fingerprint(config), "method": recovered_objective(config).method})
     return newest
 
 
@@ -276,3 +292,326 @@ def start_encoders(
         model.compile_towers()
     engine = start_engine(model, config.optimizer, engine_config, communicator, config.run.seed)
     return engine, logits, parameters.total
+
+
+# The loop
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """Result of a training step; equal on all ranks, except for the batch and the times."""
+
+    step: int
+    """Number of steps done, including this one."""
+    loss: float
+    """Loss of the global batch."""
+    tau: float | None
+    """Temperature; the mean if samples have individual temperatures, and None if the loss has no temperature."""
+    grad_norm: float
+    """Norm of the encoders' gradient; not finite if the step was skipped."""
+    applied: bool
+    """False if the step was skipped and left all state unchanged."""
+    not_finite: Sequence[int]
+    """Indices of samples on all ranks with non-finite features, if the step was skipped."""
+    is_partial_batch: bool
+    """Whether the batch is the small last one of an epoch, whose loss is not comparable to a full batch's."""
+    batch: RankBatch
+    """This rank's samples, whose pixels have been released."""
+    lr: float
+    """Learning rate of the encoders."""
+    skipped: int
+    """Number of steps skipped in the run so far."""
+    waited: float
+    """Seconds lost to waiting for the batch."""
+    seconds: float
+    """Duration of the whole step."""
+    samples_per_second: float
+    """Throughput of all ranks over the last steps; NaN after the first step."""
+    metric_tensors: Mapping[str, Tensor]
+    """Metrics of the loss, on the device."""
+
+    @cached_property
+    def metrics(self) -> dict[str, float]:
+        """All metrics of the step, by name; the first access waits for the device."""
+        metrics = {"loss": self.loss, "lr": self.lr, "grad_norm": self.grad_norm, "skipped_steps": self.skipped}
+        if self.metric_tensors:
+            values = torch.stack([value.double() for value in self.metric_tensors.values()]).tolist()
+            metrics.update(zip(self.metric_tensors, values, strict=True))
+        return metrics
+
+
+class Loop:
+    """A loop over the training steps of one loss, with hooks around each step.
+
+    Training is one loop; the recovery of statistics before fine-tuning is a second loop. Each loop has a folder with
+    its checkpoints, metrics and logs.
+
+    Attributes:
+        context: the objects that the loops of the run share.
+        loss: the loss, with its state.
+        folder: folder for the checkpoints and records of this loop; rank 0 creates it.
+        fingerprint: settings that a resumed loop must share with its checkpoint.
+        checkpoints: checkpoints of this loop.
+        order: the order of the samples.
+        done: number of steps done.
+        total: number of steps after which the loop ends.
+        saved: last step after which a checkpoint was saved.
+        stop_requested: set this to True on all ranks to end the loop after the current step, with a checkpoint.
+        stop_signal: the signal that requested the stop, if any; the loop then raises `Interrupted`.
+        resources: stack of the context managers that hooks enter when they start; the stack closes when the loop ends.
+        events: the log of problems.
+        metrics: the log of metrics (metrics.jsonl and TensorBoard), open on rank 0 while the loop runs, else None.
+    """
+
+    def __init__(self, context: RunContext, config: Config, folder: Path, epoch_offset: int = 0) -> None:
+        """
+        Args:
+            context: see the attributes.
+            config: the run's config, with this loop's loss, length and learning rates.
+            folder: see the attributes.
+            epoch_offset: offset of the loss's schedules, in epochs.
+        """
+        communicator = context.communicator
+        self.context = context
+        self.folder = folder
+        self.fingerprint = {**context.fingerprint, "method": config.objective.method}
+        self.order = context.data.order
+        self.total = run_length(self.order, config.epochs, config.max_steps)
+        self.loss = _build_loss(context, config, self.order.steps_per_epoch)
+        self.checkpoints = Checkpoints(
+            folder / "checkpoints", communicator, config.run.keep_checkpoints, context.trained_with
+        )
+        self.events = EventLog(folder, communicator.rank)
+        self.metrics: MetricsLog | None = None
+        self.resources = ExitStack()
+        self.done = 0
+        self.saved = 0
+        self.stop_requested = False
+        self.stop_signal: int | None = None
+
+        self._config = config
+        self._epoch_offset = epoch_offset
+        self._batches = DeviceBatches(communicator.device, config.micro_batch(communicator.world_size))
+        self._rolled_back_at = -1  # steps done at the last rollback
+        self._hooks: list[Hook] = []
+        self._hook_states: Mapping[str, Any] = {}  # from the checkpoint, by the hook's name
+
+    def resume(self, checkpoint: Path) -> None:
+        """Load the engine and the loss from an intact checkpoint, and set `done` to its step.
+
+        Writes nothing; raises `UserError` if the checkpoint belongs to a different run, model or dataset.
+        """
+        self.done, saved = self.checkpoints.read(checkpoint, self.fingerprint)
+        check_data(saved, self.context.data.manifest)
+        self.checkpoints.load(checkpoint, self.context.engine, self.loss.function)
+        if not self.context.config.ema.decay:
+            discard_average(self.context.engine)
+        self.saved = self.done
+        self._hook_states = saved.get("hooks", {})
+
+    def run(self, hooks: Sequence[Hook] = (), evaluator: Evaluator | None = None) -> bool:
+        """Train from `done` to `total` steps; return False if a stop was requested before the end.
+
+        Runs `hooks` before the standard hooks. With an `evaluator`, evaluates the model and, if the config enables it,
+        keeps the moving average of the weights. After a `roll_back`, the loop resumes from the checkpoint, and all
+        hooks start again. Raises `Interrupted` if a signal requested the stop.
+        """
+        while True:
+            try:
+                return self._run(hooks, evaluator)
+            except RollBack as end:
+                checkpoint = end.checkpoint
+            self.resume(checkpoint)
+
+    def save(self) -> None:
+        """Save a checkpoint after the last completed step; all ranks call this together.
+
+        Compares the ranks' replicated state first, and raises `TrainingDiverged` if it differs. Raises `SaveFailed` on
+        all ranks if any rank could not write.
+        """
+        engine = self.context.engine
+        compare_replicas(self.done, engine, self.loss.function, self.context.communicator)
+        hook_states: dict[str, Any] = {}
+        for name, hook in zip(hook_names(self._hooks), self._hooks, strict=True):
+            state = hook.state(self)
+            if state:
+                hook_states[name] = state
+        data = {**self.context.data.record(), "hooks": hook_states}
+        self.checkpoints.save(self.done, engine, self.loss.function, self.fingerprint, data)
+        self.saved = self.done
+
+    def roll_back(self, problem: str) -> NoReturn:
+        """Return to the newest checkpoint, on all ranks, after `run.max_skipped_steps` consecutive skipped steps.
+
+        Raises:
+            RollBack: always; `run` catches it and resumes from the checkpoint.
+            TrainingDiverged: no checkpoint exists, or training has failed at the same step before.
+        """
+        newest = self.checkpoints.newest()
+        first_skipped = self.done - self.context.config.run.max_skipped_steps
+        advice = "lower optimizer.lr, or objective.npn.lr if npn_ratio_mean was outside 0.5 to 2, and start again."
+        if newest is None:
+            raise TrainingDiverged(f"{problem}, and there is no checkpoint to return to: {advice}")
+        if first_skipped <= self._rolled_back_at:
+            raise TrainingDiverged(f"{problem}, as before the return to {newest.name}: {advice}")
+        self._rolled_back_at = self.done
+        raise RollBack(f"{problem}: the run returns to {newest.name}.", newest)
+
+    def _run(self, hooks: Sequence[Hook], evaluator: Evaluator | None) -> bool:
+        context = self.context
+        self.checkpoints.set_aside_beyond(self.done)
+        log.info(
+            "%s: %d pairs in %d shards, %d parameters, %d ranks, batch %d, %d steps of which %d are done",
+            self.fingerprint["method"],
+            context.data.manifest.n_used,
+            context.data.manifest.n_shards,
+            self.fingerprint["parameters"],
+            context.communicator.world_size,
+            self.fingerprint["batch_size"],
+            self.total,
+            self.done,
+        )
+        ema_decay = context.config.ema.decay
+        average = None
+        if evaluator is not None and ema_decay:
+            average = WeightAverage(context.engine, ema_decay)
+
+        source = context.data.batches(context.communicator, self.done, self.total - self.done)
+        with self.resources, closing(source):
+            self._hooks = self._start_hooks(hooks, evaluator, average)
+            self._batches.start(source)
+            # the first end time is that of the first step, which compiles
+            end_times: deque[float] = deque(maxlen=_RATE_STEPS + 1)
+            while self.done < self.total and not self.stop_requested:
+                for hook in self._hooks:
+                    hook.before_step(self)
+                began = time.perf_counter()
+                batch = next(self._batches)
+                for hook in self._hooks:
+                    hook.on_batch(self, batch.host)
+                result = self._train_step(batch, began, end_times)
+                self.done += 1
+                if average is not None and result.applied:
+                    average.update(self.done)
+                for hook in self._hooks:
+                    hook.after_step(self, result)
+            if not self.stop_requested:
+                for hook in self._hooks:
+                    hook.finish(self)
+
+        if self.stop_signal is not None:
+            raise Interrupted(self.stop_signal, f" after step {self.done}")
+        if self.stop_requested:
+            log.warning("stopped after step %d; the same command resumes there", self.done)
+        return not self.stop_requested
+
+    def _start_hooks(
+        self, hooks: Sequence[Hook], evaluator: Evaluator | None, average: WeightAverage | None
+    ) -> list[Hook]:
+        """Start the given hooks, then the standard hooks, and return all of them."""
+        records = WriteRecords()
+        saver = SaveCheckpoints()
+        all_hooks = [*hooks, PrefetchShards(), WatchHealth(), ShowProgress(), records, StopOnSignal(), saver]
+        if evaluator is not None and evaluator.measures:
+            all_hooks.append(EvaluateModel(evaluator, saver, average))
+        for name, hook in zip(hook_names(all_hooks), all_hooks, strict=True):
+            state = self._hook_states.get(name)
+            if state is not None:
+                hook.load_state(state)
+        records.open(self)  # the other hooks may write metrics when they start
+        for hook in all_hooks:
+            hook.start(self)
+            self.resources.push(lambda kind, error, trace, hook=hook: hook.close(self, error))
+        return all_hooks
+
+    def _train_step(self, batch: DeviceBatch, began: float, end_times: deque[float]) -> StepResult:
+        """Run one step: update the weights, the temperature and the estimators, or skip the step on all ranks.
+
+        A step whose loss or gradient is not finite is skipped without an extra copy to the host: the gradients become
+        NaN on all ranks, and the optimizer rejects them. By then the loss and batch norm have updated their state, so
+        both are restored.
+        """
+        engine = self.context.engine
+        loss = self.loss
+        position = self._position()
+
+        # forward: the features of a tower are sent while the other tower runs
+        pending = loss.begin(batch.host.index, batch.host.valid, position)
+        image, text = engine.encode(batch, pending, self.done)
+        with record_function(f"{PHASE}objective"):
+            value = loss(image, text, pending=pending)
+
+        # backward: a gradient that is not finite on any rank makes the gradients of all ranks NaN
+        assert loss.feature_gradient_norm is not None
+        scalars = HostCopy(torch.stack([value.detach(), loss.metric_tensors.get("tau", value.detach())]))
+        engine.backward(value * (1 + 0 * loss.feature_gradient_norm))
+        self._batches.prefetch()  # before the host waits for the norm of the gradient
+
+        # update
+        outcome = engine.step(position.lr)
+        loss_value, tau = scalars.wait().tolist()
+        not_finite: list[int] = []
+        if not outcome.applied:
+            loss.undo()
+            not_finite = self._indices_of_not_finite(image, text, batch.host)
+
+        end_times.append(time.monotonic())
+        seconds_of_steps = end_times[-1] - end_times[0]
+        samples = (len(end_times) - 1) * self._config.data.batch_size
+        return StepResult(
+            step=self.done + 1,
+            loss=loss_value,
+            tau=tau if "tau" in loss.metric_tensors else None,
+            grad_norm=outcome.gradient_norm,
+            applied=outcome.applied,
+            not_finite=not_finite,
+            is_partial_batch=is_partial_batch(self.order, self.done),
+            batch=batch.host,
+            lr=position.lr,
+            skipped=engine.skipped_steps,
+            waited=batch.waited,
+            seconds=time.perf_counter() - began,
+            samples_per_second=samples / seconds_of_steps if seconds_of_steps else math.nan,
+            metric_tensors=loss.metric_tensors,
+        )
+
+    def _position(self) -> Position:
+        """Return the position of the next step in the run."""
+        return Position(
+            step=self.done,
+            epoch=self._epoch_offset + self.done // self.order.steps_per_epoch,
+            progress=self.done / self.total,
+            lr=learning_rate(self.done, self.total, self._config.optimizer),
+            peak_lr=self.context.config.optimizer.lr,
+        )
+
+    @torch.no_grad()
+    def _indices_of_not_finite(self, image: Tensor, text: Tensor, batch: RankBatch) -> list[int]:
+        """Return the indices, from all ranks, of samples with non-finite features."""
+        finite = image.isfinite().all(dim=1) & text.isfinite().all(dim=1)
+        indices = batch.index[batch.valid & ~finite.cpu()].tolist()
+        all_indices: list[int] = []
+        for indices_of_rank in self.context.communicator.gather_objects(indices):
+            all_indices.extend(indices_of_rank)
+        return all_indices
+
+
+def _build_loss(context: RunContext, config: Config, steps_per_epoch: int) -> ContrastiveLoss:
+    """Build a loop's loss, which uses the run's communicator and needs no checks of its arguments."""
+    comm_dtype = str(context.comm_dtype).removeprefix("torch.")
+    return ContrastiveLoss(
+        config.objective.model_copy(update={"comm_dtype": comm_dtype}),
+        dim=context.embed_dim,
+        samples=context.data.manifest.n,
+        epochs=config.epochs,
+        steps_per_epoch=steps_per_epoch,
+        lr=config.optimizer.lr,
+        betas=config.optimizer.betas,
+        adam_eps=config.optimizer.eps,
+        communicator=context.communicator,
+        undo=True,
+        validate=False,
+        spare_row=False,
+        encoder_temperature=context.logits.temperature,
+        encoder_bias=context.logits.bias,
+    )

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 from build import columns
+from neuclip_ds.state.sample_store import SampleStore
 from ranks import run_ranks
 
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.state.sample_store import SampleStore
 
 FIELDS = {"log_u_image": -math.inf, "log_u_text": -math.inf}
 

@@ -11,6 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from neuclip_ds.objectives import build_objective
+from neuclip_ds.objectives.base import Context, Objective
+from neuclip_ds.training.loop import Loop, StepResult
+from neuclip_ds.training.step import StepOutcome, TrainStep
 from ranks import run_ranks
 from safetensors.torch import load_file
 from small_runs import SMALL, newest_checkpoint, read_options, records, train_connected
@@ -23,12 +27,8 @@ from neuclip_ds.engine.engine import Engine
 from neuclip_ds.engine.start import start_engine
 from neuclip_ds.errors import TrainingDiverged
 from neuclip_ds.models.build import build_dual_encoder
-from neuclip_ds.objectives import build_objective
-from neuclip_ds.objectives.base import Context, Objective
 from neuclip_ds.recipe import parse
 from neuclip_ds.training.hooks import Hook
-from neuclip_ds.training.loop import Loop, StepResult
-from neuclip_ds.training.step import StepOutcome, TrainStep
 
 FAULTY, STEPS = 3, 5
 Fault = Callable[[Any, Batch], Any]

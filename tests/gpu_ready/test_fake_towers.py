@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 import torch
 from fake_cuda import DEVICE, GpuRank, fake_cuda
+from neuclip_ds.objectives import build_objective
+from neuclip_ds.objectives.base import Context, Step
+from neuclip_ds.training.step import TrainStep
 from replay import PlainEngine
 from test_step import TOKENS, config_of
 from torch._dynamo.utils import counters
@@ -22,9 +25,6 @@ from neuclip_ds.engine.engine import Engine
 from neuclip_ds.engine.start import build_optimizer
 from neuclip_ds.models.build import build_dual_encoder
 from neuclip_ds.models.towers import DualEncoder
-from neuclip_ds.objectives import build_objective
-from neuclip_ds.objectives.base import Context, Step
-from neuclip_ds.training.step import TrainStep
 
 ROWS, SIDE, LENGTH = 8, 16, 8
 CONFIG = config_of("openclip")

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from neuclip_ds.loss import ContrastiveLoss
 from ranks import run_ranks
 from replay import (
     EPOCHS,
@@ -26,7 +27,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.loss import ContrastiveLoss
 
 RANKS, ROWS = 2, 4
 

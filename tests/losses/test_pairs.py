@@ -15,6 +15,7 @@ import torch
 from build import batch, relative_error
 from build import pairs as random_pairs
 from fake_cuda import DEVICE, GpuRank, fake_cuda
+from neuclip_ds.objectives.gather import GatheredFeatures
 from ranks import run_ranks
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -32,7 +33,6 @@ from neuclip_ds.losses.pairs import (
     compiled,
     pair_similarities,
 )
-from neuclip_ds.objectives.gather import GatheredFeatures
 
 EXACT = 1e-10
 DIM = 6

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from build import objective
+from neuclip_ds.objectives.normalizers.amortization_mlp import AmortizationMlp
 from torch import Tensor, nn
 
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.objectives.normalizers.amortization_mlp import AmortizationMlp
 
 DIM, TAU = 6, 0.07
 MLP = AmortizationMlp(DIM, DIM)

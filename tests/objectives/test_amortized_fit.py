@@ -5,11 +5,10 @@ import pytest
 import torch
 from amortization import DIM, EXACT, MLP, TAU, UNCLIPPED, Net, amorlip, log_partition, net_of, predict
 from build import batch, pairs, relative_error, step
-from torch import Tensor
-
 from neuclip_ds.objectives.normalizers.amortization_mlp import AmortizationMlp
 from neuclip_ds.objectives.normalizers.amortized import previous_weight
 from neuclip_ds.objectives.options import AmortizedConfig
+from torch import Tensor
 
 
 @pytest.mark.parametrize("width", [0.5, 1.0, 2.0])

@@ -8,17 +8,16 @@ import pytest
 import torch
 from build import batch, pairs, relative_error
 from fake_cuda import DEVICE, fake_cuda
-from step_costs import SimulatedRank
-from torch import Tensor
-from torch._dynamo.utils import counters
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from neuclip_ds.objectives import pair_arithmetic
 from neuclip_ds.objectives.gather import GatheredFeatures
 from neuclip_ds.objectives.general_pairs import GeneralSimilarities, fused
 from neuclip_ds.objectives.pair_arithmetic import pair_products
 from neuclip_ds.objectives.pair_grid import PairGrid
 from neuclip_ds.objectives.pair_loss import Hinge, PairLoss
+from step_costs import SimulatedRank
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def results(

@@ -8,9 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from small_runs import ROOT, SMALL, demo_shards, environment
-
 from neuclip_ds.objectives import METHODS
+from small_runs import ROOT, SMALL, demo_shards, environment
 
 OBJECTIVES = Path("neuclip_ds/objectives")
 PAGE = (ROOT / "docs/reference/losses.md").read_text(encoding="utf-8")

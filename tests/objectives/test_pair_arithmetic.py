@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 from build import VARIANTS, batch, objective, pairs, step
+from neuclip_ds.objectives.pair_arithmetic import products_exact_for
 from torch import Tensor
 from torch.nn.functional import normalize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.objectives.pair_arithmetic import products_exact_for
 from neuclip_ds.section import merge
 
 ROWS, DIM, TAU = 48, 6, 0.01

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from neuclip_ds.training.loop import Loop, StepResult
 from small_runs import SMALL
 
 from neuclip_ds.checkpoint.checkpoints import complete_checkpoints
@@ -10,7 +11,6 @@ from neuclip_ds.data.dataset import Batch
 from neuclip_ds.distributed.environment import RankEnvironment
 from neuclip_ds.recipe import parse
 from neuclip_ds.training.hooks import Hook
-from neuclip_ds.training.loop import Loop, StepResult
 from neuclip_ds.training.trainer import train
 
 

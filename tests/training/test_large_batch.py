@@ -7,6 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from neuclip_ds.training.loop import Loop, StepResult
 from small_runs import SMALL, TINY, TRAIN, records, start
 from tars import jpeg, write_tar
 
@@ -14,7 +15,6 @@ from neuclip_ds.data import loader
 from neuclip_ds.distributed.environment import RankEnvironment
 from neuclip_ds.recipe import parse
 from neuclip_ds.training.hooks import Hook
-from neuclip_ds.training.loop import Loop, StepResult
 from neuclip_ds.training.trainer import train
 
 PAIRS, SHARDS, PICTURES = 65_536, 16, 256

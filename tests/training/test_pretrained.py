@@ -6,6 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from miniatures import CAPTIONS, images, save_clip, save_open_clip, save_siglip
+from neuclip_ds.objectives import build_objective
+from neuclip_ds.objectives.base import Context, Step
+from neuclip_ds.objectives.gather import Features
+from neuclip_ds.training.step import TrainStep
 from ranks import run_ranks
 from test_checkpoints import saved_timm
 
@@ -20,11 +24,7 @@ from neuclip_ds.models.bpe import train_bpe
 from neuclip_ds.models.source import ModelSource, locate_model, locate_on_rank_zero, model_source
 from neuclip_ds.models.tokenizer import CaptionTokenizer
 from neuclip_ds.models.trained_parts import Parameters
-from neuclip_ds.objectives import build_objective
-from neuclip_ds.objectives.base import Context, Step
-from neuclip_ds.objectives.gather import Features
 from neuclip_ds.planning.dry_run import print_dry_run
-from neuclip_ds.training.step import TrainStep
 
 ROWS, STEPS, LR = 8, 3, 1e-3
 TOWERS = "towers"  # pretrained image weights and a new text tower

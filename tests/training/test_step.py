@@ -7,6 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from neuclip_ds.objectives import build_objective
+from neuclip_ds.objectives.base import Context, FeatureGradients, Objective, Step
+from neuclip_ds.objectives.gather import Features
+from neuclip_ds.training.step import TrainStep
 from ranks import run_ranks
 from replay import PlainEngine
 from small_checkpoints import gathered_weights
@@ -18,12 +22,8 @@ from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.engine import Engine
 from neuclip_ds.engine.start import build_optimizer, start_engine
 from neuclip_ds.models.build import build_dual_encoder
-from neuclip_ds.objectives import build_objective
-from neuclip_ds.objectives.base import Context, FeatureGradients, Objective, Step
-from neuclip_ds.objectives.gather import Features
 from neuclip_ds.recipe import validate
 from neuclip_ds.section import merge
-from neuclip_ds.training.step import TrainStep
 
 ROWS, STEPS, LR = 16, 5, 1e-3
 MODEL: dict[str, Any] = {

@@ -8,6 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from neuclip_ds.objectives import build_objective, find_method
+from neuclip_ds.objectives.base import Context, FeatureGradients, Objective, Step
+from neuclip_ds.training.step import TrainStep
 
 from neuclip_ds.config import Config, dump
 from neuclip_ds.data.dataset import Batch
@@ -16,11 +19,8 @@ from neuclip_ds.engine.config import load_engine_config, precision, zero_stage
 from neuclip_ds.engine.precision import resolve_comm_dtype
 from neuclip_ds.engine.start import start_engine
 from neuclip_ds.models.trained_parts import Parameters
-from neuclip_ds.objectives import build_objective, find_method
-from neuclip_ds.objectives.base import Context, FeatureGradients, Objective, Step
 from neuclip_ds.planning.memory import MemoryQuery
 from neuclip_ds.profiling.recorder import Recorder
-from neuclip_ds.training.step import TrainStep
 
 Build = Callable[[Config, Context, torch.dtype], Objective]
 CONFIG = "config.yaml"  # file next to breakdown.json

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +12,7 @@ from neuclip_ds.data.loader import RankBatch
 from neuclip_ds.distributed.communicator import Communicator
 
 if TYPE_CHECKING:
-    from neuclip_ds.training.loop import Loop, StepResult
+    from neuclip_ds.training.trainer import Loop, StepResult
 
 
 class Hook:
@@ -61,3 +63,17 @@ class Hook:
 
         By then, the ranks have left their process group, so a collective would fail.
         """
+
+
+def hook_names(hooks: Sequence[Hook]) -> list[str]:
+    """Return the names under which a checkpoint stores the hooks' states: their classes, numbered from the second on.
+
+    A resumed run must have the hooks of one class in the same order.
+    """
+    counts: Counter[str] = Counter()
+    names: list[str] = []
+    for hook in hooks:
+        name = type(hook).__name__
+        counts[name] += 1
+        names.append(name if counts[name] == 1 else f"{name} {counts[name]}")
+    return names

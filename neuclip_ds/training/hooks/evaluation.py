@@ -3,38 +3,47 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from neuclip_ds.checkpoint.checkpoints import Best
 from neuclip_ds.distributed.stop_signals import deferring
+from neuclip_ds.engine.average import WeightAverage
 from neuclip_ds.errors import UserError
-from neuclip_ds.reporting.metrics import read_metrics, score_lines, scores_among
+from neuclip_ds.evaluation.evaluator import Evaluator
+from neuclip_ds.reporting.metrics import AVERAGED, CHANCE, read_metrics, score_lines, scores_among
+from neuclip_ds.training.checkpointing import SaveCheckpoints
 from neuclip_ds.training.hooks import Hook
-from neuclip_ds.training.hooks.standard import SaveCheckpoints
 
 if TYPE_CHECKING:
-    from neuclip_ds.training.loop import Loop, StepResult
+    from neuclip_ds.training.trainer import Loop, StepResult
 
 log = logging.getLogger(__name__)
-
-Evaluate = Callable[[], dict[str, float]]
 
 
 class EvaluateModel(Hook):
     """Evaluates the model every `run.evaluate_every` steps and after the last; with `run.best_metric`, also at step 0.
 
     A resumed run first runs any evaluation due at the checkpoint's step, unless metrics.jsonl has the results.
+
+    Args:
+        evaluator: evaluates the model.
+        saver: saves checkpoints before evaluations.
+        average: the moving average of the weights, if there is one, which is also evaluated.
     """
 
-    def __init__(self, evaluate: Evaluate, saver: SaveCheckpoints) -> None:
-        self._evaluate, self._saver = evaluate, saver
+    def __init__(self, evaluator: Evaluator, saver: SaveCheckpoints, average: WeightAverage | None) -> None:
+        self._evaluator = evaluator
+        self._saver = saver
+        self._average = average
 
     def start(self, loop: Loop) -> None:
         run = loop.context.config.run
-        self._began = loop.done
-        at_start = loop.done == 0 and run.best_metric is not None
-        if at_start or (loop.done > 0 and self._is_due(loop)):
+        self._first_step = loop.done
+        if loop.done == 0:
+            is_due = run.best_metric is not None
+        else:
+            is_due = self._is_due(loop)
+        if is_due:
             self._measure(loop)
 
     def after_step(self, loop: Loop, result: StepResult) -> None:
@@ -53,12 +62,13 @@ class EvaluateModel(Hook):
 
         A checkpoint is saved before the evaluation, because a stop signal ends the evaluation immediately.
         """
-        results, name = self._recorded(loop), loop.context.config.run.best_metric
-        if not results or name not in (None, *results):
+        results = self._recorded_results(loop)
+        name = loop.context.config.run.best_metric
+        if not results or (name is not None and name not in results):
             if loop.done > loop.saved:
                 self._saver.save(loop)
             with deferring(False):
-                results = self._evaluate()
+                results = self._evaluate(loop)
             if loop.metrics is not None and results:
                 loop.metrics.write(loop.done, results)
         for line in score_lines(results):
@@ -73,25 +83,43 @@ class EvaluateModel(Hook):
         if loop.done:
             self._keep_if_best(loop, Best(loop.done, name, results[name]))
 
-    def _recorded(self, loop: Loop) -> dict[str, float]:
+    def _evaluate(self, loop: Loop) -> dict[str, float]:
+        """Evaluate the weights and, if enabled, their moving average, whose results are named `ema/NAME`."""
+        engine = loop.context.engine
+        results = self._evaluator(engine, loop.loss)
+        if self._average is None:
+            return results
+        with self._average.in_use():
+            average_results = self._evaluator(engine, loop.loss)
+        for name, value in average_results.items():
+            results[name if name.startswith(CHANCE) else AVERAGED + name] = value
+        return results
+
+    def _recorded_results(self, loop: Loop) -> dict[str, float]:
         """Return the results of an earlier launch's evaluation at this step, if any."""
-        if loop.done != self._began or loop.done == 0:
+        if loop.done != self._first_step or loop.done == 0:
             return {}
 
         def read() -> dict[str, float]:
-            found: dict[str, float] = {}
+            results: dict[str, float] = {}
             for record in read_metrics(loop.folder / "metrics.jsonl"):
                 if record.pop("step") == loop.done and "lr" not in record:  # training records have it
-                    found |= record
-            return found
+                    results.update(record)
+            return results
 
         return loop.context.communicator.on_rank_zero(read)
 
-    def _keep_if_best(self, loop: Loop, found: Best) -> None:
+    def _keep_if_best(self, loop: Loop, result: Best) -> None:
+        """Save a checkpoint and record it as the best if no earlier result is better."""
         best = loop.checkpoints.best()
-        replaces = best is None or best.metric != found.metric or best.step == found.step or found.value > best.value
-        if replaces and best != found:
-            if loop.saved != found.step:
-                self._saver.save(loop)
-            if loop.saved == found.step:
-                loop.checkpoints.keep_best(found)
+        if best == result:
+            return
+        is_better = (
+            best is None or best.metric != result.metric or best.step == result.step or result.value > best.value
+        )
+        if not is_better:
+            return
+        if loop.saved != result.step:
+            self._saver.save(loop)
+        if loop.saved == result.step:
+            loop.checkpoints.keep_best(result)

@@ -19,7 +19,7 @@ from neuclip_ds.errors import RollBack, TrainingDiverged
 from neuclip_ds.training.hooks import Hook
 
 if TYPE_CHECKING:
-    from neuclip_ds.training.loop import Loop, StepResult
+    from neuclip_ds.training.trainer import Loop, StepResult
 
 _SHOWN = 8  # sample indices in a message; events.jsonl contains all of them
 _VALUES = {
@@ -113,7 +113,7 @@ class WatchHealth(Hook):
             self._skip(loop, result)
         else:
             self._skipped.clear()
-            spike = None if result.rest else self._spikes.update(result.loss)
+            spike = None if result.is_partial_batch else self._spikes.update(result.loss)
             if spike is not None:
                 self._report_spike(loop, spike, result)
 

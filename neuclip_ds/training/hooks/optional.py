@@ -15,7 +15,7 @@ from neuclip_ds.training.hooks import Hook
 from neuclip_ds.training.hooks.remote import CopyRun
 
 if TYPE_CHECKING:
-    from neuclip_ds.training.loop import Loop, StepResult
+    from neuclip_ds.training.trainer import Loop, StepResult
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from neuclip_ds.training.hooks import Hook
 from neuclip_ds.training.run_folder import RECOVERY
 
 if TYPE_CHECKING:
-    from neuclip_ds.training.loop import Loop, StepResult
+    from neuclip_ds.training.trainer import Loop, StepResult
 
 log = logging.getLogger(__name__)
 

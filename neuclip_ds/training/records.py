@@ -1,0 +1,94 @@
+"""Write the records of a loop: metrics.jsonl, TensorBoard, events.jsonl and bad_samples.jsonl."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from neuclip_ds.data.bad_samples import BadSampleLog
+from neuclip_ds.data.loader import RankBatch
+from neuclip_ds.files import explain_disk
+from neuclip_ds.reporting.metrics import MetricsLog
+from neuclip_ds.training.hooks import Hook
+
+if TYPE_CHECKING:
+    from neuclip_ds.training.trainer import Loop, StepResult
+
+
+def is_log_step(loop: Loop) -> bool:
+    """Return whether metrics are logged after the last completed step."""
+    return loop.done == loop.total or loop.done % loop.context.config.run.log_every == 0
+
+
+class WriteRecords(Hook):
+    """Writes metrics, events and bad samples, and ends the run if too many samples are bad.
+
+    Metrics are written every `run.log_every` steps, with the throughput and the fractions of time spent waiting.
+    """
+
+    def __init__(self) -> None:
+        self._bad_sample_counts: Mapping[str, Any] = {"seen": 0, "causes": {}}  # from the checkpoint
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self._bad_sample_counts = state
+
+    def state(self, loop: Loop) -> dict[str, Any]:
+        self._bad_samples.merge(loop.context.communicator.gather_objects)
+        return {"seen": self._bad_samples.seen, "causes": dict(self._bad_samples.causes)}
+
+    def open(self, loop: Loop) -> None:
+        """Open the files, which only rank 0 writes, and drop the records of steps after the current step.
+
+        The loop calls this before hooks start, because they may write metrics and events.
+        """
+        communicator = loop.context.communicator
+        max_bad_fraction = loop.context.config.data.max_bad_fraction
+        writes = communicator.rank == 0
+
+        def open_files() -> MetricsLog | None:
+            with explain_disk(loop.folder):
+                loop.events.resume(loop.done)
+                self._bad_samples = BadSampleLog(loop.folder, max_bad_fraction, writes=writes)
+                return MetricsLog(loop.folder, loop.done or None) if writes else None
+
+        loop.metrics = communicator.on_every_rank(open_files)
+        if loop.metrics is not None:
+            loop.resources.enter_context(loop.metrics)
+        self._bad_samples.restore(**self._bad_sample_counts)
+        self._begin_interval(loop)
+
+    def on_batch(self, loop: Loop, batch: RankBatch) -> None:
+        self._bad_samples.record(batch)
+
+    def after_step(self, loop: Loop, result: StepResult) -> None:
+        self._waited += result.waited
+        if not is_log_step(loop):
+            return
+        self._bad_samples.merge(loop.context.communicator.gather_objects)
+        if loop.metrics is not None:
+            metrics = result.metrics
+            if result.is_partial_batch:
+                # a small last batch has fewer negatives, so its values would appear as jumps in every curve
+                metrics = {"lr": result.lr, "skipped_steps": result.skipped}
+            loop.metrics.write(result.step, {**metrics, **self._interval_metrics(loop, result)})
+        self._begin_interval(loop)
+
+    def _interval_metrics(self, loop: Loop, result: StepResult) -> dict[str, float]:
+        """Return the metrics of the time since the last record."""
+        communicator = loop.context.communicator
+        seconds = time.perf_counter() - self._interval_start
+        metrics: dict[str, float] = {}
+        for cause, count in self._bad_samples.causes.items():
+            metrics[f"bad_samples/{cause}"] = count
+        metrics["samples_per_second"] = result.samples_per_second
+        metrics["data_wait_share"] = self._waited / seconds
+        if communicator.world_size > 1:
+            communication_seconds = communicator.seconds() - self._communication_before
+            metrics["objective_communication_share"] = communication_seconds / seconds
+        return metrics
+
+    def _begin_interval(self, loop: Loop) -> None:
+        self._waited = 0.0
+        self._interval_start = time.perf_counter()
+        self._communication_before = loop.context.communicator.seconds()
