@@ -134,8 +134,8 @@ class Model:
 
     def _pixels(self, image: str | PathLike[str] | bytes | Tensor) -> Tensor:
         if isinstance(image, Tensor):
-            wanted = (3, self._size, self._size)
-            if image.dtype != torch.uint8 or image.shape != wanted:
-                raise ValueError(f"An image is {image.dtype} {tuple(image.shape)}, but must be torch.uint8 {wanted}.")
+            shape = (3, self._size, self._size)
+            if image.dtype != torch.uint8 or image.shape != shape:
+                raise ValueError(f"An image is {image.dtype} {tuple(image.shape)}, but must be torch.uint8 {shape}.")
             return image
         return self._transform(image if isinstance(image, bytes) else Path(image).read_bytes())

@@ -138,12 +138,12 @@ def _program(args: tuple[str, ...], output: str) -> None:
 
 def children_of(parent: int, name: str | None = None) -> list[int]:
     """Return the IDs of a process's live descendants, or only of the descendants with the given name."""
-    found = []
+    pids = []
     with suppress(psutil.NoSuchProcess):  # a process may end in the meantime
         for child in psutil.Process(parent).children(recursive=True):
             if alive(child.pid) and name in (None, child.name()):
-                found.append(child.pid)
-    return found
+                pids.append(child.pid)
+    return pids
 
 
 def alive(pid: int) -> bool:

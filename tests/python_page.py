@@ -28,22 +28,25 @@ def written() -> str:
     """Return the text of the page: its current introduction, followed by generated sections."""
     page = PAGE.read_text(encoding="utf-8").split("\n## Loss\n")[0]
     for title, objects in PARTS.items():
-        page += f"\n## {title}\n" + "".join(f"\n{block}\n" for one in objects for block in described(one))
+        page += f"\n## {title}\n"
+        for documented in objects:
+            for block in described(documented):
+                page += f"\n{block}\n"
     return page
 
 
-def described(one: Any) -> Iterator[str]:
+def described(documented: Any) -> Iterator[str]:
     """Yield Markdown blocks for a function, or for a class and those of its public members that have a docstring."""
-    yield f"### {one.__name__}"
-    if isinstance(one, type) and issubclass(one, BaseException):
-        yield inspect.cleandoc(one.__doc__ or "")
+    yield f"### {documented.__name__}"
+    if isinstance(documented, type) and issubclass(documented, BaseException):
+        yield inspect.cleandoc(documented.__doc__ or "")
         return
-    if one not in NOT_CONSTRUCTED:
-        yield EXCERPT.format(signature(one, one.__name__))
-    yield from sections(one.__doc__)
-    if isinstance(one, type):
-        yield from sections(vars(one)["__init__"].__doc__ if "__init__" in vars(one) else None)
-        for name, member in vars(one).items():
+    if documented not in NOT_CONSTRUCTED:
+        yield EXCERPT.format(signature(documented, documented.__name__))
+    yield from sections(documented.__doc__)
+    if isinstance(documented, type):
+        yield from sections(vars(documented)["__init__"].__doc__ if "__init__" in vars(documented) else None)
+        for name, member in vars(documented).items():
             is_public = not name.startswith("_") and "extra_state" not in name and member.__doc__
             if is_public and (isinstance(member, property) or inspect.isfunction(member)):
                 yield f"#### `{name}`"

@@ -67,9 +67,11 @@ def _join(processes: list[Any]) -> None:
 
 def _rank(rank: int, world_size: int, folder: str, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    backend, gpus = "gloo", 0
+    backend = "gloo"
+    gpus = 0
     if os.environ["DS_ACCELERATOR"] == "cuda":
-        backend, gpus = "cpu:gloo,cuda:gloo", torch.cuda.device_count()
+        backend = "cpu:gloo,cuda:gloo"
+        gpus = torch.cuda.device_count()
         os.environ["LOCAL_RANK"] = str(rank % gpus)  # ranks may share a GPU, whose index DeepSpeed reads here
         torch.cuda.set_device(rank % gpus)
     store = dist.FileStore(f"{folder}/store", world_size)

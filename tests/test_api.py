@@ -33,17 +33,24 @@ class CountSteps(neuclip_ds.Hook):
 
 @pytest.fixture(scope="module")
 def run(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> neuclip_ds.Run:
-    hook, handlers = CountSteps(), [signal.getsignal(number) for number in STOP_SIGNALS]
-    where = {"run": {"output_dir": tmp_path_factory.mktemp("runs"), "name": "library"}, "data.train": str(shards)}
-    found = neuclip_ds.train("demo", hooks=[hook], **{**SMALL, **where, "run.log_every": 1, "run.deterministic": True})
+    hook = CountSteps()
+    handlers = [signal.getsignal(number) for number in STOP_SIGNALS]
+    options = {
+        **SMALL,
+        "run": {"output_dir": tmp_path_factory.mktemp("runs"), "name": "library"},
+        "run.log_every": 1,
+        "run.deterministic": True,
+        "data.train": str(shards),
+    }
+    run = neuclip_ds.train("demo", hooks=[hook], **options)
     assert hook.steps == 3
     assert not torch.are_deterministic_algorithms_enabled()
     assert handlers == [signal.getsignal(number) for number in STOP_SIGNALS]
-    return found
+    return run
 
 
-def test_a_run_in_another_thread(shards: Path, tmp_path: Path) -> None:
-    """A run works outside the main thread, although Python allows signal handlers only in the main thread."""
+def test_a_run_works_outside_the_main_thread(shards: Path, tmp_path: Path) -> None:
+    """Python allows signal handlers only in the main thread."""
     where = {"run": {"output_dir": tmp_path, "name": "run"}, "data.train": str(shards), "data.val": ""}
     thread = threading.Thread(target=lambda: neuclip_ds.train("demo", **{**SMALL, **where}))
     thread.start()
@@ -51,7 +58,7 @@ def test_a_run_in_another_thread(shards: Path, tmp_path: Path) -> None:
     assert (tmp_path / "run" / "checkpoints").is_dir()
 
 
-def test_results_are_those_of_training_and_evaluation(run: neuclip_ds.Run) -> None:
+def test_results_include_metrics_of_training_and_evaluation(run: neuclip_ds.Run) -> None:
     assert run.folder.name == "library"
     assert {"loss", "tau", "image_to_text_recall@1"} <= run.results.keys()
     assert run.results["lr"] < 1e-3  # the learning rate of the last step
@@ -74,11 +81,11 @@ def test_images_are_read_from_files_and_bytes(run: neuclip_ds.Run, tmp_path: Pat
     path = tmp_path / "image.png"
     Image.new("RGB", (40, 30), (200, 30, 30)).save(path)
     model = run.model("cpu")
-    one, other = model.encode_images([path, path.read_bytes()])
-    assert torch.equal(one, other)
+    from_file, from_bytes = model.encode_images([path, path.read_bytes()])
+    assert torch.equal(from_file, from_bytes)
 
 
-def test_mistakes_are_exceptions(tmp_path: Path) -> None:
+def test_mistakes_raise_user_errors(tmp_path: Path) -> None:
     with pytest.raises(neuclip_ds.UserError, match=r"unknown key data\.batchsize; did you mean data\.batch_size"):
         neuclip_ds.train("demo", data={"batchsize": 3})
     with pytest.raises(neuclip_ds.UserError, match="did you mean demo"):

@@ -8,15 +8,15 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.files import atomic_write, claimed, new_folder
 
 
-def test_folders_that_fail_change_nothing(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_changes_nothing(tmp_path: Path) -> None:
     """Test a folder that is not empty, a folder that cannot be created, and a writer that fails halfway."""
     (tmp_path / "file").touch()
     refusals = {
         tmp_path: "is not an empty folder",
         tmp_path / "file/out": "file/out cannot be written .*another",
     }
-    for place, words in refusals.items():
-        with pytest.raises(UserError, match=words), new_folder(place):
+    for path, message in refusals.items():
+        with pytest.raises(UserError, match=message), new_folder(path):
             pass
     with pytest.raises(UserError, match="the other half"), new_folder(tmp_path / "out") as folder:
         (folder / "half").touch()
@@ -24,7 +24,7 @@ def test_folders_that_fail_change_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_what_killed_writers_left_is_removed(tmp_path: Path) -> None:
+def test_files_left_by_killed_writers_are_removed(tmp_path: Path) -> None:
     """The temporary files of live writers and unrelated hidden files are kept."""
     (tmp_path / ".out.0123abcd.partial").mkdir()
     (tmp_path / ".out.4567abcd.partial").mkdir()
@@ -41,8 +41,8 @@ def test_what_killed_writers_left_is_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["[0]", "*", "**"])
-def test_names_are_no_patterns(tmp_path: Path, name: str) -> None:
-    """Names match literally: only temporary files left by killed writers of the same name are removed."""
+def test_names_with_wildcards_match_literally(tmp_path: Path, name: str) -> None:
+    """Only temporary files left by killed writers of the same name are removed."""
     for number in (1, 2):
         (tmp_path / f".{name}.{number}").touch()
         (tmp_path / f".other.{number}").touch()

@@ -55,16 +55,16 @@ def start(folder: Path, *commands: list[str], **variables: str) -> list[subproce
 def ends(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
     """Return the exit code and the output of each process."""
     try:
-        said = [process.communicate(timeout=LIMIT)[0] for process in processes]
+        outputs = [process.communicate(timeout=LIMIT)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
-    return [(process.returncode, text) for process, text in zip(processes, said, strict=True)]
+    return [(process.returncode, text) for process, text in zip(processes, outputs, strict=True)]
 
 
 def succeed(processes: list[subprocess.Popen[str]]) -> None:
-    for code, said in ends(processes):
-        assert code == 0, said
+    for code, output in ends(processes):
+        assert code == 0, output
 
 
 def by_hand(script: list[str]) -> list[list[str]]:
@@ -88,14 +88,15 @@ def expected(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def check(folder: Path, name: str, expected: dict[str, torch.Tensor]) -> None:
-    found = state(folder, name)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    tensors = state(folder, name)
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[key], expected[key]) for key in expected)
 
 
 def under_torchrun(folder: Path, script: list[str]) -> list[subprocess.Popen[str]]:
     common = [TORCHRUN, "--nnodes=2", "--nproc_per_node=1", f"--master_addr={NODES[0]}", f"--master_port={free_port()}"]
-    return start(folder, *([*common, f"--node_rank={rank}", *script] for rank in range(2)))
+    commands = [[*common, f"--node_rank={rank}", *script] for rank in range(2)]
+    return start(folder, *commands)
 
 
 def under_mpirun(folder: Path, script: list[str]) -> list[subprocess.Popen[str]]:
@@ -123,7 +124,9 @@ LAUNCHERS: dict[str, Callable[[Path, list[str]], list[subprocess.Popen[str]]]] =
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_two_nodes_end_as_one(launcher: str, folder: Path, expected: dict[str, torch.Tensor]) -> None:
+def test_two_nodes_train_the_same_weights_as_one(
+    launcher: str, folder: Path, expected: dict[str, torch.Tensor]
+) -> None:
     succeed(LAUNCHERS[launcher](folder, train(launcher)))
     check(folder, launcher, expected)
 
@@ -152,7 +155,9 @@ def ssh_port(folder: Path) -> Iterator[str]:
     sshd.wait()
 
 
-def test_pdsh(folder: Path, expected: dict[str, torch.Tensor], ssh_port: str) -> None:
+def test_pdsh_starts_two_nodes_that_train_the_same_weights_as_one(
+    folder: Path, expected: dict[str, torch.Tensor], ssh_port: str
+) -> None:
     options = f"-i {folder}/ssh/user -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -l {getpass.getuser()}"
     command = [DEEPSPEED, "--hostfile", "hostfile", "--no_ssh_check", "--ssh_port", ssh_port]
     command += ["--master_addr", NODES[0], "--master_port", str(free_port()), *train("pdsh")]
@@ -175,7 +180,8 @@ def rank_process(name: str, rank: int) -> int:
 
 def endless(folder: Path, name: str) -> list[subprocess.Popen[str]]:
     """Start both nodes of a run that does not end on its own, and return them after its first step."""
-    nodes, log = start(folder, *by_hand(train(name, steps=1_000_000))), folder / "runs" / name / "log.txt"
+    nodes = start(folder, *by_hand(train(name, steps=1_000_000)))
+    log = folder / "runs" / name / "log.txt"
     deadline = time.monotonic() + LIMIT
     while not (log.is_file() and "step 1/" in log.read_text()):
         running = all(node.poll() is None for node in nodes)
@@ -188,31 +194,30 @@ def endless(folder: Path, name: str) -> list[subprocess.Popen[str]]:
 def test_a_killed_rank_ends_both_nodes(rank: int, folder: Path) -> None:
     nodes = endless(folder, f"killed_{rank}")
     os.kill(rank_process(f"killed_{rank}", rank), signal.SIGKILL)
-    found = ends(nodes)
-    assert all(code for code, _ in found)
-    assert f"because rank {rank} on " in found[1 - rank][1]
-    assert "it was killed and reported no error" in found[1 - rank][1]
+    ended = ends(nodes)
+    assert all(code for code, _ in ended)
+    assert f"because rank {rank} on " in ended[1 - rank][1]
+    assert "it was killed and reported no error" in ended[1 - rank][1]
 
 
-def test_sigterm_at_the_launcher_saves(folder: Path) -> None:
-    """A SIGTERM to the launcher of one node is enough to save a checkpoint and end both nodes."""
+def test_a_sigterm_to_a_launcher_saves_a_checkpoint_and_ends_both_nodes(folder: Path) -> None:
     nodes = endless(folder, "terminated")
     launcher = subprocess.run(["pgrep", "-P", str(nodes[1].pid)], capture_output=True, text=True).stdout.split()[0]
     os.kill(int(launcher), signal.SIGTERM)
-    found = ends(nodes)
-    assert "Stopped after step" in found[0][1], found
-    assert all(code for code, _ in found), found
+    ended = ends(nodes)
+    assert "Stopped after step" in ended[0][1], ended
+    assert all(code for code, _ in ended), ended
     assert state(folder, "terminated")
 
 
-def test_data_that_the_second_node_lacks(folder: Path) -> None:
+def test_nodes_that_do_not_share_a_folder_are_refused(folder: Path) -> None:
     """The second node starts in a different folder, so it does not share the run's folder with the first node."""
     elsewhere = folder / "elsewhere"
     elsewhere.mkdir()
     for name in ("small.yaml", "hostfile"):
         shutil.copy(folder / name, elsewhere)
     first, second = by_hand(train("elsewhere"))
-    found = ends([*start(folder, first), *start(elsewhere, second)])
-    assert [code for code, _ in found] == [2, 2], found
-    assert "all nodes must share it" in found[0][1]
-    assert "rank 1 on " in found[0][1]
+    ended = ends([*start(folder, first), *start(elsewhere, second)])
+    assert [code for code, _ in ended] == [2, 2], ended
+    assert "all nodes must share it" in ended[0][1]
+    assert "rank 1 on " in ended[0][1]

@@ -17,9 +17,9 @@ from neuclip_ds.embedding.select import feature_tables
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a model and 40 shards of 15 samples each."""
-    folder = tmp_path_factory.mktemp("place")
+    folder = tmp_path_factory.mktemp("workspace")
     save_open_clip(folder / "model")
     (folder / "shards").mkdir()
     for shard in range(40):
@@ -29,8 +29,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def embed(place: Path, out: Path, *options: str, run: Any = call, **how: int) -> Any:
-    return run("neuclip_ds/__main__.py", "embed", "model", "shards", f"--out={out}", *options, folder=place, **how)
+def embed(workspace: Path, out: Path, *options: str, run: Any = call, **how: int) -> Any:
+    return run("neuclip_ds/__main__.py", "embed", "model", "shards", f"--out={out}", *options, folder=workspace, **how)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -38,27 +38,27 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-def test_killed_and_started_again_on_two_ranks_the_files_are_the_same(place: Path, tmp_path: Path) -> None:
+def test_features_are_the_same_after_a_kill_and_on_two_ranks(workspace: Path, tmp_path: Path) -> None:
     options = ["--batch-size=8", "--workers=1"]
-    whole = embed(place, tmp_path / "whole", *options)
-    assert "600 samples of 40 shards" in whole.stdout and "samples/s" in whole.stdout
-    killed = embed(place, tmp_path / "out", *options, ranks=2, run=start)
+    uninterrupted = embed(workspace, tmp_path / "uninterrupted", *options)
+    assert "600 samples of 40 shards" in uninterrupted.stdout and "samples/s" in uninterrupted.stdout
+    killed = embed(workspace, tmp_path / "out", *options, ranks=2, run=start)
     wait_for(lambda: len(contents(tmp_path / "out")) >= 4, killed)
     for program in killed:
         program.kill()
         program.wait()
     assert 4 <= len(contents(tmp_path / "out")) < 40
-    embed(place, tmp_path / "out", *options, ranks=2)
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-    assert "choose another --out" in embed(place, tmp_path / "out", "--dtype=float32", code=2).stderr
+    embed(workspace, tmp_path / "out", *options, ranks=2)
+    assert contents(tmp_path / "out") == contents(tmp_path / "uninterrupted")
+    assert "choose another --out" in embed(workspace, tmp_path / "out", "--dtype=float32", code=2).stderr
 
 
 @pytest.mark.slow
-def test_from_features_to_a_data_set(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+def test_features_select_samples_for_a_manifest(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.chdir(place)
-    embed(place, tmp_path / "out")
+    monkeypatch.chdir(workspace)
+    embed(workspace, tmp_path / "out")
     main(["filter", f"{tmp_path}/out", "--top=0.1", f"--out={tmp_path}/kept.npy"])
     assert "60 uids of 600 samples" in capsys.readouterr().out
     assert len(np.load(tmp_path / "kept.npy")) == 60
@@ -79,7 +79,7 @@ def test_from_features_to_a_data_set(
         (["filter", "x", "--out=y", "--min=1"], "x is neither a parquet file"),
     ],
 )
-def test_mistakes(
+def test_mistakes_of_filter_are_reported(
     arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -40,7 +40,7 @@ def lines_of(folder: Path) -> dict[str, dict[str, float]]:
     return {row["dataset"]: row["metrics"] for row in rows}
 
 
-def test_a_pretrained_model_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_only_tasks_without_a_score_are_scored(tmp_path: Path) -> None:
     save_open_clip(tmp_path / "model")
     out = tmp_path / "scores"
     out.mkdir()
@@ -79,7 +79,7 @@ def test_a_pretrained_model_goes_on_where_it_stopped(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_on_one_rank_on_two_and_at_its_end(tmp_path: Path) -> None:
+def test_scores_are_the_same_during_a_run_and_on_one_or_two_ranks(tmp_path: Path) -> None:
     data, sets = demo_shards(tmp_path / "demo", 64), write_sets(tmp_path / "sets")
     write_own(sets)
     options = [f"--data.evaluation_sets={sets}", "--run.evaluate_every=3", "--data.workers=1", "--data.val=auto"]

@@ -29,7 +29,7 @@ OPTIONS = [
 
 
 @pytest.mark.slow
-def test_fine_tuning_and_export(shards: Path, tmp_path: Path) -> None:
+def test_a_fine_tuned_model_is_exported_to_both_libraries(shards: Path, tmp_path: Path) -> None:
     before = save_clip(tmp_path / "clip").state_dict()
     options = [*OPTIONS, f"--data.train={shards}", "--deepspeed=zero1_bf16"]
     call(TRAIN, "demo", f"--model.pretrained={tmp_path}/clip", *options, folder=tmp_path)
@@ -94,7 +94,7 @@ def test_learned_temperature_and_bias_are_exported(engine: str, method: str, sha
 
 
 @pytest.mark.parametrize("path", ["runs/nothing", "."])
-def test_no_checkpoint(path: str, tmp_path: Path) -> None:
+def test_a_path_without_a_checkpoint_is_refused(path: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is neither a run with a checkpoint nor a checkpoint"):
         export_run(tmp_path / path, "transformers", tmp_path / "out")
 

@@ -30,7 +30,7 @@ def _address(monkeypatch: pytest.MonkeyPatch) -> None:
 def outcomes(ranks: Sequence[tuple[Any, ...]], seconds: float = 20) -> list[Any]:
     """Return each rank's store or error message; `ranks` are (rank, world size, fingerprint, optional problem)."""
 
-    def one(rank: int, world_size: int, fingerprint: Mapping[str, str], problem: str = "") -> str | dist.Store:
+    def outcome(rank: int, world_size: int, fingerprint: Mapping[str, str], problem: str = "") -> str | dist.Store:
         try:
             limit = timedelta(seconds=seconds)
             store = open_store(rank, limit)
@@ -40,7 +40,8 @@ def outcomes(ranks: Sequence[tuple[Any, ...]], seconds: float = 20) -> list[Any]
         return store
 
     with ThreadPoolExecutor(len(ranks)) as pool:
-        return [future.result() for future in [pool.submit(one, *rank) for rank in ranks]]
+        futures = [pool.submit(outcome, *rank) for rank in ranks]
+        return [future.result() for future in futures]
 
 
 def test_all_ranks_arrive_and_share_a_store() -> None:

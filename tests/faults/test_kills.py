@@ -29,29 +29,30 @@ _OPTIONS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_fifty_random_moments(ranks: int, tmp_path: Path) -> None:
+def test_runs_killed_at_random_moments_end_as_an_undisturbed_run(ranks: int, tmp_path: Path) -> None:
     seed = int(os.environ.get("KILL_SEED", time.time_ns() % 2**32))
     print(f"KILL_SEED={seed}")  # shown if the test fails, or with -s
-    chance = random.Random(seed)
+    draw = random.Random(seed)
     data = demo_shards(tmp_path / "data", 300)
     where = [f"--data.train={data}", f"--run.output_dir={tmp_path}"]
     command = [TRAIN, "demo", *where, *read_options(_OPTIONS)]
-    for name in ("first", "whole"):  # the first call also starts the fork server, so the second is timed
-        began = time.monotonic()
+    for name in ("first", "undisturbed"):  # the first call also starts the fork server, so the second is timed
+        started = time.monotonic()
         done = call(*command, f"--run.name={name}", ranks=ranks)
-        whole_takes = time.monotonic() - began
-    expected = outcome(tmp_path, "whole")
-    kills = compared = 0
+        seconds_without_kills = time.monotonic() - started
+    expected = outcome(tmp_path, "undisturbed")
+    kills = 0
+    compared = 0
     while kills < KILLS or compared == 0:
         programs = start(*command, "--run.name=broken", ranks=ranks)
-        limit = time.monotonic() + (chance.uniform(0, whole_takes) if kills < KILLS else 600)
+        limit = time.monotonic() + (draw.uniform(0, seconds_without_kills) if kills < KILLS else 600)
         while time.monotonic() < limit and any(program.running for program in programs):
             time.sleep(0.002)
         if any(program.running for program in programs):
             kills += 1
             connected = " INFO " in programs[0].printed()[1]  # until then, ranks wait five minutes for a missing one
-            chance.choice(programs).kill()  # also kills the rank's loader processes
-            if not connected or chance.random() < 0.5:  # as if a machine failed; else the others end on their own
+            draw.choice(programs).kill()  # also kills the rank's loader processes
+            if not connected or draw.random() < 0.5:  # as if a machine failed; else the others end on their own
                 for program in programs:
                     program.kill()
             ends = [program.wait(_END) for program in programs]
@@ -60,9 +61,9 @@ def test_fifty_random_moments(ranks: int, tmp_path: Path) -> None:
             continue
         ends = [program.wait() for program in programs]
         assert not any(end.returncode for end in ends), (seed, kills, [end.stderr for end in ends])
-        found = outcome(tmp_path, "broken")
-        assert found.keys() == expected.keys(), (seed, kills)
-        assert [name for name in expected if found[name] != expected[name]] == [], (seed, kills)
+        resumed = outcome(tmp_path, "broken")
+        assert resumed.keys() == expected.keys(), (seed, kills)
+        assert [name for name in expected if resumed[name] != expected[name]] == [], (seed, kills)
         compared += 1
         shutil.rmtree(tmp_path / "broken")
-    print(f"{kills} kills, {compared} runs compared, {whole_takes:.1f} s each if left alone")
+    print(f"{kills} kills, {compared} runs compared, {seconds_without_kills:.1f} s each if left alone")

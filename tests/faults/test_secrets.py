@@ -15,17 +15,15 @@ PLANTED = ("planted-password", "planted-signature", "planted-key-of-aws", "plant
 PASSWORD, SIGNATURE, AWS, WANDB = PLANTED
 
 
-def found(*texts: str | bytes) -> set[str]:
-    return {
-        secret
-        for secret in PLANTED
-        for text in texts
-        if secret in (text if isinstance(text, str) else text.decode("latin-1"))
-    }
+def planted_in(*texts: str) -> set[str]:
+    """Return the planted secrets that one of the texts contains."""
+    together = "\n".join(texts)
+    return {secret for secret in PLANTED if secret in together}
 
 
 def in_folder(folder: Path) -> set[str]:
-    return found(*(path.read_bytes() for path in folder.rglob("*") if path.is_file()))
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return planted_in(*[path.read_bytes().decode("latin-1") for path in files])
 
 
 def signed(server: Files, name: str) -> str:
@@ -34,7 +32,7 @@ def signed(server: Files, name: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_run_on_signed_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_on_signed_urls_writes_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One shard vanishes after the manifest is built, and the first request for another shard fails with status 500."""
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", AWS)
     monkeypatch.setenv("WANDB_API_KEY", WANDB)
@@ -54,7 +52,8 @@ def test_a_run_on_signed_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         )
     assert "***" in missing.stderr
     assert (runs / "run" / "bad_samples.jsonl").read_text().count("***@127.0.0.1")
-    assert found(*(text for one in (built, done, missing) for text in (one.stdout, one.stderr))) == set()
+    for program in (built, done, missing):
+        assert planted_in(program.stdout, program.stderr) == set()
     assert in_folder(runs) == set()
     assert in_folder(manifest) == {PASSWORD, SIGNATURE}  # the manifest needs the secrets, so only its owner may read it
     assert (manifest / "shards.parquet").stat().st_mode & 0o777 == 0o600
@@ -64,24 +63,24 @@ def test_a_run_on_signed_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def umask() -> int:
     """Return this process's umask, which child processes inherit."""
-    (found,) = re.findall(r"Umask:\s*(\d+)", Path("/proc/self/status").read_text())
-    return int(found, 8)
+    (mask,) = re.findall(r"Umask:\s*(\d+)", Path("/proc/self/status").read_text())
+    return int(mask, 8)
 
 
 def test_a_config_with_a_secret_is_refused(tmp_path: Path) -> None:
     for option in (f"--data.train=https://user:{PASSWORD}@host/0.tar", f"--data.val=s3://b/0.tar?sig={SIGNATURE}"):
         done = call("train.py", *training(tmp_path, "data", 1), option, code=2)
         assert "it contains a secret" in done.stderr
-        assert found(done.stdout, done.stderr) == set()
+        assert planted_in(done.stdout, done.stderr) == set()
     assert in_folder(tmp_path) == set()
 
 
-def test_redact() -> None:
+def test_credentials_queries_and_authorization_headers_are_redacted() -> None:
     text = f"cannot read s3://b/1.tar?sig={SIGNATURE}&x=1 (https://me:{PASSWORD}@host/a)"
     assert redact(text) == "cannot read s3://b/1.tar?*** (https://***@host/a)"
     assert redact(redact(text)) == redact(text)
     command = f"curl -H 'Authorization: Bearer {SIGNATURE}' https://host/{{0..9}}.tar"
-    assert found(redact(command)) == set()
+    assert planted_in(redact(command)) == set()
     for plain in ("/data/{0..9}.tar", "s3://bucket/00.tar", "what? https://host/page", "uid_key=uid", os.devnull):
         assert redact(plain) == plain
     assert str(UserError(f"https://a:{PASSWORD}@b cannot be read")) == "https://***@b cannot be read"

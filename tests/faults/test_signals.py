@@ -32,30 +32,30 @@ ENDLESS = 1_000_000
 
 def assert_stopped(done: list[CompletedProcess[str]], number: int) -> str:
     """Check that all ranks have the signal's exit code and that one message reports it; return their standard error."""
-    said = "".join(one.stderr for one in done)
-    assert [one.returncode for one in done] == [128 + number] * len(done), said
-    assert "Traceback" not in said
-    assert said.count(f"by {signal.Signals(number).name}; the same command resumes.") == 1, said
-    return said
+    printed = "".join(rank.stderr for rank in done)
+    assert [rank.returncode for rank in done] == [128 + number] * len(done), printed
+    assert "Traceback" not in printed
+    assert printed.count(f"by {signal.Signals(number).name}; the same command resumes.") == 1, printed
+    return printed
 
 
-def they_end(pids: list[int]) -> None:
+def wait_until_ended(pids: list[int]) -> None:
     until(lambda: not any(map(alive, pids)))
 
 
 @pytest.mark.parametrize(("ranks", "number"), [(1, signal.SIGINT), (2, signal.SIGTERM)])
-def test_a_signal_in_the_loop_saves(ranks: int, number: int, shards: Path, tmp_path: Path) -> None:
+def test_a_signal_during_training_saves_a_checkpoint(ranks: int, number: int, shards: Path, tmp_path: Path) -> None:
     programs = start(TRAIN, *training(tmp_path, shards, ENDLESS), "--run.log_every=2", ranks=ranks)
     metrics = tmp_path / "run" / "metrics.jsonl"
     wait_for(lambda: lines_in(metrics) > 2, programs)
     os.kill(programs[-1].pid, number)
-    said = assert_stopped(ends(programs), number)
+    printed = assert_stopped(ends(programs), number)
     (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step_*")
-    assert f"Stopped after step {int(checkpoint.name[5:])} by" in said
+    assert f"Stopped after step {int(checkpoint.name[5:])} by" in printed
     assert "Stopped after step" in (tmp_path / "run" / "log.txt").read_text()
 
 
-def test_a_second_signal_does_not_wait(shards: Path, tmp_path: Path) -> None:
+def test_a_second_signal_ends_the_run_at_once(shards: Path, tmp_path: Path) -> None:
     (program,) = start(TRAIN, *training(tmp_path, shards, ENDLESS), "--run.log_every=1000000")
     log = tmp_path / "run" / "log.txt"
     wait_for(lambda: log.is_file() and "step 1/" in log.read_text(), [program])  # step 1 logs and checks for signals
@@ -67,7 +67,7 @@ def test_a_second_signal_does_not_wait(shards: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_kill_and_a_signal_while_the_demo_is_rendered(tmp_path: Path) -> None:
+def test_a_kill_or_a_signal_during_rendering_leaves_no_process_or_file(tmp_path: Path) -> None:
     """A single rank is killed; then rank 0 of two gets a signal while rank 1 waits. No process or file remains."""
     cache, options = tmp_path / ".cache", ["demo", *SMALL, "--run.output_dir=runs", "--run.name=run"]
     before: set[Path] = set()
@@ -89,7 +89,7 @@ def test_a_kill_and_a_signal_while_the_demo_is_rendered(tmp_path: Path) -> None:
         else:
             programs[0].terminate()
             assert_stopped(ends(programs), signal.SIGTERM)
-        they_end(helpers)
+        wait_until_ended(helpers)
     assert not list(cache.iterdir())
 
 
@@ -104,7 +104,7 @@ def load_a_shard_that_never_comes(folder: Path, urls: list[str]) -> None:
         next(load_training(Manifest(shards), order, EvalTransform(8), options, 4))
 
 
-def test_a_kill_while_shards_are_fetched_leaves_no_process(tmp_path: Path) -> None:
+def test_a_kill_during_a_download_leaves_no_process(tmp_path: Path) -> None:
     with files_server() as server:
         server.files = {"0.tar": bytes(10_000), "1.tar": bytes(10_000)}
         server.gate.clear()
@@ -114,7 +114,7 @@ def test_a_kill_while_shards_are_fetched_leaves_no_process(tmp_path: Path) -> No
         helpers = children_of(process.pid)
         process.kill()
         assert len(helpers) >= 2, "loader and prefetcher"
-        they_end(helpers)
+        wait_until_ended(helpers)
         server.gate.set()
         ShardCache(tmp_path, 10**6).path(urls[0], 10_000)
     assert not list((tmp_path / "fetching").iterdir()), "the next fetch removes what is left"
@@ -122,14 +122,15 @@ def test_a_kill_while_shards_are_fetched_leaves_no_process(tmp_path: Path) -> No
 
 def scanners(parent: int) -> list[int]:
     """Return the spawned processes of a program, but not Python's resource tracker, which is also a child."""
-    found = []
+    spawned = []
     for pid in children_of(parent):
         with suppress(OSError):  # the process may end in the meantime
-            found += [pid] if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes() else []
-    return found
+            if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                spawned.append(pid)
+    return spawned
 
 
-def test_a_signal_while_shards_are_scanned(tmp_path: Path) -> None:
+def test_a_signal_during_a_scan_leaves_no_process_or_file(tmp_path: Path) -> None:
     """The scan hangs in separate processes, because the storage does not respond."""
     shards = tmp_path / "shards"
     shards.mkdir()
@@ -162,7 +163,7 @@ def test_a_signal_in_a_finalizer_is_not_lost() -> None:
             pass
 
 
-def test_a_signal_in_the_evaluation(shards: Path, tmp_path: Path) -> None:
+def test_a_signal_during_an_evaluation_ends_the_run_without_scores(shards: Path, tmp_path: Path) -> None:
     """The evaluation hangs, because its loader process has been stopped."""
     options = [f"--data.val={shards.parent / 'val'}", "--data.workers=1", "--run.evaluate_every=3"]
     (program,) = start(TRAIN, *training(tmp_path, shards, ENDLESS), *options)
@@ -170,27 +171,27 @@ def test_a_signal_in_the_evaluation(shards: Path, tmp_path: Path) -> None:
     workers: list[int] = []
 
     def stopped_in_the_evaluation() -> bool:
-        found = children_of(program.pid, PROCESS_NAME)
-        if len(found) < 2:
+        loaders = children_of(program.pid, PROCESS_NAME)
+        if len(loaders) < 2:
             return False
-        workers.append(max(found))
+        workers.append(max(loaders))
         os.kill(workers[0], signal.SIGSTOP)
         return True
 
     wait_for(stopped_in_the_evaluation, [program])
     wait_for(lambda: list(checkpoints.glob("step_*")), [program])
     time.sleep(0.5)
-    began = time.monotonic()
+    started = time.monotonic()
     program.terminate()
     assert_stopped(ends([program]), signal.SIGTERM)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - started < 10
     assert not alive(workers[0])
     assert (checkpoints / "step_000000003").is_dir()
     assert "recall" not in (tmp_path / "run" / "metrics.jsonl").read_text()
 
 
 @pytest.mark.slow
-def test_a_signal_at_any_moment(shards: Path, tmp_path: Path) -> None:
+def test_a_signal_at_any_time_ends_all_ranks_with_one_exit_code(shards: Path, tmp_path: Path) -> None:
     """At any time from the first import to the report, a signal to one rank ends all ranks with the same exit code."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
@@ -200,20 +201,21 @@ def test_a_signal_at_any_moment(shards: Path, tmp_path: Path) -> None:
     for number in range(16):
         runs = tmp_path / str(number)
         programs = start("train.py", *training(runs, shards, 20), *options, "--data.workers=1", ranks=1 + number % 2)
-        began = time.monotonic()
+        started = time.monotonic()
         time.sleep(draw.uniform(0.5, length))
         # until ranks are connected, they wait five minutes for a missing rank unless they all get the signal
         connected = " INFO " in programs[0].printed()[1]
-        told = [draw.choice(programs)] if connected else programs
+        signaled = [draw.choice(programs)] if connected else programs
         number = draw.choice([signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
         if not all(program.running for program in programs):
-            length = time.monotonic() - began
-        for program in told:
-            os.kill(program.pid, number) if program.running else None
+            length = time.monotonic() - started
+        for program in signaled:
+            if program.running:
+                os.kill(program.pid, number)
         done = ends(programs)
-        said = "".join(one.stderr for one in done)
-        assert "Traceback" not in said, said
-        codes = {one.returncode for one in done}
-        assert codes in ({0}, {128 + number}), said
-        lines = said.count(f"by {signal.Signals(number).name}; the same command resumes.")
-        assert codes == {0} or 1 <= lines <= len(told), said
+        printed = "".join(rank.stderr for rank in done)
+        assert "Traceback" not in printed, printed
+        codes = {rank.returncode for rank in done}
+        assert codes in ({0}, {128 + number}), printed
+        lines = printed.count(f"by {signal.Signals(number).name}; the same command resumes.")
+        assert codes == {0} or 1 <= lines <= len(signaled), printed

@@ -40,7 +40,7 @@ _ROOM = 200_000  # bytes that are left free on a full disk
 _LIFE = 300.0  # minimum number of seconds for a slope
 
 
-class Look(NamedTuple):
+class Snapshot(NamedTuple):
     """The resource usage of one process at one moment."""
 
     time: float  # seconds
@@ -54,28 +54,36 @@ class Usage:
     """The resource usage of processes over their lifetimes."""
 
     def __init__(self) -> None:
-        self._lives: dict[int, list[Look]] = {}
+        self._snapshots: dict[int, list[Snapshot]] = {}  # by process
 
-    def look(self, pids: list[int]) -> None:
+    def record(self, pids: list[int]) -> None:
+        """Take a snapshot of each process."""
         for pid in pids:
             process = psutil.Process(pid)
-            own, children = process.memory_full_info().uss, len(process.children(recursive=True))
-            look = Look(time.monotonic(), own, process.num_fds(), process.num_threads(), children)
-            self._lives.setdefault(pid, []).append(look)
+            snapshot = Snapshot(
+                time=time.monotonic(),
+                memory=process.memory_full_info().uss,
+                handles=process.num_fds(),
+                threads=process.num_threads(),
+                children=len(process.children(recursive=True)),
+            )
+            self._snapshots.setdefault(pid, []).append(snapshot)
 
     def slopes(self) -> list[dict[str, float]]:
         """Return the growth per hour (memory in MB) of each process that was observed for at least five minutes."""
-        found = []
-        for life in self._lives.values():
-            life = life[int(_SETTLES * len(life)) :]
-            if len(life) < 2 or life[-1].time - life[0].time < _LIFE:
+        slopes = []
+        for snapshots in self._snapshots.values():
+            settled = snapshots[int(_SETTLES * len(snapshots)) :]
+            if len(settled) < 2 or settled[-1].time - settled[0].time < _LIFE:
                 continue
-            time, *columns = np.array(life, dtype=np.float64).T
-            hours = (time - time[0]) / 3600
-            growth = dict(zip(Look._fields[1:], (np.polyfit(hours, column, 1)[0] for column in columns), strict=True))
-            growth["memory"] /= 1e6
-            found.append({"hours": hours[-1], "megabytes": columns[0][-1] / 1e6, **growth})
-        return [{name: round(float(value), 3) for name, value in one.items()} for one in found]
+            hours = np.array([snapshot.time - settled[0].time for snapshot in settled]) / 3600
+            slope = {"hours": hours[-1], "megabytes": settled[-1].memory / 1e6}
+            for name in ("memory", "handles", "threads", "children"):
+                values = [float(getattr(snapshot, name)) for snapshot in settled]
+                slope[name] = np.polyfit(hours, values, 1)[0]
+            slope["memory"] /= 1e6
+            slopes.append({name: round(float(value), 3) for name, value in slope.items()})
+        return slopes
 
 
 class Faults:
@@ -93,11 +101,13 @@ class Faults:
             shards: the folder of the training shards.
             disk: a small file system that contains the run, or None if it could not be mounted.
         """
-        self._chance, self._shards, self._disk = random.Random(seed), shards, disk
+        self._chance = random.Random(seed)
+        self._shards = shards
+        self._disk = disk
         self.counts: Counter[str] = Counter()
         self.damaged: set[str] = set()
 
-    def one(self, ranks: list[int]) -> None:
+    def cause_one(self, ranks: list[int]) -> None:
         """Cause one fault of a random kind."""
         kinds: list[Callable[[list[int]], None]] = [
             self.loader_killed,
@@ -105,8 +115,9 @@ class Faults:
             self.rank_pauses,
             self.bit_flipped,
             self.shard_vanishes,
-            *([self.disk_full] if self._disk is not None else []),
         ]
+        if self._disk is not None:
+            kinds.append(self.disk_full)
         kind = self._chance.choice(kinds)
         kind(ranks)
         self.counts[kind.__name__] += 1
@@ -133,13 +144,14 @@ class Faults:
     def bit_flipped(self, ranks: list[int]) -> None:
         """Flip one bit in the middle half of a shard, and flip it back after a few seconds."""
         shard = self._shard()
-        place = self._chance.randrange(shard.stat().st_size // 4, 3 * shard.stat().st_size // 4)
+        size = shard.stat().st_size
+        position = self._chance.randrange(size // 4, 3 * size // 4)
         bit = 1 << self._chance.randrange(8)
         for _ in range(2):  # flip the bit, then flip it back
             with shard.open("r+b") as file:
-                file.seek(place)
+                file.seek(position)
                 (byte,) = file.read(1)
-                file.seek(place)
+                file.seek(position)
                 file.write(bytes([byte ^ bit]))
             time.sleep(self._chance.uniform(1, 10))
 
@@ -216,7 +228,9 @@ def train_under_faults(
     command: list[str], runs: Path, faults: Faults, usage: Usage, chance: random.Random
 ) -> dict[int, float]:
     """Restart the run after each killed rank until the time is over; return the time at which each process ended."""
-    began, end, ended = time.monotonic(), MINUTES * 60, dict[int, float]()
+    began = time.monotonic()
+    end = MINUTES * 60
+    ended: dict[int, float] = {}
     while True:
         programs = start(*command, ranks=2)
         ranks = [program.pid for program in programs]
@@ -225,8 +239,8 @@ def train_under_faults(
             dies = time.monotonic() - began + chance.expovariate(20 / end)
             dies = dies if dies < end / 4 else end  # ranks are killed only in the first quarter of the time
             while time.monotonic() - began < dies:
-                usage.look(ranks)
-                faults.one(ranks)
+                usage.record(ranks)
+                faults.cause_one(ranks)
                 time.sleep(chance.uniform(1, 10))
                 wait_for(partial(_reached, runs, steps_done(runs) + 10), programs, limit=300)
             if dies == end:
@@ -246,26 +260,30 @@ def train_under_faults(
 
 def left_behind(ended: dict[int, float]) -> list[str]:
     """Return the command lines of processes that ranks have started and that outlived the ranks."""
-    found = []
+    commands = []
     for process in psutil.process_iter():
         with suppress(ProcessLookupError, psutil.Error):
             leader = os.getsid(process.pid)  # a rank leads a session; its ID may have been reused
             zombie = process.status() == psutil.STATUS_ZOMBIE  # ended, but not yet reaped by init
             if not zombie and process.create_time() <= ended.get(leader, 0):
-                found.append(" ".join(process.cmdline()))
-    return found
+                commands.append(" ".join(process.cmdline()))
+    return commands
 
 
 @pytest.mark.soak
-def test_hours_of_faults(tmp_path: Path, disk: Path | None) -> None:
+def test_hours_of_faults_leak_no_resources_and_lose_no_sample(tmp_path: Path, disk: Path | None) -> None:
     seed = int(os.environ.get("SOAK_SEED", time.time_ns() % 2**32))
-    shards, manifest, runs = demo_shards(tmp_path / "data", PAIRS), tmp_path / "manifest", disk or tmp_path
+    shards = demo_shards(tmp_path / "data", PAIRS)
+    manifest = tmp_path / "manifest"
+    runs = disk or tmp_path
     call("tools/build_manifest.py", str(manifest), str(shards))
     command = [TRAIN, "demo", f"--data.train={manifest}", f"--run.output_dir={runs}", "--run.name=run"]
-    faults, usage = Faults(seed, shards, disk), Usage()
+    faults = Faults(seed, shards, disk)
+    usage = Usage()
     ended = train_under_faults([*command, *read_options(_OPTIONS)], runs, faults, usage, random.Random(seed))
     meta = json.loads((newest_checkpoint(runs) / "meta.json").read_text())
-    rows, counted = check_samples(runs / "run", meta["step"]), meta["data"]["hooks"]["WriteRecords"]
+    rows = check_samples(runs / "run", meta["step"])
+    counted = meta["data"]["hooks"]["WriteRecords"]
     slopes = usage.slopes()
     report = {"seed": seed, "minutes": MINUTES, "starts": len(ended) // 2, "steps": meta["step"], "rows": rows}
     report |= {"faults": dict(faults.counts), "bad": counted, "slopes": slopes}
