@@ -31,7 +31,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -357,10 +357,18 @@ class PairSimilarities:
         self._tau = tau
         self._shares_tau = tau.ndim == 0
         self._divisor = grid.size - pair_loss.divisor_offset  # B - 1, or B
-        self._tau_root = tau.pow(1 / pair_loss.power).expand(2, grid.size)
-        self._origin = (grid.positive - pair_loss.margin) / self._tau_root
         self._cached: deque[Tensor] = deque()  # the blocks of the first pass, for the second pass
         self._buffers: list[Tensor] = []
+
+    @cached_property
+    def _tau_root(self) -> Tensor:
+        """(2, B) r = tau^(1/power)."""
+        return self._tau.pow(1 / self._pair_loss.power).expand(2, self._grid.size)
+
+    @cached_property
+    def _origin(self) -> Tensor:
+        """(2, B) o = (s_ii - margin)/r."""
+        return (self._grid.positive - self._pair_loss.margin) / self._tau_root
 
     def log_mean_exp(self) -> Tensor:
         """Return the (2, local) log g of this rank's anchors."""
@@ -396,10 +404,10 @@ class PairSimilarities:
             anchors = self._block_anchors(anchor_values, block)
             buffers = self._block_buffers(block, 3)
             block_derivative, sums = weights(pair_loss, similarity, anchors, buffers, not self._shares_tau)
-            for (index, _), (weights_of_anchors, products_of_anchors) in zip(block.local_anchors, sums, strict=True):
-                weight_sum[index].add_(weights_of_anchors)
-                if products_of_anchors is not None:
-                    product_sum[index].add_(products_of_anchors)
+            for (index, _), (block_weight_sum, block_product_sum) in zip(block.local_anchors, sums, strict=True):
+                weight_sum[index].add_(block_weight_sum)
+                if block_product_sum is not None:
+                    product_sum[index].add_(block_product_sum)
             return block_derivative
 
         grads = grid.gradient(derivative)
@@ -501,6 +509,7 @@ def _log_sums(pair_loss: PairLoss, similarity: Tensor, block: BlockAnchors, buff
     def log_sum(anchors: Tensor, partner_dim: int) -> Tensor:
         y = block.divide(similarity, anchors[_TAU_ROOT], out)
         exponent = pair_loss.exponent(y, anchors[_ORIGIN], out)
+        # this may overwrite the positives of `similarity` itself, but the second pass ignores their values too
         return log_sum_exp(block.fill_positives(exponent, -math.inf), partner_dim, out)
 
     if block.columns_are_local:
