@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
-from neuclip_ds.training.loop import Loop
-
 from neuclip_ds.data.loader import RankBatch
 from neuclip_ds.reporting.metrics import drop_from, step_records
 from neuclip_ds.training.hooks import Hook
+from neuclip_ds.training.trainer import Loop
 
 
 class LogSamples(Hook):

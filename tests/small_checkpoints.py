@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import torch
 from build import batch, objective, pairs, step
-from neuclip_ds.objectives.base import Objective
 from torch import Tensor, nn
 
 from neuclip_ds.checkpoint.checkpoints import Checkpoints
@@ -16,6 +15,7 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.engine import Engine
 from neuclip_ds.engine.start import start_engine
+from neuclip_ds.losses.base import Objective
 from neuclip_ds.state.shards import shard_files, table_shards
 
 FACTS = {"seed": 0, "method": "neuclip"}

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from forks import Program
-from neuclip_ds.objectives import METHODS
 from safetensors.torch import load_file
 from torch import Tensor
 
 from neuclip_ds.checkpoint.sharded_state import STATE, WEIGHT, StateFiles
 from neuclip_ds.data.demo import make_demo_data
 from neuclip_ds.distributed.environment import free_port
+from neuclip_ds.losses.methods import METHODS, reads_option
 from neuclip_ds.state.shards import TABLE
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def read_options(options: Sequence[str]) -> list[str]:
     """Return the options of a demo run, except options that its method does not read."""
     chosen = [option.partition("=")[2] for option in options if option.startswith("--objective.method=")]
     method = METHODS[chosen[-1] if chosen else "neuclip_queue"]
-    return [option for option in options if method.reads(option.removeprefix("--"))]
+    return [option for option in options if reads_option(method, option.removeprefix("--"))]
 
 
 def environment() -> dict[str, str]:

@@ -30,7 +30,7 @@ SKETCHES = {"RECIPE", "...", "--options", "--help", "mine.yaml"}  # a command wi
 # files that a page tells readers to write, a file-name pattern, and a file of open_clip
 NO_FILES = {
     "hostfiles/mine",
-    "neuclip_ds/objectives/normalizers/offset.py",
+    "neuclip_ds/losses/normalizers/offset.py",
     "ds_configs/zeroN_bf16.json",
     "docs/openclip_results.csv",
 }

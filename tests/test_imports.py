@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import TypeGuard
 
-from neuclip_ds.objectives import METHODS
+from neuclip_ds.losses.methods import METHODS
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "neuclip_ds"

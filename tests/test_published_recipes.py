@@ -11,14 +11,14 @@ import pytest
 import torch
 from braceexpand import braceexpand
 from neuclip_ds.objectives import build_objective
-from neuclip_ds.objectives.base import Context
-from neuclip_ds.objectives.methods import find_method
 
 from neuclip_ds.config import CLIP_BPE, Config
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.environment import RankEnvironment
 from neuclip_ds.distributed.launch import read_hostfile
 from neuclip_ds.errors import UserError
+from neuclip_ds.losses.base import Context
+from neuclip_ds.losses.methods import find_method
 from neuclip_ds.planning import memory
 from neuclip_ds.planning.activations import Activations
 from neuclip_ds.planning.dry_run import print_dry_run

@@ -23,12 +23,12 @@ from pathlib import Path
 from benchmarking import machine, on_ranks
 from benchmarking.synthetic_profile import SyntheticSteps
 from neuclip_ds.objectives import build_objective
-from neuclip_ds.objectives.base import Objective
 
 from neuclip_ds.checkpoint.checkpoints import Checkpoints
 from neuclip_ds.checkpoint.engine_state import engine_facts, engine_shards
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.launch import process_group
+from neuclip_ds.losses.base import Objective
 from neuclip_ds.recipe import load_recipe, override, validate
 from neuclip_ds.state.shards import shard_files
 

@@ -23,12 +23,12 @@ import torch
 import torch.distributed as dist
 from benchmarking import in_turns, machine, on_ranks, random_features
 from neuclip_ds.objectives import build_objective
-from neuclip_ds.objectives.base import Context, Step
-from neuclip_ds.objectives.gather import Features
 from torch import Tensor
 
 from neuclip_ds.config import Config
 from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.losses.base import Context, Step
+from neuclip_ds.losses.gather import Features
 
 Work = Callable[[Communicator], object]
 _UPDATES, _PROTOTYPES = 10, 4096

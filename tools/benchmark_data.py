@@ -25,7 +25,6 @@ import numpy as np
 import torch
 from benchmarking import alone, sync
 from benchmarking.mosaic import has_mosaic, write_mds
-from neuclip_ds.state.sample_store import SampleStore
 from torch import Tensor
 
 from neuclip_ds.cli.program import exit_on_mistake
@@ -37,6 +36,7 @@ from neuclip_ds.data.readers import TarReader
 from neuclip_ds.data.scan import ScanOptions
 from neuclip_ds.data.shards import resolve_shards
 from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.losses.sample_store import SampleStore
 from neuclip_ds.state.shards import ShardFiles, shard_files, table_shards
 
 PARTS = ("raw", "order", "store")

@@ -17,11 +17,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from benchmarking import PEER, clip_loss, connect, in_turns, machine, on_ranks, random_features
-from neuclip_ds.loss import ContrastiveLoss
-from neuclip_ds.objectives.options import NpnConfig
 from torch import Tensor
 
 from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.losses import ContrastiveLoss
+from neuclip_ds.losses.options import NpnConfig
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 

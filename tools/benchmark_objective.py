@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from benchmarking import FEATURES, PEER, clip_loss, connect, in_turns, machine, on_ranks, peak_bytes, random_features
 from neuclip_ds.objectives import METHODS, build_objective
-from neuclip_ds.objectives.base import Context, Step
-from neuclip_ds.objectives.options import NpnConfig
 
 from neuclip_ds.config import Config
 from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.losses.base import Context, Step
+from neuclip_ds.losses.options import NpnConfig
 
 HEADER = "| ranks | b | objective | ms | ratio | peak MB | ratio | kB received per rank and step |"
 

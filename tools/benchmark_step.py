@@ -45,7 +45,6 @@ import torch
 from benchmarking.method_config import config_for
 from benchmarking.step_speed import Program, Speeds, samples_per_second, table
 from benchmarking.synthetic_profile import first_prediction
-from neuclip_ds.objectives import find_method
 from step_costs import count_flops
 
 from neuclip_ds.cli.program import exit_on_mistake
@@ -54,6 +53,7 @@ from neuclip_ds.data.build import open_manifest
 from neuclip_ds.data.demo import demo_split
 from neuclip_ds.data.open_data import iter_captions
 from neuclip_ds.data.shards import resolve_shards
+from neuclip_ds.losses.methods import find_method
 from neuclip_ds.models.bpe import train_bpe
 from neuclip_ds.models.trained_parts import Parameters
 from neuclip_ds.planning.memory import MemoryQuery

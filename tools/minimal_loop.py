@@ -17,7 +17,6 @@ from pathlib import Path
 import timm
 import torch
 import torch.distributed as dist
-from neuclip_ds.loss import ContrastiveLoss, IndexedDataset
 from PIL import Image
 from torch import Tensor, nn
 from torch.nn.functional import normalize
@@ -32,6 +31,7 @@ from neuclip_ds.data.build import build_manifest
 from neuclip_ds.data.demo import make_demo_data
 from neuclip_ds.data.readers import TarReader
 from neuclip_ds.data.shards import resolve_shards
+from neuclip_ds.losses import ContrastiveLoss, IndexedDataset
 from neuclip_ds.models.bpe import train_bpe
 from neuclip_ds.models.tokenizer import CaptionTokenizer
 

@@ -20,11 +20,11 @@ from pathlib import Path
 from types import FrameType
 
 from benchmarking import on_ranks
-from neuclip_ds.training.loop import Loop, StepResult
 
 import neuclip_ds
 from neuclip_ds import api
 from neuclip_ds.training.hooks import Hook
+from neuclip_ds.training.trainer import Loop, StepResult
 
 PACKAGE = Path(neuclip_ds.__file__).parent
 # packages and modules that load data, run hooks, and write records and checkpoints

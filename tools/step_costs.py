@@ -22,8 +22,6 @@ from unittest.mock import patch
 import torch
 from benchmarking.synthetic_profile import prototypes_of
 from neuclip_ds.objectives import build_objective
-from neuclip_ds.objectives.base import Context, Objective, Step
-from neuclip_ds.objectives.gather import Features
 from neuclip_ds.objectives.normalizers import amortized
 from torch import Tensor, nn
 from torch.nn.functional import normalize
@@ -38,6 +36,8 @@ from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.precision import resolve_comm_dtype
 from neuclip_ds.engine.start import parameter_groups
 from neuclip_ds.engine.zero import Wrapper
+from neuclip_ds.losses.base import Context, Objective, Step
+from neuclip_ds.losses.gather import Features
 from neuclip_ds.models.recompute import checkpointed_blocks
 from neuclip_ds.models.towers import Encoder
 from neuclip_ds.models.trained_parts import TOWERS, block_names

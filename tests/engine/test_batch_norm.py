@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from neuclip_ds.training.loop import Loop, StepResult
 from ranks import run_ranks
 from small_runs import demo_shards, newest_checkpoint, train_connected
 from torch import Tensor
@@ -17,6 +16,7 @@ from neuclip_ds.losses.batch_norm import batch_norms
 from neuclip_ds.recipe import validate
 from neuclip_ds.reporting.metrics import read_metrics
 from neuclip_ds.training.hooks import Hook
+from neuclip_ds.training.trainer import Loop, StepResult
 
 STATISTICS = ("running_mean", "running_var")
 RESNET: dict[str, Any] = {

@@ -10,13 +10,13 @@ import oracle
 import pytest
 import torch
 from build import columns, objective, pairs, step
-from neuclip_ds.objectives import find_method
-from neuclip_ds.objectives.gather import Features
 from neuclip_ds.objectives.normalizers.amortization_mlp import AmortizationMlp
 from torch import Tensor
 
 from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation.normalizer_error import normalizer_error
+from neuclip_ds.losses.gather import Features
+from neuclip_ds.losses.methods import find_method
 
 N = 29  # samples
 DIM = 6

@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 from neuclip_ds.objectives import build_objective
-from neuclip_ds.objectives.base import Context, Objective
-from neuclip_ds.training.loop import Loop, StepResult
 from neuclip_ds.training.step import StepOutcome, TrainStep
 from ranks import run_ranks
 from safetensors.torch import load_file
@@ -26,9 +24,11 @@ from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.engine import Engine
 from neuclip_ds.engine.start import start_engine
 from neuclip_ds.errors import TrainingDiverged
+from neuclip_ds.losses.base import Context, Objective
 from neuclip_ds.models.build import build_dual_encoder
 from neuclip_ds.recipe import parse
 from neuclip_ds.training.hooks import Hook
+from neuclip_ds.training.trainer import Loop, StepResult
 
 FAULTY, STEPS = 3, 5
 Fault = Callable[[Any, Batch], Any]

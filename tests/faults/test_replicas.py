@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from neuclip_ds.training.loop import Loop, StepResult
 from ranks import run_ranks
 from small_runs import SMALL, read_options, train_connected
 
@@ -15,6 +14,7 @@ from neuclip_ds.errors import TrainingDiverged
 from neuclip_ds.recipe import parse
 from neuclip_ds.training.hooks import Hook
 from neuclip_ds.training.replicas import bit_hash
+from neuclip_ds.training.trainer import Loop, StepResult
 
 OPTIONS = [*SMALL, "--data.batch_size=12", "--data.val=", "--data.zero_shot=", "--data.workers=0", "--max_steps=4"]
 

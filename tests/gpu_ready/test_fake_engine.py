@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from fake_cuda import DEVICE, asking_file, fake_cuda, fake_ranks
 from neuclip_ds.objectives import build_objective
-from neuclip_ds.objectives.base import Context, Step
 from neuclip_ds.training.step import TrainStep
 from test_step import TOKENS, config_of, data
 from torch import Tensor, nn
@@ -26,6 +25,7 @@ from neuclip_ds.data.dataset import Batch
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.start import start_engine
+from neuclip_ds.losses.base import Context, Step
 from neuclip_ds.models.build import build_dual_encoder
 
 RANK, RANKS, ROWS, STEPS = 3, 8, 4, 3  # NeuCLIP's network predicts in the third step

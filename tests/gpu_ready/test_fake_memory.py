@@ -10,8 +10,6 @@ import pytest
 import torch
 from fake_cuda import DEVICE, GpuRank, fake_cuda, fake_ranks
 from neuclip_ds.objectives import build_objective, general_pairs
-from neuclip_ds.objectives.base import Context, Step
-from neuclip_ds.objectives.gather import Features
 from neuclip_ds.training.step import TrainStep
 
 from neuclip_ds.data.dataset import Batch
@@ -19,6 +17,8 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.precision import resolve_comm_dtype
 from neuclip_ds.engine.start import start_engine
+from neuclip_ds.losses.base import Context, Step
+from neuclip_ds.losses.gather import Features
 from neuclip_ds.models.trained_parts import Parameters
 from neuclip_ds.planning.activations import Activations, LiveBytes
 from neuclip_ds.planning.memory import MemoryQuery, Towers, account, count_towers

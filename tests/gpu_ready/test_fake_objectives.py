@@ -10,10 +10,7 @@ import torch
 from build import SAMPLES, VARIANTS
 from evaluation_sets import labeled_set, tokenize, transform
 from fake_cuda import DEVICE, RANKS, GpuRank, fake_cuda
-from neuclip_ds.loss import ContrastiveLoss
 from neuclip_ds.objectives import build_objective
-from neuclip_ds.objectives.base import Context, Objective, Step
-from neuclip_ds.objectives.gather import Features
 
 from neuclip_ds.config import Config
 from neuclip_ds.data.dataset import Batch
@@ -22,6 +19,9 @@ from neuclip_ds.evaluation.retrieval import retrieval
 from neuclip_ds.evaluation.sets import open_labeled
 from neuclip_ds.evaluation.tasks import GroupRule
 from neuclip_ds.evaluation.zero_shot import classify
+from neuclip_ds.losses import ContrastiveLoss
+from neuclip_ds.losses.base import Context, Objective, Step
+from neuclip_ds.losses.gather import Features
 
 ROWS, DIM = 12, 6
 WARM_UP = 2  # steps in which NeuCLIP draws its prototypes and AmorLIP its nets; the next step only fits them

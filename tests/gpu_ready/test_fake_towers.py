@@ -11,7 +11,6 @@ import pytest
 import torch
 from fake_cuda import DEVICE, GpuRank, fake_cuda
 from neuclip_ds.objectives import build_objective
-from neuclip_ds.objectives.base import Context, Step
 from neuclip_ds.training.step import TrainStep
 from replay import PlainEngine
 from test_step import TOKENS, config_of
@@ -23,6 +22,7 @@ from neuclip_ds.data.loader import RankBatch
 from neuclip_ds.engine.average import AVERAGE, WeightAverage
 from neuclip_ds.engine.engine import Engine
 from neuclip_ds.engine.start import build_optimizer
+from neuclip_ds.losses.base import Context, Step
 from neuclip_ds.models.build import build_dual_encoder
 from neuclip_ds.models.towers import DualEncoder
 

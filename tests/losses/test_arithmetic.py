@@ -11,7 +11,6 @@ import torch
 from build import VARIANTS, batch, objective, step
 from build import pairs as random_pairs
 from fake_cuda import DEVICE, fake_cuda
-from neuclip_ds.objectives.gather import GatheredFeatures
 from torch import Tensor
 from torch.nn.functional import normalize
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.losses import arithmetic
 from neuclip_ds.losses.arithmetic import log_eps_plus, log_sum_exp, pair_products, products_exact_for
+from neuclip_ds.losses.gather import GatheredFeatures
 from neuclip_ds.losses.pairs import FactoredSimilarities, Hinge, PairGrid, PairLoss, PairSimilarities
 from neuclip_ds.section import merge
 

@@ -15,7 +15,6 @@ import torch
 from build import batch, relative_error
 from build import pairs as random_pairs
 from fake_cuda import DEVICE, GpuRank, fake_cuda
-from neuclip_ds.objectives.gather import GatheredFeatures
 from ranks import run_ranks
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -24,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.losses import pairs
+from neuclip_ds.losses.gather import GatheredFeatures
 from neuclip_ds.losses.pairs import (
     FactoredSimilarities,
     Hinge,

@@ -6,11 +6,11 @@ import pytest
 import torch
 from benchmarking.openclip_reference import OpenClipReference
 from build import SAMPLES, batch, objective, pairs, step
-from neuclip_ds.objectives.base import Context, Objective
 from ranks import run_ranks
 
 from neuclip_ds.config import Config
 from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.losses.base import Context, Objective
 
 ROWS, DIM, STEPS = 12, 6, 3
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 from benchmarking.openclip_reference import REFERENCES
 from neuclip_ds.objectives import METHODS, build_objective
-from neuclip_ds.objectives.base import Context, Step
-from neuclip_ds.objectives.gather import Features
 from step_costs import Call, ObjectiveQuery, SimulatedRank, objective_calls, objective_work
 from torch.nn.functional import normalize
 
 from neuclip_ds.config import Config
 from neuclip_ds.distributed.communicator import ring_bytes
+from neuclip_ds.losses.base import Context, Step
+from neuclip_ds.losses.gather import Features
 from neuclip_ds.recipe import override, parse, validate
 
 RANKS = 3

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from neuclip_ds.training.loop import Loop, StepResult
 from small_runs import SMALL
 
 from neuclip_ds.checkpoint.checkpoints import complete_checkpoints
@@ -11,7 +10,7 @@ from neuclip_ds.data.dataset import Batch
 from neuclip_ds.distributed.environment import RankEnvironment
 from neuclip_ds.recipe import parse
 from neuclip_ds.training.hooks import Hook
-from neuclip_ds.training.trainer import train
+from neuclip_ds.training.trainer import Loop, StepResult, train
 
 
 class Recording(Hook):

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from neuclip_ds.training.loop import Loop, StepResult
 from small_runs import SMALL, TINY, TRAIN, records, start
 from tars import jpeg, write_tar
 
@@ -15,7 +14,7 @@ from neuclip_ds.data import loader
 from neuclip_ds.distributed.environment import RankEnvironment
 from neuclip_ds.recipe import parse
 from neuclip_ds.training.hooks import Hook
-from neuclip_ds.training.trainer import train
+from neuclip_ds.training.trainer import Loop, StepResult, train
 
 PAIRS, SHARDS, PICTURES = 65_536, 16, 256
 

@@ -7,8 +7,6 @@ import pytest
 import torch
 from miniatures import CAPTIONS, images, save_clip, save_open_clip, save_siglip
 from neuclip_ds.objectives import build_objective
-from neuclip_ds.objectives.base import Context, Step
-from neuclip_ds.objectives.gather import Features
 from neuclip_ds.training.step import TrainStep
 from ranks import run_ranks
 from test_checkpoints import saved_timm
@@ -20,6 +18,8 @@ from neuclip_ds.distributed.environment import RankEnvironment
 from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.start import build_optimizer, start_engine
 from neuclip_ds.errors import UserError
+from neuclip_ds.losses.base import Context, Step
+from neuclip_ds.losses.gather import Features
 from neuclip_ds.models.bpe import train_bpe
 from neuclip_ds.models.source import ModelSource, locate_model, locate_on_rank_zero, model_source
 from neuclip_ds.models.tokenizer import CaptionTokenizer

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 from neuclip_ds.objectives import build_objective
-from neuclip_ds.objectives.base import Context, FeatureGradients, Objective, Step
-from neuclip_ds.objectives.gather import Features
 from neuclip_ds.training.step import TrainStep
 from ranks import run_ranks
 from replay import PlainEngine
@@ -21,6 +19,8 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.engine import Engine
 from neuclip_ds.engine.start import build_optimizer, start_engine
+from neuclip_ds.losses.base import Context, FeatureGradients, Objective, Step
+from neuclip_ds.losses.gather import Features
 from neuclip_ds.models.build import build_dual_encoder
 from neuclip_ds.recipe import validate
 from neuclip_ds.section import merge

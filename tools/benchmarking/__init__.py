@@ -18,12 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from neuclip_ds.objectives.gather import Features
 from torch import Tensor
 from torch.nn.functional import normalize
 
 from neuclip_ds.config import Config
 from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.losses.gather import Features
 
 FEATURES = ("random", "matched", "collapsed", "opposed")  # opposed: collapsed onto two opposite directions
 PEER = "open_clip ClipLoss"  # name of the loss from `clip_loss` in tables

@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 
-from neuclip_ds.objectives.methods import find_method, method_of
-
 from neuclip_ds.config import Config
+from neuclip_ds.losses.methods import find_method, method_of
 from neuclip_ds.recipe import load_recipe, parse
 
 

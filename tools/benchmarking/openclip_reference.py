@@ -8,16 +8,16 @@ and the temperature equal those of the method `openclip`.
 from collections.abc import Callable
 
 import torch
-from neuclip_ds.objectives.base import Context, FeatureGradients, Objective, Step
-from neuclip_ds.objectives.gather import Features
-from neuclip_ds.objectives.options import AdamSettings
-from neuclip_ds.objectives.temperature import LearnableTemperature
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.nn.functional import cross_entropy
 
 from neuclip_ds.config import Config
 from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.losses.base import Context, FeatureGradients, Objective, Step
+from neuclip_ds.losses.gather import Features
+from neuclip_ds.losses.options import AdamSettings
+from neuclip_ds.losses.temperature import LearnableTemperature
 
 
 class _GatherWithGradient(torch.autograd.Function):

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 from neuclip_ds.objectives import build_objective, find_method
-from neuclip_ds.objectives.base import Context, FeatureGradients, Objective, Step
 from neuclip_ds.training.step import TrainStep
 
 from neuclip_ds.config import Config, dump
@@ -18,6 +17,7 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.config import load_engine_config, precision, zero_stage
 from neuclip_ds.engine.precision import resolve_comm_dtype
 from neuclip_ds.engine.start import start_engine
+from neuclip_ds.losses.base import Context, FeatureGradients, Objective, Step
 from neuclip_ds.models.trained_parts import Parameters
 from neuclip_ds.planning.memory import MemoryQuery
 from neuclip_ds.profiling.recorder import Recorder

@@ -16,7 +16,6 @@ import torch
 from benchmarking import program_parser, random_features
 from benchmarking.synthetic_profile import EPOCH, SyntheticSteps, first_prediction
 from neuclip_ds.objectives import build_objective
-from neuclip_ds.objectives.base import Context, Step
 
 from neuclip_ds.cli.main import main as run_command
 from neuclip_ds.cli.program import exit_on_mistake
@@ -25,6 +24,7 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.launch import process_group
 from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.precision import deterministic_algorithms, resolve_comm_dtype
+from neuclip_ds.losses.base import Context, Step
 from neuclip_ds.recipe import load_recipe, validate
 from neuclip_ds.reporting.metrics import MetricsLog
 

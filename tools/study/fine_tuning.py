@@ -11,10 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from neuclip_ds.loss import ContrastiveLoss
 from torch import Tensor
 from torch.optim import AdamW
 
+from neuclip_ds.losses import ContrastiveLoss
 from study.features import Pairs
 from study.loop import Heads, Run, Trained, train
 from study.measures import scores

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from neuclip_ds.loss import ContrastiveLoss
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
+from neuclip_ds.losses import ContrastiveLoss
 from study.features import Pairs
 from study.measures import normalizers, scores
 from study.oracle import OracleLoss

@@ -5,9 +5,9 @@ import statistics
 from typing import TYPE_CHECKING
 
 import torch
-from neuclip_ds.loss import ContrastiveLoss
 from torch import nn
 
+from neuclip_ds.losses import ContrastiveLoss
 from study.features import Pairs
 from study.oracle import log_mean_exp, negative_logits
 

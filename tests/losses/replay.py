@@ -10,9 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from neuclip_ds.loss import ContrastiveLoss
 from neuclip_ds.objectives import build_objective
-from neuclip_ds.objectives.base import Context, Step
 from neuclip_ds.training.step import TrainStep
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -24,6 +22,8 @@ from neuclip_ds.config import Config
 from neuclip_ds.data.loader import Batch
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.engine import Engine
+from neuclip_ds.losses import ContrastiveLoss
+from neuclip_ds.losses.base import Context, Step
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "own_loop.md"
 DIM, SAMPLES, LR, EPOCHS = 6, 48, 1e-3, 2

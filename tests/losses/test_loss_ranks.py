@@ -9,11 +9,11 @@ import oracle
 import pytest
 import torch
 from build import SAMPLES, VARIANTS, batch, objective, pairs, step
-from neuclip_ds.objectives import METHODS
 from neuclip_ds.objectives.normalizers.amortization_mlp import AmortizationMlp
 from ranks import run_ranks
 
 from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.losses.methods import METHODS
 from neuclip_ds.section import merge
 
 Variants = Mapping[str, tuple[str, dict[str, Any]]]

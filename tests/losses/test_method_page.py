@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from neuclip_ds.objectives import METHODS
 from small_runs import ROOT, SMALL, demo_shards, environment
+
+from neuclip_ds.losses.methods import METHODS
 
 OBJECTIVES = Path("neuclip_ds/objectives")
 PAGE = (ROOT / "docs/reference/losses.md").read_text(encoding="utf-8")
@@ -17,7 +18,7 @@ PAGE = (ROOT / "docs/reference/losses.md").read_text(encoding="utf-8")
 
 def test_the_pages_table_lists_the_methods() -> None:
     rows = re.findall(r"^\| `(\w+)` \|(?: [^|]+ \|){4}$", PAGE, re.MULTILINE)
-    assert rows == list(METHODS), "one row for each method, in the order of neuclip_ds/objectives/methods.py"
+    assert rows == list(METHODS), "one row for each method, in the order of neuclip_ds/losses/methods.py"
 
 
 @pytest.fixture(scope="module")

@@ -8,12 +8,12 @@ import pytest
 import torch
 from build import STILL, VARIANTS, batch, objective, pairs, relative_error, step
 from neuclip_ds.objectives import METHODS, contrastive
-from neuclip_ds.objectives.base import NormalizerOutput, Objective
 from neuclip_ds.objectives.contrastive import ContrastiveObjective
-from neuclip_ds.objectives.gather import GatheredFeatures
-from neuclip_ds.objectives.pair_loss import Hinge
 
 from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.losses.base import NormalizerOutput, Objective
+from neuclip_ds.losses.gather import GatheredFeatures
+from neuclip_ds.losses.pairs import Hinge
 from neuclip_ds.section import merge
 
 every_method = pytest.mark.parametrize("name", VARIANTS)

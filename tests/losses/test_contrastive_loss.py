@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 from build import SAMPLES, VARIANTS, batch, objective, pairs, step
-from neuclip_ds.loss import ContrastiveLoss
-from neuclip_ds.objectives import METHODS
 from ranks import run_ranks
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
+from neuclip_ds.losses import ContrastiveLoss
+from neuclip_ds.losses.methods import METHODS
 
 DIM, ROWS = 6, 12
 every_method = pytest.mark.parametrize("name", METHODS)

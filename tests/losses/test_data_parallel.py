@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from neuclip_ds.loss import ContrastiveLoss
 from ranks import run_ranks
 from replay import (
     EPOCHS,
@@ -27,6 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.losses import ContrastiveLoss
 
 RANKS, ROWS = 2, 4
 

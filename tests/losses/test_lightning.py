@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from neuclip_ds.loss import IndexedDataset
 from replay import LR, METHODS_AND_RANKS, Encoders, Trained, check_loop, code_blocks, pairs, recorded, run_code
 from torch.utils.data import DataLoader
 
 from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.losses import IndexedDataset
 
 lightning = pytest.importorskip("lightning")
 

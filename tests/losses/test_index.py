@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from neuclip_ds.loss import IndexedDataset, add_index
 from replay import code_blocks, pairs
 from tars import write_pairs, write_tar
+
+from neuclip_ds.losses import IndexedDataset, add_index
 
 TORCH, DATASETS, WEBDATASET = code_blocks("Give samples their index")
 

@@ -6,14 +6,14 @@ import oracle
 import pytest
 import torch
 from build import SAMPLES, batch, objective, pairs, relative_error, step, with_scalar_gradients
-from neuclip_ds.loss import ContrastiveLoss
 from neuclip_ds.objectives import build_objective
-from neuclip_ds.objectives.base import Context
-from neuclip_ds.objectives.temperature import trained_temperature
 
 from neuclip_ds.config import Config
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
+from neuclip_ds.losses import ContrastiveLoss
+from neuclip_ds.losses.base import Context
+from neuclip_ds.losses.temperature import trained_temperature
 
 
 def tau_of(method) -> float:

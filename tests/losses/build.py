@@ -5,13 +5,13 @@ from unittest.mock import patch
 
 import torch
 from neuclip_ds.objectives import METHODS, build_objective
-from neuclip_ds.objectives.base import Context, FeatureGradients, Objective, Step
-from neuclip_ds.objectives.gather import Features
 from torch import Tensor
 from torch.nn.functional import normalize
 
 from neuclip_ds.config import Config
 from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.losses.base import Context, FeatureGradients, Objective, Step
+from neuclip_ds.losses.gather import Features
 from neuclip_ds.state.partition import RowTable
 
 SAMPLES = 1000

@@ -7,17 +7,17 @@ import pytest
 import torch
 from build import SAMPLES, batch, objective, pairs, relative_error, step, with_scalar_gradients
 from neuclip_ds.objectives import build_objective, contrastive
-from neuclip_ds.objectives.base import Context
-from neuclip_ds.objectives.gather import GatheredFeatures
 from neuclip_ds.objectives.general_pairs import GeneralSimilarities
 from neuclip_ds.objectives.pair_gradient import pair_similarities
 from neuclip_ds.objectives.pair_grid import PairGrid
-from neuclip_ds.objectives.pair_loss import PairLoss
 from torch import Tensor
 from torch.nn.functional import normalize
 
 from neuclip_ds.config import Config
 from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.losses.base import Context
+from neuclip_ds.losses.gather import GatheredFeatures
+from neuclip_ds.losses.pairs import PairLoss
 
 SIZES = [(2, 3), (7, 5), (33, 17), (64, 8)]
 TAUS = [0.01, 0.07, 1.0]

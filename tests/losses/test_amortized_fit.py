@@ -7,8 +7,9 @@ from amortization import DIM, EXACT, MLP, TAU, UNCLIPPED, Net, amorlip, log_part
 from build import batch, pairs, relative_error, step
 from neuclip_ds.objectives.normalizers.amortization_mlp import AmortizationMlp
 from neuclip_ds.objectives.normalizers.amortized import previous_weight
-from neuclip_ds.objectives.options import AmortizedConfig
 from torch import Tensor
+
+from neuclip_ds.losses.options import AmortizedConfig
 
 
 @pytest.mark.parametrize("width", [0.5, 1.0, 2.0])
