@@ -53,6 +53,7 @@ class Engine:
 
     Attributes:
         module: the towers.
+        communicator: the ranks of the engine.
         device: the device of the towers.
         wrapper: DeepSpeed's wrapper around the optimizer.
     """
@@ -65,7 +66,7 @@ class Engine:
             seed: seed for dropout.
         """
         self._deepspeed = deepspeed_engine
-        self._communicator = communicator
+        self.communicator = communicator
         self._seed = seed
         self.module: nn.Module = deepspeed_engine.module
         self.device = communicator.device
@@ -216,7 +217,7 @@ class Engine:
 
     def _seed_dropout(self, step: int, micro_batch: int) -> None:
         """Seed dropout with (seed, step, rank, micro-batch), so both passes and a resumed run draw the same masks."""
-        position = step * self._communicator.world_size + self._communicator.rank
+        position = step * self.communicator.world_size + self.communicator.rank
         seed = ((self._seed * 1_000_003 + position) * 65_537 + micro_batch) % 2**63
         # torch.manual_seed seeds every kind of device, which takes 0.3 ms even without a GPU
         torch.default_generator.manual_seed(seed)
@@ -250,7 +251,7 @@ class Engine:
 
     def placements(self) -> Iterator[zero.Placement]:
         """Yield the placement of this rank's part of every parameter, in the same order on all ranks."""
-        return zero.placements(self._deepspeed.optimizer, self.module, self._communicator.rank)
+        return zero.placements(self._deepspeed.optimizer, self.module, self.communicator.rank)
 
     @property
     def optimizer_state(self) -> Mapping[Tensor, dict[str, Any]]:

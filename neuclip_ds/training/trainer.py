@@ -1,7 +1,7 @@
 """Train a model: set up a run, then repeat the training step until the run ends.
 
 `train` is the entry point. `build_run` opens the data, the model and the newest checkpoint. `Loop` runs the steps; its
-method `_train_step` is one step, from the batch to the updated weights. Everything else that happens around a step,
+method `_train_step` calls `train_step` (step.py), which reads from the batch to the updated weights. Everything else that happens around a step,
 such as records, checkpoints and evaluations, is a hook (training/hooks/).
 """
 
@@ -18,7 +18,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from neuclip_ds.checkpoint.checkpoints import Checkpoints, Fingerprint
 from neuclip_ds.checkpoint.integrity import read_meta
@@ -26,7 +25,7 @@ from neuclip_ds.config import Config, dump
 from neuclip_ds.data.loader import RankBatch
 from neuclip_ds.data.training_data import TrainingData, open_training_data
 from neuclip_ds.data.training_set import find_validation, interleave_settings
-from neuclip_ds.distributed.communicator import PHASE, Communicator, HostCopy
+from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.environment import RankEnvironment
 from neuclip_ds.distributed.launch import leave, process_group
 from neuclip_ds.distributed.stop_signals import raising_interrupted
@@ -82,6 +81,7 @@ from neuclip_ds.training.run_folder import (
 )
 from neuclip_ds.training.run_lock import locked
 from neuclip_ds.training.schedule import is_partial_batch, learning_rate, run_length
+from neuclip_ds.training.step import train_step
 
 log = logging.getLogger(__name__)
 
@@ -525,54 +525,27 @@ class Loop:
         return all_hooks
 
     def _train_step(self, batch: DeviceBatch, began: float, end_times: deque[float]) -> StepResult:
-        """Run one step: update the weights, the temperature and the estimators, or skip the step on all ranks.
-
-        A step whose loss or gradient is not finite is skipped without an extra copy to the host: the gradients become
-        NaN on all ranks, and the optimizer rejects them. By then the loss and batch norm have updated their state, so
-        both are restored.
-        """
-        engine = self.context.engine
-        loss = self.loss
+        """Run one step, and describe its result for the hooks."""
         position = self._position()
-
-        # forward: the features of a tower are sent while the other tower runs
-        pending = loss.begin(batch.host.index, batch.host.valid, position)
-        image, text = engine.encode(batch, pending, self.done)
-        with record_function(f"{PHASE}objective"):
-            value = loss(image, text, pending=pending)
-
-        # backward: a gradient that is not finite on any rank makes the gradients of all ranks NaN
-        assert loss.feature_gradient_norm is not None
-        scalars = HostCopy(torch.stack([value.detach(), loss.metric_tensors.get("tau", value.detach())]))
-        engine.backward(value * (1 + 0 * loss.feature_gradient_norm))
-        self._batches.prefetch()  # before the host waits for the norm of the gradient
-
-        # update
-        outcome = engine.step(position.lr)
-        loss_value, tau = scalars.wait().tolist()
-        not_finite: list[int] = []
-        if not outcome.applied:
-            loss.undo()
-            not_finite = self._indices_of_not_finite(image, text, batch.host)
-
+        outcome = train_step(self.context.engine, self.loss, self._batches, batch, position)
         end_times.append(time.monotonic())
         seconds_of_steps = end_times[-1] - end_times[0]
         samples = (len(end_times) - 1) * self._config.data.batch_size
         return StepResult(
             step=self.done + 1,
-            loss=loss_value,
-            tau=tau if "tau" in loss.metric_tensors else None,
-            grad_norm=outcome.gradient_norm,
+            loss=outcome.loss,
+            tau=outcome.tau,
+            grad_norm=outcome.grad_norm,
             applied=outcome.applied,
-            not_finite=not_finite,
+            not_finite=outcome.not_finite,
             is_partial_batch=is_partial_batch(self.order, self.done),
             batch=batch.host,
             lr=position.lr,
-            skipped=engine.skipped_steps,
+            skipped=self.context.engine.skipped_steps,
             waited=batch.waited,
             seconds=time.perf_counter() - began,
             samples_per_second=samples / seconds_of_steps if seconds_of_steps else math.nan,
-            metric_tensors=loss.metric_tensors,
+            metric_tensors=self.loss.metric_tensors,
         )
 
     def _position(self) -> Position:
@@ -584,16 +557,6 @@ class Loop:
             lr=learning_rate(self.done, self.total, self._config.optimizer),
             peak_lr=self.context.config.optimizer.lr,
         )
-
-    @torch.no_grad()
-    def _indices_of_not_finite(self, image: Tensor, text: Tensor, batch: RankBatch) -> list[int]:
-        """Return the indices, from all ranks, of samples with non-finite features."""
-        finite = image.isfinite().all(dim=1) & text.isfinite().all(dim=1)
-        indices = batch.index[batch.valid & ~finite.cpu()].tolist()
-        all_indices: list[int] = []
-        for indices_of_rank in self.context.communicator.gather_objects(indices):
-            all_indices.extend(indices_of_rank)
-        return all_indices
 
 
 def _build_loss(context: RunContext, config: Config, steps_per_epoch: int) -> ContrastiveLoss:

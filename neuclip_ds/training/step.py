@@ -1,0 +1,87 @@
+"""One training step, from the batch to the updated weights."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from neuclip_ds.data.loader import RankBatch
+from neuclip_ds.distributed.communicator import PHASE, HostCopy
+from neuclip_ds.engine.device_batches import DeviceBatch, DeviceBatches
+from neuclip_ds.engine.engine import Engine
+from neuclip_ds.losses.base import Position
+from neuclip_ds.losses.contrastive_loss import ContrastiveLoss
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOutcome:
+    """Result of one global batch, equal on all ranks."""
+
+    loss: float
+    """Loss of the global batch."""
+    tau: float | None
+    """Temperature; the mean if samples have individual temperatures, and None if the loss has no temperature."""
+    grad_norm: float
+    """Norm of the encoders' gradient; not finite if the step was skipped."""
+    applied: bool
+    """False if the step was skipped and left all state unchanged."""
+    not_finite: list[int]
+    """Indices of samples on all ranks with non-finite features, if the step was skipped."""
+
+
+def train_step(
+    engine: Engine, loss: ContrastiveLoss, batches: DeviceBatches, batch: DeviceBatch, position: Position
+) -> StepOutcome:
+    """Update the weights, the temperature and the estimators, or skip the step on all ranks.
+
+    A step whose loss or gradient is not finite is skipped without an extra copy to the host: the gradients become NaN
+    on all ranks, and the optimizer rejects them. By then the loss and batch norm have updated their state, so both are
+    restored.
+
+    Args:
+        engine: the towers and their optimizer.
+        loss: the loss, built with `undo=True`.
+        batches: the source of the batch, which prefetches the next one.
+        batch: this rank's part of the global batch.
+        position: position of the step in the run.
+    """
+    # forward: the features of one tower are sent while the other tower runs
+    pending = loss.begin(batch.host.index, batch.host.valid, position)
+    image, text = engine.encode(batch, pending, position.step)
+    with record_function(f"{PHASE}objective"):
+        value = loss(image, text, pending=pending)
+    tau = loss.metric_tensors.get("tau")
+    scalars = [value.detach()] if tau is None else [value.detach(), tau]
+    host_scalars = HostCopy(torch.stack(scalars))  # copied during the backward pass
+
+    # backward: a gradient that is not finite on any rank makes the gradients of all ranks NaN
+    assert loss.feature_gradient_norm is not None
+    engine.backward(value * (1 + 0 * loss.feature_gradient_norm))
+    batches.prefetch()  # before the host waits for the norm of the gradient
+
+    # update
+    update = engine.step(position.lr)
+    loss_value, *tau_values = host_scalars.wait().tolist()
+    not_finite: list[int] = []
+    if not update.applied:
+        loss.undo()
+        not_finite = _indices_of_not_finite(image, text, batch.host, engine)
+    return StepOutcome(
+        loss=loss_value,
+        tau=tau_values[0] if tau_values else None,
+        grad_norm=update.gradient_norm,
+        applied=update.applied,
+        not_finite=not_finite,
+    )
+
+
+@torch.no_grad()
+def _indices_of_not_finite(image: Tensor, text: Tensor, batch: RankBatch, engine: Engine) -> list[int]:
+    """Return the indices, from all ranks, of samples with non-finite features, which have the shape (b, d)."""
+    finite = image.isfinite().all(dim=1) & text.isfinite().all(dim=1)
+    indices = batch.index[batch.valid & ~finite.cpu()].tolist()
+    all_indices: list[int] = []
+    for indices_of_rank in engine.communicator.gather_objects(indices):
+        all_indices.extend(indices_of_rank)
+    return all_indices
