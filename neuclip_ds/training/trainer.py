@@ -1,8 +1,8 @@
 """Train a model: set up a run, then repeat the training step until the run ends.
 
-`train` is the entry point. `build_run` opens the data, the model and the newest checkpoint. `Loop` runs the steps; its
-method `_train_step` calls `train_step` (step.py), which reads from the batch to the updated weights. Everything else that happens around a step,
-such as records, checkpoints and evaluations, is a hook (training/hooks/).
+`train` is the entry point. `build_run` opens the data, the model and the newest checkpoint. `Loop` runs the steps; one
+step, from the batch to the updated weights, is the function `train_step` in step.py. Everything else that happens
+around a step, such as records, checkpoints and evaluations, is a hook (training/hooks/).
 """
 
 import logging
