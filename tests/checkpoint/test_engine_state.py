@@ -117,7 +117,7 @@ def differing(left: Path, right: Path) -> set[str]:
 
 
 def check_resharding(cases: list[Case], ranks: int, folder: Path) -> list[list[str]]:
-    """Reshard from two ranks to `ranks` ranks of the next ZeRO stage; return the two ranks' errors of `train_and_save`."""
+    """Reshard from two ranks to `ranks` ranks of the next ZeRO stage; return the errors that the two ranks raised."""
     messages = run_ranks(2, train_and_save, folder, cases)
     following = [f"zero{(int(engine[4]) + 1) % 4}_{engine[6:10]}" for _, engine in cases]
     run_ranks(ranks, reshard, folder, cases, following, "first", "second")
