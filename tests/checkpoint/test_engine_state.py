@@ -50,48 +50,48 @@ def train(engine: Engine, communicator: Communicator, steps: range) -> None:
         engine.step(lr=0.1 / (step + 1))
 
 
-def place(folder: Path, case: Case) -> Path:
+def case_folder(folder: Path, case: Case) -> Path:
     return folder / "-".join(case)
 
 
-def start(communicator: Communicator, folder: Path, cases: list[Case]) -> list[str]:
+def train_and_save(communicator: Communicator, folder: Path, cases: list[Case]) -> list[str]:
     """Save each engine after two steps and after a third; return this rank's errors from two loads that must fail."""
     for case in cases:
         engine = build(case, communicator, seed=0)
         train(engine, communicator, range(2))
-        save_engine(place(folder, case) / "first", engine, communicator)
+        save_engine(case_folder(folder, case) / "first", engine, communicator)
         train(engine, communicator, range(2, 3))
-        save_engine(place(folder, case) / "whole", engine, communicator)
-    good = place(folder, cases[0]) / "first"
+        save_engine(case_folder(folder, case) / "whole", engine, communicator)
+    good = case_folder(folder, cases[0]) / "first"
     larger = build(cases[0], communicator, seed=0, embedding=6)
-    said = []
+    messages = []
     for path, target in ((folder / "nowhere" if communicator.rank else good, engine), (good, larger)):
         try:
             load_engine(path, target, communicator)
         except UserError as error:
-            said.append(str(error))
-    return said
+            messages.append(str(error))
+    return messages
 
 
-def hand_on(
+def reshard(
     communicator: Communicator, folder: Path, cases: list[Case], readers: list[str], source: str, target: str
 ) -> None:
     """Load each case's checkpoint into a different kind of engine and save it again."""
     for case, reader in zip(cases, readers, strict=True):
         engine = build((case[0], reader), communicator, seed=1)
-        load_engine(place(folder, case) / source, engine, communicator)
-        check_weights(engine, StateFiles(place(folder, case) / source))
-        save_engine(place(folder, case) / target, engine, communicator)
+        load_engine(case_folder(folder, case) / source, engine, communicator)
+        check_weights(engine, StateFiles(case_folder(folder, case) / source))
+        save_engine(case_folder(folder, case) / target, engine, communicator)
 
 
-def go_on(communicator: Communicator, folder: Path, cases: list[Case], others: list[str]) -> None:
+def continue_training(communicator: Communicator, folder: Path, cases: list[Case], others: list[str]) -> None:
     """Take the third step from the resharded checkpoint, and also save the resharded one in the other precision."""
     for case in cases:
         engine = build(case, communicator, seed=2)
-        load_engine(place(folder, case) / "second", engine, communicator)
+        load_engine(case_folder(folder, case) / "second", engine, communicator)
         train(engine, communicator, range(2, 3))
-        save_engine(place(folder, case) / "broken", engine, communicator)
-    hand_on(communicator, folder, cases, others, "second", "third")
+        save_engine(case_folder(folder, case) / "broken", engine, communicator)
+    reshard(communicator, folder, cases, others, "second", "third")
 
 
 def check_weights(engine: Engine, files: StateFiles) -> None:
@@ -101,7 +101,7 @@ def check_weights(engine: Engine, files: StateFiles) -> None:
         assert torch.equal(weight, saved.to(weight.dtype)), name
 
 
-def content(folder: Path) -> dict[str, Tensor]:
+def contents(folder: Path) -> dict[str, Tensor]:
     files = StateFiles(folder)
     found = {f"{kind} of {name}": files.read(name, kind) for name in files.shapes for kind in files.kinds(name)}
     for name in files.shapes:
@@ -110,41 +110,41 @@ def content(folder: Path) -> dict[str, Tensor]:
     return found | files.replicated(BUFFER)
 
 
-def unequal(left: Path, right: Path) -> set[str]:
-    found, wanted = content(left), content(right)
+def differing(left: Path, right: Path) -> set[str]:
+    found, wanted = contents(left), contents(right)
     assert found.keys() == wanted.keys()
     return {name for name, value in wanted.items() if value.dtype != found[name].dtype or not value.equal(found[name])}
 
 
-def hand_over(cases: list[Case], ranks: int, folder: Path) -> list[list[str]]:
-    """Reshard from two ranks to `ranks` ranks of the next ZeRO stage; return the errors of `start` on the two ranks."""
-    said = run_ranks(2, start, folder, cases)
+def check_resharding(cases: list[Case], ranks: int, folder: Path) -> list[list[str]]:
+    """Reshard from two ranks to `ranks` ranks of the next ZeRO stage; return the errors that the two ranks raised."""
+    messages = run_ranks(2, train_and_save, folder, cases)
     following = [f"zero{(int(engine[4]) + 1) % 4}_{engine[6:10]}" for _, engine in cases]
-    run_ranks(ranks, hand_on, folder, cases, following, "first", "second")
+    run_ranks(ranks, reshard, folder, cases, following, "first", "second")
     for case in cases:
-        where = place(folder, case)
-        assert unequal(where / "second", where / "first") == set()
-        complete(where / "first", case)
-        complete(where / "second", case)
-        moved = unequal(where / "whole", where / "first")
+        where = case_folder(folder, case)
+        assert differing(where / "second", where / "first") == set()
+        check_complete(where / "first", case)
+        check_complete(where / "second", case)
+        moved = differing(where / "whole", where / "first")
         kinds = [WEIGHT, *OPTIMIZERS[case[0]][0]]
         assert moved >= {f"{kind} of {name}" for kind in kinds for name in ("0.weight", "1.weight", "4.weight")}
-    return said
+    return messages
 
 
-def hand_back(cases: list[Case], folder: Path) -> None:
+def check_next_step(cases: list[Case], folder: Path) -> None:
     """Reshard back to two ranks of the original ZeRO stage for the third step, and convert to the other precision."""
     others = [f"zero{(int(engine[4]) + 2) % 4}_{'fp32' if 'bf16' in engine else 'bf16'}" for _, engine in cases]
-    run_ranks(2, go_on, folder, cases, others)
+    run_ranks(2, continue_training, folder, cases, others)
     for case in cases:
-        where = place(folder, case)
-        assert unequal(where / "broken", where / "whole") == set()
-        in_16_bits = {f"{WEIGHT} of {FROZEN}", *StateFiles(where / "first").replicated(BUFFER)}
-        assert unequal(where / "third", where / "first") <= in_16_bits, "these have no float32 master"
-        complete(where / "third", case)
+        where = case_folder(folder, case)
+        assert differing(where / "broken", where / "whole") == set()
+        in_16_bits = {f"{WEIGHT} of {FROZEN}", *StateFiles(where / "first").whole(BUFFER)}
+        assert differing(where / "third", where / "first") <= in_16_bits, "these have no float32 master"
+        check_complete(where / "third", case)
 
 
-def complete(folder: Path, case: Case) -> None:
+def check_complete(folder: Path, case: Case) -> None:
     """Check that every element is stored exactly once, and that the optimizer's state is complete."""
     kinds, scalars = OPTIMIZERS[case[0]]
     files = StateFiles(folder)
@@ -166,8 +166,8 @@ def complete(folder: Path, case: Case) -> None:
 
 
 def test_loading_with_another_world_size_and_stage_keeps_every_bit(tmp_path: Path) -> None:
-    said = hand_over([("adamw", engine) for engine in STAGES] + [("lion", "zero1_fp32")], 1, tmp_path)
-    for missing, foreign in said:
+    messages = check_resharding([("adamw", engine) for engine in STAGES] + [("lion", "zero1_fp32")], 1, tmp_path)
+    for missing, foreign in messages:
         assert re.match(r"rank 1 on \S+: .*cannot be read", missing)
         assert "nowhere/index.json" in missing
         assert foreign.startswith("rank 0 on ")
@@ -179,5 +179,5 @@ def test_loading_with_another_world_size_and_stage_keeps_every_bit(tmp_path: Pat
 def test_the_step_after_resharding_is_that_of_an_uninterrupted_run(middle: int, tmp_path: Path) -> None:
     cases = [(name, engine) for name in OPTIMIZERS for engine in STAGES]
     cases += [("adamw", "zero2_bf16_offload"), ("lamb", "zero3_bf16_offload")]
-    hand_over(cases, middle, tmp_path)
-    hand_back(cases, tmp_path)
+    check_resharding(cases, middle, tmp_path)
+    check_next_step(cases, tmp_path)

@@ -37,7 +37,7 @@ def to_device(batches: Iterable[RankBatch], micro: int = ROWS, device: torch.dev
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 5])
 @pytest.mark.parametrize("passes", [1, 2])
-def test_micro_batches_are_the_rows_in_order(parts: int, passes: int) -> None:
+def test_micro_batches_contain_all_rows_in_order(parts: int, passes: int) -> None:
     """Micro-batches contain all rows in order, whether they lie within one part or span two parts."""
     batch = next(to_device([rank_batch(parts)], MICRO))
     assert (batch.host.index.tolist(), bool(batch.host.valid.all())) == (list(range(ROWS)), True)
@@ -50,7 +50,7 @@ def test_micro_batches_are_the_rows_in_order(parts: int, passes: int) -> None:
         batch.host.pieces(slice(0, ROWS))
 
 
-def test_on_a_cpu_nothing_is_copied_or_taken_early() -> None:
+def test_on_a_cpu_no_batch_is_copied_or_fetched_early() -> None:
     host, taken = rank_batch(1), []
     address = host.pieces(slice(0, 1))[0][0].data_ptr()
     (image, _), *_ = next(to_device([host])).micro_batches(1)
@@ -181,7 +181,7 @@ def test_the_next_micro_batch_is_copied_before_one_is_computed(log: Log) -> None
     assert next(found).host is hosts[1]
 
 
-def test_an_error_of_the_loader_comes_at_its_turn(log: Log) -> None:
+def test_an_error_of_the_loader_is_raised_at_the_step_that_needs_the_batch(log: Log) -> None:
     def batches() -> Iterator[RankBatch]:
         yield rank_batch(1)
         raise OSError("storage")

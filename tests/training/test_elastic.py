@@ -19,6 +19,8 @@ EPOCH = 6  # steps; the last batch has 6 padding rows
 TINY = [
     f"--data.batch_size={BATCH}",
     "--data.workers=1",
+    "--data.val=",
+    "--data.zero_shot=",
     "--data.micro_batch=4",
     *SMALL,
     "--objective.method=neuclip",
@@ -124,7 +126,8 @@ def elastic(shards: Path, folder: Path, steps: int, method: Sequence[str], stops
 
 def test_one_rank_resumes_a_run_whose_two_ranks_were_killed(shards: Path, tmp_path: Path) -> None:
     """The sample log of rank 1 after the last checkpoint is dropped, although that rank never restarts."""
-    chosen = options(shards, 12, "--objective.method=fastclip_v3", "--run.checkpoint_every=4")
+    method = ["--objective.method=fastclip_v3", "--data.micro_batch=8"]
+    chosen = options(shards, 12, *method, "--run.checkpoint_every=4")
     Launch(1, [*chosen, "--deepspeed=zero1_fp32"], tmp_path / "whole").end()
     killed = Launch(2, [*chosen, "--deepspeed=zero3_fp32"], tmp_path / "broken")
     killed.reach(6)
