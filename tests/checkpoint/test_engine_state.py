@@ -139,7 +139,7 @@ def check_next_step(cases: list[Case], folder: Path) -> None:
     for case in cases:
         where = case_folder(folder, case)
         assert differing(where / "broken", where / "whole") == set()
-        in_16_bits = {f"{WEIGHT} of {FROZEN}", *StateFiles(where / "first").whole(BUFFER)}
+        in_16_bits = {f"{WEIGHT} of {FROZEN}", *StateFiles(where / "first").replicated(BUFFER)}
         assert differing(where / "third", where / "first") <= in_16_bits, "these have no float32 master"
         check_complete(where / "third", case)
 
