@@ -30,16 +30,17 @@ from neuclip_ds.planning.memory import (
 from neuclip_ds.recipe import parse
 
 pytestmark = pytest.mark.usefixtures("quick_meta_models")
-WIDTH, LAYERS = 256, 12
+WIDTH = 256
+LAYERS = 6
 ENGINES = [f"zero{stage}_{precision}" for precision in ("fp32", "bf16") for stage in range(4)]
 OFFLOADS = ["zero2_bf16_offload", "zero3_bf16_offload"]
 QUICK = ["zero1_bf16", "zero2_bf16", "zero3_bf16"]
 BUCKET = 50_000_000  # elements, as in ds_configs/
 SMALL = [
     "--model.vision.image_size=32",
-    '--model.vision.options={"patch_size":8,"embed_dim":128,"depth":4,"num_heads":4}',
+    '--model.vision.options={"patch_size":8,"embed_dim":128,"depth":2,"num_heads":4}',
     "--model.text.width=128",
-    "--model.text.layers=4",
+    "--model.text.layers=2",
     "--model.text.heads=4",
     "--model.text.vocab_size=400",
     "--model.text.context_length=32",
