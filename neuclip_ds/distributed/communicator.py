@@ -33,8 +33,9 @@ ProcessGroup = dist.ProcessGroup
 
 _MAX_PAGEABLE = 64 << 10  # maximum bytes of pageable memory that CUDA copies asynchronously; the host waits for more
 
-# names of ranges in a profiler's trace: a training step, and the prefix of a phase of the step
-STEP, PHASE = "train step", "phase: "
+# names of ranges in a profiler's trace
+STEP = "train step"
+PHASE = "phase: "  # prefix of a phase of the step
 
 
 @dataclass(eq=False)
