@@ -45,18 +45,20 @@ def ranks(request: pytest.FixtureRequest) -> int:
 def test_float32_on_the_device_is_float64_on_the_cpu(name: str, device: str) -> None:
     """Compare the loss and the gradients of two steps, with options that avoid inner optimizers."""
     method, options = VARIANTS[name]
-    found = []
-    for place, dtype in ((device, torch.float32), ("cpu", torch.float64)):
-        built = objective(method, Communicator(place), 6, dtype, **merge(options, STILL.get(method, {})))
+    steps_by_device = []
+    for run_on, dtype in ((device, torch.float32), ("cpu", torch.float64)):
+        built = objective(method, Communicator(run_on), 6, dtype, **merge(options, STILL.get(method, {})))
+        steps = []
         for number in range(2):
-            image, text = (x.to(place, dtype) for x in pairs(48, 6, seed=number))
+            image, text = (x.to(run_on, dtype) for x in pairs(48, 6, seed=number))
             outcome = built(batch(image, text), step(number, lr=0.0))
-            found.append([x.cpu().double() for x in (outcome.loss, outcome.image, outcome.text)])
-    for single, double in zip(found[:2], found[2:], strict=True):
+            steps.append([x.cpu().double() for x in (outcome.loss, outcome.image, outcome.text)])
+        steps_by_device.append(steps)
+    for single, double in zip(*steps_by_device, strict=True):
         assert max(map(relative_error, single, double)) < 1e-4
 
 
-def test_every_method(ranks: int, device: str) -> None:
+def test_every_method_takes_the_steps_of_the_cpu(ranks: int, device: str) -> None:
     """Compare gradients, losses, temperatures and per-sample statistics of five float64 steps."""
     test_objective_ranks.check_ranks(run_ranks(ranks, test_objective_ranks.train, 5, device=device))
 
@@ -65,33 +67,33 @@ def check_weights(method: str, files: list[str], passes: int, ranks: int, device
     """Check that the weights after five steps match those of plain PyTorch on the CPU."""
     wanted, tau = plain(method, clip=0.5)
     for rank in run_ranks(ranks, under_deepspeed, method, files, ROWS // ranks // passes, options, device=device):
-        for name, (weights, found_tau) in zip(files, rank, strict=True):
+        for name, (weights, tau_of_rank) in zip(files, rank, strict=True):
             precision = name.split("_")[1]
-            assert found_tau == pytest.approx(tau, rel=1e-4 if precision == "fp32" else 1e-2), name
+            assert tau_of_rank == pytest.approx(tau, rel=1e-4 if precision == "fp32" else 1e-2), name
             for key, value in weights.items():
                 torch.testing.assert_close(value, wanted[key], **TOLERANCE[precision], msg=f"{name} {key}")
 
 
 @pytest.mark.parametrize("passes", [1, 2])
-def test_every_deepspeed_file(passes: int, ranks: int, device: str) -> None:
+def test_every_deepspeed_file_trains_like_plain_pytorch(passes: int, ranks: int, device: str) -> None:
     check_weights("openclip", FILES, passes, ranks, device)
 
 
 @pytest.mark.parametrize("method", ["fastclip_v3", "neuclip"])
-def test_methods_with_state_under_zero(method: str, ranks: int, device: str) -> None:
+def test_methods_with_state_train_like_plain_pytorch_under_zero(method: str, ranks: int, device: str) -> None:
     check_weights(method, FLOAT32, 2, ranks, device)
 
 
-def test_compiled_towers(device: str) -> None:
+def test_compiled_towers_train_like_plain_pytorch(device: str) -> None:
     check_weights("openclip", ["zero1_fp32"], 1, 1, device, model={"compile": True})
 
 
 @pytest.mark.parametrize(("precision", "atol"), [("fp32", 1e-4), ("bf16", 0.03)])
-def test_every_optimizer(precision: str, atol: float, ranks: int, device: str) -> None:
+def test_every_optimizer_updates_like_plain_pytorch(precision: str, atol: float, ranks: int, device: str) -> None:
     stages = [f"zero{stage}_{precision}" for stage in range(4)]
     for results in run_ranks(ranks, test_optimizers.under_zero, stages, device=device):
-        for (name, engine), (found, _) in results.items():
-            for value, wanted in zip(found, test_optimizers.plain(name), strict=True):
+        for (name, engine), (weights, _) in results.items():
+            for value, wanted in zip(weights, test_optimizers.plain(name), strict=True):
                 torch.testing.assert_close(value, wanted, rtol=0, atol=atol, msg=f"{name} {engine}")
 
 
@@ -102,7 +104,7 @@ def test_a_gradient_that_overflows_is_skipped(device: str) -> None:
 
 def needs_gpu(device: str) -> None:
     if device == "cpu":
-        pytest.skip("measured on a GPU alone; tests/gpu_ready has a simulated one")
+        pytest.skip("measured on a GPU only; tests/gpu_ready has a simulated one")
 
 
 def waits(communicator: Communicator, options: list[str]) -> list[str]:
@@ -110,11 +112,11 @@ def waits(communicator: Communicator, options: list[str]) -> list[str]:
     steps = SyntheticSteps(parse(options).config, communicator)
     for number in range(3):
         steps.run(number, steps.batch(number))
-    given = steps.batch(3)
+    fourth_batch = steps.batch(3)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
-        steps.run(3, given)
+        steps.run(3, fourth_batch)
         torch.cuda.set_sync_debug_mode("default")
     return [warning.filename for warning in caught if "synchronizing" in str(warning.message)]
 
@@ -123,8 +125,8 @@ def waits(communicator: Communicator, options: list[str]) -> list[str]:
 def test_a_step_waits_once(method: str, device: str) -> None:
     needs_gpu(device)
     options = ["demo", f"--objective.method={method}", "--data.batch_size=256", "--data.micro_batch=128"]
-    (found,) = run_ranks(1, waits, [*options, "--deepspeed=zero1_bf16"], device=device)
-    assert [Path(name).name for name in found if "neuclip_ds" in name] == ["update.py"], found
+    (files,) = run_ranks(1, waits, [*options, "--deepspeed=zero1_bf16"], device=device)
+    assert [Path(name).name for name in files if "neuclip_ds" in name] == ["update.py"], files
 
 
 def peak(communicator: Communicator, options: list[str]) -> tuple[int, int]:
@@ -138,8 +140,8 @@ def peak(communicator: Communicator, options: list[str]) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("passes", [1, 2])
-def test_the_peak_of_memory_is_that_of_the_account(passes: int, device: str) -> None:
+def test_the_measured_peak_of_memory_is_the_estimated_one(passes: int, device: str) -> None:
     needs_gpu(device)
     options = ["models/vitb32", "--objective.method=openclip", "--data.batch_size=512", "--deepspeed=zero1_bf16"]
-    ((found, planned),) = run_ranks(1, peak, [*options, f"--data.micro_batch={512 // passes}"], device=device)
-    assert found == pytest.approx(planned, rel=0.1)
+    ((measured, planned),) = run_ranks(1, peak, [*options, f"--data.micro_batch={512 // passes}"], device=device)
+    assert measured == pytest.approx(planned, rel=0.1)

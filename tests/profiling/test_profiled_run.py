@@ -10,14 +10,14 @@ from neuclip_ds.profiling.breakdown import COLUMNS
 from neuclip_ds.recipe import parse
 
 
-def test_the_flag_is_ten_steps() -> None:
+def test_the_profile_flag_profiles_ten_steps() -> None:
     assert parse(["demo"]).config.run.profile_steps == 0
     assert parse(["demo", "--profile"]).config.run.profile_steps == 10
     assert parse(["demo", "--profile", "--run.profile_steps=3"]).config.run.profile_steps == 3
 
 
 @pytest.mark.slow
-def test_a_run_with_a_profile(shards: Path, tmp_path: Path) -> None:
+def test_a_profiled_run_writes_a_breakdown(shards: Path, tmp_path: Path) -> None:
     train(tmp_path / "runs", shards, 14, "--profile", "--run.profile_steps=3", ranks=2)
     folder = tmp_path / "runs" / "run" / "profile"
     found = json.loads((folder / "breakdown.json").read_text())
@@ -28,7 +28,7 @@ def test_a_run_with_a_profile(shards: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_tool_compares_methods(tmp_path: Path) -> None:
+def test_profile_communication_compares_methods(tmp_path: Path) -> None:
     options = ["--methods", "openclip_reference", "openclip", "--world-sizes", "2", "--rows", "8", "--steps", "2"]
     call("tools/profile_communication.py", *options, f"--out={tmp_path}", *SMALL)
     reference, ours = json.loads((tmp_path / "breakdowns.json").read_text())

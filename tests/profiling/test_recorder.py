@@ -18,11 +18,11 @@ def run(folder: Path, total: int, steps: int, after: int) -> None:
                 x @ x
 
 
-def test_profiles_the_requested_steps(tmp_path: Path) -> None:
+def test_the_recorder_profiles_the_requested_steps(tmp_path: Path) -> None:
     run(tmp_path, total=7, steps=3, after=2)
-    found = json.loads((tmp_path / BREAKDOWN).read_text())
-    assert (found["steps"], found["world_size"], found["purposes"]) == (3, 1, {})
-    seconds = found["seconds"]
+    breakdown = json.loads((tmp_path / BREAKDOWN).read_text())
+    assert (breakdown["steps"], breakdown["world_size"], breakdown["purposes"]) == (3, 1, {})
+    seconds = breakdown["seconds"]
     assert 0 < seconds["computation"]["mean"] < seconds["total"]["mean"]
     assert seconds["communication"]["mean"] == 0
     assert "| a product | - | 1 | 3 |" in (tmp_path / REPORT).read_text()
@@ -46,7 +46,7 @@ def test_an_error_of_the_step_passes_through(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_that_cannot_be_created(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_that_cannot_be_created_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").touch()
     run(tmp_path / "file" / "profile", total=4, steps=2, after=1)
     assert "could not be written" in caplog.text

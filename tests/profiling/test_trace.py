@@ -15,8 +15,16 @@ MAIN, BACKWARD, GLOO, STREAM = 1, 2, 7, 20
 
 def event(category: str, name: str, start: float, end: float, thread: int = MAIN, **arguments: Any) -> dict[str, Any]:
     """Return a trace event; times are in microseconds, as in a trace."""
-    place = {"pid": 0 if thread == STREAM else 9, "tid": thread}
-    return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": end - start, **place, "args": arguments}
+    return {
+        "ph": "X",
+        "cat": category,
+        "name": name,
+        "ts": start,
+        "dur": end - start,
+        "pid": 0 if thread == STREAM else 9,
+        "tid": thread,
+        "args": arguments,
+    }
 
 
 def note(name: str, start: float, end: float, thread: int = MAIN) -> dict[str, Any]:
@@ -70,7 +78,7 @@ def by_purpose(step: StepTrace) -> dict[str, tuple[str, int, int]]:
     return {one.purpose: (one.op, one.size, one.sent) for one in step.collectives}
 
 
-def test_gloo_step() -> None:
+def test_a_gloo_step_has_its_collectives_and_times() -> None:
     after = [launch("barrier", 300, 301, [[1]], ["float"]), gloo("barrier", 301, 305, [], "")]
     (step,) = parse_trace(trace([*GLOO_STEP, *after]))
     assert by_purpose(step) == {
@@ -98,15 +106,15 @@ def test_gloo_step() -> None:
     )
 
 
-def test_breakdown_over_steps_and_ranks() -> None:
+def test_a_breakdown_averages_over_steps_and_ranks() -> None:
     """Use two steps, the second three times as slow; in the first, the second rank is last to reduce gradients."""
     later = [{**one, "ts": 3 * one["ts"] + 1000, "dur": 3 * one["dur"]} for one in GLOO_STEP]
     late = [gloo("all_reduce", 74, 78, [1000], "float") if one == GRADIENTS else one for one in GLOO_STEP]
     first, second = (rank_record(parse_trace(trace([*later, *step]))) for step in (GLOO_STEP, late))
-    found = breakdown([first, second])
-    assert (found["steps"], found["world_size"]) == (2, 2)
-    assert found["seconds"]["total"] == pytest.approx({"mean": 200e-6, "deviation": 200e-6 / 2**0.5})
-    assert found["purposes"]["gradient reduce"] == pytest.approx(
+    combined = breakdown([first, second])
+    assert (combined["steps"], combined["world_size"]) == (2, 2)
+    assert combined["seconds"]["total"] == pytest.approx({"mean": 200e-6, "deviation": 200e-6 / 2**0.5})
+    assert combined["purposes"]["gradient reduce"] == pytest.approx(
         {
             "calls": 1,
             "bytes_sent": 6000,
@@ -115,20 +123,20 @@ def test_breakdown_over_steps_and_ranks() -> None:
             "hidden_seconds": (39 + (13 + 1) / 2) / 2 * 1e-6,
         }
     )
-    assert sum(of["calls"] for of in found["purposes"].values()) == 6
-    assert found["collectives"][0] == {
+    assert sum(record["calls"] for record in combined["purposes"].values()) == 6
+    assert combined["collectives"][0] == {
         "purpose": "features",
         "op": "all_gather",
         "size": 64,
         "calls": 1,
         "transfer_seconds": pytest.approx(14e-6),
     }
-    for rank in found["ranks"]:
+    for rank in combined["ranks"]:
         for step in rank:
             assert set(step) == set(COLUMNS)
             assert step["total"] == pytest.approx(step["computation"] + step["pure_communication"] + step["others"])
             assert step["communication"] == pytest.approx(step["pure_communication"] + step["overlap"])
-    json.dumps(found)
+    json.dumps(combined)
 
 
 def nccl(kind: str, start: float, end: float, correlation: int, **arguments: Any) -> dict[str, Any]:
@@ -173,7 +181,7 @@ NCCL_STEP = [
 ]
 
 
-def test_nccl_step(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_nccl_step_has_its_collectives_and_times(caplog: pytest.LogCaptureFixture) -> None:
     (step,) = parse_trace(trace(NCCL_STEP, world_size=2))
     assert [(one.purpose, one.op, one.size, one.sent, len(one.intervals)) for one in step.collectives] == [
         ("features", "all_gather", 128, 128, 1),
@@ -237,7 +245,7 @@ GPU_STEP = [
 ]
 
 
-def test_phases_of_a_gpu_that_lags_behind_the_host() -> None:
+def test_phases_are_those_of_a_gpu_that_lags_behind_the_host() -> None:
     """A phase lasts as long as its work on the GPU; host ranges are shorter, and GPU ranges lack the backward pass.
 
     A step includes the work that the GPU starts during the step; the second step has two micro-batches.

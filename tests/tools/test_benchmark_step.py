@@ -28,7 +28,7 @@ def test_speed_is_that_between_the_points_after_the_warm_up(tmp_path: Path) -> N
         samples_per_second(tmp_path, "train/loss", 0, batch=32)
 
 
-def test_open_clip_is_told_of_a_model_of_the_same_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_clip_trains_a_model_of_the_same_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     open_clip = pytest.importorskip("open_clip")
     params = pytest.importorskip("open_clip_train.params")
     pytest.importorskip("pandas")  # open_clip_train imports it
@@ -47,9 +47,11 @@ def test_open_clip_is_told_of_a_model_of_the_same_size(tmp_path: Path, monkeypat
     captions = ["a dog and a cat", "dog"]
     assert open_clip.get_tokenizer("benchmark_dual_encoder")(captions).tolist() == tokenizer(captions).tolist()
     arguments = argparse.Namespace(out=tmp_path / "run", random=True, bf16=False)
-    given = open_clip_program.command_line(config, arguments, 2)
-    read = params.parse_args(given)
-    assert (read.batch_size, read.train_num_samples, read.grad_clip_norm) == (32, 192, config.optimizer.max_grad_norm)
+    command_line = open_clip_program.command_line(config, arguments, 2)
+    parsed = params.parse_args(command_line)
+    assert parsed.batch_size == 32
+    assert parsed.train_num_samples == 192
+    assert parsed.grad_clip_norm == config.optimizer.max_grad_norm
 
 
 @pytest.mark.slow

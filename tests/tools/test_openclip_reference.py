@@ -12,22 +12,24 @@ from neuclip_ds.config import Config
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.losses.base import Context, Objective
 
-ROWS, DIM, STEPS = 12, 6, 3
+ROWS = 12
+DIM = 6
+STEPS = 3
 
 
 def descend(built: Objective, communicator: Communicator) -> dict[str, Any]:
     """Run several steps; return their gradients, losses and temperatures, and the bytes sent for each purpose."""
     share = ROWS // communicator.world_size
     mine = slice(communicator.rank * share, (communicator.rank + 1) * share)
-    found = []
+    results = []
     communicator.traffic.clear()
     for number in range(STEPS):
         image, text = pairs(ROWS, DIM, seed=number)
         result = built(batch(image[mine], text[mine]), step(number, lr=0.05))
-        found.append(torch.cat([result.image, result.text]))
-        found.append(torch.stack([result.loss, result.metrics["tau"], result.metrics["feature_grad_norm"]]))
-    received = {purpose: of.bytes_sent for purpose, of in communicator.traffic.items()}
-    return {"found": found, "received": received}
+        results.append(torch.cat([result.image, result.text]))
+        results.append(torch.stack([result.loss, result.metrics["tau"], result.metrics["feature_grad_norm"]]))
+    received = {purpose: traffic.bytes_sent for purpose, traffic in communicator.traffic.items()}
+    return {"results": results, "received": received}
 
 
 def schemes(communicator: Communicator) -> tuple[dict[str, Any], ...]:
@@ -39,11 +41,11 @@ def schemes(communicator: Communicator) -> tuple[dict[str, Any], ...]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_same_gradients(world_size: int) -> None:
+def test_the_reference_gives_openclips_gradients_and_also_sends_them(world_size: int) -> None:
     ranks = run_ranks(world_size, schemes) if world_size > 1 else [schemes(Communicator())]
     for ours, theirs in ranks:
         assert "feature gradients" not in ours["received"]
-        for mine, wanted in zip(ours["found"], theirs["found"], strict=True):
+        for mine, wanted in zip(ours["results"], theirs["results"], strict=True):
             torch.testing.assert_close(mine, wanted, rtol=1e-9, atol=1e-12)
         features = (world_size - 1) * STEPS * ROWS // world_size * 2 * DIM * 8
         for purpose in ("features", "feature gradients"):

