@@ -23,12 +23,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from benchmarking import alone, machine
+from benchmarking import in_new_process, machine
 from benchmarking.mosaic import samples_of
 from PIL import Image
 from torch import Tensor
@@ -49,10 +50,17 @@ from neuclip_ds.evaluation.sharded_batches import decode, sharded_batches
 from neuclip_ds.models.bpe import train_bpe
 from neuclip_ds.models.tokenizer import CaptionTokenizer
 
-LONGER, SHORTER, TILE, CROP = 512, 384, 192, 224  # pixels
+# pixels
+LONGER = 512
+SHORTER = 384
+TILE = 192
+CROP = 224
 SCALE = 0.9  # smallest fraction of the area that a crop keeps
-SHARDS, CONTEXT, VOCABULARY = 4, 77, 10_000
-QUALITY, SEED = 95, 0  # img2dataset writes JPEGs of this quality
+SHARDS = 4
+CONTEXT = 77
+VOCABULARY = 10_000
+QUALITY = 95  # img2dataset writes JPEGs of this quality
+SEED = 0
 PREFETCH = 2  # batches that a worker prepares ahead
 WARM_UP = 2  # number of prefetch buffers that are read before timing starts
 
@@ -78,7 +86,9 @@ Contender = Callable[[Setting], Iterator[int]]  # yields the sizes of an endless
 
 def write_photographs(setting: Setting, folder: Path) -> list[str]:
     """Write tars of photographs and captions; return their paths."""
-    draw, tiles, captions = random.Random(SEED), [], []
+    draw = random.Random(SEED)
+    tiles: list[bytes] = []
+    captions: list[bytes] = []
     for sample in itertools.islice(samples_of(source(setting.data)), 4 * setting.samples):
         tiles.append(sample.image or b"")
         captions.append(next(iter(sample.texts.values())))
@@ -104,9 +114,9 @@ def source(data: Path) -> Manifest:
 def mosaic(tiles: list[bytes], upright: bool) -> Image.Image:
     """Return an image of the size of a photograph, three tiles wide and two high, or rotated if `upright`."""
     picture = Image.new("RGB", (3 * TILE, 2 * TILE))
-    for place, tile in enumerate(tiles):
+    for number, tile in enumerate(tiles):
         image = Image.open(io.BytesIO(tile)).convert("RGB").resize((TILE, TILE), Image.Resampling.BICUBIC)
-        picture.paste(image, (place % 3 * TILE, place // 3 * TILE))
+        picture.paste(image, (number % 3 * TILE, number // 3 * TILE))
     picture = picture.crop((0, 0, LONGER, SHORTER))
     return picture.transpose(Image.Transpose.ROTATE_90) if upright else picture
 
@@ -124,7 +134,8 @@ def ours(setting: Setting, decoder: str = "simplejpeg") -> Iterator[int]:
     manifest = build_manifest(setting.tars)
     order = GlobalOrder(manifest.starts, manifest.sizes, setting.batch, SEED)
     options = LoaderOptions(workers=setting.workers, prefetch=PREFETCH)
-    transform, tokenizer = train_transform(CROP, SCALE, DECODERS[decoder]), our_tokenizer(setting)
+    transform = train_transform(CROP, SCALE, DECODERS[decoder])
+    tokenizer = our_tokenizer(setting)
     pairs = PairDataset(manifest, transform, tokenizer, order.seed)
     with closing(Loader(options, {"train": pairs})) as loader:
         for batch in loader.batches("train", train_jobs(order, 0, 1, 0, 0, steps=10**9)):
@@ -139,7 +150,8 @@ def webloader(setting: Setting) -> Iterator[int]:
     """Load with webdataset's WebLoader and our transform and tokenizer."""
     from webdataset import WebDataset, WebLoader
 
-    transform, tokenizer = train_transform(CROP, SCALE, decode_simplejpeg), our_tokenizer(setting)
+    transform = train_transform(CROP, SCALE, decode_simplejpeg)
+    tokenizer = our_tokenizer(setting)
     dataset = (
         WebDataset(setting.tars, shardshuffle=len(setting.tars), nodesplitter=None)
         .repeat()
@@ -170,8 +182,8 @@ def open_clip_pipeline(setting: Setting) -> Iterator[int]:
         seed=SEED,
     )
     transform, tokenizer = open_clip_parts()
-    found = loading.get_wds_dataset(options, transform, is_train=True, tokenizer=tokenizer)
-    return (len(images) for images, _ in found.dataloader)
+    data = loading.get_wds_dataset(options, transform, is_train=True, tokenizer=tokenizer)
+    return (len(images) for images, _ in data.dataloader)
 
 
 def open_clip_parts() -> tuple[Callable[[Image.Image], Tensor], Callable[[str], Tensor]]:
@@ -194,10 +206,11 @@ def rate(contender: Contender, setting: Setting) -> float:
     sizes = contender(setting)
     for _ in range(WARM_UP * setting.workers * PREFETCH):  # includes batches that were prepared meanwhile
         next(sizes)
-    began, samples = time.perf_counter(), 0
+    samples = 0
+    start = time.perf_counter()
     while samples < setting.samples:
         samples += next(sizes)
-    return samples / (time.perf_counter() - began)
+    return samples / (time.perf_counter() - start)
 
 
 # evaluation
@@ -212,33 +225,39 @@ class Passes(NamedTuple):
 
 def evaluation_set(setting: Setting) -> Passes:
     """Load the photographs as an evaluation set."""
-    folder, transform = Path(setting.evaluation), EvalTransform(CROP, decode=decode_simplejpeg)
+    folder = Path(setting.evaluation)
+    transform = EvalTransform(CROP, decode=decode_simplejpeg)
     prepare = functools.partial(decode, transform=transform)
 
-    def passed(loader: Loader) -> int:
-        found = sharded_batches(open_shards(folder), prepare, Communicator(), setting.batch, loader)
-        return sum(len(torch.stack(batch.rows)) for batch in found)
+    def run_pass(loader: Loader) -> int:
+        batches = sharded_batches(open_shards(folder), prepare, Communicator(), setting.batch, loader)
+        return sum(len(torch.stack(batch.rows)) for batch in batches)
 
-    return two_passes(setting, Loader(LoaderOptions(workers=setting.workers, prefetch=PREFETCH)), passed)
+    return two_passes(setting, Loader(LoaderOptions(workers=setting.workers, prefetch=PREFETCH)), run_pass)
 
 
 def evaluation_pairs(setting: Setting) -> Passes:
     """Load the photographs as validation pairs."""
-    manifest, options = build_manifest(setting.tars), LoaderOptions(workers=setting.workers, prefetch=PREFETCH)
+    manifest = build_manifest(setting.tars)
+    options = LoaderOptions(workers=setting.workers, prefetch=PREFETCH)
     transform = EvalTransform(CROP, decode=decode_simplejpeg)
     pairs = {"val": PairDataset(manifest, transform, our_tokenizer(setting))}
 
-    def passed(loader: Loader) -> int:
+    def run_pass(loader: Loader) -> int:
         batches = loader.batches("val", eval_jobs(manifest, 0, 1, setting.batch))
         return sum(int(batch.valid.sum()) for batch in batches)
 
-    return two_passes(setting, Loader(options, pairs), passed)
+    return two_passes(setting, Loader(options, pairs), run_pass)
 
 
-def two_passes(setting: Setting, loader: Loader, passed: Callable[[Loader], int]) -> Passes:
+def two_passes(setting: Setting, loader: Loader, run_pass: Callable[[Loader], int]) -> Passes:
+    rates: list[float] = []
     with closing(loader):
-        seconds = [timed(functools.partial(passed, loader)) for _ in range(2)]
-    return Passes(*(samples / elapsed for elapsed, samples in seconds))
+        for _ in range(2):
+            seconds, samples = timed(functools.partial(run_pass, loader))
+            rates.append(samples / seconds)
+    first, second = rates
+    return Passes(first, second)
 
 
 def link_evaluation_set(tars: list[str], folder: Path) -> str:
@@ -253,7 +272,8 @@ def link_evaluation_set(tars: list[str], folder: Path) -> str:
 # where the time goes
 
 
-class Stages(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Stages:
     """Milliseconds per sample of a pipeline's stages, run one after another in one process without a loader."""
 
     read: float
@@ -265,20 +285,27 @@ class Stages(NamedTuple):
 
 def our_stages(setting: Setting, count: int) -> Stages:
     manifest = build_manifest(setting.tars)
-    reader, decode, tokenizer = TarReader(manifest), decode_simplejpeg, our_tokenizer(setting)
-    transform = train_transform(CROP, SCALE, decode)
+    reader = TarReader(manifest)
+    tokenizer = our_tokenizer(setting)
+    transform = train_transform(CROP, SCALE, decode_simplejpeg)
     dataset = PairDataset(manifest, transform, tokenizer)
     reader.read(0)
     read, samples = timed(lambda: [reader.read(index) for index in range(count)])
     images = [sample.image or b"" for sample in samples]
     captions = [next(iter(sample.texts.values())).decode() for sample in samples]
     transform(images[0])
-    decoded, _ = timed(lambda: [decode(image, None) for image in images])
+    decoded, _ = timed(lambda: [decode_simplejpeg(image, None) for image in images])
     transformed, _ = timed(lambda: [transform(image, number) for number, image in enumerate(images)])
     tokenized, _ = timed(lambda: tokenizer(captions))
-    whole, _ = timed(lambda: dataset.batch([(0, index) for index in range(count)]))
-    collated = whole - read - transformed - tokenized
-    return Stages(*(1000 * x / count for x in (read, decoded, transformed - decoded, tokenized, max(0.0, collated))))
+    all_stages, _ = timed(lambda: dataset.batch([(0, index) for index in range(count)]))
+    collated = max(0.0, all_stages - read - transformed - tokenized)
+    return Stages(
+        read=1000 * read / count,
+        decode=1000 * decoded / count,
+        resize=1000 * (transformed - decoded) / count,
+        tokenize=1000 * tokenized / count,
+        collate=1000 * collated / count,
+    )
 
 
 def open_clip_stages(setting: Setting, count: int) -> Stages:
@@ -294,20 +321,26 @@ def open_clip_stages(setting: Setting, count: int) -> Stages:
     transform(pictures[0])
     transformed, pixels = timed(lambda: [transform(picture) for picture in pictures])
     tokenized, tokens = timed(lambda: [tokenizer(sample["txt"].decode())[0] for sample in samples])
-    size = setting.batch
-    collated, _ = timed(
-        lambda: [
-            (torch.stack(pixels[low : low + size]), torch.stack(tokens[low : low + size]))
-            for low in range(0, count, size)
-        ]
+
+    def collate() -> None:
+        for start in range(0, count, setting.batch):
+            torch.stack(pixels[start : start + setting.batch])
+            torch.stack(tokens[start : start + setting.batch])
+
+    collated, _ = timed(collate)
+    return Stages(
+        read=1000 * read / count,
+        decode=1000 * decoded / count,
+        resize=1000 * transformed / count,
+        tokenize=1000 * tokenized / count,
+        collate=1000 * collated / count,
     )
-    return Stages(*(1000 * x / count for x in (read, decoded, transformed, tokenized, collated)))
 
 
 def timed(work: Callable[[], Any]) -> tuple[float, Any]:
-    began = time.perf_counter()
-    found = work()
-    return time.perf_counter() - began, found
+    start = time.perf_counter()
+    result = work()
+    return time.perf_counter() - start, result
 
 
 # the program
@@ -328,7 +361,8 @@ def run(setting: Setting) -> None:
     with tempfile.TemporaryDirectory() as name:
         photographs = Path(name, "photographs")
         photographs.mkdir()
-        setting.tars, setting.tokenizer = write_photographs(setting, photographs), f"{name}/tokenizer"
+        setting.tars = write_photographs(setting, photographs)
+        setting.tokenizer = f"{name}/tokenizer"
         setting.evaluation = link_evaluation_set(setting.tars, Path(name, "set"))
         train_bpe(captions_of(setting), VOCABULARY, CONTEXT).save(setting.tokenizer)
         size = sum(Path(tar).stat().st_size for tar in setting.tars) / setting.samples
@@ -343,40 +377,46 @@ def run(setting: Setting) -> None:
 
 def captions_of(setting: Setting) -> Iterator[str]:
     for sample in samples_of(build_manifest(setting.tars)):
-        yield from (text.decode() for text in sample.texts.values())
+        for text in sample.texts.values():
+            yield text.decode()
 
 
 def print_rates(setting: Setting) -> None:
-    turns = [
-        {name: alone(rate, contender, setting) for name, contender in CONTENDERS.items()}
-        for _ in range(setting.repeats)
-    ]
+    rates: dict[str, list[float]] = {name: [] for name in CONTENDERS}
+    for _ in range(setting.repeats):
+        for name, contender in CONTENDERS.items():
+            samples_per_second = in_new_process(rate, contender, setting)
+            rates[name].append(samples_per_second / max(1, setting.workers))
     print("| loader | samples/s per worker | lowest to highest | ours / it |\n|---|---|---|---|")
-    for name in CONTENDERS:
-        rates = [turn[name] / max(1, setting.workers) for turn in turns]
-        ratio = statistics.median(turn["ours"] / turn[name] for turn in turns)
-        print(f"| {name} | {statistics.median(rates):,.0f} | {min(rates):,.0f} - {max(rates):,.0f} | {ratio:.2f} |")
+    for name, theirs in rates.items():
+        ratio = statistics.median(our_rate / rate for our_rate, rate in zip(rates["ours"], theirs, strict=True))
+        print(f"| {name} | {statistics.median(theirs):,.0f} | {min(theirs):,.0f} - {max(theirs):,.0f} | {ratio:.2f} |")
 
 
 def print_evaluation(setting: Setting) -> None:
     print("\n| evaluation | samples/s per worker, first | again |\n|---|---|---|")
     for name, work in {"a set": evaluation_set, "validation pairs": evaluation_pairs}.items():
-        turns = [alone(work, setting) for _ in range(setting.repeats)]
-        rates = [statistics.median(column) / max(1, setting.workers) for column in zip(*turns, strict=True)]
-        print(f"| {name} | {rates[0]:,.0f} | {rates[1]:,.0f} |")
+        turns: list[Passes] = [in_new_process(work, setting) for _ in range(setting.repeats)]
+        workers = max(1, setting.workers)
+        first = statistics.median(turn.first for turn in turns) / workers
+        second = statistics.median(turn.second for turn in turns) / workers
+        print(f"| {name} | {first:,.0f} | {second:,.0f} |")
 
 
 def print_stages(setting: Setting) -> None:
     """Print the time of each stage; `hand over` is the remaining time of a loader with one worker."""
     count = min(512, setting.samples)
-    names = " | ".join(Stages._fields)
-    print(f"\nms per sample\n\n| pipeline | {names} | sum | hand over |\n{'|---' * (len(Stages._fields) + 3)}|")
-    alone_worker = argparse.Namespace(**{**vars(setting), "workers": 1})
-    for name, stages in {"ours": our_stages, "open_clip": open_clip_stages}.items():
-        turns = [alone(stages, setting, count) for _ in range(setting.repeats)]
-        found = [statistics.median(column) for column in zip(*turns, strict=True)]
-        whole = statistics.median(1000 / alone(rate, CONTENDERS[name], alone_worker) for _ in range(setting.repeats))
-        cells = " | ".join(f"{x:.2f}" for x in (*found, sum(found), whole - sum(found)))
+    stage_names = [field.name for field in fields(Stages)]
+    columns = " | ".join(["pipeline", *stage_names, "sum", "hand over"])
+    print(f"\nms per sample\n\n| {columns} |\n{'|---' * (len(stage_names) + 3)}|")
+    one_worker = argparse.Namespace(**{**vars(setting), "workers": 1})
+    for name, measure_stages in {"ours": our_stages, "open_clip": open_clip_stages}.items():
+        turns: list[Stages] = [in_new_process(measure_stages, setting, count) for _ in range(setting.repeats)]
+        medians = [statistics.median(getattr(turn, stage) for turn in turns) for stage in stage_names]
+        loader_times = [1000 / in_new_process(rate, CONTENDERS[name], one_worker) for _ in range(setting.repeats)]
+        stages_sum = sum(medians)
+        hand_over = statistics.median(loader_times) - stages_sum
+        cells = " | ".join(f"{milliseconds:.2f}" for milliseconds in (*medians, stages_sum, hand_over))
         print(f"| {name} | {cells} |")
 
 

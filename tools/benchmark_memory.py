@@ -14,7 +14,8 @@ import argparse
 import itertools
 import os
 import time
-from typing import Any, NamedTuple
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from benchmarking import on_ranks, reset_peak, resident
@@ -30,7 +31,8 @@ from neuclip_ds.recipe import load_recipe, override, validate
 _MODELS = {"vitb32": "models/vitb32", "vitb16": "models/vitb16", "rn50": "models/rn50", "vith14": "models/dfn5b_vith14"}
 
 
-class Case(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Case:
     """A case to measure: one row of the table."""
 
     model: str
@@ -52,13 +54,24 @@ class Case(NamedTuple):
         return validate(override(load_recipe(_MODELS[self.model]), options))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One rank's measured and predicted memory, time and FLOPs."""
+
+    measured: int  # bytes
+    predicted: int  # bytes
+    components: list[str]  # lines with the components of the prediction
+    seconds: float  # fastest step after the first
+    flops: float  # of a step
+
+
 def measure(case: Case, steps: int) -> dict[str, Any]:
-    """Return one rank's measured and predicted memory, time and FLOPs."""
+    """Return one rank's `Measurement`."""
     config = case.config()
     with process_group(dump(config)) as communicator:
         on_gpu = communicator.device.type == "cuda"
         query = MemoryQuery(config, case.ranks, EPOCH * config.data.batch_size, communicator.device.type)
-        found = account(query, count_towers(query))
+        estimate = account(query, count_towers(query))
         before = resident("VmRSS")
         run = SyntheticSteps(config, communicator, lr=1e-6)
         batch = run.batch(0)
@@ -67,28 +80,37 @@ def measure(case: Case, steps: int) -> dict[str, Any]:
             torch.cuda.reset_peak_memory_stats()
         seconds = []
         for number in range(steps):
-            began = time.perf_counter()
-            float(run.run(number, batch).loss)
-            seconds.append(time.perf_counter() - began)
-        return {
-            "measured": torch.cuda.max_memory_allocated() if on_gpu else resident("VmHWM") - before,
-            "predicted": found.peak + (0 if on_gpu else found.on_host),
-            "parts": found.lines(),
-            "seconds": min(seconds[1:]),
-            "flops": sum(map(sum, count_flops(query))) * config.rank_batch(case.ranks),
-        }
+            start = time.perf_counter()
+            run.run(number, batch)
+            seconds.append(time.perf_counter() - start)
+        if on_gpu:
+            measured = torch.cuda.max_memory_allocated()
+            predicted = estimate.peak
+        else:
+            measured = resident("VmHWM") - before
+            predicted = estimate.peak + estimate.on_host
+        flops_per_pair = sum(tower.forward + tower.backward for tower in count_flops(query))
+        measurement = Measurement(
+            measured=measured,
+            predicted=predicted,
+            components=estimate.lines(),
+            seconds=min(seconds[1:]),
+            flops=flops_per_pair * config.rank_batch(case.ranks),
+        )
+        return asdict(measurement)
 
 
-def line(case: Case, figures: list[dict[str, Any]], tflops: float | None) -> str:
+def line(case: Case, by_rank: list[Measurement], tflops: float | None) -> str:
     """Return a line of the Markdown table, for the rank with the largest peak."""
-    worst = max(figures, key=lambda rank: rank["measured"])
-    seconds = max(rank["seconds"] for rank in figures)
-    ratio = worst["predicted"] / worst["measured"]
-    share = f"{worst['flops'] / seconds / tflops / 1e12:.2f}" if tflops else "-"
+    worst = max(by_rank, key=lambda measurement: measurement.measured)
+    seconds = max(measurement.seconds for measurement in by_rank)
+    ratio = worst.predicted / worst.measured
+    fraction = f"{worst.flops / seconds / tflops / 1e12:.2f}" if tflops else "-"
+    pairs = case.ranks * case.micro * case.passes
     return (
         f"| {case.model} | {case.engine} | {case.ranks} | {case.passes} x {case.micro} | "
-        f"{'yes' if case.checkpointing else 'no'} | {worst['predicted'] / 1e6:,.0f} | {worst['measured'] / 1e6:,.0f} | "
-        f"{ratio:.2f} | {case.ranks * case.micro * case.passes / seconds:,.1f} | {share} |"
+        f"{'yes' if case.checkpointing else 'no'} | {worst.predicted / 1e6:,.0f} | {worst.measured / 1e6:,.0f} | "
+        f"{ratio:.2f} | {pairs / seconds:,.1f} | {fraction} |"
     )
 
 
@@ -104,27 +126,36 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--tflops", type=float, help="peak TFLOP/s of the GPU in this precision, to print the share")
     parser.add_argument("--parts", action="store_true", help="also print the components of the estimate")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     # freed blocks return to the system at once, so that resident memory counts only live blocks
     os.environ.update(MALLOC_MMAP_THRESHOLD_="1000000", MALLOC_TRIM_THRESHOLD_="0", MALLOC_ARENA_MAX="1")
     names = "model, engine, ranks, batch of a rank, checkpointing, predicted MB, measured MB, ratio, samples/s"
     print(f"| {names.replace(', ', ' | ')} | share of peak FLOP/s |")
     print("|---" * 10 + "|")
-    cases = itertools.product(
-        asked.models, asked.engines, asked.ranks, asked.micro, asked.passes, [c == "on" for c in asked.checkpointing]
+    combinations = itertools.product(
+        options.models, options.engines, options.ranks, options.micro, options.passes, options.checkpointing
     )
-    for values in cases:
-        case = Case(*values, method=asked.method)
+    for model, engine, ranks, micro, passes, checkpointing in combinations:
+        case = Case(
+            model=model,
+            engine=engine,
+            ranks=ranks,
+            micro=micro,
+            passes=passes,
+            checkpointing=checkpointing == "on",
+            method=options.method,
+        )
         try:
-            figures = on_ranks(case.ranks, measure, case, asked.steps)
+            results = on_ranks(case.ranks, measure, case, options.steps)
         except ProcessRaisedException as error:
             if "out of memory" not in str(error):
                 raise
             print(f"| {case.model} | {case.engine} | {case.ranks} | {case.passes} x {case.micro} | out of memory |")
             continue
-        print(line(case, figures, asked.tflops), flush=True)
-        if asked.parts:
-            print("\n".join(figures[0]["parts"]))
+        by_rank = [Measurement(**result) for result in results]
+        print(line(case, by_rank, options.tflops), flush=True)
+        if options.parts:
+            print("\n".join(by_rank[0].components))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from fake_cuda import DEVICE, calling_file, fake_cuda, fake_ranks
+from neuclip_ds.objectives import build_objective
+from neuclip_ds.objectives.base import Context, Step
 from test_step import TOKENS, config_of, data
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,8 +26,6 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.start import start_engine
 from neuclip_ds.models.build import build_dual_encoder
-from neuclip_ds.objectives import build_objective
-from neuclip_ds.objectives.base import Context, Step
 from neuclip_ds.training.step import TrainStep
 
 RANK = 3

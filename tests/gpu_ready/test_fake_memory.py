@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 from fake_cuda import DEVICE, GpuRank, fake_cuda, fake_ranks
+from neuclip_ds.objectives import build_objective, general_pairs
+from neuclip_ds.objectives.base import Context, Step
+from neuclip_ds.objectives.gather import Features
 
 from neuclip_ds.data.dataset import Batch
 from neuclip_ds.distributed.communicator import Communicator
@@ -16,9 +19,6 @@ from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.precision import resolve_comm_dtype
 from neuclip_ds.engine.start import start_engine
 from neuclip_ds.models.trained_parts import Parameters
-from neuclip_ds.objectives import build_objective, general_pairs
-from neuclip_ds.objectives.base import Context, Step
-from neuclip_ds.objectives.gather import Features
 from neuclip_ds.planning.activations import Activations, LiveBytes
 from neuclip_ds.planning.memory import MemoryQuery, Towers, account, count_towers
 from neuclip_ds.recipe import parse

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from fake_cuda import DEVICE, GpuRank, fake_cuda
+from neuclip_ds.objectives import build_objective
+from neuclip_ds.objectives.base import Context, Step
 from replay import PlainEngine
 from test_step import TOKENS, config_of
 from torch._dynamo.utils import counters
@@ -21,8 +23,6 @@ from neuclip_ds.engine.average import AVERAGE, WeightAverage
 from neuclip_ds.engine.start import build_optimizer
 from neuclip_ds.models.build import build_dual_encoder
 from neuclip_ds.models.towers import DualEncoder
-from neuclip_ds.objectives import build_objective
-from neuclip_ds.objectives.base import Context, Step
 from neuclip_ds.section import merge
 from neuclip_ds.training.step import TrainStep
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from benchmarking.openclip_reference import REFERENCES
 from benchmarking.synthetic_profile import CONFIG, run_synthetic_profile
+from neuclip_ds.objectives import build_objective
 from ranks import run_ranks
 from step_costs import TrainedShapes, step_calls
 from test_step import MODEL
 
 from neuclip_ds.distributed.communicator import STEP, Communicator
-from neuclip_ds.objectives import build_objective
 from neuclip_ds.planning.memory import MemoryQuery
 from neuclip_ds.profiling.recorder import BREAKDOWN, TRACE
 from neuclip_ds.profiling.trace import read_trace
