@@ -22,12 +22,12 @@ from pathlib import Path
 
 from benchmarking import machine, on_ranks
 from benchmarking.synthetic_profile import SyntheticSteps
-from neuclip_ds.objectives import build_objective
 
 from neuclip_ds.checkpoint.checkpoints import Checkpoints
 from neuclip_ds.checkpoint.engine_state import engine_facts, engine_shards
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.launch import process_group
+from neuclip_ds.losses.contrastive_loss import ContrastiveLoss
 from neuclip_ds.recipe import load_recipe, override, validate
 from neuclip_ds.state.shards import shard_files
 
@@ -39,30 +39,34 @@ class _Run:
     """Training of a model on random pairs, with methods that write its checkpoints."""
 
     def __init__(self, options: argparse.Namespace, model: str, ranks: int, communicator: Communicator) -> None:
-        settings = {"data": {"batch_size": ranks * options.micro}, "deepspeed": options.engine}
-        config = validate(override(load_recipe(_MODELS[model]), settings))
+        changes = {"data": {"batch_size": ranks * options.micro}, "deepspeed": options.engine}
+        config = validate(override(load_recipe(_MODELS[model]), changes))
         self._communicator = communicator
         self._steps = SyntheticSteps(config, communicator)
+        loss = self._steps.loss
+        assert isinstance(loss, ContrastiveLoss)
+        self._loss = loss
+        self._number = 0
         self._batch = self._steps.batch(0)
         self._step = 0
 
     def step(self) -> None:
-        float(self._steps.run(self._step, self._batch).loss)
-        self._step += 1
+        self._steps.run(self._number, self._batch)
+        self._number += 1
 
     def write_unchecked(self, folder: Path) -> None:
         """Write and sync the engine's files, which make up nearly all of a checkpoint."""
         folder.mkdir(exist_ok=True)
         engine = self._steps.engine
-        shards = engine_shards(engine, self._communicator)
-        for file in shard_files(shards, engine_facts(engine), self._communicator):
+        ranks = self._communicator
+        for file in shard_files(engine_shards(engine, ranks), engine_facts(engine), ranks):
             file.write(folder)
             with (folder / file.name).open("rb") as written:
                 os.fsync(written.fileno())
         self._communicator.barrier()
 
     def save(self, checkpoints: Checkpoints) -> Path:
-        return checkpoints.save(self._step, self._steps.engine, self._steps.objective, _FACTS, {})
+        return checkpoints.save(self._number, self._steps.engine, self._loss.function, _FACTS, {})
 
 
 def _seconds(work: Callable[[], object]) -> float:
@@ -73,21 +77,20 @@ def _seconds(work: Callable[[], object]) -> float:
 
 def measure(options: argparse.Namespace, model: str, ranks: int, folder: str) -> dict[str, float]:
     """Return one rank's measurements by column."""
-    unchecked_folder = Path(folder) / "unchecked"
-    checkpoint_folder = Path(folder) / "checkpoints"
     with process_group("benchmark") as communicator:
         run = _Run(options, model, ranks, communicator)
-        step_seconds = [_seconds(run.step) for _ in range(options.steps)]
-        unchecked_seconds = [_seconds(lambda: run.write_unchecked(unchecked_folder)) for _ in range(options.turns)]
-        checkpoints = Checkpoints(checkpoint_folder, communicator, 1)
-        save_seconds = [_seconds(lambda: run.save(checkpoints)) for _ in range(options.turns)]
-        (checkpoint,) = checkpoint_folder.glob("step_*")
+        step_times = [_seconds(run.step) for _ in range(options.steps)]
+        unchecked_folder = Path(folder) / "unchecked"
+        unchecked_times = [_seconds(lambda: run.write_unchecked(unchecked_folder)) for _ in range(options.turns)]
+        checkpoints = Checkpoints(Path(folder) / "checkpoints", communicator, 1)
+        save_times = [_seconds(lambda: run.save(checkpoints)) for _ in range(options.turns)]
+        (checkpoint,) = (Path(folder) / "checkpoints").glob("step_*")
         size = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
     return {
         "GB": size / 1e9,
-        "step": statistics.median(step_seconds[1:]),
-        "unchecked": statistics.median(unchecked_seconds),
-        "save": statistics.median(save_seconds),
+        "step": statistics.median(step_times[1:]),
+        "unchecked": statistics.median(unchecked_times),
+        "save": statistics.median(save_times),
     }
 
 
@@ -112,10 +115,10 @@ def main() -> None:
             finally:
                 shutil.rmtree(folder)
             cells = [model, str(ranks)]
-            for column in by_rank[0]:
-                slowest = max(rank[column] for rank in by_rank)
+            for name in by_rank[0]:
+                slowest = max(rank[name] for rank in by_rank)
                 cells.append(f"{slowest:.2f}")
-            print(f"| {' | '.join(cells)} |", flush=True)
+            print("| " + " | ".join(cells) + " |", flush=True)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@
     npn           gradients of replicated prototypes (2 m d, T_u times) -> sums over split ones (2B, T_u + 1 times)
 
 Times include only the collectives and the matmul of `overlap`. Bytes are those of the ring algorithms. Tests check that
-both variants give the same results (tests/distributed/test_objective_ranks.py); the program prints the error of bf16.
+both variants give the same results (tests/losses/test_loss_ranks.py); the program prints the error of bf16.
 
 Example: python tools/benchmark_communication.py --ranks 2 --rows 640 --dim 512
 """
@@ -16,24 +16,34 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from benchmarking import in_turns, machine, on_ranks, random_features
-from neuclip_ds.objectives import build_objective
+from benchmarking import RandomFeatures, in_turns, machine, on_ranks, random_features
+from benchmarking.run_loss import build_loss
 from torch import Tensor
 
 from neuclip_ds.config import Config
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.losses.base import Context, Step
-from neuclip_ds.losses.gather import Features
+from neuclip_ds.losses.base import Position
 
 Work = Callable[[Communicator], object]
 _UPDATES = 10
 _PROTOTYPES = 4096
 _SUMS = 6  # number of sums of the loss, temperature and norms
+_UNTIMED = 2  # first turns, which connect the ranks and allocate memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One rank's measurements of a way to communicate."""
+
+    calls: int  # per turn
+    bytes: int  # per turn
+    seconds: list[float]  # of each turn
 
 
 def savings(image: Tensor, text: Tensor, world_size: int, tower: Tensor) -> dict[str, tuple[Work, Work]]:
@@ -46,9 +56,7 @@ def savings(image: Tensor, text: Tensor, world_size: int, tower: Tensor) -> dict
     """
     rows, dim = image.shape
     batch = rows * world_size
-    values = image.new_ones(rows, 1)  # one number for each pair
-    prototype_gradient = image.new_ones(2, _PROTOTYPES, dim)
-    row_sums = torch.ones(2, batch, dtype=torch.float64)
+    values = image.new_ones(rows, 1)
 
     def gather(communicator: Communicator, comm_dtype: torch.dtype) -> None:
         for x in (image, text):
@@ -102,29 +110,26 @@ def savings(image: Tensor, text: Tensor, world_size: int, tower: Tensor) -> dict
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return one rank's calls, bytes and seconds before and after each optimization, and the errors of bf16."""
+    """Return one rank's `Variant` before and after each optimization, and the errors of bf16."""
     dist.init_process_group("gloo")
     communicator = Communicator()
     features = random_features(arguments.rows, arguments.dim, communicator)
-    turns = arguments.repeats + 2
     tower = _tower(arguments.tower_ms)
-    measured: dict[str, Any] = {}
-    for name, (before, after) in savings(features.image, features.text, arguments.ranks, tower).items():
-        communicators = {"before": Communicator(), "after": Communicator()}  # which count the traffic
-        works = {
-            "before": partial(before, communicators["before"]),
-            "after": partial(after, communicators["after"]),
-        }
-        seconds = in_turns(works, turns, communicator.barrier)
-        measured[name] = {}
-        for variant, counted in communicators.items():
-            measured[name][variant] = {
-                "calls": sum(traffic.calls for traffic in counted.traffic.values()) // turns,
-                "bytes": sum(traffic.bytes_sent for traffic in counted.traffic.values()) // turns,
-                "seconds": seconds[variant][2:],  # the first turns connect and allocate
-            }
-    measured["difference"] = {str(tau): _difference_of_bf16(features, tau) for tau in (0.07, 0.01)}
-    return measured
+    turns = arguments.repeats + _UNTIMED
+    variants: dict[str, list[dict[str, Any]]] = {}
+    for name, works in savings(features.image, features.text, arguments.ranks, tower).items():
+        communicators = [Communicator(), Communicator()]  # each counts the traffic of one variant
+        before = partial(works[0], communicators[0])
+        after = partial(works[1], communicators[1])
+        seconds = in_turns({"before": before, "after": after}, turns, communicator.barrier)
+        variants[name] = []
+        for variant, counter in zip(("before", "after"), communicators, strict=True):
+            calls = sum(traffic.calls for traffic in counter.traffic.values())
+            size = sum(traffic.bytes_sent for traffic in counter.traffic.values())
+            result = Variant(calls=calls // turns, bytes=size // turns, seconds=seconds[variant][_UNTIMED:])
+            variants[name].append(asdict(result))
+    errors = {str(tau): _error_of_bf16(features, tau) for tau in (0.07, 0.01)}
+    return {"variants": variants, "errors": errors}
 
 
 def _tower(milliseconds: float) -> Tensor:
@@ -139,16 +144,17 @@ def _tower(milliseconds: float) -> Tensor:
         size = size * 5 // 4
 
 
-def _difference_of_bf16(features: Features, tau: float) -> float:
+def _error_of_bf16(features: RandomFeatures, tau: float) -> float:
     """Return the norm of the change that bf16 makes to OpenCLIP's feature gradients, relative to their norm."""
-    tree = {"objective": {"method": "openclip", "temperature": {"initial": tau}}}
-    gradients_by_dtype = []
+    config = Config.model_validate({"objective": {"method": "openclip", "temperature": {"initial": tau}}})
+    rows, dim = features.image.shape
+    gradients: list[Tensor] = []
     for comm_dtype in (torch.float32, torch.bfloat16):
-        context = Context(features.image.shape[1], len(features.image), Communicator())
-        objective = build_objective(Config.model_validate(tree), context, comm_dtype)
-        gradients = objective(features, Step(0, 0, 0.0, 1.0))
-        gradients_by_dtype.append(torch.cat([gradients.image, gradients.text]))
-    exact, rounded = gradients_by_dtype
+        loss = build_loss(config, dim, rows, Communicator(), comm_dtype, undo=False, reduction="sum")
+        leaves = [features.image.detach().requires_grad_(), features.text.detach().requires_grad_()]
+        value = loss(*leaves, features.index, position=Position(step=0, lr=0.0, peak_lr=1.0))
+        gradients.append(torch.cat(torch.autograd.grad(value, leaves)))
+    exact, rounded = gradients
     return float((rounded - exact).norm() / exact.norm())
 
 
@@ -165,20 +171,22 @@ def main() -> None:
     print(f"{machine()}, gloo, {sizes}\n")
     print("| saving | calls | kB received | ms | calls after | kB | ms | bytes | time |")
     print("|---" * 9 + "|")
-    differences = [rank.pop("difference") for rank in ranks]
-    for name, variants in ranks[0].items():
-        cells = []
-        seconds = []
-        for variant, values in variants.items():
-            slowest = max(statistics.median(rank[name][variant]["seconds"]) for rank in ranks)
-            seconds.append(slowest)
-            cells.append(f"{values['calls']} | {values['bytes'] / 1e3:,.1f} | {1e3 * slowest:.2f}")
-        bytes_ratio = variants["after"]["bytes"] / variants["before"]["bytes"]
-        print(f"| {name} | {' | '.join(cells)} | {bytes_ratio:.3f} | {seconds[1] / seconds[0]:.3f} |")
-    for tau in differences[0]:
-        change = max(rank[tau] for rank in differences)
+    for name in ranks[0]["variants"]:
+        before_by_rank = [Variant(**rank["variants"][name][0]) for rank in ranks]
+        after_by_rank = [Variant(**rank["variants"][name][1]) for rank in ranks]
+        before = before_by_rank[0]
+        after = after_by_rank[0]
+        before_seconds = max(statistics.median(variant.seconds) for variant in before_by_rank)
+        after_seconds = max(statistics.median(variant.seconds) for variant in after_by_rank)
         print(
-            f"\nfeatures sent in bf16 change OpenCLIP's feature gradients at tau = {tau} by {change:.2e} of their norm."
+            f"| {name} | {before.calls} | {before.bytes / 1e3:,.1f} | {1e3 * before_seconds:.2f} "
+            f"| {after.calls} | {after.bytes / 1e3:,.1f} | {1e3 * after_seconds:.2f} "
+            f"| {after.bytes / before.bytes:.3f} | {after_seconds / before_seconds:.3f} |"
+        )
+    for tau in ranks[0]["errors"]:
+        error = max(rank["errors"][tau] for rank in ranks)
+        print(
+            f"\nfeatures sent in bf16 change OpenCLIP's feature gradients at tau = {tau} by {error:.2e} of their norm."
         )
 
 

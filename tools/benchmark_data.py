@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from benchmarking import alone, sync
+from benchmarking import in_new_process, sync
 from benchmarking.mosaic import has_mosaic, write_mds
 from torch import Tensor
 
@@ -230,11 +230,9 @@ def _seconds(work: Callable[[], object]) -> float:
 
 def print_rates(contenders: Sequence[Callable[[Setting], float]], ours: str, setting: Setting) -> None:
     """Print the median samples/s of each contender, and the ratio of `ours` to the contender."""
-    rates: dict[str, list[float]] = {contender.__name__: [] for contender in contenders}
-    for _ in range(setting.repeats):
-        for contender in contenders:
-            rates[contender.__name__].append(alone(contender, setting))
-    medians = {name: statistics.median(values) for name, values in rates.items()}
+    turns = [[in_new_process(one, setting) for one in contenders] for _ in range(setting.repeats)]
+    rates = [statistics.median(column) for column in zip(*turns, strict=True)]
+    by_name = dict(zip((one.__name__ for one in contenders), rates, strict=True))
     print(f"\nRaw bytes, one process\n\n| contender | samples/s | {ours} / it |\n|---|---|---|")
     for name, median in medians.items():
         print(f"| {name} | {median:,.0f} | {medians[ours] / median:.2f} |")
@@ -269,12 +267,11 @@ def run(setting: Setting) -> None:
     if "order" in setting.parts:
         print(f"\nOrder of {BILLION:,} samples in {SHARDS:,} shards, B = 4096: from scratch to a step's batch\n")
         for share in (0.0, 0.37, 0.99):
-            results = [alone(order_of_a_billion, share) for _ in range(setting.repeats)]
-            milliseconds = statistics.median(result[0] for result in results)
-            megabytes = statistics.median(result[1] for result in results)
+            found = [in_new_process(order_of_a_billion, share) for _ in range(setting.repeats)]
+            milliseconds, megabytes = (statistics.median(column) for column in zip(*found, strict=True))
             print(f"at {share:4.0%} of epoch 3: {milliseconds:.1f} ms, {megabytes:.0f} MB")
     if "store" in setting.parts:
-        lines = alone(store_of, setting.rows)
+        lines = in_new_process(store_of, setting.rows)
         print(f"\nStore of 2 float32 fields for {setting.rows:,} samples on one rank, 4,096 random rows per step\n")
         print("\n".join(lines))
 

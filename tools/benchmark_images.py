@@ -23,13 +23,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from benchmarking import alone, machine
+from benchmarking import in_new_process, machine
 from benchmarking.mosaic import samples_of
 from PIL import Image
 from torch import Tensor
@@ -50,7 +50,7 @@ from neuclip_ds.evaluation.sharded_batches import decode, sharded_batches
 from neuclip_ds.models.bpe import train_bpe
 from neuclip_ds.models.tokenizer import CaptionTokenizer
 
-# sides in pixels
+# pixels
 LONGER = 512
 SHORTER = 384
 TILE = 192
@@ -59,7 +59,7 @@ SCALE = 0.9  # smallest fraction of the area that a crop keeps
 SHARDS = 4
 CONTEXT = 77
 VOCABULARY = 10_000
-QUALITY = 95  # as img2dataset writes JPEGs
+QUALITY = 95  # img2dataset writes JPEGs of this quality
 SEED = 0
 PREFETCH = 2  # batches that a worker prepares ahead
 WARM_UP = 2  # number of prefetch buffers that are read before timing starts
@@ -87,8 +87,8 @@ Contender = Callable[[Setting], Iterator[int]]  # yields the sizes of an endless
 def write_photographs(setting: Setting, folder: Path) -> list[str]:
     """Write tars of photographs and captions; return their paths."""
     draw = random.Random(SEED)
-    tiles = []
-    captions = []
+    tiles: list[bytes] = []
+    captions: list[bytes] = []
     for sample in itertools.islice(samples_of(source(setting.data)), 4 * setting.samples):
         tiles.append(sample.image or b"")
         captions.append(next(iter(sample.texts.values())))
@@ -116,8 +116,7 @@ def mosaic(tiles: list[bytes], upright: bool) -> Image.Image:
     picture = Image.new("RGB", (3 * TILE, 2 * TILE))
     for number, tile in enumerate(tiles):
         image = Image.open(io.BytesIO(tile)).convert("RGB").resize((TILE, TILE), Image.Resampling.BICUBIC)
-        row, column = divmod(number, 3)
-        picture.paste(image, (column * TILE, row * TILE))
+        picture.paste(image, (number % 3 * TILE, number // 3 * TILE))
     picture = picture.crop((0, 0, LONGER, SHORTER))
     return picture.transpose(Image.Transpose.ROTATE_90) if upright else picture
 
@@ -136,7 +135,8 @@ def ours(setting: Setting, decoder: str = "simplejpeg") -> Iterator[int]:
     order = GlobalOrder(manifest.starts, manifest.sizes, setting.batch, SEED)
     options = LoaderOptions(workers=setting.workers, prefetch=PREFETCH)
     transform = train_transform(CROP, SCALE, DECODERS[decoder])
-    pairs = PairDataset(manifest, transform, our_tokenizer(setting), order.seed)
+    tokenizer = our_tokenizer(setting)
+    pairs = PairDataset(manifest, transform, tokenizer, order.seed)
     with closing(Loader(options, {"train": pairs})) as loader:
         for batch in loader.batches("train", train_jobs(order, 0, 1, 0, 0, steps=10**9)):
             yield len(batch.image)
@@ -182,8 +182,8 @@ def open_clip_pipeline(setting: Setting) -> Iterator[int]:
         seed=SEED,
     )
     transform, tokenizer = open_clip_parts()
-    loaded = loading.get_wds_dataset(options, transform, is_train=True, tokenizer=tokenizer)
-    return (len(images) for images, _ in loaded.dataloader)
+    data = loading.get_wds_dataset(options, transform, is_train=True, tokenizer=tokenizer)
+    return (len(images) for images, _ in data.dataloader)
 
 
 def open_clip_parts() -> tuple[Callable[[Image.Image], Tensor], Callable[[str], Tensor]]:
@@ -206,11 +206,11 @@ def rate(contender: Contender, setting: Setting) -> float:
     sizes = contender(setting)
     for _ in range(WARM_UP * setting.workers * PREFETCH):  # includes batches that were prepared meanwhile
         next(sizes)
-    began = time.perf_counter()
     samples = 0
+    start = time.perf_counter()
     while samples < setting.samples:
         samples += next(sizes)
-    return samples / (time.perf_counter() - began)
+    return samples / (time.perf_counter() - start)
 
 
 # evaluation
@@ -229,31 +229,35 @@ def evaluation_set(setting: Setting) -> Passes:
     transform = EvalTransform(CROP, decode=decode_simplejpeg)
     prepare = functools.partial(decode, transform=transform)
 
-    def read_all(loader: Loader) -> int:
+    def run_pass(loader: Loader) -> int:
         batches = sharded_batches(open_shards(folder), prepare, Communicator(), setting.batch, loader)
         return sum(len(torch.stack(batch.rows)) for batch in batches)
 
-    return two_passes(Loader(LoaderOptions(workers=setting.workers, prefetch=PREFETCH)), read_all)
+    return two_passes(setting, Loader(LoaderOptions(workers=setting.workers, prefetch=PREFETCH)), run_pass)
 
 
 def evaluation_pairs(setting: Setting) -> Passes:
     """Load the photographs as validation pairs."""
     manifest = build_manifest(setting.tars)
+    options = LoaderOptions(workers=setting.workers, prefetch=PREFETCH)
     transform = EvalTransform(CROP, decode=decode_simplejpeg)
     pairs = {"val": PairDataset(manifest, transform, our_tokenizer(setting))}
 
-    def read_all(loader: Loader) -> int:
+    def run_pass(loader: Loader) -> int:
         batches = loader.batches("val", eval_jobs(manifest, 0, 1, setting.batch))
         return sum(int(batch.valid.sum()) for batch in batches)
 
-    return two_passes(Loader(LoaderOptions(workers=setting.workers, prefetch=PREFETCH), pairs), read_all)
+    return two_passes(setting, Loader(options, pairs), run_pass)
 
 
-def two_passes(loader: Loader, read_all: Callable[[Loader], int]) -> Passes:
+def two_passes(setting: Setting, loader: Loader, run_pass: Callable[[Loader], int]) -> Passes:
+    rates: list[float] = []
     with closing(loader):
-        first_seconds, samples = timed(lambda: read_all(loader))
-        second_seconds, _ = timed(lambda: read_all(loader))
-    return Passes(samples / first_seconds, samples / second_seconds)
+        for _ in range(2):
+            seconds, samples = timed(functools.partial(run_pass, loader))
+            rates.append(samples / seconds)
+    first, second = rates
+    return Passes(first, second)
 
 
 def link_evaluation_set(tars: list[str], folder: Path) -> str:
@@ -293,14 +297,14 @@ def our_stages(setting: Setting, count: int) -> Stages:
     decoded, _ = timed(lambda: [decode_simplejpeg(image, None) for image in images])
     transformed, _ = timed(lambda: [transform(image, number) for number, image in enumerate(images)])
     tokenized, _ = timed(lambda: tokenizer(captions))
-    total, _ = timed(lambda: dataset.batch([(0, index) for index in range(count)]))
-    per_sample = 1000 / count
+    all_stages, _ = timed(lambda: dataset.batch([(0, index) for index in range(count)]))
+    collated = max(0.0, all_stages - read - transformed - tokenized)
     return Stages(
-        read=per_sample * read,
-        decode=per_sample * decoded,
-        resize=per_sample * (transformed - decoded),
-        tokenize=per_sample * tokenized,
-        collate=per_sample * max(0.0, total - read - transformed - tokenized),
+        read=1000 * read / count,
+        decode=1000 * decoded / count,
+        resize=1000 * (transformed - decoded) / count,
+        tokenize=1000 * tokenized / count,
+        collate=1000 * collated / count,
     )
 
 
@@ -324,21 +328,19 @@ def open_clip_stages(setting: Setting, count: int) -> Stages:
             torch.stack(tokens[start : start + setting.batch])
 
     collated, _ = timed(collate)
-    per_sample = 1000 / count
     return Stages(
-        read=per_sample * read,
-        decode=per_sample * decoded,
-        resize=per_sample * transformed,
-        tokenize=per_sample * tokenized,
-        collate=per_sample * collated,
+        read=1000 * read / count,
+        decode=1000 * decoded / count,
+        resize=1000 * transformed / count,
+        tokenize=1000 * tokenized / count,
+        collate=1000 * collated / count,
     )
 
 
 def timed(work: Callable[[], Any]) -> tuple[float, Any]:
-    """Return the seconds that the work takes, and its result."""
-    began = time.perf_counter()
+    start = time.perf_counter()
     result = work()
-    return time.perf_counter() - began, result
+    return time.perf_counter() - start, result
 
 
 # the program
@@ -380,21 +382,21 @@ def captions_of(setting: Setting) -> Iterator[str]:
 
 
 def print_rates(setting: Setting) -> None:
-    turns = [
-        {name: alone(rate, contender, setting) for name, contender in CONTENDERS.items()}
-        for _ in range(setting.repeats)
-    ]
+    rates: dict[str, list[float]] = {name: [] for name in CONTENDERS}
+    for _ in range(setting.repeats):
+        for name, contender in CONTENDERS.items():
+            samples_per_second = in_new_process(rate, contender, setting)
+            rates[name].append(samples_per_second / max(1, setting.workers))
     print("| loader | samples/s per worker | lowest to highest | ours / it |\n|---|---|---|---|")
-    for name in CONTENDERS:
-        rates = [turn[name] / max(1, setting.workers) for turn in turns]
-        ratio = statistics.median(turn["ours"] / turn[name] for turn in turns)
-        print(f"| {name} | {statistics.median(rates):,.0f} | {min(rates):,.0f} - {max(rates):,.0f} | {ratio:.2f} |")
+    for name, theirs in rates.items():
+        ratio = statistics.median(our_rate / rate for our_rate, rate in zip(rates["ours"], theirs, strict=True))
+        print(f"| {name} | {statistics.median(theirs):,.0f} | {min(theirs):,.0f} - {max(theirs):,.0f} | {ratio:.2f} |")
 
 
 def print_evaluation(setting: Setting) -> None:
     print("\n| evaluation | samples/s per worker, first | again |\n|---|---|---|")
     for name, work in {"a set": evaluation_set, "validation pairs": evaluation_pairs}.items():
-        turns: list[Passes] = [alone(work, setting) for _ in range(setting.repeats)]
+        turns: list[Passes] = [in_new_process(work, setting) for _ in range(setting.repeats)]
         workers = max(1, setting.workers)
         first = statistics.median(turn.first for turn in turns) / workers
         second = statistics.median(turn.second for turn in turns) / workers
@@ -404,17 +406,18 @@ def print_evaluation(setting: Setting) -> None:
 def print_stages(setting: Setting) -> None:
     """Print the time of each stage; `hand over` is the remaining time of a loader with one worker."""
     count = min(512, setting.samples)
-    names = [field.name for field in fields(Stages)]
-    header = ["pipeline", *names, "sum", "hand over"]
-    print(f"\nms per sample\n\n| {' | '.join(header)} |\n{'|---' * len(header)}|")
-    alone_worker = argparse.Namespace(**{**vars(setting), "workers": 1})
-    for pipeline, stages in {"ours": our_stages, "open_clip": open_clip_stages}.items():
-        turns = [asdict(alone(stages, setting, count)) for _ in range(setting.repeats)]
-        milliseconds = [statistics.median(turn[name] for turn in turns) for name in names]
-        loaded = [1000 / alone(rate, CONTENDERS[pipeline], alone_worker) for _ in range(setting.repeats)]
-        total = sum(milliseconds)
-        cells = " | ".join(f"{value:.2f}" for value in (*milliseconds, total, statistics.median(loaded) - total))
-        print(f"| {pipeline} | {cells} |")
+    stage_names = [field.name for field in fields(Stages)]
+    columns = " | ".join(["pipeline", *stage_names, "sum", "hand over"])
+    print(f"\nms per sample\n\n| {columns} |\n{'|---' * (len(stage_names) + 3)}|")
+    one_worker = argparse.Namespace(**{**vars(setting), "workers": 1})
+    for name, measure_stages in {"ours": our_stages, "open_clip": open_clip_stages}.items():
+        turns: list[Stages] = [in_new_process(measure_stages, setting, count) for _ in range(setting.repeats)]
+        medians = [statistics.median(getattr(turn, stage) for turn in turns) for stage in stage_names]
+        loader_times = [1000 / in_new_process(rate, CONTENDERS[name], one_worker) for _ in range(setting.repeats)]
+        stages_sum = sum(medians)
+        hand_over = statistics.median(loader_times) - stages_sum
+        cells = " | ".join(f"{milliseconds:.2f}" for milliseconds in (*medians, stages_sum, hand_over))
+        print(f"| {name} | {cells} |")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.losses import ContrastiveLoss
-from neuclip_ds.losses.options import NpnConfig
+from neuclip_ds.losses.neuclip_options import NpnConfig
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -48,10 +48,11 @@ def fast_clip_loss(folder: Path, rows: int, device: torch.device) -> Loss:
         gathered = _gathered([image, text])
         loss1, loss2, by_image, by_text, u = loss.local([image, text], (index, index), gathered, scale, offset)
         all_u = _gathered(u)
-        image_index, text_index = _gathered([index[:, None].to(device)] * 2)
-        loss.set_params(image_index.squeeze(-1).cpu(), text_index.squeeze(-1).cpu(), *all_u)
-        similarities = (by_text.T, by_image.T)
-        result: Tensor = loss([image, text], gathered, all_u, (loss1, loss2), u, similarities, scale, offset)
+        indices = index[:, None].to(device)
+        all_image_indices, all_text_indices = _gathered([indices, indices])
+        loss.set_params(all_image_indices.squeeze(-1).cpu(), all_text_indices.squeeze(-1).cpu(), *all_u)
+        similar = (by_text.T, by_image.T)
+        result: Tensor = loss([image, text], gathered, all_u, (loss1, loss2), u, similar, scale, offset)
         return result
 
     return call
@@ -79,7 +80,8 @@ def measure(rows: int, options: argparse.Namespace) -> dict[str, list[float]]:
     losses: dict[str, Loss] = {PEER: open_clip_loss(communicator)}
     if options.fast_clip is not None:
         losses["fast_clip FastCLIPLoss"] = fast_clip_loss(options.fast_clip, rows, device)
-    losses |= {f"ours, {method}": our_loss(method, rows, options.dim, device) for method in options.methods}
+    for method in options.methods:
+        losses[f"ours, {method}"] = our_loss(method, rows, options.dim, device)
     features = random_features(rows, options.dim, communicator)
     leaves = [features.image.requires_grad_(), features.text.requires_grad_()]
 
@@ -92,18 +94,21 @@ def measure(rows: int, options: argparse.Namespace) -> dict[str, list[float]]:
         loss(*leaves).backward()
 
     works = {name: partial(work, loss) for name, loss in losses.items()}
-    in_turns(works, 2 + NpnConfig().prototypes // (rows * dist.get_world_size()), wait)  # fills the NPN
+    steps_to_predict = 2 + NpnConfig().prototypes // (rows * dist.get_world_size())  # fills the NPN
+    in_turns(works, steps_to_predict, wait)
     return in_turns(works, options.repeats, wait)
 
 
 def compare(world_size: int, rows: int, options: argparse.Namespace) -> list[str]:
     """Return the lines of a Markdown table; the first line is the peer."""
     ranks = on_ranks(world_size, measure, rows, options)
-    slowest = {name: max(statistics.median(rank[name]) for rank in ranks) for name in ranks[0]}
-    return [
-        f"| {world_size} | {rows} | {name} | {seconds * 1e3:.1f} | {seconds / slowest[PEER]:.2f} |"
-        for name, seconds in slowest.items()
-    ]
+    slowest: dict[str, float] = {}
+    for name in ranks[0]:
+        slowest[name] = max(statistics.median(rank[name]) for rank in ranks)
+    lines: list[str] = []
+    for name, seconds in slowest.items():
+        lines.append(f"| {world_size} | {rows} | {name} | {seconds * 1e3:.1f} | {seconds / slowest[PEER]:.2f} |")
+    return lines
 
 
 def main() -> None:

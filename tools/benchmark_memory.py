@@ -14,7 +14,7 @@ import argparse
 import itertools
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -54,8 +54,19 @@ class Case:
         return validate(override(load_recipe(_MODELS[self.model]), settings))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One rank's measured and predicted memory, time and FLOPs."""
+
+    measured: int  # bytes
+    predicted: int  # bytes
+    components: list[str]  # lines with the components of the prediction
+    seconds: float  # fastest step after the first
+    flops: float  # of a step
+
+
 def measure(case: Case, steps: int) -> dict[str, Any]:
-    """Return one rank's measured and predicted memory, time and FLOPs."""
+    """Return one rank's `Measurement`."""
     config = case.config()
     with process_group(dump(config)) as communicator:
         on_gpu = communicator.device.type == "cuda"
@@ -69,28 +80,37 @@ def measure(case: Case, steps: int) -> dict[str, Any]:
             torch.cuda.reset_peak_memory_stats()
         seconds = []
         for number in range(steps):
-            began = time.perf_counter()
-            float(run.run(number, batch).loss)
-            seconds.append(time.perf_counter() - began)
-        return {
-            "measured": torch.cuda.max_memory_allocated() if on_gpu else resident("VmHWM") - before,
-            "predicted": estimate.peak + (0 if on_gpu else estimate.on_host),
-            "parts": estimate.lines(),
-            "seconds": min(seconds[1:]),
-            "flops": sum(map(sum, count_flops(query))) * config.rank_batch(case.ranks),
-        }
+            start = time.perf_counter()
+            run.run(number, batch)
+            seconds.append(time.perf_counter() - start)
+        if on_gpu:
+            measured = torch.cuda.max_memory_allocated()
+            predicted = estimate.peak
+        else:
+            measured = resident("VmHWM") - before
+            predicted = estimate.peak + estimate.on_host
+        flops_per_pair = sum(tower.forward + tower.backward for tower in count_flops(query))
+        measurement = Measurement(
+            measured=measured,
+            predicted=predicted,
+            components=estimate.lines(),
+            seconds=min(seconds[1:]),
+            flops=flops_per_pair * config.rank_batch(case.ranks),
+        )
+        return asdict(measurement)
 
 
-def line(case: Case, figures: list[dict[str, Any]], tflops: float | None) -> str:
+def line(case: Case, by_rank: list[Measurement], tflops: float | None) -> str:
     """Return a line of the Markdown table, for the rank with the largest peak."""
-    worst = max(figures, key=lambda rank: rank["measured"])
-    seconds = max(rank["seconds"] for rank in figures)
-    ratio = worst["predicted"] / worst["measured"]
-    share = f"{worst['flops'] / seconds / tflops / 1e12:.2f}" if tflops else "-"
+    worst = max(by_rank, key=lambda measurement: measurement.measured)
+    seconds = max(measurement.seconds for measurement in by_rank)
+    ratio = worst.predicted / worst.measured
+    fraction = f"{worst.flops / seconds / tflops / 1e12:.2f}" if tflops else "-"
+    pairs = case.ranks * case.micro * case.passes
     return (
         f"| {case.model} | {case.engine} | {case.ranks} | {case.passes} x {case.micro} | "
-        f"{'yes' if case.checkpointing else 'no'} | {worst['predicted'] / 1e6:,.0f} | {worst['measured'] / 1e6:,.0f} | "
-        f"{ratio:.2f} | {case.ranks * case.micro * case.passes / seconds:,.1f} | {share} |"
+        f"{'yes' if case.checkpointing else 'no'} | {worst.predicted / 1e6:,.0f} | {worst.measured / 1e6:,.0f} | "
+        f"{ratio:.2f} | {pairs / seconds:,.1f} | {fraction} |"
     )
 
 
@@ -112,10 +132,10 @@ def main() -> None:
     names = "model, engine, ranks, batch of a rank, checkpointing, predicted MB, measured MB, ratio, samples/s"
     print(f"| {names.replace(', ', ' | ')} | share of peak FLOP/s |")
     print("|---" * 10 + "|")
-    settings = itertools.product(
+    combinations = itertools.product(
         options.models, options.engines, options.ranks, options.micro, options.passes, options.checkpointing
     )
-    for model, engine, ranks, micro, passes, checkpointing in settings:
+    for model, engine, ranks, micro, passes, checkpointing in combinations:
         case = Case(
             model=model,
             engine=engine,
@@ -126,15 +146,16 @@ def main() -> None:
             method=options.method,
         )
         try:
-            figures = on_ranks(case.ranks, measure, case, options.steps)
+            results = on_ranks(case.ranks, measure, case, options.steps)
         except ProcessRaisedException as error:
             if "out of memory" not in str(error):
                 raise
             print(f"| {case.model} | {case.engine} | {case.ranks} | {case.passes} x {case.micro} | out of memory |")
             continue
-        print(line(case, figures, options.tflops), flush=True)
+        by_rank = [Measurement(**result) for result in results]
+        print(line(case, by_rank, options.tflops), flush=True)
         if options.parts:
-            print("\n".join(figures[0]["parts"]))
+            print("\n".join(by_rank[0].components))
 
 
 if __name__ == "__main__":

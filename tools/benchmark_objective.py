@@ -1,7 +1,7 @@
-"""For developers of neuclip_ds: compare an objective step (features in, gradients out) with OpenCLIP's loss.
+"""For developers of neuclip_ds: compare a step of our losses (features in, gradients out) with OpenCLIP's loss.
 
 The peer is open_clip's `ClipLoss` in its recommended form: a local loss, and features gathered with gradients. The peer
-and our objectives run interleaved in the same processes.
+and our losses run interleaved in the same processes.
 
 With a small `--tau` and `--features opposed`, the exponentials of most pairs would be subnormal numbers.
 
@@ -14,74 +14,106 @@ Examples:
 import argparse
 import os
 import statistics
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from benchmarking import FEATURES, PEER, clip_loss, connect, in_turns, machine, on_ranks, peak_bytes, random_features
-from neuclip_ds.objectives import METHODS, build_objective
+from benchmarking import (
+    FEATURES,
+    PEER,
+    RandomFeatures,
+    clip_loss,
+    connect,
+    in_turns,
+    machine,
+    on_ranks,
+    peak_bytes,
+    random_features,
+)
+from benchmarking.run_loss import build_loss
+from torch import Tensor
 
 from neuclip_ds.config import Config
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.losses.base import Context, Step
-from neuclip_ds.losses.options import NpnConfig
+from neuclip_ds.losses.base import Position
+from neuclip_ds.losses.contrastive_loss import ContrastiveLoss
+from neuclip_ds.losses.methods import METHODS
+from neuclip_ds.losses.neuclip_options import NpnConfig
 
 HEADER = "| ranks | b | objective | ms | ratio | peak MB | ratio | kB received per rank and step |"
+FIRST_STEP = Position(step=0, lr=1e-4, peak_lr=1e-4)
+
+
+def our_step(loss: ContrastiveLoss, features: RandomFeatures) -> object:
+    """Run a step: gather the features, compute the loss and its gradient, and update the state of the loss.
+
+    Included are also the gradient's product with the gradient of the loss, as in every backward pass, and on several
+    ranks the gather of the indices. Arguments are not checked, and the step cannot be undone.
+    """
+    leaves = [features.image.detach().requires_grad_(), features.text.detach().requires_grad_()]
+    value = loss(*leaves, features.index, position=FIRST_STEP)
+    return torch.autograd.grad(value, leaves)
+
+
+def peer_step(
+    loss: Callable[[Tensor, Tensor, Tensor], Tensor], leaves: list[Tensor], device: str, with_autocast: bool
+) -> object:
+    """Run a step of the peer; `leaves` are the features and the logit scale."""
+    with torch.autocast(device, torch.bfloat16, enabled=with_autocast):
+        value = loss(*leaves)
+    return torch.autograd.grad(value, leaves)
 
 
 def measure(rows: int, repeats: int, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Return one rank's measurements by objective: peak memory if repeats = 0, else seconds and bytes."""
+    """Return one rank's measurements by loss: peak memory if repeats = 0, else seconds and bytes."""
     communicator = connect(options.device)
     batch = rows * communicator.world_size
     dim = options.dim
-    tau = options.tau
     features = random_features(rows, dim, communicator, options.features)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.precision]
-    loss = clip_loss(communicator)
-    leaves = [features.image.clone(), features.text.clone(), torch.tensor(1 / tau, device=options.device)]
-    leaves = [leaf.requires_grad_() for leaf in leaves]
+    works: dict[str, Callable[[], object]] = {}
 
-    def peer_step() -> object:
-        with torch.autocast(options.device, torch.bfloat16, enabled=dtype == torch.bfloat16):
-            value = loss(*leaves)
-        return torch.autograd.grad(value, leaves)
+    logit_scale = torch.tensor(1 / options.tau, device=options.device)
+    leaves = [x.clone().requires_grad_() for x in (features.image, features.text, logit_scale)]
+    works[PEER] = partial(peer_step, clip_loss(communicator), leaves, options.device, dtype == torch.bfloat16)
 
-    works: dict[str, Any] = {PEER: peer_step}
-    communicators = {method: Communicator(options.device) for method in options.methods}  # which count the traffic
-    for method, counted in communicators.items():
-        config = Config.model_validate({"objective": {"method": method, "temperature": {"initial": tau}}})
-        objective = build_objective(config, Context(dim, batch, counted), dtype)
-        works[method] = lambda objective=objective: objective(features, Step(0, 0, 1e-4, 1e-4))
+    communicators = {method: Communicator(options.device) for method in options.methods}  # each counts its traffic
+    for method, own_communicator in communicators.items():
+        config = Config.model_validate({"objective": {"method": method, "temperature": {"initial": options.tau}}})
+        loss = build_loss(config, dim, batch, own_communicator, dtype, undo=False, reduction="sum")
+        works[method] = partial(our_step, loss, features)
+
     in_turns(works, 2 + NpnConfig().prototypes // batch, lambda: None)  # NPN predicts once its queue is full
     if not repeats:
         return {name: {"megabytes": peak_bytes(work, communicator) / 1e6} for name, work in works.items()}
-    for counted in communicators.values():
-        counted.traffic.clear()
+    for own_communicator in communicators.values():
+        own_communicator.traffic.clear()
     seconds = in_turns(works, repeats, communicator.barrier)
-    others = (communicator.world_size - 1) * rows * dim * dtype.itemsize  # bytes of one side of the other ranks
-    received = {PEER: {"features": 2 * others, "feature gradients": 2 * others}}  # ring algorithms
-    for method, counted in communicators.items():
-        received[method] = {name: traffic.bytes_sent // repeats for name, traffic in counted.traffic.items()}
+    feature_bytes = (communicator.world_size - 1) * rows * dim * dtype.itemsize  # of one side, from the other ranks
+    received = {PEER: {"features": 2 * feature_bytes, "feature gradients": 2 * feature_bytes}}  # ring algorithms
+    for method, own_communicator in communicators.items():
+        received[method] = {}
+        for purpose, traffic in own_communicator.traffic.items():
+            received[method][purpose] = traffic.bytes_sent // repeats
     return {name: {"seconds": seconds[name], "bytes": received[name]} for name in works}
 
 
 def compare(world_size: int, rows: int, options: argparse.Namespace) -> list[str]:
     """Return the lines of a Markdown table, the peer first; times and memory are those of the worst rank."""
-    timed = on_ranks(world_size, measure, rows, options.repeats, options)
+    times_by_rank = on_ranks(world_size, measure, rows, options.repeats, options)
     # freed blocks return to the system at once, which costs time, but then resident memory counts only live blocks
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
-    weighed = on_ranks(world_size, measure, rows, 0, options)
+    memory_by_rank = on_ranks(world_size, measure, rows, 0, options)
     del os.environ["MALLOC_MMAP_THRESHOLD_"]
-    seconds = {}
-    megabytes = {}
-    for name in timed[0]:
-        seconds[name] = max(statistics.median(rank[name]["seconds"]) for rank in timed)
-        megabytes[name] = max(rank[name]["megabytes"] for rank in weighed)
+    seconds: dict[str, float] = {}
+    memory: dict[str, float] = {}
+    for key in times_by_rank[0]:
+        seconds[key] = max(statistics.median(rank[key]["seconds"]) for rank in times_by_rank)
+        memory[key] = max(rank[key]["megabytes"] for rank in memory_by_rank)
     lines = []
-    for name in seconds:
-        traffic = "-"
-        if world_size > 1:
-            sent = timed[0][name]["bytes"]
-            traffic = ", ".join(f"{purpose} {count / 1e3:,.1f}" for purpose, count in sent.items())
+    for key in seconds:
+        traffic = ", ".join(f"{name} {count / 1e3:,.1f}" for name, count in times_by_rank[0][key]["bytes"].items())
         lines.append(
             f"| {world_size} | {rows} | {name} | {seconds[name] * 1e3:.1f} | {seconds[name] / seconds[PEER]:.2f} "
             f"| {megabytes[name]:.1f} | {megabytes[name] / megabytes[PEER]:.2f} | {traffic} |"

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from benchmarking import alone, machine, sync
+from benchmarking import in_new_process, machine, sync
 from benchmarking.mosaic import has_mosaic, payload_bytes, samples_of, write_mds
 from benchmarking.object_store import Counters, Store, object_store
 from torch import Tensor
@@ -245,11 +245,12 @@ def in_turns(
     turns: dict[str, list[Turn]] = {name: [] for name in contenders}
     for _ in range(setting.repeats):
         for name, contender in contenders.items():
-            _forget(storage)
-            epoch = alone(measure, contender, setting, storage, 0, None)
-            _forget(storage)
-            resumed = alone(measure, contender, setting, storage, half, 1)
-            turns[name].append(Turn(epoch, resumed))
+            runs = []
+            for batches, most in ((0, None), (half, 1)):
+                for path in [*map(Path, storage.tars), *Path(storage.mds).glob("*")] if storage.store is None else []:
+                    sync(path, forget=True)
+                runs.append(in_new_process(measure, contender, setting, storage, batches, most))
+            turns[name].append(Turn(*runs))
     return turns
 
 
@@ -370,7 +371,8 @@ def run(setting: Setting) -> None:
             f"{setting.workers} workers, batch {setting.batch}, {setting.image_size} px, {setting.decoder}; "
             f"S3: {setting.latency_ms:g} ms, {setting.bandwidth_mb:g} MB/s"
         )
-        print(f"{title}\nTransform alone: {alone(transform_rate, setting, storages[0]):,.0f} samples/s per process\n")
+        upper_limit = in_new_process(transform_rate, setting, storages[0])
+        print(f"{title}\nTransform alone: {upper_limit:,.0f} samples/s per process\n")
         print(
             f"| storage | contender | {' | '.join(title for _, title, _ in COLUMNS)} |\n{'|---' * (2 + len(COLUMNS))}|"
         )

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from benchmarking.method_config import config_for
 from benchmarking.openclip_reference import REFERENCES
-from neuclip_ds.objectives import build_objective
+from benchmarking.run_loss import build_loss
 from step_costs import Call, CountedModel, Work, count_model, step_work
 
 from neuclip_ds.cli.program import Parser, exit_on_mistake
@@ -180,7 +180,7 @@ def table(options: argparse.Namespace, overrides: Sequence[str]) -> list[str]:
         config = config_for(None if method in REFERENCES else method, [options.recipe, *batch, *overrides])
         if model is None:
             model = count_model(config)
-        work = step_work(config, model, ranks, REFERENCES.get(method, build_objective))
+        work = step_work(config, model, ranks, REFERENCES.get(method, build_loss))
         low, high = time_range(work, nodes)
         received = sum(call.times * ring_bytes(call.op, call.size, ranks) for call in work.calls)
         lines.append(

@@ -124,8 +124,8 @@ def run_on_ranks(name: str, program: Sequence[str], ranks: int, folder: Path, th
 def profile_rank(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
     """Profile one rank of one combination."""
     from benchmarking.openclip_reference import REFERENCES
+    from benchmarking.run_loss import build_loss
     from benchmarking.synthetic_profile import first_prediction, run_synthetic_profile
-    from neuclip_ds.objectives import build_objective
 
     from neuclip_ds.distributed.launch import process_group
     from neuclip_ds.engine.precision import deterministic_algorithms
@@ -140,7 +140,7 @@ def profile_rank(arguments: argparse.Namespace, overrides: Sequence[str]) -> Non
     config = config_for(None if name in REFERENCES else name, [arguments.recipe, *options, *overrides])
     after = 3 if name in REFERENCES else max(3, first_prediction(config) + 1)
     with process_group(dump(config)) as communicator, deterministic_algorithms(config.run.deterministic):
-        run_synthetic_profile(config, communicator, arguments.out, name, after, REFERENCES.get(name, build_objective))
+        run_synthetic_profile(config, communicator, arguments.out, name, after, REFERENCES.get(name, build_loss))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,15 @@ from neuclip_ds.training.trainer import Loop, StepResult
 
 PACKAGE = Path(neuclip_ds.__file__).parent
 # packages and modules that load data, run hooks, and write records and checkpoints
-AROUND_THE_STEP = (Path("data"), Path("training/hooks"), Path("reporting"), Path("checkpoint"))
+AROUND_THE_STEP = (
+    Path("data"),
+    Path("models/tokenizer"),
+    Path("training/hooks"),
+    Path("training/records"),
+    Path("training/checkpointing"),
+    Path("reporting"),
+    Path("checkpoint"),
+)
 RECORDED_STEP = 3  # by then, everything that is built in the first steps exists
 
 

@@ -1,6 +1,6 @@
 """Count the traffic and operations of one rank's training step without data or other ranks.
 
-There are no formulas for the objectives. Instead, an objective runs on a few rows of a `SimulatedRank` at several
+There are no formulas for the losses. Instead, a loss runs on a few rows of a `SimulatedRank` at several
 sizes, and its traffic and operations are extrapolated. The size of a collective is linear in rows and prototypes and
 quadratic in width, like a network's weights; operations are a low-degree polynomial in rows, width and prototypes. A
 new method therefore needs no code here. DeepSpeed's collectives follow the rules in zero_rules.py. Tests compare every
@@ -10,19 +10,17 @@ collective exactly with profiled steps (tests/profiling/test_profile_ranks.py).
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
+from benchmarking.run_loss import LossBuilder, build_loss
 from benchmarking.synthetic_profile import prototypes_of
-from neuclip_ds.objectives import build_objective
-from neuclip_ds.objectives.normalizers import amortized
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -36,14 +34,13 @@ from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.precision import resolve_comm_dtype
 from neuclip_ds.engine.start import parameter_groups
 from neuclip_ds.engine.zero import Wrapper
-from neuclip_ds.losses.base import Context, Objective, Step
-from neuclip_ds.losses.gather import Features
+from neuclip_ds.losses import amorlip
+from neuclip_ds.losses.base import Position
 from neuclip_ds.models.recompute import checkpointed_blocks
 from neuclip_ds.models.towers import Encoder
 from neuclip_ds.models.trained_parts import TOWERS, block_names
 from neuclip_ds.planning.memory import MemoryQuery
 
-Build = Callable[[Config, Context, torch.dtype], Objective]
 _WARM_UP = 2  # steps; by then NeuCLIP has drawn its prototypes
 _DIM = 4  # smallest width d of the small runs
 _ALIGNMENT = 2  # DeepSpeed pads a rank's part of a group to a multiple of this many elements
@@ -153,7 +150,7 @@ def _tower_flops(tower: Encoder, inputs: Tensor) -> TowerFlops:
     return TowerFlops(forward, counter.get_total_flops() - forward)
 
 
-def step_work(config: Config, model: CountedModel, world_size: int, build: Build = build_objective) -> Work:
+def step_work(config: Config, model: CountedModel, world_size: int, build: LossBuilder = build_loss) -> Work:
     """Return the work of one of `world_size` ranks; `build` is as in `ObjectiveQuery`.
 
     Raises:
@@ -179,7 +176,7 @@ def step_work(config: Config, model: CountedModel, world_size: int, build: Build
 
 
 def step_calls(
-    config: Config, shapes: TrainedShapes, dim: int, world_size: int, build: Build = build_objective
+    config: Config, shapes: TrainedShapes, dim: int, world_size: int, build: LossBuilder = build_loss
 ) -> list[Call]:
     """Return all collectives of a step; arguments and errors are those of `step_work`, with d features."""
     engine = load_engine_config(config, world_size)
@@ -188,7 +185,9 @@ def step_calls(
     return [*calls, *engine_calls(engine, config.optimizer.name, shapes, world_size, query.micro_batches)]
 
 
-def _objective_query(config: Config, engine: dict[str, Any], world_size: int, dim: int, build: Build) -> ObjectiveQuery:
+def _objective_query(
+    config: Config, engine: dict[str, Any], world_size: int, dim: int, build: LossBuilder
+) -> ObjectiveQuery:
     rows = config.rank_batch(world_size)
     return ObjectiveQuery(
         config=config,
@@ -238,7 +237,7 @@ class ObjectiveQuery:
     dim: int  # d of the features
     comm_dtype: torch.dtype  # dtype in which features are sent
     micro_batches: int = 1  # number of parts in which features arrive
-    build: Build = build_objective  # reference objectives have a different function
+    build: LossBuilder = build_loss  # baselines have a different function
 
 
 def objective_calls(query: ObjectiveQuery) -> list[Call]:
@@ -275,8 +274,8 @@ def _batch_size_decides_as_in(query: ObjectiveQuery) -> AbstractContextManager[A
     """Let small runs of the objective choose algorithms by the query's batch size instead of their batch size."""
     options = query.config.objective.amortized
     batch_size = query.rows * query.world_size
-    fits_all_rows = amortized.fits_all_rows(options, query.dim, batch_size, query.comm_dtype)
-    return patch.object(amortized, "fits_all_rows", lambda *_: fits_all_rows)
+    fits_all_rows = amorlip.fits_all_rows(options, query.dim, batch_size, query.comm_dtype)
+    return patch.object(amorlip, "fits_all_rows", lambda *_: fits_all_rows)
 
 
 def _lagrange_weights(points: Sequence[int], x: float) -> list[float]:
@@ -315,7 +314,7 @@ def _polynomial_terms(b: float, d: float, c: float) -> list[float]:
 
 
 class _SmallRun:
-    """Steps of the objective on a few rows of rank 0, after the warm-up.
+    """Steps of the loss on a few rows of rank 0, after the warm-up.
 
     Attributes:
         rank: the simulated rank, whose `calls` are those since the warm-up.
@@ -323,18 +322,19 @@ class _SmallRun:
     """
 
     def __init__(self, query: ObjectiveQuery, prototypes: int) -> None:
-        """Build the objective with `prototypes` per rank, and run the warm-up."""
+        """Build the loss with `prototypes` per rank, and run the warm-up."""
         config = query.config.model_copy(deep=True)
         config.objective.npn.prototypes = prototypes * query.world_size
         config.objective.queue.size = prototypes * query.world_size
         self.steps = config.objective.amortized.online_every
         self.rank = SimulatedRank(query.world_size)
         samples = query.rows * (_WARM_UP + self.steps)
-        self._objective = query.build(config, Context(query.dim, samples, self.rank), query.comm_dtype)
+        self._loss = query.build(config, query.dim, samples, self.rank, query.comm_dtype)
         self._micro_batches = query.micro_batches
         generator = torch.Generator().manual_seed(0)
-        self._image, self._text = normalize(torch.randn(2, query.rows, query.dim, generator=generator), dim=-1)
-        logging.getLogger("neuclip_ds.objectives").setLevel(logging.ERROR)  # misleading warnings on random features
+        image, text = normalize(torch.randn(2, query.rows, query.dim, generator=generator), dim=-1)
+        self._image = image.requires_grad_()
+        self._text = text.requires_grad_()
         for number in range(_WARM_UP):
             self._step(number)
         self.rank.calls.clear()
@@ -347,13 +347,16 @@ class _SmallRun:
         rows = len(self._image)
         index = torch.arange(rows) + number * rows  # new samples, because a queue grows only with new samples
         valid = torch.ones(rows, dtype=torch.bool)
-        gather = self._objective.begin_gather(index, valid)
-        if gather is not None:
-            for part in self._text.tensor_split(self._micro_batches):
-                gather.add_text(part)
-            for part in self._image.tensor_split(self._micro_batches):
-                gather.add_image(part)
-        self._objective(Features(self._image, self._text, index, valid, gather), Step(number, 0, 1e-3, 1e-3))
+        pending = self._loss.begin(index, valid, Position(step=number, lr=1e-3, peak_lr=1e-3))
+        # as the engine adds the features of each micro-batch
+        texts = self._text.tensor_split(self._micro_batches)
+        images = self._image.tensor_split(self._micro_batches)
+        for number_of_micro_batch, (text, image) in enumerate(zip(texts, images, strict=True)):
+            pending.add_text(text)
+            pending.add_image(image)
+            if number_of_micro_batch == 0:
+                pending.begin_reads()
+        self._loss(self._image, self._text, pending=pending)
 
 
 def _addmm_flops(total: torch.Size, left: torch.Size, right: torch.Size, **_: object) -> int:

@@ -9,6 +9,8 @@ package or of DeepSpeed that causes them. The following count as waits:
 - a synchronization with the device or a stream, or with an event. Events are not counted if the device has received
   more work since the event was recorded, because the device is then busy while the host waits.
 
+Streams have no effect on the order of operations, but events and copies to the host remember their stream.
+
 If a result depends on data, a fixed value is returned; for example, no gradient overflows in DeepSpeed. An operation
 whose result has a data-dependent shape (`nonzero`, boolean masks, `bincount`) raises. Within `fake_ranks`, DeepSpeed's
 engine also runs on the device.
@@ -72,6 +74,9 @@ class FakeGpu(TorchDispatchMode):
         syncs: number of host waits for the device, for each file of this package or DeepSpeed that causes them.
         integer: value of every integer that is read from the device.
         differentiates: whether a backward pass is running.
+        default_stream, current_stream: the streams of the device, and of the next operations.
+        host_copies: the stream of each asynchronous copy to the host.
+        awaited: the stream of each event that the host waited for.
     """
 
     def __init__(self, integer: int) -> None:
@@ -80,6 +85,10 @@ class FakeGpu(TorchDispatchMode):
         self.launches = 0
         self.differentiates = False
         self.syncs: Counter[str] = Counter()
+        self.default_stream = _Stream(self)
+        self.current_stream = self.default_stream
+        self.host_copies: list[_Stream] = []
+        self.awaited: list[_Stream] = []
         self._pinned: WeakSet[torch.UntypedStorage] = WeakSet()
 
     def __torch_dispatch__(
@@ -140,6 +149,8 @@ class FakeGpu(TorchDispatchMode):
         if _is_cuda(source):
             assert op is _ATEN.copy_ or not non_blocking, "the host may read a new tensor before it is filled"
             waits = False
+            if non_blocking:
+                self.host_copies.append(self.current_stream)
         else:
             waits = source.nbytes > _STAGED and source.untyped_storage() not in self._pinned
         if waits or not non_blocking:
@@ -168,6 +179,16 @@ class FakeGpu(TorchDispatchMode):
         """Count a wait for the device."""
         self.syncs[calling_file()] += 1
 
+    @contextmanager
+    def on_stream(self, stream: _Stream) -> Iterator[None]:
+        """Run the enclosed operations on a stream."""
+        before = self.current_stream
+        self.current_stream = stream
+        try:
+            yield
+        finally:
+            self.current_stream = before
+
     def to_list(self, tensor: Tensor) -> Any:
         """Return the result of `tolist`, and count one copy to the host."""
         if _is_cuda(tensor):
@@ -187,14 +208,17 @@ class _Event:
     def __init__(self, gpu: FakeGpu) -> None:
         self._gpu = gpu
         self._launches_before = gpu.launches
+        self._stream = gpu.current_stream
 
-    def record(self, stream: Any = None) -> None:
+    def record(self, stream: _Stream | None = None) -> None:
         self._launches_before = self._gpu.launches
+        self._stream = self._gpu.current_stream if stream is None else stream
 
     def query(self) -> bool:
         return True
 
     def synchronize(self) -> None:
+        self._gpu.awaited.append(self._stream)
         if self._launches_before == self._gpu.launches:
             self._gpu.wait()
 
@@ -205,15 +229,18 @@ class _Stream:
     def __init__(self, gpu: FakeGpu) -> None:
         self._gpu = gpu
         self.synchronize = gpu.wait
+        self.waits_for: list[_Stream] = []  # other streams whose work this stream waits for
 
     def record_event(self, event: _Event | None = None) -> _Event:
-        return _Event(self._gpu)
+        recorded = _Event(self._gpu) if event is None else event
+        recorded.record(self)
+        return recorded
 
     def wait_event(self, event: _Event) -> None:
         pass
 
-    def wait_stream(self, stream: Any) -> None:
-        pass
+    def wait_stream(self, stream: _Stream) -> None:
+        self.waits_for.append(stream)
 
 
 class _Accelerator(CUDA_Accelerator):
@@ -253,7 +280,7 @@ def _is_cuda(tensor: Tensor) -> bool:
 
 
 def calling_file() -> str:
-    """Return the innermost file of either package on the stack, such as `engine/update.py` or `deepspeed/...`."""
+    """Return the innermost file of either package on the stack, such as `engine/engine.py` or `deepspeed/...`."""
     frame = sys._getframe()
     while frame is not None:
         path = Path(frame.f_code.co_filename)
@@ -305,11 +332,11 @@ def fake_cuda(integer: int = 1) -> Iterator[FakeGpu]:
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(FakeTensor, "tolist", lambda tensor: gpu.to_list(tensor)))
-        stream = _Stream(gpu)
         stack.enter_context(patch.object(torch.cuda, "Event", lambda **_: _Event(gpu)))
-        for name in ("Stream", "current_stream", "default_stream"):
-            stack.enter_context(patch.object(torch.cuda, name, lambda device=None: stream))
-        stack.enter_context(patch.object(torch.cuda, "stream", nullcontext))
+        stack.enter_context(patch.object(torch.cuda, "Stream", lambda device=None: _Stream(gpu)))
+        stack.enter_context(patch.object(torch.cuda, "current_stream", lambda device=None: gpu.current_stream))
+        stack.enter_context(patch.object(torch.cuda, "default_stream", lambda device=None: gpu.default_stream))
+        stack.enter_context(patch.object(torch.cuda, "stream", gpu.on_stream))
         stack.enter_context(patch.object(torch.cuda, "synchronize", gpu.wait))
         stack.enter_context(patch.object(torch.cuda, "manual_seed", lambda seed: None))
         stack.enter_context(patch.object(torch.nn.functional, _ATTENTION.__name__, _attention))
@@ -339,13 +366,16 @@ def fake_ranks(rank: int, world_size: int, on_gpu: bool = True) -> Iterator[None
 class GpuRank(Communicator):
     """The middle one of `world_size` ranks, each with a fake GPU; host tensors are the same on all ranks.
 
-    Collectives of device tensors return results of the right shape and device, without values.
+    Collectives of device tensors return results of the right shape and device, without values. The ranks have a group
+    for host tensors, unless `only_nccl`.
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, only_nccl: bool = False) -> None:
         super().__init__(DEVICE)
         self.rank = world_size // 2
         self.world_size = world_size
+        if only_nccl:
+            self._host = DEVICE
 
     def _begin(self, op: str, x: Tensor, purpose: str, result: Tensor, launch: Any, *inputs: Tensor) -> Pending:
         if x.is_cuda:

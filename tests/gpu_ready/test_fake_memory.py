@@ -8,21 +8,23 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarking.run_loss import build_loss
 from fake_cuda import DEVICE, GpuRank, fake_cuda, fake_ranks
 
 from neuclip_ds.data.dataset import Batch
+from neuclip_ds.data.loader import RankBatch
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.config import load_engine_config
+from neuclip_ds.engine.device_batches import DeviceBatches
 from neuclip_ds.engine.precision import resolve_comm_dtype
 from neuclip_ds.engine.start import start_engine
+from neuclip_ds.losses import pairs
+from neuclip_ds.losses.base import Position
 from neuclip_ds.models.trained_parts import Parameters
-from neuclip_ds.objectives import build_objective, general_pairs
-from neuclip_ds.objectives.base import Context, Step
-from neuclip_ds.objectives.gather import Features
 from neuclip_ds.planning.activations import Activations, LiveBytes
 from neuclip_ds.planning.memory import MemoryQuery, Towers, account, count_towers
 from neuclip_ds.recipe import parse
-from neuclip_ds.training.step import TrainStep
+from neuclip_ds.training.step import train_step
 
 pytestmark = pytest.mark.usefixtures("quick_meta_models")
 SAMPLES = 10**6
@@ -42,15 +44,17 @@ def peak_of_steps(query: MemoryQuery) -> int:
         model.to = lambda *_: model  # has references, so must not move again
         communicator = Communicator(DEVICE)
         engine = start_engine(model, config.optimizer, engine_config, communicator)
-        context = Context(query.source.embed_dim, SAMPLES, communicator)
-        objective = build_objective(config, context, resolve_comm_dtype(config, engine_config))
-        step = TrainStep(engine, objective, communicator, query.micro_batch, seed=0)
+        comm_dtype = resolve_comm_dtype(config, engine_config)
+        loss = build_loss(config, query.source.embed_dim, SAMPLES, communicator, comm_dtype)
+        batches = DeviceBatches(communicator.device, query.micro_batch)
         image = torch.zeros(rows, 3, query.image_size, query.image_size, dtype=torch.uint8)
         tokens = torch.zeros(rows, query.tokenizer.context_length, dtype=torch.int64)
         for number in range(2):
             live.peak = live.now
             batch = Batch(image, tokens, torch.arange(rows), torch.ones(rows, dtype=torch.bool))
-            assert step(batch, Step(number, 0, 1e-3, 1e-3)).applied
+            batches.start(iter([RankBatch([batch])]))
+            position = Position(step=number, lr=1e-3, peak_lr=1e-3)
+            assert train_step(engine, loss, batches, next(batches), position).applied
     return live.peak
 
 
@@ -108,15 +112,16 @@ def test_the_objective_of_a_large_batch_takes_the_estimated_memory(
     index = torch.arange(rows)
     valid = torch.ones(rows, dtype=torch.bool)
     with fake_cuda(), LiveBytes("cuda") as live:
-        monkeypatch.setattr(general_pairs, "fused", partial(as_compiled, live))
-        objective = build_objective(query.config, Context(DIM, SAMPLES, GpuRank(ranks)), torch.bfloat16)
+        monkeypatch.setattr(pairs, "compiled", partial(as_compiled, live))
+        loss = build_loss(query.config, DIM, SAMPLES, GpuRank(ranks), torch.bfloat16, undo=False)
         for number in range(3):
             live.peak = live.now
-            gather = objective.begin_gather(index, valid)
-            assert gather is not None
-            image, text = torch.empty(2, rows, DIM, device=DEVICE)
-            gather.add_text(text)
-            gather.add_image(image)
-            objective(Features(image, text, index, valid, gather), Step(number, 0, 1e-3, 1e-3))
-            del gather, image, text
+            pending = loss.begin(index, valid, Position(step=number, lr=1e-3, peak_lr=1e-3))
+            image = torch.empty(rows, DIM, device=DEVICE, requires_grad=True)
+            text = torch.empty(rows, DIM, device=DEVICE, requires_grad=True)
+            pending.add_text(text)
+            pending.add_image(image)
+            pending.begin_reads()
+            loss(image, text, pending=pending)
+            del pending, image, text
     assert planned == pytest.approx(live.peak, rel=0.05)

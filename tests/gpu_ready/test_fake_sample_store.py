@@ -10,8 +10,8 @@ from build import columns
 from fake_cuda import DEVICE, RANKS, GpuRank, fake_cuda
 
 from neuclip_ds.distributed.communicator import to_device
+from neuclip_ds.losses import sample_store
 from neuclip_ds.losses.sample_store import MAX_DEVICE_BYTES, SampleStore
-from neuclip_ds.state import sample_store
 
 SAMPLES, ROWS = 20_000, 16_384  # 128 KB of int64 indices: the host waits for their copy unless they are pinned
 FIELDS = {"tau_image": 0.07, "tau_text": 0.07, "visits": 0.0}

@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from benchmarking.run_loss import build_loss
 from fake_cuda import DEVICE, GpuRank, fake_cuda
 from replay import PlainEngine
 from test_step import TOKENS, config_of
 from torch._dynamo.utils import counters
 
-from neuclip_ds.config import VisionConfig
+from neuclip_ds.config import Config, VisionConfig
 from neuclip_ds.data.dataset import Batch
 from neuclip_ds.data.loader import RankBatch
+from neuclip_ds.distributed.communicator import Pending
 from neuclip_ds.engine.average import AVERAGE, WeightAverage
+from neuclip_ds.engine.device_batches import DeviceBatches
+from neuclip_ds.engine.engine import Engine
 from neuclip_ds.engine.start import build_optimizer
+from neuclip_ds.losses.base import Position
 from neuclip_ds.models.build import build_dual_encoder
 from neuclip_ds.models.towers import DualEncoder
-from neuclip_ds.objectives import build_objective
-from neuclip_ds.objectives.base import Context, Step
 from neuclip_ds.section import merge
-from neuclip_ds.training.step import TrainStep
+from neuclip_ds.training.step import StepOutcome, train_step
 
 ROWS = 8
 IMAGE_SIZE = 16
@@ -54,7 +56,7 @@ def test_compiled_towers_are_one_graph_each_with_every_option() -> None:
     for tower in (towers.vision, towers.text):
         tower.compile(backend="eager")
     for _ in range(2):
-        features = towers(*batch()[:2])
+        features = towers(batch().image, batch().tokens)
         torch.autograd.backward(features, [torch.ones_like(x) for x in features])
     assert not counters["graph_break"], counters["graph_break"]
     assert counters["stats"]["unique_graphs"] == 2
@@ -66,7 +68,8 @@ def test_the_passes_of_the_towers_do_not_wait(dtype: torch.dtype, patch_drop: fl
     towers = build_dual_encoder(CONFIG.model.model_copy(update={"vision": vision}), TOKENS)
     with fake_cuda() as gpu:
         model = towers.to(DEVICE, dtype).train()
-        image, tokens = (x.to(DEVICE, non_blocking=True) for x in batch()[:2])
+        image = batch().image.to(DEVICE, non_blocking=True)
+        tokens = batch().tokens.to(DEVICE, non_blocking=True)
         gpu.syncs.clear()
         features = model(image, tokens)
         assert {x.dtype for x in features} == {torch.float32}
@@ -97,7 +100,7 @@ def test_the_moving_average_waits_for_nothing(towers: DualEncoder) -> None:
     with fake_cuda() as gpu:
         model = copy.deepcopy(towers).to(DEVICE)
         optimizer = build_optimizer(model, CONFIG.optimizer)
-        average = WeightAverage(SimpleNamespace(basic_optimizer=optimizer), 0.99)
+        average = WeightAverage(Engine(PlainEngine(model, optimizer), GpuRank(1)), 0.99)
         for parameter in model.parameters():
             optimizer.state[parameter] = {"exp_avg": torch.zeros_like(parameter)}
         for step in (1, 2):
@@ -107,31 +110,78 @@ def test_the_moving_average_waits_for_nothing(towers: DualEncoder) -> None:
     assert all(state[AVERAGE].device == DEVICE for state in optimizer.state.values())
 
 
+class Trainee:
+    """A model on the simulated GPU that takes training steps on one of several ranks, without DeepSpeed."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: DualEncoder,
+        rank: GpuRank,
+        micro: int,
+        engine_type: type[PlainEngine] = PlainEngine,
+    ) -> None:
+        optimizer = build_optimizer(model, config.optimizer)
+        self._engine = Engine(engine_type(model, optimizer), rank)
+        self._loss = build_loss(config, 16, 100, rank, torch.float32)
+        self.batches = DeviceBatches(DEVICE, micro)
+
+    def step(self, number: int) -> StepOutcome:
+        """Run a step on the next of the batches."""
+        position = Position(step=number, lr=1e-3, peak_lr=1e-3)
+        return train_step(self._engine, self._loss, self.batches, next(self.batches), position)
+
+
 @pytest.mark.parametrize("micro", [ROWS, ROWS // 2])
 def test_a_training_step_of_frozen_parts_and_adapters(micro: int) -> None:
     config = config_of("openclip", model={**ONE_BLOCK, "lora": {"rank": 2}, "activation_checkpointing": True})
     towers = build_dual_encoder(config.model, TOKENS)
     with fake_cuda():
         model = towers.to(DEVICE)
-        rank = GpuRank(2)
-        engine = PlainEngine(model, build_optimizer(model, config.optimizer))
-        objective = build_objective(config, Context(16, 100, rank), torch.float32)
-        step = TrainStep(engine, objective, rank, micro, seed=0)
-        assert all(step(batch(), Step(number, 0, 1e-3, 1e-3)).applied for number in range(2))
-        assert {name for name, p in model.named_parameters() if p.grad is not None} == {
-            name for name, p in model.named_parameters() if ".lora_" in name
-        }
+        trainee = Trainee(config, model, GpuRank(2), micro)
+        trainee.batches.start(iter([RankBatch([batch()])]))
+        assert trainee.step(0).applied
+        trained = {name for name, weight in model.named_parameters() if weight.grad is not None}
+        assert trained == {name for name, _ in model.named_parameters() if ".lora_" in name}
 
 
-def test_the_host_waits_for_the_loader_after_the_backward_passes() -> None:
+@pytest.mark.parametrize(("micro", "world_size"), [(ROWS // 2, 1), (ROWS, 8)])
+def test_the_host_waits_for_nothing_before_both_towers_are_launched(
+    micro: int, world_size: int, towers: DualEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither for the device nor for tensors in host memory from other ranks."""
+    events: list[str] = []
+    wait = Pending.wait
+
+    def recorded_wait(pending: Pending) -> torch.Tensor:
+        result = wait(pending)
+        if result.device.type == "cpu":
+            events.append("wait for a host tensor")
+        return result
+
+    monkeypatch.setattr(Pending, "wait", recorded_wait)
+    with fake_cuda() as gpu:
+        model = copy.deepcopy(towers).to(DEVICE)
+        for name in ("text", "vision"):
+            model.get_submodule(name).register_forward_hook(lambda *_, name=name: events.append(f"{name} tower"))
+        trainee = Trainee(config_of("fastclip_v3", model=ONE_BLOCK), model, GpuRank(world_size), micro)
+        trainee.batches.start(RankBatch([batch()]) for _ in range(2))
+        for number in range(2):
+            events.clear()
+            gpu.syncs.clear()
+            trainee.step(number)
+            assert events[:3] == ["text tower", "vision tower", "wait for a host tensor"]
+            assert gpu.syncs == {"engine/engine.py": 1}
+
+
+def test_the_host_waits_for_the_loader_after_the_backward_passes(towers: DualEncoder) -> None:
     """A step's backward passes are launched before the host waits for the next step's batch."""
     steps = 3
-    micro = ROWS // 2
     events: list[str] = []
 
     class LoggingEngine(PlainEngine):
-        def backward(self, scalar: torch.Tensor) -> Any:
-            result = super().backward(scalar)
+        def backward(self, loss: torch.Tensor) -> Any:
+            result = super().backward(loss)
             events.append("backward pass")
             return result
 
@@ -144,20 +194,23 @@ def test_the_host_waits_for_the_loader_after_the_backward_passes() -> None:
             events.append(f"wait for batch {number}")
             yield RankBatch([batch()])
 
-    model = build_dual_encoder(CONFIG.model, TOKENS)
     with fake_cuda() as gpu:
-        rank = GpuRank(1)
-        engine = LoggingEngine(model.to(DEVICE), build_optimizer(model, CONFIG.optimizer))
-        step = TrainStep(engine, build_objective(CONFIG, Context(16, 100, rank), torch.float32), rank, micro, seed=0)
-        step.batches.start(loader())
+        model = copy.deepcopy(towers).to(DEVICE)
+        trainee = Trainee(CONFIG, model, GpuRank(1), ROWS // 2, LoggingEngine)
+        trainee.batches.start(loader())
         for number in range(steps):
-            arrived = next(step.batches)
             gpu.syncs.clear()
-            step(arrived, Step(number, 0, 1e-3, 1e-3))
-            assert gpu.syncs == {"engine/update.py": 1}
+            trainee.step(number)
+            assert gpu.syncs == {"engine/engine.py": 1}
+    two_passes = ["backward pass", "backward pass"]
     assert events == [
         "wait for batch 0",
-        *("backward pass", "backward pass", "wait for batch 1", "update"),
-        *("backward pass", "backward pass", "wait for batch 2", "update"),
-        *("backward pass", "backward pass", "update"),
+        *two_passes,
+        "wait for batch 1",
+        "update",
+        *two_passes,
+        "wait for batch 2",
+        "update",
+        *two_passes,
+        "update",
     ]

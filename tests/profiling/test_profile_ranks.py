@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 from benchmarking.openclip_reference import REFERENCES
+from benchmarking.run_loss import build_loss
 from benchmarking.synthetic_profile import CONFIG, run_synthetic_profile
 from ranks import run_ranks
 from step_costs import TrainedShapes, step_calls
 from test_step import MODEL
 
 from neuclip_ds.distributed.communicator import STEP, Communicator
-from neuclip_ds.objectives import build_objective
 from neuclip_ds.planning.memory import MemoryQuery
 from neuclip_ds.profiling.recorder import BREAKDOWN, TRACE
 from neuclip_ds.profiling.trace import read_trace
@@ -92,7 +92,7 @@ def profiles(
             "objective": {} if name in REFERENCES else {"method": name},
         }
         config = validate(merge(merge(TREE, settings), options))
-        build = REFERENCES.get(name, build_objective)
+        build = REFERENCES.get(name, build_loss)
         run_synthetic_profile(config, communicator, folder / f"{name}{stage}", name, 2, build)
 
 
@@ -140,7 +140,7 @@ def check_collectives(folder: Path, name: str, stage: int) -> None:
     breakdown = breakdown_of(folder, name, stage)
     config = parse([str(folder / f"{name}{stage}" / CONFIG)]).config
     shapes = TrainedShapes.of(MemoryQuery(config, 1).build(), config.optimizer)
-    build = REFERENCES.get(name, build_objective)
+    build = REFERENCES.get(name, build_loss)
     predicted: Counter[tuple[str, str, int]] = Counter()
     for call in step_calls(config, shapes, DIM, breakdown["world_size"], build):
         predicted[call.purpose, call.op, call.size] += call.times

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from neuclip_ds.distributed.communicator import PHASE, STEP
-from neuclip_ds.distributed.exchange import PURPOSE
+from neuclip_ds.distributed.traffic import PURPOSE
 from neuclip_ds.profiling.breakdown import COLUMNS, breakdown, rank_record, step_seconds
 from neuclip_ds.profiling.trace import StepTrace, parse_trace
 

@@ -5,56 +5,72 @@ from typing import Any
 import pytest
 import torch
 from benchmarking.openclip_reference import OpenClipReference
-from build import SAMPLES, batch, objective, pairs, step
+from benchmarking.run_loss import StepLoss, build_loss
 from ranks import run_ranks
+from torch.nn.functional import normalize
 
 from neuclip_ds.config import Config
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.losses.base import Context, Objective
+from neuclip_ds.losses.base import Position
 
 ROWS = 12
 DIM = 6
 STEPS = 3
+SAMPLES = 1000
 
 
-def descend(built: Objective, communicator: Communicator) -> dict[str, Any]:
+def descend(loss: StepLoss, communicator: Communicator) -> dict[str, Any]:
     """Run several steps; return their gradients, losses and temperatures, and the bytes sent for each purpose."""
-    share = ROWS // communicator.world_size
-    mine = slice(communicator.rank * share, (communicator.rank + 1) * share)
-    results = []
+    rows = ROWS // communicator.world_size
+    local = slice(communicator.rank * rows, (communicator.rank + 1) * rows)
+    results: list[torch.Tensor] = []
     communicator.traffic.clear()
     for number in range(STEPS):
-        image, text = pairs(ROWS, DIM, seed=number)
-        result = built(batch(image[mine], text[mine]), step(number, lr=0.05))
-        results.append(torch.cat([result.image, result.text]))
-        results.append(torch.stack([result.loss, result.metrics["tau"], result.metrics["feature_grad_norm"]]))
+        generator = torch.Generator().manual_seed(number)
+        image, text = normalize(torch.randn(2, ROWS, DIM, generator=generator), dim=-1)
+        image = image[local].clone().requires_grad_()
+        text = text[local].clone().requires_grad_()
+        pending = loss.begin(torch.arange(ROWS)[local], None, Position(step=number, lr=0.05, peak_lr=0.05))
+        pending.add_text(text)
+        pending.add_image(image)
+        pending.begin_reads()
+        value = loss(image, text, pending=pending)
+        assert loss.feature_gradient_norm is not None
+        results.extend(torch.autograd.grad(value, [image, text]))
+        results.append(torch.stack([value.detach(), loss.metric_tensors["tau"], loss.feature_gradient_norm]))
     received = {purpose: traffic.bytes_sent for purpose, traffic in communicator.traffic.items()}
     return {"results": results, "received": received}
 
 
-def schemes(communicator: Communicator) -> tuple[dict[str, Any], ...]:
+def run_both(communicator: Communicator) -> tuple[dict[str, Any], dict[str, Any]]:
     """Run the `openclip` method, then the reference."""
-    config = Config.model_validate({"optimizer": {"eps": 1e-8}})
-    context = Context(DIM, SAMPLES, communicator, torch.float64)
-    built = [objective("openclip", communicator, DIM), OpenClipReference(config, context, torch.float64)]
-    return tuple(descend(one, communicator) for one in built)
+    ours = build_loss(Config(), DIM, SAMPLES, communicator, torch.float32)
+    reference = OpenClipReference(Config(), DIM, SAMPLES, communicator, torch.float32)
+    return descend(ours, communicator), descend(reference, communicator)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_the_reference_gives_openclips_gradients_and_also_sends_them(world_size: int) -> None:
-    ranks = run_ranks(world_size, schemes) if world_size > 1 else [schemes(Communicator())]
-    for ours, theirs in ranks:
+def test_the_reference_has_the_gradients_and_the_temperature_of_openclip(world_size: int) -> None:
+    ranks = run_ranks(world_size, run_both) if world_size > 1 else [run_both(Communicator())]
+    for ours, reference in ranks:
         assert "feature gradients" not in ours["received"]
-        for mine, wanted in zip(ours["results"], theirs["results"], strict=True):
-            torch.testing.assert_close(mine, wanted, rtol=1e-9, atol=1e-12)
-        features = (world_size - 1) * STEPS * ROWS // world_size * 2 * DIM * 8
+        for expected, result in zip(ours["results"], reference["results"], strict=True):
+            torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
+        bytes_of_features = (world_size - 1) * STEPS * ROWS // world_size * 2 * DIM * 4
         for purpose in ("features", "feature gradients"):
-            assert theirs["received"].get(purpose, 0) == features
+            assert reference["received"].get(purpose, 0) == bytes_of_features
 
 
-def test_rows_that_do_not_count_are_refused() -> None:
-    context = Context(DIM, SAMPLES, Communicator(), torch.float64)
-    built = OpenClipReference(Config(), context, torch.float64)
-    image, text = pairs(4, DIM)
+def test_a_skipped_step_leaves_the_temperature_as_it_was() -> None:
+    loss = OpenClipReference(Config(), DIM, SAMPLES, Communicator(), torch.float32)
+    first = descend(loss, Communicator())["results"]
+    loss.undo()
+    again = descend(loss, Communicator())["results"]
+    tau_before_last_step = first[-1][1]
+    assert torch.equal(again[2][1], tau_before_last_step)
+
+
+def test_batches_with_invalid_rows_are_refused() -> None:
+    loss = OpenClipReference(Config(), DIM, SAMPLES, Communicator(), torch.float32)
     with pytest.raises(ValueError, match="valid"):
-        built(batch(image, text, valid=torch.tensor([True, True, False, True])), step())
+        loss.begin(torch.arange(3), torch.tensor([True, False, True]), Position(step=0, lr=0.1, peak_lr=0.1))

@@ -1,4 +1,4 @@
-"""Check predictions of what an objective sends and computes at any size."""
+"""Check predictions of what a loss sends and computes at any size."""
 
 from collections import Counter
 from dataclasses import replace
@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 from benchmarking.openclip_reference import REFERENCES
-from neuclip_ds.objectives import METHODS, build_objective
+from benchmarking.run_loss import build_loss
 from step_costs import Call, ObjectiveQuery, SimulatedRank, objective_calls, objective_work
 from torch.nn.functional import normalize
 
 from neuclip_ds.config import Config
-from neuclip_ds.distributed.communicator import ring_bytes
-from neuclip_ds.losses.base import Context, Step
-from neuclip_ds.losses.gather import Features
+from neuclip_ds.distributed.traffic import ring_bytes
+from neuclip_ds.losses.base import Position
+from neuclip_ds.losses.methods import METHODS
 from neuclip_ds.recipe import override, parse, validate
 
 RANKS = 3
@@ -41,26 +41,27 @@ def query_of(method: str, micro_batches: int = 1) -> ObjectiveQuery:
         dim=DIM,
         comm_dtype=torch.float32,
         micro_batches=micro_batches,
-        build=REFERENCES.get(method, build_objective),
+        build=REFERENCES.get(method, build_loss),
     )
 
 
 def calls_of_late_steps(query: ObjectiveQuery) -> list[Call]:
-    """Return the collectives of `COUNTED` steps of the objective at its real size."""
+    """Return the collectives of `COUNTED` steps of the loss at its real size."""
     rank = SimulatedRank(RANKS)
-    objective = query.build(query.config, Context(DIM, ROWS, rank), torch.float32)
+    loss = query.build(query.config, DIM, ROWS, rank, torch.float32)
     image, text = normalize(torch.randn(2, ROWS, DIM), dim=-1)
-    features = Features(image, text, torch.arange(ROWS), torch.ones(ROWS, dtype=torch.bool))
+    image.requires_grad_()
+    text.requires_grad_()
     for number in range(WARM_UP + COUNTED):
         if number == WARM_UP:
             rank.calls.clear()
-        gather = objective.begin_gather(features.index, features.valid)
-        if gather is not None:
-            for part in text.chunk(query.micro_batches):
-                gather.add_text(part)
-            for part in image.chunk(query.micro_batches):
-                gather.add_image(part)
-        objective(replace(features, gather=gather), Step(number, 0, 1e-3, 1e-3))
+        pending = loss.begin(torch.arange(ROWS), None, Position(step=number, lr=1e-3, peak_lr=1e-3))
+        for rows in text.chunk(query.micro_batches):
+            pending.add_text(rows)
+        for rows in image.chunk(query.micro_batches):
+            pending.add_image(rows)
+        pending.begin_reads()
+        loss(image, text, pending=pending)
     return rank.calls
 
 

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from torch.nn.functional import normalize
 
 from neuclip_ds.config import Config
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.losses.gather import Features
 
 FEATURES = ("random", "matched", "collapsed", "opposed")  # opposed: collapsed onto two opposite directions
 PEER = "open_clip ClipLoss"  # name of the loss from `clip_loss` in tables
@@ -52,13 +52,15 @@ def _run_rank(rank: int, ranks: int, port: int, folder: str, work: Callable[...,
 
 def connect(device: str) -> Communicator:
     """Join the ranks of `on_ranks`, over gloo on the CPU or over NCCL with one GPU for each rank."""
+    backend = "gloo"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+        backend = "nccl"
+    dist.init_process_group(backend)
     return Communicator(device)
 
 
-def alone(work: Callable[..., Any], *arguments: Any) -> Any:
+def in_new_process(work: Callable[..., Any], *arguments: Any) -> Any:
     """Run `work(*arguments)` in a new process with the environment of the first call; return its result."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarking", "neuclip_ds.data.loader"])  # modules that take seconds to import
@@ -77,7 +79,11 @@ def in_turns(works: Mapping[str, Callable[[], object]], turns: int, wait: Callab
 
     If a GPU is in use, a work ends when the GPU has finished.
     """
-    finish = torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
+
+    def finish() -> None:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+
     seconds: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(turns):
         for name, work in works.items():
@@ -106,8 +112,11 @@ def machine(device: str = "cpu") -> str:
 
 def resident(field: str) -> int:
     """Return a field of /proc/self/status in bytes: `VmRSS`, or `VmHWM` for the peak since `reset_peak`."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            kilobytes = int(line.split()[1])
+            return kilobytes * 1024
+    raise KeyError(field)
 
 
 def reset_peak() -> None:
@@ -128,7 +137,16 @@ def peak_bytes(work: Callable[[], object], communicator: Communicator) -> int:
     return resident("VmHWM") - before
 
 
-def random_features(rows: int, dim: int, communicator: Communicator, kind: str = "random") -> Features:
+@dataclass(frozen=True, kw_only=True)
+class RandomFeatures:
+    """Features of one rank's rows, on the rank's device, and the indices of their samples."""
+
+    image: Tensor  # (b, d), with rows of norm 1
+    text: Tensor  # (b, d)
+    index: Tensor  # (b,) int64, in host memory
+
+
+def random_features(rows: int, dim: int, communicator: Communicator, kind: str = "random") -> RandomFeatures:
     """Return this rank's random features; the kinds other than `random` imitate features during training."""
     generator = torch.Generator().manual_seed(communicator.rank)
     image = torch.randn(rows, dim, generator=generator)
@@ -138,26 +156,27 @@ def random_features(rows: int, dim: int, communicator: Communicator, kind: str =
         case "matched":
             text += image  # positive pairs have a similarity of about 0.7
         case "collapsed":
-            image += 5 * center
-            text += 5 * center
+            image = image + 5 * center
+            text = text + 5 * center
         case "opposed":
             side = torch.randint(0, 2, (rows, 1), generator=generator) * 2 - 1
-            image += 2 * side * center
-            text += 2 * side * center
-    image = normalize(image, dim=1)
-    text = normalize(text, dim=1)
-    index = torch.arange(rows) + communicator.rank * rows
-    valid = torch.ones(rows, dtype=torch.bool)
-    return Features(image.to(communicator.device), text.to(communicator.device), index, valid)
+            image = image + 2 * side * center
+            text = text + 2 * side * center
+    device = communicator.device
+    return RandomFeatures(
+        image=normalize(image, dim=1).to(device),
+        text=normalize(text, dim=1).to(device),
+        index=torch.arange(rows) + communicator.rank * rows,
+    )
 
 
 def random_pair(config: Config, rows: int) -> tuple[Tensor, Tensor]:
     """Return random (b, 3, H, W) float32 pixels and (b, T) token ids, in pinned memory if there is a GPU."""
+    size = config.model.vision.image_size
     text = config.model.text
     tokens = torch.randint(2, text.vocab_size, (rows, text.context_length))
     tokens[:, 0] = 0
     tokens[:, -1] = EOS
-    size = config.model.vision.image_size
     pixels = torch.randn(rows, 3, size, size)
     if torch.cuda.is_available():
         return pixels.pin_memory(), tokens.pin_memory()
@@ -173,8 +192,13 @@ def clip_loss(communicator: Communicator) -> Callable[[Tensor, Tensor, Tensor], 
     """Return open_clip's loss of this rank as a function of (image, text, logit_scale), in its recommended form."""
     from open_clip.loss import ClipLoss
 
-    ranks = {"rank": communicator.rank, "world_size": communicator.world_size}
-    return ClipLoss(local_loss=True, gather_with_grad=True, cache_labels=True, **ranks)
+    return ClipLoss(
+        local_loss=True,
+        gather_with_grad=True,
+        cache_labels=True,
+        rank=communicator.rank,
+        world_size=communicator.world_size,
+    )
 
 
 def program_parser(description: str | None) -> argparse.ArgumentParser:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from neuclip_ds.config import Config
-from neuclip_ds.losses.methods import find_method, method_of
+from neuclip_ds.losses.methods import find_method, method_of, reads_option
 from neuclip_ds.recipe import load_recipe, parse
 
 
@@ -13,12 +13,14 @@ def config_for(method: str | None, argv: Sequence[str]) -> Config:
     If `method` is None, the recipe's method is used.
     """
     recipe, *options = argv
-    chosen = find_method(method) if method else method_of(load_recipe(recipe).get("objective", {}))
     arguments = [recipe]
-    if method:
+    if method is None:
+        chosen = method_of(load_recipe(recipe).get("objective", {}))
+    else:
+        chosen = find_method(method)
         arguments.append(f"--objective.method={method}")
     for option in options:
-        name, _, _ = option.removeprefix("--").partition("=")
-        if chosen.reads(name):
+        name = option.removeprefix("--").split("=")[0]
+        if reads_option(chosen, name):
             arguments.append(option)
     return parse(arguments).config

@@ -1,7 +1,7 @@
-"""Run one rank of this project for tools/benchmark_step.py: train.py, steps on random pairs, or only the objective.
+"""Run one rank of this project for tools/benchmark_step.py: train.py, steps on random pairs, or only the loss.
 
-With --objective, the program runs objectives without towers (random features in, gradients out) and writes each
-method's seconds on the slowest rank to OUT/seconds.json. On a CPU, it measures CPU time, so that there may be more
+With --objective, the program runs losses without towers (random features in, gradients out) and writes each method's
+seconds on the slowest rank to OUT/seconds.json. On a CPU, it measures CPU time, so that there may be more
 ranks than cores: CPU time excludes waiting for other ranks but includes the transport of features.
 """
 
@@ -14,8 +14,8 @@ from contextlib import nullcontext
 
 import torch
 from benchmarking import program_parser, random_features
+from benchmarking.run_loss import build_loss
 from benchmarking.synthetic_profile import EPOCH, SyntheticSteps, first_prediction
-from neuclip_ds.objectives import build_objective
 
 from neuclip_ds.cli.main import main as run_command
 from neuclip_ds.cli.program import exit_on_mistake
@@ -24,7 +24,7 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.launch import process_group
 from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.precision import deterministic_algorithms, resolve_comm_dtype
-from neuclip_ds.losses.base import Context, Step
+from neuclip_ds.losses.base import Position
 from neuclip_ds.recipe import load_recipe, validate
 from neuclip_ds.reporting.metrics import MetricsLog
 
@@ -38,13 +38,13 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.objective:
         with exit_on_mistake():
-            objectives(arguments)
+            measure_losses(arguments)
     elif arguments.random:
         with exit_on_mistake():
             random_steps(arguments)
     else:
-        folder = [f"--run.output_dir={arguments.out.parent}", f"--run.name={arguments.out.name}"]
-        run_command(["train", str(arguments.config), *folder])
+        folder_options = [f"--run.output_dir={arguments.out.parent}", f"--run.name={arguments.out.name}"]
+        run_command(["train", str(arguments.config), *folder_options])
 
 
 def random_steps(arguments: argparse.Namespace) -> None:
@@ -55,42 +55,46 @@ def random_steps(arguments: argparse.Namespace) -> None:
         batch = steps.batch(0)
         with MetricsLog(arguments.out) if communicator.rank == 0 else nullcontext() as metrics:
             for number in range(1, 1 + (config.max_steps or EPOCH)):
-                gradients = steps.run(number - 1, batch)
+                outcome = steps.run(number - 1, batch)
                 if metrics is not None and number % config.run.log_every == 0:
-                    metrics.write(number, {"loss": float(gradients.loss)})
+                    metrics.write(number, {"loss": outcome.loss})
 
 
-def objectives(arguments: argparse.Namespace) -> None:
-    """Measure the objective of every method, and write the seconds on the slowest rank."""
+def measure_losses(arguments: argparse.Namespace) -> None:
+    """Measure the loss of every method, and write the seconds on the slowest rank."""
     config = validate(load_recipe(str(arguments.config)))
     with process_group(dump(config)) as communicator, deterministic_algorithms(config.run.deterministic):
-        slowest = {}
+        slowest: dict[str, float] = {}
         for method in arguments.objective:
             config.objective.method = method
-            seconds = objective_seconds(config, communicator, arguments.repeats)
+            seconds = loss_seconds(config, communicator, arguments.repeats)
             slowest[method] = max(communicator.gather_objects(seconds))
         if communicator.rank == 0:
             (arguments.out / SECONDS).write_text(json.dumps(slowest), encoding="utf-8")
 
 
-def objective_seconds(config: Config, communicator: Communicator, repeats: int) -> float:
-    """Return this rank's median seconds per step of the objective, once NeuCLIP's network predicts."""
+def loss_seconds(config: Config, communicator: Communicator, repeats: int) -> float:
+    """Return this rank's median seconds per step of the loss, once NeuCLIP's network predicts."""
     dim = config.model.embed_dim
     comm_dtype = resolve_comm_dtype(config, load_engine_config(config, communicator.world_size))
-    objective = build_objective(config, Context(dim, EPOCH * config.data.batch_size, communicator), comm_dtype)
+    samples = EPOCH * config.data.batch_size
+    loss = build_loss(config, dim, samples, communicator, comm_dtype, undo=False, reduction="sum")
     features = random_features(config.rank_batch(communicator.world_size), dim, communicator)
     on_gpu = communicator.device.type == "cuda"
-    now: Callable[[], float] = time.perf_counter if on_gpu else time.process_time
-    warm_up = max(2, first_prediction(config) + 1)
-    seconds = []
-    for number in range(warm_up + repeats):
+    clock: Callable[[], float] = time.perf_counter if on_gpu else time.process_time
+    untimed = max(2, first_prediction(config) + 1)
+    seconds: list[float] = []
+    for number in range(untimed + repeats):
+        leaves = [features.image.detach().requires_grad_(), features.text.detach().requires_grad_()]
+        position = Position(step=number, epoch=number // EPOCH, lr=1e-4, peak_lr=1e-4)
         communicator.barrier()
-        began = now()
-        objective(features, Step(number, number // EPOCH, 1e-4, 1e-4))
+        start = clock()
+        value = loss(*leaves, features.index, position=position)
+        torch.autograd.grad(value, leaves)
         if on_gpu:
             torch.cuda.synchronize()
-        seconds.append(now() - began)
-    return statistics.median(seconds[warm_up:])
+        seconds.append(clock() - start)
+    return statistics.median(seconds[untimed:])
 
 
 if __name__ == "__main__":

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from benchmarking.run_loss import build_loss
 from build import SAMPLES, VARIANTS
 from evaluation_sets import labeled_set, tokenize, transform
 from fake_cuda import DEVICE, RANKS, GpuRank, fake_cuda
-from neuclip_ds.objectives import build_objective
 
 from neuclip_ds.config import Config
 from neuclip_ds.data.dataset import Batch
@@ -20,8 +19,7 @@ from neuclip_ds.evaluation.sets import open_labeled
 from neuclip_ds.evaluation.tasks import GroupRule
 from neuclip_ds.evaluation.zero_shot import classify
 from neuclip_ds.losses import ContrastiveLoss
-from neuclip_ds.losses.base import Context, Objective, Step
-from neuclip_ds.losses.gather import Features
+from neuclip_ds.losses.base import Position
 
 ROWS = 12
 DIM = 6
@@ -35,40 +33,41 @@ CASES = [
 ]
 
 
-def objective_of(name: str, rank: GpuRank) -> Objective:
+def loss_of(name: str, rank: GpuRank) -> ContrastiveLoss:
     method, options = VARIANTS[name]
     config = Config.model_validate({"objective": {"method": method, **options}})
-    return build_objective(config, Context(DIM, SAMPLES, rank), torch.bfloat16)
+    return build_loss(config, DIM, SAMPLES, rank, torch.bfloat16)
 
 
-def run_step(objective: Objective, number: int, valid: torch.Tensor = ALL_VALID) -> Callable[[], None]:
-    """Run a step as the trainer does, with float32 features, texts first; return a function that undoes the step."""
-    index = torch.arange(ROWS)
-    image, text = torch.empty(2, ROWS, DIM, device=DEVICE)
-    restore = objective.restore_point()
-    gather = objective.begin_gather(index, valid)
-    assert gather is not None
-    gather.add_text(text)
-    gather.add_image(image)
-    result = objective(Features(image, text, index, valid, gather), Step(number, 0, 1e-3, 1e-3))
-    assert result.image.shape == result.text.shape == image.shape
-    for tensor in (result.image, result.text, result.loss, *result.metrics.values()):
+def run_step(loss: ContrastiveLoss, number: int, valid: torch.Tensor = ALL_VALID) -> None:
+    """Run a step as the trainer does, with float32 features, texts first."""
+    pending = loss.begin(torch.arange(ROWS), valid, Position(step=number, lr=1e-3, peak_lr=1e-3))
+    image = torch.empty(ROWS, DIM, device=DEVICE, requires_grad=True)
+    text = torch.empty(ROWS, DIM, device=DEVICE, requires_grad=True)
+    pending.add_text(text)
+    pending.add_image(image)
+    pending.begin_reads()
+    value = loss(image, text, pending=pending)
+    value.backward()
+    assert image.grad is not None
+    assert text.grad is not None
+    assert image.grad.shape == text.grad.shape == image.shape
+    for tensor in (image.grad, text.grad, value, loss.feature_gradient_norm, *loss.metric_tensors.values()):
         assert tensor.device == DEVICE
-    return restore
 
 
 @pytest.mark.parametrize(("name", "world_size"), CASES)
-def test_the_host_does_not_wait_in_a_step_of_any_method(name: str, world_size: int) -> None:
-    """Neither undoing a step nor a row that does not count adds a wait."""
+def test_the_host_does_not_wait_in_a_step_of_any_loss(name: str, world_size: int) -> None:
+    """Neither undoing a step nor an invalid row adds a wait."""
     with fake_cuda() as gpu:
-        objective = objective_of(name, GpuRank(world_size))
+        loss = loss_of(name, GpuRank(world_size))
         warm_up = WARM_UP.get(VARIANTS[name][0], 0)
         for number in range(warm_up):
-            run_step(objective, number)
+            run_step(loss, number)
         gpu.syncs.clear()
-        undo = run_step(objective, warm_up)
-        undo()
-        run_step(objective, warm_up + 1, ONE_INVALID)
+        run_step(loss, warm_up)
+        loss.undo()
+        run_step(loss, warm_up + 1, ONE_INVALID)
     assert not gpu.syncs
 
 
@@ -80,10 +79,34 @@ def test_the_loss_of_other_training_loops_waits_only_to_validate(name: str, vali
         loss_fn = ContrastiveLoss(name, **schedule, device=DEVICE, validate=validate, **options)
         for _ in range(2):
             gpu.syncs.clear()
-            image, text = (torch.empty(ROWS, DIM, device=DEVICE, requires_grad=True) for _ in range(2))
+            image = torch.empty(ROWS, DIM, device=DEVICE, requires_grad=True)
+            text = torch.empty(ROWS, DIM, device=DEVICE, requires_grad=True)
             loss_fn(image, text, torch.arange(ROWS)).backward()
-        assert image.grad is not None and image.grad.device == DEVICE
-    assert gpu.syncs == ({"loss/checks.py": 1} if validate else {})
+        assert image.grad is not None
+        assert image.grad.device == DEVICE
+    assert gpu.syncs == ({"losses/checks.py": 1} if validate else {})
+
+
+@pytest.mark.parametrize("world_size", RANKS)
+def test_a_gather_of_host_tensors_over_nccl_alone_waits_only_for_its_own_stream(world_size: int) -> None:
+    """A group that supports only GPU tensors: the copy to the host does not wait for towers that are launched later."""
+    index = torch.arange(ROWS)
+    with fake_cuda() as gpu:
+        pending = GpuRank(world_size, only_nccl=True).begin_host_gather(index, "features")
+        assert not gpu.awaited
+        assert gpu.current_stream is gpu.default_stream
+        torch.zeros(1, device=DEVICE)  # the towers' work, on the current stream
+        gathered = pending.wait()
+    assert not gpu.syncs
+    assert gathered.device.type == "cpu"
+    assert gathered.shape == (world_size * ROWS,)
+    if world_size == 1:
+        assert gathered is index
+        return
+    (side_stream,) = gpu.host_copies
+    assert side_stream is not gpu.default_stream
+    assert gpu.awaited == [side_stream]
+    assert not side_stream.waits_for
 
 
 BATCHES = 3
