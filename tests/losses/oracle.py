@@ -66,9 +66,7 @@ def fastclip_v0_released_code(image: Tensor, text: Tensor, tau: Tensor, u: Tenso
     size = len(image)
     diagonal = torch.eye(size, dtype=torch.bool)
 
-    def mean_of_ratios(
-        anchors: tuple[Tensor, Tensor], negatives: tuple[Tensor, Tensor], positive: Tensor
-    ) -> Tensor:
+    def mean_of_ratios(anchors: tuple[Tensor, Tensor], negatives: tuple[Tensor, Tensor], positive: Tensor) -> Tensor:
         total = torch.zeros_like(tau)
         for direction in (0, 1):
             exponents = (anchors[direction] @ negatives[1 - direction].T - positive.unsqueeze(1)) / tau

@@ -128,7 +128,9 @@ def test_updates_are_adam_on_the_written_out_loss(name: str, scale: str, clip: f
 @pytest.mark.parametrize(
     ("online_every", "target_every", "epoch_steps"), [(1, 1, None), (1, 2, None), (3, 2, None), (3, 2, 5)]
 )
-def test_nets_are_fitted_and_followed_at_intervals_from_the_epochs_first_step(online_every: int, target_every: int, epoch_steps: int | None) -> None:
+def test_nets_are_fitted_and_followed_at_intervals_from_the_epochs_first_step(
+    online_every: int, target_every: int, epoch_steps: int | None
+) -> None:
     """The target moves by 1 - ema toward the same step's online net.
 
     With `epoch_steps`, the data's epochs are ignored.

@@ -145,9 +145,7 @@ def test_neuclip(size: int, dim: int, prototypes: int, tau: float, reading: str)
     result = call(loss_fn, image, text, at=position(number))
     prototype_rows = table_rows(loss_fn, "npn")
     theta = log_inverse(tau)
-    loss = oracle.neuclip(
-        image, text, (-theta).exp(), prototype_rows["w1"], prototype_rows["w2"], eps, rho, reading
-    )
+    loss = oracle.neuclip(image, text, (-theta).exp(), prototype_rows["w1"], prototype_rows["w2"], eps, rho, reading)
     assert_gradients(result, loss, image, text)
     assert scalar_gradients(loss_fn)["theta"].item() == pytest.approx(gradient(loss, theta), rel=1e-9)
     assert result.loss.item() == pytest.approx(loss.item(), rel=1e-9)
@@ -178,7 +176,7 @@ def test_siglip(tau: float, bias: float) -> None:
         assert relative_error(result.text, text_gradient) < EXACT
         assert relative_error(scalars["theta"], theta_gradient) < EXACT
         assert relative_error(scalars["bias"], bias_gradient) < EXACT
-        assert float(result.loss) == pytest.approx(float(loss), rel=1e-12)
+        assert float(result.loss) == pytest.approx(loss.item(), rel=1e-12)
 
 
 @pytest.mark.parametrize("tau", TAUS)
