@@ -7,7 +7,7 @@ import yaml
 
 from neuclip_ds.config import Config, dump
 from neuclip_ds.errors import UserError
-from neuclip_ds.losses.options import NpnConfig
+from neuclip_ds.losses.neuclip_options import NpnConfig
 from neuclip_ds.recipe import load_recipe, option_fields, parse, recipe_config, recipe_names, validate
 
 

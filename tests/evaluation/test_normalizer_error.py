@@ -9,14 +9,13 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from build import columns, objective, pairs, step
-from neuclip_ds.objectives.normalizers.amortization_mlp import AmortizationMlp
+from build import build_loss, call, columns, pairs, position, replicated_state, table_rows
 from torch import Tensor
 
 from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation.normalizer_error import normalizer_error
-from neuclip_ds.losses.gather import Features
-from neuclip_ds.losses.methods import find_method
+from neuclip_ds.losses.amortization_mlp import AmortizationMlp
+from neuclip_ds.losses.methods import find_method, reads_option
 
 N = 29  # samples
 DIM = 6
@@ -76,7 +75,7 @@ def batches_of(samples: Tensor, features: tuple[Tensor, Tensor], rank: Any, batc
 
 
 def trained(name: str, communicator: Any, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
-    """Return the method after three training steps on features that differ from those of the evaluation."""
+    """Return the loss after three training steps on features that differ from those of the evaluation."""
     method, options = METHODS[name]
     defaults = {
         "eps": 1e-6,
@@ -84,18 +83,20 @@ def trained(name: str, communicator: Any, dtype: torch.dtype = torch.float64, **
         "moving_average": {"gamma_epochs": 2},
     }
     options = {**defaults, **options, **changes}
-    read = {key: value for key, value in options.items() if find_method(method).reads(f"objective.{key}")}
-    trained_method = objective(method, communicator, DIM, dtype, **read)
+    row = find_method(method)
+    read = {key: value for key, value in options.items() if reads_option(row, f"objective.{key}")}
+    loss_fn = build_loss(method, communicator, DIM, dtype, **read)
     for number, samples in enumerate(TRAINED):
         image, text = pairs(N, DIM, seed=number)
         (rows,) = batches_of(samples, (image.to(dtype), text.to(dtype)), communicator)
-        features = Features(rows.image.nan_to_num(), rows.tokens.nan_to_num(), rows.index, rows.valid)
-        trained_method(features, step(number, number))
-    return trained_method
+        image = rows.image.nan_to_num()
+        text = rows.tokens.nan_to_num()
+        call(loss_fn, image, text, rows.index, rows.valid, at=position(number, number))
+    return loss_fn
 
 
 def measure(
-    method: Any,
+    loss_fn: Any,
     communicator: Any,
     features: tuple[Tensor, Tensor],
     samples: Tensor | None = None,
@@ -104,20 +105,17 @@ def measure(
     parts_per_batch: int = 1,
     chunk: int = 4096,
 ) -> dict[str, float]:
-    """Measure the error, by default with all samples as anchors; check that this changes no state of the method."""
+    """Measure the error, by default with all samples as anchors; check that this changes no state of the loss."""
     anchor_batches: list[Any] = []
     for rows in batches_of(ORDER if order is None else order, features, communicator):
         anchor_batches += rows.split(parts_per_batch)
     all_batches: list[Any] = [*batches_of(torch.arange(N) if samples is None else samples, features, communicator, 6)]
 
-    def estimate(image: Tensor, text: Tensor, index: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-        return method.log_normalizers(Features(image, text, index, valid))
-
-    before = state_of(method)
+    before = state_of(loss_fn)
     errors = normalizer_error(
         identity,
-        estimate,
-        method.pair_loss,
+        loss_fn.estimate_normalizers,
+        loss_fn.function.pair_loss,
         anchor_batches,
         all_batches,
         communicator,
@@ -125,18 +123,19 @@ def measure(
         chunk=chunk,
         parts_per_batch=parts_per_batch,
     )
-    after = state_of(method)
+    after = state_of(loss_fn)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before), "a measurement changes no state"
     return errors
 
 
-def state_of(method: Any) -> dict[str, Tensor]:
-    """Return copies of all tensors of a method's state, by name."""
-    state = dict(method.replicated_state())
-    for name, table in method.row_tables().items():
-        state |= {f"{name}/{column}": tensor for column, tensor in table.tensors.items()}
-    return {name: tensor.clone() for name, tensor in state.items()}
+def state_of(loss_fn: Any) -> dict[str, Tensor]:
+    """Return copies of all tensors of a loss's state, by name."""
+    state = replicated_state(loss_fn)
+    for name, table in loss_fn.function.row_tables().items():
+        for column, tensor in table.tensors.items():
+            state[f"{name}/{column}"] = tensor.clone()
+    return state
 
 
 def on_ranks(run_ranks: Any, world_size: int, name: str, **options: Any) -> dict[str, float]:
@@ -150,28 +149,28 @@ FEATURES = pairs(N, DIM, seed=99, likeness=0.7)
 VALID = torch.tensor([i for i in range(N) if i not in BAD])
 
 
-def temperatures(method: Any) -> Tensor:
+def temperatures(loss_fn: Any) -> Tensor:
     """Return the temperature of every sample in both directions, (2, N)."""
-    tables = method.row_tables()
+    tables = loss_fn.function.row_tables()
     if "temperatures" in tables:
         tau = columns(tables["temperatures"])
         return torch.stack([tau["tau_image"], tau["tau_text"]])[:, :N]
-    state = method.replicated_state()
+    state = replicated_state(loss_fn)
     tau = torch.tensor(TAU, dtype=torch.float64)
     if "temperature.theta" in state:
         tau = (-state["temperature.theta"]).exp()
     return tau.expand(2, N)
 
 
-def log_means(method: Any, samples: Tensor) -> Tensor:
+def log_means(loss_fn: Any, samples: Tensor) -> Tensor:
     """Return log g, (2, N), computed within the given samples; the values of all other samples are NaN."""
-    loss = method.pair_loss
-    hinge = None if loss.is_identity else loss.margin
+    pair_loss = loss_fn.function.pair_loss
+    hinge = None if pair_loss.is_identity else pair_loss.margin
     image, text = (x[samples] for x in FEATURES)
-    exponents = oracle.logits(image, text, temperatures(method)[:, samples], hinge)
+    exponents = oracle.logits(image, text, temperatures(loss_fn)[:, samples], hinge)
     log_mean_exp = torch.stack([oracle.log_mean_exp(exponents_of_direction) for exponents_of_direction in exponents])
     size = len(samples)
-    divisor = size - method.pair_loss.excluded
+    divisor = size - pair_loss.divisor_offset
     result = torch.full((2, N), math.nan, dtype=torch.float64)
     result[:, samples] = log_mean_exp + math.log((size - 1) / divisor)
     return result
@@ -182,29 +181,29 @@ def valid_batches() -> list[Tensor]:
     return [batch[torch.isin(batch, VALID)] for batch in ORDER.split(BATCH)]
 
 
-def batch_means(method: Any) -> Tensor:
+def batch_means(loss_fn: Any) -> Tensor:
     result = torch.zeros(2, N, dtype=torch.float64)
     for samples in valid_batches():
-        result[:, samples] = log_means(method, samples)[:, samples]
+        result[:, samples] = log_means(loss_fn, samples)[:, samples]
     return result
 
 
-def averages(method: Any) -> Tensor:
-    u = columns(method.row_tables()["samples"])
+def averages(loss_fn: Any) -> Tensor:
+    u = columns(loss_fn.function.row_tables()["samples"])
     return torch.stack([u["log_u_image"], u["log_u_text"]])[:, :N]
 
 
-def predictions(method: Any) -> Tensor:
-    weights = method.row_tables()["npn"].tensors
-    tau = temperatures(method)[0, 0]
+def predictions(loss_fn: Any) -> Tensor:
+    weights = table_rows(loss_fn, "npn")
+    tau = temperatures(loss_fn)[0, 0]
     image, text = FEATURES
     return oracle.alphas(image, text, tau, weights["w1"], weights["w2"], eps=0.0)
 
 
-def pooled(method: Any) -> Tensor:
+def pooled(loss_fn: Any) -> Tensor:
     """Return (2, N) estimates from the queue and the valid rows of the same batch."""
-    state = method.replicated_state()
-    tau = temperatures(method)[0, 0]
+    state = replicated_state(loss_fn)
+    tau = temperatures(loss_fn)[0, 0]
     entries = torch.stack([state["normalizer.queue_text"], state["normalizer.queue_image"]])
     result = torch.zeros(2, N, dtype=torch.float64)
     for samples in valid_batches():
@@ -217,19 +216,19 @@ def pooled(method: Any) -> Tensor:
     return result
 
 
-def network(method: Any, name: str = "weights") -> Tensor:
+def network(loss_fn: Any, name: str = "weights") -> Tensor:
     """Return the MLP's outputs, (2, N), minus the positives' scaled similarities."""
-    weights = method.replicated_state()[f"normalizer.{name}"]
+    weights = replicated_state(loss_fn)[f"normalizer.{name}"]
     image, text = FEATURES
     outputs = AmortizationMlp(DIM, DIM)(weights, torch.stack(FEATURES))
-    return outputs - (image * text).sum(1) / temperatures(method)
+    return outputs - (image * text).sum(1) / temperatures(loss_fn)
 
 
-def amortized(method: Any) -> Tensor:
+def amortized(loss_fn: Any) -> Tensor:
     """Return the target net's (2, N) estimates without the positive's contribution, c/(B-1)."""
     result = torch.zeros(2, N, dtype=torch.float64)
     for samples in valid_batches():
-        targets = network(method, "target")[:, samples]
+        targets = network(loss_fn, "target")[:, samples]
         result[:, samples] = (targets.exp() - 1e-3 / (len(samples) - 1)).log()
     return result
 
@@ -245,13 +244,13 @@ ESTIMATES: dict[str, Any] = {
     "neuclip_queue": pooled,
     "neuclip_mlp": network,
     "amorlip": amortized,
-    "amorlip_negatives": lambda method: network(method, "target"),
+    "amorlip_negatives": lambda loss_fn: network(loss_fn, "target"),
 }
 
 
-def reference(method: Any, name: str, anchors: Tensor = VALID) -> dict[str, float]:
-    """Return the errors computed from the state of a method that was trained on one rank."""
-    error = (ESTIMATES[name](method) - log_means(method, VALID))[:, anchors]
+def reference(loss_fn: Any, name: str, anchors: Tensor = VALID) -> dict[str, float]:
+    """Return the errors computed from the state of a loss that was trained on one rank."""
+    error = (ESTIMATES[name](loss_fn) - log_means(loss_fn, VALID))[:, anchors]
     seen = error.isfinite().all(0)
     error = error[:, seen]
     square = error.square()
@@ -271,22 +270,22 @@ def test_the_error_is_that_of_the_estimates_in_the_methods_state(run_ranks: Any,
     some_anchors = ORDER[torch.isin(ORDER, VALID)][:15]
     some = {"anchors": 15, "order": ORDER[: 2 * BATCH]}  # the second batch is still complete
 
-    (method,) = run_ranks(1, lambda rank: trained(name, rank))
-    expected = reference(method, name)
-    (errors,) = run_ranks(1, lambda rank: measure(method, rank, FEATURES, chunk=7))
+    (loss_fn,) = run_ranks(1, lambda rank: trained(name, rank))
+    expected = reference(loss_fn, name)
+    (errors,) = run_ranks(1, lambda rank: measure(loss_fn, rank, FEATURES, chunk=7))
     assert errors == pytest.approx(expected, rel=1e-9)
     assert errors["normalizer_mse"] > 1e-3, "the estimate must differ from the truth"
     unvisited = 5 if ESTIMATES[name] is averages else 0
     assert errors["normalizer_unseen"] == unvisited
     assert errors["normalizer_anchors"] == N - len(BAD) - unvisited
 
-    expected_of_some = reference(method, name, some_anchors)
-    (errors_of_some,) = run_ranks(1, lambda rank: measure(method, rank, FEATURES, **some))
+    expected_of_some = reference(loss_fn, name, some_anchors)
+    (errors_of_some,) = run_ranks(1, lambda rank: measure(loss_fn, rank, FEATURES, **some))
     assert errors_of_some == pytest.approx(expected_of_some, rel=1e-9)
 
     def on_three_ranks(rank: Any) -> tuple[dict[str, float], dict[str, float]]:
-        method = trained(name, rank)
-        return measure(method, rank, FEATURES, chunk=7), measure(method, rank, FEATURES, **some)
+        loss_fn = trained(name, rank)
+        return measure(loss_fn, rank, FEATURES, chunk=7), measure(loss_fn, rank, FEATURES, **some)
 
     for errors, errors_of_some in run_ranks(3, on_three_ranks):
         assert errors == pytest.approx(expected, rel=1e-9)
@@ -328,9 +327,9 @@ def test_a_batch_of_one_gives_no_estimate(run_ranks: Any) -> None:
 
 
 def test_the_error_of_a_broken_model_is_nan(run_ranks: Any) -> None:
-    (method,) = run_ranks(1, lambda rank: trained("openclip", rank))
+    (loss_fn,) = run_ranks(1, lambda rank: trained("openclip", rank))
     broken = (torch.full_like(FEATURES[0], math.nan), FEATURES[1])
-    (errors,) = run_ranks(1, lambda rank: measure(method, rank, broken))
+    (errors,) = run_ranks(1, lambda rank: measure(loss_fn, rank, broken))
     assert math.isnan(errors["normalizer_mse"])
     assert errors["normalizer_anchors"] == N - len(BAD)
 

@@ -5,13 +5,14 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from build import objective
-from neuclip_ds.objectives.normalizers.amortization_mlp import AmortizationMlp
+from build import NO_MOMENTUM, build_loss, replicated_state
 from torch import Tensor, nn
 
-from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.losses import ContrastiveLoss
+from neuclip_ds.losses.amortization_mlp import AmortizationMlp
 
-DIM, TAU = 6, 0.07
+DIM = 6
+TAU = 0.07
 MLP = AmortizationMlp(DIM, DIM)
 EXACT = 1e-10
 UNCLIPPED = 1e30
@@ -23,39 +24,46 @@ def amorlip(
     dtype: torch.dtype = torch.float64,
     common: Mapping[str, Any] = MappingProxyType({}),
     **options: Any,
-) -> Any:
+) -> ContrastiveLoss:
     """Build AmorLIP with `common` as options of objective and `options` as options of objective.amortized."""
     temperature = {"initial": tau, "rho": rho, "lr": 0.0}
-    return objective("amorlip", Communicator(), DIM, dtype, amortized=options, temperature=temperature, **common)
+    return build_loss(
+        "amorlip", dim=DIM, dtype=dtype, betas=NO_MOMENTUM, amortized=options, temperature=temperature, **common
+    )
 
 
 class Net(nn.Module):
-    """The specified net for one direction (side 0: images, side 1: texts), built from torch layers."""
+    """The specified net for one direction (0: images, 1: texts), built from torch layers."""
 
-    def __init__(self, flat: Tensor, side: int) -> None:
+    def __init__(self, flat: Tensor, direction: int) -> None:
         super().__init__()
         w = MLP.weights(flat)
-        self.up, self.down, self.out = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM), nn.Linear(DIM, 1)
-        self.norm1, self.norm2 = nn.LayerNorm(DIM), nn.LayerNorm(DIM)
+        self.up = nn.Linear(DIM, DIM)
+        self.norm1 = nn.LayerNorm(DIM)
+        self.down = nn.Linear(DIM, DIM)
+        self.norm2 = nn.LayerNorm(DIM)
+        self.out = nn.Linear(DIM, 1)
         layers = ((self.up, w.up, w.up_bias), (self.down, w.down, w.down_bias), (self.out, w.out, w.out_bias))
         for layer, matrix, bias in layers:
-            layer.weight.data, layer.bias.data = matrix[side].T.clone(), bias[side, 0].clone()
-        norms = ((self.norm1, w.up_gain, w.up_shift), (self.norm2, w.down_gain, w.down_shift))
-        for norm, gain, shift in norms:
-            norm.weight.data, norm.bias.data = gain[side, 0].clone(), shift[side, 0].clone()
+            layer.weight.data = matrix[direction].T.clone()
+            layer.bias.data = bias[direction, 0].clone()
+        for norm, gain, shift in ((self.norm1, w.up_gain, w.up_shift), (self.norm2, w.down_gain, w.down_shift)):
+            norm.weight.data = gain[direction, 0].clone()
+            norm.bias.data = shift[direction, 0].clone()
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.norm1(torch.relu(self.up(x)))
-        return self.out(torch.relu(self.norm2(torch.relu(self.down(hidden))) + x)).squeeze(1)
+        output: Tensor = self.out(torch.relu(self.norm2(torch.relu(self.down(hidden))) + x))
+        return output.squeeze(1)
 
 
 def predict(flat: Tensor, image: Tensor, text: Tensor) -> Tensor:
     with torch.no_grad():
-        return torch.stack([Net(flat, side)(x.detach()) for side, x in enumerate((image, text))])
+        return torch.stack([Net(flat, direction)(x.detach()) for direction, x in enumerate((image, text))])
 
 
-def net_of(method: Any, name: str) -> Tensor:
-    return method.replicated_state()[f"normalizer.{name}"].clone()
+def net_of(loss_fn: ContrastiveLoss, name: str) -> Tensor:
+    return replicated_state(loss_fn)[f"normalizer.{name}"]
 
 
 def log_partition(image: Tensor, text: Tensor, tau: float, c: float) -> Tensor:

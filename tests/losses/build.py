@@ -1,35 +1,34 @@
-"""Build random features and objectives for the tests."""
+"""Build random features and losses for the tests, and call a loss once."""
 
+from __future__ import annotations
+
+from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import torch
-from neuclip_ds.objectives import METHODS, build_objective
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from neuclip_ds.config import Config
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.losses.base import Context, FeatureGradients, Objective, Step
-from neuclip_ds.losses.gather import Features
+from neuclip_ds.losses import ContrastiveLoss, GatheredFeatures, Position
+from neuclip_ds.losses.methods import METHODS
 from neuclip_ds.state.partition import RowTable
 
 SAMPLES = 1000
+PEAK_LR = 1e-3
+NO_MOMENTUM = (0.0, 0.98)
+"""Betas with which Adam's first moment is the last gradient, for `scalar_gradients`."""
+
 _AVERAGE = {"gamma_min": 0.3, "gamma_epochs": 2}
 _NPN = {"prototypes": 7, "inner_steps": 3, "redraw_every": 3}  # 7 rows cannot be split evenly over ranks
-_OWN_ROWS = {"width": 0.01, "inner_steps": 1}  # with one hidden unit, the net's gradient is smaller than the features
+_LOCAL_FITS = {"width": 0.01, "inner_steps": 1}  # with one hidden unit, the net's gradient is smaller than the features
 _ADAGRAD = {"optimizer": "adagrad", "lr": 0.1}
 _OPTIONS: dict[str, dict[str, dict[str, Any]]] = {  # method -> variant -> options; an unlisted method uses its defaults
-    **{
-        name: {"": {"eps": 1e-6, "moving_average": _AVERAGE}}
-        for name, method in METHODS.items()
-        if method.normalizer == "moving_average"
-    },
     "amorlip": {
         "": {"amortized": {"width": 0.5}},
-        "combined_kl": {"amortized": {"encoder_normalizer": "combined", "loss": "kl", **_OWN_ROWS}},
+        "combined_kl": {"amortized": {"encoder_normalizer": "combined", "loss": "kl", **_LOCAL_FITS}},
         "js": {"amortized": {"width": 0.5, "loss": "js", "amortizes": "negatives"}},
-        "seldom": {"amortized": {"online_every": 2, "target_every": 1, **_OWN_ROWS}},
+        "seldom": {"amortized": {"online_every": 2, "target_every": 1, **_LOCAL_FITS}},
     },
     "neuclip": {
         "": {"eps": 1e-6, "npn": _NPN},
@@ -48,11 +47,19 @@ _OPTIONS: dict[str, dict[str, dict[str, Any]]] = {  # method -> variant -> optio
         "fixed_temperature": {"queue": {"size": 7, "kappa": 0.3}, "temperature": {"lr": 0.0}},
     },
 }
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    f"{name}_{variant}" if variant else name: (name, options)
-    for name in METHODS
-    for variant, options in _OPTIONS.get(name, {"": {}}).items()
-}
+
+
+def _variants() -> dict[str, tuple[str, dict[str, Any]]]:
+    variants: dict[str, tuple[str, dict[str, Any]]] = {}
+    for method, row in METHODS.items():
+        averages = "moving_average" in row.sections
+        default = {"eps": 1e-6, "moving_average": _AVERAGE} if averages else {}
+        for variant, options in _OPTIONS.get(method, {"": default}).items():
+            variants[f"{method}_{variant}" if variant else method] = (method, options)
+    return variants
+
+
+VARIANTS = _variants()
 """Maps a variant's name to its method and test options; each method has at least one variant."""
 # options, by method, that keep inner optimizers out of comparisons of float32 with float64
 STILL: dict[str, dict[str, Any]] = {
@@ -61,11 +68,116 @@ STILL: dict[str, dict[str, Any]] = {
 }
 
 
-def objective(
-    method: str, communicator: Communicator, dim: int, dtype: torch.dtype = torch.float64, **options: Any
-) -> Objective:
-    config = Config.model_validate({"objective": {"method": method, **options}, "optimizer": {"eps": 1e-8}})
-    return build_objective(config, Context(dim, SAMPLES, communicator, dtype), comm_dtype=dtype)
+def build_loss(
+    method: Any,
+    communicator: Communicator | None = None,
+    dim: int = 6,
+    dtype: torch.dtype = torch.float64,
+    *,
+    samples: int = SAMPLES,
+    betas: tuple[float, float] = (0.9, 0.98),
+    encoder_temperature: float | None = 0.07,
+    encoder_bias: float | None = -10.0,
+    **options: Any,
+) -> ContrastiveLoss:
+    """Build a loss as the trainer does, with raw gradients, and with `options` as under `objective` in a recipe."""
+    return ContrastiveLoss(
+        method,
+        dim=dim,
+        samples=samples,
+        steps_per_epoch=1000,  # unused: `call` passes the position
+        lr=PEAK_LR,
+        betas=betas,
+        adam_eps=1e-8,
+        reduction="sum",
+        communicator=Communicator() if communicator is None else communicator,
+        undo=True,
+        validate=False,
+        dtype=dtype,
+        spare_row=False,
+        encoder_temperature=encoder_temperature,
+        encoder_bias=encoder_bias,
+        **options,
+    )
+
+
+def position(step: int = 0, epoch: int = 0, lr: float = PEAK_LR) -> Position:
+    return Position(step=step, epoch=epoch, lr=lr, peak_lr=PEAK_LR)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """The loss of one call, its gradient with respect to this rank's features, and its metrics."""
+
+    loss: Tensor
+    image: Tensor  # (b, d)
+    text: Tensor  # (b, d)
+    metrics: dict[str, Tensor]
+
+    def tensors(self) -> list[Tensor]:
+        return [self.loss, self.image, self.text, *self.metrics.values()]
+
+
+def call(
+    loss_fn: ContrastiveLoss,
+    image: Tensor,
+    text: Tensor,
+    index: Tensor | None = None,
+    valid: Tensor | None = None,
+    *,
+    at: Position | None = None,
+    micro_batches: tuple[int, int] | None = None,
+) -> Result:
+    """Call a loss in training mode.
+
+    Args:
+        index: sample indices, by default 0, 1, ...
+        at: position in the run, by default the first step.
+        micro_batches: if given, the rows are sent in pieces of this many texts and images, as a step with micro-batches
+            sends them.
+    """
+    image = image.detach().requires_grad_()
+    text = text.detach().requires_grad_()
+    if index is None:
+        index = torch.arange(len(image))
+    if at is None:
+        at = position()
+    if micro_batches is None:
+        value = loss_fn(image, text, index, valid, position=at)
+    else:
+        pending = loss_fn.begin(index, valid, at)
+        texts, images = micro_batches
+        for piece in text.split(texts):
+            pending.add_text(piece)
+        for piece in image.split(images):
+            pending.add_image(piece)
+        pending.begin_reads()
+        value = loss_fn(image, text, pending=pending)
+    image_gradient, text_gradient = torch.autograd.grad(value, (image, text))
+    return Result(loss=value.detach(), image=image_gradient, text=text_gradient, metrics=dict(loss_fn.metric_tensors))
+
+
+def replicated_state(loss_fn: ContrastiveLoss) -> dict[str, Tensor]:
+    """Return copies of the state that is equal on all ranks."""
+    return {name: value.clone() for name, value in loss_fn.function.replicated_state().items()}
+
+
+def table_rows(loss_fn: ContrastiveLoss, table: str) -> dict[str, Tensor]:
+    """Return this rank's rows of a table of the state, by tensor."""
+    return dict(loss_fn.function.row_tables()[table].tensors)
+
+
+def scalar_gradients(loss_fn: ContrastiveLoss) -> dict[str, Tensor]:
+    """Return the last call's gradients for theta = log(1/tau) and, if there is one, the bias.
+
+    The loss must have been built with `betas=NO_MOMENTUM`.
+    """
+    gradients: dict[str, Tensor] = {}
+    for name, value in replicated_state(loss_fn).items():
+        for scalar in ("theta", "bias"):
+            if name.endswith(f"adam.{scalar}.exp_avg"):
+                gradients[scalar] = value
+    return gradients
 
 
 def pairs(rows: int, dim: int, seed: int = 0, likeness: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -75,32 +187,36 @@ def pairs(rows: int, dim: int, seed: int = 0, likeness: float = 1.0) -> tuple[Te
     return normalize(likeness * shared + a, dim=1), normalize(likeness * shared + b, dim=1)
 
 
-def batch(image: Tensor, text: Tensor, index: Tensor | None = None, valid: Tensor | None = None) -> Features:
-    rows = len(image)
-    return Features(
-        image,
-        text,
-        torch.arange(rows) if index is None else index,
-        torch.ones(rows, dtype=torch.bool) if valid is None else valid,
+def gathered(
+    image: Tensor,
+    text: Tensor,
+    dtype: torch.dtype,
+    communicator: Communicator | None = None,
+    valid: Tensor | None = None,
+) -> GatheredFeatures:
+    """Gather this rank's rows, of samples 0, 1, ..., from all ranks."""
+    communicator = Communicator() if communicator is None else communicator
+    index = torch.arange(len(image))
+    if valid is not None:
+        index = torch.where(valid, index, -1)
+    return GatheredFeatures(
+        padded_image=communicator.all_gather(image, "features"),
+        padded_text=communicator.all_gather(text, "features"),
+        padded_index=communicator.begin_host_gather(index, "features").wait(),
+        communicator=communicator,
+        dtype=dtype,
+        statistics={},
     )
 
 
-def step(number: int = 0, epoch: int = 0, lr: float = 1e-3) -> Step:
-    return Step(number, epoch, lr, 1e-3)
-
-
-def with_scalar_gradients(method: Any, features: Features, at: Step) -> tuple[FeatureGradients, dict[str, Tensor]]:
-    """Return the objective's result and the gradients of theta and the bias, without updating theta or the bias."""
-    rule = method._temperature if hasattr(method, "_temperature") else method._logit
-    seen: dict[str, Tensor] = {}
-    with patch.object(rule, "descend", lambda _, **gradients: seen.update(gradients)):
-        return method(features, at), seen
-
-
-def relative_error(found: Tensor, wanted: Tensor) -> float:
-    return float((found - wanted).norm() / wanted.norm())
+def relative_error(value: Tensor, exact: Tensor) -> float:
+    return float((value - exact).norm() / exact.norm())
 
 
 def columns(table: RowTable) -> dict[str, Tensor]:
     """Return this rank's rows of a table by field, each of shape (n/K,)."""
-    return {name: rows[:, column] for key, rows in table.tensors.items() for column, name in enumerate(key.split(","))}
+    fields: dict[str, Tensor] = {}
+    for key, values in table.tensors.items():
+        for column, name in enumerate(key.split(",")):
+            fields[name] = values[:, column]
+    return fields

@@ -14,9 +14,11 @@ def logits(image: Tensor, text: Tensor, tau: Tensor, hinge: float | None = None)
     """
     s = image @ text.T
     positive = (image * text).sum(1, keepdim=True)
-    x1, x2 = s - positive, s.T - positive
+    x1 = s - positive
+    x2 = s.T - positive
     if hinge is not None:
-        x1, x2 = ((x + hinge).clamp(min=0) ** 2 for x in (x1, x2))
+        x1 = (x1 + hinge).clamp(min=0) ** 2
+        x2 = (x2 + hinge).clamp(min=0) ** 2
     taus = tau.expand(2, len(image)).unsqueeze(2)
     return x1 / taus[0], x2 / taus[1]
 
@@ -28,11 +30,18 @@ def log_mean_exp(exponents: Tensor) -> Tensor:
     return exponents.masked_fill(diagonal, -torch.inf).logsumexp(1) - torch.log(torch.tensor(size - 1.0).to(exponents))
 
 
+def mean_exponentials(image: Tensor, text: Tensor, tau: Tensor) -> Tensor:
+    """Return g, of shape (2, B), without a hinge; tau is as in `logits`."""
+    return torch.stack([log_mean_exp(x).exp() for x in logits(image, text, tau)])
+
+
 def openclip(image: Tensor, text: Tensor, tau: Tensor) -> Tensor:
     """Return the mean of the two cross-entropies of the scaled similarity matrix, as in OpenCLIP."""
     scores = image @ text.T / tau
     labels = torch.arange(len(scores))
-    return (torch.nn.functional.cross_entropy(scores, labels) + torch.nn.functional.cross_entropy(scores.T, labels)) / 2
+    of_images = torch.nn.functional.cross_entropy(scores, labels)
+    of_texts = torch.nn.functional.cross_entropy(scores.T, labels)
+    return (of_images + of_texts) / 2
 
 
 def siglip(image: Tensor, text: Tensor, tau: Tensor, bias: Tensor) -> Tensor:
@@ -43,14 +52,40 @@ def siglip(image: Tensor, text: Tensor, tau: Tensor, bias: Tensor) -> Tensor:
 
 def global_contrastive(image: Tensor, text: Tensor, tau: Tensor, u: Tensor, eps: float) -> Tensor:
     """Return FastCLIP eq. 7, tau/B sum_i [g1_i/(eps + u1_i) + g2_i/(eps + u2_i)]; u and the first tau are fixed."""
-    g = torch.stack([log_mean_exp(x).exp() for x in logits(image, text, tau)])
-    return tau.detach() * (g / (eps + u)).mean(1).sum()
+    return tau.detach() * (mean_exponentials(image, text, tau) / (eps + u)).mean(1).sum()
+
+
+def fastclip_v0_released_code(image: Tensor, text: Tensor, tau: Tensor, u: Tensor, eps: float) -> Tensor:
+    """Return a loss whose gradients are those of FastCLIP's code for v0: 1/2 (mean of anchors + mean of negatives).
+
+    Both halves are the mean of g1/(eps + u1) + g2/(eps + u2). In the first, the code propagates gradients to the
+    anchors and their partners, as in a rank's rows against the gathered, constant features of all ranks. In the second,
+    it propagates gradients to the negatives, as in constant anchors of all ranks against a rank's rows. Both halves
+    depend on tau.
+    """
+    size = len(image)
+    diagonal = torch.eye(size, dtype=torch.bool)
+
+    def mean_of_ratios(anchors: tuple[Tensor, Tensor], negatives: tuple[Tensor, Tensor], positive: Tensor) -> Tensor:
+        total = torch.zeros_like(tau)
+        for direction in (0, 1):
+            exponents = (anchors[direction] @ negatives[1 - direction].T - positive.unsqueeze(1)) / tau
+            g = exponents.exp().masked_fill(diagonal, 0.0).sum(1) / (size - 1)
+            total = total + (g / (eps + u[direction])).mean()
+        return total
+
+    features = (image, text)
+    constants = (image.detach(), text.detach())
+    positive = (image * text).sum(1)
+    of_anchors = mean_of_ratios(features, constants, positive)
+    of_negatives = mean_of_ratios(constants, features, positive.detach())
+    return (of_anchors + of_negatives) / 2
 
 
 def robust_tau_gradient(image: Tensor, text: Tensor, tau: Tensor, u: Tensor, eps: float, rho: float) -> Tensor:
     """Return FastCLIP eq. 10: the mean of log(eps + u1) + log(eps + u2), plus 2 rho, plus tau times the data term."""
     leaf = tau.detach().clone().requires_grad_()
-    g = torch.stack([log_mean_exp(x).exp() for x in logits(image, text, leaf)])
+    g = mean_exponentials(image, text, leaf)
     (grad_tau,) = torch.autograd.grad((g / (eps + u)).mean(1).sum(), leaf)
     return torch.log(eps + u).mean(1).sum() + 2 * rho + tau.detach() * grad_tau
 
@@ -84,9 +119,12 @@ def conjugate(image: Tensor, text: Tensor, tau: Tensor, alpha: Tensor, eps: floa
 
     With `stop`, alpha (2, B) is constant; with `positive`, alpha_i + s_ii/tau is constant; with `full`, neither is.
     """
-    g = torch.stack([log_mean_exp(x).exp() for x in logits(image, text, tau)])
+    g = mean_exponentials(image, text, tau)
     positive = (image * text).sum(1) / tau
-    alpha = {"full": alpha, "stop": alpha.detach(), "positive": (alpha + positive).detach() - positive}[reading]
+    if reading == "stop":
+        alpha = alpha.detach()
+    elif reading == "positive":
+        alpha = (alpha + positive).detach() - positive
     return ((-alpha).exp() * (eps + g) + alpha - 1).mean(1).sum()
 
 
@@ -98,8 +136,9 @@ def amorlip(image: Tensor, text: Tensor, tau: Tensor, log_lambda: Tensor, c: flo
     size = len(image)
     scores = image @ text.T / tau
     weight = (1 + (c - 1) * torch.eye(size).to(image)) / (size - 1)
-    mass = [(weight * x.exp()).sum(1) / lam.exp() for x, lam in zip((scores, scores.T), log_lambda, strict=True)]
-    return tau.detach() * (-2 * scores.diagonal().mean() + mass[0].mean() + mass[1].mean()) + rho * tau
+    image_ratio = (weight * scores.exp()).sum(1) / log_lambda[0].exp()
+    text_ratio = (weight * scores.T.exp()).sum(1) / log_lambda[1].exp()
+    return tau.detach() * (-2 * scores.diagonal().mean() + image_ratio.mean() + text_ratio.mean()) + rho * tau
 
 
 def pooled_normalizers(
@@ -110,9 +149,10 @@ def pooled_normalizers(
     `others` (B, m) marks the entries whose sample differs from the anchor's; if an anchor has none, its result is g.
     The queues are constant, and so is the anchor's partner within ghat.
     """
-    count, pooled = others.sum(1), []
-    sides = zip(logits(image, text, tau), (image, text), (text, image), queues, strict=True)
-    for exponent, anchors, partners, queue in sides:
+    count = others.sum(1)
+    pooled = []
+    directions = zip(logits(image, text, tau), (image, text), (text, image), queues, strict=True)
+    for exponent, anchors, partners, queue in directions:
         batch = log_mean_exp(exponent).exp()
         positive = (anchors * partners.detach()).sum(1, keepdim=True)
         terms = torch.exp((anchors @ queue.T - positive) / tau) * others

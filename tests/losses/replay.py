@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from neuclip_ds.objectives import build_objective
-from neuclip_ds.training.step import TrainStep
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -24,6 +23,7 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.engine import Engine
 from neuclip_ds.losses import ContrastiveLoss
 from neuclip_ds.losses.base import Context, Step
+from neuclip_ds.training.step import TrainStep
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "own_loop.md"
 DIM, SAMPLES, LR, EPOCHS = 6, 48, 1e-3, 2

@@ -8,17 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from build import VARIANTS, batch, objective, step
+from build import VARIANTS, build_loss, call, gathered, position
 from build import pairs as random_pairs
 from fake_cuda import DEVICE, fake_cuda
 from torch import Tensor
 from torch.nn.functional import normalize
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.losses import arithmetic
 from neuclip_ds.losses.arithmetic import log_eps_plus, log_sum_exp, pair_products, products_exact_for
-from neuclip_ds.losses.gather import GatheredFeatures
 from neuclip_ds.losses.pairs import FactoredSimilarities, Hinge, PairGrid, PairLoss, PairSimilarities
 from neuclip_ds.section import merge
 
@@ -107,20 +105,19 @@ def test_no_method_slows_down_a_cpu_with_subnormal_numbers(name: str) -> None:
     method, options = VARIANTS[name]
     options = merge(options, {"temperature": {"initial": TAU}})
     for kind in KINDS:
-        loss = objective(method, Communicator(), DIM, torch.float32, **options)
+        loss_fn = build_loss(method, dim=DIM, dtype=torch.float32, **options)
         image, text = features(kind)
         for number in range(3):
             with SubnormalCounter() as counter:
-                gradients = loss(batch(image, text), step(number))
+                result = call(loss_fn, image, text, at=position(number))
             assert counter.exponentials
             assert not counter.subnormal, kind
-            assert gradients.image.isfinite().all()
+            assert result.image.isfinite().all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_pairs_slow_down_a_cpu_with_subnormal_numbers(kind: str) -> None:
-    gathered = GatheredFeatures(batch(*features(kind)), Communicator(), torch.float32)
-    grid = PairGrid(gathered, None, 1e9)
+    grid = PairGrid(gathered(*features(kind), torch.float32), None, 1e9)
     tau = torch.tensor(TAU)
     for similarities in (
         FactoredSimilarities(grid, PairLoss(), tau),
@@ -138,8 +135,8 @@ def test_no_pairs_slow_down_a_cpu_with_subnormal_numbers(kind: str) -> None:
 def test_bounds_on_exponents_keep_nan_so_that_the_trainer_can_skip_the_step(name: str) -> None:
     image, text = features("random")
     image[3, 2] = torch.nan
-    loss = objective(name, Communicator(), DIM, torch.float32, temperature={"initial": TAU})
-    assert not loss(batch(image, text), step()).image.isfinite().all()
+    loss_fn = build_loss(name, dim=DIM, dtype=torch.float32, temperature={"initial": TAU})
+    assert not call(loss_fn, image, text).image.isfinite().all()
 
 
 @pytest.fixture(params=[False, True], ids=["float32 outside", "TF32 outside"])
@@ -166,15 +163,14 @@ class PrecisionRecorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("comm_dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_method_allows_tf32_only_for_pairs_of_16_bit_features(comm_dtype: torch.dtype, outside: bool) -> None:
+@pytest.mark.parametrize("feature_dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_method_allows_tf32_only_for_pairs_of_16_bit_features(feature_dtype: torch.dtype, outside: bool) -> None:
     image, text = random_pairs(9, 5)
     for method in ("openclip", "isogclr", "siglip"):
-        loss = objective(method, Communicator(), 5, torch.float32)
-        loss.comm_dtype = comm_dtype
+        loss_fn = build_loss(method, dim=5, dtype=torch.float32)
         with PrecisionRecorder() as recorder:
-            loss(batch(image.float(), text.float()), step())
-        assert recorder.pairs == {comm_dtype.itemsize == 2}
+            call(loss_fn, image.to(feature_dtype), text.to(feature_dtype))
+        assert recorder.pairs == {feature_dtype.itemsize == 2}
         assert recorder.positives == {False}
         assert MATMUL.allow_tf32 == outside
 

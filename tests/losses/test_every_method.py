@@ -6,64 +6,129 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from build import STILL, VARIANTS, batch, objective, pairs, relative_error, step
-from neuclip_ds.objectives import METHODS, contrastive
-from neuclip_ds.objectives.contrastive import ContrastiveObjective
+from build import STILL, VARIANTS, Result, build_loss, call, columns, pairs, position, relative_error, replicated_state
+from torch import Tensor
+from torch.nn.functional import normalize
 
-from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.losses.base import NormalizerOutput, Objective
-from neuclip_ds.losses.gather import GatheredFeatures
-from neuclip_ds.losses.pairs import Hinge
+from neuclip_ds.config import Config
+from neuclip_ds.losses import ContrastiveLoss, global_contrastive
+from neuclip_ds.losses import pairs as pairs_module
+from neuclip_ds.losses.global_contrastive import GlobalContrastiveLoss, NormalizerOutput
+from neuclip_ds.losses.methods import METHODS
+from neuclip_ds.losses.pairs import CACHED_BYTES
 from neuclip_ds.section import merge
 
 every_method = pytest.mark.parametrize("name", VARIANTS)
 
 
-def build(name: str, tau: float = 0.07, dtype: torch.dtype = torch.float64, **changes: Any) -> Objective:
+def build(name: str, tau: float = 0.07, dtype: torch.dtype = torch.float64, **changes: Any) -> ContrastiveLoss:
     method, options = VARIANTS[name]
     options = merge(options, {"temperature": {"initial": tau, "rho": 2.0, "lr": 1e-2}, **changes})
-    return objective(method, Communicator(), 6, dtype, **options)
+    return build_loss(method, dtype=dtype, **options)
 
 
-@pytest.mark.parametrize("name", [name for name, (method, _) in VARIANTS.items() if METHODS[method].normalizer])
-@pytest.mark.parametrize("tau", [0.01, 0.07, 1.0])
-@pytest.mark.parametrize(("size", "chunk", "kept"), [(9, None, 1e8), (14, 4, 1e8), (14, 4, 0)])
-def test_feature_gradient_is_that_of_the_weighted_pairs(
-    name: str, tau: float, size: int, chunk: int | None, kept: float, monkeypatch: pytest.MonkeyPatch
+def force_factors(monkeypatch: pytest.MonkeyPatch, factors: bool) -> None:
+    """Choose between the arithmetic of CPUs, where it is possible, and that of GPUs."""
+    monkeypatch.setattr(pairs_module, "factors_exponentials", lambda device_type: factors)
+
+
+def table_tensors(loss_fn: ContrastiveLoss) -> dict[str, Tensor]:
+    """Return copies of the tables of the state."""
+    tensors: dict[str, Tensor] = {}
+    for name, table in loss_fn.function.row_tables().items():
+        for key, values in table.tensors.items():
+            tensors[f"{name}/{key}"] = values.clone()
+    return tensors
+
+
+def state_tensors(loss_fn: ContrastiveLoss) -> dict[str, Tensor]:
+    """Return copies of all tensors of the state."""
+    return replicated_state(loss_fn) | table_tensors(loss_fn)
+
+
+def individual_temperatures(loss_fn: ContrastiveLoss, size: int) -> Tensor | None:
+    """Return copies of the (2, size) temperatures of the first samples, or None if all samples share one."""
+    tables = loss_fn.function.row_tables()
+    if "temperatures" not in tables:
+        return None
+    taus = columns(tables["temperatures"])
+    return torch.stack([taus["tau_image"], taus["tau_text"]])[:, :size]
+
+
+def test_the_default_method_is_that_of_recipes() -> None:
+    assert ContrastiveLoss(dim=4).config == Config().objective
+    assert ContrastiveLoss(dim=4).config.method == "openclip"
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, (method, _) in VARIANTS.items() if METHODS[method].estimates_normalizers]
+)
+@pytest.mark.parametrize("factors", [True, False], ids=["as on a CPU", "as on a GPU"])
+def test_the_feature_gradient_is_that_of_the_weighted_pairs(
+    name: str, factors: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The gradient is that of scale/B sum w g, with the normalizer's weights w, plus the normalizer's own gradient."""
-    monkeypatch.setattr(contrastive, "KEPT_BYTES", kept)
-    method = build(name, tau, chunk_size=chunk)
-    assert isinstance(method, ContrastiveObjective)
-    seen: list[NormalizerOutput] = []
-    normalizer: Any = method._normalizer
+    """The gradient is that of scale/B sum w g, with the estimator's weights w, plus the estimator's own gradient."""
+    force_factors(monkeypatch, factors)
+    for tau, size, chunk, cached_bytes in ((0.01, 9, None, CACHED_BYTES), (0.07, 14, 4, CACHED_BYTES), (1.0, 14, 4, 0)):
+        monkeypatch.setattr(global_contrastive, "CACHED_BYTES", cached_bytes)
+        check_weighted_pairs(build(name, tau, chunk_size=chunk), size, monkeypatch)
 
-    class Recorded:
-        prefetch, gathers = normalizer.prefetch, normalizer.gathers
 
-        def __call__(self, *arguments: Any) -> NormalizerOutput:
-            seen.append(normalizer(*arguments))
-            return seen[-1]
+def check_weighted_pairs(loss_fn: ContrastiveLoss, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    function: Any = loss_fn.function
+    assert isinstance(function, GlobalContrastiveLoss)
+    outputs: list[NormalizerOutput] = []
+    estimator_class: Any = type(function._estimator)
+    estimate_normalizers = estimator_class.__call__
 
-    method._normalizer = Recorded()  # type: ignore[assignment]
-    for number in range(3):
-        image, text = (x.requires_grad_() for x in pairs(size, 6, seed=number))
-        features = batch(image.detach(), text.detach())
-        taus = method._temperature.of(
-            GatheredFeatures(features, Communicator(), torch.float64, method._temperature.prefetch)
-        )
-        found = method(features, step(number, epoch=number))
-        is_hinge = isinstance(method.pair_loss, Hinge)
-        hinge = method.pair_loss.margin if is_hinge else None
-        log_g = [oracle.log_mean_exp(x) for x in oracle.logits(image, text, taus, hinge)]
-        divisor = math.log((size - 1) / (size - method.pair_loss.excluded))
-        weight = method._scale(taus) * seen[-1].log_weight.exp()
-        loss = (weight * (torch.stack(log_g) + divisor).exp()).mean(1).sum()
-        wanted = list(torch.autograd.grad(loss, (image, text)))
-        if seen[-1].feature_grad is not None:
-            wanted = [a + method._scale(taus) * b for a, b in zip(wanted, seen[-1].feature_grad, strict=True)]
-        assert relative_error(found.image, wanted[0]) < 1e-10
-        assert relative_error(found.text, wanted[1]) < 1e-10
+    def recorded(*arguments: Any) -> NormalizerOutput:
+        output: NormalizerOutput = estimate_normalizers(*arguments)
+        outputs.append(output)
+        return output
+
+    with monkeypatch.context() as patch:
+        patch.setattr(estimator_class, "__call__", recorded)
+        for number in range(2):
+            image, text = (x.requires_grad_() for x in pairs(size, 6, seed=number))
+            individual_taus = individual_temperatures(loss_fn, size)
+            result = call(loss_fn, image, text, at=position(number, epoch=number))
+            output = outputs[-1]
+            taus = result.metrics["tau"] if individual_taus is None else individual_taus
+            pair_loss = function.pair_loss
+            hinge = None if pair_loss.is_identity else pair_loss.margin
+            log_mean = torch.stack([oracle.log_mean_exp(x) for x in oracle.logits(image, text, taus, hinge)])
+            log_g = log_mean + math.log((size - 1) / (size - pair_loss.divisor_offset))
+            scale = function._scale(taus)
+            loss = (scale * output.log_weight.exp() * log_g.exp()).mean(1).sum()
+            image_gradient, text_gradient = torch.autograd.grad(loss, (image, text))
+            if output.feature_grad is not None:
+                image_gradient = image_gradient + scale * output.feature_grad[0]
+                text_gradient = text_gradient + scale * output.feature_grad[1]
+            assert relative_error(result.image, image_gradient) < 1e-10
+            assert relative_error(result.text, text_gradient) < 1e-10
+
+
+@every_method
+def test_a_cpu_and_a_gpu_compute_alike(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses, gradients, metrics and the state's tables agree up to rounding, whichever arithmetic computes the pairs.
+
+    Networks are compared by their effect on later steps: where a weight's gradient is zero, Adam magnifies rounding.
+    """
+    results: list[list[Result]] = []
+    tables: list[dict[str, Tensor]] = []
+    for factors in (True, False):
+        force_factors(monkeypatch, factors)
+        loss_fn = build(name)
+        results.append([])
+        for number in range(4):
+            result = call(loss_fn, *pairs(12, 6, seed=number), at=position(number, epoch=number // 2))
+            results[-1].append(result)
+        tables.append(table_tensors(loss_fn))
+    for cpu, gpu in zip(*results, strict=True):
+        for cpu_value, gpu_value in zip(cpu.tensors(), gpu.tensors(), strict=True):
+            torch.testing.assert_close(cpu_value, gpu_value, rtol=1e-9, atol=1e-12)
+    for key, value in tables[0].items():
+        torch.testing.assert_close(value, tables[1][key], rtol=1e-9, atol=1e-12)
 
 
 @every_method
@@ -71,59 +136,63 @@ def test_rows_that_do_not_count_change_nothing(name: str) -> None:
     """Invalid rows get a zero gradient, even if they contain NaN or inf, and do not affect any other result."""
     image, text = pairs(12, 6)
     valid = torch.tensor([True, False, True] * 4)
-    poisoned_image, poisoned_text = image.clone(), text.clone()
-    poisoned_image[~valid], poisoned_text[~valid] = math.nan, math.inf
-    with_holes, without = build(name), build(name)
+    poisoned_image = image.clone()
+    poisoned_text = text.clone()
+    poisoned_image[~valid] = math.nan
+    poisoned_text[~valid] = math.inf
+    with_invalid_rows = build(name)
+    without = build(name)
     index = torch.arange(12)
     for number in range(3):
-        holes = with_holes(batch(poisoned_image, poisoned_text, index, valid), step(number))
-        clean = without(batch(image[valid], text[valid], index[valid]), step(number))
-    assert torch.equal(holes.image[valid], clean.image)
-    assert torch.equal(holes.text[valid], clean.text)
-    assert not holes.image[~valid].any()
-    assert not holes.text[~valid].any()
-    for key, value in without.replicated_state().items():
-        assert torch.equal(with_holes.replicated_state()[key], value)
-
-
-@every_method
-@pytest.mark.parametrize("poison", [1.0, math.nan])
-def test_a_restored_step_leaves_no_trace(name: str, poison: float) -> None:
-    """An undone step, even the first of an epoch, has no effect on the state after later steps."""
-    restored, without = build(name), build(name)
-    for number in range(6):
-        image, text = pairs(12, 6, seed=number)
-        if number in (2, 3):
-            restore = restored.restore_point()
-            restored(batch(image * poison, text, torch.arange(12) + number), step(number, epoch=number // 3))
-            restore()
-            continue
-        features = batch(image, text, torch.arange(12) + number)
-        for method in (restored, without):
-            method(features, step(number, epoch=number // 3))
-    state, wanted = restored.replicated_state(), without.replicated_state()
-    assert state.keys() == wanted.keys()
-    for key, value in wanted.items():
+        padded = call(with_invalid_rows, poisoned_image, poisoned_text, index, valid, at=position(number))
+        compact = call(without, image[valid], text[valid], index[valid], at=position(number))
+    assert torch.equal(padded.loss, compact.loss)
+    assert torch.equal(padded.image[valid], compact.image)
+    assert torch.equal(padded.text[valid], compact.text)
+    assert not padded.image[~valid].any()
+    assert not padded.text[~valid].any()
+    state = state_tensors(with_invalid_rows)
+    for key, value in state_tensors(without).items():
         assert torch.equal(state[key], value), key
-    for key, table in without.row_tables().items():
-        for part, rows in table.tensors.items():
-            assert torch.equal(restored.row_tables()[key].tensors[part], rows), (key, part)
 
 
 @every_method
-def test_float32_at_the_coldest_temperature(name: str) -> None:
+def test_an_undone_step_leaves_no_trace(name: str) -> None:
+    """Undone steps, even the first of an epoch or one with NaN, have no effect on the state after later steps."""
+    undone = build(name)
+    without = build(name)
+    for number, poison in ((0, None), (1, None), (2, 1.0), (3, math.nan), (4, None), (5, None)):
+        image, text = pairs(12, 6, seed=number)
+        index = torch.arange(12) + number
+        at = position(number, epoch=number // 3)
+        if poison is not None:
+            call(undone, image * poison, text, index, at=at)
+            undone.undo()
+            continue
+        for loss_fn in (undone, without):
+            call(loss_fn, image, text, index, at=at)
+    state = state_tensors(undone)
+    expected = state_tensors(without)
+    assert state.keys() == expected.keys()
+    for key, value in expected.items():
+        assert torch.equal(state[key], value), key
+
+
+@every_method
+def test_float32_is_accurate_at_the_coldest_temperature(name: str) -> None:
     """At tau = 0.01, with negatives 1.9 above positives (exponents of 190), gradients match float64 to within 1e-4."""
     image, text = pairs(48, 6, likeness=0.3)
     text[:4] = -image[:4] * 0.95 + text[:4] * 0.05  # positives far apart ...
     text[4:8] = image[:4]  # ... and a negative that is identical
-    text = torch.nn.functional.normalize(text, dim=1)
-    results = []
+    text = normalize(text, dim=1)
+    results: list[list[Result]] = []
     for dtype in (torch.float32, torch.float64):
-        # inner optimizers are excluded; tests/objectives/test_npn.py and test_amortized_fit.py test them
-        built = build(name, 0.01, dtype, **STILL.get(VARIANTS[name][0], {}))
+        # inner optimizers are excluded; test_npn.py and test_amortized_fit.py test them
+        loss_fn = build(name, 0.01, dtype, **STILL.get(VARIANTS[name][0], {}))
+        results.append([])
         for number in range(2):
-            results.append(built(batch(image.to(dtype), text.to(dtype)), step(number, lr=0.0)))
-    for single, double in zip(results[:2], results[2:], strict=True):
+            results[-1].append(call(loss_fn, image.to(dtype), text.to(dtype), at=position(number, lr=0.0)))
+    for single, double in zip(*results, strict=True):
         assert torch.isfinite(single.image).all()
         assert torch.isfinite(single.text).all()
         assert relative_error(single.image.double(), double.image) < 1e-4

@@ -5,20 +5,18 @@ is less accurate: there, our error relative to open_clip in float64 is at most t
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 import torch
-from build import batch, objective, pairs, relative_error, step, with_scalar_gradients
+from build import NO_MOMENTUM, build_loss, call, pairs, relative_error, scalar_gradients
 from torch import Tensor
 
-from neuclip_ds.distributed.communicator import Communicator
+open_clip_losses = pytest.importorskip("open_clip.loss")
+ROWS = 64
+DIM = 32
 
-peer = pytest.importorskip("open_clip.loss")
-ROWS, DIM = 64, 32
 
-
-def theirs(loss_of: Callable[..., Tensor], dtype: torch.dtype, scalars: Sequence[float]) -> list[Tensor]:
+def open_clip_results(loss_of: Callable[..., Tensor], dtype: torch.dtype, scalars: Sequence[float]) -> list[Tensor]:
     """Return open_clip's loss and its gradients for the image features, the text features and the scalars."""
     leaves = [x.to(dtype).requires_grad_() for x in pairs(ROWS, DIM)]
     leaves += [torch.tensor(x, dtype=dtype, requires_grad=True) for x in scalars]
@@ -26,27 +24,27 @@ def theirs(loss_of: Callable[..., Tensor], dtype: torch.dtype, scalars: Sequence
     return [loss.detach(), *torch.autograd.grad(loss, leaves)]
 
 
-def ours(method: Any) -> list[Tensor]:
-    """Return our loss and its gradients for the image features, the text features, theta and any bias."""
-    image, text = (x.float() for x in pairs(ROWS, DIM))
-    found, seen = with_scalar_gradients(method, batch(image, text), step())
-    return [found.loss, found.image, found.text, *seen.values()]
-
-
-def compare(found: list[Tensor], single: list[Tensor], double: list[Tensor]) -> None:
-    for value, near, exact in zip(found, single, double, strict=True):
-        theirs_off = relative_error(near.double(), exact)
-        assert relative_error(value.double(), exact) < max(1e-6, 2 * theirs_off)
-        assert relative_error(value, near) < max(1e-6, 3 * theirs_off)
-
-
 @pytest.mark.parametrize("tau", [0.1, 0.07, 0.03, 0.01])
-@pytest.mark.parametrize(("name", "peers", "bias"), [("openclip", "ClipLoss", []), ("siglip", "SigLipLoss", [-10.0])])
-def test_losses(name: str, peers: str, bias: list[float], tau: float) -> None:
-    method = objective(name, Communicator(), DIM, torch.float32, temperature={"initial": tau})
-    single, double = (
-        theirs(getattr(peer, peers)(), dtype, [1 / tau, *bias]) for dtype in (torch.float32, torch.float64)
+@pytest.mark.parametrize(
+    ("method", "loss_class", "bias"), [("openclip", "ClipLoss", []), ("siglip", "SigLipLoss", [-10.0])]
+)
+def test_losses_and_gradients_equal_those_of_open_clip(
+    method: str, loss_class: str, bias: list[float], tau: float
+) -> None:
+    loss_of = getattr(open_clip_losses, loss_class)()
+    single = open_clip_results(loss_of, torch.float32, [1 / tau, *bias])
+    double = open_clip_results(loss_of, torch.float64, [1 / tau, *bias])
+
+    loss_fn = build_loss(
+        method, dim=DIM, dtype=torch.float32, betas=NO_MOMENTUM, temperature={"initial": tau, "lr": 0.0}
     )
-    found = ours(method)
-    found[3] = found[3] * tau  # open_clip's gradient is for exp(theta)
-    compare(found, single, double)
+    image, text = (x.float() for x in pairs(ROWS, DIM))
+    result = call(loss_fn, image, text)
+    scalars = scalar_gradients(loss_fn)
+    scalars["theta"] *= tau  # open_clip's gradient is for exp(theta)
+    for value, near, exact in zip(
+        [result.loss, result.image, result.text, *scalars.values()], single, double, strict=True
+    ):
+        error_of_open_clip = relative_error(near.double(), exact)
+        assert relative_error(value.double(), exact) < max(1e-6, 2 * error_of_open_clip)
+        assert relative_error(value, near) < max(1e-6, 3 * error_of_open_clip)

@@ -12,8 +12,9 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from build import batch, relative_error
+from build import gathered as gather
 from build import pairs as random_pairs
+from build import relative_error
 from fake_cuda import DEVICE, GpuRank, fake_cuda
 from ranks import run_ranks
 from torch import Tensor
@@ -23,7 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.losses import pairs
-from neuclip_ds.losses.gather import GatheredFeatures
 from neuclip_ds.losses.pairs import (
     FactoredSimilarities,
     Hinge,
@@ -87,7 +87,7 @@ def closed_form(
 ) -> Results:
     """Compute each rank's part of the pairs from the whole batch, and combine the results."""
     image, text = features
-    gathered = GatheredFeatures(batch(image, text), Communicator(), image.dtype)
+    gathered = gather(image, text, image.dtype)
     log_g = []
     gradients = []
     for rows in shape.rank_rows:
@@ -278,8 +278,7 @@ def rank_results(communicator: Communicator) -> dict[str, list[Tensor]]:
     image, text = random_pairs(12, DIM)
     valid = torch.ones(12, dtype=torch.bool)
     valid[[1, 10, 11]] = False  # uneven over ranks
-    features = batch(image[rows], text[rows], torch.arange(12)[rows], valid[rows])
-    gathered = GatheredFeatures(features, communicator, torch.float64)
+    gathered = gather(image[rows], text[rows], torch.float64, communicator, valid[rows])
     grid = PairGrid(gathered, 5, UNLIMITED)
     cases = {
         "as on a CPU": FactoredSimilarities(grid, PairLoss(), temperatures(0.05, False, gathered.size)),
@@ -326,7 +325,7 @@ def assert_compiled_equals_uncompiled(
     force_factors(monkeypatch, False)
     size = 3 * rows
     features = random_pairs(size, DIM)
-    gathered = GatheredFeatures(batch(*features), Communicator(), torch.float64)
+    gathered = gather(*features, torch.float64)
     gathered.local = slice(rows, 2 * rows)
     tau = temperatures(0.05, individual, size)
     log_weight = torch.linspace(-1, 1, 2 * size, dtype=torch.float64).reshape(2, size)
@@ -334,7 +333,9 @@ def assert_compiled_equals_uncompiled(
     for compiles in (False, True):
         monkeypatch.setattr(pairs, "compiles", lambda device_type, count, compiles=compiles: compiles)
         similarities = pair_similarities(PairGrid(gathered, columns, UNLIMITED), pair_loss, tau)
-        results.append([similarities.log_mean_exp(), *similarities.gradient(log_weight)])
+        log_g = similarities.log_mean_exp()
+        gradient = similarities.gradient(log_weight)
+        results.append([log_g, gradient.image, gradient.text, gradient.mean_logit])
     for exact, value in zip(*results, strict=True):
         assert relative_error(value, exact) < 1e-12
 
@@ -402,8 +403,8 @@ def test_a_gpu_is_never_waited_for(compiles: bool, monkeypatch: pytest.MonkeyPat
     world_size = 8
     size = 12 * world_size
     with fake_cuda() as gpu:
-        features = batch(*torch.empty(2, 12, DIM, device=DEVICE))
-        gathered = GatheredFeatures(features, GpuRank(world_size), torch.bfloat16)
+        image, text = torch.empty(2, 12, DIM, device=DEVICE, dtype=torch.bfloat16)
+        gathered = gather(image, text, torch.float32, GpuRank(world_size))
         for pair_loss in (PairLoss(), Hinge(0.2)):
             for shape in ((), (2, size)):
                 tau = torch.ones(shape, device=DEVICE)
@@ -412,7 +413,8 @@ def test_a_gpu_is_never_waited_for(compiles: bool, monkeypatch: pytest.MonkeyPat
                 log_g = similarities.log_mean_exp()
                 gradient = similarities.gradient(torch.zeros(2, size, device=DEVICE))
                 assert not gpu.syncs
-                assert {x.device for x in (log_g, *gradient)} == {DEVICE}
+                results = (log_g, gradient.image, gradient.text, gradient.mean_logit)
+                assert {x.device for x in results} == {DEVICE}
                 assert log_g.shape == (2, 12)
                 assert gradient.image.shape == gradient.text.shape == (12, DIM)
                 assert gradient.mean_logit.shape == ((2, 12) if shape else ())
@@ -421,8 +423,8 @@ def test_a_gpu_is_never_waited_for(compiles: bool, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(("rows", "compiles"), [(5000, False), (6000, True), (20000, True)])
 def test_a_gpu_has_large_blocks_and_compiles_many_pairs(rows: int, compiles: bool) -> None:
     with fake_cuda():
-        features = batch(*torch.empty(2, rows, 4, device=DEVICE))
-        grid = PairGrid(GatheredFeatures(features, GpuRank(1), torch.float32), None, 0)
+        image, text = torch.empty(2, rows, 4, device=DEVICE)
+        grid = PairGrid(gather(image, text, torch.float32, GpuRank(1)), None, 0)
         assert grid.compiles == compiles
         elements = 1 << 25  # 128 MiB
         sizes = [block.view(torch.empty(elements)).numel() for block in grid.blocks()]
