@@ -163,6 +163,7 @@ class ContrastiveLoss(nn.Module):
         self.validates = validate
         self.scaler = scaler
         self._can_undo = undo
+        self._next_undo: _Undo | None = None  # will revert the training call that has begun
         self._undo: _Undo | None = None  # reverts the last training call
         self._pending: PendingBatch | None = None  # begun, but not yet passed to `forward`
         self._warned = False
@@ -192,7 +193,7 @@ class ContrastiveLoss(nn.Module):
 
         Raises:
             RuntimeError: the batch of the last `begin` has not been passed to the loss; see `abandon`.
-            ValueError: `index` or `valid` cannot be used.
+            ValueError: `index` or `valid` cannot be used. Only the rank with this problem raises the error.
         """
         if self._pending is not None:
             raise RuntimeError(
@@ -205,13 +206,15 @@ class ContrastiveLoss(nn.Module):
         if valid is None:
             valid = torch.ones(len(index), dtype=torch.bool)
         training = self._is_training
+        self._move(self._communicator.device, self._dtype, keep=True)
         with torch.no_grad():
             self._pending = self._begin(index, valid, training, position)
         return self._pending
 
     def abandon(self) -> None:
-        """Forget the batch of the last `begin`, on all ranks, after an exception before the loss was called."""
+        """Forget the batch of the last `begin`, after an exception before the loss was called; for all ranks."""
         self._pending = None
+        self._next_undo = None
 
     def forward(
         self,
@@ -239,10 +242,12 @@ class ContrastiveLoss(nn.Module):
             ValueError: on all ranks, if any rank's arguments are invalid or ranks differ in training mode or dtype.
             UserError: fewer than two rows of the global batch are valid.
             RuntimeError: activation checkpointing repeats the call, which would update the loss's state twice, or
-                `pending` is not the batch of the last `begin`.
+                `pending` is not the batch of the last `begin`, or its features are incomplete.
         """
-        if pending is not None and pending is not self._pending:
-            raise RuntimeError("pending is not the batch of the last begin(): pass each batch to the loss once.")
+        if pending is not self._pending:
+            raise RuntimeError(
+                "pending is not the batch of the last begin(): pass each batch to the loss once, or call abandon()."
+            )
         self._pending = None  # an exception below abandons the batch
         training = self._is_training
         if training and torch._C._current_graph_task_id() >= 0:  # in a backward pass; no public function reports this
@@ -266,7 +271,10 @@ class ContrastiveLoss(nn.Module):
             text_gradient = self._gradient_of_rows(batch.expand(output.text_gradient), len(text_features))
             self.metric_tensors = output.metrics
             self.feature_gradient_norm = output.gradient_norm
-            self._calls += int(training)
+            if training:
+                self._calls += 1
+                self._undo = self._next_undo
+                self._next_undo = None
         loss = with_gradients(output.loss, (image_features, text_features), (image_gradient, text_gradient))
         if training and not loss.requires_grad and not self._warned:
             self._warned = True
@@ -448,9 +456,12 @@ class ContrastiveLoss(nn.Module):
     def _begin(self, index: Tensor, valid: Tensor, training: bool, position: Position | None) -> PendingBatch:
         """Send the indices of a batch; if `training`, prepare to revert the updates of the state."""
         self._undo_if_scaler_skipped()
-        if training and (self._can_undo or self.scaler is not None):
-            grad_scale = None if self.scaler is None else self.scaler.get_scale()
-            self._undo = _Undo(self.function.restore_point(), grad_scale)
+        if training:
+            self._undo = None
+            self._next_undo = None
+            if self._can_undo or self.scaler is not None:
+                grad_scale = None if self.scaler is None else self.scaler.get_scale()
+                self._next_undo = _Undo(self.function.restore_point(), grad_scale)
         if position is None:
             position = self._next_position()
         sends_features = not training or self.function.gathers(position)

@@ -63,6 +63,8 @@ class PendingBatch:
         self._local_index = torch.where(valid, index, -1)
         self._images: list[Pending] = []
         self._texts: list[Pending] = []
+        self._image_rows = 0  # of this rank, added so far
+        self._text_rows = 0
         self._statistics: Mapping[str, Pending] | None = None
         if sends_features:
             self._index = communicator.begin_host_gather(self._local_index, "features")
@@ -72,10 +74,12 @@ class PendingBatch:
     def add_text(self, rows: Tensor) -> None:
         """Start sending the next rows of this rank's (b, d) text features."""
         self._texts.append(self._begin_gather(rows))
+        self._text_rows += len(rows)
 
     def add_image(self, rows: Tensor) -> None:
         """Start sending the next rows of this rank's (b, d) image features."""
         self._images.append(self._begin_gather(rows))
+        self._image_rows += len(rows)
 
     def begin_reads(self) -> None:
         """Start reading the samples' statistics, if the loss has any; the host waits for the indices of all ranks.
@@ -91,7 +95,15 @@ class PendingBatch:
 
         If the step does not need the features of other ranks, only this rank's rows are returned, except if a rank has
         fewer than two valid rows: it would have no negatives, so all ranks gather.
+
+        Raises `RuntimeError` if the features of some rows have not been added.
         """
+        rows = len(self._local_index)
+        if self._text_rows != rows or self._image_rows != rows:
+            raise RuntimeError(
+                f"The batch has {rows} rows, but add_text() has received {self._text_rows} rows and add_image() "
+                f"{self._image_rows}: add the features of every row once before you call the loss."
+            )
         if not self._sends_features:
             counts = self._valid_counts.wait()
             if int(counts.min()) > 1:
