@@ -54,26 +54,13 @@ class ContrastiveLoss(nn.Module):
     algorithms do. The module therefore has no parameters and does not need DDP or FSDP.
 
     Each call in training mode is one step. Under `eval()` or `torch.no_grad()`, the loss does not update any state, and
-    `index` may be None.
+    `index` may be None. To send features while the towers still run, use `begin`.
 
     Example:
         ```python
         loss_fn = ContrastiveLoss("fastclip_v3", dim=512, samples=len(dataset), epochs=30, steps_per_epoch=500)
         loss = loss_fn(image_features, text_features, index)
         loss.backward()
-        ```
-
-    To send features while the towers still run, begin the step before the towers, and pass on what `begin` returns:
-
-    Example:
-        ```python
-        pending = loss_fn.begin(index)
-        text_features = text_tower(texts)
-        pending.add_text(text_features)
-        image_features = image_tower(images)
-        pending.add_image(image_features)
-        pending.begin_reads()
-        loss = loss_fn(image_features, text_features, pending=pending)
         ```
 
     Attributes:
@@ -113,8 +100,8 @@ class ContrastiveLoss(nn.Module):
     ) -> None:
         """
         Args:
-            method: name of a loss, such as `openclip` or `fastclip_v3`; or the options of one, as in a run's config; or
-                a function that builds a loss that is not in the package (`neuclip_ds.losses.autograd_loss`).
+            method: name of a loss, such as `fastclip_v3`, by default `openclip`; or the options of one, as in a run's
+                config; or a function that builds a loss that is not in the package (`neuclip_ds.losses.autograd_loss`).
             dim: width d of the features.
             samples: size n of the training set, required by methods that keep statistics per sample and by
                 `temperature={"rule": "learned"}`.
@@ -183,7 +170,7 @@ class ContrastiveLoss(nn.Module):
     def begin(self, index: Tensor, valid: Tensor | None = None, position: Position | None = None) -> PendingBatch:
         """Begin a training step before the towers run: send the indices of this rank's samples to the other ranks.
 
-        Only this method and the methods of its result start anything; see `PendingBatch` for their order.
+        Only this method, the methods of its result and the loss itself send or read anything.
 
         Args:
             index: (b,) positions of the samples in the training set, in [0, samples), in host memory; b must be equal
@@ -194,6 +181,17 @@ class ContrastiveLoss(nn.Module):
         Raises:
             RuntimeError: the batch of the last `begin` has not been passed to the loss; see `abandon`.
             ValueError: `index` or `valid` cannot be used. Only the rank with this problem raises the error.
+
+        Example:
+            ```python
+            pending = loss_fn.begin(index)
+            text_features = text_tower(texts)
+            pending.add_text(text_features)
+            image_features = image_tower(images)
+            pending.add_image(image_features)
+            pending.begin_reads()
+            loss = loss_fn(image_features, text_features, pending=pending)
+            ```
         """
         if self._pending is not None:
             raise RuntimeError(

@@ -27,19 +27,9 @@ class PendingBatch:
     """A batch whose indices, features and statistics are on their way between the ranks.
 
     `ContrastiveLoss.begin` creates it and sends the indices. The caller then passes features as soon as a tower has
-    computed them, one micro-batch at a time, so that sending them overlaps the towers. All ranks must call the methods
-    in the same order, with equal numbers of rows.
-
-    Args:
-        index: (b,) int64 global sample indices in host memory; b must be equal on all ranks.
-        valid: (b,) bool in host memory, True for valid rows.
-        position: position of the step in the training run.
-        communicator: the ranks to gather from.
-        comm_dtype: dtype in which features are sent, by default that of the features. Local rows are rounded to this
-            dtype as well, so that all ranks see the same numbers and K ranks give the same result as one rank.
-        begin_reads: function that starts reading the samples' statistics; None if the loss has none.
-        sends_features: whether the step needs the features of all ranks.
-        training: whether the step updates the state of the loss.
+    computed them, one micro-batch at a time, so that sending them overlaps the towers. Once the towers have been
+    launched, the caller calls `begin_reads`. All ranks must call the methods in the same order, with equal numbers of
+    rows.
     """
 
     def __init__(
@@ -54,6 +44,18 @@ class PendingBatch:
         sends_features: bool = True,
         training: bool = True,
     ) -> None:
+        """
+        Args:
+            index: (b,) int64 global sample indices in host memory; b must be equal on all ranks.
+            valid: (b,) bool in host memory, True for valid rows.
+            position: position of the step in the training run.
+            communicator: the ranks to gather from.
+            comm_dtype: dtype in which features are sent, by default that of the features. Local rows are rounded to
+                this dtype as well, so that all ranks see the same numbers and K ranks give the same result as one rank.
+            begin_reads: function that starts reading the samples' statistics; None if the loss has none.
+            sends_features: whether the step needs the features of all ranks.
+            training: whether the step updates the state of the loss.
+        """
         self.position = position
         self.training = training
         self._communicator = communicator
