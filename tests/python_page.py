@@ -8,18 +8,27 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from neuclip_ds.loss.accumulate import TwoPass
-
 import neuclip_ds
 from neuclip_ds import errors
+from neuclip_ds.losses.accumulate import TwoPass
+from neuclip_ds.losses.gather import PendingBatch
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "python.md"
 PARTS: dict[str, list[Any]] = {
-    "Loss": [neuclip_ds.ContrastiveLoss, neuclip_ds.IndexedDataset, neuclip_ds.add_index, TwoPass],
+    "Loss": [
+        neuclip_ds.ContrastiveLoss,
+        PendingBatch,
+        TwoPass,
+        neuclip_ds.IndexedDataset,
+        neuclip_ds.add_index,
+        neuclip_ds.autograd_loss,
+        neuclip_ds.register_loss,
+    ],
     "Training": [neuclip_ds.train, neuclip_ds.load, neuclip_ds.Run, neuclip_ds.Model, neuclip_ds.Hook],
     "Exceptions": [neuclip_ds.UserError, neuclip_ds.TrainingDiverged, errors.Interrupted],
 }
-NOT_CONSTRUCTED = (TwoPass, neuclip_ds.Run, neuclip_ds.Model, neuclip_ds.Hook)  # classes that users do not instantiate
+# classes that users do not instantiate
+NOT_CONSTRUCTED = (PendingBatch, TwoPass, neuclip_ds.Run, neuclip_ds.Model, neuclip_ds.Hook)
 SECTION = re.compile(r"^(Args|Returns|Raises|Attributes|Example):$", re.MULTILINE)
 EXCERPT = "```py\n{}\n```"  # not `python`, because the tests run `python` blocks
 
@@ -45,7 +54,8 @@ def described(documented: Any) -> Iterator[str]:
         yield EXCERPT.format(signature(documented, documented.__name__))
     yield from sections(documented.__doc__)
     if isinstance(documented, type):
-        yield from sections(vars(documented)["__init__"].__doc__ if "__init__" in vars(documented) else None)
+        if "__init__" in vars(documented) and documented not in NOT_CONSTRUCTED:
+            yield from sections(vars(documented)["__init__"].__doc__)
         for name, member in vars(documented).items():
             is_public = not name.startswith("_") and "extra_state" not in name and member.__doc__
             if is_public and (isinstance(member, property) or inspect.isfunction(member)):

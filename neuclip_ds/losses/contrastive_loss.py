@@ -54,26 +54,13 @@ class ContrastiveLoss(nn.Module):
     algorithms do. The module therefore has no parameters and does not need DDP or FSDP.
 
     Each call in training mode is one step. Under `eval()` or `torch.no_grad()`, the loss does not update any state, and
-    `index` may be None.
+    `index` may be None. To send features while the towers still run, use `begin`.
 
     Example:
         ```python
         loss_fn = ContrastiveLoss("fastclip_v3", dim=512, samples=len(dataset), epochs=30, steps_per_epoch=500)
         loss = loss_fn(image_features, text_features, index)
         loss.backward()
-        ```
-
-    To send features while the towers still run, begin the step before the towers, and pass on what `begin` returns:
-
-    Example:
-        ```python
-        pending = loss_fn.begin(index)
-        text_features = text_tower(texts)
-        pending.add_text(text_features)
-        image_features = image_tower(images)
-        pending.add_image(image_features)
-        pending.begin_reads()
-        loss = loss_fn(image_features, text_features, pending=pending)
         ```
 
     Attributes:
@@ -113,8 +100,8 @@ class ContrastiveLoss(nn.Module):
     ) -> None:
         """
         Args:
-            method: name of a loss, such as `openclip` or `fastclip_v3`; or the options of one, as in a run's config; or
-                a function that builds a loss that is not in the package (`neuclip_ds.losses.autograd_loss`).
+            method: name of a loss, such as `fastclip_v3`, by default `openclip`; or the options of one, as in a run's
+                config; or a function that builds a loss that is not in the package (`neuclip_ds.losses.autograd_loss`).
             dim: width d of the features.
             samples: size n of the training set, required by methods that keep statistics per sample and by
                 `temperature={"rule": "learned"}`.
@@ -163,6 +150,7 @@ class ContrastiveLoss(nn.Module):
         self.validates = validate
         self.scaler = scaler
         self._can_undo = undo
+        self._next_undo: _Undo | None = None  # will revert the training call that has begun
         self._undo: _Undo | None = None  # reverts the last training call
         self._pending: PendingBatch | None = None  # begun, but not yet passed to `forward`
         self._warned = False
@@ -182,7 +170,7 @@ class ContrastiveLoss(nn.Module):
     def begin(self, index: Tensor, valid: Tensor | None = None, position: Position | None = None) -> PendingBatch:
         """Begin a training step before the towers run: send the indices of this rank's samples to the other ranks.
 
-        Only this method and the methods of its result start anything; see `PendingBatch` for their order.
+        Only this method, the methods of its result and the loss itself send or read anything.
 
         Args:
             index: (b,) positions of the samples in the training set, in [0, samples), in host memory; b must be equal
@@ -192,7 +180,18 @@ class ContrastiveLoss(nn.Module):
 
         Raises:
             RuntimeError: the batch of the last `begin` has not been passed to the loss; see `abandon`.
-            ValueError: `index` or `valid` cannot be used.
+            ValueError: `index` or `valid` cannot be used. Only the rank with this problem raises the error.
+
+        Example:
+            ```python
+            pending = loss_fn.begin(index)
+            text_features = text_tower(texts)
+            pending.add_text(text_features)
+            image_features = image_tower(images)
+            pending.add_image(image_features)
+            pending.begin_reads()
+            loss = loss_fn(image_features, text_features, pending=pending)
+            ```
         """
         if self._pending is not None:
             raise RuntimeError(
@@ -205,13 +204,15 @@ class ContrastiveLoss(nn.Module):
         if valid is None:
             valid = torch.ones(len(index), dtype=torch.bool)
         training = self._is_training
+        self._move(self._communicator.device, self._dtype, keep=True)
         with torch.no_grad():
             self._pending = self._begin(index, valid, training, position)
         return self._pending
 
     def abandon(self) -> None:
-        """Forget the batch of the last `begin`, on all ranks, after an exception before the loss was called."""
+        """Forget the batch of the last `begin`, after an exception before the loss was called; for all ranks."""
         self._pending = None
+        self._next_undo = None
 
     def forward(
         self,
@@ -239,10 +240,12 @@ class ContrastiveLoss(nn.Module):
             ValueError: on all ranks, if any rank's arguments are invalid or ranks differ in training mode or dtype.
             UserError: fewer than two rows of the global batch are valid.
             RuntimeError: activation checkpointing repeats the call, which would update the loss's state twice, or
-                `pending` is not the batch of the last `begin`.
+                `pending` is not the batch of the last `begin`, or its features are incomplete.
         """
-        if pending is not None and pending is not self._pending:
-            raise RuntimeError("pending is not the batch of the last begin(): pass each batch to the loss once.")
+        if pending is not self._pending:
+            raise RuntimeError(
+                "pending is not the batch of the last begin(): pass each batch to the loss once, or call abandon()."
+            )
         self._pending = None  # an exception below abandons the batch
         training = self._is_training
         if training and torch._C._current_graph_task_id() >= 0:  # in a backward pass; no public function reports this
@@ -266,7 +269,10 @@ class ContrastiveLoss(nn.Module):
             text_gradient = self._gradient_of_rows(batch.expand(output.text_gradient), len(text_features))
             self.metric_tensors = output.metrics
             self.feature_gradient_norm = output.gradient_norm
-            self._calls += int(training)
+            if training:
+                self._calls += 1
+                self._undo = self._next_undo
+                self._next_undo = None
         loss = with_gradients(output.loss, (image_features, text_features), (image_gradient, text_gradient))
         if training and not loss.requires_grad and not self._warned:
             self._warned = True
@@ -448,9 +454,12 @@ class ContrastiveLoss(nn.Module):
     def _begin(self, index: Tensor, valid: Tensor, training: bool, position: Position | None) -> PendingBatch:
         """Send the indices of a batch; if `training`, prepare to revert the updates of the state."""
         self._undo_if_scaler_skipped()
-        if training and (self._can_undo or self.scaler is not None):
-            grad_scale = None if self.scaler is None else self.scaler.get_scale()
-            self._undo = _Undo(self.function.restore_point(), grad_scale)
+        if training:
+            self._undo = None
+            self._next_undo = None
+            if self._can_undo or self.scaler is not None:
+                grad_scale = None if self.scaler is None else self.scaler.get_scale()
+                self._next_undo = _Undo(self.function.restore_point(), grad_scale)
         if position is None:
             position = self._next_position()
         sends_features = not training or self.function.gathers(position)

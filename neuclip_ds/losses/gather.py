@@ -27,19 +27,9 @@ class PendingBatch:
     """A batch whose indices, features and statistics are on their way between the ranks.
 
     `ContrastiveLoss.begin` creates it and sends the indices. The caller then passes features as soon as a tower has
-    computed them, one micro-batch at a time, so that sending them overlaps the towers. All ranks must call the methods
-    in the same order, with equal numbers of rows.
-
-    Args:
-        index: (b,) int64 global sample indices in host memory; b must be equal on all ranks.
-        valid: (b,) bool in host memory, True for valid rows.
-        position: position of the step in the training run.
-        communicator: the ranks to gather from.
-        comm_dtype: dtype in which features are sent, by default that of the features. Local rows are rounded to this
-            dtype as well, so that all ranks see the same numbers and K ranks give the same result as one rank.
-        begin_reads: function that starts reading the samples' statistics; None if the loss has none.
-        sends_features: whether the step needs the features of all ranks.
-        training: whether the step updates the state of the loss.
+    computed them, one micro-batch at a time, so that sending them overlaps the towers. Once the towers have been
+    launched, the caller calls `begin_reads`. All ranks must call the methods in the same order, with equal numbers of
+    rows.
     """
 
     def __init__(
@@ -54,6 +44,18 @@ class PendingBatch:
         sends_features: bool = True,
         training: bool = True,
     ) -> None:
+        """
+        Args:
+            index: (b,) int64 global sample indices in host memory; b must be equal on all ranks.
+            valid: (b,) bool in host memory, True for valid rows.
+            position: position of the step in the training run.
+            communicator: the ranks to gather from.
+            comm_dtype: dtype in which features are sent, by default that of the features. Local rows are rounded to
+                this dtype as well, so that all ranks see the same numbers and K ranks give the same result as one rank.
+            begin_reads: function that starts reading the samples' statistics; None if the loss has none.
+            sends_features: whether the step needs the features of all ranks.
+            training: whether the step updates the state of the loss.
+        """
         self.position = position
         self.training = training
         self._communicator = communicator
@@ -63,6 +65,8 @@ class PendingBatch:
         self._local_index = torch.where(valid, index, -1)
         self._images: list[Pending] = []
         self._texts: list[Pending] = []
+        self._image_rows = 0  # of this rank, added so far
+        self._text_rows = 0
         self._statistics: Mapping[str, Pending] | None = None
         if sends_features:
             self._index = communicator.begin_host_gather(self._local_index, "features")
@@ -72,10 +76,12 @@ class PendingBatch:
     def add_text(self, rows: Tensor) -> None:
         """Start sending the next rows of this rank's (b, d) text features."""
         self._texts.append(self._begin_gather(rows))
+        self._text_rows += len(rows)
 
     def add_image(self, rows: Tensor) -> None:
         """Start sending the next rows of this rank's (b, d) image features."""
         self._images.append(self._begin_gather(rows))
+        self._image_rows += len(rows)
 
     def begin_reads(self) -> None:
         """Start reading the samples' statistics, if the loss has any; the host waits for the indices of all ranks.
@@ -91,7 +97,15 @@ class PendingBatch:
 
         If the step does not need the features of other ranks, only this rank's rows are returned, except if a rank has
         fewer than two valid rows: it would have no negatives, so all ranks gather.
+
+        Raises `RuntimeError` if the features of some rows have not been added.
         """
+        rows = len(self._local_index)
+        if self._text_rows != rows or self._image_rows != rows:
+            raise RuntimeError(
+                f"The batch has {rows} rows, but add_text() has received {self._text_rows} rows and add_image() "
+                f"{self._image_rows}: add the features of every row once before you call the loss."
+            )
         if not self._sends_features:
             counts = self._valid_counts.wait()
             if int(counts.min()) > 1:

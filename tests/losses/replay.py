@@ -1,29 +1,29 @@
-"""Run a page's code, and train with the project's `TrainStep` on the batches that the page's loss received."""
+"""Run a page's code, and train with the project's `train_step` on the batches that the page's loss received."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from neuclip_ds.objectives import build_objective
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import normalize
-from torch.nn.modules.module import register_module_forward_pre_hook
 
-from neuclip_ds.config import Config
-from neuclip_ds.data.loader import Batch
+from neuclip_ds.data.dataset import Batch
+from neuclip_ds.data.loader import RankBatch
 from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.engine.device_batches import DeviceBatches
 from neuclip_ds.engine.engine import Engine
-from neuclip_ds.losses import ContrastiveLoss
-from neuclip_ds.losses.base import Context, Step
-from neuclip_ds.training.step import TrainStep
+from neuclip_ds.losses import ContrastiveLoss, Position
+from neuclip_ds.training.step import train_step
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "own_loop.md"
 DIM, SAMPLES, LR, EPOCHS = 6, 48, 1e-3, 2
@@ -36,18 +36,25 @@ OPTIONS: dict[str, dict[str, Any]] = {
 METHODS_AND_RANKS = [
     ("fastclip_v3", 1),
     ("neuclip", 2),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in (("fastclip_v3", 2), ("neuclip", 1))),
+    pytest.param("fastclip_v3", 2, marks=pytest.mark.slow),
+    pytest.param("neuclip", 1, marks=pytest.mark.slow),
 ]
 # launcher variables; their values are unused because the process group already exists
 RENDEZVOUS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
 
-class Call(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """A call to the loss in training mode."""
+
     index: Tensor
     lr: float
 
 
-class Trained(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What a training loop leaves behind on one rank."""
+
     weights: dict[str, Tensor]
     gradients: dict[str, Tensor]  # from the last step, if the loop keeps them
     temperature: float
@@ -55,13 +62,18 @@ class Trained(NamedTuple):
 
     @classmethod
     def of(cls, model: nn.Module, temperature: float, calls: list[Call]) -> Trained:
-        learned = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-        weights = {name: whole(weight.detach()).clone() for name, weight in learned.items()}
-        gradients = {name: whole(w.grad).clone() for name, w in learned.items() if w.grad is not None}
-        return cls(weights, gradients, temperature, calls)
+        weights: dict[str, Tensor] = {}
+        gradients: dict[str, Tensor] = {}
+        for name, weight in model.named_parameters():
+            if not weight.requires_grad:
+                continue
+            weights[name] = full_tensor(weight.detach()).clone()
+            if weight.grad is not None:
+                gradients[name] = full_tensor(weight.grad).clone()
+        return cls(weights=weights, gradients=gradients, temperature=temperature, calls=calls)
 
 
-def whole(value: Tensor) -> Tensor:
+def full_tensor(value: Tensor) -> Tensor:
     """Return the full value of a tensor that FSDP2 may have sharded; all ranks must call this together."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
@@ -83,16 +95,22 @@ def run_code(code: str, method: str, names: dict[str, Any], changes: Mapping[str
 
 
 class Encoders(nn.Module):
-    """Two small towers in float64."""
+    """Two small towers in float64; the text tower runs first."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.image, self.text = (nn.Sequential(nn.Linear(8, 10), nn.GELU(), nn.Linear(10, DIM)) for _ in range(2))
+        self.image = nn.Sequential(nn.Linear(8, 10), nn.GELU(), nn.Linear(10, DIM))
+        self.text = nn.Sequential(nn.Linear(8, 10), nn.GELU(), nn.Linear(10, DIM))
         self.double()
 
-    def forward(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
-        return normalize(self.image(image), dim=1), normalize(self.text(text), dim=1)
+    def forward(
+        self, image: Tensor, text: Tensor, send_text: Callable[[Tensor], None] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        text_features = normalize(self.text(text), dim=1)
+        if send_text is not None:
+            send_text(text_features)
+        return normalize(self.image(image), dim=1), text_features
 
 
 def pairs(seed: int = 1) -> list[tuple[Tensor, Tensor]]:
@@ -103,25 +121,42 @@ def pairs(seed: int = 1) -> list[tuple[Tensor, Tensor]]:
 
 @contextmanager
 def recorded() -> Iterator[list[Call]]:
-    """Record the index and the learning rate of each call to a loss in training mode."""
+    """Record the index and the learning rate of each step of a loss in training mode."""
     calls: list[Call] = []
+    begin = ContrastiveLoss.begin
+    forward = ContrastiveLoss.forward
 
-    def record(module: nn.Module, args: Any) -> None:
-        if isinstance(module, ContrastiveLoss) and module.training and torch.is_grad_enabled():
-            calls.append(Call(args[2].clone(), module.lr))
+    def record(loss_fn: ContrastiveLoss, index: Tensor | None) -> None:
+        if loss_fn.training and torch.is_grad_enabled():
+            assert index is not None
+            calls.append(Call(index=index.clone(), lr=loss_fn.lr))
 
-    handle = register_module_forward_pre_hook(record)
-    try:
+    def recorded_begin(loss_fn: ContrastiveLoss, index: Tensor, *arguments: Any, **keywords: Any) -> Any:
+        record(loss_fn, index)
+        return begin(loss_fn, index, *arguments, **keywords)
+
+    def recorded_forward(
+        loss_fn: ContrastiveLoss,
+        image: Tensor,
+        text: Tensor,
+        index: Tensor | None = None,
+        *arguments: Any,
+        **keywords: Any,
+    ) -> Tensor:
+        if "pending" not in keywords:
+            record(loss_fn, index)
+        return forward(loss_fn, image, text, index, *arguments, **keywords)
+
+    with patch.multiple(ContrastiveLoss, begin=recorded_begin, forward=recorded_forward):
         yield calls
-    finally:
-        handle.remove()
 
 
 class PlainEngine:
     """The part of DeepSpeed's engine that the trainer uses, for one rank and in plain PyTorch."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.module, self.optimizer = model, optimizer
+        self.module = model
+        self.optimizer = optimizer
         self.basic_optimizer = optimizer  # without ZeRO
         self.skipped_steps = 0
 
@@ -144,12 +179,12 @@ class _ClippingEngine(PlainEngine):
 
     def __init__(self, model: nn.Module, encode: Callable[..., Any], optimizer: Any, clip: float) -> None:
         super().__init__(model, optimizer)
-        self._encode, self._clip = encode, clip
+        self._encode = encode
+        self._clip = clip
 
-    def __call__(self, image: Tensor, text: Tensor, text_ready: Any = None) -> tuple[Tensor, Tensor]:
+    def __call__(self, image: Tensor, text: Tensor, text_ready: Callable[[Tensor], None]) -> tuple[Tensor, Tensor]:
         features: tuple[Tensor, Tensor] = self._encode(image, text)
-        if text_ready is not None:
-            text_ready(features[1])
+        text_ready(features[1])
         return features
 
     def step(self) -> None:
@@ -166,24 +201,45 @@ def replay(
     encode: Callable[..., Any] | None = None,
     clip: float = float("inf"),
 ) -> Trained:
-    """Train on one rank with the project's `TrainStep`, using the global batches of the recorded calls.
+    """Train on one rank with the project's `train_step`, using the global batches of the recorded calls.
 
     Args:
         ranks: the recorded calls on each rank.
+        data: the samples that the indices refer to.
         encode: a function from (images, texts) to their features; by default, the model.
+        clip: largest norm of the weights' gradient.
     """
-    tree = {"objective": {"method": method, **OPTIONS[method]}, "optimizer": {"betas": (0.9, 0.98), "eps": 1e-6}}
-    context = Context(DIM, len(data), Communicator(), torch.float64)
-    objective = build_objective(Config.model_validate(tree), context, torch.float64)
-    engine = Engine(_ClippingEngine(model, encode or model, optimizer, clip), Communicator())
-    images, texts = (torch.stack(column) for column in zip(*data, strict=True))
-    total, peak = len(ranks[0]), optimizer.param_groups[0]["lr"]
-    for number, calls in enumerate(zip(*ranks, strict=True)):
+    total = len(ranks[0])
+    peak_lr = optimizer.param_groups[0]["lr"]
+    communicator = Communicator()
+    engine = Engine(_ClippingEngine(model, encode or model, optimizer, clip), communicator)
+    loss_fn = ContrastiveLoss(
+        method,
+        dim=DIM,
+        samples=len(data),
+        epochs=EPOCHS,
+        steps_per_epoch=total // EPOCHS,
+        lr=peak_lr,
+        communicator=communicator,
+        undo=True,
+        validate=False,
+        dtype=torch.float64,
+        spare_row=False,
+        **OPTIONS[method],
+    )
+    images = torch.stack([image for image, _ in data])
+    texts = torch.stack([text for _, text in data])
+    for step, calls in enumerate(zip(*ranks, strict=True)):
         index = torch.cat([call.index for call in calls])
-        step = TrainStep(engine, objective, Communicator(), len(index))
-        place = Step(number, number // (total // EPOCHS), calls[0].lr, peak, number / total)
-        step(Batch(images[index], texts[index], index, torch.ones(len(index), dtype=torch.bool)), place)
-    return Trained.of(model, float(objective.replicated_state()["temperature.theta"].neg().exp()), ranks[0])
+        valid = torch.ones(len(index), dtype=torch.bool)
+        batches = DeviceBatches(torch.device("cpu"), micro_batch=len(index))
+        batches.start(iter([RankBatch([Batch(image=images[index], tokens=texts[index], index=index, valid=valid)])]))
+        position = Position(
+            step=step, epoch=step // (total // EPOCHS), progress=step / total, lr=calls[0].lr, peak_lr=peak_lr
+        )
+        outcome = train_step(engine, loss_fn, batches, next(batches), position)
+        assert outcome.applied
+    return Trained.of(model, loss_fn.temperature, ranks[0])
 
 
 def replay_encoders(ranks: list[list[Call]], method: str) -> Trained:
@@ -195,24 +251,43 @@ def replay_encoders(ranks: list[list[Call]], method: str) -> Trained:
 def check_loop(train: Callable[..., Trained], method: str, ranks: int, folder: Path, resume: dict[str, str]) -> None:
     """Check that a page's loop matches the trainer, both in full and when the changes in `resume` start it midway."""
     steps = 12 // ranks
-    known: list[list[Call]] = [[] for _ in range(ranks)]
-    for changes in ({}, resume):
-        found = run_ranks(ranks, train, method, folder, changes)
-        calls = [[*before, *rank.calls] for before, rank in zip(known, found, strict=True)]
-        assert len({call.lr for call in calls[0]}) == len(calls[0]) == steps
-        wanted = replay_encoders(calls, method)
-        for rank in found:
-            assert_equal(rank, wanted)
-        known = [of_rank[: steps // 2] for of_rank in calls]
+    results = run_ranks(ranks, _train_and_resume, train, method, folder, resume)
+    full_runs = [full for full, _ in results]
+    check_replay(full_runs, method, [run.calls for run in full_runs], steps)
+    resumed_runs = [resumed for _, resumed in results]
+    calls: list[list[Call]] = []
+    for full, resumed in results:
+        calls.append([*full.calls[: steps // 2], *resumed.calls])
+    check_replay(resumed_runs, method, calls, steps)
 
 
-def assert_equal(found: Trained, wanted: Trained) -> None:
+def _train_and_resume(
+    communicator: Communicator, train: Callable[..., Trained], method: str, folder: Path, resume: dict[str, str]
+) -> tuple[Trained, Trained]:
+    full = train(communicator, method, folder, {})
+    return full, train(communicator, method, folder, resume)
+
+
+def check_replay(results: list[Trained], method: str, calls: list[list[Call]], steps: int) -> None:
+    """Check that all ranks' results equal those of the trainer after the given calls, whose learning rates differ."""
+    assert len({call.lr for call in calls[0]}) == len(calls[0]) == steps
+    expected = replay_encoders(calls, method)
+    for result in results:
+        assert_equal(result, expected)
+
+
+def assert_equal(result: Trained, expected: Trained, name: str = "") -> None:
     """Compare up to rounding: ranks sum in a different order (measured effect: 3e-14 on weights, 1e-14 on gradients).
 
-    Adam divides gradients that are zero except for rounding, such as those of the keys' biases, by its small eps. The
-    NPN's updates also magnify rounding errors: with NeuCLIP's full gradient, to as much as 1.2e-11 of a weight.
+    The NPN's updates magnify rounding errors: with NeuCLIP's full gradient, to as much as 1.2e-11 of a weight. A model
+    with weights whose gradient is zero except for rounding, such as the biases of attention keys, must be trained with
+    an Adam epsilon far above the rounding errors: a small epsilon makes Adam magnify them.
     """
-    torch.testing.assert_close(found.weights, wanted.weights, rtol=1e-9, atol=1e-10)
-    if found.gradients:
-        torch.testing.assert_close(found.gradients, wanted.gradients, rtol=1e-9, atol=1e-10)
-    assert abs(found.temperature / wanted.temperature - 1) < 1e-9
+
+    def named(message: str) -> str:
+        return f"{name}: {message}"
+
+    torch.testing.assert_close(result.weights, expected.weights, rtol=1e-9, atol=1e-10, msg=named)
+    if result.gradients:
+        torch.testing.assert_close(result.gradients, expected.gradients, rtol=1e-9, atol=1e-10, msg=named)
+    assert abs(result.temperature / expected.temperature - 1) < 1e-9, name

@@ -15,13 +15,14 @@ def _trained(communicator: Communicator, method: str, folder: Path, changes: dic
     os.chdir(folder)
     os.environ.update(RENDEZVOUS)
     model = Encoders()
+    names = {"model": model, "dataset": pairs()}
+    changes = {"Accelerator()": "Accelerator(cpu=True)", **changes}
     with recorded() as calls:
-        given, changes = {"model": model, "dataset": pairs()}, {"Accelerator()": "Accelerator(cpu=True)", **changes}
-        names = run_code(code_blocks("Accelerate")[0], method, given, changes)
+        names = run_code(code_blocks("Accelerate")[0], method, names, changes)
     return Trained.of(model, names["loss_fn"].temperature, calls)
 
 
 @pytest.mark.parametrize(("method", "ranks"), METHODS_AND_RANKS)
-def test_the_loop_equals_the_trainer(method: str, ranks: int, tmp_path: Path) -> None:
-    second = {"range(epochs)": "[1]", "\nfor epoch": '\naccelerator.load_state("runs/clip/epoch_0")\nfor epoch'}
-    check_loop(_trained, method, ranks, tmp_path, second)
+def test_the_loop_and_a_resumed_one_equal_the_trainer(method: str, ranks: int, tmp_path: Path) -> None:
+    resume = {"range(epochs)": "[1]", "\nfor epoch": '\naccelerator.load_state("runs/clip/epoch_0")\nfor epoch'}
+    check_loop(_trained, method, ranks, tmp_path, resume)

@@ -8,27 +8,30 @@ from typing import Any
 
 import pytest
 import torch
-from build import SAMPLES, VARIANTS, batch, objective, pairs, step
+from build import SAMPLES, VARIANTS, pairs
 from ranks import run_ranks
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
-from neuclip_ds.losses import ContrastiveLoss
-from neuclip_ds.losses.methods import METHODS
+from neuclip_ds.losses import ContrastiveLoss, GatheredFeatures, LossContext, LossFunction, LossOutput, Position
+from neuclip_ds.losses.base import AdamSettings
+from neuclip_ds.losses.methods import METHODS, find_method
 
 DIM, ROWS = 6, 12
 every_method = pytest.mark.parametrize("name", METHODS)
 
 
 def options(name: str) -> dict[str, Any]:
+    """Return the test options of a method or of one of its variants."""
     return {"temperature": {"initial": 0.07, "lr": 1e-2}, **VARIANTS[name][1]}
 
 
 def loss_of(name: str, **changes: Any) -> ContrastiveLoss:
+    """Build a loss with the test options of a method or of one of its variants."""
     arguments = {"dim": DIM, "samples": SAMPLES, "epochs": 3, "steps_per_epoch": 2, "lr": 1e-3, "adam_eps": 1e-8}
-    return ContrastiveLoss(name, **{**arguments, **options(name), **changes})
+    return ContrastiveLoss(VARIANTS[name][0], **{**arguments, **options(name), **changes})
 
 
 def features(seed: int, rows: int = ROWS) -> tuple[Tensor, Tensor, Tensor]:
@@ -42,52 +45,97 @@ def state_of(loss_fn: ContrastiveLoss) -> dict[str, Any]:
     return copy.deepcopy({key: state[key] for key in ("calls", "replicated", "tables")})
 
 
+def call_function(function: LossFunction, image: Tensor, text: Tensor, index: Tensor, position: Position) -> LossOutput:
+    """Call a method's function on the features of one rank, in training mode."""
+    batch = GatheredFeatures(
+        padded_image=image.detach(),
+        padded_text=text.detach(),
+        padded_index=index,
+        communicator=Communicator(),
+        dtype=torch.float64,
+        statistics=function.begin_reads(index),
+    )
+    return function(batch, position, training=True)
+
+
 @every_method
-def test_losses_and_gradients_are_the_objectives_step_after_step(name: str) -> None:
-    loss_fn = loss_of(name)
-    wanted = objective(name, Communicator(), DIM, **options(name))
-    for number in range(5):
-        image, text, index = features(number)
-        loss = loss_fn(image, text, index)
+def test_counted_and_explicit_positions_give_the_loss_and_gradients_of_the_methods_function(name: str) -> None:
+    counting = loss_of(name)
+    positioned = loss_of(name)
+    context = LossContext(
+        dim=DIM,
+        samples=SAMPLES,
+        communicator=Communicator(),
+        dtype=torch.float64,
+        adam=AdamSettings(eps=1e-8),
+        spare_rows=1,
+    )
+    function = find_method(name).build(counting.config, context)
+
+    for step in range(5):
+        image, text, index = features(step)
+        position = Position(step=step, epoch=step // 2, progress=step / 6, lr=1e-3, peak_lr=1e-3)
+        with torch.no_grad():
+            expected = call_function(function, image, text, index, position)
+        loss = counting(image, text, index)
         (3 * loss).backward()
-        place = step(number, number // 2)._replace(progress=number / 6)
-        expected = wanted(batch(image.detach(), text.detach(), index), place)
         assert torch.equal(loss, expected.loss)
-        assert torch.equal(image.grad, 3 * expected.image)
-        assert torch.equal(text.grad, 3 * expected.text)
-    assert loss_fn.metrics == {key: float(value) for key, value in expected.metrics.items()}
+        assert torch.equal(image.grad, 3 * expected.image_gradient)
+        assert torch.equal(text.grad, 3 * expected.text_gradient)
+        assert counting.metrics == {key: float(value) for key, value in expected.metrics.items()}
+        assert torch.equal(positioned(image, text, index, position=position), loss)
+    torch.testing.assert_close(state_of(positioned), state_of(counting), rtol=0, atol=0, equal_nan=True)
+
+    # positions that the counter would not have reached, and another learning rate
+    for step in (50, 51):
+        image, text, index = features(3)
+        position = Position(step=step, epoch=20 + step % 2, progress=0.9, lr=5e-4, peak_lr=2e-3)
+        with torch.no_grad():
+            expected = call_function(function, image, text, index, position)
+        assert torch.equal(positioned(image, text, index, position=position), expected.loss)
 
 
-def _on_ranks(communicator: Communicator, name: str, sizes: list[int]) -> list[tuple[Tensor, ...]]:
-    return [_trained(communicator, name, sizes, reduction) for reduction in ("sum", "ddp_mean")]
+def _all_methods(communicator: Communicator, sizes: list[int]) -> dict[tuple[str, str], tuple[Tensor, ...]]:
+    """Train every method with both reductions, with `sizes` rows on the ranks."""
+    results: dict[tuple[str, str], tuple[Tensor, ...]] = {}
+    for name in METHODS:
+        for reduction in ("sum", "ddp_mean"):
+            results[name, reduction] = _trained(communicator, name, sizes, reduction)
+    return results
 
 
 def _trained(communicator: Communicator, name: str, sizes: list[int], reduction: str) -> tuple[Tensor, ...]:
     """Run four steps on this rank's rows; return the last step's loss and this rank's feature gradients."""
     loss_fn = loss_of(name, reduction=reduction)
     start = sum(sizes[: communicator.rank])
-    mine = slice(start, start + sizes[communicator.rank])
+    local = slice(start, start + sizes[communicator.rank])
     for number in range(4):
-        image, text, index = (x.detach()[mine] for x in features(number, sum(sizes)))
-        image, text = image.clone().requires_grad_(), text.clone().requires_grad_()
+        image, text, index = (x.detach()[local] for x in features(number, sum(sizes)))
+        image = image.clone().requires_grad_()
+        text = text.clone().requires_grad_()
         loss = loss_fn(image, text, index)
         loss.backward()
     assert image.grad is not None and text.grad is not None
     return loss.detach(), image.grad, text.grad
 
 
-@every_method
-def test_ranks_with_unequal_rows_equal_one_rank(name: str) -> None:
-    one, _ = _on_ranks(Communicator(), name, [9])
-    for factor, found in enumerate(zip(*run_ranks(2, _on_ranks, name, [6, 3]), strict=True), start=1):
-        assert torch.allclose(found[0][0], one[0], rtol=1e-10)
-        for place in (1, 2):
-            together = torch.cat([found[0][place], found[1][place]]) / factor
-            assert torch.allclose(together, one[place], rtol=1e-8, atol=1e-12)
+def test_ranks_with_unequal_rows_equal_one_rank_for_every_method() -> None:
+    one_rank = _all_methods(Communicator(), [9])
+    first, second = run_ranks(2, _all_methods, [6, 3])
+    for (name, reduction), (loss, image, text) in one_rank.items():
+        ranks = 2 if reduction == "ddp_mean" else 1
+        first_loss, first_image, first_text = first[name, reduction]
+        second_loss, second_image, second_text = second[name, reduction]
+        assert torch.equal(first_loss, second_loss), name
+        assert torch.allclose(first_loss, loss, rtol=1e-10), name
+        image_gradient = torch.cat([first_image, second_image]) / ranks
+        text_gradient = torch.cat([first_text, second_text]) / ranks
+        assert torch.allclose(image_gradient, image, rtol=1e-8, atol=1e-12), name
+        assert torch.allclose(text_gradient, text, rtol=1e-8, atol=1e-12), name
 
 
 @every_method
-def test_evaluation_reports_and_learns_nothing(name: str) -> None:
+def test_evaluation_returns_the_loss_and_changes_no_state(name: str) -> None:
     loss_fn = loss_of(name)
     for number in range(3):
         loss_fn(*features(number)).backward()
@@ -117,8 +165,8 @@ def test_a_loss_that_evaluates_first_can_be_trained(name: str) -> None:
 def test_index_and_mask_may_be_on_the_host(device: str) -> None:
     image, text, index = (x.detach() for x in features(0))
     valid = torch.ones(ROWS, dtype=torch.bool)
-    found = loss_of("fastclip_v3")(image.to(device), text.to(device), index, valid)
-    assert torch.allclose(found.cpu(), loss_of("fastclip_v3")(image, text, index, valid))
+    loss = loss_of("fastclip_v3")(image.to(device), text.to(device), index, valid)
+    assert torch.allclose(loss.cpu(), loss_of("fastclip_v3")(image, text, index, valid))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -146,7 +194,7 @@ def test_a_repeated_index_keeps_its_last_row() -> None:
         assert torch.equal(u[key][6], wanted[key][2])
 
 
-def test_invalid_rows_do_not_count() -> None:
+def test_invalid_rows_have_no_effect_and_no_gradient() -> None:
     image, text, index = features(0, 6)
     valid = torch.tensor([True, True, False, True, False, True])
     holes = torch.where(valid[:, None], image.detach(), torch.nan).requires_grad_()
@@ -176,7 +224,7 @@ MISUSE: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("wrong", "message"), MISUSE, ids=[message for _, message in MISUSE])
-def test_misuse_is_one_clear_error(wrong: dict[str, Any], message: str) -> None:
+def test_an_invalid_argument_raises_an_error_that_names_it(wrong: dict[str, Any], message: str) -> None:
     image = torch.eye(DIM)[:4]
     given = {"image_features": image, "text_features": image.clone(), "index": torch.arange(4), **wrong}
     with pytest.raises(ValueError, match=message):
@@ -184,11 +232,15 @@ def test_misuse_is_one_clear_error(wrong: dict[str, Any], message: str) -> None:
 
 
 def _wrong_on_one(communicator: Communicator) -> dict[str, str]:
-    messages = {}
+    messages: dict[str, str] = {}
     for wrong in ("norm", "mode", "dtype"):
-        loss_fn, image = loss_of("openclip"), torch.eye(DIM)[:4].requires_grad_()
+        loss_fn = loss_of("openclip")
+        image = torch.eye(DIM)[:4].requires_grad_()
         if communicator.rank == 1:
-            image = image * 2 if wrong == "norm" else image.bfloat16() if wrong == "dtype" else image
+            if wrong == "norm":
+                image = image * 2
+            elif wrong == "dtype":
+                image = image.bfloat16()
             loss_fn.train(wrong != "mode")
         with pytest.raises(ValueError) as caught:
             loss_fn(image, torch.eye(DIM)[:4].to(image.dtype), torch.arange(4))
@@ -200,9 +252,9 @@ def test_an_error_of_one_rank_is_raised_on_all() -> None:
     first, second = run_ranks(2, _wrong_on_one)
     assert "rank 1 was given arguments that cannot be used" in first["norm"]
     assert "image_features must have rows of norm 1" in second["norm"]
-    for found in (first, second):
-        assert "rank 0 trains while rank 1 evaluates" in found["mode"]
-        assert "torch.float32, torch.bfloat16" in found["dtype"]
+    for messages in (first, second):
+        assert "rank 0 trains while rank 1 evaluates" in messages["mode"]
+        assert "torch.float32, torch.bfloat16" in messages["dtype"]
 
 
 @pytest.mark.parametrize(
@@ -223,7 +275,7 @@ def test_an_error_of_one_rank_is_raised_on_all() -> None:
         ("openclip", {"lr": -0.1}, "lr=-0.1 must be at least 0"),
     ],
 )
-def test_wrong_options_are_refused(method: str, changes: dict[str, Any], message: str) -> None:
+def test_options_that_the_loss_cannot_use_are_refused(method: str, changes: dict[str, Any], message: str) -> None:
     arguments: dict[str, Any] = {"dim": DIM, "samples": 10, "steps_per_epoch": 1, **changes}
     with pytest.raises(UserError, match=message):
         ContrastiveLoss(method, **arguments)
@@ -231,7 +283,7 @@ def test_wrong_options_are_refused(method: str, changes: dict[str, Any], message
 
 @every_method
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_saved_state_is_loaded(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_a_loaded_loss_continues_with_the_same_bits(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     def rows(seed: int) -> list[Tensor]:
         return [x.detach().to(dtype) if x.is_floating_point() else x for x in features(seed)]
 

@@ -14,11 +14,11 @@ from replay import (
     Trained,
     assert_equal,
     code_blocks,
+    full_tensor,
     pairs,
     recorded,
     replay_encoders,
     run_code,
-    whole,
 )
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -31,55 +31,76 @@ from neuclip_ds.losses import ContrastiveLoss
 RANKS, ROWS = 2, 4
 
 
-def _on_ranks(communicator: Communicator, code: str, method: str) -> Trained:
-    names: dict[str, Any] = {"encoders": Encoders(), "pairs": pairs()}
-    names |= {"epochs": EPOCHS, "rows": ROWS, "lr": LR, "device": "cpu", "micro": 2}
-    with recorded() as calls:
-        names = run_code(code, method, names)
-    return Trained.of(names["encoders"], names["loss_fn"].temperature, calls)
+def _on_ranks(communicator: Communicator, method: str) -> dict[str, Trained]:
+    """Train with each variant of the loop."""
+    results: dict[str, Trained] = {}
+    for name, code in loops().items():
+        names: dict[str, Any] = {"encoders": Encoders(), "pairs": pairs()}
+        names |= {"epochs": EPOCHS, "rows": ROWS, "lr": LR, "device": "cpu", "micro": 2, "torch": torch}
+        with recorded() as calls:
+            names = run_code(code, method, names)
+        results[name] = Trained.of(names["encoders"], names["loss_fn"].temperature, calls)
+    return results
 
 
 def loops() -> dict[str, str]:
     """Return the page's code for each variant of the loop."""
-    (ddp,), (shard,), (micro,) = map(code_blocks, ("DDP", "FSDP2", "Micro-batches"))
+    (ddp,) = code_blocks("DDP")
+    (shard,) = code_blocks("FSDP2")
+    (overlap,) = code_blocks("Send features while the towers run")
+    (micro,) = code_blocks("Micro-batches")
     wrapping = "model = DistributedDataParallel(encoders)\n"
     assert wrapping in ddp
     fsdp2 = ddp.replace(wrapping, shard)
+    in_float64 = ("device=device, **steps", "device=device, dtype=torch.float64, **steps")  # `begin` needs the dtype
     return {
         "ddp": ddp,
         "fsdp2": fsdp2,
-        "ddp in micro-batches": in_micro_batches(ddp, micro),
-        "fsdp2 in micro-batches": in_micro_batches(fsdp2, micro),
+        "ddp with begin": with_step(ddp, overlap).replace(*in_float64),
+        "fsdp2 with begin": with_step(fsdp2, overlap).replace(*in_float64),
+        "ddp in micro-batches": with_step(ddp, micro),
+        "fsdp2 in micro-batches": with_step(fsdp2, micro),
     }
 
 
-def in_micro_batches(loop: str, step: str) -> str:
+def with_step(loop: str, step: str) -> str:
     """Return a loop's code with its loss and backward pass replaced by the code in `step`."""
     lines = r"^( +)loss = loss_fn\(.*\n +loss\.backward\(\)\n"
     assert re.search(lines, loop, re.MULTILINE)
-    return re.sub(lines, lambda found: textwrap.indent(step, found[1]), loop, flags=re.MULTILINE)
+    return re.sub(lines, lambda match: textwrap.indent(step, match[1]), loop, flags=re.MULTILINE)
 
 
 @pytest.mark.parametrize("method", ["neuclip", pytest.param("fastclip_v3", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("loop", loops())
-def test_the_loop_equals_the_trainer(loop: str, method: str) -> None:
-    ranks = run_ranks(RANKS, _on_ranks, loops()[loop], method)
-    wanted = replay_encoders([rank.calls for rank in ranks], method)
-    for found in ranks:
-        assert found.gradients
-        assert_equal(found, wanted)
+def test_every_loop_equals_the_trainer(method: str) -> None:
+    ranks = run_ranks(RANKS, _on_ranks, method)
+    calls = [rank["ddp"].calls for rank in ranks]
+    expected = replay_encoders(calls, method)
+    for name in loops():
+        for rank, calls_of_rank in zip(ranks, calls, strict=True):
+            result = rank[name]
+            assert len(result.calls) == len(calls_of_rank)
+            for call, same_call in zip(result.calls, calls_of_rank, strict=True):
+                assert torch.equal(call.index, same_call.index) and call.lr == same_call.lr
+            assert result.gradients
+            assert_equal(result, expected, name)
 
 
-def _after_each_micro_batch(communicator: Communicator, shards: bool) -> list[bool]:
-    """Return, for each of a step's two micro-batches, whether gradients have been reduced over ranks after it."""
+def _after_each_micro_batch(communicator: Communicator) -> list[list[bool]]:
+    """Return, for DDP and FSDP2, whether gradients have been reduced over ranks after each of two micro-batches."""
+    return [_reduced(communicator, shards) for shards in (False, True)]
+
+
+def _reduced(communicator: Communicator, shards: bool) -> list[bool]:
     encoders = Encoders()
     model: nn.Module = encoders
     if shards:
         fully_shard(encoders, mesh=init_device_mesh("cpu", (RANKS,)))
     else:
         model = DistributedDataParallel(encoders)
-    images, texts = (torch.stack(column)[communicator.rank :: RANKS] for column in zip(*pairs(), strict=True))
-    parts = list(zip(images[:ROWS].split(2), texts[:ROWS].split(2), strict=True))
+    local_pairs = pairs()[communicator.rank :: RANKS][:ROWS]
+    images = torch.stack([image for image, _ in local_pairs])
+    texts = torch.stack([text for _, text in local_pairs])
+    parts = list(zip(images.split(2), texts.split(2), strict=True))
     reduced = []
     with ContrastiveLoss("openclip", dim=6).accumulate(model) as passes:
         for part in parts:
@@ -90,11 +111,11 @@ def _after_each_micro_batch(communicator: Communicator, shards: bool) -> list[bo
             with passes.gradients():
                 passes.backward(*model(*part))
             gradient = next(encoders.parameters()).grad
-            everywhere = None if gradient is None else communicator.all_gather(whole(gradient)[None], "control")
+            everywhere = None if gradient is None else communicator.all_gather(full_tensor(gradient)[None], "control")
             reduced.append(everywhere is not None and bool(everywhere.eq(everywhere[0]).all()))
     return reduced
 
 
-@pytest.mark.parametrize("shards", [False, True], ids=["ddp", "fsdp2"])
-def test_gradients_are_reduced_in_the_last_micro_batch_only(shards: bool) -> None:
-    assert run_ranks(RANKS, _after_each_micro_batch, shards) == [[False, True]] * RANKS
+def test_gradients_are_reduced_in_the_last_micro_batch_only() -> None:
+    ddp_and_fsdp2 = [[False, True], [False, True]]
+    assert run_ranks(RANKS, _after_each_micro_batch) == [ddp_and_fsdp2] * RANKS

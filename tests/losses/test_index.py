@@ -18,13 +18,13 @@ def run(code: str, **names: Any) -> dict[str, Any]:
     return names
 
 
-def test_a_torch_dataset() -> None:
+def test_samples_of_a_torch_dataset_get_their_position() -> None:
     names = run(TORCH, pairs=pairs())
     assert torch.equal(names["images"], torch.stack([pairs()[i][0] for i in names["index"]]))
     assert IndexedDataset([{"text": "a"}, {"text": "b"}])[1] == {"text": "b", "index": 1}
 
 
-def test_hugging_face_datasets() -> None:
+def test_samples_of_a_hugging_face_dataset_keep_their_index_when_shuffled() -> None:
     datasets = pytest.importorskip("datasets")
     train_set = run(DATASETS, train_set=datasets.Dataset.from_dict({"text": list("abcd")}))["train_set"]
     rows = list(train_set.shuffle(seed=0))
@@ -36,22 +36,30 @@ def test_hugging_face_datasets() -> None:
 
 
 def shards(folder: Path, sizes: list[int]) -> list[str]:
+    """Write shards whose samples contain the number of the shard and their position in it."""
     paths = []
     for number, size in enumerate(sizes):
-        texts = {f"{place:03d}": f"{number}/{place}".encode() for place in range(size)}
-        members = [(f"{key}.{ending}", text) for key, text in texts.items() for ending in ("jpg", "txt")]
+        members: list[tuple[str, bytes]] = []
+        for position in range(size):
+            text = f"{number}/{position}".encode()
+            members.append((f"{position:03d}.jpg", text))
+            members.append((f"{position:03d}.txt", text))
         paths.append(str(write_tar(folder / f"{number}.tar", members)))
     return paths
 
 
-def test_webdataset(tmp_path: Path) -> None:
+def test_samples_of_a_webdataset_are_numbered_in_the_order_of_the_shards(tmp_path: Path) -> None:
     pytest.importorskip("webdataset")
     sizes = [3, 4, 2]
     names = run(WEBDATASET, urls=shards(tmp_path, sizes))
     assert names["samples"] == 9
-    found = {text: index for _, texts, places in names["pipeline"] for text, index in zip(texts, places, strict=True)}
-    order = [f"{number}/{place}".encode() for number, size in enumerate(sizes) for place in range(size)]
-    assert found == {text: index for index, text in enumerate(order)}
+    index_of_text: dict[bytes, int] = {}
+    for _, texts, index in names["pipeline"]:
+        index_of_text.update(zip(texts, index, strict=True))
+    order: list[bytes] = []
+    for number, size in enumerate(sizes):
+        order.extend(f"{number}/{position}".encode() for position in range(size))
+    assert index_of_text == {text: index for index, text in enumerate(order)}
 
 
 def test_samples_of_shards_get_their_index_through_the_usual_stages(tmp_path: Path) -> None:
@@ -68,8 +76,10 @@ def test_samples_of_shards_get_their_index_through_the_usual_stages(tmp_path: Pa
         webdataset.to_tuple("txt", "__index__"),
         webdataset.batched(4),
     )
-    found = [pair for texts, index in pipeline for pair in zip(texts, index.tolist(), strict=True)]
-    assert sorted(found) == sorted([(f"caption {index}", index) for index in (0, 2, 3, 4)] * 2)
+    captions_and_indices: list[tuple[str, int]] = []
+    for texts, index in pipeline:
+        captions_and_indices.extend(zip(texts, index.tolist(), strict=True))
+    assert sorted(captions_and_indices) == sorted([(f"caption {index}", index) for index in (0, 2, 3, 4)] * 2)
 
 
 def test_an_unknown_shard_is_named() -> None:

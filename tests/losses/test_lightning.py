@@ -50,6 +50,6 @@ SLOW_ON_TWO = pytest.param("neuclip", 2, marks=pytest.mark.slow)  # takes 10 s; 
 
 
 @pytest.mark.parametrize(("method", "ranks"), [METHODS_AND_RANKS[0], SLOW_ON_TWO, *METHODS_AND_RANKS[2:]])
-def test_the_module_equals_the_trainer(method: str, ranks: int, tmp_path: Path) -> None:
+def test_the_module_and_a_resumed_one_equal_the_trainer(method: str, ranks: int, tmp_path: Path) -> None:
     resume = {"val_loader)": f"val_loader, ckpt_path='saved/epoch=0-step={6 // ranks}.ckpt')"}
     check_loop(_trained, method, ranks, tmp_path, resume)
