@@ -2,8 +2,8 @@
 
 A recipe is a YAML file with the structure of `neuclip_ds.config.Config`. `include:` lists other recipes (names in
 `neuclip_ds/recipes/`, or paths relative to the file), which are merged in order and then overridden by the recipe's
-options. `other_methods:` under `objective:` contains sections that apply only if the run's method uses them. The plugins
-in `run.plugins` are imported as soon as a recipe is read, so that the options of their losses are known.
+options. `other_methods:` under `objective:` contains sections that apply only if the run's method uses them. Plugins in
+`run.plugins` are imported as soon as a recipe is read, so that the options of their losses are known.
 """
 
 import difflib
@@ -171,7 +171,7 @@ def _validate(model: type[M], tree: dict[str, Any]) -> M:
 
 
 def load_saved(path: Path) -> Config:
-    """Read the config.yaml of a run for a program that uses its model; a plugin's loss and its options are not needed."""
+    """Read the config.yaml of a run for a program that uses its model; the plugin of its loss need not be imported."""
     tree = read_options(path)
     if not (isinstance(tree, dict) and _mapping(tree, "objective")):
         raise UserError(f"{path} is not the config of a run: restore it from a copy.")

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from neuclip_ds.losses.autograd import autograd_loss
+    from neuclip_ds.losses.autograd import AutogradLoss, autograd_loss
     from neuclip_ds.losses.base import LossContext, LossFunction, LossOutput, Position, Stateful
     from neuclip_ds.losses.contrastive_loss import ContrastiveLoss
     from neuclip_ds.losses.gather import GatheredFeatures
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from neuclip_ds.losses.sample_store import SampleStore
 
 _MODULES = {
+    "AutogradLoss": "autograd",
     "ContrastiveLoss": "contrastive_loss",
     "GatheredFeatures": "gather",
     "IndexedDataset": "indexed_dataset",
@@ -33,6 +34,7 @@ _MODULES = {
     "register_loss": "plugins",
 }
 __all__ = [
+    "AutogradLoss",
     "ContrastiveLoss",
     "GatheredFeatures",
     "IndexedDataset",
