@@ -1,25 +1,51 @@
 """Helpers for checkpoints of tiny models, mostly without DeepSpeed."""
 
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import torch
-from build import batch, objective, pairs, step
 from torch import Tensor, nn
+from torch.nn.functional import normalize
 
 from neuclip_ds.checkpoint.checkpoints import Checkpoints
-from neuclip_ds.checkpoint.engine_state import engine_facts, engine_shards
+from neuclip_ds.checkpoint.engine_state import engine_metadata, engine_shards
 from neuclip_ds.checkpoint.sharded_state import StateFiles
 from neuclip_ds.config import Config, OptimizerConfig
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.engine import Engine
 from neuclip_ds.engine.start import start_engine
-from neuclip_ds.losses.base import Objective
+from neuclip_ds.losses.base import LossFunction
+from neuclip_ds.losses.contrastive_loss import ContrastiveLoss
 from neuclip_ds.state.shards import shard_files, table_shards
 
 FACTS = {"seed": 0, "method": "neuclip"}
 DATA = {"hash": "abc", "step": 0}
+
+
+class PlainDeepSpeed:
+    """The part of DeepSpeed's engine that `Engine` uses, for one rank and in plain PyTorch."""
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.module = module
+        self.optimizer = optimizer
+        self.basic_optimizer = optimizer  # without ZeRO
+        self.global_steps = 0
+        self.global_samples = 0
+        self.skipped_steps = 0
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self.module(*inputs)
+
+    def set_gradient_accumulation_boundary(self, is_last: bool) -> None:
+        pass
+
+    def backward(self, loss: Tensor) -> None:
+        self.optimizer.zero_grad()
+        loss.backward()
+
+    def step(self) -> None:
+        self.optimizer.step()
 
 
 class PlainEngine(Engine):
@@ -28,16 +54,7 @@ class PlainEngine(Engine):
     def __init__(self, value: float = 0.0) -> None:
         module = nn.Linear(2, 3)
         nn.init.constant_(module.weight, value)
-        optimizer = torch.optim.AdamW(module.parameters())
-        deepspeed_engine = SimpleNamespace(
-            module=module,
-            optimizer=optimizer,
-            basic_optimizer=optimizer,
-            global_steps=0,
-            global_samples=0,
-            skipped_steps=0,
-        )
-        super().__init__(deepspeed_engine, Communicator())
+        super().__init__(PlainDeepSpeed(module, torch.optim.AdamW(module.parameters())), Communicator())
 
     @property
     def value(self) -> float:
@@ -61,28 +78,36 @@ def gathered_weights(module: nn.Module) -> dict[str, Tensor]:
         return {name: parameter.detach().cpu().clone() for name, parameter in parameters.items()}
 
 
-def fresh(communicator: Communicator | None = None) -> Objective:
+def neuclip_loss(communicator: Communicator | None = None) -> ContrastiveLoss:
     npn = {"prototypes": 6, "inner_steps": 1, "lr": 0.1}
-    return objective("neuclip", communicator or Communicator(), 4, torch.float32, npn=npn)
+    communicator = communicator or Communicator()
+    return ContrastiveLoss("neuclip", dim=4, samples=1000, communicator=communicator, spare_row=False, npn=npn)
 
 
-def trained() -> Objective:
-    built = fresh()
-    for number in range(2):
-        image, text = pairs(8, 4, seed=number)
-        built(batch(image.float(), text.float()), step(number))
-    return built
+def fresh(communicator: Communicator | None = None) -> LossFunction:
+    """Return a loss that has not been trained."""
+    return neuclip_loss(communicator).function
+
+
+def trained() -> LossFunction:
+    """Return a loss after two training calls."""
+    loss = neuclip_loss()
+    torch.manual_seed(0)
+    for _ in range(2):
+        image, text = normalize(torch.randn(2, 8, 4), dim=-1)
+        loss(image.requires_grad_(), text, torch.arange(8))
+    return loss.function
 
 
 def keeper(folder: Path, keep: int = 2, communicator: Communicator | None = None) -> Checkpoints:
-    trained_with = {"config.yaml": b"run: {}", "tokenizer/tokenizer.json": b"{}"}
-    return Checkpoints(folder / "checkpoints", communicator or Communicator(), keep, trained_with)
+    extra_files = {"config.yaml": b"run: {}", "tokenizer/tokenizer.json": b"{}"}
+    return Checkpoints(folder / "checkpoints", communicator or Communicator(), keep, extra_files)
 
 
 def save_engine(folder: Path, engine: Engine, communicator: Communicator) -> StateFiles:
     """Write the weights and optimizer state to a new folder, and return a reader; all ranks call this together."""
     communicator.on_rank_zero(lambda: folder.mkdir(parents=True))
-    for file in shard_files(engine_shards(engine, communicator), engine_facts(engine), communicator):
+    for file in shard_files(engine_shards(engine, communicator), engine_metadata(engine), communicator):
         file.write(folder)
     communicator.barrier()
     return StateFiles(folder)
@@ -94,7 +119,7 @@ def small_engine(net: Layers, optimizer: OptimizerConfig, deepspeed: str, rows: 
     return start_engine(net, optimizer, load_engine_config(config, ranks.world_size), ranks)
 
 
-def save_tables(folder: Path, objective: Objective, communicator: Communicator | None = None) -> None:
-    """Write an objective's partitioned tables; all ranks call this together."""
-    for file in shard_files(table_shards(objective.row_tables()), {}, communicator or Communicator()):
+def save_tables(folder: Path, loss: LossFunction, communicator: Communicator | None = None) -> None:
+    """Write a loss's partitioned tables; all ranks call this together."""
+    for file in shard_files(table_shards(loss.row_tables()), {}, communicator or Communicator()):
         file.write(folder)

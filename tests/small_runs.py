@@ -121,15 +121,14 @@ def training(runs: Path, data: str | Path, steps: int) -> list[str]:
 
 def train_connected(communicator: Communicator, config: Config, *hooks: Hook) -> None:
     """Train on ranks that are already connected, such as the ranks of `run_ranks`."""
-    from neuclip_ds.evaluation.evaluator import Evaluator
-    from neuclip_ds.training.run_folder import move_staged_files, staging
-    from neuclip_ds.training.trainer import build
+    from neuclip_ds.training.run_folder import move_staged_files, staging_folder
+    from neuclip_ds.training.trainer import build_run, recover_and_train
 
     folder = config.run.output_dir / str(config.run.name)
-    with staging(config, folder, communicator) as staged:
-        trainer = build(config, communicator, folder, staged, Evaluator)
+    with staging_folder(config, folder, communicator) as staged:
+        run = build_run(config, communicator, folder, staged)
         communicator.on_rank_zero(lambda: move_staged_files(staged, folder, config))
-        trainer.run(hooks)
+    recover_and_train(run, hooks)
 
 
 def newest_checkpoint(runs: Path, run: str = "run") -> Path:

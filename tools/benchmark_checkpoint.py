@@ -28,7 +28,6 @@ from neuclip_ds.checkpoint.checkpoints import Checkpoints
 from neuclip_ds.checkpoint.engine_state import engine_facts, engine_shards
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.launch import process_group
-from neuclip_ds.losses.base import Objective
 from neuclip_ds.recipe import load_recipe, override, validate
 from neuclip_ds.state.shards import shard_files
 
@@ -39,35 +38,31 @@ _FACTS = {"method": "benchmark"}
 class _Run:
     """Training of a model on random pairs, with methods that write its checkpoints."""
 
-    def __init__(self, asked: argparse.Namespace, model: str, ranks: int, communicator: Communicator) -> None:
-        options = {"data": {"batch_size": ranks * asked.micro}, "deepspeed": asked.engine}
-        config = validate(override(load_recipe(_MODELS[model]), options))
-        built: list[Objective] = []
-
-        def build(*arguments: object) -> Objective:
-            built.append(build_objective(*arguments))  # type: ignore[arg-type]
-            return built[0]
-
-        self._steps, self._communicator = SyntheticSteps(config, communicator, build=build), communicator
-        self.engine, self.objective, self._number = self._steps.engine, built[0], 0
+    def __init__(self, options: argparse.Namespace, model: str, ranks: int, communicator: Communicator) -> None:
+        settings = {"data": {"batch_size": ranks * options.micro}, "deepspeed": options.engine}
+        config = validate(override(load_recipe(_MODELS[model]), settings))
+        self._communicator = communicator
+        self._steps = SyntheticSteps(config, communicator)
         self._batch = self._steps.batch(0)
+        self._step = 0
 
     def step(self) -> None:
-        float(self._steps.run(self._number, self._batch).loss)
-        self._number += 1
+        float(self._steps.run(self._step, self._batch).loss)
+        self._step += 1
 
     def write_unchecked(self, folder: Path) -> None:
         """Write and sync the engine's files, which make up nearly all of a checkpoint."""
         folder.mkdir(exist_ok=True)
-        ranks = self._communicator
-        for file in shard_files(engine_shards(self.engine, ranks), engine_facts(self.engine), ranks):
+        engine = self._steps.engine
+        shards = engine_shards(engine, self._communicator)
+        for file in shard_files(shards, engine_facts(engine), self._communicator):
             file.write(folder)
             with (folder / file.name).open("rb") as written:
                 os.fsync(written.fileno())
-        ranks.barrier()
+        self._communicator.barrier()
 
     def save(self, checkpoints: Checkpoints) -> Path:
-        return checkpoints.save(self._number, self.engine, self.objective, _FACTS, {})
+        return checkpoints.save(self._step, self._steps.engine, self._steps.objective, _FACTS, {})
 
 
 def _seconds(work: Callable[[], object]) -> float:
@@ -76,21 +71,24 @@ def _seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def measure(asked: argparse.Namespace, model: str, ranks: int, folder: str) -> dict[str, float]:
+def measure(options: argparse.Namespace, model: str, ranks: int, folder: str) -> dict[str, float]:
     """Return one rank's measurements by column."""
-    place = Path(folder)
+    unchecked_folder = Path(folder) / "unchecked"
+    checkpoint_folder = Path(folder) / "checkpoints"
     with process_group("benchmark") as communicator:
-        run = _Run(asked, model, ranks, communicator)
-        usual = [_seconds(run.step) for _ in range(asked.steps)]
-        step = statistics.median(usual[1:])
-        unchecked = [_seconds(lambda: run.write_unchecked(place / "unchecked")) for _ in range(asked.turns)]
-        checkpoints = Checkpoints(place / "checkpoints", communicator, 1)
-        waited = [_seconds(lambda: run.save(checkpoints)) for _ in range(asked.turns)]
-        (checkpoint,) = (place / "checkpoints").glob("step_*")
+        run = _Run(options, model, ranks, communicator)
+        step_seconds = [_seconds(run.step) for _ in range(options.steps)]
+        unchecked_seconds = [_seconds(lambda: run.write_unchecked(unchecked_folder)) for _ in range(options.turns)]
+        checkpoints = Checkpoints(checkpoint_folder, communicator, 1)
+        save_seconds = [_seconds(lambda: run.save(checkpoints)) for _ in range(options.turns)]
+        (checkpoint,) = checkpoint_folder.glob("step_*")
         size = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
-    names = ("GB", "step", "unchecked", "save")
-    figures = (size / 1e9, step, *map(statistics.median, (unchecked, waited)))
-    return dict(zip(names, figures, strict=True))
+    return {
+        "GB": size / 1e9,
+        "step": statistics.median(step_seconds[1:]),
+        "unchecked": statistics.median(unchecked_seconds),
+        "save": statistics.median(save_seconds),
+    }
 
 
 def main() -> None:
@@ -102,20 +100,22 @@ def main() -> None:
     parser.add_argument("--micro", type=int, default=32, help="pairs per rank")
     parser.add_argument("--steps", type=int, default=6, help="training steps to measure")
     parser.add_argument("--turns", type=int, default=3, help="saves of each kind; the median is printed")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     print(machine())
     print("| model | ranks | GB | step s | unchecked s | save s |")
     print("|---" * 6 + "|")
-    for model in asked.models:
-        for ranks in asked.ranks:
-            folder = tempfile.mkdtemp(dir=asked.folder)
+    for model in options.models:
+        for ranks in options.ranks:
+            folder = tempfile.mkdtemp(dir=options.folder)
             try:
-                found = on_ranks(ranks, measure, asked, model, ranks, folder)
+                by_rank = on_ranks(ranks, measure, options, model, ranks, folder)
             finally:
                 shutil.rmtree(folder)
-            slowest = {name: max(rank[name] for rank in found) for name in found[0]}
-            cells = [model, str(ranks), *(f"{value:.2f}" for value in slowest.values())]
-            print("| " + " | ".join(cells) + " |", flush=True)
+            cells = [model, str(ranks)]
+            for column in by_rank[0]:
+                slowest = max(rank[column] for rank in by_rank)
+                cells.append(f"{slowest:.2f}")
+            print(f"| {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,8 @@ from neuclip_ds.losses.base import Context, Step
 from neuclip_ds.losses.gather import Features
 
 Work = Callable[[Communicator], object]
-_UPDATES, _PROTOTYPES = 10, 4096
+_UPDATES = 10
+_PROTOTYPES = 4096
 _SUMS = 6  # number of sums of the loss, temperature and norms
 
 
@@ -44,47 +45,59 @@ def savings(image: Tensor, text: Tensor, world_size: int, tower: Tensor) -> dict
         tower: square matrix whose matmul replaces the image tower.
     """
     rows, dim = image.shape
-    values, batch = image.new_ones(rows, 1), rows * world_size
+    batch = rows * world_size
+    values = image.new_ones(rows, 1)  # one number for each pair
+    prototype_gradient = image.new_ones(2, _PROTOTYPES, dim)
+    row_sums = torch.ones(2, batch, dtype=torch.float64)
 
     def gather(communicator: Communicator, comm_dtype: torch.dtype) -> None:
         for x in (image, text):
             communicator.all_gather(x.to(comm_dtype), "features").to(x.dtype)
 
-    def back_and_forth(communicator: Communicator) -> None:
+    def gather_in_float32(communicator: Communicator) -> None:
+        gather(communicator, torch.float32)
+
+    def gather_in_bf16(communicator: Communicator) -> None:
+        gather(communicator, torch.bfloat16)
+
+    def gather_and_send_gradients(communicator: Communicator) -> None:
         gather(communicator, torch.float32)
         for _ in range(2):
             communicator.reduce_scatter(image.new_ones(batch, dim), "feature gradients")
 
-    def one_by_one(communicator: Communicator) -> None:
+    def send_scalars_one_by_one(communicator: Communicator) -> None:
         for _ in range(2):
             communicator.all_gather(values, "normalizer")
         for _ in range(_SUMS):
             communicator.all_reduce(values[0], "scalars")
 
-    def together(communicator: Communicator) -> None:
+    def send_scalars_together(communicator: Communicator) -> None:
         communicator.all_gather(values.expand(-1, 2), "normalizer")
         communicator.all_reduce(values[0].expand(_SUMS), "scalars")
 
-    def texts_after(communicator: Communicator) -> None:
+    def gather_texts_after_the_tower(communicator: Communicator) -> None:
         torch.mm(tower, tower)
         communicator.all_gather(text, "features")
 
-    def texts_meanwhile(communicator: Communicator) -> None:
+    def gather_texts_during_the_tower(communicator: Communicator) -> None:
         pending = communicator.begin_all_gather(text, "features")
         torch.mm(tower, tower)
         pending.wait()
 
-    gradient = image.new_ones(2, _PROTOTYPES, dim)
-    sums = torch.ones(2, batch, dtype=torch.float64)
+    def reduce_prototype_gradients(communicator: Communicator) -> None:
+        for _ in range(_UPDATES):
+            communicator.all_reduce(prototype_gradient, "normalizer")
+
+    def reduce_row_sums(communicator: Communicator) -> None:
+        for _ in range(_UPDATES + 1):
+            communicator.all_reduce(row_sums, "normalizer")
+
     return {
-        "comm_dtype": (lambda c: gather(c, torch.float32), lambda c: gather(c, torch.bfloat16)),
-        "gradients": (back_and_forth, lambda c: gather(c, torch.float32)),
-        "scalars": (one_by_one, together),
-        "overlap": (texts_after, texts_meanwhile),
-        "npn": (
-            lambda c: [c.all_reduce(gradient, "normalizer") for _ in range(_UPDATES)],
-            lambda c: [c.all_reduce(sums, "normalizer") for _ in range(_UPDATES + 1)],
-        ),
+        "comm_dtype": (gather_in_float32, gather_in_bf16),
+        "gradients": (gather_and_send_gradients, gather_in_float32),
+        "scalars": (send_scalars_one_by_one, send_scalars_together),
+        "overlap": (gather_texts_after_the_tower, gather_texts_during_the_tower),
+        "npn": (reduce_prototype_gradients, reduce_row_sums),
     }
 
 
@@ -92,19 +105,26 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return one rank's calls, bytes and seconds before and after each optimization, and the errors of bf16."""
     dist.init_process_group("gloo")
     communicator = Communicator()
-    features, turns = random_features(arguments.rows, arguments.dim, communicator), arguments.repeats + 2
-    found: dict[str, Any] = {}
+    features = random_features(arguments.rows, arguments.dim, communicator)
+    turns = arguments.repeats + 2
     tower = _tower(arguments.tower_ms)
-    for name, ways in savings(features.image, features.text, arguments.ranks, tower).items():
-        counted = {way: Communicator() for way in ("before", "after")}
-        works = {way: partial(work, counted[way]) for way, work in zip(counted, ways, strict=True)}
+    measured: dict[str, Any] = {}
+    for name, (before, after) in savings(features.image, features.text, arguments.ranks, tower).items():
+        communicators = {"before": Communicator(), "after": Communicator()}  # which count the traffic
+        works = {
+            "before": partial(before, communicators["before"]),
+            "after": partial(after, communicators["after"]),
+        }
         seconds = in_turns(works, turns, communicator.barrier)
-        found[name] = []
-        for way, of in counted.items():
-            calls, size = (sum(getattr(x, key) for x in of.traffic.values()) for key in ("calls", "bytes_sent"))
-            found[name].append([calls // turns, size // turns, seconds[way][2:]])  # first turns connect and allocate
-    found["difference"] = {str(tau): _difference_of_bf16(features, tau) for tau in (0.07, 0.01)}
-    return found
+        measured[name] = {}
+        for variant, counted in communicators.items():
+            measured[name][variant] = {
+                "calls": sum(traffic.calls for traffic in counted.traffic.values()) // turns,
+                "bytes": sum(traffic.bytes_sent for traffic in counted.traffic.values()) // turns,
+                "seconds": seconds[variant][2:],  # the first turns connect and allocate
+            }
+    measured["difference"] = {str(tau): _difference_of_bf16(features, tau) for tau in (0.07, 0.01)}
+    return measured
 
 
 def _tower(milliseconds: float) -> Tensor:
@@ -122,13 +142,14 @@ def _tower(milliseconds: float) -> Tensor:
 def _difference_of_bf16(features: Features, tau: float) -> float:
     """Return the norm of the change that bf16 makes to OpenCLIP's feature gradients, relative to their norm."""
     tree = {"objective": {"method": "openclip", "temperature": {"initial": tau}}}
-    found = []
+    gradients_by_dtype = []
     for comm_dtype in (torch.float32, torch.bfloat16):
         context = Context(features.image.shape[1], len(features.image), Communicator())
         objective = build_objective(Config.model_validate(tree), context, comm_dtype)
         gradients = objective(features, Step(0, 0, 0.0, 1.0))
-        found.append(torch.cat([gradients.image, gradients.text]))
-    return float((found[1] - found[0]).norm() / found[0].norm())
+        gradients_by_dtype.append(torch.cat([gradients.image, gradients.text]))
+    exact, rounded = gradients_by_dtype
+    return float((rounded - exact).norm() / exact.norm())
 
 
 def main() -> None:
@@ -145,10 +166,15 @@ def main() -> None:
     print("| saving | calls | kB received | ms | calls after | kB | ms | bytes | time |")
     print("|---" * 9 + "|")
     differences = [rank.pop("difference") for rank in ranks]
-    for name, ways in ranks[0].items():
-        seconds = [max(statistics.median(rank[name][way][2]) for rank in ranks) for way in (0, 1)]
-        cells = [f"{way[0]} | {way[1] / 1e3:,.1f} | {1e3 * took:.2f}" for way, took in zip(ways, seconds, strict=True)]
-        print(f"| {name} | {' | '.join(cells)} | {ways[1][1] / ways[0][1]:.3f} | {seconds[1] / seconds[0]:.3f} |")
+    for name, variants in ranks[0].items():
+        cells = []
+        seconds = []
+        for variant, values in variants.items():
+            slowest = max(statistics.median(rank[name][variant]["seconds"]) for rank in ranks)
+            seconds.append(slowest)
+            cells.append(f"{values['calls']} | {values['bytes'] / 1e3:,.1f} | {1e3 * slowest:.2f}")
+        bytes_ratio = variants["after"]["bytes"] / variants["before"]["bytes"]
+        print(f"| {name} | {' | '.join(cells)} | {bytes_ratio:.3f} | {seconds[1] / seconds[0]:.3f} |")
     for tau in differences[0]:
         change = max(rank[tau] for rank in differences)
         print(

@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,10 +50,17 @@ from neuclip_ds.evaluation.sharded_batches import decode, sharded_batches
 from neuclip_ds.models.bpe import train_bpe
 from neuclip_ds.models.tokenizer import CaptionTokenizer
 
-LONGER, SHORTER, TILE, CROP = 512, 384, 192, 224  # pixels
+# sides in pixels
+LONGER = 512
+SHORTER = 384
+TILE = 192
+CROP = 224
 SCALE = 0.9  # smallest fraction of the area that a crop keeps
-SHARDS, CONTEXT, VOCABULARY = 4, 77, 10_000
-QUALITY, SEED = 95, 0  # img2dataset writes JPEGs of this quality
+SHARDS = 4
+CONTEXT = 77
+VOCABULARY = 10_000
+QUALITY = 95  # as img2dataset writes JPEGs
+SEED = 0
 PREFETCH = 2  # batches that a worker prepares ahead
 WARM_UP = 2  # number of prefetch buffers that are read before timing starts
 
@@ -78,7 +86,9 @@ Contender = Callable[[Setting], Iterator[int]]  # yields the sizes of an endless
 
 def write_photographs(setting: Setting, folder: Path) -> list[str]:
     """Write tars of photographs and captions; return their paths."""
-    draw, tiles, captions = random.Random(SEED), [], []
+    draw = random.Random(SEED)
+    tiles = []
+    captions = []
     for sample in itertools.islice(samples_of(source(setting.data)), 4 * setting.samples):
         tiles.append(sample.image or b"")
         captions.append(next(iter(sample.texts.values())))
@@ -104,9 +114,10 @@ def source(data: Path) -> Manifest:
 def mosaic(tiles: list[bytes], upright: bool) -> Image.Image:
     """Return an image of the size of a photograph, three tiles wide and two high, or rotated if `upright`."""
     picture = Image.new("RGB", (3 * TILE, 2 * TILE))
-    for place, tile in enumerate(tiles):
+    for number, tile in enumerate(tiles):
         image = Image.open(io.BytesIO(tile)).convert("RGB").resize((TILE, TILE), Image.Resampling.BICUBIC)
-        picture.paste(image, (place % 3 * TILE, place // 3 * TILE))
+        row, column = divmod(number, 3)
+        picture.paste(image, (column * TILE, row * TILE))
     picture = picture.crop((0, 0, LONGER, SHORTER))
     return picture.transpose(Image.Transpose.ROTATE_90) if upright else picture
 
@@ -124,8 +135,8 @@ def ours(setting: Setting, decoder: str = "simplejpeg") -> Iterator[int]:
     manifest = build_manifest(setting.tars)
     order = GlobalOrder(manifest.starts, manifest.sizes, setting.batch, SEED)
     options = LoaderOptions(workers=setting.workers, prefetch=PREFETCH)
-    transform, tokenizer = train_transform(CROP, SCALE, DECODERS[decoder]), our_tokenizer(setting)
-    pairs = PairDataset(manifest, transform, tokenizer, order.seed)
+    transform = train_transform(CROP, SCALE, DECODERS[decoder])
+    pairs = PairDataset(manifest, transform, our_tokenizer(setting), order.seed)
     with closing(Loader(options, {"train": pairs})) as loader:
         for batch in loader.batches("train", train_jobs(order, 0, 1, 0, 0, steps=10**9)):
             yield len(batch.image)
@@ -139,7 +150,8 @@ def webloader(setting: Setting) -> Iterator[int]:
     """Load with webdataset's WebLoader and our transform and tokenizer."""
     from webdataset import WebDataset, WebLoader
 
-    transform, tokenizer = train_transform(CROP, SCALE, decode_simplejpeg), our_tokenizer(setting)
+    transform = train_transform(CROP, SCALE, decode_simplejpeg)
+    tokenizer = our_tokenizer(setting)
     dataset = (
         WebDataset(setting.tars, shardshuffle=len(setting.tars), nodesplitter=None)
         .repeat()
@@ -170,8 +182,8 @@ def open_clip_pipeline(setting: Setting) -> Iterator[int]:
         seed=SEED,
     )
     transform, tokenizer = open_clip_parts()
-    found = loading.get_wds_dataset(options, transform, is_train=True, tokenizer=tokenizer)
-    return (len(images) for images, _ in found.dataloader)
+    loaded = loading.get_wds_dataset(options, transform, is_train=True, tokenizer=tokenizer)
+    return (len(images) for images, _ in loaded.dataloader)
 
 
 def open_clip_parts() -> tuple[Callable[[Image.Image], Tensor], Callable[[str], Tensor]]:
@@ -194,7 +206,8 @@ def rate(contender: Contender, setting: Setting) -> float:
     sizes = contender(setting)
     for _ in range(WARM_UP * setting.workers * PREFETCH):  # includes batches that were prepared meanwhile
         next(sizes)
-    began, samples = time.perf_counter(), 0
+    began = time.perf_counter()
+    samples = 0
     while samples < setting.samples:
         samples += next(sizes)
     return samples / (time.perf_counter() - began)
@@ -212,33 +225,35 @@ class Passes(NamedTuple):
 
 def evaluation_set(setting: Setting) -> Passes:
     """Load the photographs as an evaluation set."""
-    folder, transform = Path(setting.evaluation), EvalTransform(CROP, decode=decode_simplejpeg)
+    folder = Path(setting.evaluation)
+    transform = EvalTransform(CROP, decode=decode_simplejpeg)
     prepare = functools.partial(decode, transform=transform)
 
-    def passed(loader: Loader) -> int:
-        found = sharded_batches(open_shards(folder), prepare, Communicator(), setting.batch, loader)
-        return sum(len(torch.stack(batch.rows)) for batch in found)
+    def read_all(loader: Loader) -> int:
+        batches = sharded_batches(open_shards(folder), prepare, Communicator(), setting.batch, loader)
+        return sum(len(torch.stack(batch.rows)) for batch in batches)
 
-    return two_passes(setting, Loader(LoaderOptions(workers=setting.workers, prefetch=PREFETCH)), passed)
+    return two_passes(Loader(LoaderOptions(workers=setting.workers, prefetch=PREFETCH)), read_all)
 
 
 def evaluation_pairs(setting: Setting) -> Passes:
     """Load the photographs as validation pairs."""
-    manifest, options = build_manifest(setting.tars), LoaderOptions(workers=setting.workers, prefetch=PREFETCH)
+    manifest = build_manifest(setting.tars)
     transform = EvalTransform(CROP, decode=decode_simplejpeg)
     pairs = {"val": PairDataset(manifest, transform, our_tokenizer(setting))}
 
-    def passed(loader: Loader) -> int:
+    def read_all(loader: Loader) -> int:
         batches = loader.batches("val", eval_jobs(manifest, 0, 1, setting.batch))
         return sum(int(batch.valid.sum()) for batch in batches)
 
-    return two_passes(setting, Loader(options, pairs), passed)
+    return two_passes(Loader(LoaderOptions(workers=setting.workers, prefetch=PREFETCH), pairs), read_all)
 
 
-def two_passes(setting: Setting, loader: Loader, passed: Callable[[Loader], int]) -> Passes:
+def two_passes(loader: Loader, read_all: Callable[[Loader], int]) -> Passes:
     with closing(loader):
-        seconds = [timed(functools.partial(passed, loader)) for _ in range(2)]
-    return Passes(*(samples / elapsed for elapsed, samples in seconds))
+        first_seconds, samples = timed(lambda: read_all(loader))
+        second_seconds, _ = timed(lambda: read_all(loader))
+    return Passes(samples / first_seconds, samples / second_seconds)
 
 
 def link_evaluation_set(tars: list[str], folder: Path) -> str:
@@ -253,7 +268,8 @@ def link_evaluation_set(tars: list[str], folder: Path) -> str:
 # where the time goes
 
 
-class Stages(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Stages:
     """Milliseconds per sample of a pipeline's stages, run one after another in one process without a loader."""
 
     read: float
@@ -265,20 +281,27 @@ class Stages(NamedTuple):
 
 def our_stages(setting: Setting, count: int) -> Stages:
     manifest = build_manifest(setting.tars)
-    reader, decode, tokenizer = TarReader(manifest), decode_simplejpeg, our_tokenizer(setting)
-    transform = train_transform(CROP, SCALE, decode)
+    reader = TarReader(manifest)
+    tokenizer = our_tokenizer(setting)
+    transform = train_transform(CROP, SCALE, decode_simplejpeg)
     dataset = PairDataset(manifest, transform, tokenizer)
     reader.read(0)
     read, samples = timed(lambda: [reader.read(index) for index in range(count)])
     images = [sample.image or b"" for sample in samples]
     captions = [next(iter(sample.texts.values())).decode() for sample in samples]
     transform(images[0])
-    decoded, _ = timed(lambda: [decode(image, None) for image in images])
+    decoded, _ = timed(lambda: [decode_simplejpeg(image, None) for image in images])
     transformed, _ = timed(lambda: [transform(image, number) for number, image in enumerate(images)])
     tokenized, _ = timed(lambda: tokenizer(captions))
-    whole, _ = timed(lambda: dataset.batch([(0, index) for index in range(count)]))
-    collated = whole - read - transformed - tokenized
-    return Stages(*(1000 * x / count for x in (read, decoded, transformed - decoded, tokenized, max(0.0, collated))))
+    total, _ = timed(lambda: dataset.batch([(0, index) for index in range(count)]))
+    per_sample = 1000 / count
+    return Stages(
+        read=per_sample * read,
+        decode=per_sample * decoded,
+        resize=per_sample * (transformed - decoded),
+        tokenize=per_sample * tokenized,
+        collate=per_sample * max(0.0, total - read - transformed - tokenized),
+    )
 
 
 def open_clip_stages(setting: Setting, count: int) -> Stages:
@@ -294,20 +317,28 @@ def open_clip_stages(setting: Setting, count: int) -> Stages:
     transform(pictures[0])
     transformed, pixels = timed(lambda: [transform(picture) for picture in pictures])
     tokenized, tokens = timed(lambda: [tokenizer(sample["txt"].decode())[0] for sample in samples])
-    size = setting.batch
-    collated, _ = timed(
-        lambda: [
-            (torch.stack(pixels[low : low + size]), torch.stack(tokens[low : low + size]))
-            for low in range(0, count, size)
-        ]
+
+    def collate() -> None:
+        for start in range(0, count, setting.batch):
+            torch.stack(pixels[start : start + setting.batch])
+            torch.stack(tokens[start : start + setting.batch])
+
+    collated, _ = timed(collate)
+    per_sample = 1000 / count
+    return Stages(
+        read=per_sample * read,
+        decode=per_sample * decoded,
+        resize=per_sample * transformed,
+        tokenize=per_sample * tokenized,
+        collate=per_sample * collated,
     )
-    return Stages(*(1000 * x / count for x in (read, decoded, transformed, tokenized, collated)))
 
 
 def timed(work: Callable[[], Any]) -> tuple[float, Any]:
+    """Return the seconds that the work takes, and its result."""
     began = time.perf_counter()
-    found = work()
-    return time.perf_counter() - began, found
+    result = work()
+    return time.perf_counter() - began, result
 
 
 # the program
@@ -328,7 +359,8 @@ def run(setting: Setting) -> None:
     with tempfile.TemporaryDirectory() as name:
         photographs = Path(name, "photographs")
         photographs.mkdir()
-        setting.tars, setting.tokenizer = write_photographs(setting, photographs), f"{name}/tokenizer"
+        setting.tars = write_photographs(setting, photographs)
+        setting.tokenizer = f"{name}/tokenizer"
         setting.evaluation = link_evaluation_set(setting.tars, Path(name, "set"))
         train_bpe(captions_of(setting), VOCABULARY, CONTEXT).save(setting.tokenizer)
         size = sum(Path(tar).stat().st_size for tar in setting.tars) / setting.samples
@@ -343,7 +375,8 @@ def run(setting: Setting) -> None:
 
 def captions_of(setting: Setting) -> Iterator[str]:
     for sample in samples_of(build_manifest(setting.tars)):
-        yield from (text.decode() for text in sample.texts.values())
+        for text in sample.texts.values():
+            yield text.decode()
 
 
 def print_rates(setting: Setting) -> None:
@@ -361,23 +394,27 @@ def print_rates(setting: Setting) -> None:
 def print_evaluation(setting: Setting) -> None:
     print("\n| evaluation | samples/s per worker, first | again |\n|---|---|---|")
     for name, work in {"a set": evaluation_set, "validation pairs": evaluation_pairs}.items():
-        turns = [alone(work, setting) for _ in range(setting.repeats)]
-        rates = [statistics.median(column) / max(1, setting.workers) for column in zip(*turns, strict=True)]
-        print(f"| {name} | {rates[0]:,.0f} | {rates[1]:,.0f} |")
+        turns: list[Passes] = [alone(work, setting) for _ in range(setting.repeats)]
+        workers = max(1, setting.workers)
+        first = statistics.median(turn.first for turn in turns) / workers
+        second = statistics.median(turn.second for turn in turns) / workers
+        print(f"| {name} | {first:,.0f} | {second:,.0f} |")
 
 
 def print_stages(setting: Setting) -> None:
     """Print the time of each stage; `hand over` is the remaining time of a loader with one worker."""
     count = min(512, setting.samples)
-    names = " | ".join(Stages._fields)
-    print(f"\nms per sample\n\n| pipeline | {names} | sum | hand over |\n{'|---' * (len(Stages._fields) + 3)}|")
+    names = [field.name for field in fields(Stages)]
+    header = ["pipeline", *names, "sum", "hand over"]
+    print(f"\nms per sample\n\n| {' | '.join(header)} |\n{'|---' * len(header)}|")
     alone_worker = argparse.Namespace(**{**vars(setting), "workers": 1})
-    for name, stages in {"ours": our_stages, "open_clip": open_clip_stages}.items():
-        turns = [alone(stages, setting, count) for _ in range(setting.repeats)]
-        found = [statistics.median(column) for column in zip(*turns, strict=True)]
-        whole = statistics.median(1000 / alone(rate, CONTENDERS[name], alone_worker) for _ in range(setting.repeats))
-        cells = " | ".join(f"{x:.2f}" for x in (*found, sum(found), whole - sum(found)))
-        print(f"| {name} | {cells} |")
+    for pipeline, stages in {"ours": our_stages, "open_clip": open_clip_stages}.items():
+        turns = [asdict(alone(stages, setting, count)) for _ in range(setting.repeats)]
+        milliseconds = [statistics.median(turn[name] for turn in turns) for name in names]
+        loaded = [1000 / alone(rate, CONTENDERS[pipeline], alone_worker) for _ in range(setting.repeats)]
+        total = sum(milliseconds)
+        cells = " | ".join(f"{value:.2f}" for value in (*milliseconds, total, statistics.median(loaded) - total))
+        print(f"| {pipeline} | {cells} |")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,8 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def open_clip_loss(communicator: Communicator) -> Loss:
-    loss, log_scale = clip_loss(communicator), torch.tensor(1 / 0.07, device=communicator.device).log().requires_grad_()
+    loss = clip_loss(communicator)
+    log_scale = torch.tensor(1 / 0.07, device=communicator.device).log().requires_grad_()
     return lambda image, text: loss(image, text, log_scale.exp())
 
 
@@ -46,10 +47,11 @@ def fast_clip_loss(folder: Path, rows: int, device: torch.device) -> Loss:
         scale = log_scale.exp()
         gathered = _gathered([image, text])
         loss1, loss2, by_image, by_text, u = loss.local([image, text], (index, index), gathered, scale, offset)
-        all_u, all_index = _gathered(u), _gathered([index[:, None].to(device)] * 2)
-        loss.set_params(*(x.squeeze(-1).cpu() for x in all_index), *all_u)
-        similar = (by_text.T, by_image.T)
-        result: Tensor = loss([image, text], gathered, all_u, (loss1, loss2), u, similar, scale, offset)
+        all_u = _gathered(u)
+        image_index, text_index = _gathered([index[:, None].to(device)] * 2)
+        loss.set_params(image_index.squeeze(-1).cpu(), text_index.squeeze(-1).cpu(), *all_u)
+        similarities = (by_text.T, by_image.T)
+        result: Tensor = loss([image, text], gathered, all_u, (loss1, loss2), u, similarities, scale, offset)
         return result
 
     return call

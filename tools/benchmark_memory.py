@@ -14,7 +14,8 @@ import argparse
 import itertools
 import os
 import time
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from benchmarking import on_ranks, reset_peak, resident
@@ -30,7 +31,8 @@ from neuclip_ds.recipe import load_recipe, override, validate
 _MODELS = {"vitb32": "models/vitb32", "vitb16": "models/vitb16", "rn50": "models/rn50", "vith14": "models/dfn5b_vith14"}
 
 
-class Case(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Case:
     """A case to measure: one row of the table."""
 
     model: str
@@ -42,14 +44,14 @@ class Case(NamedTuple):
     method: str
 
     def config(self) -> Config:
-        options = {
+        settings = {
             "data": {"batch_size": self.ranks * self.micro * self.passes, "micro_batch": self.micro},
             "model": {"activation_checkpointing": self.checkpointing},
             "objective": {"method": self.method},
             "optimizer": {"name": "adamw", "lr": 1e-5},
             "deepspeed": self.engine,
         }
-        return validate(override(load_recipe(_MODELS[self.model]), options))
+        return validate(override(load_recipe(_MODELS[self.model]), settings))
 
 
 def measure(case: Case, steps: int) -> dict[str, Any]:
@@ -58,7 +60,7 @@ def measure(case: Case, steps: int) -> dict[str, Any]:
     with process_group(dump(config)) as communicator:
         on_gpu = communicator.device.type == "cuda"
         query = MemoryQuery(config, case.ranks, EPOCH * config.data.batch_size, communicator.device.type)
-        found = account(query, count_towers(query))
+        estimate = account(query, count_towers(query))
         before = resident("VmRSS")
         run = SyntheticSteps(config, communicator, lr=1e-6)
         batch = run.batch(0)
@@ -72,8 +74,8 @@ def measure(case: Case, steps: int) -> dict[str, Any]:
             seconds.append(time.perf_counter() - began)
         return {
             "measured": torch.cuda.max_memory_allocated() if on_gpu else resident("VmHWM") - before,
-            "predicted": found.peak + (0 if on_gpu else found.on_host),
-            "parts": found.lines(),
+            "predicted": estimate.peak + (0 if on_gpu else estimate.on_host),
+            "parts": estimate.lines(),
             "seconds": min(seconds[1:]),
             "flops": sum(map(sum, count_flops(query))) * config.rank_batch(case.ranks),
         }
@@ -104,26 +106,34 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--tflops", type=float, help="peak TFLOP/s of the GPU in this precision, to print the share")
     parser.add_argument("--parts", action="store_true", help="also print the components of the estimate")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     # freed blocks return to the system at once, so that resident memory counts only live blocks
     os.environ.update(MALLOC_MMAP_THRESHOLD_="1000000", MALLOC_TRIM_THRESHOLD_="0", MALLOC_ARENA_MAX="1")
     names = "model, engine, ranks, batch of a rank, checkpointing, predicted MB, measured MB, ratio, samples/s"
     print(f"| {names.replace(', ', ' | ')} | share of peak FLOP/s |")
     print("|---" * 10 + "|")
-    cases = itertools.product(
-        asked.models, asked.engines, asked.ranks, asked.micro, asked.passes, [c == "on" for c in asked.checkpointing]
+    settings = itertools.product(
+        options.models, options.engines, options.ranks, options.micro, options.passes, options.checkpointing
     )
-    for values in cases:
-        case = Case(*values, method=asked.method)
+    for model, engine, ranks, micro, passes, checkpointing in settings:
+        case = Case(
+            model=model,
+            engine=engine,
+            ranks=ranks,
+            micro=micro,
+            passes=passes,
+            checkpointing=checkpointing == "on",
+            method=options.method,
+        )
         try:
-            figures = on_ranks(case.ranks, measure, case, asked.steps)
+            figures = on_ranks(case.ranks, measure, case, options.steps)
         except ProcessRaisedException as error:
             if "out of memory" not in str(error):
                 raise
             print(f"| {case.model} | {case.engine} | {case.ranks} | {case.passes} x {case.micro} | out of memory |")
             continue
-        print(line(case, figures, asked.tflops), flush=True)
-        if asked.parts:
+        print(line(case, figures, options.tflops), flush=True)
+        if options.parts:
             print("\n".join(figures[0]["parts"]))
 
 

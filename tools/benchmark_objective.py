@@ -32,7 +32,8 @@ def measure(rows: int, repeats: int, options: argparse.Namespace) -> dict[str, d
     """Return one rank's measurements by objective: peak memory if repeats = 0, else seconds and bytes."""
     communicator = connect(options.device)
     batch = rows * communicator.world_size
-    dim, tau = options.dim, options.tau
+    dim = options.dim
+    tau = options.tau
     features = random_features(rows, dim, communicator, options.features)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.precision]
     loss = clip_loss(communicator)
@@ -45,21 +46,21 @@ def measure(rows: int, repeats: int, options: argparse.Namespace) -> dict[str, d
         return torch.autograd.grad(value, leaves)
 
     works: dict[str, Any] = {PEER: peer_step}
-    counted = {method: Communicator(options.device) for method in options.methods}
-    for method, of in counted.items():
+    communicators = {method: Communicator(options.device) for method in options.methods}  # which count the traffic
+    for method, counted in communicators.items():
         config = Config.model_validate({"objective": {"method": method, "temperature": {"initial": tau}}})
-        objective = build_objective(config, Context(dim, batch, of), dtype)
+        objective = build_objective(config, Context(dim, batch, counted), dtype)
         works[method] = lambda objective=objective: objective(features, Step(0, 0, 1e-4, 1e-4))
     in_turns(works, 2 + NpnConfig().prototypes // batch, lambda: None)  # NPN predicts once its queue is full
     if not repeats:
         return {name: {"megabytes": peak_bytes(work, communicator) / 1e6} for name, work in works.items()}
-    for of in counted.values():
-        of.traffic.clear()
+    for counted in communicators.values():
+        counted.traffic.clear()
     seconds = in_turns(works, repeats, communicator.barrier)
-    share = (communicator.world_size - 1) * rows * dim * dtype.itemsize
-    received = {PEER: {"features": 2 * share, "feature gradients": 2 * share}}  # ring algorithms
-    for method, of in counted.items():
-        received[method] = {name: traffic.bytes_sent // repeats for name, traffic in of.traffic.items()}
+    others = (communicator.world_size - 1) * rows * dim * dtype.itemsize  # bytes of one side of the other ranks
+    received = {PEER: {"features": 2 * others, "feature gradients": 2 * others}}  # ring algorithms
+    for method, counted in communicators.items():
+        received[method] = {name: traffic.bytes_sent // repeats for name, traffic in counted.traffic.items()}
     return {name: {"seconds": seconds[name], "bytes": received[name]} for name in works}
 
 
@@ -70,14 +71,20 @@ def compare(world_size: int, rows: int, options: argparse.Namespace) -> list[str
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
     weighed = on_ranks(world_size, measure, rows, 0, options)
     del os.environ["MALLOC_MMAP_THRESHOLD_"]
-    seconds = {key: max(statistics.median(rank[key]["seconds"]) for rank in timed) for key in timed[0]}
-    memory = {key: max(rank[key]["megabytes"] for rank in weighed) for key in timed[0]}
+    seconds = {}
+    megabytes = {}
+    for name in timed[0]:
+        seconds[name] = max(statistics.median(rank[name]["seconds"]) for rank in timed)
+        megabytes[name] = max(rank[name]["megabytes"] for rank in weighed)
     lines = []
-    for key in seconds:
-        traffic = ", ".join(f"{name} {count / 1e3:,.1f}" for name, count in timed[0][key]["bytes"].items())
+    for name in seconds:
+        traffic = "-"
+        if world_size > 1:
+            sent = timed[0][name]["bytes"]
+            traffic = ", ".join(f"{purpose} {count / 1e3:,.1f}" for purpose, count in sent.items())
         lines.append(
-            f"| {world_size} | {rows} | {key} | {seconds[key] * 1e3:.1f} | {seconds[key] / seconds[PEER]:.2f} "
-            f"| {memory[key]:.1f} | {memory[key] / memory[PEER]:.2f} | {traffic if world_size > 1 else '-'} |"
+            f"| {world_size} | {rows} | {name} | {seconds[name] * 1e3:.1f} | {seconds[name] / seconds[PEER]:.2f} "
+            f"| {megabytes[name]:.1f} | {megabytes[name] / megabytes[PEER]:.2f} | {traffic} |"
         )
     return lines
 

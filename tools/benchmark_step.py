@@ -37,8 +37,8 @@ import os
 import platform
 import shutil
 import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import profile_communication
 import torch
@@ -71,7 +71,8 @@ _PAPER_RANKS = 8
 _PEAK_FLOPS = {"h100": 989e12, "h200": 989e12, "a100": 312e12, "t4": 65e12}
 
 
-class Setting(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Setting:
     """Settings of all programs at one number of ranks."""
 
     arguments: argparse.Namespace
@@ -93,22 +94,30 @@ class Setting(NamedTuple):
 
     def config(self, method: str | None = None, *more: str) -> Config:
         """Return the config of a run with `method`; None selects the recipe's method."""
-        asked = self.arguments
-        own = [f"--data.batch_size={self.batch}", f"--data.workers={asked.workers}", "--data.prefetch=2"]
-        own += ["--data.drop_last=true", "--data.val=", "--data.zero_shot="]
-        own += [f"--run.log_every={asked.log_every}", "--run.checkpoint_every=1000000000"]
-        own.append(f"--deepspeed=zero{asked.zero}_{asked.precision}")
-        own.append("--model.text.tokenizer=null" if self.source == RANDOM else f"--data.train={self.source}")
+        arguments = self.arguments
+        options = [
+            f"--data.batch_size={self.batch}",
+            f"--data.workers={arguments.workers}",
+            "--data.prefetch=2",
+            "--data.drop_last=true",
+            "--data.val=",
+            "--data.zero_shot=",
+            f"--run.log_every={arguments.log_every}",
+            "--run.checkpoint_every=1000000000",
+            f"--deepspeed=zero{arguments.zero}_{arguments.precision}",
+        ]
+        options.append("--model.text.tokenizer=null" if self.source == RANDOM else f"--data.train={self.source}")
         if self.tokenizer is not None:
-            folder, size = self.tokenizer
-            own += [f"--model.text.tokenizer={folder}", f"--model.text.vocab_size={size}"]
-        return config_for(method, [self.recipe, *own, *asked.overrides, *more])
+            folder, vocabulary = self.tokenizer
+            options += [f"--model.text.tokenizer={folder}", f"--model.text.vocab_size={vocabulary}"]
+        return config_for(method, [self.recipe, *options, *arguments.overrides, *more])
 
     def start(self, script: Path, folder: Path, config: str, *options: str) -> None:
         """Run a program to its end in a new, empty folder; write its output to a separate folder."""
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        call, output = [str(script), config, str(folder), *options], folder.with_name(f"{folder.name}_output")
+        call = [str(script), config, str(folder), *options]
+        output = folder.with_name(f"{folder.name}_output")
         profile_communication.run_on_ranks(script.name, call, self.ranks, output, self.threads)
 
     def write(self, name: str, steps: int, method: str | None = None, *more: str) -> str:
@@ -173,17 +182,11 @@ def print_throughput(arguments: argparse.Namespace) -> None:
     for ranks, method in itertools.product(arguments.ranks, arguments.methods):
         setting = setting_for(arguments, ranks)
         speed = run(our_program(setting, method), setting, 0)
-        folder = arguments.out / f"throughput_{method}_{ranks}ranks"
-        asked = {"methods": method, "stages": arguments.zero, "recipe": arguments.recipe, "rows": arguments.rows}
-        asked |= {"precision": arguments.precision, "steps": arguments.steps, "out": folder}
-        options = [*(f"--{name}={value}" for name, value in asked.items()), *arguments.overrides]
-        script = str(profile_communication.__file__)
-        profile_communication.run_on_ranks(method, [script, "--worker", *options], ranks, folder, arguments.threads)
-        found = json.loads((folder / BREAKDOWN).read_text(encoding="utf-8"))
-        objective = sum(of["mean"] for name, of in found["phases"].items() if name in ("objective", "normalizer"))
-        share = objective / found["seconds"]["total"]["mean"]
+        share = profiled_objective_share(arguments, method, ranks)
         query = MemoryQuery(config_for(method, [arguments.recipe, *arguments.overrides]), ranks)
-        flops = speed / ranks * sum(map(sum, count_flops(query)))  # per second and rank
+        image, text = count_flops(query)
+        flops_per_pair = image.forward + image.backward + text.forward + text.backward
+        flops = speed / ranks * flops_per_pair  # per second and rank
         reached = f"{100 * flops / peaks[-1]:.1f}" if peaks and arguments.precision == "bf16" else "-"
         print(
             f"| {ranks} x {hardware} | {arguments.recipe} | {engine} | {method} | {arguments.rows} "
@@ -192,13 +195,36 @@ def print_throughput(arguments: argparse.Namespace) -> None:
         )
 
 
+def profiled_objective_share(arguments: argparse.Namespace, method: str, ranks: int) -> float:
+    """Profile steps of a method, and return the fraction of their time that the objective takes."""
+    folder = arguments.out / f"throughput_{method}_{ranks}ranks"
+    options = {
+        "methods": method,
+        "stages": arguments.zero,
+        "recipe": arguments.recipe,
+        "rows": arguments.rows,
+        "precision": arguments.precision,
+        "steps": arguments.steps,
+        "out": folder,
+    }
+    call = [str(profile_communication.__file__), "--worker"]
+    call += [f"--{name}={value}" for name, value in options.items()]
+    call += arguments.overrides
+    profile_communication.run_on_ranks(method, call, ranks, folder, arguments.threads)
+    breakdown = json.loads((folder / BREAKDOWN).read_text(encoding="utf-8"))
+    phases = breakdown["phases"]
+    objective = sum(phases[name]["mean"] for name in ("objective", "normalizer") if name in phases)
+    return float(objective / breakdown["seconds"]["total"]["mean"])
+
+
 def compare(arguments: argparse.Namespace, source: str) -> None:
     """Print the speed table for one data source."""
     if source != RANDOM:
-        demo = source.startswith("demo:")
-        source = "::".join(resolve_shards(str(demo_split(source, _CACHE)) if demo else source))
+        if source.startswith("demo:"):
+            source = str(demo_split(source, _CACHE))
+        source = "::".join(resolve_shards(source))
     tokenizer = None if source == RANDOM else make_tokenizer(arguments, source)
-    found: dict[int, Speeds] = {}
+    speeds_by_ranks: dict[int, Speeds] = {}
     absent: dict[str, str] = {}
     for ranks in arguments.ranks:
         setting = setting_for(arguments, ranks, source, tokenizer)
@@ -208,12 +234,14 @@ def compare(arguments: argparse.Namespace, source: str) -> None:
         for turn in range(arguments.repeats):
             for program in listed:
                 if not program.absent:
-                    speeds[program.name].append(run(program, setting, turn))
-                    said(f"{ranks} ranks, turn {turn + 1}, {program.name}: {speeds[program.name][-1]:,.1f} samples/s")
-        found[ranks] = speeds
+                    speed = run(program, setting, turn)
+                    speeds[program.name].append(speed)
+                    log_progress(f"{ranks} ranks, turn {turn + 1}, {program.name}: {speed:,.1f} samples/s")
+        speeds_by_ranks[ranks] = speeds
     kind = "one random batch" if source == RANDOM else f"shards, {arguments.workers} loader processes per rank"
     print(f"\n{arguments.recipe}, {arguments.rows} pairs per rank, {kind}\n")
-    print("\n".join(table(found, [ours(method) for method in arguments.methods], absent)), flush=True)
+    ours = [name_of_ours(method) for method in arguments.methods]
+    print("\n".join(table(speeds_by_ranks, ours, absent)), flush=True)
     print_sizes(arguments.out, setting)
 
 
@@ -221,7 +249,15 @@ def setting_for(
     arguments: argparse.Namespace, ranks: int, source: str = RANDOM, tokenizer: tuple[Path, int] | None = None
 ) -> Setting:
     threads = arguments.threads or max(1, (os.cpu_count() or 1) // ranks)
-    return Setting(arguments, arguments.recipe, ranks, arguments.rows, threads, source, tokenizer)
+    return Setting(
+        arguments=arguments,
+        recipe=arguments.recipe,
+        ranks=ranks,
+        rows=arguments.rows,
+        threads=threads,
+        source=source,
+        tokenizer=tokenizer,
+    )
 
 
 def make_tokenizer(arguments: argparse.Namespace, source: str) -> tuple[Path, int] | None:
@@ -235,33 +271,54 @@ def make_tokenizer(arguments: argparse.Namespace, source: str) -> tuple[Path, in
     return arguments.out / "tokenizer", tokenizer.vocab_size
 
 
-def ours(method: str) -> str:
+def name_of_ours(method: str) -> str:
     return f"here: {method}"
 
 
 def programs(setting: Setting) -> list[Program]:
     """Return the programs in the order in which they are interleaved; write their configs next to their folders."""
-    asked = setting.arguments
-    listed = [our_program(setting, method) for method in asked.methods]
-    of_peers = (*random_input(setting), *(["--bf16"] if asked.precision == "bf16" else []))
-    path = setting.write("plain DDP", asked.warmup + setting.steps, asked.methods[0])
-    listed.append(Program("plain DDP", PEERS / "plain_ddp.py", (path, *of_peers), "loss", asked.warmup))
+    arguments = setting.arguments
+    listed = [our_program(setting, method) for method in arguments.methods]
+    options_of_peers = random_input(setting)
+    if arguments.precision == "bf16":
+        options_of_peers = (*options_of_peers, "--bf16")
+    steps = arguments.warmup + setting.steps
+    path = setting.write("plain DDP", steps, arguments.methods[0])
+    listed.append(
+        Program(
+            name="plain DDP",
+            script=PEERS / "plain_ddp.py",
+            options=(path, *options_of_peers),
+            tag="loss",
+            warmup=arguments.warmup,
+        )
+    )
     missing = [name for name in ("open_clip_train", "pandas") if importlib.util.find_spec(name) is None]
     absent = f"pip install open_clip_torch pandas (no {' and no '.join(missing)})" if missing else ""
-    path = setting.write("open_clip", asked.warmup + setting.steps, asked.methods[0])
-    script = PEERS / "open_clip_program.py"
-    listed.append(Program("open_clip", script, (path, *of_peers), "train/loss", asked.warmup, absent))
+    path = setting.write("open_clip", steps, arguments.methods[0])
+    listed.append(
+        Program(
+            name="open_clip",
+            script=PEERS / "open_clip_program.py",
+            options=(path, *options_of_peers),
+            tag="train/loss",
+            warmup=arguments.warmup,
+            absent=absent,
+        )
+    )
     return listed
 
 
 def our_program(setting: Setting, method: str) -> Program:
     """Return our program; its warm-up lasts at least until NeuCLIP's network predicts."""
-    asked = setting.arguments
-    predicts = first_prediction(setting.config(method))
-    warmup = max(asked.warmup, math.ceil(predicts / asked.log_every) * asked.log_every)
-    name = ours(method)
+    arguments = setting.arguments
+    first = first_prediction(setting.config(method))
+    warmup = max(arguments.warmup, math.ceil(first / arguments.log_every) * arguments.log_every)
+    name = name_of_ours(method)
     path = setting.write(name, warmup + setting.steps, method)
-    return Program(name, PEERS / "ours.py", (path, *random_input(setting)), "loss", warmup)
+    return Program(
+        name=name, script=PEERS / "ours.py", options=(path, *random_input(setting)), tag="loss", warmup=warmup
+    )
 
 
 def random_input(setting: Setting) -> tuple[str, ...]:
@@ -294,32 +351,37 @@ def print_sizes(out: Path, setting: Setting) -> None:
 def print_shares(arguments: argparse.Namespace) -> None:
     """Print the objective's share of a step, by method."""
     gpus = torch.cuda.device_count()
-    threads = arguments.threads or 1  # on a CPU, the objective is timed on one core
-    small = Setting(arguments, arguments.share_model, 1, arguments.share_rows, threads)
+    small = Setting(
+        arguments=arguments,
+        recipe=arguments.share_model,
+        ranks=1,
+        rows=arguments.share_rows,
+        threads=arguments.threads or 1,  # on a CPU, the objective is timed on one core
+    )
     ranks = arguments.paper_ranks or gpus or _PAPER_RANKS
-    paper = small._replace(ranks=ranks, rows=arguments.paper_batch // ranks)
+    paper = replace(small, ranks=ranks, rows=arguments.paper_batch // ranks)
     npn = small.config().objective.npn
-    alone = [objective_seconds(setting) for setting in (small, paper)]
-    pair = step_seconds(small) - alone[0]["openclip"] / small.rows
+    seconds_of_small = objective_seconds(small)
+    seconds_of_paper = objective_seconds(paper)
+    towers_per_pair = step_seconds(small) - seconds_of_small["openclip"] / small.rows
     print(f"\nObjective's share of a step, {small.recipe}, T_u = {npn.inner_steps}, m = {npn.prototypes}\n")
     print("| B | K | method | objective ms | NPN part ms | towers and optimizer ms | share |\n" + "|---" * 7 + "|")
-    for setting, found, how in zip((small, paper), alone, ("", " (computed)"), strict=True):
-        towers = pair * setting.rows
-        for method, seconds in found.items():
-            network = seconds - found["openclip"] if "npn" in find_method(method).sections else 0.0
+    for setting, by_method, note in ((small, seconds_of_small, ""), (paper, seconds_of_paper, " (computed)")):
+        towers = towers_per_pair * setting.rows
+        for method, seconds in by_method.items():
+            network = seconds - by_method["openclip"] if "npn" in find_method(method).sections else 0.0
             print(
                 f"| {setting.batch:,} | {setting.ranks} | {method} | {1e3 * seconds:,.1f} | {1e3 * network:,.1f} "
-                f"| {1e3 * towers:,.0f}{how} | {seconds / (seconds + towers):.2%} |"
+                f"| {1e3 * towers:,.0f}{note} | {seconds / (seconds + towers):.2%} |"
             )
 
 
 def step_seconds(setting: Setting) -> float:
     """Return the seconds per pair of whole steps with OpenCLIP's loss."""
-    asked = setting.arguments
-    steps = 1 + asked.share_steps
+    steps = 1 + setting.arguments.share_steps
     path = setting.write("towers", steps, "openclip", "--run.log_every=1")
-    folder = asked.out / "towers"
-    said(f"{steps} steps of {setting.rows} pairs")
+    folder = setting.arguments.out / "towers"
+    log_progress(f"{steps} steps of {setting.rows} pairs")
     setting.start(PEERS / "ours.py", folder, path, "--random")
     return 1 / samples_per_second(folder / "tensorboard", "loss", 1, setting.batch)
 
@@ -328,14 +390,14 @@ def objective_seconds(setting: Setting) -> dict[str, float]:
     """Return the seconds of an objective step without towers, by method."""
     path = setting.write("objective", 1)
     folder = Path(path).with_suffix("")
-    said(f"the objective alone, {setting.ranks} ranks of {setting.rows} pairs")
+    log_progress(f"the objective alone, {setting.ranks} ranks of {setting.rows} pairs")
     options = [f"--repeats={setting.arguments.repeats}", "--objective", *_METHODS_OF_SHARES]
     setting.start(PEERS / "ours.py", folder, path, *options)
-    found: dict[str, float] = json.loads((folder / "seconds.json").read_text(encoding="utf-8"))
-    return found
+    seconds: dict[str, float] = json.loads((folder / "seconds.json").read_text(encoding="utf-8"))
+    return seconds
 
 
-def said(text: str) -> None:
+def log_progress(text: str) -> None:
     """Print progress to stderr, separately from the tables."""
     print(text, file=sys.stderr, flush=True)
 

@@ -36,7 +36,10 @@ from neuclip_ds.losses import ContrastiveLoss, IndexedDataset, import_plugin
 from neuclip_ds.models.bpe import train_bpe
 from neuclip_ds.models.tokenizer import CaptionTokenizer
 
-DIM, SIZE, CONTEXT, LR = 64, 32, 32, 1e-3
+DIM = 64
+SIZE = 32
+CONTEXT = 32
+LR = 1e-3
 
 
 class Pairs(Dataset[tuple[Tensor, str]]):
@@ -44,7 +47,8 @@ class Pairs(Dataset[tuple[Tensor, str]]):
 
     def __init__(self, shards: Path) -> None:
         manifest = build_manifest(resolve_shards(str(shards)), processes=1)  # position of each sample in its tar
-        self._reader, self._count = TarReader(manifest), manifest.n
+        self._reader = TarReader(manifest)
+        self._count = manifest.n
 
     def __len__(self) -> int:
         return self._count
@@ -63,11 +67,26 @@ class Towers(nn.Module):
     def __init__(self, tokenize: CaptionTokenizer) -> None:
         super().__init__()
         self._tokenize = tokenize
-        size = {"img_size": SIZE, "patch_size": 8, "embed_dim": 96, "depth": 3, "num_heads": 3}
-        self.image = timm.create_model("vit_tiny_patch16_224", num_classes=DIM, **size)
-        size = {"hidden_size": 96, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 3}
-        size |= {"max_position_embeddings": CONTEXT, "projection_dim": DIM, "vocab_size": tokenize.vocab_size}
-        config = CLIPTextConfig(bos_token_id=tokenize.bos_id, eos_token_id=tokenize.eos_id, **size)
+        self.image = timm.create_model(
+            "vit_tiny_patch16_224",
+            num_classes=DIM,
+            img_size=SIZE,
+            patch_size=8,
+            embed_dim=96,
+            depth=3,
+            num_heads=3,
+        )
+        config = CLIPTextConfig(
+            vocab_size=tokenize.vocab_size,
+            bos_token_id=tokenize.bos_id,
+            eos_token_id=tokenize.eos_id,
+            max_position_embeddings=CONTEXT,
+            hidden_size=96,
+            intermediate_size=384,
+            num_hidden_layers=2,
+            num_attention_heads=3,
+            projection_dim=DIM,
+        )
         self.text = CLIPTextModelWithProjection(config)
 
     def forward(self, images: Tensor, captions: list[str]) -> tuple[Tensor, Tensor]:
@@ -79,11 +98,16 @@ class Towers(nn.Module):
 def recall_at_1(towers: nn.Module, pairs: Pairs, device: torch.device) -> float:
     """Return the fraction of images whose own caption is the most similar of all captions."""
     towers.eval()
-    batches = [towers(images.to(device), captions) for images, captions in DataLoader(pairs, 256)]
-    images, texts = (torch.cat(side) for side in zip(*batches, strict=True))
+    image_batches = []
+    text_batches = []
+    for pixels, captions in DataLoader(pairs, 256):
+        image, text = towers(pixels.to(device), captions)
+        image_batches.append(image)
+        text_batches.append(text)
     towers.train()
-    found = (images @ texts.T).argmax(dim=1)
-    return float((found == torch.arange(len(found), device=device)).float().mean())
+    most_similar = (torch.cat(image_batches) @ torch.cat(text_batches).T).argmax(dim=1)
+    own = torch.arange(len(most_similar), device=device)
+    return float((most_similar == own).float().mean())
 
 
 def main() -> None:
@@ -93,49 +117,59 @@ def main() -> None:
     parser.add_argument("--plugin", help="a module or .py file that registers the method, if it is your own")
     parser.add_argument("--epochs", type=int, default=6, help="passes over the pairs (default 6)")
     parser.add_argument("--batch", type=int, default=128, help="global batch size, over all ranks (default 128)")
-    given = parser.parse_args()
-    if given.plugin:
-        import_plugin(given.plugin)
+    options = parser.parse_args()
+    if options.plugin:
+        import_plugin(options.plugin)
 
     # torchrun sets these variables; without torchrun, there is one process, which needs no process group
-    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    rank = int(os.environ.get("RANK", 0))
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
     device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")
     if ranks > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    if rank == 0 and not given.data.exists():
-        make_demo_data(given.data, pairs=4_000, held_out=500, zero_shot=80)
+    if rank == 0 and not options.data.exists():
+        make_demo_data(options.data, pairs=4_000, held_out=500, zero_shot=80)
     if ranks > 1:
         dist.barrier()
 
     # Most methods keep statistics of each sample: IndexedDataset adds the sample's index, the same in every epoch.
-    pairs = Pairs(given.data / "train")
+    pairs = Pairs(options.data / "train")
     train = IndexedDataset(pairs)
     sampler: DistributedSampler[int] = DistributedSampler(train, ranks, rank, drop_last=True)
-    loader = DataLoader(train, given.batch // ranks, sampler=sampler, drop_last=True)
+    loader = DataLoader(train, options.batch // ranks, sampler=sampler, drop_last=True)
 
     torch.manual_seed(0)
     # a pretrained text tower comes with its own tokenizer
-    towers = Towers(train_bpe([pairs.caption(i) for i in range(len(pairs))], 1000, CONTEXT)).to(device)
+    tokenizer = train_bpe([pairs.caption(index) for index in range(len(pairs))], 1000, CONTEXT)
+    towers = Towers(tokenizer).to(device)
     model = DistributedDataParallel(towers) if ranks > 1 else towers
     optimizer = AdamW(model.parameters(), LR, weight_decay=0.1)
-    scheduler = OneCycleLR(optimizer, LR, given.epochs * len(loader), pct_start=0.1, cycle_momentum=False)
+    scheduler = OneCycleLR(optimizer, LR, options.epochs * len(loader), pct_start=0.1, cycle_momentum=False)
     # The loss gathers the features of all ranks and trains the temperature and the method's other parameters itself.
-    length = {"epochs": given.epochs, "steps_per_epoch": len(loader)}
-    loss_fn = ContrastiveLoss(given.method, dim=DIM, samples=len(train), lr=LR, device=device, **length)
-    for epoch in range(given.epochs):
+    loss_fn = ContrastiveLoss(
+        options.method,
+        dim=DIM,
+        samples=len(train),
+        lr=LR,
+        device=device,
+        epochs=options.epochs,
+        steps_per_epoch=len(loader),
+    )
+    for epoch in range(options.epochs):
         sampler.set_epoch(epoch)
         for images, captions, index in loader:
-            loss = loss_fn(*model(images.to(device), captions), index)  # the global batch's loss on every rank
+            image, text = model(images.to(device), captions)
+            loss = loss_fn(image, text, index)  # the global batch's loss on every rank
             optimizer.zero_grad()
             loss.backward()  # DDP averages the towers' gradients, as the loss expects (reduction="ddp_mean")
             optimizer.step()
             scheduler.step()
             loss_fn.lr = optimizer.param_groups[0]["lr"]  # the temperature's learning rate follows the towers'
         if rank == 0:  # `metrics` also has OpenCLIP's loss of the same batch, for comparing methods
-            numbers = {"loss": loss.item(), **loss_fn.metrics}
-            print(f"epoch {epoch + 1}: " + "  ".join(f"{name} {value:.4f}" for name, value in numbers.items()))
+            metrics = {"loss": loss.item(), **loss_fn.metrics}
+            print(f"epoch {epoch + 1}: " + "  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
     if rank == 0:
-        val = Pairs(given.data / "val")
+        val = Pairs(options.data / "val")
         print(f"recall@1 {recall_at_1(towers, val, device):.4f} (chance {1 / len(val):.4f})")
     if ranks > 1:
         dist.destroy_process_group()

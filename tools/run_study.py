@@ -18,10 +18,10 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import yaml
@@ -36,7 +36,8 @@ from neuclip_ds.errors import UserError
 PLAN = yaml.safe_load(Path(__file__).with_name("study").joinpath("plan.yaml").read_text(encoding="utf-8"))
 
 
-class Job(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Job:
     """A run to do: its name, what to train, on which held-out pairs it is scored, and where the features lie."""
 
     name: str
@@ -55,36 +56,38 @@ def main() -> None:
     parser.add_argument("--tables", type=Path, help="print the tables of a results.jsonl instead of running")
     parser.add_argument("--figures", type=Path, help="also draw the first of --stages into this folder")
     with exit_on_mistake():
-        asked = parser.parse(sys.argv[1:])
-        scenes = str(asked.source).startswith("demo:")
-        every = [stage for stage, plan in PLAN["stages"].items() if plan.get("scenes", False) == scenes]
-        asked.stages = asked.stages or every
-        if asked.tables is None:
-            if asked.source is None:
+        options = parser.parse(sys.argv[1:])
+        if not options.stages:
+            scenes = str(options.source).startswith("demo:")
+            options.stages = [stage for stage, plan in PLAN["stages"].items() if plan.get("scenes", False) == scenes]
+        if options.tables is None:
+            if options.source is None:
                 raise UserError("Name the data: a folder with shards in train/ and val/, or demo:N.")
-            study(asked)
-        known = read_results(asked.tables or asked.out / "results.jsonl")
+            study(options)
+        known = read_results(options.tables or options.out / "results.jsonl")
         print(tables(known))
-        if asked.figures is not None:
+        if options.figures is not None:
             from study.figures import draw  # needs matplotlib, which runs do not
 
-            print("drawn:", *draw(known, asked.stages[0], asked.figures))
+            print("drawn:", *draw(known, options.stages[0], options.figures))
 
 
-def study(asked: argparse.Namespace) -> None:
+def study(options: argparse.Namespace) -> None:
     """Do the runs of the stages that have not ended yet."""
-    features, path = asked.out / "features", asked.out / "results.jsonl"
-    cache_features(asked.source, features, asked.grid)
-    asked.out.mkdir(parents=True, exist_ok=True)
-    with multiprocessing.get_context("spawn").Pool(asked.processes, _one_core) as pool, path.open("a") as file:
-        for stage in asked.stages:
+    features = options.out / "features"
+    path = options.out / "results.jsonl"
+    cache_features(options.source, features, options.grid)
+    options.out.mkdir(parents=True, exist_ok=True)
+    with multiprocessing.get_context("spawn").Pool(options.processes, _one_core) as pool, path.open("a") as file:
+        for stage in options.stages:
+            # the results of some runs of a search decide which runs follow
             while todo := missing(stage, read_results(path), features):
                 for number, record in enumerate(pool.imap_unordered(do, todo), 1):
                     file.write(json.dumps(record) + "\n")
                     file.flush()
-                    found = record["results"]
+                    results = record["results"]
                     progress = f"{number}/{len(todo)} {record['name']}"
-                    print(f"{progress}: {found['recall']:.2f}, {found['seconds']:.0f} s", flush=True)
+                    print(f"{progress}: {results['recall']:.2f}, {results['seconds']:.0f} s", flush=True)
 
 
 def missing(stage: str, known: Mapping[str, Any], features: Path) -> list[Job]:
@@ -98,41 +101,51 @@ def jobs(stage: str, known: Mapping[str, Any], features: Path) -> Iterator[Job]:
     the others.
     """
     plan = PLAN["stages"][stage]
-    vary = plan.get("vary", {})
-    for batch, seed, arm in itertools.product(plan["batch"], range(1, plan["seeds"] + 1), plan["arms"]):
-        settings = {key: value for key, value in PLAN["arms"][arm].items() if key != "grid"} | plan.get("set", {})
+    seeds = range(1, plan["seeds"] + 1)
+    for batch, seed, arm in itertools.product(plan["batch"], seeds, plan["arms"]):
+        settings = {key: value for key, value in PLAN["arms"][arm].items() if key != "grid"}
+        settings |= plan.get("set", {})
         if "best_of" in plan and "grid" in PLAN["arms"][arm]:
             settings = with_settings(settings, best_of(plan["best_of"], arm, known))
-        grid = {**vary, **(PLAN["arms"][arm]["grid"] if plan.get("grid") else {})}
+        grid = dict(plan.get("vary", {}))
+        if plan.get("grid"):
+            grid |= PLAN["arms"][arm]["grid"]
         for values in itertools.product(*grid.values()):
             point = dict(zip(grid, values, strict=True))
             label = "".join(f"/{key.split('.')[-1]}={value:g}" for key, value in point.items())
-            run = Run(batch=batch, seed=seed, **with_settings(settings, point))
             setting = f"{stage}/{arm}/B{batch}{label}"
             if seed == 1 or "shortlist" not in plan or setting in shortlist(stage, arm, known):
-                yield Job(f"{setting}/seed{seed}", run, plan.get("split", "test"), features)
+                yield Job(
+                    name=f"{setting}/seed{seed}",
+                    run=Run(batch=batch, seed=seed, **with_settings(settings, point)),
+                    split=plan.get("split", "test"),
+                    features=features,
+                )
 
 
 def shortlist(stage: str, arm: str, known: Mapping[str, Any]) -> list[str]:
     """Return the settings of a search that run with all seeds, none while it still runs with the first one."""
-    first = {name: record["results"]["recall"] for name, record in known.items()
-             if name.startswith(f"{stage}/{arm}/") and name.endswith("/seed1")}  # fmt: skip
-    if len(first) < math.prod(len(values) for values in PLAN["arms"][arm]["grid"].values()):
+    recalls: dict[str, float] = {}  # with the first seed
+    for name, record in known.items():
+        if name.startswith(f"{stage}/{arm}/") and name.endswith("/seed1"):
+            recalls[name] = record["results"]["recall"]
+    points = math.prod(len(values) for values in PLAN["arms"][arm]["grid"].values())
+    if len(recalls) < points:
         return []
-    best = sorted(first, key=lambda name: -first[name])[: PLAN["stages"][stage]["shortlist"]]
-    return [name.removesuffix("/seed1") for name in best]
+    best_first = sorted(recalls, key=lambda name: -recalls[name])
+    return [name.removesuffix("/seed1") for name in best_first[: PLAN["stages"][stage]["shortlist"]]]
 
 
 def with_settings(settings: Mapping[str, Any], point: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings with dotted names set."""
-    found: dict[str, Any] = json.loads(json.dumps(settings))
+    copied: dict[str, Any] = json.loads(json.dumps(settings))
     for name, value in point.items():
         *path, last = name.split(".")
-        section = found
+        section = copied
         for key in path:
             section = section.setdefault(key, {})
         section[last] = value
-    return found
+    return copied
 
 
 def best_of(stage: str, arm: str, known: Mapping[str, Any]) -> dict[str, Any]:
@@ -142,10 +155,15 @@ def best_of(stage: str, arm: str, known: Mapping[str, Any]) -> dict[str, Any]:
         UserError: the search has not ended.
     """
     seeds = range(1, PLAN["stages"][stage]["seeds"] + 1)
-    names = [[f"{setting}/seed{seed}" for seed in seeds] for setting in shortlist(stage, arm, known)]
-    if not names or not all(name in known for setting in names for name in setting):
+    candidates = [[f"{setting}/seed{seed}" for seed in seeds] for setting in shortlist(stage, arm, known)]
+    missing_runs = [name for names in candidates for name in names if name not in known]
+    if not candidates or missing_runs:
         raise UserError(f"The stage {stage} has not ended for {arm}; run it first.")
-    best = max(names, key=lambda setting: statistics.mean(known[name]["results"]["recall"] for name in setting))
+
+    def mean_recall(names: list[str]) -> float:
+        return statistics.mean(known[name]["results"]["recall"] for name in names)
+
+    best = max(candidates, key=mean_recall)
     return {key: _get(known[best[0]]["run"], key) for key in PLAN["arms"][arm]["grid"]}
 
 
@@ -190,7 +208,9 @@ def _rounded(value: Any) -> Any:
         return float(f"{value:.5g}")
     if isinstance(value, dict):
         return {key: _rounded(one) for key, one in value.items()}
-    return [_rounded(one) for one in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_rounded(one) for one in value]
+    return value
 
 
 def read_results(path: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ Examples:
 
 import math
 import sys
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -34,7 +35,8 @@ class Node(NamedTuple):
     step_seconds: float  # of a training step that does not wait for data
 
 
-class DataFlow(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class DataFlow:
     """The simulated data flow of a node in a part of a run."""
 
     resident: float  # peak bytes of the shards in use and prefetched
@@ -67,9 +69,10 @@ def simulate(
     """
     rows = slice(number * order.batch_size // nodes, (number + 1) * order.batch_size // nodes)
     state = _NodeState(order, shard_bytes, node, rows, epochs * order.steps_per_epoch)
-    lane, streams = order.batch_size // order.interleave.streams, max(1, order.interleave.streams // nodes)
+    rows_per_stream = order.batch_size // order.interleave.streams  # in a batch
+    streams = max(1, order.interleave.streams // nodes)
     block = min(order.interleave.block, int(order.stream_lengths.min()))
-    stride = max(1, block // lane // (2 * streams))  # steps between two reads of the order
+    stride = max(1, block // rows_per_stream // (2 * streams))  # steps between two reads of the order
     first = state.needed_before(1)
     state.wait_for(1)
     first_seconds = state.time
@@ -79,33 +82,48 @@ def simulate(
         return _estimate(order, shard_bytes, node, nodes, rows.stop - rows.start)
     used = state.end * (rows.stop - rows.start) / order.batch_size * int(shard_bytes.sum()) / order.steps_per_epoch
     seconds = max(state.time - first_seconds, 1e-9)
-    flow = state.fetched / used, state.requests / seconds, state.stalled / seconds
-    return DataFlow(state.resident, first, first_seconds, *flow)
+    return DataFlow(
+        resident=state.resident,
+        first=first,
+        first_seconds=first_seconds,
+        amplification=state.fetched / used,
+        requests_per_second=state.requests / seconds,
+        stalled=state.stalled / seconds,
+    )
 
 
 class _NodeState:
     """State of a simulated node: its cache, and the link that fills the cache."""
 
     def __init__(self, order: GlobalOrder, shard_bytes: NDArray[np.int64], node: Node, rows: slice, end: int) -> None:
-        self.end, self._epoch, self._node, self._sizes = end, order.steps_per_epoch, node, shard_bytes.tolist()
+        self.end = end
+        self._epoch = order.steps_per_epoch
+        self._node = node
+        self._sizes = shard_bytes.tolist()
         self.window = RequestWindow(shards_ahead(order, 0, 0, [rows]), self._sizes, int(node.cache))
-        self.time = self.stalled = self.fetched = self.resident = 0.0
+        self.time = 0.0  # seconds so far
+        self.stalled = 0.0  # seconds of waiting so far
+        self.fetched = 0.0  # bytes
+        self.resident = 0.0  # peak bytes of the window
         self.requests = 0
-        self._link_free = self._held = 0.0
+        self._link_free_at = 0.0
+        self._cached_bytes = 0.0
         self._arrival: dict[int, float] = {}  # time of arrival of each shard in the cache
-        self._last: dict[int, int] = {}  # step of each shard's last known use
-        self._by_last: list[tuple[int, int]] = []  # heap, with outdated entries
+        self._last_use: dict[int, int] = {}  # step of each shard's last known use
+        self._by_last_use: list[tuple[int, int]] = []  # heap, with outdated entries
         self._pending: list[tuple[int, float, int]] = []  # heap of (first use, arrival, shard)
         self._admit(0)
 
     def needed_before(self, step: int) -> float:
         """Return the bytes of the pending shards that are used before `step`."""
-        return float(sum(self._sizes[shard] for shard in {entry[2] for entry in self._pending if entry[0] < step}))
+        shards = {shard for first_use, _, shard in self._pending if first_use < step}
+        return float(sum(self._sizes[shard] for shard in shards))
 
     def wait_for(self, step: int) -> None:
         """Wait for the shards that are used before `step`."""
         while self._pending and self._pending[0][0] < step:
-            self.time = max(self.time, heappop(self._pending)[1])
+            _, arrival, _ = heappop(self._pending)
+            self.time = max(self.time, arrival)
 
     def train(self, begin: int, end: int) -> None:
         """Take the steps begin ... end - 1, after waiting for the shards that they need."""
@@ -121,35 +139,44 @@ class _NodeState:
         self.resident = max(self.resident, self.window.bytes)
 
     def _fetch(self, request: ShardRequest) -> None:
-        shard, size = request.shard, self._sizes[request.shard]
+        shard = request.shard
+        size = self._sizes[shard]
         if shard not in self._arrival:
             self._make_room(size)
-            self._held += size
-            self._link_free = max(self._link_free, self.time) + size / self._node.bandwidth
-            self._arrival[shard] = self._link_free
+            self._cached_bytes += size
+            self._link_free_at = max(self._link_free_at, self.time) + size / self._node.bandwidth
+            self._arrival[shard] = self._link_free_at
             self.fetched += size
             self.requests += 1
-        self._last[shard] = max(self._last.get(shard, 0), request.last)
-        heappush(self._by_last, (self._last[shard], shard))
+        self._last_use[shard] = max(self._last_use.get(shard, 0), request.last)
+        heappush(self._by_last_use, (self._last_use[shard], shard))
         heappush(self._pending, (request.first, self._arrival[shard], shard))
 
     def _make_room(self, size: int) -> None:
-        while self._held + size > self._node.cache and self._by_last:
-            last, shard = heappop(self._by_last)
-            if self._last.get(shard) == last:
-                del self._last[shard], self._arrival[shard]
-                self._held -= self._sizes[shard]
+        while self._cached_bytes + size > self._node.cache and self._by_last_use:
+            last_use, shard = heappop(self._by_last_use)
+            if self._last_use.get(shard) == last_use:
+                del self._last_use[shard]
+                del self._arrival[shard]
+                self._cached_bytes -= self._sizes[shard]
 
 
 def _estimate(order: GlobalOrder, shard_bytes: NDArray[np.int64], node: Node, nodes: int, rows: int) -> DataFlow:
     """Estimate the data flow if the cache cannot store all shards of a batch: any shard may be absent at any step."""
-    needed, shard = order.resident_bytes(shard_bytes, nodes), float(shard_bytes.mean())
-    touched = needed * -np.expm1(-rows * shard / needed)  # bytes of distinct shards in the node's rows
+    needed = order.resident_bytes(shard_bytes, nodes)
+    mean_shard = float(shard_bytes.mean())
+    touched = needed * -np.expm1(-rows * mean_shard / needed)  # bytes of distinct shards in the node's rows
     fetched = touched * max(1 - node.cache / needed, 0.0)
     seconds = max(fetched / node.bandwidth, node.step_seconds)
-    amplification, requests = fetched / (rows * shard_bytes.sum() / order.n), fetched / shard / seconds
-    stalled = 1 - node.step_seconds / seconds
-    return DataFlow(needed, touched, touched / node.bandwidth, amplification, requests, stalled, is_estimate=True)
+    return DataFlow(
+        resident=needed,
+        first=touched,
+        first_seconds=touched / node.bandwidth,
+        amplification=fetched / (rows * shard_bytes.sum() / order.n),
+        requests_per_second=fetched / mean_shard / seconds,
+        stalled=1 - node.step_seconds / seconds,
+        is_estimate=True,
+    )
 
 
 def main() -> None:
@@ -166,26 +193,27 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=10_000, help="samples per second that a node trains on")
     parser.add_argument("--epochs", type=int, default=1, help="epochs to simulate")
     with exit_on_mistake():
-        asked, overrides = parser.parse_with_overrides(sys.argv[1:])
-        data = parse([asked.recipe, *overrides]).config.data
-    n, random = int(asked.samples), np.random.default_rng(0)
-    wanted = random.lognormal(0, asked.sigma, -(-n // SHARD_SAMPLES))
-    sizes = np.diff(np.floor(n * np.append(0, np.cumsum(wanted) / wanted.sum())).astype(np.int64))
-    shard_bytes = (sizes * asked.sample_kb * 1e3).astype(np.int64)
+        options, overrides = parser.parse_with_overrides(sys.argv[1:])
+        data = parse([options.recipe, *overrides]).config.data
+    n = int(options.samples)
+    relative_sizes = np.random.default_rng(0).lognormal(0, options.sigma, -(-n // SHARD_SAMPLES))
+    ends = np.cumsum(relative_sizes) / relative_sizes.sum()
+    sizes = np.diff(np.floor(n * np.append(0, ends)).astype(np.int64))
+    shard_bytes = (sizes * options.sample_kb * 1e3).astype(np.int64)
     print(f"{n:,} samples in {len(sizes):,} shards of {shard_bytes.sum() / 1e9:,.0f} GB, batch {data.batch_size:,}")
 
     def order_of(interleave: Interleave) -> GlobalOrder:
         return GlobalOrder(np.cumsum(sizes) - sizes, sizes, data.batch_size, 0, interleave, drop_last=True)
 
-    for cache in asked.cache_gb:
-        for nodes in asked.nodes:
+    for cache in options.cache_gb:
+        for nodes in options.nodes:
             try:
                 interleave = choose_interleave(
                     len(sizes),
                     data.batch_size,
                     nodes=nodes,
                     cache_bytes=1e9 * cache,
-                    resident_bytes=lambda found, count: order_of(found).resident_bytes(shard_bytes, count),
+                    resident_bytes=lambda candidate, count: order_of(candidate).resident_bytes(shard_bytes, count),
                     streams=data.shard_streams,
                     block=data.shuffle_block_size,
                 )
@@ -193,10 +221,10 @@ def main() -> None:
                 print(f"\n{nodes} nodes, {cache:g} GB: {error}")
                 continue
             order = order_of(interleave)
-            node = Node(1e9 * cache, 1e9 * asked.bandwidth_gb, data.batch_size / nodes / asked.rate)
-            flow = simulate(order, shard_bytes, node, nodes, nodes // 2, asked.epochs)
-            streams, window = interleave.streams, min(math.prod(interleave), n)
-            print(f"\n{nodes} nodes, {cache:g} GB: {streams} streams, {window:,} samples shuffled together")
+            node = Node(1e9 * cache, 1e9 * options.bandwidth_gb, data.batch_size / nodes / options.rate)
+            flow = simulate(order, shard_bytes, node, nodes, nodes // 2, options.epochs)
+            window = min(math.prod(interleave), n)
+            print(f"\n{nodes} nodes, {cache:g} GB: {interleave.streams} streams, {window:,} samples shuffled together")
             print(f"  planned        {order.resident_bytes(shard_bytes, nodes) / 1e9:,.1f} GB at a time")
             print("\n".join(flow.lines()))
 

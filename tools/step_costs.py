@@ -159,34 +159,45 @@ def step_work(config: Config, model: CountedModel, world_size: int, build: Build
     Raises:
         UserError: the batch cannot be divided among the ranks, or the DeepSpeed JSON is invalid.
     """
-    rows = config.rank_batch(world_size)
-    micro_batches = rows // config.micro_batch(world_size)
     engine = load_engine_config(config, world_size)
     rules = ZeroRules.of(engine)
-    image_flops = model.image.of_step(micro_batches, model.image_checkpointed, rules.stage)
-    text_flops = model.text.of_step(micro_batches, model.text_checkpointed, rules.stage)
-    query = ObjectiveQuery(
-        config=config,
-        world_size=world_size,
-        rows=rows,
-        dim=model.dim,
-        comm_dtype=resolve_comm_dtype(config, engine),
-        micro_batches=micro_batches,
-        build=build,
-    )
+    query = _objective_query(config, engine, world_size, model.dim, build)
+    image_flops = model.image.of_step(query.micro_batches, model.image_checkpointed, rules.stage)
+    text_flops = model.text.of_step(query.micro_batches, model.text_checkpointed, rules.stage)
     objective = objective_work(query)
-    calls = objective_calls(query) if world_size > 1 else []
-    calls += engine_calls(engine, config.optimizer.name, model.shapes, world_size, micro_batches)
     return Work(
-        tower_flops=rows * (image_flops + text_flops),
+        tower_flops=query.rows * (image_flops + text_flops),
         image_share=image_flops / (image_flops + text_flops),
         objective_flops=objective.flops,
         objective_elements=objective.elements,
         updated=model.shapes.total / (world_size if rules.stage else 1),
         hooks=len(model.shapes.sizes) if rules.stage == 3 else 0,
-        calls=calls,
+        calls=step_calls(config, model.shapes, model.dim, world_size, build),
         overlaps=rules.bucketed and bool(rules.zero["overlap_comm"]),
+        rows=query.rows,
+    )
+
+
+def step_calls(
+    config: Config, shapes: TrainedShapes, dim: int, world_size: int, build: Build = build_objective
+) -> list[Call]:
+    """Return all collectives of a step; arguments and errors are those of `step_work`, with d features."""
+    engine = load_engine_config(config, world_size)
+    query = _objective_query(config, engine, world_size, dim, build)
+    calls = objective_calls(query) if world_size > 1 else []
+    return [*calls, *engine_calls(engine, config.optimizer.name, shapes, world_size, query.micro_batches)]
+
+
+def _objective_query(config: Config, engine: dict[str, Any], world_size: int, dim: int, build: Build) -> ObjectiveQuery:
+    rows = config.rank_batch(world_size)
+    return ObjectiveQuery(
+        config=config,
+        world_size=world_size,
         rows=rows,
+        dim=dim,
+        comm_dtype=resolve_comm_dtype(config, engine),
+        micro_batches=rows // config.micro_batch(world_size),
+        build=build,
     )
 
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from neuclip_ds.checkpoint.engine_state import engine_facts, engine_shards, load_engine
+from neuclip_ds.checkpoint.engine_state import engine_metadata, engine_shards, load_engine
 from neuclip_ds.checkpoint.integrity import (
     META,
     DamagedCheckpoint,
@@ -87,7 +87,7 @@ class Checkpoints:
     Args:
         folder: the run's `checkpoints` folder, created when the first checkpoint is saved.
         keep: number of newest checkpoints to keep.
-        trained_with: files to add to each checkpoint (config, tokenizer, model description): name -> content.
+        extra_files: files to add to each checkpoint (config, tokenizer, model description): name -> content.
 
     Attributes:
         changes: number of times that this object has completed a checkpoint or recorded a new best evaluation.
@@ -99,12 +99,12 @@ class Checkpoints:
         folder: Path,
         communicator: Communicator,
         keep: int,
-        trained_with: Mapping[str, bytes] | None = None,
+        extra_files: Mapping[str, bytes] | None = None,
     ) -> None:
         self._folder = folder
         self._communicator = communicator
         self._keep = keep
-        self._trained_with = trained_with or {}
+        self._extra_files = extra_files or {}
         self.changes = 0
         self.in_use: Callable[[Path], bool] = lambda path: False
 
@@ -213,10 +213,10 @@ class Checkpoints:
         shards = engine_shards(engine, self._communicator) | table_shards(objective.row_tables())
         if is_rank_zero:
             shards |= replicated_shards(OBJECTIVE, objective.replicated_state())
-        state_files = shard_files(shards, engine_facts(engine), self._communicator)
+        state_files = shard_files(shards, engine_metadata(engine), self._communicator)
         files = [file._replace(name=f"{STATE}/{file.name}") for file in state_files]
         if is_rank_zero:
-            files += [BytesFile(name, content) for name, content in self._trained_with.items()]
+            files += [BytesFile(name, content) for name, content in self._extra_files.items()]
         return files
 
     def _make_room(self, partial: Path, size: int) -> None:
@@ -233,7 +233,7 @@ class Checkpoints:
                     raise SaveFailed(
                         f"{partial} needs {needed / 1e9:.3g} GB, but its disk has {free / 1e9:.3g} GB left."
                     )
-                for name in (f"{STATE}/files", *self._trained_with):
+                for name in (f"{STATE}/files", *self._extra_files):
                     (partial / name).parent.mkdir(parents=True, exist_ok=True)
 
         self._communicator.on_rank_zero(make)

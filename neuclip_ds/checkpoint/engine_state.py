@@ -46,7 +46,7 @@ def engine_shards(engine: Engine, communicator: Communicator) -> Shards:
     return shards
 
 
-def engine_facts(engine: Engine) -> dict[str, Any]:
+def engine_metadata(engine: Engine) -> dict[str, Any]:
     """Return the engine's metadata for the shards' index.json: parameter shapes, and counts of steps and samples."""
     return {"parameters": engine.parameter_shapes(), "counters": engine.counters}
 

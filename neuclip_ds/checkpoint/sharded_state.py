@@ -53,8 +53,8 @@ class StateFiles(ShardFiles):
         if not verified and is_complete(folder.parent):
             verify(folder.parent)
         super().__init__(folder)
-        self.counters: dict[str, int] = self.facts["counters"]
-        self.shapes = {name: torch.Size(shape) for name, shape in self.facts["parameters"].items()}
+        self.counters: dict[str, int] = self.metadata["counters"]
+        self.shapes = {name: torch.Size(shape) for name, shape in self.metadata["parameters"].items()}
 
     def weights(self, average: bool = False) -> dict[str, Tensor]:
         """Return all parameters (in float32 if trained) in their original shapes, and all buffers, by name.

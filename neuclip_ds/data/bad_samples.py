@@ -39,7 +39,8 @@ class BadSampleLog:
         self.path = folder / "bad_samples.jsonl"
         self.seen = 0
         self.causes: Counter[str] = Counter()
-        self._max_fraction, self._writes = max_fraction, writes
+        self._max_fraction = max_fraction
+        self._writes = writes
         self._recent = deque[tuple[int, int]](maxlen=_RECENT_STEPS)  # (samples, bad samples) per step of this rank
         # what this rank has read since the last merge
         self._new_seen = 0

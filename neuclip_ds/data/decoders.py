@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 CaptionSources = Sequence[str] | Mapping[str, float]
 """The names of caption sources as in `data.captions`, or a mapping from these names to weights."""
 
-TEXT, JSON = "txt", "json"
+TEXT = "txt"
+JSON = "json"
 _LINES = "lines"
 _NAME = re.compile(r"((?:[^.:/]+\.)*)(txt|json)(?::(.+))?")  # the extension of a member, and the key
 _SURROGATE = re.compile("[\ud800-\udfff]")

@@ -163,5 +163,6 @@ def explain(failure: BaseException) -> AttemptFailed:
     elif isinstance(failure, PermissionError) or _REFUSED.search(known):
         kind = "refused"
     elif isinstance(failure, FileNotFoundError) or _MISSING.search(known):
-        kind, text = "missing", f"the file does not exist ({text})"
+        kind = "missing"
+        text = f"the file does not exist ({text})"
     return AttemptFailed(text, kind)

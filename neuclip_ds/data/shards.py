@@ -43,7 +43,10 @@ def _resolve(source: str) -> list[str]:
     if not source.strip():
         raise UserError("The data source is empty; name a folder of tar shards, a glob, a brace pattern or a manifest.")
     if _BETWEEN in source:
-        return [path for part in source.split(_BETWEEN) for path in _resolve(part)]
+        paths: list[str] = []
+        for part in source.split(_BETWEEN):
+            paths += _resolve(part)
+        return paths
     if not is_local(source):
         urls: list[str] = []
         for url in _braces(source):

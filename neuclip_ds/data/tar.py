@@ -19,8 +19,11 @@ _SCAN_CHUNK = 1 << 20
 _MAX_EXTENSION = 2 << 20  # maximum bytes of a long name or of pax records
 _REGULAR = b"0\x007"  # type flags of regular files: "0", NUL (before POSIX) and "7" (contiguous)
 _WITHOUT_DATA = b"123456"  # links, devices, folders, pipes: tarfile ignores their sizes, because they have no data
-_GNU_NAME, _GNU_LINK, _GNU_SPARSE = b"L", b"K", b"S"
-_PAX_LOCAL, _PAX_GLOBAL = b"xX", b"g"
+_GNU_NAME = b"L"
+_GNU_LINK = b"K"
+_GNU_SPARSE = b"S"
+_PAX_LOCAL = b"xX"
+_PAX_GLOBAL = b"g"
 _EXTENSIONS = _GNU_NAME + _GNU_LINK + _PAX_LOCAL + _PAX_GLOBAL  # headers that describe the next header
 
 _PAX_RECORD = re.compile(rb"([0-9]{1,18}) ([^=]*)=")  # followed by a value and by the newline that ends the record

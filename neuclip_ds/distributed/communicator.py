@@ -33,8 +33,9 @@ ProcessGroup = dist.ProcessGroup
 
 _MAX_PAGEABLE = 64 << 10  # maximum bytes of pageable memory that CUDA copies asynchronously; the host waits for more
 
-# names of ranges in a profiler's trace: a training step, and the prefix of a phase of the step
-STEP, PHASE = "train step", "phase: "
+# names of ranges in a profiler's trace
+STEP = "train step"
+PHASE = "phase: "  # prefix of a phase of the step
 
 
 @dataclass(eq=False)
@@ -45,15 +46,19 @@ class Pending:
     _work: dist.Work | None = None  # torch's handle; None if the result is ready
     _waiting: Callable[[], AbstractContextManager[None]] = nullcontext  # adds the time of `wait` to the traffic
 
-    to_host: bool = False  # `wait` blocks the host until the device has finished
+    _host_copy: "HostCopy | None" = None  # of a result on a GPU that is needed in host memory
 
     def wait(self) -> Tensor:
-        """Wait for the result and return it; on a GPU, later kernels wait but the host does not."""
+        """Wait for the result and return it; on a GPU, later kernels wait but the host does not.
+
+        For a tensor in host memory that is sent through a GPU, the host waits, but not for the kernels of the current
+        stream.
+        """
         if self._work is not None:
             with self._waiting():
                 self._work.wait()
             self._work = None
-        return self._result.cpu() if self.to_host else self._result
+        return self._result if self._host_copy is None else self._host_copy.wait()
 
 
 class Communicator:
@@ -136,13 +141,19 @@ class Communicator:
     def begin_host_gather(self, x: Tensor, purpose: str) -> Pending:
         """Start an `all_gather` of a tensor in host memory, without using the GPU if possible.
 
-        If the group supports only GPU tensors (NCCL), the tensor is sent through the GPU, and `wait` waits for the GPU.
+        If the group supports only GPU tensors (NCCL), the tensor is sent through the GPU and copied back on a side
+        stream, so that `wait` does not wait for kernels that are launched between the two calls.
         """
         if self.world_size == 1:
             return Pending(x)
         pending = self.begin_all_gather(to_device(x, self._host), purpose)
-        pending.to_host = True
-        return pending
+        if self._host.type == "cpu":
+            return pending
+        side_stream = torch.cuda.Stream(self._host)
+        with torch.cuda.stream(side_stream):
+            gathered = pending.wait()  # makes the side stream wait for the collective
+            gathered.record_stream(side_stream)
+            return Pending(gathered, _host_copy=HostCopy(gathered))
 
     def all_reduce(self, x: Tensor, purpose: str) -> Tensor:
         """Return the sum of x over ranks, bit-identical on every rank; x is not modified."""

@@ -118,7 +118,9 @@ class MicroBatches:
         """
         if self._feature_gradients is None:
             raise RuntimeError("Compute the loss of the whole batch before the second pass.")
-        count = len(image) if image is not None else len(text) if text is not None else 0
+        present = image if image is not None else text
+        assert present is not None  # a model has a trained tower
+        count = len(present)
         rows = slice(self._row, self._row + count)
         self._row = rows.stop
         outputs: list[Tensor] = []

@@ -372,7 +372,7 @@ class ContrastiveLoss(nn.Module):
         shards = table_shards(self.function.row_tables())
         if self._communicator.rank == 0:
             shards |= replicated_shards(_REPLICATED, self.function.replicated_state())
-        for file in shard_files(shards, self._facts(), self._communicator):
+        for file in shard_files(shards, self._metadata(), self._communicator):
             file.write(folder)
         self._communicator.barrier()
 
@@ -386,7 +386,7 @@ class ContrastiveLoss(nn.Module):
         if not (folder / INDEX).is_file():
             raise UserError(f"{folder} does not contain a saved loss: {INDEX} is missing.")
         files = ShardFiles(folder)
-        self._prepare_to_load(files.facts, str(folder))
+        self._prepare_to_load(files.metadata, str(folder))
         files.fill(self.function.row_tables())
         self.function.load_replicated_state(files.replicated(_REPLICATED))
 
@@ -394,7 +394,7 @@ class ContrastiveLoss(nn.Module):
         """Return this rank's state, for `state_dict()`."""
         self._undo_if_scaler_skipped()
         ranks = self._communicator
-        return {**self._facts(), "rank": ranks.rank, "world_size": ranks.world_size, **_state_of(self.function)}
+        return {**self._metadata(), "rank": ranks.rank, "world_size": ranks.world_size, **_state_of(self.function)}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Restore this rank's state from a `state_dict()` saved by the same rank with the same world size."""
@@ -570,7 +570,7 @@ class ContrastiveLoss(nn.Module):
             self._undo.restore()
         self._undo = None
 
-    def _facts(self) -> dict[str, Any]:
+    def _metadata(self) -> dict[str, Any]:
         """Return the metadata that is saved with the state."""
         built_with: dict[str, Any] = {"dim": self._dim, "samples": self._samples}
         options = self._config.model_dump(
@@ -586,7 +586,7 @@ class ContrastiveLoss(nn.Module):
 
     def _prepare_to_load(self, saved: dict[str, Any], where: str) -> None:
         """Adopt a saved state's dtype and call count; raise `UserError` if its loss had different settings."""
-        settings = self._facts()["built_with"]
+        settings = self._metadata()["built_with"]
         saved_settings = saved.get("built_with", {})
         for key in sorted(settings, key="method".__ne__):  # compare the method first
             if saved_settings.get(key) != settings[key]:

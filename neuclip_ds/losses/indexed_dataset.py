@@ -50,10 +50,15 @@ def add_index(samples: Iterable[dict[str, Any]], starts: Mapping[str, int]) -> I
         pipeline = wds.DataPipeline(*read, wds.shuffle(1000), wds.to_tuple("jpg", "txt", "__index__"))
         ```
     """
-    first, place = ("", ""), 0
+    shard = ""
+    first_key = ""
+    position = 0
     for sample in samples:
-        url, key = sample["__url__"], sample["__key__"]
-        if url != first[0] or key == first[1]:  # a shard may be drawn twice in a row
-            first, place = (url, key), 0
-        yield {**sample, "__index__": starts[url] + place}
-        place += 1
+        url = sample["__url__"]
+        key = sample["__key__"]
+        if url != shard or key == first_key:  # a shard may be drawn twice in a row
+            shard = url
+            first_key = key
+            position = 0
+        yield {**sample, "__index__": starts[url] + position}
+        position += 1

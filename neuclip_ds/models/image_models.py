@@ -168,7 +168,8 @@ def locate_image_weights(vision: VisionConfig) -> ImageWeights:
         path = _download(vision, pretrained_cfg)
     default_mean, default_std = vision.statistics()
     if pretrained_cfg is not None:
-        default_mean, default_std = tuple(pretrained_cfg.mean), tuple(pretrained_cfg.std)
+        default_mean = tuple(pretrained_cfg.mean)
+        default_std = tuple(pretrained_cfg.std)
     return ImageWeights(str(path.resolve()), vision.mean or default_mean, vision.std or default_std)
 
 

@@ -42,7 +42,8 @@ class FromConfig(ModelSource):
         if image is None:
             mean, std = config.vision.statistics()
         else:
-            mean, std = image.mean, image.std
+            mean = image.mean
+            std = image.std
         vision = config.vision.model_copy(update={"mean": mean, "std": std})
         self.config = config.model_copy(update={"vision": vision})
         self.name = config.vision.name

@@ -56,19 +56,22 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, device_type: str = "cpu") -> None:
         super().__init__()
         self._device_type = device_type
-        self.peak = self.peak_with_gradients = self.now = self._gradients = 0
-        self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self.now = 0
+        self.peak = 0
+        self.peak_with_gradients = 0
+        self._gradients = 0  # bytes of the gradients that `take_gradient` has freed
+        self._counted_storages: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor):
-                self._known.add(leaf.untyped_storage())  # weights and inputs, allocated elsewhere
+                self._counted_storages.add(leaf.untyped_storage())  # weights and inputs, allocated elsewhere
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             is_here = isinstance(leaf, Tensor) and leaf.device.type == self._device_type
-            if is_here and leaf.untyped_storage() not in self._known:
+            if is_here and leaf.untyped_storage() not in self._counted_storages:
                 self._count(leaf.untyped_storage())
         return result
 
@@ -79,7 +82,7 @@ class LiveBytes(TorchDispatchMode):
         parameter.grad = None
 
     def _count(self, storage: torch.UntypedStorage) -> None:
-        self._known.add(storage)
+        self._counted_storages.add(storage)
         size = storage.nbytes()
         self.now += size
         self.peak = max(self.peak, self.now)

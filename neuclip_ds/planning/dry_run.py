@@ -56,27 +56,31 @@ def print_dry_run(
 
     device = "cuda" if gpu_memory or torch.cuda.is_available() else "cpu"
     query = MemoryQuery(config, world_size, device=device)
-    model = attempt(lambda: list(_model_lines(query, engine)))
+    model_lines = attempt(lambda: list(_model_lines(query, engine)))
     data = attempt(lambda: TrainingSet(config.data, lambda source: _open(config, source)))
     manifest = data.manifest if data else None
     held_out = attempt(lambda: open_held_out(config, Communicator(), CACHE, manifest))
     order = attempt(lambda: open_order(config, data, max(len(nodes), 1))) if data else None
+
     lines = [f"method     {config.objective.method}"]
     if nodes:
         lines.append(f"nodes      {len(nodes)} ({', '.join(nodes)}), {world_size} ranks")
     batch = f"{config.data.batch_size} = {world_size} ranks x {query.rank_batch}"
     lines.append(f"batch      {batch}, micro-batch {query.micro_batch}")
-    lines += model or [f"model      {config.model.pretrained or config.model.vision.name}: see the error below"]
+    if model_lines:
+        lines += model_lines
+    else:
+        lines.append(f"model      {config.model.pretrained or config.model.vision.name}: see the error below")
     if manifest and order:
         lines += _data_lines(config, manifest, order)
     else:
         lines.append(f"data       {', '.join(config.data.train_paths) or 'not set'}: see the error below")
     if held_out:
         lines.append(f"evaluation {held_out.describe()}")
-    if model:
-        sent = 2 * query.source.embed_dim * resolve_comm_dtype(config, engine).itemsize + 8  # bytes per pair
-        features = (world_size - 1) * query.rank_batch * sent / 1e6
-        lines.append(f"traffic    {features:,.2f} MB of features received per rank and step (computed)")
+    if model_lines:
+        bytes_per_pair = 2 * query.source.embed_dim * resolve_comm_dtype(config, engine).itemsize + 8
+        received = (world_size - 1) * query.rank_batch * bytes_per_pair / 1e6
+        lines.append(f"traffic    {received:,.2f} MB of features received per rank and step (computed)")
         lines += _memory_lines(replace(query, samples=manifest.n if manifest else 0), gpu_memory, nodes)
     if data and data.sources:
         lines += ["sources", *data.describe()]
@@ -87,13 +91,18 @@ def print_dry_run(
 
 
 def _model_lines(query: MemoryQuery, engine: dict[str, Any]) -> Iterator[str]:
-    config, model = query.config, query.build()
-    image, text = Parameters.of(model.vision), Parameters.of(model.text)
-    wanted = config.model.activation_checkpointing
-    blocks = [len(checkpointed_blocks(model.get_submodule(name), name, wanted)) for name in TOWERS]
-    checkpointing = f", {blocks[0]} + text {blocks[1]} blocks checkpointed" if any(blocks) else ""
-    counts = f"{image.total:,} + text {text.total:,} = {image.total + text.total:,} parameters"
-    yield f"model      {query.source.name} {counts}{checkpointing}"
+    config = query.config
+    model = query.build()
+    image = Parameters.of(model.vision)
+    text = Parameters.of(model.text)
+    line = f"{query.source.name} {image.total:,} + text {text.total:,} = {image.total + text.total:,} parameters"
+    checkpointed = [
+        len(checkpointed_blocks(model.get_submodule(name), name, config.model.activation_checkpointing))
+        for name in TOWERS
+    ]
+    if any(checkpointed):
+        line += f", {checkpointed[0]} + text {checkpointed[1]} blocks checkpointed"
+    yield f"model      {line}"
     if image.frozen or text.frozen:
         yield f"trained    {image.trained:,} + text {text.trained:,} = {image.trained + text.trained:,}"
     kind = precision(engine).replace("fp32", "float32")
@@ -111,7 +120,7 @@ def _data_lines(config: Config, manifest: Manifest, order: BatchOrder) -> list[s
         f"data       {manifest.n:,} samples in {manifest.n_shards:,} shards, {manifest.n_bad} incomplete",
         f"checksums  {'of every sample' if manifest.has_checksums else 'none; build-manifest computes them'}",
         f"steps      {steps:,} ({order.steps_per_epoch:,} per epoch, {order.interleave.streams} shard streams)",
-        *(f"warning    {slip}" for slip in config_warnings(config, steps)),
+        *(f"warning    {warning}" for warning in config_warnings(config, steps)),
     ]
     recovery = config.recovery
     if recovery.reuse is not None:
@@ -124,19 +133,23 @@ def _data_lines(config: Config, manifest: Manifest, order: BatchOrder) -> list[s
 def _memory_lines(query: MemoryQuery, gpu_memory: float | None, nodes: dict[str, int]) -> Iterator[str]:
     """Yield memory estimates and, given `gpu_memory`, the lowest ZeRO stage that fits; `nodes` maps hosts to ranks."""
     towers = count_towers(query)
-    found = account(query, towers)
+    estimate = account(query, towers)
     unknown = "" if query.samples else ", without u because n is unknown"
     yield f"memory     of each rank's {'GPU' if query.device == 'cuda' else 'CPU'} in MB, computed{unknown}:"
-    yield from found.lines()
+    yield from estimate.lines()
     loaders = loader_memory(query, max(nodes.values(), default=local_ranks()))
     yield f"loaders    {loaders.describe()}"
     if gpu_memory is None:
-        warnings = [] if nodes else shortages(found, loaders, query.device)
-        yield from (f"warning    {warning}" for warning in warnings)
+        if not nodes:
+            for warning in shortages(estimate, loaders, query.device):
+                yield f"warning    {warning}"
         return
+    verdict = "fits" if estimate.fits(gpu_memory) else "does not fit"
     gpus = f"{query.world_size} x {gpu_memory:g} GB"
-    verdict = "fits" if found.fits(gpu_memory) else "does not fit"
-    yield f"fit        {query.config.deepspeed} {verdict} {gpus}: {found.peak / 1e9:,.1f} GB of each"
+    yield f"fit        {query.config.deepspeed} {verdict} {gpus}: {estimate.peak / 1e9:,.1f} GB of each"
     smallest = smallest_that_fits(query, towers, gpu_memory)
-    what = f"{smallest[0]}, {smallest[1].peak / 1e9:,.1f} GB of each" if smallest else f"no stage fits: {FIX}"
-    yield f"smallest   {what}"
+    if smallest is None:
+        yield f"smallest   no stage fits: {FIX}"
+    else:
+        name, estimate_of_smallest = smallest
+        yield f"smallest   {name}, {estimate_of_smallest.peak / 1e9:,.1f} GB of each"

@@ -11,7 +11,8 @@ from neuclip_ds.data.loader import part_count
 from neuclip_ds.planning.memory import MemoryAccount, MemoryQuery
 
 SHARED_MEMORY = Path("/dev/shm")  # torch shares tensors between processes here
-_PROCESS = 300_000_000  # per worker: 0.05 GB at first, 0.2 GB once garbage collection copies pages; 0.5 GB is inherited
+# per worker: 0.05 GB at first, 0.2 GB once garbage collection copies pages; 0.5 GB is inherited
+_PROCESS_BYTES = 300_000_000
 FIX = "use a smaller data.micro_batch, model.activation_checkpointing=true, a higher ZeRO stage, or more ranks"
 _FIX_OF_HOST = "use fewer data.workers or data.prefetch, a smaller data.batch_size, or more nodes"
 
@@ -39,13 +40,22 @@ def loader_memory(query: MemoryQuery, ranks: int) -> LoaderMemory:
     builds one more. If a batch is one micro-batch, it is kept while the next batch is fetched; otherwise, its rows are
     freed during the second pass over the batch. With a GPU, pinned memory contains the parts that are ready or in use.
     """
-    data, rows, micro, on_gpu = query.config.data, query.rank_batch, query.micro_batch, query.device == "cuda"
-    pair = 3 * query.image_size**2 + 8 * query.tokenizer.context_length + 9
-    sides = [rows, micro] if data.val or data.zero_shot or data.evaluation_sets else [rows]
-    parts = sum(pair * -(-side // part_count(side, query.image_size)) for side in sides)  # one part of each loader
-    ready, in_use = data.workers * data.prefetch * parts, pair * rows * (2 if rows == micro else 1)
-    shared = ready + (in_use if data.workers and not on_gpu else 0)
-    private = data.workers * (len(sides) * _PROCESS + parts)
+    data = query.config.data
+    on_gpu = query.device == "cuda"
+    batch_sizes = [query.rank_batch]  # of each loader
+    if data.val or data.zero_shot or data.evaluation_sets:
+        batch_sizes.append(query.micro_batch)
+    pair_bytes = 3 * query.image_size**2 + 8 * query.tokenizer.context_length + 9
+    part_bytes = 0  # one part of a batch from each loader
+    for batch_size in batch_sizes:
+        part_bytes += pair_bytes * -(-batch_size // part_count(batch_size, query.image_size))
+    ready = data.workers * data.prefetch * part_bytes
+    batches_in_use = 2 if query.rank_batch == query.micro_batch else 1
+    in_use = pair_bytes * query.rank_batch * batches_in_use
+    shared = ready
+    if data.workers and not on_gpu:
+        shared += in_use
+    private = data.workers * (len(batch_sizes) * _PROCESS_BYTES + part_bytes)
     pinned = ready + in_use if on_gpu else 0
     return LoaderMemory(ranks * shared, ranks * (shared + private + pinned), ranks)
 
@@ -55,20 +65,24 @@ def local_ranks() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)  # torchrun's, DeepSpeed's
 
 
-def shortages(found: MemoryAccount, loaders: LoaderMemory, device: str) -> list[str]:
+def shortages(estimate: MemoryAccount, loaders: LoaderMemory, device: str) -> list[str]:
     """Return a warning for each kind of memory (GPU, RAM, shared memory) that is smaller than the estimate."""
     on_gpu = device == "cuda"
     machine = f"this machine for its {loaders.ranks} ranks" if loaders.ranks > 1 else "this machine"
+    rank_bytes = estimate.on_host if on_gpu else estimate.peak
     ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    of_machine = loaders.ranks * (found.on_host if on_gpu else found.peak) + loaders.total
-    needs = [(of_machine, ram, machine, _FIX_OF_HOST if on_gpu else FIX)]
+    warnings = _shortage(loaders.ranks * rank_bytes + loaders.total, ram, machine, _FIX_OF_HOST if on_gpu else FIX)
     if on_gpu:
-        needs.append((found.peak, torch.cuda.get_device_properties(0).total_memory, "each rank's GPU", FIX))
+        gpu = torch.cuda.get_device_properties(0).total_memory
+        warnings += _shortage(estimate.peak, gpu, "each rank's GPU", FIX)
     if SHARED_MEMORY.is_dir():  # some systems have it elsewhere
         fix = f"start the container with {loaders.advice}, or lower data.workers or data.prefetch"
-        needs.append((loaders.shared, disk_usage(SHARED_MEMORY).free, str(SHARED_MEMORY), fix))
-    return [
-        f"The run needs {needed / 1e9:,.1f} GB (computed) of {what}, which has {there / 1e9:,.1f} GB: {fix}."
-        for needed, there, what, fix in needs
-        if needed > there
-    ]
+        warnings += _shortage(loaders.shared, disk_usage(SHARED_MEMORY).free, str(SHARED_MEMORY), fix)
+    return warnings
+
+
+def _shortage(needed: int, available: int, memory: str, fix: str) -> list[str]:
+    """Return a warning if the `memory` has fewer bytes than needed."""
+    if needed <= available:
+        return []
+    return [f"The run needs {needed / 1e9:,.1f} GB (computed) of {memory}, which has {available / 1e9:,.1f} GB: {fix}."]

@@ -61,21 +61,27 @@ class MemoryAccount(NamedTuple):
 
     def lines(self) -> list[str]:
         """Return the lines of a table of the components, in MB."""
-        moment = max(self.moments, key=self.moments.__getitem__)
+        peak_moment = max(self.moments, key=self.moments.__getitem__)
         rows = [(name, size, self.host.get(name, 0)) for name, size in self.device.items()]
-        rows.append((f"peak, {moment}", self.peak, self.on_host))
-        return [
-            f"  {name:<28}{size / 1e6:>12,.1f}" + (f"  and {host / 1e6:,.1f} on the host" if host else "")
-            for name, size, host in rows
-        ]
+        rows.append((f"peak, {peak_moment}", self.peak, self.on_host))
+        lines = []
+        for name, size, host in rows:
+            line = f"  {name:<28}{size / 1e6:>12,.1f}"
+            if host:
+                line += f"  and {host / 1e6:,.1f} on the host"
+            lines.append(line)
+        return lines
 
 
 class StandInTokenizer:
     """Placeholder for a tokenizer that has not been trained yet."""
 
     def __init__(self, text: TextConfig) -> None:
-        self.vocab_size, self.context_length = text.vocab_size, text.context_length
-        self.bos_id, self.eos_id, self.pad_id = 0, 1, 1
+        self.vocab_size = text.vocab_size
+        self.context_length = text.context_length
+        self.bos_id = 0
+        self.eos_id = 1
+        self.pad_id = 1
 
 
 @dataclass(frozen=True)
@@ -129,16 +135,18 @@ def count_towers(query: MemoryQuery) -> Towers:
     model = query.build()
     parameters = Parameters.of(model)
     dtype = towers_dtype(load_engine_config(query.config, query.world_size))
-    rows, length = query.micro_batch, query.tokenizer.context_length
-    return Towers(parameters, count_activations(model, rows, query.image_size, length, dtype))
+    context_length = query.tokenizer.context_length
+    activations = count_activations(model, query.micro_batch, query.image_size, context_length, dtype)
+    return Towers(parameters, activations)
 
 
-class EngineMemory(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class EngineMemory:
     """Bytes that DeepSpeed allocates on one rank."""
 
     weights: int
     gradients: int
-    passing: int  # the part of `gradients` that a backward pass creates and the step frees
+    freed_gradients: int  # the part of `gradients` that a backward pass creates and the step frees
     optimizer: int  # float32 masters and moments, and the moving average
     working: int  # during the forward and backward passes: a gradient bucket and gathered weights
     step: int  # from the last gradient to the end of the update: a copy of gradients for the reduction or the step
@@ -153,36 +161,53 @@ def engine_memory(
     Stage 1 partitions the optimizer state over the ranks, stage 2 also the gradients, and stage 3 also the weights.
     If `averages` is true, the moving average of the weights is included.
     """
-    stage, width = zero_stage(engine), 4 if precision(engine) == "fp32" else 2
+    stage = zero_stage(engine)
+    weight_bytes = 4 if precision(engine) == "fp32" else 2
+    accumulated_bytes = 4 if accumulates_in_float32(engine) else weight_bytes
     zero = engine.get("zero_optimization", {})
     offloads = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
-    accumulated = 4 if accumulates_in_float32(engine) else width
     trained = parameters.trained
     share = trained // ranks if stage else trained
-    whole, gathered = trained, 0  # weights that stay whole, and weights that are gathered when modules run
+
+    # weights: elements that a rank always stores, and elements that ZeRO 3 gathers when modules run
+    stored = trained
+    gathered = 0
     if stage == 3 and ranks > 1:
         threshold = zero.get("stage3_param_persistence_threshold", 100_000)
-        whole = share + sum(size for size in parameters.sizes if size < threshold)
+        stored = share + sum(size for size in parameters.sizes if size < threshold)
         gathered = min(trained, zero.get("stage3_max_live_parameters", 10**9))
-    # BF16_Optimizer keeps float32 gradients of all weights in one buffer, in addition to a backward pass's gradients
-    buffered = stage == 1 and accumulated > width and not offloads
-    bucket = accumulated * min(trained, zero.get("reduce_bucket_size", 500_000_000)) if stage and not buffered else 0
+
+    # gradients: BF16_Optimizer keeps float32 gradients of all weights in one buffer, in addition to a backward pass's
+    is_buffered = stage == 1 and accumulated_bytes > weight_bytes and not offloads
+    gradient_bytes = accumulated_bytes + (weight_bytes if is_buffered else 0)
+    gradients = gradient_bytes * (share if stage > 1 else trained)
+    if offloads and stage == 3:
+        gradients = 0
+    bucket = 0
+    if stage and not is_buffered:
+        bucket = accumulated_bytes * min(trained, zero.get("reduce_bucket_size", 500_000_000))
     # stage 1 reduces after the last gradient; without a float32 copy, the backward pass creates gradients one by one
-    late = stage == 1 and not zero.get("overlap_comm", False)
-    arriving = stage == 0 or buffered or (late and accumulated == width and not offloads)
-    masters = stage > 0 or width == 2  # without ZeRO, float32 weights are their own masters
-    states = 4 * (masters + _MOMENTS[optimizer] + averages) * share
-    gradient = accumulated + width * buffered
-    copies = 4 + (accumulated if stage == 3 else width)  # the masters' gradients, and gradients or weights
-    copied = 4 * (min(trained, _ALL_REDUCED) if buffered or not masters else share)
+    reduces_at_end = stage == 1 and not zero.get("overlap_comm", False)
+    creates_one_by_one = (
+        stage == 0 or is_buffered or (reduces_at_end and accumulated_bytes == weight_bytes and not offloads)
+    )
+
+    # optimizer: without ZeRO, float32 weights are their own masters
+    has_masters = stage > 0 or weight_bytes == 2
+    states = 4 * (has_masters + _MOMENTS[optimizer] + averages) * share
+    copied = 4 * share
+    if is_buffered or not has_masters:
+        copied = 4 * min(trained, _ALL_REDUCED)
+    # in host memory: the masters' gradients, and gradients or weights
+    offloaded_copies = (4 + (accumulated_bytes if stage == 3 else weight_bytes)) * share
     return EngineMemory(
-        weights=width * (whole + parameters.frozen),
-        gradients=0 if offloads and stage == 3 else gradient * (share if stage > 1 else trained),
-        passing=width * trained if arriving else 0,
+        weights=weight_bytes * (stored + parameters.frozen),
+        gradients=gradients,
+        freed_gradients=weight_bytes * trained if creates_one_by_one else 0,
         optimizer=0 if offloads else states,
-        working=width * gathered + bucket * (not late),
-        step=0 if offloads else max(copied, bucket * late),
-        host=states + copies * share if offloads else 0,
+        working=weight_bytes * gathered + (0 if reduces_at_end else bucket),
+        step=0 if offloads else max(copied, bucket if reduces_at_end else 0),
+        host=states + offloaded_copies if offloads else 0,
     )
 
 
@@ -192,40 +217,52 @@ def account(query: MemoryQuery, towers: Towers) -> MemoryAccount:
     Raises:
         UserError: the config or the DeepSpeed JSON is invalid.
     """
-    config, rows, batch = query.config, query.rank_batch, query.config.data.batch_size
-    loaded, state = load_engine_config(config, query.world_size), objective_state(query)
-    parameters, averages = towers.parameters, config.ema.decay > 0
-    itemsize = resolve_comm_dtype(config, loaded).itemsize
-    engine = engine_memory(loaded, config.optimizer.name, parameters, query.world_size, averages)
-    standing = {
+    config = query.config
+    engine_config = load_engine_config(config, query.world_size)
+    engine = engine_memory(
+        engine_config, config.optimizer.name, towers.parameters, query.world_size, averages=config.ema.decay > 0
+    )
+    state = objective_state(query)
+    itemsize = resolve_comm_dtype(config, engine_config).itemsize
+    similarities = _similarities(query, itemsize)
+    # local features and their gradients in float32; gathered features in float32 and in the dtype that was sent
+    features = 2 * query.source.embed_dim * (8 * query.rank_batch + (4 + itemsize) * config.data.batch_size)
+    always_allocated = {
         "weights": engine.weights,
         "gradients": engine.gradients,
         "optimizer": engine.optimizer,
         "pixels and tokens": _inputs(query),
-        # local features and their gradients in float32; gathered features in float32 and in the dtype that was sent
-        "features": 2 * query.source.embed_dim * (8 * rows + (4 + itemsize) * batch),
+        "features": features,
         "u, NPN, nets": state.device,
     }
-    passing = {
+    temporary = {
         "buckets, gathered weights": engine.working,
         "activations": towers.activations.alone,
-        "similarities": _similarities(query, itemsize),
+        "similarities": similarities,
         "optimizer's step": engine.step,
     }
-    one_pass = rows == query.micro_batch
-    kept = towers.activations.alone if one_pass else 0  # activations that stay while the objective runs
-    # gradients of one micro-batch still exist while the next micro-batch's gradients are computed
-    passes, in_pass = engine.passing, towers.activations.with_gradients
-    if not engine.passing or not one_pass:
-        passes, in_pass = 0, towers.activations.alone
+    always = sum(always_allocated.values())
+    has_one_pass = query.rank_batch == query.micro_batch
+    # the backward pass of a single micro-batch may create gradients one by one; with several micro-batches, gradients
+    # of one micro-batch still exist while the next micro-batch's gradients are computed
+    in_towers = engine.working + towers.activations.alone
+    in_update = engine.step
+    if engine.freed_gradients and has_one_pass:
+        always -= engine.freed_gradients
+        in_towers = engine.working + towers.activations.with_gradients
+        in_update += engine.freed_gradients
+    # the activations of a single micro-batch stay while the objective runs
+    in_objective = similarities + (towers.activations.alone if has_one_pass else 0)
     moments = {
-        "in the towers": engine.working + in_pass,
-        "in the objective": passing["similarities"] + kept,
-        "in the update": passes + passing["optimizer's step"],
+        "in the towers": always + in_towers,
+        "in the objective": always + in_objective,
+        "in the update": always + in_update,
     }
-    always = sum(standing.values()) - passes
-    peaks = {name: always + size for name, size in moments.items()}
-    return MemoryAccount({**standing, **passing}, {"optimizer": engine.host, "u, NPN, nets": state.host}, peaks)
+    return MemoryAccount(
+        device={**always_allocated, **temporary},
+        host={"optimizer": engine.host, "u, NPN, nets": state.host},
+        moments=moments,
+    )
 
 
 def smallest_that_fits(query: MemoryQuery, towers: Towers, gigabytes: float) -> tuple[str, MemoryAccount] | None:
@@ -234,10 +271,11 @@ def smallest_that_fits(query: MemoryQuery, towers: Towers, gigabytes: float) -> 
     names = [f"zero{stage}_{kind}" for stage in range(4)]
     names += ["zero2_bf16_offload", "zero3_bf16_offload"] if kind == "bf16" else []
     for name in names:
+        candidate = replace(query, config=query.config.model_copy(update={"deepspeed": name}))
         with suppress(UserError):  # this stage does not support this many micro-batches
-            found = account(replace(query, config=query.config.model_copy(update={"deepspeed": name})), towers)
-            if found.fits(gigabytes):
-                return name, found
+            estimate = account(candidate, towers)
+            if estimate.fits(gigabytes):
+                return name, estimate
     return None
 
 
@@ -255,28 +293,39 @@ def _similarities(query: MemoryQuery, itemsize: int) -> int:
     prototypes in both directions, plus the larger of a temporary block and nine copies of the features of a group's
     anchors. The subtracted bytes are the sent copies and, while the network runs, local features and their gradients.
     """
-    objective, batch = query.config.objective, query.config.data.batch_size
-    rows, method = batch // query.world_size, find_method(objective.method)
+    objective = query.config.objective
+    method = find_method(objective.method)
+    batch = query.config.data.batch_size
+    rows = batch // query.world_size
     dim = query.source.embed_dim
     sent = 2 * dim * itemsize * batch
+
+    # the two passes over the pairs
     block = min(block_bytes(query.device), 4 * rows * min(batch, objective.chunk_size or batch))
-    kept, copies = 0, _BLOCK_COPIES
+    stored = 0
+    block_copies = _BLOCK_COPIES
     if method.estimates_normalizers:  # pairs are visited twice
-        kept = 4 * rows * (2 * batch - rows)
+        stored = 4 * rows * (2 * batch - rows)
         if compiles(query.device, rows * batch):
-            copies = _COMPILED_COPIES
-        if kept > CACHED_BYTES:
-            kept, copies = 0, copies + 1  # plus the similarities of a block
-    # features sent in float32 are the gathered features themselves, which are still needed
-    pairs = max(0, kept + copies * block - (sent if itemsize < 4 else 0))
+            block_copies = _COMPILED_COPIES
+        if stored > CACHED_BYTES:
+            stored = 0
+            block_copies += 1  # the similarities of a block
+    pairs = stored + block_copies * block
+    if itemsize < 4:  # features sent in float32 are the gathered features themselves, which are still needed
+        pairs -= sent
+    pairs = max(0, pairs)
     if "npn" not in method.sections or objective.npn.network == "mlp":
         return pairs
+
+    # NeuCLIP's network
     replicas = objective.npn.replicas_on(query.world_size)
-    share = batch * -(-objective.npn.prototypes * replicas // query.world_size)
-    at_once = 8 * min(share, _NPN_BLOCK if query.device == "cuda" else 0)
+    similarity_elements = batch * -(-objective.npn.prototypes * replicas // query.world_size)
+    at_once = 8 * min(similarity_elements, _NPN_BLOCK if query.device == "cuda" else 0)
     if objective.npn.alpha_grad == "full" and query.world_size > 1:
         at_once = max(at_once, 9 * 4 * batch // replicas * dim)
-    return max(pairs, kept + 8 * share + at_once - 2 * dim * 8 * rows - sent)
+    network = stored + 8 * similarity_elements + at_once - 2 * dim * 8 * rows - sent
+    return max(pairs, network)
 
 
 class ObjectiveState(NamedTuple):
@@ -288,16 +337,22 @@ class ObjectiveState(NamedTuple):
 
 def objective_state(query: MemoryQuery) -> ObjectiveState:
     """Return the size of the objective's state, measured on fake tensors."""
-    one_of_all = Communicator()
-    one_of_all.world_size = query.world_size
+    communicator = Communicator()  # one of `world_size` ranks, which sends nothing here
+    communicator.world_size = query.world_size
     with FakeTensorMode():
-        context = LossContext(dim=query.source.embed_dim, samples=max(1, query.samples), communicator=one_of_all)
-        objective = find_method(query.config.objective.method).build(query.config.objective, context)
+        context = LossContext(dim=query.source.embed_dim, samples=max(1, query.samples), communicator=communicator)
+        options = query.config.objective
+        objective = find_method(options.method).build(options, context)
         replicated = sum(tensor.nbytes for tensor in objective.replicated_state().values())
-        tables = [
-            (sum(tensor.nbytes for tensor in table.tensors.values()), table.per_sample)
-            for table in objective.row_tables().values()
-        ]
-    on_host = 0 if query.device == "cpu" else sum(size for size, _ in tables if size > MAX_DEVICE_BYTES)
-    copies = replicated + sum(size for size, per_sample in tables if not per_sample)
-    return ObjectiveState(sum(size for size, _ in tables) - on_host + replicated + copies, on_host)
+        on_device = replicated
+        on_host = 0
+        undo_copies = replicated
+        for table in objective.row_tables().values():
+            size = sum(tensor.nbytes for tensor in table.tensors.values())
+            if not table.per_sample:
+                undo_copies += size
+            if query.device == "cuda" and size > MAX_DEVICE_BYTES:
+                on_host += size
+            else:
+                on_device += size
+    return ObjectiveState(on_device + undo_copies, on_host)

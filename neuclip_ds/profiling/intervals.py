@@ -10,30 +10,33 @@ T = TypeVar("T")
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
     """Return the union of intervals as disjoint, nonempty intervals in ascending order."""
-    found: list[Interval] = []
+    disjoint: list[Interval] = []
     for start, end in sorted(intervals):
         if end <= start:
             continue
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
+        if disjoint and start <= disjoint[-1][1]:
+            last_start, last_end = disjoint[-1]
+            disjoint[-1] = (last_start, max(last_end, end))
         else:
-            found.append((start, end))
-    return found
+            disjoint.append((start, end))
+    return disjoint
 
 
 def intersection(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
     """Return the intersection of two results of `union`."""
-    found: list[Interval] = []
-    i = j = 0
+    shared: list[Interval] = []
+    i = 0
+    j = 0
     while i < len(a) and j < len(b):
-        start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
+        start = max(a[i][0], b[j][0])
+        end = min(a[i][1], b[j][1])
         if start < end:
-            found.append((start, end))
+            shared.append((start, end))
         if a[i][1] < b[j][1]:
             i += 1
         else:
             j += 1
-    return found
+    return shared
 
 
 def length(disjoint: Iterable[Interval]) -> float:
@@ -50,7 +53,8 @@ class Timeline(Generic[T]):
 
     def at(self, moment: float) -> T | None:
         """Return the value at a time, or None if no interval contains the time."""
-        place = bisect_right(self._starts, moment) - 1
-        if place < 0 or self._entries[place][0][1] < moment:
+        position = bisect_right(self._starts, moment) - 1
+        if position < 0:
             return None
-        return self._entries[place][1]
+        (_, end), value = self._entries[position]
+        return value if moment <= end else None

@@ -10,7 +10,7 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from neuclip_ds.profiling.intervals import Interval, Timeline
 
@@ -30,7 +30,8 @@ _OPERATORS: dict[str, tuple[str, int]] = {
 _GLOO_FAMILY = {"all_reduce": "reduce", "reduce_scatter": "reduce"}  # gloo runs a reduce-scatter as an all-reduce
 
 
-class Event(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Event:
     """An event with a duration (`ph` is X in the trace); times are in seconds on the profiler's clock."""
 
     category: str
@@ -48,7 +49,7 @@ class Event(NamedTuple):
         return self.name.startswith("gloo:")
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Launch:
     """A collective as one rank launched and executed it."""
 
@@ -62,13 +63,22 @@ class Launch:
 
 def read_events(trace: Mapping[str, Any]) -> list[Event]:
     """Return a Chrome trace's events with a duration (`ph` is X), in order of start time."""
-    found = []
-    for event in trace["traceEvents"]:
-        if event.get("ph") == "X":
-            start, thread = float(event["ts"]), (event.get("pid"), event.get("tid"))
-            span = start / 1e6, (start + float(event.get("dur", 0))) / 1e6  # from microseconds
-            found.append(Event(event.get("cat", ""), event["name"], span, thread, event.get("args", {})))
-    return sorted(found, key=lambda event: event.span[0])
+    events = []
+    for record in trace["traceEvents"]:
+        if record.get("ph") != "X":
+            continue
+        start = float(record["ts"])  # in microseconds
+        end = start + float(record.get("dur", 0))
+        events.append(
+            Event(
+                category=record.get("cat", ""),
+                name=record["name"],
+                span=(start / 1e6, end / 1e6),
+                thread=(record.get("pid"), record.get("tid")),
+                arguments=record.get("args", {}),
+            )
+        )
+    return sorted(events, key=lambda event: event.span[0])
 
 
 def find_launches(events: Sequence[Event]) -> list[Launch]:
@@ -77,9 +87,9 @@ def find_launches(events: Sequence[Event]) -> list[Launch]:
     Executions without a launch are omitted, and a warning gives their number.
     """
     launches = [_launch(event) for event in events if event.category == "cpu_op" and event.name.startswith("c10d::")]
-    lost = _match_gloo(launches, events) + _match_nccl(launches, events)
-    if lost:
-        log.warning("the profile does not count %d collectives whose launch it does not show", lost)
+    unmatched = _match_gloo(launches, events) + _match_nccl(launches, events)
+    if unmatched:
+        log.warning("the profile does not count %d collectives whose launch it does not show", unmatched)
     return launches
 
 
@@ -91,11 +101,22 @@ def launching_calls(events: Iterable[Event]) -> dict[Any, Event]:
 
 def _launch(event: Event) -> Launch:
     name = event.name.removeprefix("c10d::").strip("_")
-    op, argument = next((found for begin, found in _OPERATORS.items() if name.startswith(begin)), (name, 0))
-    shapes, types = (event.arguments.get(key, []) for key in ("Input Dims", "Input type"))
-    elements = _elements(shapes[argument]) if len(shapes) > argument and op != "barrier" else 0
-    dtype = types[argument] if len(types) > argument and types[argument] not in ("TensorList", "GenericList") else ""
-    return Launch(op, elements, dtype, event.thread, event.span)
+    op = name
+    argument = 0  # position of the rank's input
+    for prefix, (known_op, known_argument) in _OPERATORS.items():
+        if name.startswith(prefix):
+            op = known_op
+            argument = known_argument
+            break
+    shapes = event.arguments.get("Input Dims", [])
+    elements = 0
+    if len(shapes) > argument and op != "barrier":
+        elements = _elements(shapes[argument])
+    types = event.arguments.get("Input type", [])
+    dtype = ""
+    if len(types) > argument and types[argument] not in ("TensorList", "GenericList"):
+        dtype = types[argument]
+    return Launch(op=op, elements=elements, dtype=dtype, thread=event.thread, span=event.span)
 
 
 def _elements(shape: Sequence[Any]) -> int:
@@ -107,10 +128,10 @@ def _elements(shape: Sequence[Any]) -> int:
 
 def _match_gloo(launches: Iterable[Launch], events: Iterable[Event]) -> int:
     """Add the `gloo:...` ranges to their launches; return the number of ranges without a launch."""
-    waiting: defaultdict[tuple[str, int], deque[Launch]] = defaultdict(deque)
+    waiting: defaultdict[tuple[str, int], deque[Launch]] = defaultdict(deque)  # in launch order
     for launch in launches:
         waiting[_GLOO_FAMILY.get(launch.op, launch.op), launch.elements].append(launch)
-    lost = 0
+    unmatched = 0
     for event in events:
         if not event.is_gloo:
             continue
@@ -122,30 +143,44 @@ def _match_gloo(launches: Iterable[Launch], events: Iterable[Event]) -> int:
             launch.dtype = launch.dtype or next(iter(event.arguments.get("Input type", [])), "")
             launch.executed.append(event.span)
         else:
-            lost += 1
-    return lost
+            unmatched += 1
+    return unmatched
 
 
 def _match_nccl(launches: Iterable[Launch], events: Sequence[Event]) -> int:
     """Add NCCL kernels to launches (for grouped calls, to the last launch); return the number of unmatched kernels."""
-    by_thread: defaultdict[Thread, list[Launch]] = defaultdict(list)
+    launches_by_thread: defaultdict[Thread, list[Launch]] = defaultdict(list)
     for launch in launches:
-        by_thread[launch.thread].append(launch)
-    timelines = {thread: Timeline((item.span, item) for item in items) for thread, items in by_thread.items()}
+        launches_by_thread[launch.thread].append(launch)
+    timelines: dict[Thread, Timeline[Launch]] = {}
+    for thread, thread_launches in launches_by_thread.items():
+        timelines[thread] = Timeline((launch.span, launch) for launch in thread_launches)
 
-    def launched_at(call: Event) -> Launch | None:
-        return timelines[call.thread].at(call.span[0]) if call.thread in timelines else None
+    def launch_around(call: Event) -> Launch | None:
+        if call.thread not in timelines:
+            return None
+        return timelines[call.thread].at(call.span[0])
 
+    # an operator's own event describes the element type of its input
     for event in events:
-        if event.name == "record_param_comms" and (described := launched_at(event)) is not None:
-            described.dtype = described.dtype or event.arguments.get("dtype", "")
-    started, lost = launching_calls(events), 0
-    for kernel in (event for event in events if event.is_nccl):
-        call = started.get(kernel.arguments.get("correlation"), kernel)
-        earlier = [item for item in by_thread[call.thread] if item.span[1] <= call.span[0] and not item.executed]
-        found = launched_at(call) or (earlier[-1] if earlier else None)
-        if found is None:
-            lost += 1
+        if event.name == "record_param_comms":
+            launch_of_event = launch_around(event)
+            if launch_of_event is not None:
+                launch_of_event.dtype = launch_of_event.dtype or event.arguments.get("dtype", "")
+
+    calls = launching_calls(events)
+    unmatched = 0
+    for kernel in events:
+        if not kernel.is_nccl:
+            continue
+        call = calls.get(kernel.arguments.get("correlation"), kernel)
+        launch_of_kernel = launch_around(call)
+        if launch_of_kernel is None:  # a group of calls starts its kernel after the last operator has returned
+            for earlier in launches_by_thread[call.thread]:
+                if earlier.span[1] <= call.span[0] and not earlier.executed:
+                    launch_of_kernel = earlier
+        if launch_of_kernel is None:
+            unmatched += 1
         else:
-            found.executed.append(kernel.span)
-    return lost
+            launch_of_kernel.executed.append(kernel.span)
+    return unmatched

@@ -22,7 +22,10 @@ from neuclip_ds.profiling.trace import read_trace
 
 log = logging.getLogger(__name__)
 
-TRACE, BREAKDOWN, REPORT = "trace.json.gz", "breakdown.json", "report.md"
+# files in the folder of a profile
+TRACE = "trace.json.gz"
+BREAKDOWN = "breakdown.json"
+REPORT = "report.md"
 
 
 class Recorder:
@@ -36,8 +39,10 @@ class Recorder:
     def __init__(
         self, folder: Path, communicator: Communicator, steps: int, after: int, labels: dict[str, Any] | None = None
     ) -> None:
-        self._folder, self._communicator = folder, communicator
-        self._first, self._end = after, after + steps if steps else 0
+        self._folder = folder
+        self._communicator = communicator
+        self._first = after
+        self._end = after + steps if steps else 0
         self._on_gpu = communicator.device.type == "cuda"
         name = torch.cuda.get_device_name(communicator.device) if self._on_gpu else platform.machine()
         self._labels = {**(labels or {}), "device": name, "torch": torch.__version__}
@@ -60,38 +65,49 @@ class Recorder:
             yield
             return
         if self._profiler is None and self._done >= self._first - 1:
-            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
+            activities = [ProfilerActivity.CPU]
+            if self._on_gpu:
+                activities.append(ProfilerActivity.CUDA)
             self._profiler = profile(activities=activities, record_shapes=True)
             self._profiler.start()
         if self._done < self._first:
             yield
         else:
-            synchronize = torch.cuda.synchronize if self._on_gpu else lambda: None
-            synchronize()
+            self._wait_for_gpu()
             with record_function(STEP):
                 yield
-                synchronize()
+                self._wait_for_gpu()
         self._done += 1
         if self._done == self._end:
             self._finish()
 
+    def _wait_for_gpu(self) -> None:
+        if self._on_gpu:
+            torch.cuda.synchronize()
+
     def _finish(self) -> None:
         """Stop the profiler, read the trace on each rank, and let rank 0 write the breakdown for all ranks."""
-        profiler, self._profiler = self._profiler, None
+        profiler = self._profiler
+        self._profiler = None
         assert profiler is not None
         profiler.stop()
         with tempfile.TemporaryDirectory() as scratch:
             path = Path(scratch) / TRACE
             profiler.export_chrome_trace(str(path))
-            found = breakdown(self._communicator.gather_objects(rank_record(read_trace(path))))
-            self._communicator.on_rank_zero(lambda: self._write({**self._labels, **found}, path))
+            records = self._communicator.gather_objects(rank_record(read_trace(path)))
+            content = {**self._labels, **breakdown(records)}
+            self._communicator.on_rank_zero(lambda: self._write(content, path))
 
-    def _write(self, found: dict[str, Any], trace: Path) -> None:
+    def _write(self, content: dict[str, Any], trace: Path) -> None:
         with best_effort(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(trace, self._folder / TRACE)
-            (self._folder / BREAKDOWN).write_text(json.dumps(found, indent=1), encoding="utf-8")
-            (self._folder / REPORT).write_text(report([found]), encoding="utf-8")
-            total, pure = (1e3 * found["seconds"][name]["mean"] for name in ("total", "pure_communication"))
-            text = "profile of %d steps: %.1f ms per step, of which %.1f ms are communication without overlap; see %s"
-            log.info(text, found["steps"], total, pure, self._folder)
+            (self._folder / BREAKDOWN).write_text(json.dumps(content, indent=1), encoding="utf-8")
+            (self._folder / REPORT).write_text(report([content]), encoding="utf-8")
+            log.info(
+                "profile of %d steps: %.1f ms per step, of which %.1f ms are communication without overlap; see %s",
+                content["steps"],
+                1e3 * content["seconds"]["total"]["mean"],
+                1e3 * content["seconds"]["pure_communication"]["mean"],
+                self._folder,
+            )

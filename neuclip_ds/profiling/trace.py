@@ -6,14 +6,13 @@ purposes are inferred from the operation and the phase of the step.
 """
 
 import gzip
-import itertools
 import json
 import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from neuclip_ds.distributed.communicator import PHASE, STEP, ring_bytes
 from neuclip_ds.distributed.exchange import PURPOSE
@@ -36,7 +35,7 @@ _ITEM_SIZES = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Collective:
     """A collective as executed by one rank."""
 
@@ -47,7 +46,8 @@ class Collective:
     intervals: tuple[Interval, ...]  # when it was executed, in seconds; empty if not in the trace
 
 
-class StepTrace(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class StepTrace:
     """A training step as executed by one rank; times are in seconds on the profiler's clock."""
 
     window: Interval
@@ -65,36 +65,53 @@ def read_trace(path: Path) -> list[StepTrace]:
 def parse_trace(trace: Mapping[str, Any]) -> list[StepTrace]:
     """Return the training steps of a trace that `torch.profiler.profile.export_chrome_trace` wrote."""
     events = read_events(trace)
-    annotations = [event for event in events if event.category == "user_annotation"]
     world_size = int(trace.get("distributedInfo", {}).get("world_size", 1))
-    host = _cut(_annotated(events, "user_annotation"))
-    named: defaultdict[Thread, list[tuple[Interval, str]]] = defaultdict(list)  # ranges that `Communicator` named
+    annotations = [event for event in events if event.category == "user_annotation"]
+    host_phases = _split_around_nested(_annotated(events, "user_annotation"))
+    executed_phases = _executed(host_phases, events)
+    computation = union(_computing(events))
+    launches = find_launches(events)
+
+    # a launch is a point in time on the host: the range around it names its purpose or its phase
+    named_ranges: defaultdict[Thread, list[tuple[Interval, str]]] = defaultdict(list)
     for event in annotations:
         if event.name.startswith(PURPOSE):
-            named[event.thread].append((event.span, event.name.removeprefix(PURPOSE)))
-    purposes = {thread: Timeline(entries) for thread, entries in named.items()}
-    timeline = Timeline(host)  # a launch is a point in time on the host
+            named_ranges[event.thread].append((event.span, event.name.removeprefix(PURPOSE)))
+    purposes = {thread: Timeline(entries) for thread, entries in named_ranges.items()}
+    phases = Timeline(host_phases)
 
-    def describe(launch: Launch) -> Collective:
+    def collective_of(launch: Launch) -> Collective:
         moment = launch.span[0]
         purpose = purposes[launch.thread].at(moment) if launch.thread in purposes else None
-        purpose = purpose or engine_purpose(timeline.at(moment), launch.op, launch.elements)
+        if not purpose:
+            purpose = engine_purpose(phases.at(moment), launch.op, launch.elements)
         size = launch.elements * _item_size(launch.dtype) if launch.elements else 0
-        sent = ring_bytes(launch.op, size, world_size)
-        return Collective(purpose, launch.op, size, sent, tuple(launch.executed))
+        return Collective(
+            purpose=purpose,
+            op=launch.op,
+            size=size,
+            sent=ring_bytes(launch.op, size, world_size),
+            intervals=tuple(launch.executed),
+        )
 
-    launches, phases = find_launches(events), _executed(host, events)
-    computation = union(_computing(events))
     steps = []
-    for window in (event.span for event in annotations if event.name == STEP):
-        inside = [describe(launch) for launch in launches if window[0] <= launch.span[0] <= window[1]]
+    for event in annotations:
+        if event.name != STEP:
+            continue
+        start, end = event.span
+        collectives = [collective_of(launch) for launch in launches if start <= launch.span[0] <= end]
         spans: defaultdict[str, list[Interval]] = defaultdict(list)
-        for span, name in phases:
-            if window[0] <= span[0] <= window[1]:
+        for span, name in executed_phases:
+            if start <= span[0] <= end:
                 spans[name].append(span)
-        within = intersection(computation, [window])
-        durations = {name: length(union(parts)) for name, parts in spans.items()}
-        steps.append(StepTrace(window, within, inside, durations))
+        steps.append(
+            StepTrace(
+                window=event.span,
+                computation=intersection(computation, [event.span]),
+                collectives=collectives,
+                phases={name: length(union(parts)) for name, parts in spans.items()},
+            )
+        )
     return steps
 
 
@@ -109,14 +126,18 @@ def _executed(host: list[Phase], events: Sequence[Event]) -> list[Phase]:
     return _annotated(events, "gpu_user_annotation") + _launched_in(host, events) or host
 
 
-def _cut(phases: Sequence[Phase]) -> list[Phase]:
+def _split_around_nested(phases: Sequence[Phase]) -> list[Phase]:
     """Return disjoint phases: a phase that contains other phases is split around them."""
-    found = []
+    disjoint = []
     for (start, end), name in phases:
-        inside = sorted(span for span, _ in phases if start < span[0] and span[1] < end)
-        edges = [start, *itertools.chain.from_iterable(inside), end]
-        found += [(span, name) for span in zip(edges[::2], edges[1::2], strict=True)]
-    return found
+        edges = [start]
+        for nested_start, nested_end in sorted(span for span, _ in phases):
+            if start < nested_start and nested_end < end:
+                edges += [nested_start, nested_end]
+        edges.append(end)
+        for part in zip(edges[::2], edges[1::2], strict=True):
+            disjoint.append((part, name))
+    return disjoint
 
 
 def _annotated(events: Sequence[Event], category: str) -> list[Phase]:
@@ -126,15 +147,16 @@ def _annotated(events: Sequence[Event], category: str) -> list[Phase]:
 
 def _launched_in(host: Sequence[Phase], events: Sequence[Event]) -> list[Phase]:
     """Return each phase's GPU interval: from the first start to the last end of the work launched in the phase."""
-    calls, timeline = launching_calls(events), Timeline((phase[0], phase) for phase in host)
+    calls = launching_calls(events)
+    timeline = Timeline((phase[0], phase) for phase in host)
     spans: dict[Phase, Interval] = {}
     for event in events:
         call = calls.get(event.arguments.get("correlation")) if event.category in _WORK else None
         phase = timeline.at(call.span[0]) if call is not None else None
         if phase is not None:
             start, end = event.span
-            first, last = spans.get(phase, (start, end))
-            spans[phase] = min(first, start), max(last, end)
+            first_start, last_end = spans.get(phase, event.span)
+            spans[phase] = (min(first_start, start), max(last_end, end))
     return [(span, name) for (_, name), span in spans.items()]
 
 
@@ -162,6 +184,10 @@ def _computing(events: Sequence[Event]) -> list[Interval]:
     if any(event.category == "kernel" for event in device):
         return [event.span for event in device if not (event.is_nccl or event.name.startswith(_TRANSFERS))]
     gloo_threads = {event.thread for event in events if event.is_gloo}  # gloo's copies are part of a collective
-    operators = [event for event in events if event.category == "cpu_op" and event.thread not in gloo_threads]
-    names = ((event, event.name.split("::")) for event in operators)
-    return [event.span for event, parts in names if len(parts) > 1 and parts[0] not in _WRAPPERS]
+    spans = []
+    for event in events:
+        if event.category == "cpu_op" and event.thread not in gloo_threads:
+            namespace, separator, _ = event.name.partition("::")
+            if separator and namespace not in _WRAPPERS:
+                spans.append(event.span)
+    return spans

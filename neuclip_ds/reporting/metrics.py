@@ -50,7 +50,9 @@ class MetricsLog:
         self._board_path.mkdir(exist_ok=True)
         with tempfile.TemporaryFile(dir=self._board_path) as file:  # a full disk fails here, not in a thread
             file.write(bytes(4096))
-        self._board = SummaryWriter(str(self._board_path), purge_step=first_new_step)  # hides the later points
+        self._first_new_step = first_new_step
+        # created by the first `write`: it must not precede wandb.init, which a hook calls when it starts
+        self._board: SummaryWriter | None = None
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write a step's metrics; in metrics.jsonl, NaN and infinities become "nan", "inf" and "-inf"."""
@@ -60,6 +62,9 @@ class MetricsLog:
         with best_effort(self._path):  # if it fails, the next line writes the rest of the buffer
             self._lines.write(json.dumps(record, allow_nan=False) + "\n")
         with best_effort(self._board_path):
+            if self._board is None:
+                # hides the points of later steps that a run wrote before it resumed
+                self._board = SummaryWriter(str(self._board_path), purge_step=self._first_new_step)
             for name, value in metrics.items():
                 self._board.add_scalar(name, value, step)
             self._board.flush()
@@ -71,7 +76,8 @@ class MetricsLog:
         with best_effort(self._path):
             self._lines.close()
         with best_effort(self._board_path):
-            self._board.close()
+            if self._board is not None:
+                self._board.close()
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, float]]:

@@ -61,15 +61,15 @@ def table_shards(tables: Mapping[str, RowTable]) -> Shards:
     return shards
 
 
-def shard_files(shards: Shards, facts: Mapping[str, Any], communicator: Communicator) -> list[StateFile]:
-    """Return the files for this rank to write its state shards; the index also stores rank 0's `facts`.
+def shard_files(shards: Shards, metadata: Mapping[str, Any], communicator: Communicator) -> list[StateFile]:
+    """Return the files for this rank to write its state shards; the index also stores rank 0's `metadata`.
 
     All ranks call this together.
     """
     keys = communicator.gather_objects(list(shards))
     files: list[StateFile] = [TensorFile(_file_name(communicator.rank, communicator.world_size), shards)]
     if communicator.rank == 0:
-        files.append(BytesFile(INDEX, json.dumps({**facts, "keys": keys}).encode()))
+        files.append(BytesFile(INDEX, json.dumps({**metadata, "keys": keys}).encode()))
     return files
 
 
@@ -88,14 +88,14 @@ class ShardFiles:
 
     Attributes:
         folder: folder of the files.
-        facts: metadata that the writer stored in the index.
+        metadata: what the writer stored in the index.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         with explained(f"{folder / INDEX} cannot be read", _FIX):
-            self.facts: dict[str, Any] = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-            keys = self.facts.pop("keys")
+            self.metadata: dict[str, Any] = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+            keys = self.metadata.pop("keys")
         self._file_count = len(keys)
         self._open_files: dict[int, Any] = {}  # by number
         self._replicated_names: defaultdict[str, list[str]] = defaultdict(list)  # by kind

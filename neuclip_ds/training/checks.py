@@ -37,32 +37,39 @@ def check_data(saved: Mapping[str, Any], manifest: Manifest) -> None:
 
 def config_warnings(config: Config, steps: int) -> list[str]:
     """Return a warning for each setting that is legal but probably a mistake in a run of `steps` steps."""
-    optimizer, found = config.optimizer, []
+    optimizer = config.optimizer
+    warnings: list[str] = []
     if optimizer.lr == 0:
-        found.append("optimizer.lr=0: the encoders will not learn.")
+        warnings.append("optimizer.lr=0: the encoders will not learn.")
     elif optimizer.warmup_steps >= steps:
-        found.append(
+        warnings.append(
             f"optimizer.warmup_steps={optimizer.warmup_steps} is not shorter than the run of {steps} steps: it is "
             f"shortened to {fitted_warmup(optimizer.warmup_steps, steps)}, a tenth of the run."
         )
-    for name in TOWERS:
-        pretrained = config.model.pretrained or (name == "vision" and config.model.vision.pretrained)
-        if config.model.trained(name) == "frozen" and not pretrained:
-            found.append(f"model.{name}.trainable=frozen freezes random weights: start from pretrained ones.")
+    for tower in TOWERS:
+        is_pretrained = bool(config.model.pretrained)
+        if tower == "vision":
+            is_pretrained = is_pretrained or bool(config.model.vision.pretrained)
+        if config.model.trained(tower) == "frozen" and not is_pretrained:
+            warnings.append(f"model.{tower}.trainable=frozen freezes random weights: start from pretrained ones.")
     if optimizer.min_lr > 0 and optimizer.schedule == "constant":
-        found.append("optimizer.min_lr has no effect with optimizer.schedule=constant; cooldown decays to it.")
+        warnings.append("optimizer.min_lr has no effect with optimizer.schedule=constant; cooldown decays to it.")
     elif optimizer.min_lr > optimizer.lr:
-        found.append(f"optimizer.min_lr={optimizer.min_lr:g} is above optimizer.lr={optimizer.lr:g}: swap them.")
-    return found + config.objective.warnings()
+        warnings.append(f"optimizer.min_lr={optimizer.min_lr:g} is above optimizer.lr={optimizer.lr:g}: swap them.")
+    return warnings + config.objective.warnings()
 
 
 def fingerprint(config: Config) -> Fingerprint:
     """Return the part of the config that a resumed run must share with its checkpoint."""
     data = config.data
-    chosen = {name: getattr(data, name) for name in ("shard_streams", "shuffle_block_size")}
+    order: dict[str, int] = {}  # options of the order of the samples; those that are not set follow from the data
+    for name in ("shard_streams", "shuffle_block_size"):
+        value = getattr(data, name)
+        if value is not None:
+            order[name] = value
     return {
         "batch_size": data.batch_size,
-        **{name: value for name, value in chosen.items() if value is not None},
+        **order,
         **source_settings(data),
         "decoder": data.decoder,
         "drop_last": data.drop_last,
@@ -75,12 +82,19 @@ def fingerprint(config: Config) -> Fingerprint:
 
 def _architecture(model: ModelConfig) -> Fingerprint:
     """Return the trained parts, adapters and, for a model that is not pretrained, its architecture; omit file names."""
-    trains: dict[str, Any] = {f"model.{name}.trainable": model.trained(name) for name in TOWERS}
+    trained_parts: dict[str, Any] = {f"model.{tower}.trainable": model.trained(tower) for tower in TOWERS}
     if model.lora.rank:
-        trains["model.lora"] = model.lora.model_dump()
-    if model.pretrained:
-        return trains
-    tree = model.model_dump(mode="json", include={"vision", "text", "embed_dim"}, exclude=_NOT_ARCHITECTURE)
-    tree["vision"] |= dict(zip(("mean", "std"), map(list, model.vision.statistics()), strict=True))
-    options = {f"{part}.{key}": value for part in ("vision", "text") for key, value in tree.pop(part).items()}
-    return {f"model.{name}": value for name, value in {**options, **tree}.items()} | trains
+        trained_parts["model.lora"] = model.lora.model_dump()
+    if model.pretrained:  # the checkpoint determines the architecture
+        return trained_parts
+
+    options = model.model_dump(mode="json", include={"vision", "text", "embed_dim"}, exclude=_NOT_ARCHITECTURE)
+    mean, std = model.vision.statistics()
+    options["vision"]["mean"] = list(mean)
+    options["vision"]["std"] = list(std)
+    architecture: dict[str, Any] = {}
+    for tower in ("vision", "text"):
+        for name, value in options[tower].items():
+            architecture[f"model.{tower}.{name}"] = value
+    architecture["model.embed_dim"] = options["embed_dim"]
+    return {**architecture, **trained_parts}

@@ -35,7 +35,7 @@ RECOVERY = "recovery"  # subfolder of the recovery of statistics, with its own c
 
 
 @contextmanager
-def staging(config: Config, folder: Path, communicator: Communicator) -> Iterator[Path]:
+def staging_folder(config: Config, folder: Path, communicator: Communicator) -> Iterator[Path]:
     """Yield a staging folder that all ranks share and that contains the run's manifests; delete the folder at the end.
 
     Raises `UserError` if the folder cannot be written.
@@ -85,7 +85,7 @@ def read_complete(folder: Path) -> int | None:
         return None
 
 
-def trained_with(staged: Path, folder: Path, config: Config) -> dict[str, bytes]:
+def checkpoint_extras(staged: Path, folder: Path, config: Config) -> dict[str, bytes]:
     """Return the config, tokenizer and model description that a checkpoint stores, as a map from path to content."""
     content = {CONFIG: dump(config).encode()}
     for name in (MODEL, TOKENIZER):

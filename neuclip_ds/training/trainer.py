@@ -72,11 +72,11 @@ from neuclip_ds.training.replicas import compare_replicas
 from neuclip_ds.training.run_folder import (
     MODEL,
     RECOVERY,
+    checkpoint_extras,
     move_staged_files,
     read_complete,
     record_environment,
-    staging,
-    trained_with,
+    staging_folder,
     write_complete,
 )
 from neuclip_ds.training.run_lock import locked
@@ -113,7 +113,7 @@ def train(config: Config, environment: RankEnvironment, hooks: Sequence[Hook] = 
     ):
         configure_logging(communicator.rank)
         # all checks pass before anything is written to the run's folder
-        with staging(config, folder, communicator) as staged:
+        with staging_folder(config, folder, communicator) as staged:
             for hook in hooks:
                 hook.before_run(config, communicator, folder)
             run = build_run(config, communicator, folder, staged)
@@ -177,8 +177,8 @@ class RunContext:
     comm_dtype: torch.dtype
     """Dtype in which features are sent between ranks."""
     fingerprint: Fingerprint
-    trained_with: Mapping[str, bytes]
-    """Contents of the config, tokenizer and model description files, by name."""
+    checkpoint_extras: Mapping[str, bytes]
+    """Files to add to each checkpoint: the config, tokenizer and model description, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +229,7 @@ def build_run(config: Config, communicator: Communicator, folder: Path, staged: 
         logits=logits,
         comm_dtype=resolve_comm_dtype(config, engine_config),
         fingerprint={**fingerprint(config), "parameters": parameters},
-        trained_with=trained_with(staged, folder, config) if communicator.rank == 0 else {},
+        checkpoint_extras=checkpoint_extras(staged, folder, config) if communicator.rank == 0 else {},
     )
 
     # state: of the newest checkpoint, of another run's recovery, or new
@@ -379,7 +379,7 @@ class Loop:
         self.total = run_length(self.order, config.epochs, config.max_steps)
         self.loss = _build_loss(context, config, self.order.steps_per_epoch)
         self.checkpoints = Checkpoints(
-            folder / "checkpoints", communicator, config.run.keep_checkpoints, context.trained_with
+            folder / "checkpoints", communicator, config.run.keep_checkpoints, context.checkpoint_extras
         )
         self.events = EventLog(folder, communicator.rank)
         self.metrics: MetricsLog | None = None

@@ -48,8 +48,20 @@ def test_the_best_checkpoint_is_kept_and_the_start_is_measured(shards: str, tmp_
 
 
 def test_an_unknown_metric_is_refused_before_the_first_step() -> None:
-    context = SimpleNamespace(config=parse(["demo", "--run.best_metric=recall"]).config)
-    loop: Any = SimpleNamespace(context=context, folder=Path("run"), metrics=None, done=0, saved=0, total=3)
+    context = SimpleNamespace(config=parse(["demo", "--run.best_metric=recall"]).config, engine=None)
+    loop: Any = SimpleNamespace(
+        context=context,
+        loss=None,
+        folder=Path("run"),
+        metrics=None,
+        done=0,
+        saved=0,
+        total=3,
+    )
     saver: Any = None
+
+    def evaluator(engine: Any, loss: Any) -> dict[str, float]:
+        return {METRIC: 0.5}
+
     with pytest.raises(UserError, match=rf"run\.best_metric=recall is not a metric .*{METRIC}"):
-        EvaluateModel(lambda: {METRIC: 0.5}, saver).start(loop)
+        EvaluateModel(evaluator, saver, average=None).start(loop)

@@ -40,7 +40,7 @@ MISTAKES |= {
 # print the help of all commands; make all mistakes; print the heavy libraries that were imported on the way
 WITHOUT_TORCH = """
 import contextlib, importlib.util, json, sys
-import neuclip_ds, neuclip_ds.objectives
+import neuclip_ds, neuclip_ds.losses
 from neuclip_ds.cli.main import COMMANDS, main
 
 find_spec = importlib.util.find_spec

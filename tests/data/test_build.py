@@ -247,7 +247,7 @@ OTHERS = ("uids.npz", "floats.npy", "numbers.npy")
 WORDS = st.lists(st.tuples(WORD, WORD), max_size=12)
 
 
-def test_parsing():
+def test_only_32_hex_digits_are_a_uid():
     assert parse_uid("0123456789abcdef" + "f" * 16) == (0x0123456789ABCDEF, 2**64 - 1)
     for other in (None, 5, "", "0" * 31, "0" * 33, "g" * 32):
         assert parse_uid(other) is None
@@ -267,7 +267,7 @@ def test_counts_are_those_of_a_plain_search(tmp_path_factory, listed, asked):
     assert counts.tolist() == [sum(words.count(uid) for words in listed) for uid in asked]
 
 
-def test_unusable_files(tmp_path):
+def test_unusable_uid_files_are_refused(tmp_path):
     path = tmp_path / "uids.npy"
     np.save(path, np.array([(1, 2)], dtype=np.dtype("u8,u8")))
     good = path.read_bytes()

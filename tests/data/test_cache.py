@@ -104,7 +104,7 @@ def test_a_shard_that_has_changed_is_fetched_again(http, tmp_path):
     assert cache.path(url(http, 1), 12_000).read_bytes() == b"new" * 4000
 
 
-def test_sizes_that_cannot_be(http, tmp_path):
+def test_sizes_beyond_the_cache_or_the_disk_are_refused(http, tmp_path):
     with pytest.raises(UserError, match=r"00001.tar has 0.00 GB and does not fit .* raise data.cache_gb="):
         cache_in(tmp_path, 0.5).path(url(http, 1), SIZE)
     with pytest.raises(UserError, match=r"^data.cache_gb=1e\+09 is more than the disk of .* holds"):

@@ -37,7 +37,7 @@ MEMBERS = {
         (["Syn.txt", "blip.json:k"], ["made", "up"]),
     ],
 )
-def test_sources(sources, expected):
+def test_each_source_yields_its_captions_in_order(sources, expected):
     captions = Captions(sources)
     assert captions.all_captions(MEMBERS) == expected
     assert set(captions.extensions) == {source.partition(":")[0].lower() for source in sources}
@@ -80,7 +80,7 @@ def test_draws_of_samples_with_one_caption_or_none() -> None:
     assert Captions(["txt"]).draw({}, 3) is None
 
 
-def test_options_and_mistakes() -> None:
+def test_caption_options_are_lists_or_positive_weights() -> None:
     def captions(given: object) -> object:
         return DataConfig.model_validate({"captions": given}).captions
 

@@ -34,7 +34,7 @@ from neuclip_ds.data.demo import (
 )
 from neuclip_ds.errors import UserError
 
-SMALL = {"pairs": 1500, "held_out": 40, "zero_shot": 170, "size": 32}
+SMALL = {"pairs": 1050, "held_out": 40, "zero_shot": 170, "size": 32}
 FEW: dict[str, Any] = {"pairs": 2, "held_out": 2, "zero_shot": 2, "processes": 1}
 
 

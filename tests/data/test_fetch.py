@@ -123,7 +123,7 @@ def test_failures_of_urls(tmp_path: Path, url: str, kind: Kind, message: str) ->
     assert found == kind and message in reason
 
 
-def test_s3(s3: Files, tmp_path: Path) -> None:
+def test_shards_are_fetched_from_s3_and_failures_are_classified(s3: Files, tmp_path: Path) -> None:
     assert fetch("s3://pairs/train/00001.tar", tmp_path) == DATA
     s3.faults["pairs/train/00000.tar"] = ["cut"]
     assert fetch("s3://pairs/train/00000.tar", tmp_path) == DATA, "s3fs tries again by itself"

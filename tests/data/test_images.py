@@ -64,7 +64,7 @@ def test_simplejpeg_decodes_and_scales_as_pil_does(data: bytes, size: tuple[int,
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 60), (60, 1), (31, 33), (640, 480)])
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_odd_sizes(name, size):
+def test_images_of_odd_sizes_become_squares(name, size):
     pixels = TRANSFORMS[name](jpeg(2, *size), 3)
     assert (pixels.shape, pixels.dtype) == ((3, 32, 32), torch.uint8)
 

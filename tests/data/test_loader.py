@@ -70,7 +70,7 @@ def uninterrupted(manifest) -> list[Batch]:
     return load(manifest, order_of(manifest))
 
 
-def test_shapes_and_contents(manifest, uninterrupted):
+def test_batches_have_the_samples_of_the_order_in_these_shapes(manifest, uninterrupted):
     order = order_of(manifest)
     assert order.steps_per_epoch == 5
     for number, batch in enumerate(uninterrupted):

@@ -30,12 +30,12 @@ def epoch_of(order: GlobalOrder, epoch: int) -> np.ndarray:
 def settings_of_orders(draw):
     sizes = draw(st.lists(st.integers(0, 40), min_size=1, max_size=12))
     assume(sum(sizes) >= 2)
-    streams, lane = draw(st.integers(1, 9)), draw(st.integers(1, 9))
+    streams, rows_per_stream = draw(st.integers(1, 9)), draw(st.integers(1, 9))
     interleave = draw(st.sampled_from([(), (streams, draw(st.integers(1, 60)))]))
-    return sizes, streams * lane, draw(st.integers(0, 2**63 - 1)), interleave
+    return sizes, streams * rows_per_stream, draw(st.integers(0, 2**63 - 1)), interleave
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(settings_of_orders(), st.integers(0, 5))
 def test_pad_takes_every_sample_exactly_once(case, epoch):
     sizes, batch_size, seed, interleave = case
@@ -50,7 +50,7 @@ def test_pad_takes_every_sample_exactly_once(case, epoch):
     assert np.all(padding >= (order.steps_per_epoch - 1) * batch_size), "padding is in the last batch only"
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(settings_of_orders(), st.integers(0, 5))
 def test_drop_has_no_padding_and_no_repeats(case, epoch):
     sizes, batch_size, seed, interleave = case
@@ -72,14 +72,14 @@ def test_epochs_seeds_and_blocks_differ():
     assert len({block.tobytes() for block in blocks}) == 4
 
 
-def test_a_batch_mixes_all_slots():
+def test_a_batch_takes_samples_from_all_streams():
     order = order_of([100] * 16, 64)
     assert order.interleave.streams == 16
     shards = order.batch(0, 0) // 100
     assert len(set(shards.tolist())) == 16
 
 
-def test_errors():
+def test_impossible_orders_and_steps_are_refused():
     with pytest.raises(UserError, match="not positive"):
         mixture_of([0, 0, 0])
     with pytest.raises(UserError, match="drop_last leaves no batch: 7 samples"):
@@ -90,8 +90,8 @@ def test_errors():
         order_of([10, 10], 8).batch(0, 3)
 
 
-def test_golden_orders():
-    """Check that the orders never change, because a change would make checkpoints resume with a different order."""
+def test_orders_never_change():
+    """A change would make checkpoints resume with a different order."""
     order, mixture = order_of([1000, 1, 0, 777, 1234, 90], 48, 7, 4, 200), mixture_of([3, 2, 1])
     epochs = [epoch_of(order, epoch) for epoch in (0, 1, 41)]
     steps = [np.array(at(mixture, number)) for number in (0, 8, 9, 77, 200)]
@@ -109,7 +109,7 @@ def test_permute_reaches_every_order_of_three_and_is_even():
     assert np.all(np.abs(np.bincount(first, minlength=50) / 1200 - 1) < 0.2)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(settings_of_orders(), st.booleans(), st.data())
 def test_shards_ahead_are_those_of_the_batches(case, drop_last, data):
     sizes, batch_size, seed, interleave = case
@@ -144,8 +144,8 @@ def assert_none_missing_or_late(
 
 @pytest.mark.parametrize("rows", [[slice(0, 64)], [slice(16, 24)], [slice(5, 50)], [slice(0, 4), slice(32, 36)]])
 def test_shards_ahead_of_large_blocks_have_few_that_are_needless(rows):
-    sizes = [3000, 0, 20_000, 9000, 50, 2, 14_000] * 3
-    assert assert_none_missing_or_late(order_of(sizes, 64, 0, 8, 9000), sizes, 0, 100, rows, epochs=1) < 0.2
+    sizes = [1000, 0, 6000, 3000, 50, 2, 4500] * 3
+    assert assert_none_missing_or_late(order_of(sizes, 64, 0, 8, 3000), sizes, 0, 30, rows, epochs=1) < 0.2
 
 
 def test_shards_ahead_of_a_huge_set_begin_at_once():
@@ -177,11 +177,11 @@ def source_of(index: int) -> int:
 
 
 def at(order: MixtureOrder, number: int) -> tuple[list[int], list[int]]:
-    visits, indices = order.epochs_and_indices(*divmod(number, order.steps_per_epoch))
-    return visits.tolist(), indices.tolist()
+    epochs, indices = order.epochs_and_indices(*divmod(number, order.steps_per_epoch))
+    return epochs.tolist(), indices.tolist()
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     st.lists(st.integers(0, 5), min_size=3, max_size=3).filter(any),
     st.sampled_from([(16, 4), (12, 1), (24, 24), (20, 5)]),
@@ -207,7 +207,7 @@ def test_ranks_and_starts_do_not_matter():
         assert np.array_equal(np.concatenate(parts), order.batch(epoch, step))
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     st.sampled_from([[3, 2, 1], [1, 0, 1], [1, 1, 1]]),
     st.integers(0, 30),

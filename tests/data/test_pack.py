@@ -194,7 +194,7 @@ def test_images_and_captions_of_cells(tmp_path: Path) -> None:
     assert captions_of(None) == captions_of("  ") == captions_of(7) == []
 
 
-def test_mistakes(tmp_path: Path) -> None:
+def test_unusable_tables_and_columns_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("path,Caption,other\n1,2,3\n")
     table = open_table(str(tmp_path / "a.csv"))
     assert choose_columns(table).captions == {"txt": "Caption"}, "in whatever case"

@@ -127,7 +127,7 @@ def test_a_start_in_the_middle_fetches_the_nodes_own_shards_that_are_still_neede
     assert held(tmp_path) <= blocks - {local}
 
 
-def test_what_fails_is_logged_and_left_to_the_readers(http: Files, tmp_path: Path, capfd) -> None:
+def test_a_failed_prefetch_is_logged_and_left_to_the_readers(http: Files, tmp_path: Path, capfd) -> None:
     cache, order = ShardCache(tmp_path, 100 * SIZE, timeout=5), order_of()
     http.faults["00003.tar"] = [404]
     shards = stored(http)

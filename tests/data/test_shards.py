@@ -15,7 +15,7 @@ def folder(tmp_path: Path) -> Path:
     return write_pairs(tmp_path / "shards", [1, 1, 1])
 
 
-def test_sources(folder, tmp_path, monkeypatch):
+def test_a_source_names_its_shards_in_order(folder, tmp_path, monkeypatch):
     tars = [str(folder / f"{i:05d}.tar") for i in range(3)]
     (folder / "notes.txt").write_text("not a shard")
     (folder / "below").mkdir()
@@ -50,7 +50,7 @@ def test_a_literal_name_with_special_characters_is_taken_as_it_is(folder, tmp_pa
         ("abfs://container/*.tar", "pip install"),
     ],
 )
-def test_bad_sources(folder, tmp_path, source, message):
+def test_sources_without_shards_are_refused(folder, tmp_path, source, message):
     (tmp_path / "none").mkdir()
     with pytest.raises(UserError, match=message):
         resolve_shards(source.format(tmp=tmp_path))
@@ -67,14 +67,14 @@ def test_lists_and_several_sources(folder, tmp_path):
         resolve_shards(str(listed))
 
 
-def test_urls():
+def test_urls_are_remote_and_their_braces_are_expanded():
     assert resolve_shards("s3://bucket/a/{00..02}.tar") == [f"s3://bucket/a/0{i}.tar" for i in range(3)]
     assert resolve_shards("https://host/a.tar?x=1&y=2") == ["https://host/a.tar?x=1&y=2"]
     assert all(is_local(path) for path in ("/a", "a/b.tar", "./c:d.tar"))
     assert not any(is_local(path) for path in ("s3://b/c", "hf://x"))
 
 
-def test_lists_that_never_end(tmp_path: Path) -> None:
+def test_endless_lists_and_ranges_are_refused(tmp_path: Path) -> None:
     (tmp_path / "loop.txt").write_text(f"{tmp_path}/loop.txt\n")
     with pytest.raises(UserError, match="includes itself"):
         resolve_shards(str(tmp_path / "loop.txt"))

@@ -62,7 +62,7 @@ def without_duplicates(entries: list[tuple[str, bytes]]) -> list[tuple[str, byte
     return list(unique.values())
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(members, st.sampled_from(sorted(FORMATS)))
 @example([("x" * 99 + ".jpg", b"1"), ("folder/.hidden", b"2"), ("a.JPG", b"3"), ("a.b/c", b"4")], "gnu")
 @example([(name, b"5") for name in ("/.a", "a./.b", "_/.b.c", "..//a", "a//b.c", "./a.b", ".")], "gnu")

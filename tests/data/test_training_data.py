@@ -1,21 +1,23 @@
 """Test download options, missing shards, unused caption sources and the choice of the tokenizer."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import open_clip
 import pytest
 from servers import files_server
-from small_runs import call, train
+from small_runs import train
 from tars import jpeg, manifest_of, write_pairs
 
 from neuclip_ds.config import DataConfig
 from neuclip_ds.data import training_data
-from neuclip_ds.data.build import open_manifest
+from neuclip_ds.data.build import open_manifest, write_manifest
 from neuclip_ds.data.manifest import Manifest, Shard
 from neuclip_ds.data.open_data import loader_options, open_data, unused_sources
 from neuclip_ds.data.scan import ScanOptions
+from neuclip_ds.data.shards import resolve_shards
 from neuclip_ds.data.training_data import open_training_data
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
@@ -26,7 +28,7 @@ from neuclip_ds.recipe import parse
 SIZES = [7, 9, 6, 8, 10, 10]
 
 
-def test_options_of_downloads(tmp_path: Path) -> None:
+def test_downloads_follow_the_config(tmp_path: Path) -> None:
     data = DataConfig(cache_dir=tmp_path, downloads=3, max_outage=1, timeout=1)
     with files_server() as server:
         server.files["0.tar"] = b"x"
@@ -38,13 +40,14 @@ def test_options_of_downloads(tmp_path: Path) -> None:
             cache.path(shard.path, shard.bytes)
 
 
-def test_a_shard_that_cannot_be_had_is_bad_samples(tmp_path: Path) -> None:
+def test_the_samples_of_a_missing_remote_shard_are_bad_samples(tmp_path: Path) -> None:
     local = write_pairs(tmp_path / "local", SIZES)
     with files_server() as server:
         for path in local.iterdir():
             server.files[path.name] = path.read_bytes()
         manifest = str(tmp_path / "manifest")
-        call("tools/build_manifest.py", manifest, server.url("{00000..00005}.tar"))
+        shards = resolve_shards(server.url("{00000..00005}.tar"))
+        write_manifest(tmp_path / "manifest", shards, ThreadPoolExecutor(1))
         del server.files["00002.tar"]
         cache = [f"--data.cache_dir={tmp_path}/cache", "--data.cache_gb=0.001"]
         train(tmp_path / "runs", manifest, 6, *cache, "--objective.temperature.minimum=0.02")
@@ -64,13 +67,13 @@ def test_a_shard_that_cannot_be_had_is_bad_samples(tmp_path: Path) -> None:
         (["json:none"], []),  # not reported: a dataset without captions is refused elsewhere
     ],
 )
-def test_sources_of_captions_that_no_sample_has(captions: Any, unused: list[str], tmp_path: Path) -> None:
+def test_caption_sources_that_no_sample_has_are_found(captions: Any, unused: list[str], tmp_path: Path) -> None:
     pair = {"jpg": jpeg(0), "txt": b"a", "json": b'{"long": "b"}'}
     manifest = manifest_of(write_pairs(tmp_path, [3, 3], {5: pair}))
     assert unused_sources(manifest, captions) == unused
 
 
-def test_a_shard_that_is_not_here(tmp_path: Path) -> None:
+def test_a_shard_that_is_missing_on_a_node_is_refused(tmp_path: Path) -> None:
     shards = write_pairs(tmp_path / "shards", [3, 3])
     open_manifest(str(shards), tmp_path / "manifests", options=ScanOptions())
     (table,) = (tmp_path / "manifests").rglob("*.parquet")
@@ -81,7 +84,7 @@ def test_a_shard_that_is_not_here(tmp_path: Path) -> None:
         open_data(manifest, DataConfig(), Communicator(), run)
 
 
-def test_recipes_of_papers_have_clips_tokenizer(
+def test_recipes_of_papers_use_clips_tokenizer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Paper recipes use open_clip's tokenizer; without it, the run trains a BPE on the captions and logs why."""

@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from forks import alive
+from held_lock import LOCK, lock_is_free
 
 from neuclip_ds.data.children import process_pool
 from neuclip_ds.data.worker_pool import LoaderOptions, WorkerPool
@@ -101,13 +101,6 @@ def test_an_error_of_a_job_is_raised_and_stops_the_workers(pool: WorkerPool) -> 
 
 def test_without_workers_this_process_does_the_jobs() -> None:
     assert run(WorkerPool(square, replace(OPTIONS, workers=0)), [2, 3]) == ({os.getpid()}, [4, 9])
-
-
-LOCK = threading.Lock()
-
-
-def lock_is_free() -> bool:
-    return LOCK.acquire(blocking=False)
 
 
 @pytest.fixture

@@ -47,7 +47,7 @@ def evaluating(data: str) -> list[str]:
 def train_here(runs: Path, data: str) -> None:
     """Train the run, or resume it, in this process."""
     config = parse([*training(runs, data, STEPS), *evaluating(data)]).config
-    trainer.train(config, RankEnvironment(0, 0, 1), open_evaluation=Evaluator)
+    trainer.train(config, RankEnvironment(0, 0, 1))
 
 
 def _train_until_killed(runs: Path, data: str, owner: type, method: str, fatal_call: int) -> None:

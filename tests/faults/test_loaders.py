@@ -16,7 +16,7 @@ from forks import children_of
 from sample_log import read_samples
 from servers import files_server
 from small_runs import TRAIN, records, start, train, training
-from tars import assert_same, load_evaluation, load_training, manifest_of, write_pairs
+from tars import assert_same, load_training, manifest_of, write_pairs
 
 from neuclip_ds.data import worker_pool
 from neuclip_ds.data.cache import ShardCache
@@ -43,11 +43,6 @@ def training_batches(manifest: Manifest) -> Load:
     order = GlobalOrder(manifest.starts, manifest.sizes, 4, 5)
     transform = train_transform(16, 0.5)
     return lambda options: load_training(manifest, order, transform, options, 40)
-
-
-@pytest.fixture
-def evaluation(manifest: Manifest) -> Load:
-    return lambda options: load_evaluation(manifest, EvalTransform(16), options, 2)
 
 
 def compute(seconds: float) -> None:
@@ -84,22 +79,20 @@ def killing(parents: Callable[[], list[int]], seed: int, pause: float, age: floa
         thread.join()
 
 
-@pytest.mark.parametrize("kind", ["training_batches", "evaluation"])
 def test_killed_workers_are_replaced_wherever_the_main_thread_is(
-    kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    training_batches: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed workers are replaced and no batch changes; training batches are pinned, as they are for a GPU."""
+    """Killed workers are replaced and no batch changes; the batches are pinned, as they are for a GPU."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())
     monkeypatch.setattr(worker_pool, "MAX_FAILURES", 50)
-    load: Load = request.getfixturevalue(kind)
-    expected = list(load(replace(OPTIONS, workers=0)))
+    expected = list(training_batches(replace(OPTIONS, workers=0)))
     found = []
-    with killing(lambda: [os.getpid()], seed=len(kind), pause=0.8) as killed:
-        for batch in load(replace(OPTIONS, pin_memory=kind == "training_batches")):
+    with killing(lambda: [os.getpid()], seed=16, pause=0.6) as killed:
+        for batch in training_batches(replace(OPTIONS, pin_memory=True)):
             found.append(batch)
-            compute(0.03)
+            compute(0.025)
     assert_same(found, expected)
     assert len(killed) >= 2
 

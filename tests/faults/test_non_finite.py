@@ -11,12 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from neuclip_ds.objectives import build_objective
-from neuclip_ds.training.step import StepOutcome, TrainStep
 from ranks import run_ranks
 from safetensors.torch import load_file
 from small_runs import SMALL, newest_checkpoint, read_options, records, train_connected
-from test_step import ROWS, TOKENS, config_of, data, place, share
+from test_step import ROWS, TOKENS, Trainee, config_of, data, new_loss, position_of, rank_part
 
 from neuclip_ds.data.dataset import Batch
 from neuclip_ds.distributed.communicator import Communicator
@@ -24,10 +22,11 @@ from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.engine import Engine
 from neuclip_ds.engine.start import start_engine
 from neuclip_ds.errors import TrainingDiverged
-from neuclip_ds.losses.base import Context, Objective
+from neuclip_ds.losses.base import LossFunction
 from neuclip_ds.models.build import build_dual_encoder
 from neuclip_ds.recipe import parse
 from neuclip_ds.training.hooks import Hook
+from neuclip_ds.training.step import StepOutcome
 from neuclip_ds.training.trainer import Loop, StepResult
 
 FAULTY, STEPS = 3, 5
@@ -71,15 +70,15 @@ def gradient(model: Any, batch: Batch) -> Iterator[None]:
     hook.remove()
 
 
-def state_of(engine: Engine, objective: Objective) -> dict[str, torch.Tensor]:
-    """Return copies of a rank's state: weights, master weights, optimizer moments, and the objective's state."""
+def state_of(engine: Engine, loss: LossFunction) -> dict[str, torch.Tensor]:
+    """Return copies of a rank's state: weights, master weights, optimizer moments, and the loss's state."""
     tensors = {name: getattr(p, "ds_tensor", p) for name, p in engine.module.named_parameters()}
     for placement in engine.placements():
         tensors[f"{placement.name} master"] = placement.master
         for key, value in engine.optimizer_state.get(placement.master, {}).items():
             tensors[f"{placement.name} {key}"] = value
-    tensors |= objective.replicated_state()
-    for name, table in objective.row_tables().items():
+    tensors |= loss.replicated_state()
+    for name, table in loss.row_tables().items():
         tensors |= {name + key: value for key, value in table.tensors.items()}
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
@@ -90,7 +89,7 @@ def differing(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -
 
 
 class Run:
-    """A model, its engine and an objective that run a few training steps."""
+    """A model, its engine and a loss that run a few training steps."""
 
     def __init__(self, communicator: Communicator, method: str, engine: str, micro: int) -> None:
         config = config_of(method, engine)
@@ -98,19 +97,18 @@ class Run:
         self.model = build_dual_encoder(config.model, TOKENS)  # type: ignore[arg-type]
         engine_config = load_engine_config(config, communicator.world_size)
         self.engine = start_engine(self.model, config.optimizer, engine_config, communicator)
-        self.objective = build_objective(config, Context(16, 100, communicator), torch.float32)
-        self._step = TrainStep(self.engine, self.objective, communicator, micro)
+        self._trainee = Trainee(self.engine, new_loss(config, communicator), micro)
         self._communicator = communicator
 
     def step(self, number: int, fault: Fault | None = None) -> StepOutcome:
-        batch = share(data(number), self._communicator)
+        batch = rank_part(data(number), self._communicator)
         if fault is None:
-            return self._step(batch, place(number))
+            return self._trainee.step(batch, position_of(number))
         with fault(self.model, batch):
-            return self._step(batch, place(number))
+            return self._trainee.step(batch, position_of(number))
 
     def state(self) -> dict[str, torch.Tensor]:
-        return state_of(self.engine, self.objective)
+        return state_of(self.engine, self._trainee.loss.function)
 
 
 def skip_one(communicator: Communicator, cases: list[tuple[str, str, int, Fault]]) -> list[Any]:
@@ -179,6 +177,7 @@ class BreakWeight(Hook):
 
     def start(self, loop: Loop) -> None:
         assert not active_children()  # the loader processes of earlier steps have ended
+        assert (loop.metrics is None) == (self._rank > 0)
         self.states.append(self.snapshot(loop))
 
     def after_step(self, loop: Loop, result: StepResult) -> None:
@@ -187,11 +186,13 @@ class BreakWeight(Hook):
             self._left -= 1
             if self._rank == 1:
                 next(p for p in loop.context.engine.module.parameters() if p.ndim > 1).data.view(-1)[0] = torch.inf
-        if result.saves:
-            self.states.append(self.snapshot(loop))
+
+    def state(self, loop: Loop) -> dict[str, Any]:
+        self.states.append(self.snapshot(loop))
+        return {}
 
     def snapshot(self, loop: Loop) -> dict[str, torch.Tensor]:
-        return state_of(loop.context.engine, loop.objective)
+        return state_of(loop.context.engine, loop.loss.function)
 
 
 def run(communicator: Communicator, shards: Path, runs: Path, times: int) -> Any:

@@ -34,7 +34,7 @@ class FlipBit(Hook):
     def after_step(self, loop: Loop, result: StepResult) -> None:
         if self._mine and result.step == self._step:
             weights = dict(loop.context.engine.module.named_parameters())
-            flip({**weights, **loop.objective.replicated_state()}[self._name])
+            flip({**weights, **loop.loss.function.replicated_state()}[self._name])
 
 
 def messages(communicator: Communicator, cases: list[tuple[list[str], str, int]], shards: Path, runs: Path) -> Any:

@@ -52,7 +52,7 @@ def test_every_flipped_bit_of_a_sample_is_a_bad_sample(built: Path, member: str)
     path, manifest = built / "shards" / "00000.tar", load_manifest(built / "m")
     with path.open("rb") as file:
         extent = read_index(file.fileno()).samples[2].members[member]
-    for offset in range(extent.offset, extent.offset + extent.size, max(1, extent.size // 40)):
+    for offset in range(extent.offset, extent.offset + extent.size, max(1, extent.size // 15)):
         flip(path, offset, offset % 8)
         batch = dataset(manifest).batch([(0, row) for row in range(6)])
         flip(path, offset, offset % 8)

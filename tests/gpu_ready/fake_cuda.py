@@ -47,10 +47,13 @@ T = TypeVar("T")
 DEVICE = torch.device("cuda", 0)
 RANKS = (1, 8)
 
-_PACKAGES = [Path(package.__file__).parent for package in (neuclip_ds, deepspeed)]
+_OURS = Path(neuclip_ds.__file__).parent
+_DEEPSPEED = Path(deepspeed.__file__).parent
+_PACKAGES = {_OURS: _OURS, _DEEPSPEED: _DEEPSPEED.parent}  # package -> folder to which its files' names are relative
 _HOST = "outside the package"
 _WITHOUT_STREAMS = torch.device("meta")  # the device that autograd sees for fake tensors: a GPU's streams need hardware
 _ATEN = torch.ops.aten
+_DEVICE_QUERY = torch.ops.prim.device.default
 _ALLOCATIONS = {
     _ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty, _ATEN.new_empty_strided,
     _ATEN._unsafe_view, _ATEN.lift_fresh, _ATEN.record_stream,
@@ -83,8 +86,11 @@ class FakeGpu(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if func is torch.ops.prim.device.default and (self.differentiates or torch.is_grad_enabled()):
-            return _WITHOUT_STREAMS if _is_cuda(args[0]) else func(*args, **kwargs)
+        if func is _DEVICE_QUERY and _is_cuda(args[0]):
+            if self.differentiates or torch.is_grad_enabled():
+                return _WITHOUT_STREAMS
+            if not args[0].fake_mode.in_kernel_invocation:
+                return args[0].fake_device  # as `func` would, which takes longer
         if func.namespace != "aten":  # a query about a tensor
             return func(*args, **kwargs)
         # DeepSpeed keeps shapes as zeros_like(..., device="meta")
@@ -106,16 +112,18 @@ class FakeGpu(TorchDispatchMode):
         return self._on_device(func, args, kwargs, tensors)
 
     def _on_device(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
-        op, target = func.overloadpacket, kwargs.get("device")
+        op = func.overloadpacket
+        target = kwargs.get("device")
         on_gpu = [tensor for tensor in tensors if _is_cuda(tensor)]
         if op is _ATEN._local_scalar_dense:
-            self._wait(on_gpu)
-            return self._value(args[0])
+            if on_gpu:
+                self.wait()
+            return self._value_of(args[0])
         if op is _ATEN._to_copy and on_gpu and target == DEVICE and kwargs.get("dtype") in (None, args[0].dtype):
             return args[0]  # already on the device
         if op in _INDEXED:
-            args = [args[0], self._plain_indices(args), *args[2:]]
-        self._refuse_host_numbers(func, tensors, on_gpu)
+            args = [args[0], self._indices_on_one_device(args), *args[2:]]
+        self._refuse_mixed_devices(func, tensors, on_gpu)
         result = func(*args, **kwargs)
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if op in (_ATEN._to_copy, _ATEN.copy_):
@@ -137,38 +145,38 @@ class FakeGpu(TorchDispatchMode):
         if waits or not non_blocking:
             self.wait()
 
-    def _plain_indices(self, args: Sequence[Any]) -> list[Tensor | None]:
+    def _indices_on_one_device(self, args: Sequence[Any]) -> list[Tensor | None]:
         """Return the indices on the device of the indexed tensor, and count a wait for each index that is copied."""
         for index in args[1]:
             if index is not None and _is_cuda(args[0]) and not _is_cuda(index):
-                self._wait(args[:1])  # for the copy of the index to the device
+                self.wait()  # for the copy of the index to the device
         return [index if index is None else index.to(args[0].fake_device) for index in args[1]]
 
-    def _refuse_host_numbers(self, func: Any, tensors: Sequence[Tensor], on_gpu: Sequence[Tensor]) -> None:
+    def _refuse_mixed_devices(self, func: Any, tensors: Sequence[Tensor], on_gpu: Sequence[Tensor]) -> None:
         """Raise if an operation combines a 0-dim host tensor with device tensors, which not every kernel accepts."""
         copies = (_ATEN._to_copy, _ATEN.copy_, *_INDEXED)
         if on_gpu and len(on_gpu) < len(tensors) and func.overloadpacket not in copies:
-            raise AssertionError(f"{func} of {[(str(x.device), tuple(x.shape)) for x in tensors]} in {asking_file()}")
+            operands = [(str(x.device), tuple(x.shape)) for x in tensors]
+            raise AssertionError(f"{func} of {operands} in {calling_file()}")
 
-    def _value(self, tensor: Tensor) -> bool | int | float:
+    def _value_of(self, tensor: Tensor) -> bool | int | float:
         if tensor.dtype in (torch.bool, torch.uint8):
-            return not asking_file().startswith("deepspeed")  # DeepSpeed asks whether a gradient overflows
+            return not calling_file().startswith("deepspeed")  # DeepSpeed asks whether a gradient overflows
         return 1.0 if tensor.is_floating_point() else self.integer
-
-    def _wait(self, on_gpu: Sequence[Tensor]) -> None:
-        if on_gpu:
-            self.wait()
 
     def wait(self, *_: Any) -> None:
         """Count a wait for the device."""
-        self.syncs[asking_file()] += 1
+        self.syncs[calling_file()] += 1
 
-    def listed(self, tensor: Tensor) -> Any:
+    def to_list(self, tensor: Tensor) -> Any:
         """Return the result of `tolist`, and count one copy to the host."""
-        self._wait([tensor] if _is_cuda(tensor) else [])
+        if _is_cuda(tensor):
+            self.wait()
 
         def nested(shape: Sequence[int]) -> Any:
-            return [nested(shape[1:]) for _ in range(shape[0])] if shape else self._value(tensor)
+            if not shape:
+                return self._value_of(tensor)
+            return [nested(shape[1:]) for _ in range(shape[0])]
 
         return nested(tensor.shape)
 
@@ -177,16 +185,17 @@ class _Event:
     """Fake CUDA event with the methods that this package and DeepSpeed use."""
 
     def __init__(self, gpu: FakeGpu) -> None:
-        self._gpu, self._recorded = gpu, gpu.launches
+        self._gpu = gpu
+        self._launches_before = gpu.launches
 
     def record(self, stream: Any = None) -> None:
-        self._recorded = self._gpu.launches
+        self._launches_before = self._gpu.launches
 
     def query(self) -> bool:
         return True
 
     def synchronize(self) -> None:
-        if self._recorded == self._gpu.launches:
+        if self._launches_before == self._gpu.launches:
             self._gpu.wait()
 
 
@@ -194,7 +203,8 @@ class _Stream:
     """Fake CUDA stream with the methods that this package and DeepSpeed use."""
 
     def __init__(self, gpu: FakeGpu) -> None:
-        self._gpu, self.synchronize = gpu, gpu.wait
+        self._gpu = gpu
+        self.synchronize = gpu.wait
 
     def record_event(self, event: _Event | None = None) -> _Event:
         return _Event(self._gpu)
@@ -242,15 +252,14 @@ def _is_cuda(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda"
 
 
-def asking_file() -> str:
+def calling_file() -> str:
     """Return the innermost file of either package on the stack, such as `engine/update.py` or `deepspeed/...`."""
     frame = sys._getframe()
     while frame is not None:
         path = Path(frame.f_code.co_filename)
-        for package, shown_from in zip(_PACKAGES, (_PACKAGES[0], _PACKAGES[1].parent), strict=True):
-            if (
-                path.is_relative_to(package) and frame.f_code.co_name != "__torch_dispatch__"
-            ):  # not a dispatch mode above this one
+        is_dispatch_mode = frame.f_code.co_name == "__torch_dispatch__"
+        for package, shown_from in _PACKAGES.items():
+            if path.is_relative_to(package) and not is_dispatch_mode:
                 return path.relative_to(shown_from).as_posix()
         frame = frame.f_back  # type: ignore[assignment]
     return _HOST
@@ -270,11 +279,15 @@ def _attention(
     if not _is_cuda(query) or attn_mask is not None:
         return _ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **options)
     if query.element_size() == 2:
-        kernel, given = _ATEN._scaled_dot_product_flash_attention, (dropout_p, is_causal)
+        outputs = _ATEN._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
     else:
-        kernel, given = _ATEN._scaled_dot_product_efficient_attention, (None, True, dropout_p, is_causal)
-    found: Tensor = kernel(query, key, value, *given, scale=scale)[0]
-    return found
+        no_bias = None
+        keeps_log_sum = True
+        outputs = _ATEN._scaled_dot_product_efficient_attention(
+            query, key, value, no_bias, keeps_log_sum, dropout_p, is_causal, scale=scale
+        )
+    attended: Tensor = outputs[0]
+    return attended
 
 
 @contextmanager
@@ -291,7 +304,7 @@ def fake_cuda(integer: int = 1) -> Iterator[FakeGpu]:
             gpu.differentiates = False
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(FakeTensor, "tolist", lambda tensor: gpu.listed(tensor)))
+        stack.enter_context(patch.object(FakeTensor, "tolist", lambda tensor: gpu.to_list(tensor)))
         stream = _Stream(gpu)
         stack.enter_context(patch.object(torch.cuda, "Event", lambda **_: _Event(gpu)))
         for name in ("Stream", "current_stream", "default_stream"):

@@ -29,7 +29,7 @@ def no_activations(model: DualEncoder, *_: object) -> Activations:
 
 
 @pytest.mark.parametrize("names", [QUICK, pytest.param(tuple(recipe_names()), marks=pytest.mark.slow)], ids=len)
-def test_a_recipe_of_every_model_on_eight_nodes(
+def test_a_recipe_of_every_model_is_planned_on_eight_nodes(
     names: Sequence[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The plan is printed even if the data or the pretrained model is missing, which an error then reports."""
@@ -40,15 +40,15 @@ def test_a_recipe_of_every_model_on_eight_nodes(
     for config in by_model.values():
         with pytest.raises(UserError, match=r"nothing|cannot be downloaded from the hub") as caught:
             print_dry_run(config, ONE, ROOT / "hostfiles" / "8node")
-        said = capsys.readouterr().out
-        assert f"method     {config.objective.method}" in said
-        assert f"batch      {config.data.batch_size} = 64 ranks x {config.data.batch_size // 64}" in said
+        printed = capsys.readouterr().out
+        assert f"method     {config.objective.method}" in printed
+        assert f"batch      {config.data.batch_size} = 64 ranks x {config.data.batch_size // 64}" in printed
         if "cannot be downloaded from the hub" in str(caught.value):
-            assert f"model      {config.model.pretrained}: see the error below" in said
+            assert f"model      {config.model.pretrained}: see the error below" in printed
         else:
-            assert "parameters" in said
-            assert "of features received per rank and step" in said
-            assert "  peak, in the " in said
+            assert "parameters" in printed
+            assert "of features received per rank and step" in printed
+            assert "  peak, in the " in printed
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_a_recipe_of_every_model_on_eight_nodes(
         (["--recovery.reuse=/runs/other", "--recovery.epochs=5"], "taken from /runs/other"),
     ],
 )
-def test_samples_and_steps(
+def test_the_report_counts_samples_and_steps(
     recovery: list[str],
     wanted: str | None,
     tmp_path: Path,
@@ -71,40 +71,47 @@ def test_samples_and_steps(
     write_pairs(tmp_path / "data", [10, 6])
     options = [f"--data.train={tmp_path}/data", "--data.batch_size=8", "--epochs=3", *recovery]
     print_dry_run(parse(["demo", *options]).config, ONE, None)
-    said = capsys.readouterr().out
-    assert "16 samples in 2 shards, 0 incomplete" in said
-    assert "evaluation no pairs" in said, "data this small give none"
-    assert "6 (2 per epoch" in said
-    assert f"recovery   {wanted}" in said if wanted else "recovery" not in said
+    printed = capsys.readouterr().out
+    assert "16 samples in 2 shards, 0 incomplete" in printed
+    assert "evaluation no pairs" in printed, "data this small give none"
+    assert "6 (2 per epoch" in printed
+    assert f"recovery   {wanted}" in printed if wanted else "recovery" not in printed
 
 
-def test_a_cache_too_small_for_remote_shards(tmp_path: Path) -> None:
-    shards = [Shard(path=f"s3://bucket/{number}.tar", start=0, n=1000, bytes=45_000_000) for number in range(4000)]
+def test_a_cache_that_is_too_small_for_remote_shards_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "count_activations", no_activations)
+    shards = [Shard(path=f"s3://bucket/{number}.tar", start=0, n=1000, bytes=45_000_000) for number in range(500)]
     write_shards(from_shards(shards), tmp_path)
     options = ["demo", f"--data.train={tmp_path}", "--data.batch_size=512", "--data.val=", "--data.zero_shot="]
-    too_large = ["--data.cache_gb=20", "--data.shard_streams=512", "--data.shuffle_block_size=100000"]
+    too_large = ["--data.cache_gb=2", "--data.shard_streams=64", "--data.shuffle_block_size=100000"]
     with pytest.raises(UserError, match=r"set data.cache_gb=\d+ or more, or a smaller data.shuffle_block_size"):
         print_dry_run(parse([*options, *too_large]).config, ONE, None)
 
 
-def test_what_fits_the_gpus(
+def test_the_report_says_whether_the_run_fits_the_gpus_and_which_stage_does(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory, "count_activations", no_activations)
-    config = parse(["vith14_tuneclip", f"--data.train={tmp_path}/nothing"]).config
-    hostfile = ROOT / "hostfiles" / "1node8gpu"
-    for gigabytes, words in [(80, "zero1_bf16 fits 8 x 80 GB"), (10, "zero1_bf16 does not fit 8 x 10 GB")]:
+    config = parse(["models/vitb32", f"--data.train={tmp_path}/nothing", "--deepspeed=zero1_bf16"]).config
+    cases = [
+        (80, "fits", "zero0_bf16, "),
+        (2, "does not fit", "zero2_bf16_offload, "),
+        (1, "does not fit", "no stage fits: use a smaller data.micro_batch"),
+    ]
+    for gigabytes, verdict, smallest in cases:
         with pytest.raises(UserError, match="nothing"):
-            print_dry_run(config, ONE, hostfile, gigabytes)
-        said = capsys.readouterr().out
-        assert words in said
-        assert f"smallest   zero{0 if gigabytes == 80 else 2}_bf16, " in said
-    with pytest.raises(UserError, match="nothing"):
-        print_dry_run(config, ONE, hostfile, 1)
-    assert "smallest   no stage fits: use a smaller data.micro_batch" in capsys.readouterr().out
+            print_dry_run(config, ONE, ROOT / "hostfiles" / "1node8gpu", gigabytes)
+        printed = capsys.readouterr().out
+        assert f"zero1_bf16 {verdict} 8 x {gigabytes} GB" in printed
+        assert f"smallest   {smallest}" in printed
 
 
-def test_other_ranks_say_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_rank_zero_prints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "count_activations", no_activations)
     config = parse(["demo", f"--data.train={tmp_path}/nothing"]).config
     with pytest.raises(UserError):
         print_dry_run(config, RankEnvironment(1, 1, 2), None)

@@ -30,16 +30,17 @@ from neuclip_ds.planning.memory import (
 from neuclip_ds.recipe import parse
 
 pytestmark = pytest.mark.usefixtures("quick_meta_models")
-WIDTH, LAYERS = 256, 12
+WIDTH = 256
+LAYERS = 6
 ENGINES = [f"zero{stage}_{precision}" for precision in ("fp32", "bf16") for stage in range(4)]
 OFFLOADS = ["zero2_bf16_offload", "zero3_bf16_offload"]
 QUICK = ["zero1_bf16", "zero2_bf16", "zero3_bf16"]
 BUCKET = 50_000_000  # elements, as in ds_configs/
 SMALL = [
     "--model.vision.image_size=32",
-    '--model.vision.options={"patch_size":8,"embed_dim":128,"depth":4,"num_heads":4}',
+    '--model.vision.options={"patch_size":8,"embed_dim":128,"depth":2,"num_heads":4}',
     "--model.text.width=128",
-    "--model.text.layers=4",
+    "--model.text.layers=2",
     "--model.text.heads=4",
     "--model.text.vocab_size=400",
     "--model.text.context_length=32",
@@ -60,48 +61,52 @@ def small_engine(
     return start_engine(net, OptimizerConfig(name=optimizer, lr=0.1), engine_config, communicator), expected
 
 
-def test_an_average_takes_a_master_more() -> None:
+def test_a_moving_average_takes_as_much_as_the_masters() -> None:
     parameters = Parameters((100, 20), 120)
     for name in ENGINES + OFFLOADS:
         config = Config.model_validate({"data": {"batch_size": 8}, "deepspeed": name})
         engine = load_engine_config(config, 2)
-        plain, more = (engine_memory(engine, "adamw", parameters, 2, ema) for ema in (False, True))
+        without = engine_memory(engine, "adamw", parameters, 2)
+        averaged = engine_memory(engine, "adamw", parameters, 2, averages=True)
         share = 120 if name.startswith("zero0") else 60
-        assert (more.optimizer + more.host) - (plain.optimizer + plain.host) == 4 * share, name
+        assert (averaged.optimizer + averaged.host) - (without.optimizer + without.host) == 4 * share, name
 
 
 def storages() -> dict[int, torch.UntypedStorage]:
     """Return the storages of all tensors that Python references, by address."""
     time.sleep(0.3)  # gloo's threads keep the last reduced bucket until they next run
     gc.collect()
-    tensors = [thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, nn.Parameter)]
-    kept = [tensor.untyped_storage() for tensor in tensors if tensor.device.type != "meta"]
-    return {storage.data_ptr(): storage for storage in kept}
+    found: dict[int, torch.UntypedStorage] = {}
+    for candidate in gc.get_objects():
+        if type(candidate) in (torch.Tensor, nn.Parameter) and candidate.device.type != "meta":
+            storage = candidate.untyped_storage()
+            found[storage.data_ptr()] = storage
+    return found
 
 
-def held(name: str, before: dict[int, torch.UntypedStorage]) -> int:
+def new_bytes(name: str, before: dict[int, torch.UntypedStorage]) -> int:
     """Return the bytes of storages not in `before`, which keeps its storages alive so that no address is reused."""
-    size = sum(storage.nbytes() for place, storage in storages().items() if place not in before)
+    size = sum(storage.nbytes() for address, storage in storages().items() if address not in before)
     # ZeRO 3 allocates one bucket, but on a CPU, the unused part of the bucket takes no memory
     return size - 4 * BUCKET * name.startswith("zero3")
 
 
 def census(communicator: Communicator, names: list[str], frozen: int = 0) -> list[tuple[int, int, EngineMemory]]:
     """Return the bytes that each engine uses after a backward pass and after a step, and the estimate for it."""
-    found = []
+    records = []
     for name in names:
         before = storages()
         engine, expected = small_engine(name, communicator, frozen=frozen)
         for _ in range(2):
             rows = torch.ones(2, WIDTH, dtype=torch.bfloat16 if "bf16" in name else torch.float32)
             engine.backward(engine(rows, None).float().square().mean())
-            after_backward = held(name, before)
+            after_backward = new_bytes(name, before)
             engine.step(lr=0.0)
-        found.append((after_backward, held(name, before), expected))
+        records.append((after_backward, new_bytes(name, before), expected))
         for parameter in engine.module.parameters():
             parameter.grad = None
         del engine, parameter, rows
-    return found
+    return records
 
 
 @pytest.mark.parametrize(
@@ -112,7 +117,7 @@ def census(communicator: Communicator, names: list[str], frozen: int = 0) -> lis
         pytest.param(ENGINES + OFFLOADS, LAYERS // 3, marks=pytest.mark.slow),
     ],
 )
-def test_weights_gradients_and_optimizer_are_those_of_two_ranks(names: list[str], frozen: int) -> None:
+def test_engines_on_two_ranks_use_the_estimated_memory(names: list[str], frozen: int) -> None:
     for ranks in run_ranks(2, census, names, frozen):
         for name, (after_backward, after_step, expected) in zip(names, ranks, strict=True):
             wanted = expected.weights + expected.optimizer + expected.host
@@ -137,7 +142,7 @@ def allocated_peak(work: Callable[[], object]) -> int:
 
 @pytest.mark.parametrize("part", ["--model.vision.trainable=all", "--model.vision.trainable=1", "--model.lora.rank=4"])
 @pytest.mark.parametrize("checkpointing", ["false", "true"])
-def test_activations_are_those_of_a_real_pass(checkpointing: str, part: str) -> None:
+def test_a_real_pass_allocates_the_counted_activations(checkpointing: str, part: str) -> None:
     config = parse(["demo", *SMALL, f"--model.activation_checkpointing={checkpointing}", part]).config
     source = model_source(config.model, None)
     tokenizer: Any = StandInTokenizer(config.model.text)
@@ -158,10 +163,11 @@ def test_activations_are_those_of_a_real_pass(checkpointing: str, part: str) -> 
     assert allocated_peak(work) == pytest.approx(counted.alone, rel=0.05)
 
 
-def test_a_large_store_lies_on_the_host() -> None:
+def test_statistics_of_many_samples_are_in_host_memory() -> None:
     towers = Towers(Parameters((), 0), Activations(0, 0))
     config = parse(["demo", *SMALL, "--objective.method=fastclip_v3"]).config
-    few, many = (account(MemoryQuery(config, 2, samples), towers) for samples in (1000, 10**9))
+    few = account(MemoryQuery(config, 2, samples=1000), towers)
+    many = account(MemoryQuery(config, 2, samples=10**9), towers)
     assert few.device["u, NPN, nets"] == pytest.approx(8 * 1000 / 2, abs=100)  # log u for two directions
     assert many.device["u, NPN, nets"] < 1000
     assert many.host["u, NPN, nets"] == pytest.approx(4e9, rel=0.01)

@@ -11,19 +11,26 @@ from typing import Any
 import pytest
 from benchmarking.openclip_reference import REFERENCES
 from benchmarking.synthetic_profile import CONFIG, run_synthetic_profile
-from neuclip_ds.objectives import build_objective
 from ranks import run_ranks
-from step_costs import count_model, step_work
+from step_costs import TrainedShapes, step_calls
 from test_step import MODEL
 
 from neuclip_ds.distributed.communicator import STEP, Communicator
+from neuclip_ds.objectives import build_objective
+from neuclip_ds.planning.memory import MemoryQuery
 from neuclip_ds.profiling.recorder import BREAKDOWN, TRACE
 from neuclip_ds.profiling.trace import read_trace
 from neuclip_ds.recipe import parse, validate
 from neuclip_ds.section import merge
 
-RANKS, ROWS, DIM, STEPS, UPDATES = 2, 8, 16, 2, 3
-FLOAT, DOUBLE, INTEGER = 4, 8, 8
+RANKS = 2
+ROWS = 8
+DIM = 16
+STEPS = 2
+UPDATES = 3
+FLOAT = 4
+DOUBLE = 8
+INTEGER = 8
 OTHERS = (RANKS - 1) * ROWS  # B - b
 VALUE = OTHERS * FLOAT  # bytes of one number for each row of the other ranks
 FEATURES = 2 * DIM * VALUE + OTHERS * INTEGER
@@ -79,12 +86,14 @@ def profiles(
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     for name, stage in combinations:
-        own = {} if name in REFERENCES else {"method": name}
-        tree = {**TREE, "objective": {**TREE["objective"], **own}, "deepspeed": f"zero{stage}_{precision}"}
-        tree["data"] = {"batch_size": communicator.world_size * ROWS, "micro_batch": micro}
+        settings: dict[str, Any] = {
+            "deepspeed": f"zero{stage}_{precision}",
+            "data": {"batch_size": communicator.world_size * ROWS, "micro_batch": micro},
+            "objective": {} if name in REFERENCES else {"method": name},
+        }
+        config = validate(merge(merge(TREE, settings), options))
         build = REFERENCES.get(name, build_objective)
-        tree = merge(tree, options)
-        run_synthetic_profile(validate(tree), communicator, folder / f"{name}{stage}", name, 2, build)
+        run_synthetic_profile(config, communicator, folder / f"{name}{stage}", name, 2, build)
 
 
 @pytest.fixture(scope="module")
@@ -115,41 +124,49 @@ def test_bytes_of_the_other_methods(tmp_path: Path) -> None:
 
 
 def check_bytes(folder: Path, name: str) -> None:
-    found = breakdown_of(folder, name)
-    weights = found["parameters"] * FLOAT
+    breakdown = breakdown_of(folder, name)
+    weights = breakdown["parameters"] * FLOAT
     engine = {
         "gradient reduce": ALL_REDUCE * weights,
         "parameter gather": (RANKS - 1) / RANKS * weights,
-        "norm and overflow": found["purposes"]["norm and overflow"]["bytes_sent"],
+        "norm and overflow": breakdown["purposes"]["norm and overflow"]["bytes_sent"],
     }
-    received = {purpose: of["bytes_sent"] for purpose, of in found["purposes"].items()}
+    received = {purpose: record["bytes_sent"] for purpose, record in breakdown["purposes"].items()}
     assert received == {**PREDICTED[name], **engine}
 
 
 def check_collectives(folder: Path, name: str, stage: int) -> None:
     """Check that the purposes, operations, sizes and counts of all collectives match tools/step_costs.py."""
-    found = breakdown_of(folder, name, stage)
+    breakdown = breakdown_of(folder, name, stage)
     config = parse([str(folder / f"{name}{stage}" / CONFIG)]).config
+    shapes = TrainedShapes.of(MemoryQuery(config, 1).build(), config.optimizer)
     build = REFERENCES.get(name, build_objective)
     predicted: Counter[tuple[str, str, int]] = Counter()
-    for sent in step_work(config, count_model(config), found["world_size"], build).calls:
-        predicted[sent.purpose, sent.op, sent.size] += sent.times
-    assert {(one["purpose"], one["op"], one["size"]): one["calls"] for one in found["collectives"]} == predicted
+    for call in step_calls(config, shapes, DIM, breakdown["world_size"], build):
+        predicted[call.purpose, call.op, call.size] += call.times
+    profiled = {(one["purpose"], one["op"], one["size"]): one["calls"] for one in breakdown["collectives"]}
+    assert profiled == predicted
 
 
 def check_complete(folder: Path, name: str, stage: int) -> None:
     """Check that the counted calls are all c10d operators in the trace and all collectives that gloo executed."""
-    found = breakdown_of(folder, name, stage)
+    breakdown = breakdown_of(folder, name, stage)
     path = folder / f"{name}{stage}" / TRACE
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     windows = [event for event in events if event["name"] == STEP]
-    in_steps = [e for e in events if any(w["ts"] <= e.get("ts", 0) <= w["ts"] + w["dur"] for w in windows)]
-    launched, carried_out = ([e for e in in_steps if e["name"].startswith(kind)] for kind in ("c10d::", "gloo:"))
-    assert len(windows) == found["steps"] == STEPS
-    for counts in (found["purposes"].values(), found["collectives"]):
-        assert sum(of["calls"] for of in counts) * STEPS == len(launched) == len(carried_out)
-    assert all(len(one.intervals) == 1 for step in read_trace(path) for one in step.collectives)
-    assert not [purpose for purpose in found["purposes"] if " in " in purpose or "outside" in purpose]
+    launched = 0
+    executed = 0
+    for event in events:
+        time = event.get("ts", 0)
+        if any(window["ts"] <= time <= window["ts"] + window["dur"] for window in windows):
+            launched += event["name"].startswith("c10d::")
+            executed += event["name"].startswith("gloo:")
+    assert len(windows) == breakdown["steps"] == STEPS
+    for records in (breakdown["purposes"].values(), breakdown["collectives"]):
+        assert sum(record["calls"] for record in records) * STEPS == launched == executed
+    for step in read_trace(path):
+        assert all(len(collective.intervals) == 1 for collective in step.collectives)
+    assert not [purpose for purpose in breakdown["purposes"] if " in " in purpose or "outside" in purpose]
 
 
 @pytest.mark.slow
@@ -187,13 +204,13 @@ def test_frozen_parts_send_nothing_and_groups_are_counted(
 
 
 def test_times_add_up_and_the_report_has_them(folder: Path) -> None:
-    found = breakdown_of(folder, "neuclip")
-    seconds = {name: of["mean"] for name, of in found["seconds"].items()}
+    breakdown = breakdown_of(folder, "neuclip")
+    seconds = {name: statistic["mean"] for name, statistic in breakdown["seconds"].items()}
     assert seconds["total"] == pytest.approx(
         seconds["computation"] + seconds["pure_communication"] + seconds["others"], rel=1e-6
     )
-    assert 0 < sum(of["mean"] for of in found["phases"].values()) < seconds["total"]
-    assert set(found["phases"]) == {"forward", "objective", "normalizer", "backward", "optimizer"}
-    assert len(found["ranks"]) == RANKS
+    assert 0 < sum(statistic["mean"] for statistic in breakdown["phases"].values()) < seconds["total"]
+    assert set(breakdown["phases"]) == {"forward", "objective", "normalizer", "backward", "optimizer"}
+    assert len(breakdown["ranks"]) == RANKS
     text = (folder / "neuclip1" / "report.md").read_text()
     assert "| neuclip | 1 | 2 | norm and overflow |" in text and "pure communication" in text

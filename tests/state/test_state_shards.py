@@ -21,12 +21,12 @@ SIZES = {"a/b.weight": 12, "bias": 5, "one": 1}
 KINDS = ("weight", "exp_avg")
 
 
-def write(folder: Path, ranks: Sequence[Shards], **facts: Any) -> ShardFiles:
+def write(folder: Path, ranks: Sequence[Shards], **metadata: Any) -> ShardFiles:
     folder.mkdir(exist_ok=True)
     keys = [list(shards) for shards in ranks]
     for rank, shards in enumerate(ranks):
         communicator: Any = SimpleNamespace(rank=rank, world_size=len(ranks), gather_objects=lambda _: keys)
-        for file in shard_files(shards, facts, communicator):
+        for file in shard_files(shards, metadata, communicator):
             file.write(folder)
     return ShardFiles(folder)
 
@@ -52,7 +52,7 @@ def write_three_files(folder: Path) -> ShardFiles:
 
 def test_any_range_of_the_rows_that_three_ranks_wrote_can_be_read(tmp_path: Path) -> None:
     files = write_three_files(tmp_path)
-    assert files.facts == {"steps": 7}
+    assert files.metadata == {"steps": 7}
     assert files.kinds("a/b.weight") == ["exp_avg", "weight"] and files.kinds("one") == ["weight"]
     assert files.replicated("scalar", "bias/") == {"step": torch.tensor(7.0)}
     assert files.replicated("scalar", "a/") == files.replicated("other") == {}

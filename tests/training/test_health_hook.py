@@ -42,7 +42,15 @@ def started(folder: Path, rank: int = 0) -> tuple[WatchHealth, Any]:
 
 
 def run_step(hook: WatchHealth, loop: Any, step: int, **changed: Any) -> None:
-    usual = {"step": step, "waited": 0.01, "seconds": 0.5, "loss": 2.0, "rest": False, "applied": True, "skipped": 1}
+    usual = {
+        "step": step,
+        "waited": 0.01,
+        "seconds": 0.5,
+        "loss": 2.0,
+        "is_partial_batch": False,
+        "applied": True,
+        "skipped": 1,
+    }
     usual |= {"not_finite": [], "metrics": METRICS}
     result = SimpleNamespace(**{**usual, "batch": SimpleNamespace(index=torch.tensor([-1, 250, 17])), **changed})
     loop.done = step - 1

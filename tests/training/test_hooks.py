@@ -1,15 +1,19 @@
-"""User hooks run around every training step in order, and can stop a run, which then saves a checkpoint."""
+"""User hooks run around every training step in order, can stop a run, log metrics and events, and keep a state."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
-from small_runs import SMALL
+from small_runs import SMALL, newest_checkpoint
 
 from neuclip_ds.checkpoint.checkpoints import complete_checkpoints
-from neuclip_ds.data.dataset import Batch
+from neuclip_ds.checkpoint.integrity import read_meta
+from neuclip_ds.data.loader import RankBatch
 from neuclip_ds.distributed.environment import RankEnvironment
 from neuclip_ds.recipe import parse
-from neuclip_ds.training.hooks import Hook
+from neuclip_ds.reporting.events import read_events
+from neuclip_ds.reporting.metrics import read_metrics
+from neuclip_ds.training.hooks import Hook, hook_names
 from neuclip_ds.training.trainer import Loop, StepResult, train
 
 
@@ -27,7 +31,7 @@ class Recording(Hook):
     def before_step(self, loop: Loop) -> None:
         self.calls.append("before")
 
-    def on_batch(self, loop: Loop, batch: Batch) -> None:
+    def on_batch(self, loop: Loop, batch: RankBatch) -> None:
         self.calls.append(f"batch of {len(batch.index)}")
 
     def after_step(self, loop: Loop, result: StepResult) -> None:
@@ -51,20 +55,59 @@ def run(shards: Path, runs: Path, *hooks: Hook) -> None:
 STEP = ["before", "batch of 8"]
 
 
-def test_hooks_see_every_step_in_order_and_stop_a_run_with_a_checkpoint(shards: Path, tmp_path: Path) -> None:
-    hook = Recording(stop_after=2)
-    run(shards, tmp_path, hook)
-    assert hook.calls == ["start 0/3", *STEP, "after 1", *STEP, "after 2", "close NoneType"]
-    assert len(set(hook.losses)) == 2
+class Total(Hook):
+    """Hook that adds `increment` to its state in every step."""
+
+    def __init__(self, increment: int) -> None:
+        self._increment = increment
+        self.total = 0
+
+    def after_step(self, loop: Loop, result: StepResult) -> None:
+        self.total += self._increment
+
+    def state(self, loop: Loop) -> dict[str, Any]:
+        return {"total": self.total}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.total = state["total"]
+
+
+class LogStart(Hook):
+    """Hook that writes a metric and an event when it starts."""
+
+    def start(self, loop: Loop) -> None:
+        assert loop.metrics is not None  # on rank 0
+        loop.metrics.write(loop.done, {"started": 1.0})
+        loop.events.add(loop.done, "started", f"started after step {loop.done}")
+
+
+def test_hooks_see_every_step_keep_separate_states_and_log_in_a_new_and_a_resumed_run(
+    shards: Path, tmp_path: Path
+) -> None:
+    recording = Recording(stop_after=2)
+    totals = [Total(1), Total(10), Total(100)]
+    run(shards, tmp_path, recording, totals[0], LogStart(), *totals[1:])
+    assert recording.calls == ["start 0/3", *STEP, "after 1", *STEP, "after 2", "close NoneType"]
+    assert len(set(recording.losses)) == 2
     assert [path.name for path in complete_checkpoints(tmp_path / "run" / "checkpoints")] == ["step_000000002"]
-    hook = Recording()
-    run(shards, tmp_path, hook)
-    assert hook.calls == ["start 2/3", *STEP, "after 3", "finish", "close NoneType"]
+    saved_states = read_meta(newest_checkpoint(tmp_path))["data"]["hooks"]
+    names = hook_names(totals)
+    assert len(set(names)) == 3
+    assert [saved_states[name] for name in names] == [{"total": 2}, {"total": 20}, {"total": 200}]
+
+    recording = Recording()
+    totals = [Total(1), Total(10), Total(100)]
+    run(shards, tmp_path, recording, LogStart(), *totals)
+    assert recording.calls == ["start 2/3", *STEP, "after 3", "finish", "close NoneType"]
+    assert [hook.total for hook in totals] == [3, 30, 300]
+    metrics = list(read_metrics(tmp_path / "run" / "metrics.jsonl"))
+    assert [record["step"] for record in metrics if "started" in record] == [0, 2]
+    assert [event.step for event in read_events(tmp_path / "run") if event.kind == "started"] == [0, 2]
 
 
 def test_an_error_closes_the_hooks(shards: Path, tmp_path: Path) -> None:
     class Failing(Hook):
-        def on_batch(self, loop: Loop, batch: Batch) -> None:
+        def on_batch(self, loop: Loop, batch: RankBatch) -> None:
             raise RuntimeError("of the user")
 
     hook = Recording()

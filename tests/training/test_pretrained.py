@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from miniatures import CAPTIONS, images, save_clip, save_open_clip, save_siglip
-from neuclip_ds.objectives import build_objective
-from neuclip_ds.training.step import TrainStep
 from ranks import run_ranks
 from test_checkpoints import saved_timm
+from test_step import Trainee
 
 from neuclip_ds.config import Config
 from neuclip_ds.data.dataset import Batch
@@ -18,8 +17,8 @@ from neuclip_ds.distributed.environment import RankEnvironment
 from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.start import build_optimizer, start_engine
 from neuclip_ds.errors import UserError
-from neuclip_ds.losses.base import Context, Step
-from neuclip_ds.losses.gather import Features
+from neuclip_ds.losses.base import Position
+from neuclip_ds.losses.contrastive_loss import ContrastiveLoss
 from neuclip_ds.models.bpe import train_bpe
 from neuclip_ds.models.source import ModelSource, locate_model, locate_on_rank_zero, model_source
 from neuclip_ds.models.tokenizer import CaptionTokenizer
@@ -71,21 +70,42 @@ def batch_of(source: ModelSource, number: int) -> Batch:
     return Batch(images(32, ROWS) ^ number, source.tokenizer(bpe)(captions), torch.arange(ROWS), valid)
 
 
+def new_loss(config: Config, source: ModelSource, tau: float | None, communicator: Communicator) -> ContrastiveLoss:
+    """Return the loss that the trainer would build for a checkpoint of encoders with the temperature `tau`."""
+    return ContrastiveLoss(
+        config.objective,
+        dim=source.embed_dim,
+        samples=100,
+        epochs=config.epochs,
+        steps_per_epoch=STEPS,
+        lr=LR,
+        betas=config.optimizer.betas,
+        adam_eps=config.optimizer.eps,
+        communicator=communicator,
+        undo=True,
+        validate=False,
+        spare_row=False,
+        encoder_temperature=tau,
+    )
+
+
+def position_of(number: int) -> Position:
+    return Position(step=number, lr=LR, peak_lr=LR)
+
+
 def plain(folder: Path) -> dict[str, torch.Tensor]:
     config = config_of(folder)
     source = model_source(config.model, locate_model(config.model))
     torch.manual_seed(0)  # for the new projections
     model, logits = source.load(source.tokenizer(bpe))
     optimizer = build_optimizer(model, config.optimizer)
-    context = Context(source.embed_dim, 100, Communicator(), temperature=logits.temperature)
-    objective = build_objective(config, context, torch.float32)
+    loss = new_loss(config, source, logits.temperature, Communicator())
     for number in range(STEPS):
         batch = batch_of(source, number)
-        features = model(batch.image, batch.tokens)
-        local = Features(features[0].detach(), features[1].detach(), batch.index, batch.valid)
-        gradients = objective(local, Step(number, 0, LR, LR))
+        image, text = model(batch.image, batch.tokens)
+        value = loss(image, text, batch.index, batch.valid, position=position_of(number))
         optimizer.zero_grad()
-        torch.autograd.backward(features, (gradients.image, gradients.text))
+        value.backward()
         optimizer.step()
     return {name: value.detach() for name, value in model.named_parameters()}
 
@@ -100,13 +120,13 @@ def under_deepspeed(communicator: Communicator, folder: Path) -> dict[tuple[str,
         torch.manual_seed(0)
         model, logits = source.load(source.tokenizer(bpe))
         engine = start_engine(model, config.optimizer, load_engine_config(config, 2), communicator)
-        context = Context(source.embed_dim, 100, communicator, temperature=logits.temperature)
-        step = TrainStep(engine, build_objective(config, context, torch.float32), communicator, 2)
+        loss = new_loss(config, source, logits.temperature, communicator)
+        trainee = Trainee(engine, loss, micro_batch=2)
         for number in range(STEPS):
             batch = batch_of(source, number)
             local_rows = slice(communicator.rank * ROWS // 2, (communicator.rank + 1) * ROWS // 2)
             local_batch = Batch(*(tensor[local_rows] for tensor in batch))
-            step(local_batch, Step(number, 0, LR, LR))
+            trainee.step(local_batch, position_of(number))
         with deepspeed.zero.GatheredParameters(list(model.parameters())):
             results[family, name] = {key: value.detach().clone() for key, value in model.named_parameters()}
     return results

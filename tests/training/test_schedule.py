@@ -5,17 +5,17 @@ import pytest
 
 from neuclip_ds.config import OptimizerConfig
 from neuclip_ds.data.order import GlobalOrder
-from neuclip_ds.training.schedule import fitted_warmup, is_rest, learning_rate, run_length
+from neuclip_ds.training.schedule import fitted_warmup, is_partial_batch, learning_rate, run_length
 
 
 def order_of(samples: int) -> GlobalOrder:
     return GlobalOrder(np.array([0]), np.array([samples]), 10, 3)
 
 
-def test_the_last_batch_of_an_epoch_is_a_rest_if_it_is_less_than_half_full() -> None:
-    assert [is_rest(order_of(24), step) for step in range(6)] == [False, False, True, False, False, True]
-    assert not any(is_rest(order_of(25), step) for step in range(6)), "half a batch"
-    assert not is_rest(order_of(4), 0), "every batch is alike"
+def test_the_last_batch_of_an_epoch_is_partial_if_it_is_less_than_half_full() -> None:
+    assert [is_partial_batch(order_of(24), step) for step in range(6)] == [False, False, True, False, False, True]
+    assert not any(is_partial_batch(order_of(25), step) for step in range(6)), "half a batch"
+    assert not is_partial_batch(order_of(4), 0), "every batch is alike"
 
 
 def test_a_run_has_the_steps_of_its_epochs_at_least_one_or_max_steps() -> None:

@@ -1,29 +1,29 @@
 """Training under DeepSpeed equals plain PyTorch training, for ZeRO 0-3, micro-batches and two real ranks."""
 
-import math
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from neuclip_ds.objectives import build_objective
-from neuclip_ds.training.step import TrainStep
 from ranks import run_ranks
-from replay import PlainEngine
-from small_checkpoints import gathered_weights
+from small_checkpoints import PlainDeepSpeed, gathered_weights
 
 from neuclip_ds.config import Config
 from neuclip_ds.data.dataset import Batch
+from neuclip_ds.data.loader import RankBatch
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.config import load_engine_config
+from neuclip_ds.engine.device_batches import DeviceBatches
 from neuclip_ds.engine.engine import Engine
 from neuclip_ds.engine.start import build_optimizer, start_engine
-from neuclip_ds.losses.base import Context, FeatureGradients, Objective, Step
-from neuclip_ds.losses.gather import Features
+from neuclip_ds.losses.base import LossFunction, LossOutput, Position
+from neuclip_ds.losses.contrastive_loss import ContrastiveLoss
+from neuclip_ds.losses.gather import GatheredFeatures
 from neuclip_ds.models.build import build_dual_encoder
 from neuclip_ds.recipe import validate
 from neuclip_ds.section import merge
+from neuclip_ds.training.step import StepOutcome, train_step
 
 ROWS, STEPS, LR = 16, 5, 1e-3
 MODEL: dict[str, Any] = {
@@ -59,18 +59,45 @@ def data(number: int) -> Batch:
     return Batch(image, tokens, torch.arange(ROWS) + number, torch.ones(ROWS, dtype=torch.bool))
 
 
-def share(batch: Batch, communicator: Communicator) -> Batch:
+def rank_part(batch: Batch, communicator: Communicator) -> Batch:
     rows = ROWS // communicator.world_size
     mine = slice(communicator.rank * rows, (communicator.rank + 1) * rows)
     return Batch(batch.image[mine], batch.tokens[mine], batch.index[mine], batch.valid[mine])
 
 
-def tau_of(objective: Objective) -> float:
-    return math.exp(-float(objective.replicated_state()["temperature.theta"]))
+def position_of(number: int) -> Position:
+    return Position(step=number, lr=LR, peak_lr=LR)
 
 
-def place(number: int) -> Step:
-    return Step(number, 0, LR, LR)
+def new_loss(config: Config, communicator: Communicator) -> ContrastiveLoss:
+    """Return the loss of a run with 100 samples, as the trainer builds it."""
+    return ContrastiveLoss(
+        config.objective,
+        dim=16,
+        samples=100,
+        epochs=config.epochs,
+        steps_per_epoch=STEPS,
+        lr=config.optimizer.lr,
+        betas=config.optimizer.betas,
+        adam_eps=config.optimizer.eps,
+        communicator=communicator,
+        undo=True,
+        validate=False,
+        spare_row=False,
+    )
+
+
+class Trainee:
+    """An engine, a loss and a source of batches, which together take training steps."""
+
+    def __init__(self, engine: Engine, loss: ContrastiveLoss, micro_batch: int) -> None:
+        self.engine = engine
+        self.loss = loss
+        self._batches = DeviceBatches(engine.device, micro_batch)
+
+    def step(self, batch: Batch, position: Position) -> StepOutcome:
+        self._batches.start(iter([RankBatch([batch])]))
+        return train_step(self.engine, self.loss, self._batches, next(self._batches), position)
 
 
 def plain(method: str, clip: float, options: Mapping[str, Any] = {}) -> tuple[dict[str, torch.Tensor], float]:
@@ -81,18 +108,16 @@ def plain(method: str, clip: float, options: Mapping[str, Any] = {}) -> tuple[di
     optimizer = build_optimizer(model.train(), config.optimizer)
     for group in optimizer.param_groups:
         group["lr"] = LR * group["lr_scale"]
-    objective = build_objective(config, Context(16, 100, Communicator()), torch.float32)
+    loss = new_loss(config, Communicator())
     for number in range(STEPS):
         batch = data(number)
-        features = model(batch.image, batch.tokens)
-        detached = Features(features[0].detach(), features[1].detach(), batch.index, batch.valid)
-        found = objective(detached, place(number))
+        image, text = model(batch.image, batch.tokens)
+        value = loss(image, text, batch.index, batch.valid, position=position_of(number))
         optimizer.zero_grad()
-        learning = [pair for pair in zip(features, (found.image, found.text), strict=True) if pair[0].requires_grad]
-        torch.autograd.backward(*zip(*learning, strict=True))
+        value.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
-    return {name: value.detach() for name, value in model.named_parameters()}, tau_of(objective)
+    return {name: weight.detach() for name, weight in model.named_parameters()}, loss.temperature
 
 
 def under_deepspeed(
@@ -108,12 +133,11 @@ def under_deepspeed(
             model.compile_towers()
         engine_config = load_engine_config(config, communicator.world_size)
         engine = start_engine(model, config.optimizer, engine_config, communicator)
-        objective = build_objective(config, Context(16, 100, communicator), torch.float32)
-        step = TrainStep(engine, objective, communicator, micro)
+        trainee = Trainee(engine, new_loss(config, communicator), micro)
         for number in range(STEPS):
-            step(share(data(number), communicator), place(number))
+            trainee.step(rank_part(data(number), communicator), position_of(number))
         weights = {key: value.float() for key, value in gathered_weights(model).items()}
-        results.append((weights, tau_of(objective)))
+        results.append((weights, trainee.loss.temperature))
     return results
 
 
@@ -176,16 +200,18 @@ def test_bf16_stays_close_to_float32() -> None:
             torch.testing.assert_close(value, wanted[key], rtol=2**-7, atol=1.2e-2, msg=f"{name} {key}")
 
 
-class _Explodes(Objective):
-    """An objective that reports an infinite norm for a finite feature gradient."""
+class _NormOverflows(LossFunction):
+    """Loss that reports an infinite norm for a finite feature gradient."""
 
-    def __init__(self) -> None:
-        super().__init__(Context(16, 100, Communicator()), {})
-
-    def __call__(self, features: Any, step: Step) -> FeatureGradients:
-        gradient = torch.ones_like(features.image)
-        metrics = {"feature_grad_norm": torch.tensor(torch.inf), "tau": torch.tensor(0.07)}
-        return FeatureGradients(gradient, gradient, torch.tensor(1.0), metrics)
+    def __call__(self, batch: GatheredFeatures, position: Position, training: bool) -> LossOutput:
+        gradient = torch.ones(ROWS, 16)
+        return LossOutput(
+            loss=torch.tensor(1.0),
+            image_gradient=gradient,
+            text_gradient=gradient,
+            gradient_norm=torch.tensor(torch.inf),
+            metrics={"tau": torch.tensor(0.07)},
+        )
 
 
 class _BatchNormTowers(torch.nn.Module):
@@ -203,8 +229,11 @@ def test_a_norm_that_overflows_skips_the_step_and_leaves_batch_norm() -> None:
     """The feature gradient itself is finite."""
     model = _BatchNormTowers()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    engine = Engine(PlainEngine(model, torch.optim.SGD(model.parameters(), lr=1.0)), Communicator())
-    outcome = TrainStep(engine, _Explodes(), Communicator(), ROWS)(data(7), place(3))
-    assert (outcome.applied, outcome.not_finite, engine.skipped_steps) == (False, [], 1)
+    engine = Engine(PlainDeepSpeed(model, torch.optim.SGD(model.parameters(), lr=1.0)), Communicator())
+    loss = ContrastiveLoss(lambda config, context: _NormOverflows({}), dim=16, undo=True, validate=False)
+    outcome = Trainee(engine, loss, micro_batch=ROWS).step(data(7), position_of(3))
+    assert not outcome.applied
+    assert outcome.not_finite == []
+    assert engine.skipped_steps == 1
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name

@@ -99,6 +99,7 @@ def sync(path: Path, forget: bool = False) -> None:
 
 
 def machine(device: str = "cpu") -> str:
+    """Return a description of this machine for the head of a table."""
     gpu = f"{torch.cuda.get_device_name()}, " if device == "cuda" else ""
     return f"{gpu}{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
 
@@ -130,29 +131,37 @@ def peak_bytes(work: Callable[[], object], communicator: Communicator) -> int:
 def random_features(rows: int, dim: int, communicator: Communicator, kind: str = "random") -> Features:
     """Return this rank's random features; the kinds other than `random` imitate features during training."""
     generator = torch.Generator().manual_seed(communicator.rank)
-    image, text = (torch.randn(rows, dim, generator=generator) for _ in range(2))
+    image = torch.randn(rows, dim, generator=generator)
+    text = torch.randn(rows, dim, generator=generator)
     center = torch.ones(dim)
     match kind:
         case "matched":
             text += image  # positive pairs have a similarity of about 0.7
         case "collapsed":
-            image, text = image + 5 * center, text + 5 * center
+            image += 5 * center
+            text += 5 * center
         case "opposed":
             side = torch.randint(0, 2, (rows, 1), generator=generator) * 2 - 1
-            image, text = image + 2 * side * center, text + 2 * side * center
-    image, text = normalize(image, dim=1), normalize(text, dim=1)
-    index, device = torch.arange(rows) + communicator.rank * rows, communicator.device
+            image += 2 * side * center
+            text += 2 * side * center
+    image = normalize(image, dim=1)
+    text = normalize(text, dim=1)
+    index = torch.arange(rows) + communicator.rank * rows
     valid = torch.ones(rows, dtype=torch.bool)
-    return Features(image.to(device), text.to(device), index, valid)
+    return Features(image.to(communicator.device), text.to(communicator.device), index, valid)
 
 
 def random_pair(config: Config, rows: int) -> tuple[Tensor, Tensor]:
     """Return random (b, 3, H, W) float32 pixels and (b, T) token ids, in pinned memory if there is a GPU."""
-    size, text = config.model.vision.image_size, config.model.text
+    text = config.model.text
     tokens = torch.randint(2, text.vocab_size, (rows, text.context_length))
-    tokens[:, 0], tokens[:, -1] = 0, EOS
+    tokens[:, 0] = 0
+    tokens[:, -1] = EOS
+    size = config.model.vision.image_size
     pixels = torch.randn(rows, 3, size, size)
-    return (pixels.pin_memory(), tokens.pin_memory()) if torch.cuda.is_available() else (pixels, tokens)
+    if torch.cuda.is_available():
+        return pixels.pin_memory(), tokens.pin_memory()
+    return pixels, tokens
 
 
 def initial_logit_scale(config: Config) -> float:

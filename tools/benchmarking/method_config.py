@@ -14,6 +14,11 @@ def config_for(method: str | None, argv: Sequence[str]) -> Config:
     """
     recipe, *options = argv
     chosen = find_method(method) if method else method_of(load_recipe(recipe).get("objective", {}))
-    named = [f"--objective.method={method}"] if method else []
-    read = [option for option in options if chosen.reads(option.removeprefix("--").split("=")[0])]
-    return parse([recipe, *named, *read]).config
+    arguments = [recipe]
+    if method:
+        arguments.append(f"--objective.method={method}")
+    for option in options:
+        name, _, _ = option.removeprefix("--").partition("=")
+        if chosen.reads(name):
+            arguments.append(option)
+    return parse(arguments).config

@@ -98,7 +98,9 @@ class _Server(ThreadingHTTPServer):
 
     def __init__(self, folder: Path, latency: float, link: _Link) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.folder, self.latency, self.link = folder.resolve(), latency, link
+        self.folder = folder.resolve()
+        self.latency = latency
+        self.link = link
         self._lock = threading.Lock()
         self.counters = Counters(0, 0)
 
@@ -148,19 +150,31 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send_file(self, file: Path) -> None:
         size = file.stat().st_size
-        found = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-        first, last = (int(found[1]), min(int(found[2] or size), size - 1)) if found else (0, size - 1)
-        headers = {"Content-Length": str(last + 1 - first), "Accept-Ranges": "bytes", "ETag": f'"{size}"'}
-        headers |= {"Last-Modified": _DATE, "Content-Type": "application/octet-stream"}
-        if found:
+        first = 0
+        last = size - 1
+        requested = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        if requested:
+            first = int(requested[1])
+            last = min(int(requested[2] or size), size - 1)
+        headers = {
+            "Content-Length": str(last + 1 - first),
+            "Accept-Ranges": "bytes",
+            "ETag": f'"{size}"',
+            "Last-Modified": _DATE,
+            "Content-Type": "application/octet-stream",
+        }
+        if requested:
             headers["Content-Range"] = f"bytes {first}-{last}/{size}"
-        self._send_headers(206 if found else 200, headers)
+        self._send_headers(206 if requested else 200, headers)
         if self.command == "HEAD":
             return
         with file.open("rb", buffering=0) as opened:
             opened.seek(first)
             left = last + 1 - first
-            while left > 0 and (piece := opened.read(min(_PIECE, left))):
+            while left > 0:
+                piece = opened.read(min(_PIECE, left))
+                if not piece:
+                    break
                 self.server.link.take(len(piece))
                 self.wfile.write(piece)
                 self.server.count(0, len(piece))
@@ -180,15 +194,20 @@ def _listing(folder: Path, prefix: str, delimiter: str) -> str:
     """Return the XML of ListObjectsV2 for all keys in one page."""
     sizes = {str(file.relative_to(folder)): file.stat().st_size for file in folder.rglob("*") if file.is_file()}
     keys = sorted(key for key in sizes if key.startswith(prefix))
-    below = {key for key in keys if delimiter and delimiter in key[len(prefix) :]}
-    folders = sorted({prefix + key[len(prefix) :].partition(delimiter)[0] + delimiter for key in below})
-    objects = "".join(
-        f"<Contents><Key>{escape(key)}</Key><LastModified>{_ISO_DATE}</LastModified><Size>{sizes[key]}</Size>"
-        f"<ETag>&quot;{sizes[key]}&quot;</ETag><StorageClass>STANDARD</StorageClass></Contents>"
-        for key in keys
-        if key not in below
-    )
-    prefixes = "".join(f"<CommonPrefixes><Prefix>{escape(name)}</Prefix></CommonPrefixes>" for name in folders)
+    objects = ""
+    folders = set()
+    for key in keys:
+        remainder = key[len(prefix) :]
+        if delimiter and delimiter in remainder:
+            folders.add(prefix + remainder.partition(delimiter)[0] + delimiter)
+            continue
+        objects += (
+            f"<Contents><Key>{escape(key)}</Key><LastModified>{_ISO_DATE}</LastModified><Size>{sizes[key]}</Size>"
+            f"<ETag>&quot;{sizes[key]}&quot;</ETag><StorageClass>STANDARD</StorageClass></Contents>"
+        )
+    prefixes = ""
+    for name in sorted(folders):
+        prefixes += f"<CommonPrefixes><Prefix>{escape(name)}</Prefix></CommonPrefixes>"
     return (
         '<ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/">'
         f"<Name>{escape(folder.name)}</Name><Prefix>{escape(prefix)}</Prefix><KeyCount>{len(keys)}</KeyCount>"

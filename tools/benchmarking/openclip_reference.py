@@ -63,21 +63,28 @@ class OpenClipReference(Objective):
             loss = self._local_loss(image, text, scale=theta.exp())
         image, text, grad_theta = torch.autograd.grad(loss, [image, text, theta])
         ranks = self._communicator.world_size
-        image, text = image / ranks, text / ranks  # gradients of the mean of the ranks' losses
-        square = image.square().sum() + text.square().sum()
-        sums = torch.stack([loss.detach() / ranks, grad_theta / ranks, square])
-        mean_loss, grad_theta, square = self._communicator.all_reduce(sums, "scalars")
+        # gradients of the mean of the ranks' losses
+        image = image / ranks
+        text = text / ranks
+        squared_norm = image.square().sum() + text.square().sum()
+        sums = torch.stack([loss.detach() / ranks, grad_theta / ranks, squared_norm])
+        mean_loss, grad_theta, squared_norm = self._communicator.all_reduce(sums, "scalars")
         self._temperature.descend(step, theta=grad_theta)
-        metrics = {"tau": tau, "batch_loss": mean_loss, "feature_grad_norm": square.sqrt()}
+        metrics = {"tau": tau, "batch_loss": mean_loss, "feature_grad_norm": squared_norm.sqrt()}
         return FeatureGradients(image, text, mean_loss, metrics)
 
-    def _local_loss(self, *features: Tensor, scale: Tensor) -> Tensor:
+    def _local_loss(self, image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
         """Return the loss of this rank's (b, d) image and text features against the features of all ranks."""
-        sent = (_GatherWithGradient.apply(x.to(self.comm_dtype), self._communicator) for x in features)
-        columns = [x.to(features[0].dtype) for x in sent]
-        labels = self._communicator.rank * len(features[0]) + torch.arange(len(features[0]), device=scale.device)
-        logits = (scale * rows @ x.T for rows, x in zip(features, reversed(columns), strict=True))
-        return torch.stack([cross_entropy(x, labels) for x in logits]).mean()
+        all_images = self._gather(image)
+        all_texts = self._gather(text)
+        labels = self._communicator.rank * len(image) + torch.arange(len(image), device=scale.device)
+        image_loss = cross_entropy(scale * image @ all_texts.T, labels)
+        text_loss = cross_entropy(scale * text @ all_images.T, labels)
+        return torch.stack([image_loss, text_loss]).mean()
+
+    def _gather(self, features: Tensor) -> Tensor:
+        gathered: Tensor = _GatherWithGradient.apply(features.to(self.comm_dtype), self._communicator)
+        return gathered.to(features.dtype)
 
 
 REFERENCES: dict[str, Callable[[Config, Context, torch.dtype], Objective]] = {"openclip_reference": OpenClipReference}

@@ -30,8 +30,8 @@ _TOKENS = 512  # vocabulary size assumed for a pretrained tokenizer that does no
 
 def prototypes_of(config: Config) -> int:
     """Return the method's number m of prototypes or of queue entries, or 0 if it has neither."""
-    sections, objective = find_method(config.objective.method).sections, config.objective
-    sizes = {"npn": objective.npn.prototypes, "queue": objective.queue.size}
+    sections = find_method(config.objective.method).sections
+    sizes = {"npn": config.objective.npn.prototypes, "queue": config.objective.queue.size}
     return max((size for name, size in sizes.items() if name in sections), default=0)
 
 
@@ -45,7 +45,8 @@ class SyntheticSteps:
     """Training steps on random pairs, with random weights; `data.train` is not read.
 
     Attributes:
-        engine: the engine around the towers.
+        engine: DeepSpeed's engine around the towers.
+        objective: the objective whose steps run.
         parameters: number of parameters of the towers.
     """
 
@@ -53,8 +54,10 @@ class SyntheticSteps:
         self, config: Config, communicator: Communicator, lr: float = 1e-4, build: Build = build_objective
     ) -> None:
         engine_config = load_engine_config(config, communicator.world_size)
-        self._query, self._rank, self._lr = MemoryQuery(config, communicator.world_size), communicator.rank, lr
-        query = self._query
+        query = MemoryQuery(config, communicator.world_size)
+        self._query = query
+        self._rank = communicator.rank
+        self._lr = lr
         torch.manual_seed(config.run.seed)
         model = query.source.build(query.tokenizer)
         self.parameters = Parameters.of(model).total
@@ -62,20 +65,23 @@ class SyntheticSteps:
             model.compile_towers()
         self.engine = start_engine(model, config.optimizer, engine_config, communicator, config.run.seed)
         context = Context(query.source.embed_dim, EPOCH * config.data.batch_size, communicator)
-        objective = build(config, context, resolve_comm_dtype(config, engine_config))
-        self._step = TrainStep(self.engine, objective, communicator, query.micro_batch)
+        self.objective = build(config, context, resolve_comm_dtype(config, engine_config))
+        self._step = TrainStep(self.engine, self.objective, communicator, query.micro_batch, config.run.seed)
 
     def batch(self, number: int) -> Batch:
         """Return this rank's rows of global batch `number`, which is noise with distinct indices."""
-        query, rows, size = self._query, self._query.rank_batch, self._query.config.data.batch_size
+        query = self._query
+        rows = query.rank_batch
+        samples = EPOCH * query.config.data.batch_size
         generator = torch.Generator().manual_seed(number)
-        index = torch.randperm(EPOCH * size, generator=generator)[self._rank * rows : (self._rank + 1) * rows]
+        index = torch.randperm(samples, generator=generator)[self._rank * rows : (self._rank + 1) * rows]
         generator.manual_seed(number * query.world_size + self._rank)
         shape = (rows, 3, query.image_size, query.image_size)
         image = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
         vocabulary = getattr(query.tokenizer, "vocab_size", _TOKENS)
         tokens = torch.randint(2, vocabulary, (rows, query.tokenizer.context_length), generator=generator)
-        tokens[:, 0], tokens[:, -1] = 0, 1
+        tokens[:, 0] = 0  # BOS
+        tokens[:, -1] = 1  # EOS
         return Batch(image, tokens, index, torch.ones(rows, dtype=torch.bool))
 
     def run(self, number: int, batch: Batch) -> FeatureGradients:
@@ -87,9 +93,10 @@ def run_synthetic_profile(
     config: Config, communicator: Communicator, folder: Path, name: str, after: int, build: Build = build_objective
 ) -> None:
     """Profile `run.profile_steps` steps after the first `after` steps; write tables with `name` to `folder`."""
-    steps, count = SyntheticSteps(config, communicator, build=build), config.run.profile_steps
+    steps = SyntheticSteps(config, communicator, build=build)
+    count = config.run.profile_steps
     engine_config = load_engine_config(config, communicator.world_size)
-    facts = {
+    labels = {
         "method": name,
         "zero_stage": zero_stage(engine_config),
         "precision": precision(engine_config).replace("fp32", "float32"),
@@ -100,7 +107,7 @@ def run_synthetic_profile(
     if communicator.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / CONFIG).write_text(dump(config), encoding="utf-8")
-    with Recorder(folder, communicator, count, after, facts) as recorder:
+    with Recorder(folder, communicator, count, after, labels) as recorder:
         for number in range(after + count):
             batch = steps.batch(number)
             with recorder.step():

@@ -43,7 +43,7 @@ def main() -> None:
     loading.tar_file_expander = functools.partial(tar_file_expander, eof_value=None)
     facts = arguments.out / FACTS if environment.rank == 0 else None
     make = program.create_model_and_transforms
-    program.create_model_and_transforms = lambda *args, **options: _noted(make(*args, **options), facts)
+    program.create_model_and_transforms = lambda *args, **options: _with_size_written(make(*args, **options), facts)
     with tempfile.TemporaryDirectory() as folder:
         add_model(config, Path(folder))
         program.main(command_line(config, arguments, environment.world_size))
@@ -58,7 +58,8 @@ def add_model(config: Config, folder: Path) -> None:
         return new_vision_tower(config.model.vision, config.model.embed_dim).trunk
 
     timm.models.register_model(benchmark_vision)
-    vision, text = config.model.vision, config.model.text
+    vision = config.model.vision
+    text = config.model.text
     description = {
         "embed_dim": config.model.embed_dim,
         "quick_gelu": "quickgelu" in vision.name,
@@ -87,7 +88,9 @@ def add_model(config: Config, folder: Path) -> None:
 
 def command_line(config: Config, arguments: argparse.Namespace, world_size: int) -> list[str]:
     """Return open_clip's options for the config; one epoch in open_clip is as long as the run."""
-    data, optimizer, steps = config.data, config.optimizer, config.max_steps or 0
+    data = config.data
+    optimizer = config.optimizer
+    steps = config.max_steps or 0
     options: dict[str, Any] = {
         "model": _NAME,
         "name": arguments.out.name,
@@ -114,11 +117,15 @@ def command_line(config: Config, arguments: argparse.Namespace, world_size: int)
     if optimizer.max_grad_norm:
         options["grad-clip-norm"] = optimizer.max_grad_norm
     flags = ["--local-loss", "--gather-with-grad", "--dataset-resampled"]
-    flags += ["--torchcompile"] if config.model.compile else []
-    return [*flags, *(part for name, value in options.items() for part in (f"--{name}", str(value)))]
+    if config.model.compile:
+        flags.append("--torchcompile")
+    arguments_of_options = []
+    for name, value in options.items():
+        arguments_of_options += [f"--{name}", str(value)]
+    return [*flags, *arguments_of_options]
 
 
-class _Again(list[Any]):
+class _Repeated(list[Any]):
     """A list of batches with the attributes that open_clip expects of a loader."""
 
     num_batches = num_samples = 0
@@ -127,8 +134,9 @@ class _Again(list[Any]):
 def random_pairs(config: Config, rows: int) -> loading.DataInfo:
     """Return a loader that repeats one random batch for every step of the run."""
     steps = config.max_steps or 0
-    loader = _Again([random_pair(config, rows)] * steps)
-    loader.num_batches, loader.num_samples = steps, steps * config.data.batch_size
+    loader = _Repeated([random_pair(config, rows)] * steps)
+    loader.num_batches = steps
+    loader.num_samples = steps * config.data.batch_size
     return loading.DataInfo(loader)
 
 
@@ -136,7 +144,7 @@ def _without_device(model: nn.Module, device_ids: Any, **options: Any) -> Distri
     return DistributedDataParallel(model, **options)
 
 
-def _noted(made: tuple[Any, ...], facts: Path | None) -> tuple[Any, ...]:
+def _with_size_written(made: tuple[Any, ...], facts: Path | None) -> tuple[Any, ...]:
     """Write the number of parameters of open_clip's model to `facts`, and return `made` unchanged."""
     if facts is not None:
         count = sum(parameter.numel() for parameter in made[0].parameters())

@@ -36,12 +36,15 @@ def main() -> None:
     parser.add_argument("--objective", nargs="+", default=[], help="methods whose objectives to measure")
     parser.add_argument("--repeats", type=int, default=2, help="timed steps of an objective")
     arguments = parser.parse_args()
-    if arguments.objective or arguments.random:
+    if arguments.objective:
         with exit_on_mistake():
-            (objectives if arguments.objective else random_steps)(arguments)
-        return
-    where = [f"--run.output_dir={arguments.out.parent}", f"--run.name={arguments.out.name}"]
-    run_command(["train", str(arguments.config), *where])
+            objectives(arguments)
+    elif arguments.random:
+        with exit_on_mistake():
+            random_steps(arguments)
+    else:
+        folder = [f"--run.output_dir={arguments.out.parent}", f"--run.name={arguments.out.name}"]
+        run_command(["train", str(arguments.config), *folder])
 
 
 def random_steps(arguments: argparse.Namespace) -> None:
@@ -61,12 +64,13 @@ def objectives(arguments: argparse.Namespace) -> None:
     """Measure the objective of every method, and write the seconds on the slowest rank."""
     config = validate(load_recipe(str(arguments.config)))
     with process_group(dump(config)) as communicator, deterministic_algorithms(config.run.deterministic):
-        found = {}
+        slowest = {}
         for method in arguments.objective:
             config.objective.method = method
-            found[method] = max(communicator.gather_objects(objective_seconds(config, communicator, arguments.repeats)))
+            seconds = objective_seconds(config, communicator, arguments.repeats)
+            slowest[method] = max(communicator.gather_objects(seconds))
         if communicator.rank == 0:
-            (arguments.out / SECONDS).write_text(json.dumps(found), encoding="utf-8")
+            (arguments.out / SECONDS).write_text(json.dumps(slowest), encoding="utf-8")
 
 
 def objective_seconds(config: Config, communicator: Communicator, repeats: int) -> float:
@@ -77,15 +81,16 @@ def objective_seconds(config: Config, communicator: Communicator, repeats: int) 
     features = random_features(config.rank_batch(communicator.world_size), dim, communicator)
     on_gpu = communicator.device.type == "cuda"
     now: Callable[[], float] = time.perf_counter if on_gpu else time.process_time
-    before, seconds = max(2, first_prediction(config) + 1), []
-    for number in range(before + repeats):
+    warm_up = max(2, first_prediction(config) + 1)
+    seconds = []
+    for number in range(warm_up + repeats):
         communicator.barrier()
         began = now()
         objective(features, Step(number, number // EPOCH, 1e-4, 1e-4))
         if on_gpu:
             torch.cuda.synchronize()
         seconds.append(now() - began)
-    return statistics.median(seconds[before:])
+    return statistics.median(seconds[warm_up:])
 
 
 if __name__ == "__main__":

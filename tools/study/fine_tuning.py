@@ -32,33 +32,42 @@ def fine_tune(pairs: Pairs, held_out: Pairs, run: Run) -> dict[str, Any]:
     `start` the checkpoint's mean.
     """
     direction, threshold = _content(pairs)
-    (first, second), (old, new) = (_split(each, direction, threshold) for each in (pairs, held_out))
+    first, second = _split(pairs, direction, threshold)
+    held_out_first, held_out_second = _split(held_out, direction, threshold)
     if run.seed not in _checkpoints:
-        _checkpoints[run.seed] = train(first, old, replace(CHECKPOINT, seed=run.seed))
+        _checkpoints[run.seed] = train(first, held_out_first, replace(CHECKPOINT, seed=run.seed))
     checkpoint = _checkpoints[run.seed]
-    at_tau = {"temperature": {"initial": checkpoint.results["tau"], "lr": 0.0}}
-    run = replace(run, options={**run.options, **at_tau})
+    fixed_tau = {"temperature": {"initial": checkpoint.results["tau"], "lr": 0.0}}
+    run = replace(run, options={**run.options, **fixed_tau})
 
     def start(heads: Heads, loss: ContrastiveLoss | OracleLoss, optimizer: AdamW) -> None:
         heads.load_state_dict(checkpoint.heads.state_dict())
 
     def start_recovered(heads: Heads, loss: ContrastiveLoss | OracleLoss, optimizer: AdamW) -> None:
         start(heads, loss, optimizer)
-        theirs = zip(heads.parameters(), recovered.heads.parameters(), strict=True)
-        optimizer.state.update({ours: recovered.optimizer.state[parameter] for ours, parameter in theirs})
-        if method == "gcl":  # as in the paper, the hinged loss continues with the plain loss's u
-            own = loss.get_extra_state()["built_with"]
-            loss.set_extra_state({**recovered.loss.get_extra_state(), "built_with": own})
+        for ours, recovered_parameter in zip(heads.parameters(), recovered.heads.parameters(), strict=True):
+            optimizer.state[ours] = recovered.optimizer.state[recovered_parameter]
+        if recovery_method == "gcl":  # as in the paper, the hinged loss continues with the plain loss's u
+            built_with = loss.get_extra_state()["built_with"]
+            loss.set_extra_state({**recovered.loss.get_extra_state(), "built_with": built_with})
 
     if run.recovery:
-        method = "openclip" if run.loss == "openclip" else "gcl"
-        recovered = train(second, new, replace(run, loss=method, lr=0.0, epochs=run.recovery, options=at_tau), start)
-    trained = train(second, new, run, start_recovered if run.recovery else start)
-    before, after = (
-        [scores(heads, kind)["recall"] for kind in (old, new)] for heads in (checkpoint.heads, trained.heads)
-    )
-    found = {"recall": statistics.mean(after), "recall_first": after[0], "recall_second": after[1]}
-    return {**trained.results, **found, "start": statistics.mean(before)}
+        recovery_method = "openclip" if run.loss == "openclip" else "gcl"
+        recovery_run = replace(run, loss=recovery_method, lr=0.0, epochs=run.recovery, options=fixed_tau)
+        recovered = train(second, held_out_second, recovery_run, start)
+    trained = train(second, held_out_second, run, start_recovered if run.recovery else start)
+    before = []
+    after = []
+    for kind in (held_out_first, held_out_second):
+        before.append(scores(checkpoint.heads, kind)["recall"])
+        after.append(scores(trained.heads, kind)["recall"])
+    return {
+        **trained.results,
+        "recall": statistics.mean(after),
+        "recall_first": after[0],
+        "recall_second": after[1],
+        "start": statistics.mean(before),
+    }
 
 
 def _content(pairs: Pairs) -> tuple[Tensor, float]:

@@ -6,7 +6,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,8 @@ from study.features import Pairs
 from study.measures import normalizers, scores
 from study.oracle import OracleLoss
 
-WARMUP, RECORDS = 0.02, (0.1, 0.3, 0.6, 1.0)  # records of the learning curve, in parts of the run
+WARMUP = 0.02  # fraction of the run
+RECORDS = (0.1, 0.3, 0.6, 1.0)  # records of the learning curve, as fractions of the run
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,8 @@ class Heads(nn.Module):
 
     def __init__(self, pairs: Pairs, run: Run) -> None:
         super().__init__()
-        self.image, self.text = (self._head(x.shape[-1], run) for x in (pairs.image, pairs.text))
+        self.image = self._head(pairs.image.shape[-1], run)
+        self.text = self._head(pairs.text.shape[-1], run)
 
     @staticmethod
     def _head(width: int, run: Run) -> nn.Module:
@@ -65,13 +67,14 @@ class Heads(nn.Module):
     def encode(self, pairs: Pairs) -> tuple[Tensor, Tensor]:
         """Return the features of all images (first crop) and of all captions, without dropout."""
         self.eval()
-        found = self(pairs.image[0], pairs.text)
+        image, text = self(pairs.image[0], pairs.text)
         self.train()
-        return found
+        return image, text
 
 
-class Trained(NamedTuple):
-    """What a run leaves."""
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """The results of a run, and its final state."""
 
     results: dict[str, Any]  # the last record of the learning curve, and the whole `curve`
     heads: Heads
@@ -82,8 +85,9 @@ class Trained(NamedTuple):
 def build_loss(run: Run, pairs: Pairs, heads: Heads, steps_per_epoch: int) -> ContrastiveLoss | OracleLoss:
     """Build the loss of a run; options that depend on the data are filled in here."""
     samples = len(pairs.text)
-    options: dict[str, Any] = {key: dict(value) if isinstance(value, Mapping) else value
-                                         for key, value in run.options.items()}  # fmt: skip
+    options: dict[str, Any] = {}
+    for key, value in run.options.items():
+        options[key] = dict(value) if isinstance(value, Mapping) else value
     if run.loss == "oracle":
         return OracleLoss(pairs, heads, lr=run.lr * run.temperature_rate, **options)
     temperature = options.setdefault("temperature", {})
@@ -91,9 +95,9 @@ def build_loss(run: Run, pairs: Pairs, heads: Heads, steps_per_epoch: int) -> Co
     if run.effective is not None:
         temperature["rho"] = math.log(samples / run.effective)
     if run.loss == "siglip":  # the bias of the batch's prior, given the first similarities
-        few = pairs.of_images(torch.arange(pairs.image.shape[1]) < run.batch)
-        image, text = heads.encode(few)
-        mean = float((image[few.image_of] * text).sum(dim=1).mean())
+        first_pairs = pairs.of_images(torch.arange(pairs.image.shape[1]) < run.batch)
+        image, text = heads.encode(first_pairs)
+        mean = float((image[first_pairs.image_of] * text).sum(dim=1).mean())
         options["siglip"] = {"bias": -mean / temperature["initial"] - math.log(run.batch - 1)}
     options |= {"dim": run.width, "samples": samples, "epochs": run.epochs, "steps_per_epoch": steps_per_epoch}
     return ContrastiveLoss(run.loss, lr=run.lr, betas=(0.9, 0.999), adam_eps=1e-12, validate=False, **options)
@@ -117,7 +121,11 @@ def train(pairs: Pairs, held_out: Pairs, run: Run, start: Callable[..., None] | 
     if start is not None:
         start(heads, loss_fn, optimizer)
     warmup = max(1, round(WARMUP * total))
-    scheduler = LambdaLR(optimizer, lambda s: min(1, (s + 1) / warmup) * (1 + math.cos(math.pi * s / total)) / 2)
+
+    def lr_factor(step: int) -> float:
+        return min(1, (step + 1) / warmup) * (1 + math.cos(math.pi * step / total)) / 2
+
+    scheduler = LambdaLR(optimizer, lr_factor)
     records = []
     for step in range(total):
         if step % per_epoch == 0:
@@ -133,6 +141,6 @@ def train(pairs: Pairs, held_out: Pairs, run: Run, start: Callable[..., None] | 
         scheduler.step()
         if step + 1 in recorded:
             tau = float(loss_fn.metrics["tau"])
-            records.append({"step": step + 1, "tau": tau, **scores(heads, held_out)})
-            records[-1] |= normalizers(heads, pairs, run, tau, loss_fn)
-    return Trained({**records[-1], "curve": records}, heads, loss_fn, optimizer)
+            record = {"step": step + 1, "tau": tau, **scores(heads, held_out)}
+            records.append(record | normalizers(heads, pairs, run, tau, loss_fn))
+    return Trained(results={**records[-1], "curve": records}, heads=heads, loss=loss_fn, optimizer=optimizer)

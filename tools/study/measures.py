@@ -25,8 +25,11 @@ def scores(heads: "Heads", pairs: Pairs) -> dict[str, float]:
     best = similarity.masked_fill(~own, -math.inf).amax(dim=1, keepdim=True)
     by_image = ((similarity >= best) & ~own).sum(dim=1)
     by_text = ((similarity >= similarity.gather(0, pairs.image_of[None])) & ~own).sum(dim=0)
-    recalls = [(ahead < k).double().mean() for ahead in (by_image, by_text) for k in (1, 5, 10)]
-    return {"recall": 100 * statistics.mean(map(float, recalls)), "image_to_text@1": 100 * float(recalls[0])}
+    recalls = []
+    for ahead in (by_image, by_text):  # number of candidates that are ranked before the own one
+        for k in (1, 5, 10):
+            recalls.append(float((ahead < k).double().mean()))
+    return {"recall": 100 * statistics.mean(recalls), "image_to_text@1": 100 * recalls[0]}
 
 
 @torch.no_grad()
@@ -41,19 +44,31 @@ def normalizers(
     images, texts = heads.encode(pairs)
     rows = torch.randperm(len(texts), generator=torch.Generator().manual_seed(0))[: max(ANCHORS, run.batch)]
     rows = rows[: len(rows) // run.batch * run.batch]
-    image, text = images[pairs.image_of[rows]], texts[rows]
+    image = images[pairs.image_of[rows]]
+    text = texts[rows]
     logits = negative_logits(image, text, texts, rows, tau)
     log_g = log_mean_exp(logits)
     weights = logits.softmax(dim=1)
     divergence = (weights * logits.masked_fill(weights == 0, 0)).sum(dim=1) - log_g
-    found = {"log_g": float(log_g.mean()), "kl": float(divergence.mean())}
+    statistics_of_anchors = {"log_g": float(log_g.mean()), "kl": float(divergence.mean())}
+
     own = torch.arange(run.batch)
-    blocks = zip(image.split(run.batch), text.split(run.batch), strict=True)
-    batch = torch.cat([log_mean_exp(negative_logits(a, b, b, own, tau)) for a, b in blocks])
-    ratio = (batch - log_g).exp()
-    found |= {"ratio_mean": float(ratio.mean()), "ratio_std": float(ratio.std()), "ratio_max": float(ratio.max())}
+    log_g_of_batches = []
+    for batch_image, batch_text in zip(image.split(run.batch), text.split(run.batch), strict=True):
+        log_g_of_batches.append(log_mean_exp(negative_logits(batch_image, batch_text, batch_text, own, tau)))
+    ratio = (torch.cat(log_g_of_batches) - log_g).exp()
+    statistics_of_anchors |= {
+        "ratio_mean": float(ratio.mean()),
+        "ratio_std": float(ratio.std()),
+        "ratio_max": float(ratio.max()),
+    }
+
     if isinstance(loss_fn, ContrastiveLoss) and run.loss != "siglip":  # SigLIP has no normalizer
+        estimates = []
         batches = zip(image.split(run.batch), text.split(run.batch), rows.split(run.batch), strict=True)
-        error = torch.cat([loss_fn.log_normalizers(*one)[0] for one in batches]) - log_g
-        found |= {"error_mean": float(error.mean()), "error_std": float(error.std())}
-    return found
+        for batch_image, batch_text, batch_rows in batches:
+            log_u_image, _ = loss_fn.log_normalizers(batch_image, batch_text, batch_rows)
+            estimates.append(log_u_image)
+        error = torch.cat(estimates) - log_g
+        statistics_of_anchors |= {"error_mean": float(error.mean()), "error_std": float(error.std())}
+    return statistics_of_anchors

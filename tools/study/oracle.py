@@ -28,8 +28,13 @@ class OracleLoss(nn.Module):
         bound: float | None = None,
     ) -> None:
         super().__init__()
-        self.pairs, self.heads, self.lr = pairs, (heads,), lr  # in a tuple: it is no part of this module
-        self.kappa, self.every, self.bound, self.calls = kappa, every, bound, 0
+        self.pairs = pairs
+        self.heads = (heads,)  # in a tuple, so that it is not a submodule
+        self.lr = lr
+        self.kappa = kappa
+        self.every = every
+        self.bound = bound
+        self.calls = 0
         self.log_scale = nn.Parameter(torch.tensor(-math.log(tau)), requires_grad=learned)
         self._adam = torch.optim.Adam([self.log_scale], lr, betas=(0.9, 0.999), eps=1e-12) if learned else None
         self.metrics: dict[str, Tensor] = {}
@@ -40,8 +45,9 @@ class OracleLoss(nn.Module):
             self.images = images[self.pairs.image_of]
         self.calls += 1
         tau = (-self.log_scale).exp()
-        sides = ((image, text, self.texts), (text, image, self.images))
-        loss = sum((self._direction(*side, index, tau) for side in sides), torch.zeros(())) / 2
+        image_loss = self._direction(image, text, self.texts, index, tau)
+        text_loss = self._direction(text, image, self.images, index, tau)
+        loss = (image_loss + text_loss) / 2
         if self._adam is not None and self.training:
             (gradient,) = torch.autograd.grad(loss, [self.log_scale], retain_graph=True)
             self.log_scale.grad = gradient
@@ -70,7 +76,7 @@ def negative_logits(anchors: Tensor, partners: Tensor, candidates: Tensor, own: 
     Args:
         anchors, partners: (b, d) features of the pairs.
         candidates: (m, d) features of the side that the partners are on.
-        own: (b,) place of each anchor's partner among the candidates.
+        own: (b,) position of each anchor's partner among the candidates.
     """
     logits = (anchors @ candidates.T - (anchors * partners).sum(dim=1, keepdim=True)) / tau
     return logits.scatter(1, own[:, None], -math.inf)

@@ -31,7 +31,9 @@ def grouped(records: Mapping[str, Any]) -> Groups:
     for name, record in records.items():
         match = re.fullmatch(r"([^/]+)/([^/]+)/B(\d+)(.*)/seed(\d+)", name)
         assert match is not None, name
-        groups[match[1], int(match[3])][match[2] + match[4].replace("/", ", ")][int(match[5])] = record["results"]
+        stage, arm, batch, label, seed = match.groups()
+        setting = arm + label.replace("/", ", ")
+        groups[stage, int(batch)][setting][int(seed)] = record["results"]
     return groups
 
 
@@ -50,19 +52,30 @@ def _table(stage: str, batch: int, rows: Mapping[str, Mapping[int, Any]]) -> str
     header = ["arm", "recall %", f"minus {PEER}", *_COLUMNS, "lowest", "seeds"]
     lines = [header, ["---"] * len(header)]
     for name, seeds in sorted(rows.items(), key=lambda row: -_mean(row[1], "recall")):
-        alike = [peer for peer in peers if peer != name and name.endswith(peer.removeprefix(PEER))]
-        peer = min(alike, key=len, default=best)
-        shared = sorted(seeds.keys() & rows[peer].keys()) if peer and name != peer else []
+        # the peer in the same setting, or else the best peer
+        same_setting = [peer for peer in peers if peer != name and name.endswith(peer.removeprefix(PEER))]
+        peer = min(same_setting, key=len, default=best)
         gain = "-"
-        if shared:
-            assert peer is not None
-            pairs = [[one[seed]["recall"] for seed in shared] for one in (seeds, rows[peer])]
-            gain = "{:+.2f} ± {:.2f}".format(*difference(*pairs))
-        lowest = min(one["recall"] for one in seeds.values())
-        cells = [f"{_mean(seeds, key):.3g}" if key in next(iter(seeds.values())) else "-" for key in _COLUMNS]
-        lines.append([name, f"{_mean(seeds, 'recall'):.2f}", gain, *cells, f"{lowest:.2f}", str(len(seeds))])
+        if peer is not None and name != peer:
+            gain = _gain(seeds, rows[peer])
+        line = [name, f"{_mean(seeds, 'recall'):.2f}", gain]
+        for key in _COLUMNS:
+            line.append(f"{_mean(seeds, key):.3g}" if key in next(iter(seeds.values())) else "-")
+        lowest = min(results["recall"] for results in seeds.values())
+        lines.append([*line, f"{lowest:.2f}", str(len(seeds))])
     return "\n".join([f"## {stage}, B = {batch}", "", *("| " + " | ".join(line) + " |" for line in lines)])
 
 
+def _gain(seeds: Mapping[int, Any], peer_seeds: Mapping[int, Any]) -> str:
+    """Return the mean difference of the recall on the seeds that both have, with its interval."""
+    shared = sorted(seeds.keys() & peer_seeds.keys())
+    if not shared:
+        return "-"
+    ours = [seeds[seed]["recall"] for seed in shared]
+    theirs = [peer_seeds[seed]["recall"] for seed in shared]
+    mean, half_width = difference(ours, theirs)
+    return f"{mean:+.2f} ± {half_width:.2f}"
+
+
 def _mean(seeds: Mapping[int, Any], key: str) -> float:
-    return statistics.mean(one[key] for one in seeds.values())
+    return statistics.mean(results[key] for results in seeds.values())

@@ -31,7 +31,12 @@ class Hook:
         """Called before the data and the model are opened; the folder of the run may not exist yet."""
 
     def start(self, loop: Loop) -> None:
-        """Called before the first step after a launch, resume or rollback; `loop.done` is the number of steps done."""
+        """Called before the first step after a launch, resume or rollback; `loop.done` is the number of steps done.
+
+        From now on, `loop.metrics` is the open log of metrics on rank 0, and None on the other ranks:
+        `loop.metrics.write(step, {"name": 1.0})` adds a line to metrics.jsonl and a point to TensorBoard.
+        `loop.events.add(step, "kind", "message")` logs an event and adds it to events.jsonl, on any rank.
+        """
 
     def before_step(self, loop: Loop) -> None:
         """Called before the loop waits for the next batch."""

@@ -10,8 +10,9 @@ import logging
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from neuclip_ds.data.dataset import PADDING
 from neuclip_ds.data.loader import RankBatch
@@ -21,21 +22,30 @@ from neuclip_ds.training.hooks import Hook
 if TYPE_CHECKING:
     from neuclip_ds.training.trainer import Loop, StepResult
 
-_SHOWN = 8  # sample indices in a message; events.jsonl contains all of them
-_VALUES = {
+_SHOWN_INDICES = 8  # sample indices in a message; events.jsonl contains all of them
+_SHOWN_METRICS = {  # metrics in a message, with their names there
     "tau": "temperature",
     "feature_grad_norm": "feature-gradient norm",
     "grad_norm": "the encoders' gradient norm",
     "lr": "learning rate",
 }
-_WINDOW, _MIN_LOSSES = 100, 50  # window of the loss level in steps, and the fewest steps that define it
-_DEVIATIONS = 10.0  # a loss this many deviations above the level is a spike
+
+# loss spikes
+_LEVEL_WINDOW = 100  # number of last losses that define the level
+_MIN_LOSSES = 50  # fewest losses that define it
+_SPIKE_DEVIATIONS = 10.0  # a loss this many deviations above the level is a spike
 _MIN_DEVIATION = 1e-3  # as a fraction of the level, for losses that hardly vary
-_USUAL, _MIN_STEPS = 50, 5  # window of the median step time in steps, and the fewest steps that define it
-_STALL_SECONDS, _STALL_TIMES = 2.0, 5.0  # a stall is longer than this many seconds and this many median step times
+_GAUSSIAN_DEVIATIONS = 1.4826  # standard deviation of a Gaussian, in units of its median absolute deviation
+
+# stalls: a stall is longer than both of the following limits
+_STALL_SECONDS = 2.0
+_STALL_STEPS = 5.0  # in median step times
+_STEP_WINDOW = 50  # number of last steps that define the median step time
+_MIN_STEPS = 5  # fewest steps that define it
 
 
-class Spike(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Spike:
     """A loss far above the level of the previous steps."""
 
     level: float
@@ -52,22 +62,30 @@ class LossSpikeDetector:
     """
 
     def __init__(self) -> None:
-        self._losses: deque[float] = deque(maxlen=_WINDOW)
-        self._left = 0  # steps that still belong to the last spike
+        self._losses: deque[float] = deque(maxlen=_LEVEL_WINDOW)
+        self._steps_of_spike = 0  # further steps that belong to the last spike
 
     def update(self, loss: float) -> Spike | None:
         """Add a step's loss; return a spike that begins with this step, otherwise None."""
-        found = None
-        if self._left:
-            self._left -= 1
+        spike = None
+        if self._steps_of_spike > 0:
+            self._steps_of_spike -= 1
         elif len(self._losses) >= _MIN_LOSSES:
-            level = median(self._losses)
-            deviation = max(1.4826 * median(abs(x - level) for x in self._losses), _MIN_DEVIATION * abs(level))
-            if loss > level + _DEVIATIONS * deviation:
-                found, self._left = Spike(level, deviation), _WINDOW
+            spike = self._compare(loss)
+            if spike is not None:
+                self._steps_of_spike = _LEVEL_WINDOW
         if math.isfinite(loss):
             self._losses.append(loss)
-        return found
+        return spike
+
+    def _compare(self, loss: float) -> Spike | None:
+        """Return a spike if a loss is far above the level of the last losses, otherwise None."""
+        level = median(self._losses)
+        median_absolute_deviation = median(abs(earlier - level) for earlier in self._losses)
+        deviation = max(_GAUSSIAN_DEVIATIONS * median_absolute_deviation, _MIN_DEVIATION * abs(level))
+        if loss > level + _SPIKE_DEVIATIONS * deviation:
+            return Spike(level=level, deviation=deviation)
+        return None
 
 
 class StallDetector:
@@ -77,43 +95,49 @@ class StallDetector:
     """
 
     def __init__(self) -> None:
-        self._recent: deque[float] = deque(maxlen=_USUAL)
-        self._started = False
+        self._step_seconds: deque[float] = deque(maxlen=_STEP_WINDOW)
+        self._is_first = True
 
     def update(self, waited: float, seconds: float) -> float | None:
         """Record how many seconds a step waited for its batch, and how many it took in total.
 
         Returns the median duration of a step if this step waited far longer than that, otherwise None.
         """
-        if not self._started:
-            self._started = True
+        if self._is_first:
+            self._is_first = False
             return None
-        usual = median(self._recent) if len(self._recent) >= _MIN_STEPS else math.inf
-        self._recent.append(seconds)
-        return usual if waited > max(_STALL_SECONDS, _STALL_TIMES * usual) else None
+        usual_seconds = math.inf
+        if len(self._step_seconds) >= _MIN_STEPS:
+            usual_seconds = median(self._step_seconds)
+        self._step_seconds.append(seconds)
+        if waited > max(_STALL_SECONDS, _STALL_STEPS * usual_seconds):
+            return usual_seconds
+        return None
 
 
 class WatchHealth(Hook):
     """Checks every step, and reports problems in the log and in events.jsonl."""
 
     def start(self, loop: Loop) -> None:
-        self._spikes, self._stalls = LossSpikeDetector(), StallDetector()
-        self._stalled = 0  # number of stalled steps
-        self._skipped: list[Sequence[int]] = []  # samples of each consecutive skipped step
-        self._step = loop.done
+        self._spike_detector = LossSpikeDetector()
+        self._stall_detector = StallDetector()
+        self._stalls = 0  # stalled steps since the start
+        self._samples_of_skipped: list[Sequence[int]] = []  # of each consecutive skipped step
+        self._step = loop.done  # the current step, from 1
 
     def on_batch(self, loop: Loop, batch: RankBatch) -> None:
         self._step = loop.done + 1
 
     def after_step(self, loop: Loop, result: StepResult) -> None:
-        usual = self._stalls.update(result.waited, result.seconds)
-        if usual is not None:
-            self._report_stall(loop, usual, result)
+        usual_seconds = self._stall_detector.update(result.waited, result.seconds)
+        if usual_seconds is not None:
+            self._report_stall(loop, usual_seconds, result)
         if not result.applied:
-            self._skip(loop, result)
-        else:
-            self._skipped.clear()
-            spike = None if result.is_partial_batch else self._spikes.update(result.loss)
+            self._report_skipped_step(loop, result)
+            return
+        self._samples_of_skipped.clear()
+        if not result.is_partial_batch:
+            spike = self._spike_detector.update(result.loss)
             if spike is not None:
                 self._report_spike(loop, spike, result)
 
@@ -121,61 +145,85 @@ class WatchHealth(Hook):
         """Record why the run rolls back, with the samples of all skipped steps, or why it diverged."""
         if isinstance(error, RollBack):
             step = int(error.checkpoint.name.rpartition("_")[2])  # the events of later steps are dropped
-            samples = [index for indices in self._skipped for index in indices]
+            samples: list[int] = []
+            for samples_of_step in self._samples_of_skipped:
+                samples.extend(samples_of_step)
             loop.events.add(step, "rolled_back", str(error), samples, shared=True)
         elif isinstance(error, TrainingDiverged):
-            loop.events.add(self._step, "diverged", str(error), self._batch(loop), logging.ERROR, shared=True)
+            samples = self._global_batch(loop)
+            loop.events.add(self._step, "diverged", str(error), samples, logging.ERROR, shared=True)
 
-    def _skip(self, loop: Loop, result: StepResult) -> None:
+    def _report_skipped_step(self, loop: Loop, result: StepResult) -> None:
         """Report a step skipped due to a non-finite loss or gradient; roll back after too many consecutive skips."""
-        batch, metrics, patience = self._batch(loop), result.metrics, loop.context.config.run.max_skipped_steps
-        self._skipped.append(result.not_finite or batch)
-        samples = result.not_finite[:_SHOWN]
-        which = f"the features of samples {samples} are" if samples else "the loss or the gradient is"
-        found = f"{which} not finite (loss {metrics['loss']:.4g}, {_values(metrics)}; {_first_samples(batch)})"
-        message = f"step {result.step} is skipped and changes nothing: {found}"
-        level = _flood_level(result.skipped)
-        loop.events.add(result.step, "step_skipped", message, self._skipped[-1], level, shared=True)
-        if len(self._skipped) >= patience:
-            loop.roll_back(f"steps {result.step - patience + 1} to {result.step} were skipped: in the last, {found}")
+        batch = self._global_batch(loop)
+        samples = result.not_finite or batch
+        self._samples_of_skipped.append(samples)
 
-    def _report_stall(self, loop: Loop, usual: float, result: StepResult) -> None:
+        # describe what is not finite
+        subject = "the loss or the gradient is"
+        if result.not_finite:
+            subject = f"the features of samples {list(result.not_finite[:_SHOWN_INDICES])} are"
+        values = f"loss {result.metrics['loss']:.4g}, {_shown_metrics(result.metrics)}"
+        problem = f"{subject} not finite ({values}; {_first_samples(batch)})"
+        message = f"step {result.step} is skipped and changes nothing: {problem}"
+        level = _flood_level(result.skipped)
+        loop.events.add(result.step, "step_skipped", message, samples, level, shared=True)
+
+        # too many in a row
+        max_skipped = loop.context.config.run.max_skipped_steps
+        if len(self._samples_of_skipped) >= max_skipped:
+            first_step = result.step - max_skipped + 1
+            loop.roll_back(f"steps {first_step} to {result.step} were skipped: in the last, {problem}")
+
+    def _report_stall(self, loop: Loop, usual_seconds: float, result: StepResult) -> None:
         """Report a step that waited too long for this rank's loader."""
-        self._stalled += 1
-        indices, manifest = result.batch.index.tolist(), loop.context.data.manifest
-        first = next((index for index in indices if index != PADDING), None)
-        shard = "" if first is None else f", the first in {manifest.shards[manifest.locate(first)[0]].path}"
+        self._stalls += 1
+        indices = result.batch.index.tolist()
+        manifest = loop.context.data.manifest
+        shard = ""
+        first_index = next((index for index in indices if index != PADDING), None)
+        if first_index is not None:
+            shard_number, _ = manifest.locate(first_index)
+            shard = f", the first in {manifest.shards[shard_number].path}"
         message = (
-            f"step {result.step} waited {result.waited:.1f} s for its batch; a usual step takes {usual:.2g} s (stall "
-            f"{self._stalled} since the start); {_first_samples(indices)}{shard}. If this recurs, raise "
+            f"step {result.step} waited {result.waited:.1f} s for its batch; a usual step takes {usual_seconds:.2g} s "
+            f"(stall {self._stalls} since the start); {_first_samples(indices)}{shard}. If this recurs, raise "
             f"data.workers (now {loop.context.config.data.workers}), or check the disk, the network and the cache "
             "(data.cache_dir, data.cache_gb)."
         )
-        loop.events.add(result.step, "data_stall", message, indices, _flood_level(self._stalled))
+        loop.events.add(result.step, "data_stall", message, indices, _flood_level(self._stalls))
 
     def _report_spike(self, loop: Loop, spike: Spike, result: StepResult) -> None:
-        indices = self._batch(loop)
+        indices = self._global_batch(loop)
         message = (
             f"step {result.step}: loss {result.loss:.4g} is far above its level {spike.level:.4g} (usual deviation "
-            f"{spike.deviation:.2g}); {_values(result.metrics)}; {_first_samples(indices)}. If spikes recur, lower "
-            "optimizer.lr or set optimizer.max_grad_norm."
+            f"{spike.deviation:.2g}); {_shown_metrics(result.metrics)}; {_first_samples(indices)}. If spikes recur, "
+            "lower optimizer.lr or set optimizer.max_grad_norm."
         )
         loop.events.add(result.step, "loss_spike", message, indices, shared=True)
 
-    def _batch(self, loop: Loop) -> list[int]:
+    def _global_batch(self, loop: Loop) -> list[int]:
         """Return the sample indices of the step's global batch, which every rank can compute from the sample order."""
-        epoch, step = divmod(self._step - 1, loop.order.steps_per_epoch)
-        return list(loop.order.batch(epoch, step).tolist())
+        epoch, step_of_epoch = divmod(self._step - 1, loop.order.steps_per_epoch)
+        return list(loop.order.batch(epoch, step_of_epoch).tolist())
 
 
-def _values(metrics: Mapping[str, float]) -> str:
-    return ", ".join(f"{label} {metrics[name]:.4g}" for name, label in _VALUES.items() if name in metrics)
+def _shown_metrics(metrics: Mapping[str, float]) -> str:
+    """Describe the values of some metrics."""
+    values = []
+    for name, label in _SHOWN_METRICS.items():
+        if name in metrics:
+            values.append(f"{label} {metrics[name]:.4g}")
+    return ", ".join(values)
 
 
 def _first_samples(indices: Sequence[int]) -> str:
-    return f"its samples begin with indices {[index for index in indices[:_SHOWN] if index != PADDING]}"
+    """Describe the first samples of a batch, without its padding."""
+    shown = [index for index in indices[:_SHOWN_INDICES] if index != PADDING]
+    return f"its samples begin with indices {shown}"
 
 
 def _flood_level(count: int) -> int:
     """Return the log level for the count-th occurrence of a message: WARNING for powers of two, otherwise DEBUG."""
-    return logging.WARNING if count & (count - 1) == 0 else logging.DEBUG
+    is_power_of_two = count & (count - 1) == 0
+    return logging.WARNING if is_power_of_two else logging.DEBUG
