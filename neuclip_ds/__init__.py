@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from neuclip_ds.config import Config
     from neuclip_ds.errors import TrainingDiverged, UserError
     from neuclip_ds.losses import ContrastiveLoss, IndexedDataset, add_index, autograd_loss, register_loss
+    from neuclip_ds.section import Section
     from neuclip_ds.training.hooks import Hook
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "IndexedDataset",
     "Model",
     "Run",
+    "Section",
     "TrainingDiverged",
     "UserError",
     "add_index",
@@ -35,6 +37,7 @@ _MODULES = {  # imported when first used, because torch takes seconds to import
     "IndexedDataset": "losses",
     "Model": "api",
     "Run": "api",
+    "Section": "section",
     "TrainingDiverged": "errors",
     "UserError": "errors",
     "add_index": "losses",

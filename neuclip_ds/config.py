@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, PositiveFloat, ValidationInfo, field_validator, model_validator
+from pydantic import Field, PositiveFloat, SerializeAsAny, ValidationInfo, field_validator, model_validator
 from pydantic_settings import NoDecode
 
 from neuclip_ds.errors import UserError
 from neuclip_ds.losses.methods import method_of
-from neuclip_ds.losses.options import ObjectiveConfig
+from neuclip_ds.losses.options import ObjectiveConfig, default_objective, objective_config
 from neuclip_ds.section import Section, merge
 
 Channels = tuple[float, float, float]
@@ -61,6 +61,9 @@ class RunConfig(Section):
     """Weights & Biases project to log metrics to, as PROJECT or ENTITY/PROJECT; needs the wandb package."""
     normalizer_anchors: int = Field(0, ge=0)
     """Number of training samples on which each evaluation measures the normalizers' error; 0 disables this."""
+    plugins: list[str] = Field([])
+    """Modules that register losses, imported before the config is read: names of modules, or paths of .py files.
+    `--plugin` adds one (docs/how-to/custom_loss.md)."""
     profile_steps: int = Field(0, ge=0)
     """Number of steps to profile, after the first ten. The time and traffic of each phase of a step are written to
     OUTPUT_DIR/NAME/profile/. `--profile` sets this option to 10."""
@@ -381,7 +384,7 @@ class Config(Section):
     run: RunConfig = Field(default_factory=RunConfig)
     data: DataConfig = Field(default_factory=DataConfig)
     model: ModelConfig = Field(default_factory=ModelConfig)
-    objective: ObjectiveConfig = Field(default_factory=ObjectiveConfig)
+    objective: SerializeAsAny[ObjectiveConfig] = Field(default_factory=default_objective)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     ema: EmaConfig = Field(default_factory=EmaConfig)
     recovery: RecoveryConfig = Field(default_factory=RecoveryConfig)
@@ -391,6 +394,14 @@ class Config(Section):
     """Number of training steps; overrides `epochs`."""
     deepspeed: str = "zero1_bf16"
     """DeepSpeed config: a name in ds_configs/ or the path of a JSON file."""
+
+    @field_validator("objective", mode="before")
+    @classmethod
+    def _has_sections_of_registered_losses(cls, objective: Any) -> Any:
+        """Validate `objective` with the class that has the options of losses that `register_loss` added."""
+        if isinstance(objective, ObjectiveConfig):
+            return objective
+        return objective_config().model_validate(objective)
 
     @model_validator(mode="before")
     @classmethod

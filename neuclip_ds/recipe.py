@@ -2,7 +2,8 @@
 
 A recipe is a YAML file with the structure of `neuclip_ds.config.Config`. `include:` lists other recipes (names in
 `neuclip_ds/recipes/`, or paths relative to the file), which are merged in order and then overridden by the recipe's
-options. `other_methods:` under `objective:` contains sections that apply only if the run's method uses them.
+options. `other_methods:` under `objective:` contains sections that apply only if the run's method uses them. Plugins in
+`run.plugins` are imported as soon as a recipe is read, so that the options of their losses are known.
 """
 
 import difflib
@@ -11,14 +12,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError, create_model
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, CliImplicitFlag, CliPositionalArg, CliSettingsSource, SettingsError
 
 from neuclip_ds.config import Config
 from neuclip_ds.errors import UserError
 from neuclip_ds.losses.methods import METHODS, find_method, method_of, method_sections
-from neuclip_ds.losses.options import objective_config
+from neuclip_ds.losses.options import ObjectiveConfig, objective_config
+from neuclip_ds.losses.plugins import import_plugin
 from neuclip_ds.section import merge, read_options
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -35,6 +37,9 @@ class TrainCommand(Config):
 
     recipe: CliPositionalArg[str | None] = None
     """Name of a recipe in neuclip_ds/recipes/, or the path of a YAML file. By default, demo."""
+    plugin: list[str] = Field([])
+    """Module that registers losses: the name of a module, or the path of a .py file; may be repeated. It is imported on
+    all ranks before the config is read, and added to run.plugins."""
     print_config: CliImplicitFlag[bool] = False
     """Print the resolved config as YAML and stop."""
     dry_run: CliImplicitFlag[bool] = False
@@ -59,6 +64,7 @@ def parse(argv: Sequence[str]) -> Invocation:
 
     Raises UserError for an invalid value, or for an unknown recipe or key; the message suggests the nearest name.
     """
+    import_named_plugins(argv)
     options = _command_line(argv)
     switches = {key: value for key, value in options.items() if key not in Config.model_fields}
     overrides = {key: value for key, value in options.items() if key in Config.model_fields}
@@ -67,18 +73,42 @@ def parse(argv: Sequence[str]) -> Invocation:
         raise UserError("--hostfile and --gpu-memory belong to --dry-run; pass the hosts for training to the launcher.")
     if command.profile:
         overrides = {"run.profile_steps": _PROFILED_STEPS, **overrides}
-    return Invocation(command, recipe_config(command.recipe or DEMO, overrides))
+    return Invocation(command, recipe_config(command.recipe or DEMO, overrides, command.plugin))
 
 
-def recipe_config(recipe: str, options: Mapping[str, Any]) -> Config:
-    """Return a recipe's config with `options` (nested or dotted) applied; raise the same errors as `parse`."""
+def import_named_plugins(argv: Sequence[str]) -> None:
+    """Import the plugins that a command line and its recipe name; raise `UserError` if one cannot be imported."""
+    options = _command_line(argv, ignore_unknown=True)  # the plugins define options
+    for plugin in options.get("plugin", []):
+        import_plugin(plugin)
+    _import_plugins(options)
+    load_recipe(options.get("recipe") or DEMO)
+
+
+def recipe_config(recipe: str, options: Mapping[str, Any], plugins: Sequence[str] = ()) -> Config:
+    """Return a recipe's config with `options` (nested or dotted) applied and `plugins` added to `run.plugins`.
+
+    Raises the same errors as `parse`.
+    """
     tree = merge({"run": {"name": Path(recipe).stem}}, load_recipe(recipe))
     overrides: dict[str, Any] = {}
     for name, value in options.items():
         for key in reversed(name.split(".")):
             value = {key: value}
         overrides = merge(overrides, value)
-    return validate(override(tree, overrides))
+    _import_plugins(overrides)
+    config = validate(override(tree, overrides))
+    for plugin in plugins:
+        if plugin not in config.run.plugins:
+            config.run.plugins.append(plugin)
+    return config
+
+
+def with_registered_losses(model: type[M]) -> type[M]:
+    """Return a class of options, `Config` or `TrainCommand`, that has the options of registered losses as fields."""
+    objective = objective_config()
+    fields: dict[str, Any] = {"objective": (objective, Field(default_factory=objective))}
+    return create_model(model.__name__, __base__=model, __module__=__name__, **fields)
 
 
 def recipe_names() -> list[str]:
@@ -100,6 +130,7 @@ def load_recipe(name: str, within: tuple[Path, ...] = ()) -> dict[str, Any]:
     included = tree.pop("include", None) or []
     if not (isinstance(included, list) and all(isinstance(name, str) for name in included)):
         raise UserError(f"{path}: include={_shown(included)} is not a list of recipes; write include: [NAME].")
+    _import_plugins(tree)
     merged: dict[str, Any] = {}
     for included_name in included:
         merged = override(merged, load_recipe(included_name, chain))
@@ -140,11 +171,27 @@ def _validate(model: type[M], tree: dict[str, Any]) -> M:
 
 
 def load_saved(path: Path) -> Config:
-    """Read the config.yaml of a run."""
+    """Read the config.yaml of a run for a program that uses its model; the plugin of its loss need not be imported."""
     tree = read_options(path)
     if not (isinstance(tree, dict) and _mapping(tree, "objective")):
         raise UserError(f"{path} is not the config of a run: restore it from a copy.")
+    objective = tree["objective"]
+    method = objective.get("method")
+    if isinstance(method, str) and method not in METHODS:  # of a plugin, which is not imported
+        shared = {name: value for name, value in objective.items() if name in ObjectiveConfig.model_fields}
+        del shared["method"]
+        options = _validate(ObjectiveConfig, shared)
+        tree = {**tree, "objective": options.model_copy(update={"method": method})}
     return validate(tree)
+
+
+def _import_plugins(tree: Mapping[str, Any]) -> None:
+    """Import the plugins in `run.plugins` of an unvalidated tree; values that are not names are rejected later."""
+    plugins = _mapping(tree, "run").get("plugins")
+    if isinstance(plugins, list):
+        for plugin in plugins:
+            if isinstance(plugin, str):
+                import_plugin(plugin)
 
 
 def _with_other_methods(tree: dict[str, Any]) -> dict[str, Any]:
@@ -171,25 +218,30 @@ def _mapping(tree: Mapping[str, Any], key: str) -> dict[str, Any]:
     return section if isinstance(section, dict) else {}
 
 
-def _command_line(argv: Sequence[str]) -> dict[str, Any]:
-    """Parse options into a tree of their values; a later NAME=VALUE replaces an earlier one, even for lists."""
+def _command_line(argv: Sequence[str], ignore_unknown: bool = False) -> dict[str, Any]:
+    """Parse options into a tree of their values.
+
+    A later NAME=VALUE replaces an earlier one, even for lists, except for `--plugin`, whose values are collected.
+    """
     last: dict[str | int, str] = {}  # by option name, or by position for other arguments
     for position, argument in enumerate(argv):
         spelled = respell(argument, "-", "_")
         name, has_value, _ = spelled.partition("=")
-        last[name if has_value else position] = spelled
+        last[name if has_value and name != "--plugin" else position] = spelled
+    command = with_registered_losses(TrainCommand)
     try:
         source = CliSettingsSource[BaseSettings](
-            TrainCommand,  # type: ignore[arg-type]
+            command,  # type: ignore[arg-type]
             cli_parse_args=list(last.values()),
             cli_exit_on_error=False,
             cli_hide_none_type=True,
             cli_avoid_json=True,
             cli_parse_none_str="null",
+            cli_ignore_unknown_args=ignore_unknown,
         )
         return source()
     except SettingsError as error:
-        known = {f"--{with_dashes(name)}" for name in option_names(TrainCommand)}
+        known = {f"--{with_dashes(name)}" for name in option_names(command)}
         for argument in argv:
             option = with_dashes(argument.split("=")[0])
             if argument.startswith("--") and option not in known:
@@ -247,7 +299,7 @@ def _find_recipe(name: str, including_folder: Path | None) -> Path:
 def _explain(problem: Any) -> str:
     name = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
-        return f"unknown key {name}{nearest(name, option_names(Config))}"
+        return f"unknown key {name}{nearest(name, option_names(with_registered_losses(Config)))}"
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "value_error":
         return f"{name}: {message}"

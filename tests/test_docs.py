@@ -25,8 +25,9 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TOOLS = [path for path in sorted((ROOT / "tools").glob("*.py")) if "__main__" in path.read_text(encoding="utf-8")]
 OUR_FOLDERS = r"(?:neuclip_ds|tools|tests|docs|ds_configs|hostfiles)/"
 # placeholders for option names
-PLACEHOLDERS = {"--dotted.name", "--options"}
-SKETCHES = {"RECIPE", "...", "--options", "--help", "mine.yaml"}  # a command with one of these is incomplete
+PLACEHOLDERS = {"--dotted.name", "--options", "--objective.margin.margin"}
+# a command with one of these is incomplete, or reads a file that the reader writes or a run that the reader trains
+SKETCHES = {"RECIPE", "...", "--options", "--help", "mine.yaml", "margin_loss.py", "runs/demo/config.yaml"}
 # files that a page tells readers to write, a file-name pattern, and a file of open_clip
 NO_FILES = {
     "hostfiles/mine",
@@ -161,6 +162,7 @@ def test_dotted_names_on_pages_are_options() -> None:
     sections = "|".join(Config.model_fields)
     known = set(option_names(Config))
     known |= {"data.batchsize", "objective.offset.log_c"}  # a typo, and an option of a method that a page adds
+    known |= {"objective.margin", "objective.margin.margin"}  # of a loss that a page registers
     dotted = re.compile(rf"^({sections})(\.[a-z][\w.]*)(?:=|$)|--({sections})(\.[\w.-]*\w)")
     files = re.compile(r".*\.(?:py|json|yaml|safetensors|txt|html)|deepspeed\.launcher\..*")
     names: set[tuple[str, str]] = set()

@@ -63,7 +63,7 @@ ATTRIBUTES_OF_DEEPSPEED = {
 # file. A key is FILE: FUNCTION, or a folder for all of its functions.
 LATE_IMPORTS = {
     "losses/method.py: build": "the table of methods loads without torch",
-    "losses/methods.py: register_loss": "the module of the options imports the table of methods",
+    "losses/plugins.py: import_plugin": "the user names the module",
 }
 # as above, for modules that most runs do not use: they do not count as imports of the function's module
 OPTIONAL_IMPORTS = {

@@ -7,6 +7,7 @@ with the same global batches.
 Examples:
     python tools/minimal_loop.py                # demo pairs, rendered on the first run
     python tools/minimal_loop.py --data /data/mine --method openclip
+    python tools/minimal_loop.py --plugin margin_loss.py --method margin    # docs/how-to/custom_loss.md
 """
 
 import argparse
@@ -31,7 +32,7 @@ from neuclip_ds.data.build import build_manifest
 from neuclip_ds.data.demo import make_demo_data
 from neuclip_ds.data.readers import TarReader
 from neuclip_ds.data.shards import resolve_shards
-from neuclip_ds.losses import ContrastiveLoss, IndexedDataset
+from neuclip_ds.losses import ContrastiveLoss, IndexedDataset, import_plugin
 from neuclip_ds.models.bpe import train_bpe
 from neuclip_ds.models.tokenizer import CaptionTokenizer
 
@@ -113,9 +114,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=Path("data/minimal"), help="folder with shards in train/ and val/")
     parser.add_argument("--method", default="fastclip_v1", help="a method in the table of docs/reference/losses.md")
+    parser.add_argument("--plugin", help="a module or .py file that registers the method, if it is your own")
     parser.add_argument("--epochs", type=int, default=6, help="passes over the pairs (default 6)")
     parser.add_argument("--batch", type=int, default=128, help="global batch size, over all ranks (default 128)")
     options = parser.parse_args()
+    if options.plugin:
+        import_plugin(options.plugin)
 
     # torchrun sets these variables; without torchrun, there is one process, which needs no process group
     rank = int(os.environ.get("RANK", 0))

@@ -4,6 +4,7 @@ Examples:
   neuclip-ds train demo --optimizer.lr=1e-3
   neuclip-ds train vitb32_tuneclip --model.pretrained=/weights/clip-vit-base-patch32 --data.train=/data/dfn12m
   neuclip-ds train cc12m_neuclip --data.train=manifests/cc12m --dry-run --hostfile=hostfiles/8node
+  neuclip-ds train demo --plugin margin_loss.py --objective.method=margin
   deepspeed --num_gpus 8 --module neuclip_ds train cc12m_neuclip --data.train=manifests/cc12m
   torchrun --nproc-per-node 8 -m neuclip_ds train cc12m_neuclip --data.train=manifests/cc12m
 
@@ -24,7 +25,15 @@ from pydantic.fields import FieldInfo
 from neuclip_ds.cli.early_checks import check_run
 from neuclip_ds.config import Config, dump
 from neuclip_ds.distributed.environment import read_environment
-from neuclip_ds.recipe import TrainCommand, option_fields, parse, with_dashes
+from neuclip_ds.losses.methods import REGISTERED_OPTIONS
+from neuclip_ds.recipe import (
+    TrainCommand,
+    import_named_plugins,
+    option_fields,
+    parse,
+    with_dashes,
+    with_registered_losses,
+)
 
 log = logging.getLogger(__name__)
 
@@ -98,17 +107,21 @@ def requested_help(arguments: Sequence[str]) -> str | None:
         name, _, value = argument.partition("=")
         if name in ("-h", "--help"):
             next_argument = arguments[position + 1] if position + 1 < len(arguments) else ""
+            if any(other.partition("=")[0] == "--plugin" for other in arguments):
+                import_named_plugins([other for other in arguments if other not in (argument, "all")])
             return _help_text(every_option="all" in (value, next_argument))
     return None
 
 
 def _help_text(every_option: bool) -> str:
-    options = dict(option_fields(Config))
+    options = dict(option_fields(with_registered_losses(Config)))
+    sections_of_plugins = tuple(f"objective.{name}." for name in REGISTERED_OPTIONS)
+    everyday = [*EVERYDAY, *(name for name in options if name.startswith(sections_of_plugins))]
     listed = {}
     for name, field in TrainCommand.model_fields.items():
         if name not in Config.model_fields and name != "recipe":  # a switch, such as --dry-run
             listed[name] = field
-    for name in options if every_option else EVERYDAY:
+    for name in options if every_option else everyday:
         listed[name] = options[name]
 
     # one block of lines per section; the options of all sections below `model` are one block unless all are listed
@@ -164,4 +177,4 @@ def _kind(annotation: Any) -> str:
         return "{...}"
     if parts:  # a union, or an annotated type
         return "|".join(_kind(part) for part in parts if part in _KINDS or get_origin(part))
-    return "{...}" if issubclass(annotation, BaseModel) else _KINDS[annotation]
+    return "{...}" if issubclass(annotation, BaseModel) else _KINDS.get(annotation, "TEXT")

@@ -9,14 +9,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from neuclip_ds.losses.autograd import autograd_loss
-    from neuclip_ds.losses.base import LossContext, LossFunction, LossOutput, Position
+    from neuclip_ds.losses.autograd import AutogradLoss, autograd_loss
+    from neuclip_ds.losses.base import LossContext, LossFunction, LossOutput, Position, Stateful
     from neuclip_ds.losses.contrastive_loss import ContrastiveLoss
     from neuclip_ds.losses.gather import GatheredFeatures
     from neuclip_ds.losses.indexed_dataset import IndexedDataset, add_index
-    from neuclip_ds.losses.methods import register_loss
+    from neuclip_ds.losses.plugins import import_plugin, register_loss
+    from neuclip_ds.losses.sample_store import SampleStore
 
 _MODULES = {
+    "AutogradLoss": "autograd",
     "ContrastiveLoss": "contrastive_loss",
     "GatheredFeatures": "gather",
     "IndexedDataset": "indexed_dataset",
@@ -24,11 +26,15 @@ _MODULES = {
     "LossFunction": "base",
     "LossOutput": "base",
     "Position": "base",
+    "SampleStore": "sample_store",
+    "Stateful": "base",
     "add_index": "indexed_dataset",
     "autograd_loss": "autograd",
-    "register_loss": "methods",
+    "import_plugin": "plugins",
+    "register_loss": "plugins",
 }
 __all__ = [
+    "AutogradLoss",
     "ContrastiveLoss",
     "GatheredFeatures",
     "IndexedDataset",
@@ -36,8 +42,11 @@ __all__ = [
     "LossFunction",
     "LossOutput",
     "Position",
+    "SampleStore",
+    "Stateful",
     "add_index",
     "autograd_loss",
+    "import_plugin",
     "register_loss",
 ]
 

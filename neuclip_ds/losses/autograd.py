@@ -20,6 +20,8 @@ The rows are those of the global batch, in the same order on all ranks; row i of
 def autograd_loss(function: FeatureLoss) -> LossBuilder:
     """Return a builder of a loss without state, for `ContrastiveLoss` and `register_loss`.
 
+    The builder ignores its arguments. To read options, call it inside your own builder (docs/how-to/custom_loss.md).
+
     Example:
         ```python
         def mean_distance(image, text, index):
@@ -40,6 +42,9 @@ class AutogradLoss(LossFunction):
 
     Every rank computes the loss of the whole batch and keeps its rows of the gradient. The result is therefore exact on
     any number of ranks, but each rank does the work of all ranks.
+
+    Args:
+        function: the loss as a function of the features.
     """
 
     def __init__(self, function: FeatureLoss) -> None:

@@ -1,8 +1,8 @@
 """The table of methods. Importing this module does not import torch, because `--help` reads the table.
 
 A method's row stands in the options file of its paper, such as `fastclip_options.py`. The file next to it, such as
-`fastclip.py`, has the equations, the estimator and the function that builds the loss. `register_loss` adds a row for a
-loss that is not in this package.
+`fastclip.py`, has the equations, the estimator and the function that builds the loss. `register_loss` in plugins.py
+adds a row for a loss that is not in this package.
 """
 
 import difflib
@@ -17,7 +17,7 @@ from neuclip_ds.losses import (
     siglip_options,
     tuneclip_options,
 )
-from neuclip_ds.losses.method import LossBuilder, Method, Options
+from neuclip_ds.losses.method import Method, Options
 from neuclip_ds.section import Section
 
 DEFAULT = "openclip"  # it has no settings that need tuning on a new dataset
@@ -61,37 +61,12 @@ def find_method(name: str) -> Method:
     shown = " ".join(str(name).split())[:80]
     nearest = difflib.get_close_matches(shown, METHODS, n=1)
     hint = f"did you mean {nearest[0]}?" if nearest else "choose one."
-    raise UserError(f"objective.method={shown} is unknown; the methods are {', '.join(METHODS)}; {hint}")
+    raise UserError(
+        f"objective.method={shown} is unknown; the methods are {', '.join(METHODS)}; {hint} If a plugin registers this "
+        "loss, add --plugin=MODULE (the name of a module, or the path of a .py file)."
+    )
 
 
 def method_of(options: Options) -> Method:
     """Return the method named in a tree of options under `objective`, or the default method."""
     return find_method(options.get("method", DEFAULT))
-
-
-def register_loss(name: str, builder: LossBuilder, options: type[Section] | None = None) -> None:
-    """Add a loss that is not in this package, so that `objective.method=NAME` selects it.
-
-    Args:
-        name: name of the method and of its section of options, `objective.NAME`.
-        builder: function that builds the loss from the run's `ObjectiveConfig` and a `LossContext`. For a function of
-            gathered features, use `neuclip_ds.losses.autograd_loss`.
-        options: `Section` with the loss's options; the builder reads them as `config.NAME`.
-
-    Raises:
-        UserError: the name is taken by a method or an option, or is not a Python identifier.
-    """
-    # imported here because options.py reads the table above
-    from neuclip_ds.losses.options import ObjectiveConfig
-
-    if not name.isidentifier():
-        raise UserError(f"register_loss: {name!r} cannot name a loss; use letters, digits and _.")
-    replaces_own = name in METHODS and not isinstance(METHODS[name].builder, str)
-    if (name in METHODS and not replaces_own) or name in ObjectiveConfig.model_fields:
-        raise UserError(f"register_loss: {name} is already the name of a method or of an option; choose another name.")
-    if options is None:
-        REGISTERED_OPTIONS.pop(name, None)
-        METHODS[name] = Method(builder=builder)
-    else:
-        REGISTERED_OPTIONS[name] = options
-        METHODS[name] = Method(builder=builder, sections=(name,))

@@ -138,7 +138,12 @@ def objective_config() -> type[ObjectiveConfig]:
     fields: dict[str, Any] = {
         name: (options, Field(default_factory=options)) for name, options in REGISTERED_OPTIONS.items()
     }
-    return create_model("ObjectiveConfig", __base__=ObjectiveConfig, **fields)
+    return create_model("ObjectiveConfig", __base__=ObjectiveConfig, __module__=__name__, **fields)
+
+
+def default_objective() -> ObjectiveConfig:
+    """Return the default options, including those of registered losses."""
+    return objective_config()()
 
 
 def _unread_section(method: str, section: str, options: Any) -> str:

@@ -1,0 +1,96 @@
+"""Losses that are not in this package: `register_loss`, and the import of plugins, which are modules that call it.
+
+Importing this module does not import torch, because plugins are imported before the command line is read.
+"""
+
+import importlib.util
+import keyword
+import sys
+import traceback
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from neuclip_ds.errors import UserError
+from neuclip_ds.losses.method import LossBuilder, Method
+from neuclip_ds.losses.methods import METHODS, REGISTERED_OPTIONS
+from neuclip_ds.losses.options import ObjectiveConfig
+from neuclip_ds.section import Section
+
+
+def register_loss(name: str, builder: LossBuilder, options: type[Section] | None = None) -> None:
+    """Add a loss that is not in this package, so that `objective.method=NAME` selects it.
+
+    A second call with the same name replaces the loss.
+
+    Args:
+        name: name of the method and of its section of options, `objective.NAME`.
+        builder: function that builds the loss from the run's `ObjectiveConfig` and a `LossContext`. For a function of
+            gathered features, use `neuclip_ds.autograd_loss`.
+        options: subclass of `neuclip_ds.Section` with the loss's options; the builder reads them as `config.NAME`.
+
+    Raises:
+        UserError: the name is not a Python name or belongs to a method or an option, or an option has no default.
+    """
+    if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_"):
+        raise UserError(f"register_loss: {name!r} cannot name a loss; use letters, digits and _.")
+    is_registered = name in METHODS and not isinstance(METHODS[name].builder, str)
+    is_attribute = name in ObjectiveConfig.model_fields or hasattr(ObjectiveConfig, name)
+    if is_attribute or (name in METHODS and not is_registered):
+        raise UserError(f"register_loss: {name} is already the name of a method or of an option; choose another name.")
+    if options is None:
+        REGISTERED_OPTIONS.pop(name, None)
+        METHODS[name] = Method(builder=builder, estimates_normalizers=False)
+        return
+    try:
+        options()
+    except ValidationError as error:
+        invalid = ", ".join(str(problem["loc"][0]) for problem in error.errors())
+        raise UserError(f"register_loss: options of {name} need valid defaults, but {invalid} has none.") from error
+    REGISTERED_OPTIONS[name] = options
+    METHODS[name] = Method(builder=builder, sections=(name,), estimates_normalizers=False)
+
+
+def import_plugin(name: str) -> None:
+    """Import a plugin, once per process.
+
+    Args:
+        name: name of a module on Python's path, or path of a .py file.
+
+    Raises:
+        UserError: the plugin does not exist or raises an exception.
+    """
+    try:
+        if name.endswith(".py"):
+            _import_file(Path(name).expanduser().resolve())
+        else:
+            importlib.import_module(name)
+    except Exception as error:  # a plugin may raise any exception
+        reason = " ".join(str(error).split())[:300].rstrip(".") or "no message"
+        raise UserError(
+            f"The plugin {name} cannot be imported: {type(error).__name__}: {reason}{_location(error)}. Correct it, or "
+            "name another module or .py file in --plugin or run.plugins."
+        ) from error
+
+
+def _import_file(path: Path) -> None:
+    """Import a file as a module that has the file's path as its name, which no other module can have."""
+    name = str(path)
+    if name in sys.modules:
+        return
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None  # the name ends with .py
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # pydantic looks up the module of a class to resolve its annotations
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+
+
+def _location(error: Exception) -> str:
+    """Return the file and line that raised an error, or "" if the error is from the import itself."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    is_from_import = frame.filename == __file__ or frame.filename.startswith("<")
+    return "" if is_from_import else f" ({frame.filename}, line {frame.lineno})"
