@@ -28,6 +28,14 @@ STAGES = [f"zero{stage}_{precision}" for precision in ("fp32", "bf16") for stage
 ROWS = 12
 FROZEN = "1.bias"
 Case = tuple[str, str]  # optimizer, name in ds_configs/
+QUICK: list[Case] = [  # each of DeepSpeed's wrappers around the optimizer, and an optimizer without a second moment
+    ("adamw", "zero0_fp32"),
+    ("adamw", "zero0_bf16"),
+    ("adamw", "zero1_bf16"),
+    ("adamw", "zero2_fp32"),
+    ("adamw", "zero3_bf16"),
+    ("lion", "zero1_fp32"),
+]
 
 
 def build(case: Case, communicator: Communicator, seed: int, embedding: int = 5) -> Engine:
@@ -166,7 +174,7 @@ def check_complete(folder: Path, case: Case) -> None:
 
 
 def test_loading_with_another_world_size_and_stage_keeps_every_bit(tmp_path: Path) -> None:
-    messages = check_resharding([("adamw", engine) for engine in STAGES] + [("lion", "zero1_fp32")], 1, tmp_path)
+    messages = check_resharding(QUICK, 1, tmp_path)
     for missing, foreign in messages:
         assert re.match(r"rank 1 on \S+: .*cannot be read", missing)
         assert "nowhere/index.json" in missing

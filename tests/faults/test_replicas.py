@@ -1,7 +1,7 @@
 """Replicated state is compared across ranks before each checkpoint, and the error names the rank that differs."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,31 +25,39 @@ def flip(tensor: torch.Tensor) -> None:
     tensor.detach().view(-1).view(integers)[0] ^= 1 << 12
 
 
-class FlipBit(Hook):
-    """Hook that flips one bit of the tensor `name` on one rank after a step."""
+class FlipBits(Hook):
+    """Hook that flips one bit of each of the named tensors after a step, if `flips` is true on this rank."""
 
-    def __init__(self, rank: int, of_rank: int, step: int, name: str) -> None:
-        self._mine, self._step, self._name = rank == of_rank, step, name
+    def __init__(self, flips: bool, step: int, names: Sequence[str]) -> None:
+        self._flips = flips
+        self._step = step
+        self._names = names
 
     def after_step(self, loop: Loop, result: StepResult) -> None:
-        if self._mine and result.step == self._step:
+        if self._flips and result.step == self._step:
             weights = dict(loop.context.engine.module.named_parameters())
-            flip({**weights, **loop.loss.function.replicated_state()}[self._name])
+            tensors = {**weights, **loop.loss.function.replicated_state()}
+            for name in self._names:
+                flip(tensors[name])
 
 
-def messages(communicator: Communicator, cases: list[tuple[list[str], str, int]], shards: Path, runs: Path) -> Any:
-    """Train each case while one bit of the tensor `name` flips on the last rank, and return the error messages."""
-    found = []
-    for number, (options, name, step) in enumerate(cases):
+Case = tuple[list[str], list[str], int]  # options, names of tensors, step
+
+
+def error_messages(communicator: Communicator, cases: list[Case], shards: Path, runs: Path) -> list[str]:
+    """Train each case while bits of the named tensors flip on the last rank; return the error, or "", of each."""
+    messages = []
+    for number, (options, names, step) in enumerate(cases):
         where = [f"--data.train={shards}", f"--run.output_dir={runs}", f"--run.name={number}"]
         config = parse(["demo", *read_options([*OPTIONS, *options]), *where]).config
-        hook = FlipBit(communicator.rank, communicator.world_size - 1, step, name)
+        is_last_rank = communicator.rank == communicator.world_size - 1
+        hook = FlipBits(is_last_rank, step, names)
         try:
             train_connected(communicator, config, hook)
-            found.append("")
+            messages.append("")
         except TrainingDiverged as error:
-            found.append(str(error))
-    return found
+            messages.append(str(error))
+    return messages
 
 
 V3, MLP = ["--objective.method=fastclip_v3"], ["--objective.method=neuclip", "--objective.npn.network=mlp"]
@@ -57,29 +65,31 @@ WEIGHT = "vision.trunk.patch_embed.proj.weight"
 
 
 def test_a_flipped_bit_of_one_rank_ends_the_run_before_the_next_checkpoint(shards: Path, tmp_path: Path) -> None:
-    each = ["--run.checkpoint_every=2", "--deepspeed=zero0_fp32"]
-    cases = [
-        ([*V3, *each], "temperature.theta", 3),
-        ([*MLP, *each], "normalizer.weights", 3),
-        ([*V3, *each, "--deepspeed=zero1_bf16"], WEIGHT, 4),
+    every = "--run.checkpoint_every=2"
+    cases: list[Case] = [
+        ([*V3, every, "--deepspeed=zero0_fp32"], ["temperature.theta"], 3),
+        ([*MLP, every, "--deepspeed=zero1_bf16"], ["normalizer.weights", WEIGHT], 4),
     ]
-    ranks = run_ranks(3, messages, cases, shards, tmp_path)
+    ranks = run_ranks(3, error_messages, cases, shards, tmp_path)
     assert ranks[0] == ranks[1] == ranks[2]
-    for number, ((_, name, _), message) in enumerate(zip(cases, ranks[0], strict=True)):
+    for number, ((_, names, _), message) in enumerate(zip(cases, ranks[0], strict=True)):
         assert message.startswith("step 4: ")
-        assert name in message
+        for name in names:
+            assert name in message
         assert "bits on all ranks, but those of rank 2 differ: test the memory" in message
         saved = complete_checkpoints(tmp_path / str(number) / "checkpoints")
         assert [path.name for path in saved] == ["step_000000002"]
 
 
 def test_a_difference_between_two_ranks_names_both(shards: Path, tmp_path: Path) -> None:
-    cases = [([*V3, "--run.checkpoint_every=1"], "temperature.theta", 2)]
     nothing_alike = ["--objective.method=fastclip_v2", "--deepspeed=zero3_fp32", "--run.checkpoint_every=1"]
-    cases.append((nothing_alike, "", 0))
     nets = ["--objective.method=amorlip", "--objective.amortized.gather=fits", "--objective.amortized.online_every=2"]
-    cases.append(([*nets, "--objective.epoch_steps=3", "--run.checkpoint_every=1"], "", 0))
-    for drifted, divided, fitted_apart in run_ranks(2, messages, cases, shards, tmp_path):
+    cases: list[Case] = [
+        ([*V3, "--run.checkpoint_every=1"], ["temperature.theta"], 2),
+        ([*nothing_alike, "--max_steps=1"], [], 0),
+        ([*nets, "--objective.epoch_steps=3", "--run.checkpoint_every=1"], [], 0),
+    ]
+    for drifted, divided, fitted_apart in run_ranks(2, error_messages, cases, shards, tmp_path):
         assert drifted.startswith("step 2: ")
         assert "temperature.theta must have the same bits on all ranks, but ranks 0 and 1 differ: test" in drifted
         assert not divided

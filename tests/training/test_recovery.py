@@ -68,7 +68,7 @@ def stands_still(engine: str, ranks: int, shards: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_taken_over_is_chosen(shards: str, tmp_path: Path) -> None:
+def test_restore_chooses_the_state_that_training_starts_from(shards: str, tmp_path: Path) -> None:
     def after(name: str, *options: str) -> Path:
         run(tmp_path / name, shards, 1, *FULL, *options)
         return newest_checkpoint(tmp_path / name)
@@ -89,7 +89,7 @@ def test_what_is_taken_over_is_chosen(shards: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_recovery_that_is_broken_off_goes_on(shards: str, tmp_path: Path) -> None:
+def test_an_interrupted_recovery_resumes(shards: str, tmp_path: Path) -> None:
     run(tmp_path / "whole", shards, 2, *FULL)
     train(tmp_path / "broken", shards, 2, *TUNE, "--recovery.epochs=1")
     shutil.rmtree(tmp_path / "broken" / "run" / "checkpoints")  # as if the run had stopped during its recovery
