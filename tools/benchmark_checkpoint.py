@@ -24,7 +24,7 @@ from benchmarking import machine, on_ranks
 from benchmarking.synthetic_profile import SyntheticSteps
 
 from neuclip_ds.checkpoint.checkpoints import Checkpoints
-from neuclip_ds.checkpoint.engine_state import engine_facts, engine_shards
+from neuclip_ds.checkpoint.engine_state import engine_metadata, engine_shards
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.launch import process_group
 from neuclip_ds.losses.contrastive_loss import ContrastiveLoss
@@ -48,7 +48,6 @@ class _Run:
         self._loss = loss
         self._number = 0
         self._batch = self._steps.batch(0)
-        self._step = 0
 
     def step(self) -> None:
         self._steps.run(self._number, self._batch)
@@ -59,11 +58,11 @@ class _Run:
         folder.mkdir(exist_ok=True)
         engine = self._steps.engine
         ranks = self._communicator
-        for file in shard_files(engine_shards(engine, ranks), engine_facts(engine), ranks):
+        for file in shard_files(engine_shards(engine, ranks), engine_metadata(engine), ranks):
             file.write(folder)
             with (folder / file.name).open("rb") as written:
                 os.fsync(written.fileno())
-        self._communicator.barrier()
+        ranks.barrier()
 
     def save(self, checkpoints: Checkpoints) -> Path:
         return checkpoints.save(self._number, self._steps.engine, self._loss.function, _FACTS, {})

@@ -62,50 +62,41 @@ def savings(image: Tensor, text: Tensor, world_size: int, tower: Tensor) -> dict
         for x in (image, text):
             communicator.all_gather(x.to(comm_dtype), "features").to(x.dtype)
 
-    def gather_in_float32(communicator: Communicator) -> None:
-        gather(communicator, torch.float32)
-
-    def gather_in_bf16(communicator: Communicator) -> None:
-        gather(communicator, torch.bfloat16)
-
-    def gather_and_send_gradients(communicator: Communicator) -> None:
+    def back_and_forth(communicator: Communicator) -> None:
         gather(communicator, torch.float32)
         for _ in range(2):
             communicator.reduce_scatter(image.new_ones(batch, dim), "feature gradients")
 
-    def send_scalars_one_by_one(communicator: Communicator) -> None:
+    def one_by_one(communicator: Communicator) -> None:
         for _ in range(2):
             communicator.all_gather(values, "normalizer")
         for _ in range(_SUMS):
             communicator.all_reduce(values[0], "scalars")
 
-    def send_scalars_together(communicator: Communicator) -> None:
+    def together(communicator: Communicator) -> None:
         communicator.all_gather(values.expand(-1, 2), "normalizer")
         communicator.all_reduce(values[0].expand(_SUMS), "scalars")
 
-    def gather_texts_after_the_tower(communicator: Communicator) -> None:
+    def texts_after(communicator: Communicator) -> None:
         torch.mm(tower, tower)
         communicator.all_gather(text, "features")
 
-    def gather_texts_during_the_tower(communicator: Communicator) -> None:
+    def texts_meanwhile(communicator: Communicator) -> None:
         pending = communicator.begin_all_gather(text, "features")
         torch.mm(tower, tower)
         pending.wait()
 
-    def reduce_prototype_gradients(communicator: Communicator) -> None:
-        for _ in range(_UPDATES):
-            communicator.all_reduce(prototype_gradient, "normalizer")
-
-    def reduce_row_sums(communicator: Communicator) -> None:
-        for _ in range(_UPDATES + 1):
-            communicator.all_reduce(row_sums, "normalizer")
-
+    gradient = image.new_ones(2, _PROTOTYPES, dim)
+    sums = torch.ones(2, batch, dtype=torch.float64)
     return {
-        "comm_dtype": (gather_in_float32, gather_in_bf16),
-        "gradients": (gather_and_send_gradients, gather_in_float32),
-        "scalars": (send_scalars_one_by_one, send_scalars_together),
-        "overlap": (gather_texts_after_the_tower, gather_texts_during_the_tower),
-        "npn": (reduce_prototype_gradients, reduce_row_sums),
+        "comm_dtype": (lambda c: gather(c, torch.float32), lambda c: gather(c, torch.bfloat16)),
+        "gradients": (back_and_forth, lambda c: gather(c, torch.float32)),
+        "scalars": (one_by_one, together),
+        "overlap": (texts_after, texts_meanwhile),
+        "npn": (
+            lambda c: [c.all_reduce(gradient, "normalizer") for _ in range(_UPDATES)],
+            lambda c: [c.all_reduce(sums, "normalizer") for _ in range(_UPDATES + 1)],
+        ),
     }
 
 

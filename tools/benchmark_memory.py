@@ -44,14 +44,14 @@ class Case:
     method: str
 
     def config(self) -> Config:
-        settings = {
+        options = {
             "data": {"batch_size": self.ranks * self.micro * self.passes, "micro_batch": self.micro},
             "model": {"activation_checkpointing": self.checkpointing},
             "objective": {"method": self.method},
             "optimizer": {"name": "adamw", "lr": 1e-5},
             "deepspeed": self.engine,
         }
-        return validate(override(load_recipe(_MODELS[self.model]), settings))
+        return validate(override(load_recipe(_MODELS[self.model]), options))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -115,8 +115,8 @@ def compare(world_size: int, rows: int, options: argparse.Namespace) -> list[str
     for key in seconds:
         traffic = ", ".join(f"{name} {count / 1e3:,.1f}" for name, count in times_by_rank[0][key]["bytes"].items())
         lines.append(
-            f"| {world_size} | {rows} | {name} | {seconds[name] * 1e3:.1f} | {seconds[name] / seconds[PEER]:.2f} "
-            f"| {megabytes[name]:.1f} | {megabytes[name] / megabytes[PEER]:.2f} | {traffic} |"
+            f"| {world_size} | {rows} | {key} | {seconds[key] * 1e3:.1f} | {seconds[key] / seconds[PEER]:.2f} "
+            f"| {memory[key]:.1f} | {memory[key] / memory[PEER]:.2f} | {traffic if world_size > 1 else '-'} |"
         )
     return lines
 

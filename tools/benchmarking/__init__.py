@@ -105,7 +105,6 @@ def sync(path: Path, forget: bool = False) -> None:
 
 
 def machine(device: str = "cpu") -> str:
-    """Return a description of this machine for the head of a table."""
     gpu = f"{torch.cuda.get_device_name()}, " if device == "cuda" else ""
     return f"{gpu}{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
 
