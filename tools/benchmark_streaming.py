@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from benchmarking import alone, machine, sync
+from benchmarking import in_new_process, machine, sync
 from benchmarking.mosaic import has_mosaic, payload_bytes, samples_of, write_mds
 from benchmarking.object_store import Counters, Store, object_store
 from torch import Tensor
@@ -246,9 +246,9 @@ def in_turns(
     for _ in range(setting.repeats):
         for name, contender in contenders.items():
             _forget(storage)
-            epoch = alone(measure, contender, setting, storage, 0, None)
+            epoch = in_new_process(measure, contender, setting, storage, 0, None)
             _forget(storage)
-            resumed = alone(measure, contender, setting, storage, half, 1)
+            resumed = in_new_process(measure, contender, setting, storage, half, 1)
             turns[name].append(Turn(epoch, resumed))
     return turns
 
@@ -261,7 +261,7 @@ def _forget(storage: Storage) -> None:
 
 
 def transform_rate(setting: Setting, storage: Storage) -> float:
-    """Return the samples/s of the transform alone, in one process: a worker's upper limit."""
+    """Return the samples/s of the transform in_new_process, in one process: a worker's upper limit."""
     samples = samples_of(load_manifest(storage.manifest))
     images = [sample.image or b"" for sample in itertools.islice(samples, 1000)]
     transform = setting.transform
@@ -370,7 +370,9 @@ def run(setting: Setting) -> None:
             f"{setting.workers} workers, batch {setting.batch}, {setting.image_size} px, {setting.decoder}; "
             f"S3: {setting.latency_ms:g} ms, {setting.bandwidth_mb:g} MB/s"
         )
-        print(f"{title}\nTransform alone: {alone(transform_rate, setting, storages[0]):,.0f} samples/s per process\n")
+        print(
+            f"{title}\nTransform alone: {in_new_process(transform_rate, setting, storages[0]):,.0f} samples/s per process\n"
+        )
         print(
             f"| storage | contender | {' | '.join(title for _, title, _ in COLUMNS)} |\n{'|---' * (2 + len(COLUMNS))}|"
         )
