@@ -18,7 +18,7 @@ from pydantic_settings import BaseSettings, CliImplicitFlag, CliPositionalArg, C
 
 from neuclip_ds.config import Config
 from neuclip_ds.errors import UserError
-from neuclip_ds.losses.methods import METHODS, find_method, method_of, method_sections
+from neuclip_ds.losses.methods import METHODS, REGISTERED_OPTIONS, find_method, method_of, method_sections
 from neuclip_ds.losses.options import ObjectiveConfig, objective_config
 from neuclip_ds.losses.plugins import import_plugin
 from neuclip_ds.section import merge, read_options
@@ -106,6 +106,8 @@ def recipe_config(recipe: str, options: Mapping[str, Any], plugins: Sequence[str
 
 def with_registered_losses(model: type[M]) -> type[M]:
     """Return a class of options, `Config` or `TrainCommand`, that has the options of registered losses as fields."""
+    if not REGISTERED_OPTIONS:
+        return model
     objective = objective_config()
     fields: dict[str, Any] = {"objective": (objective, Field(default_factory=objective))}
     return create_model(model.__name__, __base__=model, __module__=__name__, **fields)
