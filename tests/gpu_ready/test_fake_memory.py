@@ -110,7 +110,7 @@ def test_the_objective_of_a_large_batch_takes_the_estimated_memory(
     with fake_cuda(), LiveBytes("cuda") as live:
         monkeypatch.setattr(general_pairs, "fused", partial(as_compiled, live))
         objective = build_objective(query.config, Context(DIM, SAMPLES, GpuRank(ranks)), torch.bfloat16)
-        for number in range(3):
+        for number in range(2):
             live.peak = live.now
             gather = objective.begin_gather(index, valid)
             assert gather is not None
