@@ -107,7 +107,7 @@ def test_no_method_slows_down_a_cpu_with_subnormal_numbers(name: str) -> None:
     for kind in KINDS:
         loss_fn = build_loss(method, dim=DIM, dtype=torch.float32, **options)
         image, text = features(kind)
-        for number in range(3):
+        for number in range(2):
             with SubnormalCounter() as counter:
                 result = call(loss_fn, image, text, at=position(number))
             assert counter.exponentials

@@ -63,13 +63,17 @@ def test_the_default_method_is_that_of_recipes() -> None:
 @pytest.mark.parametrize(
     "name", [name for name, (method, _) in VARIANTS.items() if METHODS[method].estimates_normalizers]
 )
-@pytest.mark.parametrize("factors", [True, False], ids=["as on a CPU", "as on a GPU"])
-def test_the_feature_gradient_is_that_of_the_weighted_pairs(
-    name: str, factors: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The gradient is that of scale/B sum w g, with the estimator's weights w, plus the estimator's own gradient."""
-    force_factors(monkeypatch, factors)
-    for tau, size, chunk, cached_bytes in ((0.01, 9, None, CACHED_BYTES), (0.07, 14, 4, CACHED_BYTES), (1.0, 14, 4, 0)):
+def test_the_feature_gradient_is_that_of_the_weighted_pairs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient is that of scale/B sum w g, with the estimator's weights w, plus the estimator's own gradient.
+
+    It is computed with the arithmetic of CPUs and, in the last case, with that of GPUs.
+    """
+    for tau, size, chunk, cached_bytes, factors in (
+        (0.01, 9, None, CACHED_BYTES, True),
+        (1.0, 14, 4, 0, True),
+        (0.07, 14, 4, CACHED_BYTES, False),
+    ):
+        force_factors(monkeypatch, factors)
         monkeypatch.setattr(global_contrastive, "CACHED_BYTES", cached_bytes)
         check_weighted_pairs(build(name, tau, chunk_size=chunk), size, monkeypatch)
 

@@ -99,15 +99,15 @@ def test_a_perturbation_of_the_encoders_grows_less_than_a_hundredfold(npn: dict[
         towers[0] *= 1 + change * torch.randn(32, 32, generator=torch.Generator().manual_seed(0)).double()
         weights = [tower.requires_grad_() for tower in towers]
         adam = torch.optim.Adam(weights, lr=1e-3)
-        sizes = {"prototypes": 256, "redraw_every": 500, **npn}
+        sizes = {"prototypes": 128, "redraw_every": 500, **npn}
         loss_fn = build_loss("neuclip", dim=32, npn=sizes, temperature={"initial": 0.01, "lr": 0.0})
         gradients = []
         for number in range(20):
-            images, texts = pairs(128, 32, seed=number)
+            images, texts = pairs(64, 32, seed=number)
             image = torch.nn.functional.normalize(images @ weights[0], dim=1)
             text = torch.nn.functional.normalize(texts @ weights[1], dim=1)
             adam.zero_grad()
-            loss_fn(image, text, torch.arange(128), position=position(number)).backward()
+            loss_fn(image, text, torch.arange(64), position=position(number)).backward()
             gradients.append(torch.stack([w.grad for w in weights if w.grad is not None]))
             adam.step()
         return gradients

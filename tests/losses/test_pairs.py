@@ -348,7 +348,7 @@ def test_batches_of_every_size_share_four_compiled_graphs(
 ) -> None:
     """Each of the two passes needs one graph for local pairs and one for pairs with other ranks' rows."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    for rows in (24, 17, 26):
+    for rows in (24, 17):
         assert_compiled_equals_uncompiled(monkeypatch, pair_loss, individual, columns, rows)
     assert not counters["graph_break"]
     assert counters["stats"]["unique_graphs"] == 4
@@ -405,19 +405,18 @@ def test_a_gpu_is_never_waited_for(compiles: bool, monkeypatch: pytest.MonkeyPat
     with fake_cuda() as gpu:
         image, text = torch.empty(2, 12, DIM, device=DEVICE, dtype=torch.bfloat16)
         gathered = gather(image, text, torch.float32, GpuRank(world_size))
-        for pair_loss in (PairLoss(), Hinge(0.2)):
-            for shape in ((), (2, size)):
-                tau = torch.ones(shape, device=DEVICE)
-                gpu.syncs.clear()
-                similarities = pair_similarities(PairGrid(gathered, 40, UNLIMITED), pair_loss, tau)
-                log_g = similarities.log_mean_exp()
-                gradient = similarities.gradient(torch.zeros(2, size, device=DEVICE))
-                assert not gpu.syncs
-                results = (log_g, gradient.image, gradient.text, gradient.mean_logit)
-                assert {x.device for x in results} == {DEVICE}
-                assert log_g.shape == (2, 12)
-                assert gradient.image.shape == gradient.text.shape == (12, DIM)
-                assert gradient.mean_logit.shape == ((2, 12) if shape else ())
+        for pair_loss, shape in ((PairLoss(), ()), (Hinge(0.2), (2, size))):
+            tau = torch.ones(shape, device=DEVICE)
+            gpu.syncs.clear()
+            similarities = pair_similarities(PairGrid(gathered, 40, UNLIMITED), pair_loss, tau)
+            log_g = similarities.log_mean_exp()
+            gradient = similarities.gradient(torch.zeros(2, size, device=DEVICE))
+            assert not gpu.syncs
+            results = (log_g, gradient.image, gradient.text, gradient.mean_logit)
+            assert {x.device for x in results} == {DEVICE}
+            assert log_g.shape == (2, 12)
+            assert gradient.image.shape == gradient.text.shape == (12, DIM)
+            assert gradient.mean_logit.shape == ((2, 12) if shape else ())
 
 
 @pytest.mark.parametrize(("rows", "compiles"), [(5000, False), (6000, True), (20000, True)])

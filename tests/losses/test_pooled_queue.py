@@ -126,7 +126,7 @@ def options_of(sizes: tuple[int, int, float, int], tau: float, eps: float, rule:
 @pytest.mark.parametrize("sizes", SIZES)
 def test_gradients_equal_those_of_autograd(sizes: tuple[int, int, float, int], rule: str) -> None:
     history = batches(sizes[0], sizes[3])
-    for tau, eps in ((0.01, 1e-14), (0.02, 1e-14), (0.07, 0.03), (1.0, 1e-14)):
+    for tau, eps in ((0.01, 1e-14), (0.07, 0.03), (1.0, 1e-14)):
         (steps,) = results_of_steps(Communicator(), [(history, options_of(sizes, tau, eps, rule))])
         assert_steps_equal_autograd([steps], history, sizes, tau, eps, rule)
 
