@@ -154,11 +154,12 @@ def test_evaluation_returns_the_loss_and_changes_no_state(name: str) -> None:
 
 @every_method
 def test_a_loss_that_evaluates_first_can_be_trained(name: str) -> None:
-    loss_fn, wanted = loss_of(name), loss_of(name)
+    loss_fn = loss_of(name)
+    trained_only = loss_of(name)
     with torch.inference_mode():
         loss_fn(*(x.detach().clone() for x in features(7)))  # the state is rebuilt for float64
     for number in range(2):
-        assert torch.equal(loss_fn(*features(number)), wanted(*features(number)))
+        assert torch.equal(loss_fn(*features(number)), trained_only(*features(number)))
 
 
 @pytest.mark.gpu
@@ -173,12 +174,13 @@ def test_index_and_mask_may_be_on_the_host(device: str) -> None:
 def test_autocast_and_half_precision_change_nothing_but_rounding(dtype: torch.dtype) -> None:
     image, text, index = features(0, 32)
     image, text = (x.detach().to(dtype).requires_grad_() for x in (image, text))
-    plain, in_autocast = loss_of("openclip"), loss_of("openclip")
-    wanted = plain(image.detach().float(), text.detach().float(), index)
+    plain = loss_of("openclip")
+    in_autocast = loss_of("openclip")
+    expected = plain(image.detach().float(), text.detach().float(), index)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = in_autocast(image, text, index)
         loss.backward()
-    assert torch.equal(loss.detach(), wanted)
+    assert torch.equal(loss.detach(), expected)
     assert image.grad is not None and image.grad.dtype == dtype
     assert plain.temperature == in_autocast.temperature
 
@@ -186,12 +188,13 @@ def test_autocast_and_half_precision_change_nothing_but_rounding(dtype: torch.dt
 def test_a_repeated_index_keeps_its_last_row() -> None:
     image, text, _ = features(0, 4)
     index = torch.tensor([5, 5, 6, 5])
-    loss_fn, distinct = loss_of("fastclip_v1"), loss_of("fastclip_v1")
+    loss_fn = loss_of("fastclip_v1")
+    distinct = loss_of("fastclip_v1")
     assert torch.equal(loss_fn(image, text, index), distinct(image, text, torch.arange(4)))
-    u, wanted = (fn.state_dict()["_extra_state"]["tables"]["samples"] for fn in (loss_fn, distinct))
-    for key in u:
-        assert torch.equal(u[key][5], wanted[key][3])
-        assert torch.equal(u[key][6], wanted[key][2])
+    distinct_rows = state_of(distinct)["tables"]["samples"]
+    for key, rows in state_of(loss_fn)["tables"]["samples"].items():
+        assert torch.equal(rows[5], distinct_rows[key][3])
+        assert torch.equal(rows[6], distinct_rows[key][2])
 
 
 def test_invalid_rows_have_no_effect_and_no_gradient() -> None:
@@ -201,9 +204,9 @@ def test_invalid_rows_have_no_effect_and_no_gradient() -> None:
     loss = loss_of("neuclip")(holes, text, index, valid)
     loss.backward()
     kept = [x.detach()[valid].requires_grad_() for x in (image, text)]
-    wanted = loss_of("neuclip")(*kept, index[valid])
-    wanted.backward()
-    assert torch.equal(loss, wanted)
+    expected = loss_of("neuclip")(*kept, index[valid])
+    expected.backward()
+    assert torch.equal(loss, expected)
     assert torch.equal(holes.grad[valid], kept[0].grad)
     assert not holes.grad[~valid].any()
 
@@ -287,16 +290,18 @@ def test_a_loaded_loss_continues_with_the_same_bits(name: str, dtype: torch.dtyp
     def rows(seed: int) -> list[Tensor]:
         return [x.detach().to(dtype) if x.is_floating_point() else x for x in features(seed)]
 
-    loss_fn, by_folder, by_dict = loss_of(name), loss_of(name), loss_of(name)
+    loss_fn = loss_of(name)
+    by_folder = loss_of(name)
+    by_dict = loss_of(name)
     for number in range(3):
         loss_fn(*rows(number))
     loss_fn.save(tmp_path)
     by_folder.load(tmp_path)
     torch.save(loss_fn.state_dict(), tmp_path / "state.pt")
     by_dict.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    wanted = loss_fn(*rows(3))
+    expected = loss_fn(*rows(3))
     for loaded in (by_folder, by_dict):
-        assert torch.equal(loaded(*rows(3)), wanted)
+        assert torch.equal(loaded(*rows(3)), expected)
         assert loaded.metrics == loss_fn.metrics
 
 
@@ -331,7 +336,8 @@ def test_a_backward_pass_does_not_repeat_the_loss(use_reentrant: bool) -> None:
 @pytest.mark.parametrize("cause", ["gradient", "features"])
 def test_a_step_that_the_scaler_skips_leaves_no_trace(name: str, cause: str) -> None:
     tower = torch.nn.Linear(DIM, DIM).double()
-    optimizer, scaler = torch.optim.SGD(tower.parameters(), 0.1), torch.amp.GradScaler("cpu", init_scale=8.0)
+    optimizer = torch.optim.SGD(tower.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     loss_fn = loss_of(name, scaler=scaler)
 
     def train(number: int, factor: float = 1.0) -> None:
@@ -346,7 +352,8 @@ def test_a_step_that_the_scaler_skips_leaves_no_trace(name: str, cause: str) -> 
 
     for number in range(2):
         train(number)
-    before, weights = state_of(loss_fn), [p.detach().clone() for p in tower.parameters()]
+    before = state_of(loss_fn)
+    weights = [p.detach().clone() for p in tower.parameters()]
     train(1, factor=torch.inf)
     after = state_of(loss_fn)
     assert scaler.get_scale() == 4.0
@@ -364,7 +371,8 @@ def test_a_second_derivative_is_refused() -> None:
 
 
 def test_features_without_a_gradient_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
-    loss_fn, (image, text, _) = loss_of("openclip"), features(0)
+    loss_fn = loss_of("openclip")
+    image, text, _ = features(0)
     for _ in range(2):
         loss_fn(image.detach(), text.detach())
     with torch.no_grad():
@@ -376,7 +384,8 @@ def test_features_without_a_gradient_are_reported_once(caplog: pytest.LogCapture
 
 
 def test_the_temperature_follows_the_loops_learning_rate() -> None:
-    still, moving = loss_of("openclip"), loss_of("openclip")
+    still = loss_of("openclip")
+    moving = loss_of("openclip")
     still.lr = 0.0
     for loss_fn in (still, moving):
         loss_fn(*features(0))
@@ -403,8 +412,11 @@ def test_the_temperature_follows_the_loops_learning_rate() -> None:
     ],
 )
 def test_wrong_micro_batches_are_refused(calls: str) -> None:
-    parts = list(zip(*(x.split(3) for x in pairs(6, DIM)), strict=True))
-    leaves = [[x.clone().requires_grad_() for x in part] for part in parts]
+    image, text = pairs(6, DIM)
+    parts = list(zip(image.split(3), text.split(3), strict=True))
+    leaves: list[list[Tensor]] = []  # the features in the second pass
+    for part in parts:
+        leaves.append([rows.clone().requires_grad_() for rows in part])
 
     def run() -> None:
         with loss_of("openclip").accumulate() as passes:
@@ -412,7 +424,8 @@ def test_wrong_micro_batches_are_refused(calls: str) -> None:
             for group in calls.split():
                 if group == "L":
                     passes.loss()
-                with passes.features() if group[0] == "F" else passes.gradients() if group[0] == "G" else nullcontext():
+                contexts = {"F": passes.features, "G": passes.gradients}
+                with contexts.get(group[0], nullcontext)():
                     for _ in range(group.count("A")):
                         passes.add(*parts[added])
                         added += 1
@@ -431,14 +444,17 @@ def test_micro_batches_draw_the_same_dropout_twice_and_pass_a_frozen_tower_by() 
     parts = list(zip(torch.randn(12, 8).split(4), torch.arange(12).split(4), strict=True))
 
     def encode(x: Tensor) -> tuple[Tensor, Tensor]:
-        image, text = (torch.nn.functional.normalize(tower(x), dim=1) for tower in (image_tower, text_tower))
+        image = torch.nn.functional.normalize(image_tower(x), dim=1)
+        text = torch.nn.functional.normalize(text_tower(x), dim=1)
         return image, text
 
     torch.manual_seed(0)
-    image, text = (torch.cat(x) for x in zip(*(encode(x) for x, _ in parts), strict=True))
+    encoded = [encode(x) for x, _ in parts]
+    image = torch.cat([image for image, _ in encoded])
+    text = torch.cat([text for _, text in encoded])
     loss = loss_of("fastclip_v3")(image, text, torch.arange(12))
     loss.backward()
-    wanted = image_tower[0].weight.grad.clone()
+    expected = image_tower[0].weight.grad.clone()
     image_tower.zero_grad()
     torch.manual_seed(0)
     with loss_of("fastclip_v3").accumulate() as passes:
@@ -449,5 +465,5 @@ def test_micro_batches_draw_the_same_dropout_twice_and_pass_a_frozen_tower_by() 
         for x, _ in parts:
             with passes.gradients():
                 passes.backward(*encode(x))
-    assert torch.allclose(image_tower[0].weight.grad, wanted, rtol=1e-5, atol=1e-7)
+    assert torch.allclose(image_tower[0].weight.grad, expected, rtol=1e-5, atol=1e-7)
     assert text_tower.weight.grad is None

@@ -59,13 +59,18 @@ def _trained(communicator: Communicator, kind: str, method: str, folder: Path, c
     return Trained.of(model, loss_fn.temperature, calls)
 
 
-def _train_and_resume(communicator: Communicator, kind: str, method: str, folder: Path) -> list[Trained]:
-    """Return the result of a full run and, for a CLIPModel, that of a run resumed from its middle."""
-    results = [_trained(communicator, kind, method, folder, {})]
-    if kind == "CLIPModel":  # transformers 5.23 cannot load a ViT's checkpoint: it looks for different weight names
-        last = f"runs/clip/checkpoint-{6 // communicator.world_size}"
-        resume = f'loss_fn.load("{last}/loss")\ntrainer.train(resume_from_checkpoint="{last}")'
-        results.append(_trained(communicator, kind, method, folder, {"trainer.train()": resume}))
+def _train_and_resume(communicator: Communicator, cases: list[tuple[str, str]], folder: Path) -> list[list[Trained]]:
+    """Return, for each case, the result of a full run and, for a CLIPModel, of a run resumed from its middle."""
+    results: list[list[Trained]] = []
+    for kind, method in cases:
+        runs = folder / kind
+        runs.mkdir(exist_ok=True)
+        of_case = [_trained(communicator, kind, method, runs, {})]
+        if kind == "CLIPModel":  # transformers 5.23 cannot load a ViT's checkpoint: it looks for other weight names
+            last = f"runs/clip/checkpoint-{6 // communicator.world_size}"
+            resume = f'loss_fn.load("{last}/loss")\ntrainer.train(resume_from_checkpoint="{last}")'
+            of_case.append(_trained(communicator, kind, method, runs, {"trainer.train()": resume}))
+        results.append(of_case)
     return results
 
 
@@ -83,22 +88,22 @@ def _replayed(calls: list[list[Call]], kind: str, method: str) -> Trained:
 
 
 @pytest.mark.parametrize(
-    ("kind", "method", "ranks"),
+    ("ranks", "cases"),
     [
-        ("CLIPModel", "fastclip_v3", 1),
-        ("CLIPModel", "neuclip", 2),
-        ("VisionTextDualEncoder", "neuclip", 1),
+        (1, [("CLIPModel", "fastclip_v3"), ("VisionTextDualEncoder", "neuclip")]),
+        (2, [("CLIPModel", "neuclip")]),
     ],
 )
 def test_a_run_and_a_resumed_one_equal_the_trainer_of_the_project(
-    kind: str, method: str, ranks: int, tmp_path: Path
+    ranks: int, cases: list[tuple[str, str]], tmp_path: Path
 ) -> None:
-    results = run_ranks(ranks, _train_and_resume, kind, method, tmp_path)
-    calls = [full.calls for full, *_ in results]
-    assert len(calls[0]) == 12 // ranks
-    expected = _replayed(calls, kind, method)
-    for full, *resumed in results:
-        assert_equal(full, expected)
-        for second_half in resumed:
-            assert len(second_half.calls) == 6 // ranks
-            assert_equal(second_half, expected)
+    results_by_rank = run_ranks(ranks, _train_and_resume, cases, tmp_path)
+    for (kind, method), *results in zip(cases, *results_by_rank, strict=True):
+        calls = [full.calls for full, *_ in results]
+        assert len(calls[0]) == 12 // ranks
+        expected = _replayed(calls, kind, method)
+        for full, *resumed in results:
+            assert_equal(full, expected, kind)
+            for second_half in resumed:
+                assert len(second_half.calls) == 6 // ranks
+                assert_equal(second_half, expected, f"{kind}, resumed")
