@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,8 @@ from neuclip_ds.losses.gather import PendingBatch
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
-class StepOutcome(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class WeightUpdate:
     """Result of an update of the weights; equal on all ranks."""
 
     gradient_norm: float  # not finite if the update was skipped
@@ -143,7 +144,7 @@ class Engine:
                 outputs, gradients = passes.trainable_outputs_and_gradients(image, text)
                 self._backpropagate(with_gradients(value.detach(), outputs, gradients), passes.is_last)
 
-    def step(self, lr: float) -> StepOutcome:
+    def step(self, lr: float) -> WeightUpdate:
         """Update the weights, or skip the update on all ranks if the gradient is not finite on any rank.
 
         A skipped update leaves the weights and moments unchanged, and restores batch-norm statistics from before
@@ -155,11 +156,11 @@ class Engine:
         for group in self._deepspeed.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
         with record_function(f"{PHASE}optimizer"):
-            outcome = self._update_weights()
-        if not outcome.applied:
+            update = self._update_weights()
+        if not update.applied:
             for statistic, before in zip(self._statistics, self._statistics_before, strict=True):
                 statistic.copy_(before)
-        return outcome
+        return update
 
     def _run_towers(
         self, micro_batch: tuple[Tensor, Tensor], pending: PendingBatch, is_first: bool
@@ -196,14 +197,15 @@ class Engine:
         with record_function(f"{PHASE}backward"):
             self._deepspeed.backward(value)
 
-    def _update_weights(self) -> StepOutcome:
+    def _update_weights(self) -> WeightUpdate:
         optimizer = self._deepspeed.optimizer
         if self.wrapper is not zero.Wrapper.NONE:  # DeepSpeed's wrappers decide whether to skip
             self._deepspeed.step()
             applied = self._deepspeed.was_step_applied()
             if not applied:
                 zero.discard_gradients(optimizer)
-            return StepOutcome(float(self._deepspeed.get_global_grad_norm()), applied)
+            norm = float(self._deepspeed.get_global_grad_norm())
+            return WeightUpdate(gradient_norm=norm, applied=applied)
         # DeepSpeed would apply any gradient
         gradients = [weight.grad for weight in self.module.parameters() if weight.grad is not None]
         norm = float(get_total_norm(gradients))
@@ -213,7 +215,7 @@ class Engine:
         else:
             optimizer.zero_grad()
             self._deepspeed.skipped_steps += 1
-        return StepOutcome(norm, applied)
+        return WeightUpdate(gradient_norm=norm, applied=applied)
 
     def _seed_dropout(self, step: int, micro_batch: int) -> None:
         """Seed dropout with (seed, step, rank, micro-batch), so both passes and a resumed run draw the same masks."""

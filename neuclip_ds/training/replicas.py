@@ -11,13 +11,13 @@ from neuclip_ds.engine.engine import Engine
 from neuclip_ds.errors import TrainingDiverged
 from neuclip_ds.losses.base import LossFunction
 
-_SHOWN = 3  # names of tensors in a message
+_SHOWN_NAMES = 3  # names of tensors in a message
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by element size in bytes
-_ODD = 0x1E3779B97F4A7C15  # twice this number fits into int64
+_ODD_FACTOR = 0x1E3779B97F4A7C15  # twice this number fits into int64
 _CHUNK = 2**22  # elements per chunk, whose two int64 tensors take 64 MB
 
 
-def compare_replicas(step: int, engine: Engine, objective: LossFunction, communicator: Communicator) -> None:
+def compare_replicas(step: int, engine: Engine, loss: LossFunction, communicator: Communicator) -> None:
     """Compare replicated tensors (temperature, MLPs, counters, weights) across ranks; each rank sends a 64-bit hash.
 
     Raises:
@@ -25,7 +25,7 @@ def compare_replicas(step: int, engine: Engine, objective: LossFunction, communi
     """
     if communicator.world_size == 1:
         return
-    tensors = {**objective.replicated_state(), **engine.replicas()}
+    tensors = {**loss.replicated_state(), **engine.replicas()}
     if not tensors:  # ZeRO 3 partitions all weights, and individual temperatures are stored with their samples
         return
     hashes = torch.stack([bit_hash(tensor).to(communicator.device) for tensor in tensors.values()])
@@ -53,9 +53,9 @@ def _difference(ranks: Sequence[Mapping[str, int]]) -> str:
             if not has_majority or value != usual:
                 differing_ranks.add(rank)
 
-    shown_names = ", ".join(differing_names[:_SHOWN])
-    if len(differing_names) > _SHOWN:
-        shown_names += f" and {len(differing_names) - _SHOWN} other tensors"
+    shown_names = ", ".join(differing_names[:_SHOWN_NAMES])
+    if len(differing_names) > _SHOWN_NAMES:
+        shown_names += f" and {len(differing_names) - _SHOWN_NAMES} other tensors"
     shown_ranks = " and ".join(str(rank) for rank in sorted(differing_ranks))
     if len(differing_ranks) < len(ranks):
         difference = f"those of rank {shown_ranks} differ"
@@ -76,6 +76,6 @@ def bit_hash(x: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     for start in range(0, len(integers), _CHUNK):
         chunk = integers[start : start + _CHUNK].long()
-        weights = torch.arange(start, start + len(chunk), device=x.device).mul_(2 * _ODD).add_(_ODD)
+        weights = torch.arange(start, start + len(chunk), device=x.device).mul_(2 * _ODD_FACTOR).add_(_ODD_FACTOR)
         total += weights.mul_(chunk).sum()  # overwrites `weights`, because an int64 `chunk` is a view of `x`
     return total

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -85,7 +85,7 @@ from neuclip_ds.training.step import train_step
 
 log = logging.getLogger(__name__)
 
-_RATE_STEPS = 50  # recent steps over which the throughput is measured
+_THROUGHPUT_STEPS = 50  # recent steps over which the throughput is measured
 
 
 def train(config: Config, environment: RankEnvironment, hooks: Sequence[Hook] = ()) -> None:
@@ -112,7 +112,7 @@ def train(config: Config, environment: RankEnvironment, hooks: Sequence[Hook] = 
         locked(folder, communicator),
     ):
         configure_logging(communicator.rank)
-        # all checks pass before anything is written to the run's folder
+        # new files go to a staging folder until all checks have passed
         with staging_folder(config, folder, communicator) as staged:
             for hook in hooks:
                 hook.before_run(config, communicator, folder)
@@ -204,8 +204,7 @@ def build_run(config: Config, communicator: Communicator, folder: Path, staged: 
     source = model_source(config.model, locate_on_rank_zero(config.model, communicator))
     meta = None
     if resumed is not None:
-        checkpoint = resumed
-        meta = communicator.on_rank_zero(lambda: read_meta(checkpoint))
+        meta = communicator.on_rank_zero(partial(read_meta, resumed))
     data = open_training_data(config, source, communicator, staged, resumed, meta)
     data_options = {**interleave_settings(data.order.interleave), "val": find_validation(config.data, data.manifest)}
     config = config.model_copy(update={"data": config.data.model_copy(update=data_options)})
@@ -271,9 +270,9 @@ def start_encoders(
     source: ModelSource,
     tokenizer: ModelTokenizer,
     communicator: Communicator,
-    folder: Path,
+    staged: Path,
 ) -> tuple[Engine, LogitParameters, int]:
-    """Build or load the encoders, write a description of them to `folder`, and start DeepSpeed's engine.
+    """Build or load the encoders, write a description of them to `staged`, and start DeepSpeed's engine.
 
     Returns the engine, the encoders' temperature and bias, and the number of parameters.
     """
@@ -281,8 +280,8 @@ def start_encoders(
     model, logits = source.load(tokenizer)
 
     def save() -> None:
-        with explain_disk(folder / MODEL):
-            source.save(folder / MODEL, logits)
+        with explain_disk(staged / MODEL):
+            source.save(staged / MODEL, logits)
 
     communicator.on_rank_zero(save)
     parameters = Parameters.of(model)  # before ZeRO 3 partitions them
@@ -392,7 +391,7 @@ class Loop:
         self._config = config
         self._epoch_offset = epoch_offset
         self._batches = DeviceBatches(communicator.device, config.micro_batch(communicator.world_size))
-        self._rolled_back_at = -1  # steps done at the last rollback
+        self._done_at_rollback = -1  # number of steps done at the last rollback
         self._hooks: list[Hook] = []
         self._hook_states: Mapping[str, Any] = {}  # from the checkpoint, by the hook's name
 
@@ -419,9 +418,9 @@ class Loop:
         while True:
             try:
                 return self._run(hooks, evaluator)
-            except RollBack as end:
-                checkpoint = end.checkpoint
-            self.resume(checkpoint)
+            except RollBack as rollback:
+                checkpoint = rollback.checkpoint
+            self.resume(checkpoint)  # outside of `except`, so that an error here does not list the rollback
 
     def save(self) -> None:
         """Save a checkpoint after the last completed step; all ranks call this together.
@@ -448,13 +447,13 @@ class Loop:
             TrainingDiverged: no checkpoint exists, or training has failed at the same step before.
         """
         newest = self.checkpoints.newest()
-        first_skipped = self.done - self.context.config.run.max_skipped_steps
+        done_before_skips = self.done - self.context.config.run.max_skipped_steps
         advice = "lower optimizer.lr, or objective.npn.lr if npn_ratio_mean was outside 0.5 to 2, and start again."
         if newest is None:
             raise TrainingDiverged(f"{problem}, and there is no checkpoint to return to: {advice}")
-        if first_skipped <= self._rolled_back_at:
+        if done_before_skips <= self._done_at_rollback:
             raise TrainingDiverged(f"{problem}, as before the return to {newest.name}: {advice}")
-        self._rolled_back_at = self.done
+        self._done_at_rollback = self.done
         raise RollBack(f"{problem}: the run returns to {newest.name}.", newest)
 
     def _run(self, hooks: Sequence[Hook], evaluator: Evaluator | None) -> bool:
@@ -480,16 +479,16 @@ class Loop:
         with self.resources, closing(source):
             self._hooks = self._start_hooks(hooks, evaluator, average)
             self._batches.start(source)
-            # the first end time is that of the first step, which compiles
-            end_times: deque[float] = deque(maxlen=_RATE_STEPS + 1)
+            # times at which steps ended; the first step itself is not measured, because it compiles
+            end_times: deque[float] = deque(maxlen=_THROUGHPUT_STEPS + 1)
             while self.done < self.total and not self.stop_requested:
                 for hook in self._hooks:
                     hook.before_step(self)
-                began = time.perf_counter()
+                start_time = time.perf_counter()
                 batch = next(self._batches)
                 for hook in self._hooks:
                     hook.on_batch(self, batch.host)
-                result = self._train_step(batch, began, end_times)
+                result = self._train_step(batch, start_time, end_times)
                 self.done += 1
                 if average is not None and result.applied:
                     average.update(self.done)
@@ -521,16 +520,27 @@ class Loop:
         records.open(self)  # the other hooks may write metrics when they start
         for hook in all_hooks:
             hook.start(self)
-            self.resources.push(lambda kind, error, trace, hook=hook: hook.close(self, error))
+            # when the loop ends, the stack calls this with the exception that ended it
+            self.resources.push(lambda kind, error, traceback, hook=hook: hook.close(self, error))
         return all_hooks
 
-    def _train_step(self, batch: DeviceBatch, began: float, end_times: deque[float]) -> StepResult:
-        """Run one step, and describe its result for the hooks."""
+    def _train_step(self, batch: DeviceBatch, start_time: float, end_times: deque[float]) -> StepResult:
+        """Run one step, and describe its result for the hooks.
+
+        Args:
+            batch: this rank's part of the batch.
+            start_time: when the step began to wait for the batch, in seconds of `time.perf_counter`.
+            end_times: when the last steps ended, in seconds of `time.monotonic`; the end of this step is appended.
+        """
         position = self._position()
         outcome = train_step(self.context.engine, self.loss, self._batches, batch, position)
+
+        # the throughput of the last steps
         end_times.append(time.monotonic())
-        seconds_of_steps = end_times[-1] - end_times[0]
         samples = (len(end_times) - 1) * self._config.data.batch_size
+        sample_seconds = end_times[-1] - end_times[0]
+        samples_per_second = samples / sample_seconds if sample_seconds else math.nan
+
         return StepResult(
             step=self.done + 1,
             loss=outcome.loss,
@@ -543,8 +553,8 @@ class Loop:
             lr=position.lr,
             skipped=self.context.engine.skipped_steps,
             waited=batch.waited,
-            seconds=time.perf_counter() - began,
-            samples_per_second=samples / seconds_of_steps if seconds_of_steps else math.nan,
+            seconds=time.perf_counter() - start_time,
+            samples_per_second=samples_per_second,
             metric_tensors=self.loss.metric_tensors,
         )
 

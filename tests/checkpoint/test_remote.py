@@ -174,7 +174,7 @@ def test_training_continues_while_the_store_fails_or_stalls(
     loop.checkpoints.changes = 2
     with monkeypatch.context() as patch:
         patch.setattr(module, "start_push", sleep)
-        patch.setattr(module, "_STALLED", 0.2)
+        patch.setattr(module, "_COPY_TIMEOUT", 0.2)
         step_until(hook, loop, lambda: len(messages) == 2)
     assert "took more than" in messages[1]
     assert RemoteRun(f"file://{store}/{NAME}").names() == []

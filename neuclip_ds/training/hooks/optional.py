@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_BEFORE_PROFILE = 10  # steps before the profile, in which caches fill and a GPU warms up
+_STEPS_BEFORE_PROFILE = 10  # steps before the profile, in which caches fill and a GPU warms up
 
 
 def optional_hooks(config: Config) -> list[Hook]:
@@ -43,7 +43,7 @@ class ProfileSteps(Hook):
         steps = loop.context.config.run.profile_steps
         zero_stage = loop.context.engine.zero_stage
         labels = {"method": loop.fingerprint["method"], "zero_stage": zero_stage}
-        recorder = Recorder(loop.folder / "profile", loop.context.communicator, steps, _BEFORE_PROFILE, labels)
+        recorder = Recorder(loop.folder / "profile", loop.context.communicator, steps, _STEPS_BEFORE_PROFILE, labels)
         self._recorder = loop.resources.enter_context(recorder)
         self._step = ExitStack()
 

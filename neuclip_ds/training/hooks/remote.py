@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_STALLED = 3600.0  # seconds after which a copy is considered stalled
-_LONGEST_WAIT = 1500.0  # seconds at the end; other ranks wait in a collective for up to 30 minutes
+_COPY_TIMEOUT = 3600.0  # seconds after which a copy is considered stalled
+_MAX_FINAL_WAIT = 1500.0  # seconds at the end; other ranks wait in a collective for up to 30 minutes
 
 
 class CopyRun(Hook):
@@ -60,7 +60,7 @@ class CopyRun(Hook):
     def after_step(self, loop: Loop, result: StepResult) -> None:
         if self._push is not None:
             has_ended = self._push.poll() is not None
-            has_stalled = time.monotonic() > self._started_at + _STALLED
+            has_stalled = time.monotonic() > self._started_at + _COPY_TIMEOUT
             if has_ended or has_stalled:
                 self._end_copy(loop, timeout=1.0)
         if loop.context.communicator.rank == 0:
@@ -85,9 +85,9 @@ class CopyRun(Hook):
     def _finish(self, loop: Loop) -> None:
         """Wait for the copy in progress, and make another one if anything has changed since it was started."""
         with deferring(False):
-            self._end_copy(loop, timeout=_LONGEST_WAIT / 2)
+            self._end_copy(loop, timeout=_MAX_FINAL_WAIT / 2)
             self._start_copy(loop)
-            self._end_copy(loop, timeout=_LONGEST_WAIT / 2)
+            self._end_copy(loop, timeout=_MAX_FINAL_WAIT / 2)
 
     def _start_copy(self, loop: Loop) -> None:
         """Start copying the newest and the best checkpoint if either has changed and no copy is in progress."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_SECONDS = 10.0  # seconds between progress lines
+_PROGRESS_INTERVAL = 10.0  # seconds between progress lines
 
 
 class PrefetchShards(Hook):
@@ -69,7 +69,7 @@ class ShowProgress(Hook):
         now = time.monotonic()
         if now < self._next_line and loop.done < loop.total:
             return
-        self._next_line = now + _SECONDS
+        self._next_line = now + _PROGRESS_INTERVAL
         rate = "?"
         remaining = "?"
         if math.isfinite(result.samples_per_second):
