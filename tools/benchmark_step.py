@@ -37,8 +37,8 @@ import os
 import platform
 import shutil
 import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import profile_communication
 import torch
@@ -64,6 +64,7 @@ PARTS = ("speed", "shares", "throughput")
 RANDOM = "random"
 _CACHE = Path(".cache")
 _CAPTIONS = 20_000  # captions that the tokenizer is trained on
+_OBJECTIVE_PHASES = ("objective", "normalizer")  # of a profiled step
 _METHODS_OF_SHARES = ("openclip", "fastclip_v3", "neuclip")
 _PAPER_BATCH = 5120
 _PAPER_RANKS = 8
@@ -71,7 +72,8 @@ _PAPER_RANKS = 8
 _PEAK_FLOPS = {"h100": 989e12, "h200": 989e12, "a100": 312e12, "t4": 65e12}
 
 
-class Setting(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Setting:
     """Settings of all programs at one number of ranks."""
 
     arguments: argparse.Namespace
@@ -93,22 +95,34 @@ class Setting(NamedTuple):
 
     def config(self, method: str | None = None, *more: str) -> Config:
         """Return the config of a run with `method`; None selects the recipe's method."""
-        asked = self.arguments
-        own = [f"--data.batch_size={self.batch}", f"--data.workers={asked.workers}", "--data.prefetch=2"]
-        own += ["--data.drop_last=true", "--data.val=", "--data.zero_shot="]
-        own += [f"--run.log_every={asked.log_every}", "--run.checkpoint_every=1000000000"]
-        own.append(f"--deepspeed=zero{asked.zero}_{asked.precision}")
-        own.append("--model.text.tokenizer=null" if self.source == RANDOM else f"--data.train={self.source}")
+        arguments = self.arguments
+        options = [
+            f"--data.batch_size={self.batch}",
+            f"--data.workers={arguments.workers}",
+            "--data.prefetch=2",
+            "--data.drop_last=true",
+            "--data.val=",
+            "--data.zero_shot=",
+            f"--run.log_every={arguments.log_every}",
+            "--run.checkpoint_every=1000000000",
+            f"--deepspeed=zero{arguments.zero}_{arguments.precision}",
+        ]
+        if self.source == RANDOM:
+            options.append("--model.text.tokenizer=null")
+        else:
+            options.append(f"--data.train={self.source}")
         if self.tokenizer is not None:
             folder, size = self.tokenizer
-            own += [f"--model.text.tokenizer={folder}", f"--model.text.vocab_size={size}"]
-        return config_for(method, [self.recipe, *own, *asked.overrides, *more])
+            options.append(f"--model.text.tokenizer={folder}")
+            options.append(f"--model.text.vocab_size={size}")
+        return config_for(method, [self.recipe, *options, *arguments.overrides, *more])
 
     def start(self, script: Path, folder: Path, config: str, *options: str) -> None:
         """Run a program to its end in a new, empty folder; write its output to a separate folder."""
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        call, output = [str(script), config, str(folder), *options], folder.with_name(f"{folder.name}_output")
+        call = [str(script), config, str(folder), *options]
+        output = folder.with_name(f"{folder.name}_output")
         profile_communication.run_on_ranks(script.name, call, self.ranks, output, self.threads)
 
     def write(self, name: str, steps: int, method: str | None = None, *more: str) -> str:
@@ -174,46 +188,63 @@ def print_throughput(arguments: argparse.Namespace) -> None:
         setting = setting_for(arguments, ranks)
         speed = run(our_program(setting, method), setting, 0)
         folder = arguments.out / f"throughput_{method}_{ranks}ranks"
-        asked = {"methods": method, "stages": arguments.zero, "recipe": arguments.recipe, "rows": arguments.rows}
-        asked |= {"precision": arguments.precision, "steps": arguments.steps, "out": folder}
-        options = [*(f"--{name}={value}" for name, value in asked.items()), *arguments.overrides]
-        script = str(profile_communication.__file__)
-        profile_communication.run_on_ranks(method, [script, "--worker", *options], ranks, folder, arguments.threads)
-        found = json.loads((folder / BREAKDOWN).read_text(encoding="utf-8"))
-        objective = sum(of["mean"] for name, of in found["phases"].items() if name in ("objective", "normalizer"))
-        share = objective / found["seconds"]["total"]["mean"]
+        worker_options = {
+            "methods": method,
+            "stages": arguments.zero,
+            "recipe": arguments.recipe,
+            "rows": arguments.rows,
+            "precision": arguments.precision,
+            "steps": arguments.steps,
+            "out": folder,
+        }
+        call = [str(profile_communication.__file__), "--worker"]
+        call += [f"--{name}={value}" for name, value in worker_options.items()]
+        call += arguments.overrides
+        profile_communication.run_on_ranks(method, call, ranks, folder, arguments.threads)
+        breakdown = json.loads((folder / BREAKDOWN).read_text(encoding="utf-8"))
+        objective = sum(
+            breakdown["phases"][phase]["mean"] for phase in _OBJECTIVE_PHASES if phase in breakdown["phases"]
+        )
+        share = objective / breakdown["seconds"]["total"]["mean"]
         query = MemoryQuery(config_for(method, [arguments.recipe, *arguments.overrides]), ranks)
-        flops = speed / ranks * sum(map(sum, count_flops(query)))  # per second and rank
-        reached = f"{100 * flops / peaks[-1]:.1f}" if peaks and arguments.precision == "bf16" else "-"
+        flops_per_pair = sum(tower.forward + tower.backward for tower in count_flops(query))
+        flops = speed / ranks * flops_per_pair  # per second and rank
+        mfu = "-"
+        if peaks and arguments.precision == "bf16":
+            mfu = f"{100 * flops / peaks[-1]:.1f}"
         print(
             f"| {ranks} x {hardware} | {arguments.recipe} | {engine} | {method} | {arguments.rows} "
-            f"| {speed:,.0f} | {100 * share:.1f} | {reached} |",
+            f"| {speed:,.0f} | {100 * share:.1f} | {mfu} |",
             flush=True,
         )
 
 
 def compare(arguments: argparse.Namespace, source: str) -> None:
     """Print the speed table for one data source."""
+    if source.startswith("demo:"):
+        source = str(demo_split(source, _CACHE))
     if source != RANDOM:
-        demo = source.startswith("demo:")
-        source = "::".join(resolve_shards(str(demo_split(source, _CACHE)) if demo else source))
+        source = "::".join(resolve_shards(source))
     tokenizer = None if source == RANDOM else make_tokenizer(arguments, source)
-    found: dict[int, Speeds] = {}
+    speeds_by_ranks: dict[int, Speeds] = {}
     absent: dict[str, str] = {}
     for ranks in arguments.ranks:
         setting = setting_for(arguments, ranks, source, tokenizer)
-        listed = programs(setting)
-        speeds: dict[str, list[float]] = {program.name: [] for program in listed}
-        absent.update({program.name: program.absent for program in listed})
+        all_programs = programs(setting)
+        speeds: dict[str, list[float]] = {}
+        for program in all_programs:
+            speeds[program.name] = []
+            absent[program.name] = program.absent
         for turn in range(arguments.repeats):
-            for program in listed:
+            for program in all_programs:
                 if not program.absent:
-                    speeds[program.name].append(run(program, setting, turn))
-                    said(f"{ranks} ranks, turn {turn + 1}, {program.name}: {speeds[program.name][-1]:,.1f} samples/s")
-        found[ranks] = speeds
+                    speed = run(program, setting, turn)
+                    speeds[program.name].append(speed)
+                    report(f"{ranks} ranks, turn {turn + 1}, {program.name}: {speed:,.1f} samples/s")
+        speeds_by_ranks[ranks] = speeds
     kind = "one random batch" if source == RANDOM else f"shards, {arguments.workers} loader processes per rank"
     print(f"\n{arguments.recipe}, {arguments.rows} pairs per rank, {kind}\n")
-    print("\n".join(table(found, [ours(method) for method in arguments.methods], absent)), flush=True)
+    print("\n".join(table(speeds_by_ranks, [ours(method) for method in arguments.methods], absent)), flush=True)
     print_sizes(arguments.out, setting)
 
 
@@ -221,7 +252,15 @@ def setting_for(
     arguments: argparse.Namespace, ranks: int, source: str = RANDOM, tokenizer: tuple[Path, int] | None = None
 ) -> Setting:
     threads = arguments.threads or max(1, (os.cpu_count() or 1) // ranks)
-    return Setting(arguments, arguments.recipe, ranks, arguments.rows, threads, source, tokenizer)
+    return Setting(
+        arguments=arguments,
+        recipe=arguments.recipe,
+        ranks=ranks,
+        rows=arguments.rows,
+        threads=threads,
+        source=source,
+        tokenizer=tokenizer,
+    )
 
 
 def make_tokenizer(arguments: argparse.Namespace, source: str) -> tuple[Path, int] | None:
@@ -241,27 +280,52 @@ def ours(method: str) -> str:
 
 def programs(setting: Setting) -> list[Program]:
     """Return the programs in the order in which they are interleaved; write their configs next to their folders."""
-    asked = setting.arguments
-    listed = [our_program(setting, method) for method in asked.methods]
-    of_peers = (*random_input(setting), *(["--bf16"] if asked.precision == "bf16" else []))
-    path = setting.write("plain DDP", asked.warmup + setting.steps, asked.methods[0])
-    listed.append(Program("plain DDP", PEERS / "plain_ddp.py", (path, *of_peers), "loss", asked.warmup))
+    arguments = setting.arguments
+    all_programs = [our_program(setting, method) for method in arguments.methods]
+    steps = arguments.warmup + setting.steps
+    peer_options = list(random_input(setting))
+    if arguments.precision == "bf16":
+        peer_options.append("--bf16")
+    path = setting.write("plain DDP", steps, arguments.methods[0])
+    all_programs.append(
+        Program(
+            name="plain DDP",
+            script=PEERS / "plain_ddp.py",
+            options=(path, *peer_options),
+            tag="loss",
+            warmup=arguments.warmup,
+        )
+    )
     missing = [name for name in ("open_clip_train", "pandas") if importlib.util.find_spec(name) is None]
-    absent = f"pip install open_clip_torch pandas (no {' and no '.join(missing)})" if missing else ""
-    path = setting.write("open_clip", asked.warmup + setting.steps, asked.methods[0])
-    script = PEERS / "open_clip_program.py"
-    listed.append(Program("open_clip", script, (path, *of_peers), "train/loss", asked.warmup, absent))
-    return listed
+    path = setting.write("open_clip", steps, arguments.methods[0])
+    all_programs.append(
+        Program(
+            name="open_clip",
+            script=PEERS / "open_clip_program.py",
+            options=(path, *peer_options),
+            tag="train/loss",
+            warmup=arguments.warmup,
+            absent=f"pip install open_clip_torch pandas (no {' and no '.join(missing)})" if missing else "",
+        )
+    )
+    return all_programs
 
 
 def our_program(setting: Setting, method: str) -> Program:
     """Return our program; its warm-up lasts at least until NeuCLIP's network predicts."""
-    asked = setting.arguments
-    predicts = first_prediction(setting.config(method))
-    warmup = max(asked.warmup, math.ceil(predicts / asked.log_every) * asked.log_every)
+    arguments = setting.arguments
+    steps_to_predict = first_prediction(setting.config(method))
+    points_to_predict = math.ceil(steps_to_predict / arguments.log_every)
+    warmup = max(arguments.warmup, points_to_predict * arguments.log_every)
     name = ours(method)
     path = setting.write(name, warmup + setting.steps, method)
-    return Program(name, PEERS / "ours.py", (path, *random_input(setting)), "loss", warmup)
+    return Program(
+        name=name,
+        script=PEERS / "ours.py",
+        options=(path, *random_input(setting)),
+        tag="loss",
+        warmup=warmup,
+    )
 
 
 def random_input(setting: Setting) -> tuple[str, ...]:
@@ -295,49 +359,53 @@ def print_shares(arguments: argparse.Namespace) -> None:
     """Print the objective's share of a step, by method."""
     gpus = torch.cuda.device_count()
     threads = arguments.threads or 1  # on a CPU, the objective is timed on one core
-    small = Setting(arguments, arguments.share_model, 1, arguments.share_rows, threads)
+    small = Setting(
+        arguments=arguments, recipe=arguments.share_model, ranks=1, rows=arguments.share_rows, threads=threads
+    )
     ranks = arguments.paper_ranks or gpus or _PAPER_RANKS
-    paper = small._replace(ranks=ranks, rows=arguments.paper_batch // ranks)
+    paper = replace(small, ranks=ranks, rows=arguments.paper_batch // ranks)
     npn = small.config().objective.npn
-    alone = [objective_seconds(setting) for setting in (small, paper)]
-    pair = step_seconds(small) - alone[0]["openclip"] / small.rows
+    small_seconds = loss_seconds(small)
+    paper_seconds = loss_seconds(paper)
+    seconds_per_pair = step_seconds(small) - small_seconds["openclip"] / small.rows  # of the towers and optimizer
     print(f"\nObjective's share of a step, {small.recipe}, T_u = {npn.inner_steps}, m = {npn.prototypes}\n")
     print("| B | K | method | objective ms | NPN part ms | towers and optimizer ms | share |\n" + "|---" * 7 + "|")
-    for setting, found, how in zip((small, paper), alone, ("", " (computed)"), strict=True):
-        towers = pair * setting.rows
-        for method, seconds in found.items():
-            network = seconds - found["openclip"] if "npn" in find_method(method).sections else 0.0
+    for setting, seconds_by_method, note in ((small, small_seconds, ""), (paper, paper_seconds, " (computed)")):
+        towers = seconds_per_pair * setting.rows
+        for method, seconds in seconds_by_method.items():
+            network = 0.0
+            if "npn" in find_method(method).sections:
+                network = seconds - seconds_by_method["openclip"]
             print(
                 f"| {setting.batch:,} | {setting.ranks} | {method} | {1e3 * seconds:,.1f} | {1e3 * network:,.1f} "
-                f"| {1e3 * towers:,.0f}{how} | {seconds / (seconds + towers):.2%} |"
+                f"| {1e3 * towers:,.0f}{note} | {seconds / (seconds + towers):.2%} |"
             )
 
 
 def step_seconds(setting: Setting) -> float:
     """Return the seconds per pair of whole steps with OpenCLIP's loss."""
-    asked = setting.arguments
-    steps = 1 + asked.share_steps
+    steps = 1 + setting.arguments.share_steps
     path = setting.write("towers", steps, "openclip", "--run.log_every=1")
-    folder = asked.out / "towers"
-    said(f"{steps} steps of {setting.rows} pairs")
+    folder = setting.arguments.out / "towers"
+    report(f"{steps} steps of {setting.rows} pairs")
     setting.start(PEERS / "ours.py", folder, path, "--random")
     return 1 / samples_per_second(folder / "tensorboard", "loss", 1, setting.batch)
 
 
-def objective_seconds(setting: Setting) -> dict[str, float]:
-    """Return the seconds of an objective step without towers, by method."""
+def loss_seconds(setting: Setting) -> dict[str, float]:
+    """Return the seconds of a step of the loss without towers, by method."""
     path = setting.write("objective", 1)
     folder = Path(path).with_suffix("")
-    said(f"the objective alone, {setting.ranks} ranks of {setting.rows} pairs")
+    report(f"the objective alone, {setting.ranks} ranks of {setting.rows} pairs")
     options = [f"--repeats={setting.arguments.repeats}", "--objective", *_METHODS_OF_SHARES]
     setting.start(PEERS / "ours.py", folder, path, *options)
-    found: dict[str, float] = json.loads((folder / "seconds.json").read_text(encoding="utf-8"))
-    return found
+    seconds: dict[str, float] = json.loads((folder / "seconds.json").read_text(encoding="utf-8"))
+    return seconds
 
 
-def said(text: str) -> None:
+def report(progress: str) -> None:
     """Print progress to stderr, separately from the tables."""
-    print(text, file=sys.stderr, flush=True)
+    print(progress, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
             terminalreporter.write_line(table)
     if config.getoption("--device") == "cuda":
         return
-    for kind, said in (("passed", "No GPU here. Ran on the CPU"), ("skipped", "Skipped, as they need a GPU")):
+    for kind, title in (("passed", "No GPU here. Ran on the CPU"), ("skipped", "Skipped, as they need a GPU")):
         nodes = [report.nodeid for report in terminalreporter.stats.get(kind, [])]
         names = sorted({node.partition("[")[0].rpartition("::")[2] for node in nodes})
-        terminalreporter.write_line(f"{said}: {', '.join(names) or 'none'}.")
+        terminalreporter.write_line(f"{title}: {', '.join(names) or 'none'}.")

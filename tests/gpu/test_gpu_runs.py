@@ -53,18 +53,19 @@ def test_a_deterministic_run_resumes_bit_for_bit(engine: str, gpus: int, shards:
 
 def test_a_run_resumes_up_to_nondeterministic_kernels(shards: Path, tmp_path: Path) -> None:
     whole, broken = whole_and_broken(shards, tmp_path, "--deepspeed=zero1_fp32")
-    losses = [[line["loss"] for line in found["metrics"] if "loss" in line] for found in (whole, broken)]  # type: ignore[attr-defined]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+    whole_losses = [line["loss"] for line in whole["metrics"] if "loss" in line]  # type: ignore[attr-defined]
+    broken_losses = [line["loss"] for line in broken["metrics"] if "loss" in line]  # type: ignore[attr-defined]
+    assert broken_losses == pytest.approx(whole_losses, rel=1e-3)
 
 
 def test_a_profile_shows_all_phases(shards: Path, tmp_path: Path) -> None:
     train(tmp_path / "runs", str(shards), 14, "--run.profile_steps=3")
-    found = json.loads((tmp_path / "runs" / "run" / "profile" / "breakdown.json").read_text())
-    phases = {name: of["mean"] for name, of in found["phases"].items()}
+    breakdown = json.loads((tmp_path / "runs" / "run" / "profile" / "breakdown.json").read_text())
+    phases = {name: statistic["mean"] for name, statistic in breakdown["phases"].items()}
     assert set(phases) == {"forward", "objective", "normalizer", "backward", "optimizer"}
     assert min(phases.values()) > 0
-    assert sum(phases.values()) < 1.1 * found["seconds"]["total"]["mean"]
-    assert found["seconds"]["computation"]["mean"] > 0
+    assert sum(phases.values()) < 1.1 * breakdown["seconds"]["total"]["mean"]
+    assert breakdown["seconds"]["computation"]["mean"] > 0
 
 
 def test_the_speed_of_steps_is_a_table(gpus: int, device: str, tmp_path: Path, record_property: Any) -> None:

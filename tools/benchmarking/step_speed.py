@@ -6,13 +6,14 @@ give its speed, including everything between the points.
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from neuclip_ds.errors import UserError
 
 
-class Program(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Program:
     """A training program to compare."""
 
     name: str
@@ -33,31 +34,34 @@ def samples_per_second(folder: Path, tag: str, warmup: int, batch: int) -> float
 
     events = EventAccumulator(str(folder)).Reload()
     points = events.Scalars(tag) if tag in events.Tags()["scalars"] else []
-    counted = [(point.step, point.wall_time) for point in points if point.step >= warmup]
+    counted = [point for point in points if point.step >= warmup]
     if len(counted) < 2:
         raise UserError(f"{folder} has fewer than two points of {tag} from step {warmup} on; run more steps.")
-    (first, began), (last, ended) = counted[0], counted[-1]
-    return (last - first) * batch / (ended - began)
+    first = counted[0]
+    last = counted[-1]
+    return float((last.step - first.step) * batch / (last.wall_time - first.wall_time))
 
 
 Speeds = Mapping[str, Sequence[float]]  # program -> samples/s of its runs; empty if it cannot run
 
 
-def table(found: Mapping[int, Speeds], references: Sequence[str], absent: Mapping[str, str]) -> list[str]:
+def table(speeds_by_ranks: Mapping[int, Speeds], references: Sequence[str], absent: Mapping[str, str]) -> list[str]:
     """Return a Markdown table of the speeds by number of ranks, with the ratios of `references` to each program.
 
     A ratio is the median over the turns, in each of which all programs run once.
     """
     head = ["program", "ranks", "samples/s", "lowest - highest", *(f"{name} / it" for name in references)]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    for ranks, speeds in found.items():
+    for ranks, speeds in speeds_by_ranks.items():
         for name, turns in speeds.items():
-            if not turns:
-                cells = [f"not run: {absent[name]}", *["-"] * (1 + len(references))]
+            if turns:
+                cells = [f"{statistics.median(turns):,.1f}", f"{min(turns):,.1f} - {max(turns):,.1f}"]
+                for reference in references:
+                    pairs = zip(speeds[reference], turns, strict=True)
+                    ratio = statistics.median(ours / its for ours, its in pairs)
+                    cells.append(f"{ratio:.2f}")
             else:
-                pairs = [zip(speeds[reference], turns, strict=True) for reference in references]
-                ratios = [statistics.median(ours / its for ours, its in of_turns) for of_turns in pairs]
-                spread = f"{min(turns):,.1f} - {max(turns):,.1f}"
-                cells = [f"{statistics.median(turns):,.1f}", spread, *(f"{ratio:.2f}" for ratio in ratios)]
+                cells = [f"not run: {absent[name]}", "-"]
+                cells += ["-"] * len(references)
             lines.append(f"| {name} | {ranks} | {' | '.join(cells)} |")
     return lines
