@@ -40,7 +40,8 @@ from neuclip_ds.losses.sample_store import SampleStore
 from neuclip_ds.state.shards import ShardFiles, shard_files, table_shards
 
 PARTS = ("raw", "order", "store")
-BILLION, SHARDS = 1_000_000_000, 100_000
+BILLION = 1_000_000_000
+SHARDS = 100_000
 
 
 class Setting(argparse.Namespace):
@@ -170,7 +171,8 @@ def _visit(store: SampleStore, batches: list[Tensor], when: str) -> Iterator[str
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         times = sorted(1000 * _seconds(partial(work, index)) for index in batches)
         faults = (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / len(batches)
-        low, high = statistics.median(times), times[int(0.95 * len(times))]
+        low = statistics.median(times)
+        high = times[int(0.95 * len(times))]
         yield f"{verb}, {when}: {low:.2f} ms (fastest {times[0]:.2f}, 95 % below {high:.2f}), {faults:,.1f} page faults"
 
 
@@ -238,7 +240,8 @@ def run(setting: Setting) -> None:
     if "raw" in setting.parts:
         contenders = [page_cache, ours_in_sequence, ours_at_random, ours_walking_headers, webdataset_raw]
         with tempfile.TemporaryDirectory() as folder:
-            setting.paths, setting.manifest = resolve_shards(setting.shards), f"{folder}/manifest"
+            setting.paths = resolve_shards(setting.shards)
+            setting.manifest = f"{folder}/manifest"
             manifest = write_manifest(
                 Path(setting.manifest), setting.paths, ThreadPoolExecutor(1), ScanOptions(checksum=True)
             )
@@ -250,8 +253,8 @@ def run(setting: Setting) -> None:
     if "order" in setting.parts:
         print(f"\nOrder of {BILLION:,} samples in {SHARDS:,} shards, B = 4096: from scratch to a step's batch\n")
         for share in (0.0, 0.37, 0.99):
-            found = [in_new_process(order_of_a_billion, share) for _ in range(setting.repeats)]
-            milliseconds, megabytes = (statistics.median(column) for column in zip(*found, strict=True))
+            turns = [in_new_process(order_of_a_billion, share) for _ in range(setting.repeats)]
+            milliseconds, megabytes = (statistics.median(column) for column in zip(*turns, strict=True))
             print(f"at {share:4.0%} of epoch 3: {milliseconds:.1f} ms, {megabytes:.0f} MB")
     if "store" in setting.parts:
         lines = in_new_process(store_of, setting.rows)

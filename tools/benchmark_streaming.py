@@ -130,7 +130,8 @@ def ours(setting: Setting, storage: Storage, start: Start) -> Callable[[], Itera
     def sizes() -> Iterator[int]:
         manifest = load_manifest(storage.manifest)
         order = GlobalOrder(manifest.starts, manifest.sizes, setting.batch)
-        first, steps = start.batches, order.steps_per_epoch
+        first = start.batches
+        steps = order.steps_per_epoch
         options = LoaderOptions(workers=setting.workers, prefetch=setting.prefetch)
         with ExitStack() as stack:
             prefetcher = None
@@ -259,11 +260,13 @@ def transform_rate(setting: Setting, storage: Storage) -> float:
 
 def prepare(setting: Setting, folder: Path, store: Store, with_mds: bool) -> list[Storage]:
     """Copy the samples to the store's buckets `tars` and `mds` in `folder`, with manifests for the disk and for S3."""
-    tars, mds = folder / "tars", folder / "mds"
+    tars = folder / "tars"
+    mds = folder / "mds"
     tars.mkdir()
     for number, path in enumerate(resolve_shards(setting.data)):
         shutil.copyfile(path, tars / f"{number:05d}.tar")
-    on_disk, in_s3 = folder / "manifest_disk", folder / "manifest_S3"
+    on_disk = folder / "manifest_disk"
+    in_s3 = folder / "manifest_S3"
     with ThreadPoolExecutor(1) as executor:
         manifest = write_manifest(on_disk, resolve_shards(str(tars)), executor, ScanOptions(checksum=True))
     shutil.copytree(on_disk, in_s3)
@@ -348,11 +351,11 @@ def run(setting: Setting) -> None:
         rows = []
         for storage in storages:
             turns = in_turns(setting, contenders, storage, manifest.n // setting.batch // 2)
-            for contender, found in turns.items():
-                figures = medians(found, turns["ours"], used)
-                rows.append({"storage": storage.name, "contender": contender, **figures, "turns": found})
+            for contender, own_turns in turns.items():
+                figures = medians(own_turns, turns["ours"], used)
+                rows.append({"storage": storage.name, "contender": contender, **figures, "turns": own_turns})
                 print(line(storage, contender, figures), flush=True)
-                _check_complete(contender, found, manifest.n)
+                _check_complete(contender, own_turns, manifest.n)
     if setting.out is not None:
         options = {key: str(value) for key, value in vars(setting).items()}
         setting.out.write_text(json.dumps({"title": title, "options": options, "rows": rows}, indent=1) + "\n")
@@ -360,9 +363,9 @@ def run(setting: Setting) -> None:
 
 def _check_complete(contender: str, turns: Sequence[Turn], n: int) -> None:
     """Print a message if epochs lost or repeated samples, because their rates are then not comparable."""
-    found = {turn.epoch.samples for turn in turns} - {n}
-    if found:
-        print(f"{contender} read epochs of {', '.join(map(str, sorted(found)))} samples instead of {n}.")
+    wrong_sizes = {turn.epoch.samples for turn in turns} - {n}
+    if wrong_sizes:
+        print(f"{contender} read epochs of {', '.join(map(str, sorted(wrong_sizes)))} samples instead of {n}.")
 
 
 if __name__ == "__main__":

@@ -62,22 +62,22 @@ def compare(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
     for method in arguments.methods:  # rejects a wrong option before any process starts
         config_for(None if method in REFERENCES else method, [arguments.recipe, *overrides])
     arguments.out.mkdir(parents=True, exist_ok=True)
-    found = []
+    breakdowns = []
     for world_size, stage, method in itertools.product(arguments.world_sizes, arguments.stages, arguments.methods):
         folder = arguments.out / f"{method}_zero{stage}_{world_size}ranks"
-        own = [f"--methods={method}", f"--stages={stage}", f"--recipe={arguments.recipe}", f"--out={folder}"]
-        own += [f"--{name}={getattr(arguments, name)}" for name in ("rows", "precision", "steps")]
-        call = [__file__, "--worker", *own, *overrides]
+        worker_options = [f"--methods={method}", f"--stages={stage}", f"--recipe={arguments.recipe}", f"--out={folder}"]
+        worker_options += [f"--{name}={getattr(arguments, name)}" for name in ("rows", "precision", "steps")]
+        call = [__file__, "--worker", *worker_options, *overrides]
         run_on_ranks(f"{method} with ZeRO {stage}", call, world_size, folder)
-        found.append(json.loads((folder / BREAKDOWN).read_text(encoding="utf-8")))
-        seconds = found[-1]["seconds"]
+        breakdowns.append(json.loads((folder / BREAKDOWN).read_text(encoding="utf-8")))
+        seconds = breakdowns[-1]["seconds"]
         print(
             f"{method}, ZeRO {stage}, {world_size} ranks: {1e3 * seconds['total']['mean']:.1f} ms per step, "
             f"{1e3 * seconds['communication']['mean']:.1f} ms of which are communication",
             flush=True,
         )
-    (arguments.out / "breakdowns.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
-    text = report(found)
+    (arguments.out / "breakdowns.json").write_text(json.dumps(breakdowns, indent=1), encoding="utf-8")
+    text = report(breakdowns)
     (arguments.out / REPORT).write_text(text, encoding="utf-8")
     print(f"{text}\nWritten: {arguments.out / REPORT}; traces and breakdowns are in the folders next to it.")
 
@@ -116,7 +116,8 @@ def profile_rank(arguments: argparse.Namespace, overrides: Sequence[str]) -> Non
     from neuclip_ds.distributed.launch import process_group
     from neuclip_ds.engine.precision import deterministic_algorithms
 
-    (name,), (stage,) = arguments.methods, arguments.stages
+    (name,) = arguments.methods
+    (stage,) = arguments.stages
     batch = arguments.rows * read_environment().world_size
     ours = [f"--data.batch_size={batch}", f"--deepspeed=zero{stage}_{arguments.precision}"]
     ours += [f"--run.profile_steps={arguments.steps}"]

@@ -98,7 +98,9 @@ class _Server(ThreadingHTTPServer):
 
     def __init__(self, folder: Path, latency: float, link: _Link) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.folder, self.latency, self.link = folder.resolve(), latency, link
+        self.folder = folder.resolve()
+        self.latency = latency
+        self.link = link
         self._lock = threading.Lock()
         self.counters = Counters(0, 0)
 
