@@ -105,13 +105,8 @@ def mosaic_raw(setting: Setting) -> float:
     from streaming import StreamingDataset
 
     dataset = StreamingDataset(local=setting.mds, batch_size=256, shuffle=False)
-
-    def read() -> None:
-        for _ in range(setting.epochs):
-            for index in range(len(dataset)):
-                dataset[index]
-
-    return dataset.num_samples * setting.epochs / _seconds(read)
+    total = dataset.num_samples * setting.epochs
+    return total / _seconds(lambda: [dataset[index] for _ in range(setting.epochs) for index in range(len(dataset))])
 
 
 # a billion samples
@@ -130,8 +125,7 @@ def order_of_a_billion(share: float) -> tuple[float, float]:
     milliseconds = 1000 * _seconds(start)
     tracemalloc.start()
     start()
-    _, peak = tracemalloc.get_traced_memory()
-    return milliseconds, (peak + starts.nbytes + sizes.nbytes) / 1e6
+    return milliseconds, (tracemalloc.get_traced_memory()[1] + starts.nbytes + sizes.nbytes) / 1e6
 
 
 def store_of(n: int) -> list[str]:
@@ -147,9 +141,8 @@ def store_of(n: int) -> list[str]:
     # plain writes before and after ours, because a disk's first write to a block may be slower
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as name:
         folder = Path(name)
-        plain_file = folder / "plain"
-        plain_write_before = _seconds(lambda: _write_plainly(plain_file, 8 * n))
-        plain_file.unlink()
+        plain = _seconds(lambda: _write_plainly(folder / "plain", 8 * n))
+        (folder / "plain").unlink()
         began = time.perf_counter()
         for file in shard_files(table_shards({"samples": store.rows()}), {}, Communicator()):
             file.write(folder)
@@ -162,15 +155,11 @@ def store_of(n: int) -> list[str]:
         sync(saved, forget=True)
         plain_read = _seconds(lambda: _read_plainly([str(saved)], 64 << 20))
         saved.unlink()
-        plain_write_after = _seconds(lambda: _write_plainly(plain_file, 8 * n))
+        again = _seconds(lambda: _write_plainly(folder / "plain", 8 * n))
     lines.append(f"peak memory {peak:.1f} GB")
-    plain_write = (plain_write_before + plain_write_after) / 2
-    gigabytes = 8 * n / 1e9
-    for verb, seconds, plain_seconds in (("save", save, plain_write), ("load", load, plain_read)):
-        lines.append(
-            f"{verb} {gigabytes / seconds:.2f} GB/s, {plain_seconds / seconds:.2f} of the disk's plain "
-            f"{gigabytes / plain_seconds:.2f} GB/s"
-        )
+    for verb, ours, theirs in (("save", save, (plain + again) / 2), ("load", load, plain_read)):
+        speed = 8 * n / 1e9 / theirs
+        lines.append(f"{verb} {8 * n / 1e9 / ours:.2f} GB/s, {theirs / ours:.2f} of the disk's plain {speed:.2f} GB/s")
     return lines
 
 
@@ -182,12 +171,9 @@ def _visit(store: SampleStore, batches: list[Tensor], when: str) -> Iterator[str
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         times = sorted(1000 * _seconds(partial(work, index)) for index in batches)
         faults = (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / len(batches)
-        median = statistics.median(times)
+        low = statistics.median(times)
         high = times[int(0.95 * len(times))]
-        yield (
-            f"{verb}, {when}: {median:.2f} ms (fastest {times[0]:.2f}, 95 % below {high:.2f}), "
-            f"{faults:,.1f} page faults"
-        )
+        yield f"{verb}, {when}: {low:.2f} ms (fastest {times[0]:.2f}, 95 % below {high:.2f}), {faults:,.1f} page faults"
 
 
 @contextmanager
@@ -230,14 +216,12 @@ def _seconds(work: Callable[[], object]) -> float:
 
 def print_rates(contenders: Sequence[Callable[[Setting], float]], ours: str, setting: Setting) -> None:
     """Print the median samples/s of each contender, and the ratio of `ours` to the contender."""
-    rates: dict[str, list[float]] = {contender.__name__: [] for contender in contenders}
-    for _ in range(setting.repeats):
-        for contender in contenders:
-            rates[contender.__name__].append(in_new_process(contender, setting))
-    medians = {name: statistics.median(values) for name, values in rates.items()}
+    turns = [[in_new_process(one, setting) for one in contenders] for _ in range(setting.repeats)]
+    rates = [statistics.median(column) for column in zip(*turns, strict=True)]
+    by_name = dict(zip((one.__name__ for one in contenders), rates, strict=True))
     print(f"\nRaw bytes, one process\n\n| contender | samples/s | {ours} / it |\n|---|---|---|")
-    for name, median in medians.items():
-        print(f"| {name} | {median:,.0f} | {medians[ours] / median:.2f} |")
+    for name, rate in by_name.items():
+        print(f"| {name} | {rate:,.0f} | {by_name[ours] / rate:.2f} |")
 
 
 def main() -> None:
@@ -269,9 +253,8 @@ def run(setting: Setting) -> None:
     if "order" in setting.parts:
         print(f"\nOrder of {BILLION:,} samples in {SHARDS:,} shards, B = 4096: from scratch to a step's batch\n")
         for share in (0.0, 0.37, 0.99):
-            results = [in_new_process(order_of_a_billion, share) for _ in range(setting.repeats)]
-            milliseconds = statistics.median(result[0] for result in results)
-            megabytes = statistics.median(result[1] for result in results)
+            turns = [in_new_process(order_of_a_billion, share) for _ in range(setting.repeats)]
+            milliseconds, megabytes = (statistics.median(column) for column in zip(*turns, strict=True))
             print(f"at {share:4.0%} of epoch 3: {milliseconds:.1f} ms, {megabytes:.0f} MB")
     if "store" in setting.parts:
         lines = in_new_process(store_of, setting.rows)

@@ -64,6 +64,7 @@ PARTS = ("speed", "shares", "throughput")
 RANDOM = "random"
 _CACHE = Path(".cache")
 _CAPTIONS = 20_000  # captions that the tokenizer is trained on
+_OBJECTIVE_PHASES = ("objective", "normalizer")  # of a profiled step
 _METHODS_OF_SHARES = ("openclip", "fastclip_v3", "neuclip")
 _PAPER_BATCH = 5120
 _PAPER_RANKS = 8
@@ -106,10 +107,14 @@ class Setting:
             "--run.checkpoint_every=1000000000",
             f"--deepspeed=zero{arguments.zero}_{arguments.precision}",
         ]
-        options.append("--model.text.tokenizer=null" if self.source == RANDOM else f"--data.train={self.source}")
+        if self.source == RANDOM:
+            options.append("--model.text.tokenizer=null")
+        else:
+            options.append(f"--data.train={self.source}")
         if self.tokenizer is not None:
-            folder, vocabulary = self.tokenizer
-            options += [f"--model.text.tokenizer={folder}", f"--model.text.vocab_size={vocabulary}"]
+            folder, size = self.tokenizer
+            options.append(f"--model.text.tokenizer={folder}")
+            options.append(f"--model.text.vocab_size={size}")
         return config_for(method, [self.recipe, *options, *arguments.overrides, *more])
 
     def start(self, script: Path, folder: Path, config: str, *options: str) -> None:
@@ -182,66 +187,64 @@ def print_throughput(arguments: argparse.Namespace) -> None:
     for ranks, method in itertools.product(arguments.ranks, arguments.methods):
         setting = setting_for(arguments, ranks)
         speed = run(our_program(setting, method), setting, 0)
-        share = profiled_objective_share(arguments, method, ranks)
+        folder = arguments.out / f"throughput_{method}_{ranks}ranks"
+        worker_options = {
+            "methods": method,
+            "stages": arguments.zero,
+            "recipe": arguments.recipe,
+            "rows": arguments.rows,
+            "precision": arguments.precision,
+            "steps": arguments.steps,
+            "out": folder,
+        }
+        call = [str(profile_communication.__file__), "--worker"]
+        call += [f"--{name}={value}" for name, value in worker_options.items()]
+        call += arguments.overrides
+        profile_communication.run_on_ranks(method, call, ranks, folder, arguments.threads)
+        breakdown = json.loads((folder / BREAKDOWN).read_text(encoding="utf-8"))
+        objective = sum(
+            breakdown["phases"][phase]["mean"] for phase in _OBJECTIVE_PHASES if phase in breakdown["phases"]
+        )
+        share = objective / breakdown["seconds"]["total"]["mean"]
         query = MemoryQuery(config_for(method, [arguments.recipe, *arguments.overrides]), ranks)
-        image, text = count_flops(query)
-        flops_per_pair = image.forward + image.backward + text.forward + text.backward
+        flops_per_pair = sum(tower.forward + tower.backward for tower in count_flops(query))
         flops = speed / ranks * flops_per_pair  # per second and rank
-        reached = f"{100 * flops / peaks[-1]:.1f}" if peaks and arguments.precision == "bf16" else "-"
+        mfu = "-"
+        if peaks and arguments.precision == "bf16":
+            mfu = f"{100 * flops / peaks[-1]:.1f}"
         print(
             f"| {ranks} x {hardware} | {arguments.recipe} | {engine} | {method} | {arguments.rows} "
-            f"| {speed:,.0f} | {100 * share:.1f} | {reached} |",
+            f"| {speed:,.0f} | {100 * share:.1f} | {mfu} |",
             flush=True,
         )
 
 
-def profiled_objective_share(arguments: argparse.Namespace, method: str, ranks: int) -> float:
-    """Profile steps of a method, and return the fraction of their time that the objective takes."""
-    folder = arguments.out / f"throughput_{method}_{ranks}ranks"
-    options = {
-        "methods": method,
-        "stages": arguments.zero,
-        "recipe": arguments.recipe,
-        "rows": arguments.rows,
-        "precision": arguments.precision,
-        "steps": arguments.steps,
-        "out": folder,
-    }
-    call = [str(profile_communication.__file__), "--worker"]
-    call += [f"--{name}={value}" for name, value in options.items()]
-    call += arguments.overrides
-    profile_communication.run_on_ranks(method, call, ranks, folder, arguments.threads)
-    breakdown = json.loads((folder / BREAKDOWN).read_text(encoding="utf-8"))
-    phases = breakdown["phases"]
-    objective = sum(phases[name]["mean"] for name in ("objective", "normalizer") if name in phases)
-    return float(objective / breakdown["seconds"]["total"]["mean"])
-
-
 def compare(arguments: argparse.Namespace, source: str) -> None:
     """Print the speed table for one data source."""
+    if source.startswith("demo:"):
+        source = str(demo_split(source, _CACHE))
     if source != RANDOM:
-        if source.startswith("demo:"):
-            source = str(demo_split(source, _CACHE))
         source = "::".join(resolve_shards(source))
     tokenizer = None if source == RANDOM else make_tokenizer(arguments, source)
     speeds_by_ranks: dict[int, Speeds] = {}
     absent: dict[str, str] = {}
     for ranks in arguments.ranks:
         setting = setting_for(arguments, ranks, source, tokenizer)
-        listed = programs(setting)
-        speeds: dict[str, list[float]] = {program.name: [] for program in listed}
-        absent.update({program.name: program.absent for program in listed})
+        all_programs = programs(setting)
+        speeds: dict[str, list[float]] = {}
+        for program in all_programs:
+            speeds[program.name] = []
+            absent[program.name] = program.absent
         for turn in range(arguments.repeats):
-            for program in listed:
+            for program in all_programs:
                 if not program.absent:
                     speed = run(program, setting, turn)
                     speeds[program.name].append(speed)
-                    log_progress(f"{ranks} ranks, turn {turn + 1}, {program.name}: {speed:,.1f} samples/s")
+                    report(f"{ranks} ranks, turn {turn + 1}, {program.name}: {speed:,.1f} samples/s")
         speeds_by_ranks[ranks] = speeds
     kind = "one random batch" if source == RANDOM else f"shards, {arguments.workers} loader processes per rank"
     print(f"\n{arguments.recipe}, {arguments.rows} pairs per rank, {kind}\n")
-    ours = [name_of_ours(method) for method in arguments.methods]
-    print("\n".join(table(speeds_by_ranks, ours, absent)), flush=True)
+    print("\n".join(table(speeds_by_ranks, [ours(method) for method in arguments.methods], absent)), flush=True)
     print_sizes(arguments.out, setting)
 
 
@@ -271,53 +274,57 @@ def make_tokenizer(arguments: argparse.Namespace, source: str) -> tuple[Path, in
     return arguments.out / "tokenizer", tokenizer.vocab_size
 
 
-def name_of_ours(method: str) -> str:
+def ours(method: str) -> str:
     return f"here: {method}"
 
 
 def programs(setting: Setting) -> list[Program]:
     """Return the programs in the order in which they are interleaved; write their configs next to their folders."""
     arguments = setting.arguments
-    listed = [our_program(setting, method) for method in arguments.methods]
-    options_of_peers = random_input(setting)
-    if arguments.precision == "bf16":
-        options_of_peers = (*options_of_peers, "--bf16")
+    all_programs = [our_program(setting, method) for method in arguments.methods]
     steps = arguments.warmup + setting.steps
+    peer_options = list(random_input(setting))
+    if arguments.precision == "bf16":
+        peer_options.append("--bf16")
     path = setting.write("plain DDP", steps, arguments.methods[0])
-    listed.append(
+    all_programs.append(
         Program(
             name="plain DDP",
             script=PEERS / "plain_ddp.py",
-            options=(path, *options_of_peers),
+            options=(path, *peer_options),
             tag="loss",
             warmup=arguments.warmup,
         )
     )
     missing = [name for name in ("open_clip_train", "pandas") if importlib.util.find_spec(name) is None]
-    absent = f"pip install open_clip_torch pandas (no {' and no '.join(missing)})" if missing else ""
     path = setting.write("open_clip", steps, arguments.methods[0])
-    listed.append(
+    all_programs.append(
         Program(
             name="open_clip",
             script=PEERS / "open_clip_program.py",
-            options=(path, *options_of_peers),
+            options=(path, *peer_options),
             tag="train/loss",
             warmup=arguments.warmup,
-            absent=absent,
+            absent=f"pip install open_clip_torch pandas (no {' and no '.join(missing)})" if missing else "",
         )
     )
-    return listed
+    return all_programs
 
 
 def our_program(setting: Setting, method: str) -> Program:
     """Return our program; its warm-up lasts at least until NeuCLIP's network predicts."""
     arguments = setting.arguments
-    first = first_prediction(setting.config(method))
-    warmup = max(arguments.warmup, math.ceil(first / arguments.log_every) * arguments.log_every)
-    name = name_of_ours(method)
+    steps_to_predict = first_prediction(setting.config(method))
+    points_to_predict = math.ceil(steps_to_predict / arguments.log_every)
+    warmup = max(arguments.warmup, points_to_predict * arguments.log_every)
+    name = ours(method)
     path = setting.write(name, warmup + setting.steps, method)
     return Program(
-        name=name, script=PEERS / "ours.py", options=(path, *random_input(setting)), tag="loss", warmup=warmup
+        name=name,
+        script=PEERS / "ours.py",
+        options=(path, *random_input(setting)),
+        tag="loss",
+        warmup=warmup,
     )
 
 
@@ -351,25 +358,24 @@ def print_sizes(out: Path, setting: Setting) -> None:
 def print_shares(arguments: argparse.Namespace) -> None:
     """Print the objective's share of a step, by method."""
     gpus = torch.cuda.device_count()
+    threads = arguments.threads or 1  # on a CPU, the objective is timed on one core
     small = Setting(
-        arguments=arguments,
-        recipe=arguments.share_model,
-        ranks=1,
-        rows=arguments.share_rows,
-        threads=arguments.threads or 1,  # on a CPU, the objective is timed on one core
+        arguments=arguments, recipe=arguments.share_model, ranks=1, rows=arguments.share_rows, threads=threads
     )
     ranks = arguments.paper_ranks or gpus or _PAPER_RANKS
     paper = replace(small, ranks=ranks, rows=arguments.paper_batch // ranks)
     npn = small.config().objective.npn
-    seconds_of_small = objective_seconds(small)
-    seconds_of_paper = objective_seconds(paper)
-    towers_per_pair = step_seconds(small) - seconds_of_small["openclip"] / small.rows
+    small_seconds = loss_seconds(small)
+    paper_seconds = loss_seconds(paper)
+    seconds_per_pair = step_seconds(small) - small_seconds["openclip"] / small.rows  # of the towers and optimizer
     print(f"\nObjective's share of a step, {small.recipe}, T_u = {npn.inner_steps}, m = {npn.prototypes}\n")
     print("| B | K | method | objective ms | NPN part ms | towers and optimizer ms | share |\n" + "|---" * 7 + "|")
-    for setting, by_method, note in ((small, seconds_of_small, ""), (paper, seconds_of_paper, " (computed)")):
-        towers = towers_per_pair * setting.rows
-        for method, seconds in by_method.items():
-            network = seconds - by_method["openclip"] if "npn" in find_method(method).sections else 0.0
+    for setting, seconds_by_method, note in ((small, small_seconds, ""), (paper, paper_seconds, " (computed)")):
+        towers = seconds_per_pair * setting.rows
+        for method, seconds in seconds_by_method.items():
+            network = 0.0
+            if "npn" in find_method(method).sections:
+                network = seconds - seconds_by_method["openclip"]
             print(
                 f"| {setting.batch:,} | {setting.ranks} | {method} | {1e3 * seconds:,.1f} | {1e3 * network:,.1f} "
                 f"| {1e3 * towers:,.0f}{note} | {seconds / (seconds + towers):.2%} |"
@@ -381,25 +387,25 @@ def step_seconds(setting: Setting) -> float:
     steps = 1 + setting.arguments.share_steps
     path = setting.write("towers", steps, "openclip", "--run.log_every=1")
     folder = setting.arguments.out / "towers"
-    log_progress(f"{steps} steps of {setting.rows} pairs")
+    report(f"{steps} steps of {setting.rows} pairs")
     setting.start(PEERS / "ours.py", folder, path, "--random")
     return 1 / samples_per_second(folder / "tensorboard", "loss", 1, setting.batch)
 
 
-def objective_seconds(setting: Setting) -> dict[str, float]:
-    """Return the seconds of an objective step without towers, by method."""
+def loss_seconds(setting: Setting) -> dict[str, float]:
+    """Return the seconds of a step of the loss without towers, by method."""
     path = setting.write("objective", 1)
     folder = Path(path).with_suffix("")
-    log_progress(f"the objective alone, {setting.ranks} ranks of {setting.rows} pairs")
+    report(f"the objective alone, {setting.ranks} ranks of {setting.rows} pairs")
     options = [f"--repeats={setting.arguments.repeats}", "--objective", *_METHODS_OF_SHARES]
     setting.start(PEERS / "ours.py", folder, path, *options)
     seconds: dict[str, float] = json.loads((folder / "seconds.json").read_text(encoding="utf-8"))
     return seconds
 
 
-def log_progress(text: str) -> None:
+def report(progress: str) -> None:
     """Print progress to stderr, separately from the tables."""
-    print(text, file=sys.stderr, flush=True)
+    print(progress, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

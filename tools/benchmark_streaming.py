@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -77,13 +77,10 @@ class Setting(argparse.Namespace):
     @property
     def torch_workers(self) -> dict[str, int]:
         """Worker and prefetch arguments for a torch loader."""
-        if not self.workers:
-            return {"num_workers": 0}
-        return {"num_workers": self.workers, "prefetch_factor": self.prefetch}
+        return {"num_workers": self.workers} | ({"prefetch_factor": self.prefetch} if self.workers else {})
 
 
-@dataclass(frozen=True, kw_only=True)
-class Storage:
+class Storage(NamedTuple):
     """A storage location of the samples."""
 
     name: str
@@ -224,14 +221,7 @@ def measure(contender: Contender, setting: Setting, storage: Storage, batches: i
         seconds = time.perf_counter() - began
         fetched = _counters(storage).since(before)
         del iterator
-        return Run(
-            first_seconds=first_seconds,
-            first_samples=first,
-            first_fetched=first_fetched,
-            seconds=seconds,
-            samples=samples,
-            fetched=fetched,
-        )
+        return Run(first_seconds, first, first_fetched, seconds, samples, fetched)
 
 
 def _counters(storage: Storage) -> Counters:
@@ -245,23 +235,17 @@ def in_turns(
     turns: dict[str, list[Turn]] = {name: [] for name in contenders}
     for _ in range(setting.repeats):
         for name, contender in contenders.items():
-            _forget(storage)
-            epoch = in_new_process(measure, contender, setting, storage, 0, None)
-            _forget(storage)
-            resumed = in_new_process(measure, contender, setting, storage, half, 1)
-            turns[name].append(Turn(epoch, resumed))
+            runs = []
+            for batches, most in ((0, None), (half, 1)):
+                for path in [*map(Path, storage.tars), *Path(storage.mds).glob("*")] if storage.store is None else []:
+                    sync(path, forget=True)
+                runs.append(in_new_process(measure, contender, setting, storage, batches, most))
+            turns[name].append(Turn(*runs))
     return turns
 
 
-def _forget(storage: Storage) -> None:
-    """Drop the samples on the disk from the page cache."""
-    if storage.store is None:
-        for path in (*map(Path, storage.tars), *Path(storage.mds).glob("*")):
-            sync(path, forget=True)
-
-
 def transform_rate(setting: Setting, storage: Storage) -> float:
-    """Return the samples/s of the transform in_new_process, in one process: a worker's upper limit."""
+    """Return the samples/s of the transform alone, in one process: a worker's upper limit."""
     samples = samples_of(load_manifest(storage.manifest))
     images = [sample.image or b"" for sample in itertools.islice(samples, 1000)]
     transform = setting.transform
@@ -281,57 +265,46 @@ def prepare(setting: Setting, folder: Path, store: Store, with_mds: bool) -> lis
     tars.mkdir()
     for number, path in enumerate(resolve_shards(setting.data)):
         shutil.copyfile(path, tars / f"{number:05d}.tar")
-    disk_manifest = folder / "manifest_disk"
-    s3_manifest = folder / "manifest_S3"
+    on_disk = folder / "manifest_disk"
+    in_s3 = folder / "manifest_S3"
     with ThreadPoolExecutor(1) as executor:
-        manifest = write_manifest(disk_manifest, resolve_shards(str(tars)), executor, ScanOptions(checksum=True))
-    shutil.copytree(disk_manifest, s3_manifest)
+        manifest = write_manifest(on_disk, resolve_shards(str(tars)), executor, ScanOptions(checksum=True))
+    shutil.copytree(on_disk, in_s3)
     names = [Path(shard.path).name for shard in manifest.shards]
-    s3_shards = []
-    for shard, name in zip(manifest.shards, names, strict=True):
-        s3_shards.append(replace(shard, path=f"s3://tars/{name}"))
-    write_shards(Manifest(s3_shards), s3_manifest)
+    moved = zip(manifest.shards, names, strict=True)
+    write_shards(Manifest([replace(shard, path=f"s3://tars/{name}") for shard, name in moved]), in_s3)
     if with_mds:
         write_mds(manifest, mds)
-    disk = Storage(
-        name="disk", tars=[shard.path for shard in manifest.shards], manifest=str(disk_manifest), mds=str(mds)
-    )
-    s3 = Storage(
-        name="S3",
-        tars=[f"{store.endpoint}/tars/{name}" for name in names],
-        manifest=str(s3_manifest),
-        mds="s3://mds",
-        store=store,
-    )
-    return [disk, s3]
+    return [
+        Storage("disk", [shard.path for shard in manifest.shards], str(on_disk), str(mds)),
+        Storage("S3", [f"{store.endpoint}/tars/{name}" for name in names], str(in_s3), "s3://mds", store),
+    ]
 
 
 def medians(turns: Sequence[Turn], ours: Sequence[Turn], bytes_used: float) -> dict[str, float]:
     """Return a contender's medians by column name; `bytes_used` is the mean size of a sample's image and caption."""
-    turn_figures = []
-    for turn, ours_in_turn in zip(turns, ours, strict=True):
-        epoch = turn.epoch
-        turn_figures.append(
-            {
-                "samples_per_second": epoch.rate,
-                "ours_over_it": ours_in_turn.epoch.rate / epoch.rate,
-                "first_batch_seconds": epoch.first_seconds,
-                "resumed_seconds": turn.resumed.first_seconds,
-                "megabytes_before_first_batch": epoch.first_fetched.bytes / 1e6,
-                "fetched_over_used": epoch.fetched.bytes / (bytes_used * epoch.samples),
-                "requests": epoch.fetched.requests,
-            }
-        )
-    return {name: statistics.median(figures[name] for figures in turn_figures) for name, *_ in COLUMNS}
+    each = [
+        {
+            "samples_per_second": epoch.rate,
+            "ours_over_it": mine.epoch.rate / epoch.rate,
+            "first_batch_seconds": epoch.first_seconds,
+            "resumed_seconds": resumed.first_seconds,
+            "megabytes_before_first_batch": epoch.first_fetched.bytes / 1e6,
+            "fetched_over_used": epoch.fetched.bytes / (bytes_used * epoch.samples),
+            "requests": epoch.fetched.requests,
+        }
+        for (epoch, resumed), mine in zip(turns, ours, strict=True)
+    ]
+    return {name: statistics.median(figures[name] for figures in each) for name, *_ in COLUMNS}
 
 
 def line(storage: Storage, name: str, figures: Mapping[str, float]) -> str:
     """Return a row of the table; the columns about fetching do not apply to the disk."""
-    cells = [storage.name, name]
-    for number, (key, _, number_format) in enumerate(COLUMNS):
-        applies = storage.store is not None or number < 4
-        cells.append(format(figures[key], number_format) if applies else "-")
-    return f"| {' | '.join(cells)} |"
+    cells = [
+        format(figures[key], kind) if storage.store or place < 4 else "-"
+        for place, (key, _, kind) in enumerate(COLUMNS)
+    ]
+    return f"| {' | '.join([storage.name, name, *cells])} |"
 
 
 def main() -> None:
@@ -370,20 +343,19 @@ def run(setting: Setting) -> None:
             f"{setting.workers} workers, batch {setting.batch}, {setting.image_size} px, {setting.decoder}; "
             f"S3: {setting.latency_ms:g} ms, {setting.bandwidth_mb:g} MB/s"
         )
-        print(
-            f"{title}\nTransform alone: {in_new_process(transform_rate, setting, storages[0]):,.0f} samples/s per process\n"
-        )
+        upper_limit = in_new_process(transform_rate, setting, storages[0])
+        print(f"{title}\nTransform alone: {upper_limit:,.0f} samples/s per process\n")
         print(
             f"| storage | contender | {' | '.join(title for _, title, _ in COLUMNS)} |\n{'|---' * (2 + len(COLUMNS))}|"
         )
         rows = []
         for storage in storages:
             turns = in_turns(setting, contenders, storage, manifest.n // setting.batch // 2)
-            for contender, its_turns in turns.items():
-                figures = medians(its_turns, turns["ours"], used)
-                rows.append({"storage": storage.name, "contender": contender, **figures, "turns": its_turns})
+            for contender, own_turns in turns.items():
+                figures = medians(own_turns, turns["ours"], used)
+                rows.append({"storage": storage.name, "contender": contender, **figures, "turns": own_turns})
                 print(line(storage, contender, figures), flush=True)
-                _check_complete(contender, its_turns, manifest.n)
+                _check_complete(contender, own_turns, manifest.n)
     if setting.out is not None:
         options = {key: str(value) for key, value in vars(setting).items()}
         setting.out.write_text(json.dumps({"title": title, "options": options, "rows": rows}, indent=1) + "\n")
@@ -391,9 +363,9 @@ def run(setting: Setting) -> None:
 
 def _check_complete(contender: str, turns: Sequence[Turn], n: int) -> None:
     """Print a message if epochs lost or repeated samples, because their rates are then not comparable."""
-    wrong = {turn.epoch.samples for turn in turns} - {n}
-    if wrong:
-        print(f"{contender} read epochs of {', '.join(map(str, sorted(wrong)))} samples instead of {n}.")
+    wrong_sizes = {turn.epoch.samples for turn in turns} - {n}
+    if wrong_sizes:
+        print(f"{contender} read epochs of {', '.join(map(str, sorted(wrong_sizes)))} samples instead of {n}.")
 
 
 if __name__ == "__main__":

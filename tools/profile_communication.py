@@ -65,16 +65,9 @@ def compare(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
     breakdowns = []
     for world_size, stage, method in itertools.product(arguments.world_sizes, arguments.stages, arguments.methods):
         folder = arguments.out / f"{method}_zero{stage}_{world_size}ranks"
-        options = [
-            f"--methods={method}",
-            f"--stages={stage}",
-            f"--recipe={arguments.recipe}",
-            f"--rows={arguments.rows}",
-            f"--precision={arguments.precision}",
-            f"--steps={arguments.steps}",
-            f"--out={folder}",
-        ]
-        call = [__file__, "--worker", *options, *overrides]
+        worker_options = [f"--methods={method}", f"--stages={stage}", f"--recipe={arguments.recipe}", f"--out={folder}"]
+        worker_options += [f"--{name}={getattr(arguments, name)}" for name in ("rows", "precision", "steps")]
+        call = [__file__, "--worker", *worker_options, *overrides]
         run_on_ranks(f"{method} with ZeRO {stage}", call, world_size, folder)
         breakdowns.append(json.loads((folder / BREAKDOWN).read_text(encoding="utf-8")))
         seconds = breakdowns[-1]["seconds"]
@@ -99,24 +92,17 @@ def run_on_ranks(name: str, program: Sequence[str], ranks: int, folder: Path, th
     """
     folder.mkdir(parents=True, exist_ok=True)
     call = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *program]
-    cores_per_rank = max(1, (os.cpu_count() or 1) // ranks)
-    variables = {
-        "GLOO_SOCKET_IFNAME": "lo",  # gloo may otherwise take long to look up the host name
-        "OMP_NUM_THREADS": str(cores_per_rank),
-        **os.environ,
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }
-    if threads:
-        variables["OMP_NUM_THREADS"] = str(threads)
+    shared = str(max(1, (os.cpu_count() or 1) // ranks))
+    # name the loopback interface, because gloo may otherwise take long to look up the host name
+    variables = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": shared, **os.environ, "HF_HUB_OFFLINE": "1"}
+    variables |= {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join(sys.path)}
+    variables |= {"OMP_NUM_THREADS": str(threads)} if threads else {}
     path = folder / "output.txt"
     with path.open("w") as output:
         code = subprocess.run(call, env=variables, stdout=output, stderr=output).returncode
     if code:
-        # only the ranks' output, without torch's messages
-        output_of_ranks, _, _ = path.read_text(errors="replace").partition("torch/distributed/elastic")
-        lines = [line for line in output_of_ranks.splitlines() if line.strip() and "torch/_" not in line]
+        rank_said = path.read_text(errors="replace").partition("torch/distributed/elastic")[0]  # only the ranks' output
+        lines = [line for line in rank_said.splitlines() if line.strip() and "torch/_" not in line]  # no torch messages
         end = "\n".join(lines[-_SHOWN:])
         raise UserError(f"{name} on {ranks} ranks ended with exit code {code}; {path} ends with\n{end}")
 
@@ -132,12 +118,10 @@ def profile_rank(arguments: argparse.Namespace, overrides: Sequence[str]) -> Non
 
     (name,) = arguments.methods
     (stage,) = arguments.stages
-    options = [
-        f"--data.batch_size={arguments.rows * read_environment().world_size}",
-        f"--deepspeed=zero{stage}_{arguments.precision}",
-        f"--run.profile_steps={arguments.steps}",
-    ]
-    config = config_for(None if name in REFERENCES else name, [arguments.recipe, *options, *overrides])
+    batch = arguments.rows * read_environment().world_size
+    ours = [f"--data.batch_size={batch}", f"--deepspeed=zero{stage}_{arguments.precision}"]
+    ours += [f"--run.profile_steps={arguments.steps}"]
+    config = config_for(None if name in REFERENCES else name, [arguments.recipe, *ours, *overrides])
     after = 3 if name in REFERENCES else max(3, first_prediction(config) + 1)
     with process_group(dump(config)) as communicator, deterministic_algorithms(config.run.deterministic):
         run_synthetic_profile(config, communicator, arguments.out, name, after, REFERENCES.get(name, build_loss))

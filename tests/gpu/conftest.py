@@ -11,9 +11,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
             terminalreporter.write_line(table)
     if config.getoption("--device") == "cuda":
         return
-    for kind, text in (("passed", "No GPU here. Ran on the CPU"), ("skipped", "Skipped, as they need a GPU")):
-        names = set()
-        for report in terminalreporter.stats.get(kind, []):
-            test, _, _ = report.nodeid.partition("[")
-            names.add(test.rpartition("::")[2])
-        terminalreporter.write_line(f"{text}: {', '.join(sorted(names)) or 'none'}.")
+    for kind, title in (("passed", "No GPU here. Ran on the CPU"), ("skipped", "Skipped, as they need a GPU")):
+        nodes = [report.nodeid for report in terminalreporter.stats.get(kind, [])]
+        names = sorted({node.partition("[")[0].rpartition("::")[2] for node in nodes})
+        terminalreporter.write_line(f"{title}: {', '.join(names) or 'none'}.")

@@ -32,14 +32,14 @@ def gpus(device: str) -> int:
 def test_a_launcher_starts_a_rank_on_each_gpu(
     launcher: str, gpus: int, device: str, shards: Path, tmp_path: Path
 ) -> None:
-    launch = [TORCHRUN, "--standalone", f"--nproc-per-node={gpus}"]
+    start = [TORCHRUN, "--standalone", f"--nproc-per-node={gpus}"]
     if launcher == "deepspeed":
         kind = "gpus" if device == "cuda" else "accelerators"
-        launch = [DEEPSPEED, f"--num_{kind}={gpus}", f"--master_port={free_port()}"]
+        start = [DEEPSPEED, f"--num_{kind}={gpus}", f"--master_port={free_port()}"]
     options = [f"--data.train={shards}", f"--data.batch_size={8 * gpus}", "--data.val=", "--data.zero_shot="]
     options += ["--max_steps=4", "--run.log_every=1", "--run.name=run", "--deepspeed=zero1_bf16"]
-    command = [*launch, str(ROOT / "train.py"), "demo", *SMALL, *options]
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=600)
+    run = [*start, str(ROOT / "train.py"), "demo", *SMALL, *options]
+    done = subprocess.run(run, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = (tmp_path / "runs" / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines if "loss" in line] == [1, 2, 3, 4]
@@ -53,11 +53,9 @@ def test_a_deterministic_run_resumes_bit_for_bit(engine: str, gpus: int, shards:
 
 def test_a_run_resumes_up_to_nondeterministic_kernels(shards: Path, tmp_path: Path) -> None:
     whole, broken = whole_and_broken(shards, tmp_path, "--deepspeed=zero1_fp32")
-    assert losses_of(broken) == pytest.approx(losses_of(whole), rel=1e-3)
-
-
-def losses_of(run: Any) -> list[float]:
-    return [line["loss"] for line in run["metrics"] if "loss" in line]
+    whole_losses = [line["loss"] for line in whole["metrics"] if "loss" in line]  # type: ignore[attr-defined]
+    broken_losses = [line["loss"] for line in broken["metrics"] if "loss" in line]  # type: ignore[attr-defined]
+    assert broken_losses == pytest.approx(whole_losses, rel=1e-3)
 
 
 def test_a_profile_shows_all_phases(shards: Path, tmp_path: Path) -> None:

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_objective_ranks
+import test_loss_ranks
 import test_optimizers
 import torch
 from benchmarking.synthetic_profile import SyntheticSteps
-from build import STILL, VARIANTS, batch, objective, pairs, relative_error, step
+from build import STILL, VARIANTS, call, loss, pairs, position, relative_error
 from ranks import run_ranks
 from test_non_finite import check, gradient
 from test_step import ROWS, plain, under_deepspeed
@@ -45,51 +45,51 @@ def ranks(request: pytest.FixtureRequest) -> int:
 def test_float32_on_the_device_is_float64_on_the_cpu(name: str, device: str) -> None:
     """Compare the loss and the gradients of two steps, with options that avoid inner optimizers."""
     method, options = VARIANTS[name]
-    steps_by_device = []
-    for run_on, dtype in ((device, torch.float32), ("cpu", torch.float64)):
-        built = objective(method, Communicator(run_on), 6, dtype, **merge(options, STILL.get(method, {})))
-        steps = []
-        for number in range(2):
-            image, text = (x.to(run_on, dtype) for x in pairs(48, 6, seed=number))
-            outcome = built(batch(image, text), step(number, lr=0.0))
-            steps.append([x.cpu().double() for x in (outcome.loss, outcome.image, outcome.text)])
-        steps_by_device.append(steps)
-    for single, double in zip(*steps_by_device, strict=True):
-        assert max(map(relative_error, single, double)) < 1e-4
+    options = merge(options, STILL.get(method, {}))
+    float32_loss = loss(method, Communicator(device), 6, torch.float32, **options)
+    float64_loss = loss(method, Communicator(), 6, torch.float64, **options)
+    for number in range(2):
+        image, text = pairs(48, 6, seed=number)
+        at = position(number, lr=0.0)
+        float32_result = call(float32_loss, image.to(device, torch.float32), text.to(device, torch.float32), at=at)
+        float64_result = call(float64_loss, image, text, at=at)
+        for name in ("loss", "image", "text"):
+            value = getattr(float32_result, name).cpu().double()
+            assert relative_error(value, getattr(float64_result, name)) < 1e-4, name
 
 
-def test_every_method_takes_the_steps_of_the_cpu(ranks: int, device: str) -> None:
+def test_every_loss_on_ranks_equals_one_rank_on_the_cpu(ranks: int, device: str) -> None:
     """Compare gradients, losses, temperatures and per-sample statistics of five float64 steps."""
-    test_objective_ranks.check_ranks(run_ranks(ranks, test_objective_ranks.train, 5, device=device))
+    test_loss_ranks.check_ranks(run_ranks(ranks, test_loss_ranks.train, 5, device=device))
 
 
 def check_weights(method: str, files: list[str], passes: int, ranks: int, device: str, **options: Any) -> None:
     """Check that the weights after five steps match those of plain PyTorch on the CPU."""
     wanted, tau = plain(method, clip=0.5)
     for rank in run_ranks(ranks, under_deepspeed, method, files, ROWS // ranks // passes, options, device=device):
-        for name, (weights, tau_of_rank) in zip(files, rank, strict=True):
+        for name, (weights, rank_tau) in zip(files, rank, strict=True):
             precision = name.split("_")[1]
-            assert tau_of_rank == pytest.approx(tau, rel=1e-4 if precision == "fp32" else 1e-2), name
+            assert rank_tau == pytest.approx(tau, rel=1e-4 if precision == "fp32" else 1e-2), name
             for key, value in weights.items():
                 torch.testing.assert_close(value, wanted[key], **TOLERANCE[precision], msg=f"{name} {key}")
 
 
 @pytest.mark.parametrize("passes", [1, 2])
-def test_every_deepspeed_file_trains_like_plain_pytorch(passes: int, ranks: int, device: str) -> None:
+def test_every_deepspeed_file_trains_the_weights_of_plain_pytorch(passes: int, ranks: int, device: str) -> None:
     check_weights("openclip", FILES, passes, ranks, device)
 
 
 @pytest.mark.parametrize("method", ["fastclip_v3", "neuclip"])
-def test_methods_with_state_train_like_plain_pytorch_under_zero(method: str, ranks: int, device: str) -> None:
+def test_losses_with_state_train_the_weights_of_plain_pytorch(method: str, ranks: int, device: str) -> None:
     check_weights(method, FLOAT32, 2, ranks, device)
 
 
-def test_compiled_towers_train_like_plain_pytorch(device: str) -> None:
+def test_compiled_towers_have_the_weights_of_plain_pytorch(device: str) -> None:
     check_weights("openclip", ["zero1_fp32"], 1, 1, device, model={"compile": True})
 
 
 @pytest.mark.parametrize(("precision", "atol"), [("fp32", 1e-4), ("bf16", 0.03)])
-def test_every_optimizer_updates_like_plain_pytorch(precision: str, atol: float, ranks: int, device: str) -> None:
+def test_every_optimizer_takes_the_steps_of_plain_pytorch(precision: str, atol: float, ranks: int, device: str) -> None:
     stages = [f"zero{stage}_{precision}" for stage in range(4)]
     for results in run_ranks(ranks, test_optimizers.under_zero, stages, device=device):
         for (name, engine), (weights, _) in results.items():
@@ -104,7 +104,7 @@ def test_a_gradient_that_overflows_is_skipped(device: str) -> None:
 
 def needs_gpu(device: str) -> None:
     if device == "cpu":
-        pytest.skip("measured on a GPU only; tests/gpu_ready has a simulated one")
+        pytest.skip("measured on a GPU alone; tests/gpu_ready has a simulated one")
 
 
 def waits(communicator: Communicator, options: list[str]) -> list[str]:
@@ -112,11 +112,11 @@ def waits(communicator: Communicator, options: list[str]) -> list[str]:
     steps = SyntheticSteps(parse(options).config, communicator)
     for number in range(3):
         steps.run(number, steps.batch(number))
-    fourth_batch = steps.batch(3)
+    batch = steps.batch(3)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
-        steps.run(3, fourth_batch)
+        steps.run(3, batch)
         torch.cuda.set_sync_debug_mode("default")
     return [warning.filename for warning in caught if "synchronizing" in str(warning.message)]
 
@@ -126,7 +126,7 @@ def test_a_step_waits_once(method: str, device: str) -> None:
     needs_gpu(device)
     options = ["demo", f"--objective.method={method}", "--data.batch_size=256", "--data.micro_batch=128"]
     (files,) = run_ranks(1, waits, [*options, "--deepspeed=zero1_bf16"], device=device)
-    assert [Path(name).name for name in files if "neuclip_ds" in name] == ["update.py"], files
+    assert [Path(name).name for name in files if "neuclip_ds" in name] == ["engine.py"], files
 
 
 def peak(communicator: Communicator, options: list[str]) -> tuple[int, int]:
@@ -140,7 +140,7 @@ def peak(communicator: Communicator, options: list[str]) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("passes", [1, 2])
-def test_the_measured_peak_of_memory_is_the_estimated_one(passes: int, device: str) -> None:
+def test_the_peak_memory_is_as_estimated(passes: int, device: str) -> None:
     needs_gpu(device)
     options = ["models/vitb32", "--objective.method=openclip", "--data.batch_size=512", "--deepspeed=zero1_bf16"]
     ((measured, planned),) = run_ranks(1, peak, [*options, f"--data.micro_batch={512 // passes}"], device=device)

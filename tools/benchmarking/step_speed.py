@@ -39,7 +39,7 @@ def samples_per_second(folder: Path, tag: str, warmup: int, batch: int) -> float
         raise UserError(f"{folder} has fewer than two points of {tag} from step {warmup} on; run more steps.")
     first = counted[0]
     last = counted[-1]
-    return (last.step - first.step) * batch / (last.wall_time - first.wall_time)
+    return float((last.step - first.step) * batch / (last.wall_time - first.wall_time))
 
 
 Speeds = Mapping[str, Sequence[float]]  # program -> samples/s of its runs; empty if it cannot run
@@ -50,18 +50,18 @@ def table(speeds_by_ranks: Mapping[int, Speeds], references: Sequence[str], abse
 
     A ratio is the median over the turns, in each of which all programs run once.
     """
-    header = ["program", "ranks", "samples/s", "lowest - highest", *(f"{name} / it" for name in references)]
-    lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
+    head = ["program", "ranks", "samples/s", "lowest - highest", *(f"{name} / it" for name in references)]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for ranks, speeds in speeds_by_ranks.items():
         for name, turns in speeds.items():
-            cells = [name, str(ranks)]
             if turns:
-                cells += [f"{statistics.median(turns):,.1f}", f"{min(turns):,.1f} - {max(turns):,.1f}"]
+                cells = [f"{statistics.median(turns):,.1f}", f"{min(turns):,.1f} - {max(turns):,.1f}"]
                 for reference in references:
                     pairs = zip(speeds[reference], turns, strict=True)
-                    ratio = statistics.median(ours / theirs for ours, theirs in pairs)
+                    ratio = statistics.median(ours / its for ours, its in pairs)
                     cells.append(f"{ratio:.2f}")
             else:
-                cells += [f"not run: {absent[name]}", *["-"] * (1 + len(references))]
-            lines.append(f"| {' | '.join(cells)} |")
+                cells = [f"not run: {absent[name]}", "-"]
+                cells += ["-"] * len(references)
+            lines.append(f"| {name} | {ranks} | {' | '.join(cells)} |")
     return lines
