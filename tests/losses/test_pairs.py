@@ -398,7 +398,8 @@ def test_an_error_in_the_compiled_function_itself_is_raised(
 
 
 @pytest.mark.parametrize("compiles", [False, True])
-def test_a_gpu_is_never_waited_for(compiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_never_waited_for(compiles: bool, fresh_compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     monkeypatch.setattr(pairs, "compiles", lambda device_type, count: compiles)
     world_size = 8
     size = 12 * world_size
