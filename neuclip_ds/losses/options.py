@@ -70,10 +70,10 @@ class ObjectiveConfig(Section):
     """Precision in which features are sent between ranks; `auto` is the towers' precision."""
     reference: Literal["paper", "released_code"] = "paper"
     """Version to follow where a paper and its released code differ. FastCLIP's code omits the leading tau of losses
-    with constant or individual tau and counts the data term twice in the gradient of a robust tau. For individual
-    temperatures, it clamps gradients and bases Adam's bias correction on epochs. AmorLIP's code starts each epoch's
-    nets near log lambda = 0 instead of the first batch's mean log Z, divides divergences by B^2 instead of B, and
-    divides the squared error by B instead of 2 B."""
+    with constant or individual tau and, relative to the features' gradient, counts the data term of a learned global
+    tau twice. For individual temperatures, it clamps gradients and bases Adam's bias correction on epochs. AmorLIP's
+    code starts each epoch's nets near log lambda = 0 instead of the first batch's mean log Z, divides divergences by
+    B^2 instead of B, and divides the squared error by B instead of 2 B."""
     epoch_steps: int | None = Field(None, ge=1)
     """Training steps that count as one epoch for gamma's schedule and amorlip's nets, for runs that see each sample
     about once. By default, an epoch is one pass over the data."""

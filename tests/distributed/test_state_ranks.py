@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from build import VARIANTS, batch, pairs, step
-from build import objective as build_objective
+from build import VARIANTS, build_loss, call, pairs, position
 from ranks import run_ranks
 from small_checkpoints import save_tables
 from torch import Tensor
 
 from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.losses import ContrastiveLoss
 from neuclip_ds.section import merge
 from neuclip_ds.state.shards import ShardFiles
 
@@ -20,42 +20,42 @@ DIM = 5
 SAVED_AFTER = 3  # steps, in the middle of an epoch
 
 
-def build(name: str, communicator: Communicator) -> Any:
+def build(name: str, communicator: Communicator) -> ContrastiveLoss:
     method, options = VARIANTS[name]
-    return build_objective(method, communicator, DIM, **merge(options, {"temperature": {"rho": 2.0, "lr": 0.02}}))
+    return build_loss(method, communicator, DIM, **merge(options, {"temperature": {"rho": 2.0, "lr": 0.02}}))
 
 
-def one_step(objective: Any, communicator: Communicator, number: int) -> tuple[Tensor, Tensor, Tensor]:
+def one_step(loss: ContrastiveLoss, communicator: Communicator, number: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return this rank's gradients of the features, (12 / K, 5) each, and the loss."""
     share = ROWS // communicator.world_size
     local = slice(communicator.rank * share, (communicator.rank + 1) * share)
     image, text = pairs(ROWS, DIM, seed=number)
     index = torch.arange(ROWS) * 7
-    result = objective(batch(image[local], text[local], index[local]), step(number, epoch=number // 2))
+    result = call(loss, image[local], text[local], index[local], at=position(number, epoch=number // 2))
     return result.image, result.text, result.loss
 
 
 def save(communicator: Communicator, folder: Path) -> None:
     """Run the first steps of every method, and save its state to disk."""
     for name in VARIANTS:
-        objective = build(name, communicator)
+        loss = build(name, communicator)
         for number in range(SAVED_AFTER):
-            one_step(objective, communicator, number)
+            one_step(loss, communicator, number)
         target = folder / name
         target.mkdir(exist_ok=True)
-        save_tables(target, objective, communicator)
+        save_tables(target, loss.function, communicator)
         if communicator.rank == 0:
-            torch.save(objective.replicated_state(), target / "replicated.pt")
+            torch.save(loss.function.replicated_state(), target / "replicated.pt")
 
 
 def resume(communicator: Communicator, folder: Path) -> dict[str, Any]:
     """Load the state of every method, and return the results of the next two steps."""
     results = {}
     for name in VARIANTS:
-        objective = build(name, communicator)
-        ShardFiles(folder / name).fill(objective.row_tables())
-        objective.load_replicated_state(torch.load(folder / name / "replicated.pt", weights_only=True))
-        results[name] = [one_step(objective, communicator, SAVED_AFTER + number) for number in range(2)]
+        loss = build(name, communicator)
+        ShardFiles(folder / name).fill(loss.function.row_tables())
+        loss.function.load_replicated_state(torch.load(folder / name / "replicated.pt", weights_only=True))
+        results[name] = [one_step(loss, communicator, SAVED_AFTER + number) for number in range(2)]
     return results
 
 
@@ -63,8 +63,8 @@ def uninterrupted() -> dict[str, Any]:
     """Return the same results of one rank that does not stop."""
     results = {}
     for name in VARIANTS:
-        objective = build(name, Communicator())
-        steps = [one_step(objective, Communicator(), number) for number in range(SAVED_AFTER + 2)]
+        loss = build(name, Communicator())
+        steps = [one_step(loss, Communicator(), number) for number in range(SAVED_AFTER + 2)]
         results[name] = steps[SAVED_AFTER:]
     return results
 

@@ -15,7 +15,7 @@ import test_loss_ranks
 import test_optimizers
 import torch
 from benchmarking.synthetic_profile import SyntheticSteps
-from build import STILL, VARIANTS, call, loss, pairs, position, relative_error
+from build import STILL, VARIANTS, build_loss, call, pairs, position, relative_error
 from ranks import run_ranks
 from test_non_finite import check, gradient
 from test_step import ROWS, plain, under_deepspeed
@@ -46,8 +46,8 @@ def test_float32_on_the_device_is_float64_on_the_cpu(name: str, device: str) -> 
     """Compare the loss and the gradients of two steps, with options that avoid inner optimizers."""
     method, options = VARIANTS[name]
     options = merge(options, STILL.get(method, {}))
-    float32_loss = loss(method, Communicator(device), 6, torch.float32, **options)
-    float64_loss = loss(method, Communicator(), 6, torch.float64, **options)
+    float32_loss = build_loss(method, Communicator(device), 6, torch.float32, **options)
+    float64_loss = build_loss(method, Communicator(), 6, torch.float64, **options)
     for number in range(2):
         image, text = pairs(48, 6, seed=number)
         at = position(number, lr=0.0)
