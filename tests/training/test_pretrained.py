@@ -125,7 +125,12 @@ def under_deepspeed(communicator: Communicator, folder: Path) -> dict[tuple[str,
         for number in range(STEPS):
             batch = batch_of(source, number)
             local_rows = slice(communicator.rank * ROWS // 2, (communicator.rank + 1) * ROWS // 2)
-            local_batch = Batch(*(tensor[local_rows] for tensor in batch))
+            local_batch = Batch(
+                batch.image[local_rows],
+                batch.tokens[local_rows],
+                batch.index[local_rows],
+                batch.valid[local_rows],
+            )
             trainee.step(local_batch, position_of(number))
         with deepspeed.zero.GatheredParameters(list(model.parameters())):
             results[family, name] = {key: value.detach().clone() for key, value in model.named_parameters()}
