@@ -31,7 +31,8 @@ SKETCHES = {"RECIPE", "...", "--options", "--help", "mine.yaml", "margin_loss.py
 # files that a page tells readers to write, a file-name pattern, and a file of open_clip
 NO_FILES = {
     "hostfiles/mine",
-    "neuclip_ds/losses/normalizers/offset.py",
+    "neuclip_ds/losses/offset.py",
+    "neuclip_ds/losses/offset_options.py",
     "ds_configs/zeroN_bf16.json",
     "docs/openclip_results.csv",
 }

@@ -4,7 +4,7 @@
 
     meta.json                       step, position in the data, fingerprint of the run (`facts`), and the
                                     checksums of all other files (checkpoint/integrity.py)
-    state/                          float32 weights, optimizer state and objective state; one file per rank
+    state/                          float32 weights, optimizer state and state of the loss; one file per rank
                                     (checkpoint/sharded_state.py)
     config.yaml, tokenizer/, model/ config, tokenizer and description of the model
 
@@ -145,7 +145,7 @@ class Checkpoints:
         self._communicator.on_rank_zero(rename)
 
     def save(
-        self, step: int, engine: Engine, objective: LossFunction, fingerprint: Fingerprint, data: Mapping[str, Any]
+        self, step: int, engine: Engine, loss: LossFunction, fingerprint: Fingerprint, data: Mapping[str, Any]
     ) -> Path:
         """Save and verify the state after `step` steps; then delete the oldest checkpoints if more than `keep` exist.
 
@@ -153,7 +153,7 @@ class Checkpoints:
         """
         target = step_folder(self._folder, step)
         partial = _partial(target)
-        files = self._files(engine, objective)
+        files = self._files(engine, loss)
         self._make_room(partial, sum(file.bytes for file in files))
         meta = {"step": step, "facts": dict(fingerprint), "data": dict(data)}
         try:
@@ -201,18 +201,18 @@ class Checkpoints:
                 )
         return int(meta["step"]), meta["data"]
 
-    def load(self, path: Path, engine: Engine, objective: LossFunction) -> None:
-        """Load a verified checkpoint into `engine` and `objective`; raise `UserError` on a mismatch."""
+    def load(self, path: Path, engine: Engine, loss: LossFunction) -> None:
+        """Load a verified checkpoint into `engine` and `loss`; raise `UserError` on a mismatch."""
         files = load_engine(path / STATE, engine, self._communicator)
-        files.fill(objective.row_tables())
-        objective.load_replicated_state(files.replicated(OBJECTIVE))
+        files.fill(loss.row_tables())
+        loss.load_replicated_state(files.replicated(OBJECTIVE))
 
-    def _files(self, engine: Engine, objective: LossFunction) -> list[StateFile]:
+    def _files(self, engine: Engine, loss: LossFunction) -> list[StateFile]:
         """Return the files that this rank writes; their tensors are views of the state, not copies."""
         is_rank_zero = self._communicator.rank == 0
-        shards = engine_shards(engine, self._communicator) | table_shards(objective.row_tables())
+        shards = engine_shards(engine, self._communicator) | table_shards(loss.row_tables())
         if is_rank_zero:
-            shards |= replicated_shards(OBJECTIVE, objective.replicated_state())
+            shards |= replicated_shards(OBJECTIVE, loss.replicated_state())
         state_files = shard_files(shards, engine_metadata(engine), self._communicator)
         files = [file._replace(name=f"{STATE}/{file.name}") for file in state_files]
         if is_rank_zero:

@@ -80,4 +80,5 @@ def test_it_is_saved_and_loaded_like_any_loss(tmp_path: Path) -> None:
     with_state_dict = new_loss()
     with_state_dict.load_state_dict(loss_fn.state_dict())
     assert with_state_dict.begin(torch.arange(4)[:0]).position.step == 3
+    with_state_dict.abandon()
     assert torch.equal(with_state_dict.train()(image, text), loss_fn(image, text))
