@@ -218,7 +218,7 @@ class Engine:
         return WeightUpdate(gradient_norm=norm, applied=applied)
 
     def _seed_dropout(self, step: int, micro_batch: int) -> None:
-        """Seed dropout with (seed, step, rank, micro-batch), so both passes and a resumed run draw the same masks."""
+        """Seed dropout with (seed, step, rank, micro-batch), so that a resumed run draws the same masks."""
         position = step * self.communicator.world_size + self.communicator.rank
         seed = ((self._seed * 1_000_003 + position) * 65_537 + micro_batch) % 2**63
         # torch.manual_seed seeds every kind of device, which takes 0.3 ms even without a GPU

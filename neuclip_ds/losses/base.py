@@ -137,6 +137,10 @@ class LossFunction(Stateful):
     def __init__(self, components: dict[str, Stateful]) -> None:
         self._components = components
         self.needs_index = any(component.needs_index for component in components.values())
+        stores: list[SampleStore] = []
+        for component in components.values():
+            stores.extend(component.stores)
+        self.stores = stores
 
     def __call__(self, batch: GatheredFeatures, position: Position, training: bool) -> LossOutput:
         """Return the loss and its gradient; if `training`, update the state.
@@ -151,11 +155,6 @@ class LossFunction(Stateful):
     def gathers(self, position: Position) -> bool:
         """Return whether a training step needs the features of all ranks; the result is the same on all ranks."""
         return True
-
-    @property
-    def reads_statistics(self) -> bool:
-        """Whether the loss reads statistics of each sample."""
-        return any(component.stores for component in self._components.values())
 
     def begin_reads(self, padded_index: Tensor) -> dict[str, Pending]:
         reads: dict[str, Pending] = {}
@@ -180,17 +179,6 @@ class LossFunction(Stateful):
         for component in self._components.values():
             tables.update(component.row_tables())
         return tables
-
-    def restore_point(self) -> Callable[[], None]:
-        if not self._components:  # a subclass that returns its state itself
-            return super().restore_point()
-        restores = [component.restore_point() for component in self._components.values()]
-
-        def restore() -> None:
-            for restore_component in restores:
-                restore_component()
-
-        return restore
 
 
 def adam_state(adam: torch.optim.Optimizer, parameter: Parameter, prefix: str = "adam.") -> dict[str, Tensor]:

@@ -49,7 +49,7 @@ def problem_with_rows(index: Any, valid: Any, rows: int, samples: int) -> str | 
         index: (rows,) integers in [0, samples) in host memory where `valid`, or None.
         valid: (rows,) bool in host memory, or None if all rows are valid.
         rows: number of rows of the batch.
-        samples: size n of the dataset.
+        samples: size n of the dataset, or 0 if it is unknown because the loss does not need the index.
     """
     if index is not None:
         if not isinstance(index, Tensor):
@@ -62,7 +62,7 @@ def problem_with_rows(index: Any, valid: Any, rows: int, samples: int) -> str | 
             return _not_a_tensor("valid", valid)
         if valid.shape != (rows,) or valid.dtype != torch.bool:
             return f"valid is {valid.dtype} {tuple(valid.shape)}, but must be one bool per row: ({rows},)."
-    if index is None:
+    if index is None or not samples:
         return None
     used = index if valid is None else index[valid]
     if not len(used):

@@ -336,6 +336,7 @@ class ContrastiveLoss(nn.Module):
         """
         if not isinstance(self.function, GlobalContrastiveLoss):
             raise UserError(f"{self._config.method} has no normalizer.")
+        self._undo_if_scaler_skipped()
         if valid is None:
             valid = torch.ones(len(index), dtype=torch.bool)
         pending = self._pending_batch(index.long(), valid, self._dtype)
@@ -530,7 +531,7 @@ class ContrastiveLoss(nn.Module):
             position=self._next_position() if position is None else position,
             communicator=self._communicator,
             comm_dtype=comm_dtype,
-            begin_reads=self.function.begin_reads if self.function.reads_statistics else None,
+            begin_reads=self.function.begin_reads if self.function.stores else None,
             sends_features=sends_features,
             training=training,
         )

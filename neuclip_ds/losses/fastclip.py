@@ -8,9 +8,9 @@ u_i is initialized to g_i. The functions below build the methods, and their docs
 the temperature and in the schedule of gamma, whose options are in fastclip_options.py.
 
 With `reference=released_code`, the methods follow FastCLIP's code where it differs from the paper: losses with a
-constant or individual temperature have no leading tau. Relative to the features' gradient, the data term of a global
-temperature's gradient counts twice, because both halves of the code's loss depend on tau, but each half has only a part
-of the features' gradient.
+constant or individual temperature have no leading tau. The code's loss is the sum of two halves. Both have the gradient
+with respect to a global tau, but each has only one part of the features' gradient. So the data term of tau's gradient
+counts twice relative to the features' gradient.
 """
 
 import math
@@ -100,6 +100,9 @@ def fastclip_v3(config: ObjectiveConfig, context: LossContext) -> GlobalContrast
     """Build FastCLIP-v3 (RGCL-g, eq. 10): the robust global contrastive loss with one learned temperature.
 
     tau/n sum_i [ log(eps + g1_i) + log(eps + g2_i) ] + 2 rho tau
+
+    Adam learns log(1/tau) at a constant learning rate, which is divided by 3 while tau < 0.03. Gamma falls from 1 to
+    gamma_min along a cosine. rho depends on the dataset, so recipes set it.
     """
     is_released = config.reference == "released_code"
     return GlobalContrastiveLoss(
@@ -172,7 +175,6 @@ class MovingAverageEstimator(NormalizerEstimator):
         return NormalizerOutput(
             log_weight=-log_eps_plus(gathered_log_u, self._eps),
             value=value,
-            tau_term=value,
             metrics={"gamma": log_g.new_full((), gamma), "log_u": gathered_log_u.mean()},
         )
 
@@ -230,7 +232,7 @@ class IndividualTemperature(Temperature):
         self.stores = (self._store,)
 
     def begin_reads(self, padded_index: Tensor) -> dict[str, Pending]:
-        return {_TEMPERATURES: self._store.begin_read_all(padded_index, count=2)}
+        return {_TEMPERATURES: self._store.begin_read_all(padded_index, count=2)}  # tau_image and tau_text
 
     def of(self, batch: GatheredFeatures) -> Tensor:
         return batch.compact_all(batch.statistics[_TEMPERATURES].wait()).T.contiguous()

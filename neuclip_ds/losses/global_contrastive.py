@@ -72,8 +72,9 @@ class NormalizerOutput:
     """(2, B): log w of every anchor of the global batch."""
     value: Tensor
     """(2, local): per-anchor loss, without the method's scale."""
-    tau_term: Tensor
-    """(2, local): per-anchor derivative d(tau loss)/dtau without the data term."""
+    tau_term: Tensor | None = None
+    """(2, local): per-anchor derivative d(tau loss)/dtau without the data term; None if it equals `value`, as for an
+    estimate that does not depend on tau."""
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
     """Name -> 0-dim value, equal on all ranks."""
     feature_grad: tuple[Tensor, Tensor] | None = None
@@ -176,9 +177,11 @@ class GlobalContrastiveLoss(LossFunction):
         local_tau = _of_local_anchors(tau, batch)
         local_scale = _of_local_anchors(scale, batch)
         local_mean_logit = gradient.mean_logit / local_scale
-        grad_log_scale = gradient.mean_logit.sum()
-        if estimate.tau_term is not estimate.value:  # the normalizer's estimate depends on tau
-            grad_log_scale = grad_log_scale - (local_scale * (estimate.tau_term - estimate.value)).sum()
+        grad_theta = gradient.mean_logit.sum()
+        local_tau_term = estimate.value
+        if estimate.tau_term is not None:  # the normalizer's estimate depends on tau
+            local_tau_term = estimate.tau_term
+            grad_theta = grad_theta - (local_scale * (local_tau_term - estimate.value)).sum()
         log_divisor = math.log(batch.total - self.pair_loss.divisor_offset)
         # OpenCLIP's loss for the same batch and tau, comparable across methods
         infonce = torch.logaddexp(log_g + log_divisor, torch.zeros_like(log_g))
@@ -187,14 +190,14 @@ class GlobalContrastiveLoss(LossFunction):
                 (local_scale * estimate.value + self._temperature.rho(position) * local_tau).sum(),
                 infonce.sum() / 2,
                 local_mean_logit.sum(),
-                estimate.tau_term.sum(),
-                grad_log_scale,
+                local_tau_term.sum(),
+                grad_theta,
                 *(values.sum() for values in estimate.local_metrics.values()),
                 image.square().sum() + text.square().sum(),
             ]
         )
         totals = self._communicator.all_reduce(sums, "scalars")
-        loss, batch_loss, mean_logit, tau_term, grad_log_scale, *local_means, _ = (totals / batch.total).unbind()
+        loss, batch_loss, mean_logit, tau_term, grad_theta, *local_means, _ = (totals / batch.total).unbind()
         gradient_norm = totals[-1].sqrt()
         if self._constant:
             loss = loss + self._constant
@@ -203,9 +206,9 @@ class GlobalContrastiveLoss(LossFunction):
             signal = TemperatureSignal(
                 mean_logit=mean_logit,
                 tau_term=tau_term,
-                grad_log_scale=grad_log_scale,
+                grad_theta=grad_theta,
                 local_mean_logit=local_mean_logit,
-                local_tau_term=estimate.tau_term,
+                local_tau_term=local_tau_term,
             )
             self._temperature.update(batch, signal, position)
         metrics = {"tau": tau.mean()}

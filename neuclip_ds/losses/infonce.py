@@ -45,7 +45,7 @@ class BatchEstimator(NormalizerEstimator):
         log_normalizer = torch.logaddexp(log_g, log_g.new_full((), -log_negatives))
         log_weight = -batch.gather(log_normalizer, "normalizer")
         value = log_normalizer + log_negatives
-        return NormalizerOutput(log_weight=log_weight, value=value, tau_term=value)
+        return NormalizerOutput(log_weight=log_weight, value=value)
 
     def log_estimate(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor) -> Tensor:
         return log_g

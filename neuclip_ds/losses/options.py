@@ -43,7 +43,8 @@ class TemperatureConfig(Section):
     """How neuclip and neuclip_queue learn tau. `robust` uses rho (NeuCLIP eq. 12) and is neuclip's default. `learned`
     works as in OpenCLIP, with eps = 1/(n-1) and without rho, and is neuclip_queue's default."""
     schedule: Literal["encoder", "constant", "third_below_0.03"] = "encoder"
-    """`encoder` follows the encoders' schedule; `third_below_0.03` divides lr by 3 while tau < 0.03 (FastCLIP)."""
+    """`encoder` follows the encoders' schedule; `third_below_0.03` is constant, but divided by 3 while
+    tau < 0.03 (FastCLIP)."""
     rho: float | Annotated[list[float], Field(min_length=1)] = 0.0
     """Margin rho of the robust contrastive loss (FastCLIP eq. 10). For a list, each entry applies to an equal fraction
     of the run."""

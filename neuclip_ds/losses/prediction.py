@@ -110,7 +110,7 @@ class NetworkEstimator(NormalizerEstimator):
         ratio = ratios[:, batch.local]  # exp(-alpha_i) (eps + g_i) = 1 - r_i
         value = ratio + alpha[:, batch.local] - 1  # the bracket in J, which also appears in dJ/dtau
         if self._config.alpha_grad == "stop":
-            return NormalizerOutput(log_weight=-alpha, value=value, tau_term=value, metrics=metrics)
+            return NormalizerOutput(log_weight=-alpha, value=value, metrics=metrics)
         if self._config.alpha_grad == "positive":
             feature_grad = partner_gradient(batch, 1 - ratio, tau)
             grad_tau = (1 - ratio) * (batch.positive[batch.local] / tau)
@@ -126,6 +126,5 @@ def batch_output(log_target: Tensor, local_log_target: Tensor) -> NormalizerOutp
     return NormalizerOutput(
         log_weight=-log_target,
         value=local_log_target,
-        tau_term=local_log_target,
         metrics={"alpha": log_target.mean()},
     )

@@ -26,20 +26,20 @@ _LOW_TAU = 0.03  # below it, schedule=third_below_0.03 divides the learning rate
 class TemperatureSignal:
     """Statistics of one step that a temperature rule may use.
 
-    `mean_logit` is w_i/(B-1) sum_j exp(y_ij) y_ij with y_ij = l(s_ij - s_ii)/tau. This equals -tau times the data term
-    w_i dg_i/dtau. `tau_term` is the per-anchor derivative d(tau loss)/dtau without the data term.
+    The mean logit of an anchor is w_i/(B-1) sum_j exp(y_ij) y_ij with y_ij = l(s_ij - s_ii)/tau. This equals -tau times
+    the data term w_i dg_i/dtau. Its tau term is the derivative d(tau loss)/dtau without the data term.
     """
 
     mean_logit: Tensor
-    """0-dim: sum over both directions, averaged over the global batch; equal on all ranks."""
+    """0-dim: mean logits, summed over both directions and averaged over the global batch; equal on all ranks."""
     tau_term: Tensor
-    """0-dim: `tau_term` of the anchors, summed and averaged in the same way."""
-    grad_log_scale: Tensor
+    """0-dim: tau terms, summed and averaged in the same way."""
+    grad_theta: Tensor
     """0-dim: d loss / d log(1/tau), for losses whose scale does not depend on tau."""
     local_mean_logit: Tensor
-    """(2, local) with individual temperatures; with one tau, this rank's 0-dim contribution."""
+    """(2, local) mean logits with individual temperatures; with one tau, this rank's 0-dim contribution."""
     local_tau_term: Tensor
-    """(2, local): the per-anchor terms."""
+    """(2, local): tau terms."""
 
 
 class Temperature(Stateful):
@@ -225,7 +225,7 @@ class LogTemperature(LearnableTemperature):
         self._gradient_factor = gradient_factor
 
     def update(self, batch: GatheredFeatures, signal: TemperatureSignal, position: Position) -> None:
-        self.descend(position, theta=self._gradient_factor * signal.grad_log_scale)
+        self.descend(position, theta=self._gradient_factor * signal.grad_theta)
 
 
 class RobustTemperature(LearnableTemperature):

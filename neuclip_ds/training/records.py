@@ -71,11 +71,11 @@ class WriteRecords(Hook):
             if result.is_partial_batch:
                 # a small last batch has fewer negatives, so its values would appear as jumps in every curve
                 metrics = {"lr": result.lr, "skipped_steps": result.skipped}
-            loop.metrics.write(result.step, {**metrics, **self._interval_metrics(loop, result)})
+            loop.metrics.write(result.step, {**metrics, **self._record_metrics(loop, result)})
         self._begin_interval(loop)
 
-    def _interval_metrics(self, loop: Loop, result: StepResult) -> dict[str, float]:
-        """Return the metrics of the time since the last record."""
+    def _record_metrics(self, loop: Loop, result: StepResult) -> dict[str, float]:
+        """Return the metrics of a record in addition to those of the step."""
         communicator = loop.context.communicator
         seconds = time.perf_counter() - self._interval_start
         metrics: dict[str, float] = {}

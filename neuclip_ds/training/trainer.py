@@ -118,7 +118,8 @@ def train(config: Config, environment: RankEnvironment, hooks: Sequence[Hook] = 
                 hook.before_run(config, communicator, folder)
             run = build_run(config, communicator, folder, staged)
             loop = run.loop
-            is_complete = communicator.on_rank_zero(lambda: read_complete(folder) == loop.done == loop.total)
+            completed_steps = communicator.on_rank_zero(lambda: read_complete(folder))
+            is_complete = loop.done == loop.total and completed_steps == loop.total
             if is_complete:
                 log.info("%s is complete after %d steps; for more, raise epochs or max_steps", folder, loop.done)
             else:
@@ -400,13 +401,13 @@ class Loop:
 
         Writes nothing; raises `UserError` if the checkpoint belongs to a different run, model or dataset.
         """
-        self.done, saved = self.checkpoints.read(checkpoint, self.fingerprint)
-        check_data(saved, self.context.data.manifest)
+        self.done, metadata = self.checkpoints.read(checkpoint, self.fingerprint)
+        check_data(metadata, self.context.data.manifest)
         self.checkpoints.load(checkpoint, self.context.engine, self.loss.function)
         if not self.context.config.ema.decay:
             discard_average(self.context.engine)
         self.saved = self.done
-        self._hook_states = saved.get("hooks", {})
+        self._hook_states = metadata.get("hooks", {})
 
     def run(self, hooks: Sequence[Hook] = (), evaluator: Evaluator | None = None) -> bool:
         """Train from `done` to `total` steps; return False if a stop was requested before the end.

@@ -1,7 +1,7 @@
 """Report loss spikes, skipped steps, divergence and slow data, with the step and its samples.
 
 Every rank monitors its own loader. The loss and the gradient norms are equal on all ranks, so all ranks detect the same
-events and rank 0 reports them. Nothing here communicates with other ranks or waits for a GPU.
+events and rank 0 reports them. A normal step neither communicates with other ranks nor waits for a GPU.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class WatchHealth(Hook):
         self._stall_detector = StallDetector()
         self._stalls = 0  # stalled steps since the start
         self._samples_of_skipped: list[Sequence[int]] = []  # of each consecutive skipped step
-        self._step = loop.done  # the current step, from 1
+        self._step = loop.done  # the step being run, counted from 1, or the last completed step
 
     def on_batch(self, loop: Loop, batch: RankBatch) -> None:
         self._step = loop.done + 1
