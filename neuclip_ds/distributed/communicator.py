@@ -95,7 +95,7 @@ class Communicator:
             self.world_size = dist.get_world_size(self._host_group)
             if "cpu:" not in dist.get_backend_config(self._host_group):
                 self._host = self.device
-        self._store = dist.HashStore() if store is None and self.world_size == 1 else store
+        self._store = store
         self.collectives_started = 0
         self._counter = TrafficCounter()
 
@@ -260,7 +260,9 @@ class Communicator:
 
     def count(self, name: str, amount: int = 1) -> int:
         """Add to a counter that all ranks share and return its new value, without waiting for other ranks."""
-        assert self._store is not None, "with several ranks, `count` needs a store: create the Communicator with one"
+        if self._store is None:
+            assert self.world_size == 1, "with several ranks, `count` needs a store: create the Communicator with one"
+            self._store = dist.HashStore()
         return self._store.add(f"counters/{name}", amount)
 
     def ranks_of_node(self) -> list[int]:

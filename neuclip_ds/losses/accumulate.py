@@ -145,7 +145,7 @@ class TwoPass(MicroBatches):
         self._model = model
         self._scale = scale
         self._indices: list[Tensor | None] = []
-        self._valid: list[Tensor | None] = []
+        self._valid: list[Tensor] = []
         self._ends: list[int] = []  # rows up to the end of each micro-batch
         self._first_pass: tuple[Tensor, Tensor] | None = None  # the features, once the loss is computed
 
@@ -155,15 +155,20 @@ class TwoPass(MicroBatches):
         """Store the features of a micro-batch; takes the same arguments as the loss."""
         super().add(image_features, text_features)
         self._indices.append(index)
-        self._valid.append(valid)
+        if valid is None:
+            valid = torch.ones(len(image_features), dtype=torch.bool)
+        self._valid.append(valid.cpu())
         self._ends.append(sum(len(image) for image, _ in self._features))
         self._require(len(self._random_states) == len(self._ends) and self._first_pass is None)
 
     def loss(self) -> Tensor:
         """Compute the gradients of the whole batch's loss, and return the detached loss."""
         self._require(self._first_pass is None and 0 < len(self._ends) == len(self._random_states))
-        index = _concatenated(self._indices)
-        valid = _concatenated(self._valid)
+        indices = [index for index in self._indices if index is not None]
+        if indices and len(indices) < len(self._indices):
+            raise RuntimeError("accumulate(): pass the index of every micro-batch, or of none.")
+        index = torch.cat(indices) if indices else None
+        valid = torch.cat(self._valid)
         image, text = self.concatenated_features()
         self._first_pass = image, text
         with torch.enable_grad():
@@ -208,7 +213,7 @@ class TwoPass(MicroBatches):
         if features is None:
             return
         distances = (features.detach() - first).norm(dim=1)
-        if bool(distances.max() > _SAME):
+        if bool((distances > _SAME).any()):
             self._fail("pass the micro-batches in the same order again, with the model unchanged")
 
     def _require(self, condition: bool) -> None:
@@ -218,12 +223,6 @@ class TwoPass(MicroBatches):
     def _fail(self, advice: str) -> None:
         done = f"{self._micro_batch} of {len(self._ends)} in the second pass"
         raise RuntimeError(f"accumulate(): {advice}. So far: {done}.")
-
-
-def _concatenated(pieces: Sequence[Tensor | None]) -> Tensor | None:
-    """Return the concatenated pieces, or None if a piece is None."""
-    present = [piece for piece in pieces if piece is not None]
-    return torch.cat(present) if len(present) == len(pieces) else None
 
 
 @contextmanager

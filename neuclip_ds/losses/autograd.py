@@ -56,6 +56,8 @@ class AutogradLoss(LossFunction):
             image = batch.image.detach().requires_grad_()
             text = batch.text.detach().requires_grad_()
             loss = self._function(image, text, batch.index)
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"The loss must be a scalar tensor, but the function returned a {type(loss).__name__}.")
         if loss.ndim:
             raise TypeError(
                 f"The loss must be a scalar, but the function returned a tensor of shape {tuple(loss.shape)}."

@@ -117,8 +117,9 @@ class ContrastiveLoss(nn.Module):
                 `device`.
             scaler: see the `scaler` attribute.
             undo: whether `undo()` can revert the last training call, which costs a copy of the replicated state.
-            validate: whether to check the arguments of each call on all ranks. This costs one small collective and, on
-                a GPU, one host synchronization. Without validation, all ranks must pass the same number of rows.
+            validate: whether to check the arguments of each call on all ranks, except of calls with `pending`. This
+                costs one small collective and, on a GPU, one host synchronization. Without validation, all ranks must
+                pass the same number of rows.
             device: device of the state until the first call moves the state to the features' device.
             dtype: dtype of similarities, losses and state until features in float64 arrive.
             spare_row: whether tables of statistics have a row for samples that are not in the training set, which calls
@@ -261,6 +262,11 @@ class ContrastiveLoss(nn.Module):
                 raise RuntimeError("begin() and the loss differ in train(), eval() or torch.no_grad().")
             elif image_features.dtype == torch.float64 and self._dtype != torch.float64:
                 raise RuntimeError("begin() has started a batch in float32: build the loss with dtype=torch.float64.")
+            elif not len(image_features) == len(text_features) == pending.rows:
+                raise RuntimeError(
+                    f"The loss got {len(image_features)} images and {len(text_features)} texts, but begin() had "
+                    f"{pending.rows} rows."
+                )
             batch = pending.gathered(self._dtype)
             batch.require_pairs(pending.position.step)
             with products_exact_for(torch.float32):
@@ -285,7 +291,8 @@ class ContrastiveLoss(nn.Module):
     def undo(self) -> None:
         """Revert the updates that the last training call made to the state, as for a step that the optimizer skipped.
 
-        Raises `RuntimeError` if the loss was built without `undo=True`, or if there is no call to revert.
+        The number of training calls, which gives the position in training, still counts the call. Raises `RuntimeError`
+        if the loss was built without `undo=True`, or if there is no call to revert.
         """
         if self._undo is None:
             raise RuntimeError("undo() needs ContrastiveLoss(..., undo=True), and reverts the last training call once.")
@@ -573,12 +580,15 @@ class ContrastiveLoss(nn.Module):
                 _fill(self.function, _state_of(function))
 
     def _undo_if_scaler_skipped(self) -> None:
-        """Revert the last call's updates if the scaler skipped its step, that is, if the scale has since dropped."""
+        """Revert the last training call's updates if the scaler skipped its step, that is, if the scale has dropped.
+
+        Otherwise, the call can still be reverted: the scaler may not have been updated yet.
+        """
         if self.scaler is None or self._undo is None or self._undo.grad_scale is None:
             return
         if self.scaler.get_scale() < self._undo.grad_scale:
             self._undo.restore()
-        self._undo = None
+            self._undo = None
 
     def _metadata(self) -> dict[str, Any]:
         """Return the metadata that is saved with the state."""

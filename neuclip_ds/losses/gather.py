@@ -56,6 +56,7 @@ class PendingBatch:
             sends_features: whether the step needs the features of all ranks.
             training: whether the step updates the state of the loss.
         """
+        self.rows = len(index)
         self.position = position
         self.training = training
         self._communicator = communicator

@@ -30,9 +30,14 @@ def register_loss(name: str, builder: LossBuilder, options: type[Section] | None
         options: subclass of `neuclip_ds.Section` with the loss's options; the builder reads them as `config.NAME`.
 
     Raises:
-        UserError: the name is not a Python name or belongs to a method or an option, or an option has no default.
+        UserError: the name is not a Python name or belongs to a method or an option, the builder cannot be called, or
+            the options are not a `Section` or lack a default.
     """
-    if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_"):
+    if not callable(builder):
+        raise UserError(f"register_loss: the builder of {name} is a {type(builder).__name__}, but must be a function.")
+    if options is not None and not (isinstance(options, type) and issubclass(options, Section)):
+        raise UserError(f"register_loss: the options of {name} must be a subclass of neuclip_ds.Section.")
+    if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_"):
         raise UserError(f"register_loss: {name!r} cannot name a loss; use letters, digits and _.")
     is_registered = name in METHODS and not isinstance(METHODS[name].builder, str)
     is_attribute = name in ObjectiveConfig.model_fields or hasattr(ObjectiveConfig, name)

@@ -55,6 +55,7 @@ class WriteRecords(Hook):
         loop.metrics = communicator.on_every_rank(open_files)
         if loop.metrics is not None:
             loop.resources.enter_context(loop.metrics)
+            loop.resources.callback(setattr, loop, "metrics", None)
         self._bad_samples.restore(**self._bad_sample_counts)
         self._begin_interval(loop)
 

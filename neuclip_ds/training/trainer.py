@@ -393,7 +393,7 @@ class Loop:
         self._epoch_offset = epoch_offset
         self._batches = DeviceBatches(communicator.device, config.micro_batch(communicator.world_size))
         self._done_at_rollback = -1  # number of steps done at the last rollback
-        self._hooks: list[Hook] = []
+        self._hooks: dict[str, Hook] = {}  # by the name of their state in a checkpoint, in the order of their calls
         self._hook_states: Mapping[str, Any] = {}  # from the checkpoint, by the hook's name
 
     def resume(self, checkpoint: Path) -> None:
@@ -432,7 +432,7 @@ class Loop:
         engine = self.context.engine
         compare_replicas(self.done, engine, self.loss.function, self.context.communicator)
         hook_states: dict[str, Any] = {}
-        for name, hook in zip(hook_names(self._hooks), self._hooks, strict=True):
+        for name, hook in self._hooks.items():
             state = hook.state(self)
             if state:
                 hook_states[name] = state
@@ -483,20 +483,20 @@ class Loop:
             # times at which steps ended; the first step itself is not measured, because it compiles
             end_times: deque[float] = deque(maxlen=_THROUGHPUT_STEPS + 1)
             while self.done < self.total and not self.stop_requested:
-                for hook in self._hooks:
+                for hook in self._hooks.values():
                     hook.before_step(self)
                 start_time = time.perf_counter()
                 batch = next(self._batches)
-                for hook in self._hooks:
+                for hook in self._hooks.values():
                     hook.on_batch(self, batch.host)
                 result = self._train_step(batch, start_time, end_times)
                 self.done += 1
                 if average is not None and result.applied:
                     average.update(self.done)
-                for hook in self._hooks:
+                for hook in self._hooks.values():
                     hook.after_step(self, result)
             if not self.stop_requested:
-                for hook in self._hooks:
+                for hook in self._hooks.values():
                     hook.finish(self)
 
         if self.stop_signal is not None:
@@ -507,23 +507,27 @@ class Loop:
 
     def _start_hooks(
         self, hooks: Sequence[Hook], evaluator: Evaluator | None, average: WeightAverage | None
-    ) -> list[Hook]:
-        """Start the given hooks, then the standard hooks, and return all of them."""
+    ) -> dict[str, Hook]:
+        """Start the given hooks, then the standard hooks, and return all of them by name."""
         records = WriteRecords()
         saver = SaveCheckpoints()
-        all_hooks = [*hooks, PrefetchShards(), WatchHealth(), ShowProgress(), records, StopOnSignal(), saver]
+        standard: list[Hook] = [PrefetchShards(), WatchHealth(), ShowProgress(), records, StopOnSignal(), saver]
         if evaluator is not None and evaluator.measures:
-            all_hooks.append(EvaluateModel(evaluator, saver, average))
-        for name, hook in zip(hook_names(all_hooks), all_hooks, strict=True):
+            standard.append(EvaluateModel(evaluator, saver, average))
+        # standard hooks are named first, so that a user's hook of the same class name never gets their state
+        names = hook_names([*standard, *hooks])
+        named_hooks = dict(zip(names[len(standard) :], hooks, strict=True))
+        named_hooks.update(zip(names[: len(standard)], standard, strict=True))
+        for name, hook in named_hooks.items():
             state = self._hook_states.get(name)
             if state is not None:
                 hook.load_state(state)
         records.open(self)  # the other hooks may write metrics when they start
-        for hook in all_hooks:
+        for hook in named_hooks.values():
             hook.start(self)
             # when the loop ends, the stack calls this with the exception that ended it
             self.resources.push(lambda kind, error, traceback, hook=hook: hook.close(self, error))
-        return all_hooks
+        return named_hooks
 
     def _train_step(self, batch: DeviceBatch, start_time: float, end_times: deque[float]) -> StepResult:
         """Run one step, and describe its result for the hooks.

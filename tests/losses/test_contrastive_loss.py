@@ -364,6 +364,59 @@ def test_a_step_that_the_scaler_skips_leaves_no_trace(name: str, cause: str) -> 
     assert all(p.isfinite().all() for p in tower.parameters())
 
 
+def test_an_evaluation_before_the_scaler_is_updated_does_not_prevent_the_undo() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    loss_fn = loss_of("fastclip_v3", scaler=scaler)
+    image, text, index = features(0)
+    loss_fn(image, text, index)
+    before = state_of(loss_fn)
+    parameter = torch.nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.SGD([parameter], 0.1)
+    loss = loss_fn(image, text, index)
+    scaler.scale(loss + parameter * torch.inf).backward()
+    loss_fn.eval()(image, text)
+    loss_fn.train()
+    scaler.step(optimizer)
+    scaler.update()
+    after = state_of(loss_fn)
+    assert (before.pop("calls"), after.pop("calls")) == (1, 2)
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+def test_micro_batches_without_a_mask_are_valid() -> None:
+    """Only the last micro-batch, which is padded, has a mask."""
+    image, text, index = features(0)
+    valid = torch.ones(len(index), dtype=torch.bool)
+    valid[-1] = False
+    half = len(index) // 2
+    losses = []
+    for first_mask in (None, valid[:half]):
+        loss_fn = loss_of("fastclip_v3")
+        with loss_fn.accumulate() as passes:
+            for rows, mask in ((slice(half), first_mask), (slice(half, None), valid[half:])):
+                with passes.features():
+                    passes.add(image[rows], text[rows], index[rows], mask)
+            losses.append(passes.loss())
+            for rows in (slice(half), slice(half, None)):
+                with passes.gradients():
+                    passes.backward(image[rows], text[rows])
+    assert torch.equal(*losses)
+    assert not torch.equal(losses[0], loss_of("fastclip_v3")(image, text, index).detach())
+
+
+def test_a_batch_must_have_as_many_rows_as_it_began_with() -> None:
+    loss_fn = loss_of("openclip")
+    image, text, index = features(0)
+    image = image.detach().float()
+    text = text.detach().float()
+    pending = loss_fn.begin(index)
+    pending.add_text(text)
+    pending.add_image(image)
+    pending.begin_reads()
+    with pytest.raises(RuntimeError, match=r"2 images and 2 texts, but begin\(\) had"):
+        loss_fn(image[:2], text[:2], pending=pending)
+
+
 def test_a_second_derivative_is_refused() -> None:
     image, text, _ = features(0)
     with pytest.raises(RuntimeError, match="has no derivative: omit create_graph=True"):

@@ -72,6 +72,10 @@ class Total(Hook):
         self.total = state["total"]
 
 
+class WriteRecords(Total):
+    """A user's hook with the name of a standard hook."""
+
+
 class LogStart(Hook):
     """Hook that writes a metric and an event when it starts."""
 
@@ -86,7 +90,7 @@ def test_hooks_see_every_step_keep_separate_states_and_log_in_a_new_and_a_resume
 ) -> None:
     recording = Recording(stop_after=2)
     totals = [Total(1), Total(10), Total(100)]
-    run(shards, tmp_path, recording, totals[0], LogStart(), *totals[1:])
+    run(shards, tmp_path, recording, totals[0], LogStart(), *totals[1:], WriteRecords(1000))
     assert recording.calls == ["start 0/3", *STEP, "after 1", *STEP, "after 2", "close NoneType"]
     assert len(set(recording.losses)) == 2
     assert [path.name for path in complete_checkpoints(tmp_path / "run" / "checkpoints")] == ["step_000000002"]
