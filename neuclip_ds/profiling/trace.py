@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from neuclip_ds.distributed.communicator import PHASE, STEP, ring_bytes
-from neuclip_ds.distributed.exchange import PURPOSE
+from neuclip_ds.distributed.traffic import PURPOSE
 from neuclip_ds.profiling.intervals import Interval, Timeline, intersection, length, union
 from neuclip_ds.profiling.launches import Event, Launch, Thread, find_launches, launching_calls, read_events
 

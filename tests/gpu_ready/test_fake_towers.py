@@ -10,7 +10,7 @@ import pytest
 import torch
 from benchmarking.run_loss import build_loss
 from fake_cuda import DEVICE, GpuRank, fake_cuda
-from replay import PlainEngine
+from small_checkpoints import PlainDeepSpeed
 from test_step import TOKENS, config_of
 from torch._dynamo.utils import counters
 
@@ -100,7 +100,7 @@ def test_the_moving_average_waits_for_nothing(towers: DualEncoder) -> None:
     with fake_cuda() as gpu:
         model = copy.deepcopy(towers).to(DEVICE)
         optimizer = build_optimizer(model, CONFIG.optimizer)
-        average = WeightAverage(Engine(PlainEngine(model, optimizer), GpuRank(1)), 0.99)
+        average = WeightAverage(Engine(PlainDeepSpeed(model, optimizer), GpuRank(1)), 0.99)
         for parameter in model.parameters():
             optimizer.state[parameter] = {"exp_avg": torch.zeros_like(parameter)}
         for step in (1, 2):
@@ -119,7 +119,7 @@ class Trainee:
         model: DualEncoder,
         rank: GpuRank,
         micro: int,
-        engine_type: type[PlainEngine] = PlainEngine,
+        engine_type: type[PlainDeepSpeed] = PlainDeepSpeed,
     ) -> None:
         optimizer = build_optimizer(model, config.optimizer)
         self._engine = Engine(engine_type(model, optimizer), rank)
@@ -179,7 +179,7 @@ def test_the_host_waits_for_the_loader_after_the_backward_passes(towers: DualEnc
     steps = 3
     events: list[str] = []
 
-    class LoggingEngine(PlainEngine):
+    class LoggingEngine(PlainDeepSpeed):
         def backward(self, loss: torch.Tensor) -> Any:
             result = super().backward(loss)
             events.append("backward pass")

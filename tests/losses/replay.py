@@ -13,6 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from ranks import run_ranks
+from small_checkpoints import PlainDeepSpeed
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import normalize
@@ -151,30 +152,7 @@ def recorded() -> Iterator[list[Call]]:
         yield calls
 
 
-class PlainEngine:
-    """The part of DeepSpeed's engine that the trainer uses, for one rank and in plain PyTorch."""
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.module = model
-        self.optimizer = optimizer
-        self.basic_optimizer = optimizer  # without ZeRO
-        self.skipped_steps = 0
-
-    def __call__(self, *inputs: Any) -> Any:
-        return self.module(*inputs)
-
-    def set_gradient_accumulation_boundary(self, last: bool) -> None:
-        pass
-
-    def backward(self, loss: Tensor) -> None:
-        self.optimizer.zero_grad()
-        loss.backward()
-
-    def step(self) -> None:
-        self.optimizer.step()
-
-
-class _ClippingEngine(PlainEngine):
+class _ClippingEngine(PlainDeepSpeed):
     """Engine that runs `encode` as the forward pass and clips the gradients before each step."""
 
     def __init__(self, model: nn.Module, encode: Callable[..., Any], optimizer: Any, clip: float) -> None:
