@@ -27,6 +27,7 @@ def autograd_loss(function: FeatureLoss) -> LossBuilder:
         def mean_distance(image, text, index):
             return (image - text).square().sum(dim=1).mean()
 
+
         loss_fn = ContrastiveLoss(autograd_loss(mean_distance), dim=512)
         ```
     """
