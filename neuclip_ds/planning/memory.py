@@ -200,14 +200,16 @@ def engine_memory(
         copied = 4 * min(trained, _ALL_REDUCED)
     # in host memory: the masters' gradients, and gradients or weights
     offloaded_copies = (4 + (accumulated_bytes if stage == 3 else weight_bytes)) * share
+    # on the device and in host memory: one gradient on its way to the host
+    transfer_buffer = weight_bytes * max(parameters.sizes, default=0) if stage < 3 else 0
     return EngineMemory(
         weights=weight_bytes * (stored + parameters.frozen),
         gradients=gradients,
         freed_gradients=weight_bytes * trained if creates_one_by_one else 0,
-        optimizer=0 if offloads else states,
+        optimizer=transfer_buffer if offloads else states,
         working=weight_bytes * gathered + (0 if reduces_at_end else bucket),
         step=0 if offloads else max(copied, bucket if reduces_at_end else 0),
-        host=states + offloaded_copies if offloads else 0,
+        host=states + offloaded_copies + transfer_buffer if offloads else 0,
     )
 
 
