@@ -35,7 +35,7 @@ _USABLE = 0.9  # fraction of a GPU's memory; the rest is for CUDA's context, NCC
 _ALL_REDUCED = 500_000_000  # elements that DeepSpeed copies and reduces at once if it uses no buckets
 _BLOCK_COPIES = 3  # temporary tensors of a block's size, in addition to stored or recomputed similarities
 _COMPILED_COPIES = 2  # the same if torch.compile fuses a block's operations
-_NPN_BLOCK = 2**26  # elements that NeuCLIP's network processes at once
+_NPN_BLOCK = 2**25  # elements that NeuCLIP's network processes at once in each direction
 
 
 class MemoryAccount(NamedTuple):
@@ -292,8 +292,9 @@ def _similarities(query: MemoryQuery, itemsize: int) -> int:
 
     Similarities are stored between the two passes over the pairs if they fit in the budget; the second pass adds
     temporary blocks. Between the passes, NeuCLIP's network needs the similarities between all anchors and a rank's
-    prototypes in both directions, plus the larger of a temporary block and nine copies of the features of a group's
-    anchors. The subtracted bytes are the sent copies and, while the network runs, local features and their gradients.
+    prototypes in both directions and a copy of the anchors' features, plus the larger of a temporary block, another
+    copy of the features, and nine copies of the features of a group's anchors. The subtracted bytes are the sent
+    copies and, while the network runs, local features and their gradients.
     """
     objective = query.config.objective
     method = find_method(objective.method)
@@ -326,7 +327,8 @@ def _similarities(query: MemoryQuery, itemsize: int) -> int:
     at_once = 8 * min(similarity_elements, _NPN_BLOCK if query.device == "cuda" else 0)
     if objective.npn.alpha_grad == "full" and query.world_size > 1:
         at_once = max(at_once, 9 * 4 * batch // replicas * dim)
-    network = stored + 8 * similarity_elements + at_once - 2 * dim * 8 * rows - sent
+    anchors = 8 * batch * dim  # the features of both directions in one tensor; multiplied by weights, they take as much
+    network = stored + 8 * similarity_elements + anchors + max(at_once, anchors) - 2 * dim * 8 * rows - sent
     return max(pairs, network)
 
 
