@@ -58,7 +58,7 @@ from neuclip_ds.training.checks import check_config, check_data, config_warnings
 from neuclip_ds.training.hooks import Hook, hook_names
 from neuclip_ds.training.hooks.evaluation import EvaluateModel
 from neuclip_ds.training.hooks.health import WatchHealth
-from neuclip_ds.training.hooks.standard import PrefetchShards, ShowProgress, StopOnSignal
+from neuclip_ds.training.hooks.standard import CollectGarbage, PrefetchShards, ShowProgress
 from neuclip_ds.training.records import WriteRecords
 from neuclip_ds.training.recovery import (
     find_reused,
@@ -511,9 +511,10 @@ class Loop:
         """Start the given hooks, then the standard hooks, and return all of them by name."""
         records = WriteRecords()
         saver = SaveCheckpoints()
-        standard: list[Hook] = [PrefetchShards(), WatchHealth(), ShowProgress(), records, StopOnSignal(), saver]
+        standard: list[Hook] = [PrefetchShards(), WatchHealth(), ShowProgress(), records, saver]
         if evaluator is not None and evaluator.measures:
             standard.append(EvaluateModel(evaluator, saver, average))
+        standard.append(CollectGarbage())
         # standard hooks are named first, so that a user's hook of the same class name never gets their state
         names = hook_names([*standard, *hooks])
         named_hooks = dict(zip(names[len(standard) :], hooks, strict=True))
