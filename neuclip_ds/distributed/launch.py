@@ -4,6 +4,7 @@ The rendezvous takes place before the process group is created, because torch wo
 rank without naming it, and would deadlock if the ranks ran different configs.
 """
 
+import ctypes
 import difflib
 import hashlib
 import json
@@ -42,6 +43,10 @@ _FILE_DELAY = 15.0  # longest time in seconds until a network file system shows 
 _CONNECT_LIMIT = 10.0  # longest time in seconds of one attempt to connect to the store
 _POLL_INTERVAL = 0.1  # seconds between looks at the store
 _STORE_DELAY = 3.0  # longest time in seconds that rank 0 keeps the store open for the ranks to read the verdict
+# options of glibc's `mallopt` (malloc.h), and the largest value that it accepts
+_TRIM_THRESHOLD = -1
+_MMAP_THRESHOLD = -3
+_LARGEST_REUSED_BLOCK = 2**31 - 1  # bytes
 _MAX_CHANGES = 300  # characters of a message about different configs
 
 
@@ -127,6 +132,7 @@ def _choose_device(local_rank: int) -> None:
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         refuse_missing_gpus(_torch_build())
+        reuse_freed_memory()
         return
     count = accelerator.device_count()
     if local_rank >= count:
@@ -135,6 +141,21 @@ def _choose_device(local_rank: int) -> None:
             "GPU (slots in the hostfile), and let each rank see all GPUs (srun --gpus-per-node, not --gpus-per-task)."
         )
     accelerator.set_device(local_rank)
+
+
+def reuse_freed_memory() -> None:
+    """Let this process keep freed memory for its next tensors, where the C library is glibc.
+
+    By default, glibc maps each block of more than 32 MB from the kernel and returns it when it is freed. Each new
+    tensor then takes a page fault per 4 KB, in which the kernel zeroes the page. Blocks of 2 GB or more are still
+    returned. Settings in the environment (`MALLOC_MMAP_THRESHOLD_`, `GLIBC_TUNABLES` and so on) take precedence.
+    """
+    is_set_by_user = any(name == "GLIBC_TUNABLES" or name.startswith("MALLOC_") for name in os.environ)
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if is_set_by_user or set_option is None:
+        return
+    set_option(_MMAP_THRESHOLD, _LARGEST_REUSED_BLOCK)
+    set_option(_TRIM_THRESHOLD, _LARGEST_REUSED_BLOCK)
 
 
 def _fingerprint(task: str) -> dict[str, str]:
