@@ -55,7 +55,7 @@ class _GradientBuffer:
         return [shard[elements] for elements in self.shard_slices] or [shard]
 
 
-class LeanZero1(BF16_Optimizer):  # type: ignore[misc]
+class LeanZero1(BF16_Optimizer):
     """DeepSpeed's optimizer for ZeRO 1 in bf16, with another way to accumulate, reduce and apply the gradients.
 
     DeepSpeed's engine calls the methods: `update_hp_grads` after each backward pass, `reduce_gradients` after the last
