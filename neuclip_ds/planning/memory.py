@@ -193,6 +193,10 @@ def engine_memory(
     is_buffered = stage == 1 and accumulated_bytes > weight_bytes and not offloads
     gradient_bytes = accumulated_bytes + (weight_bytes if is_buffered else 0)
     gradients = gradient_bytes * (share if stage > 1 else trained)
+    # the backward pass frees the gradients of each bucket, which take less memory than the activations freed before
+    frees_with_buckets = lean_zero1 and ranks > 1
+    if frees_with_buckets:
+        gradients = accumulated_bytes * trained
     if offloads and stage == 3:
         gradients = 0
     bucket = 0
@@ -210,8 +214,8 @@ def engine_memory(
     copied = 4 * share
     if is_buffered or not has_masters:
         copied = 4 * min(trained, _ALL_REDUCED)
-    if lean_zero1:  # the reduced gradients, and LAMB's, Lion's or SGD's update of each weight
-        copied = 4 * share * ((ranks > 1) + (optimizer != "adamw"))
+    if lean_zero1:  # LAMB's, Lion's or SGD's update of each weight; no copy of gradients
+        copied = 0 if optimizer == "adamw" else 4 * share
     # in host memory: the masters' gradients, and gradients or weights
     offloaded_copies = (4 + (accumulated_bytes if stage == 3 else weight_bytes)) * share
     # on the device and in host memory: one gradient on its way to the host
@@ -219,7 +223,7 @@ def engine_memory(
     return EngineMemory(
         weights=weight_bytes * (stored + parameters.frozen),
         gradients=gradients,
-        freed_gradients=weight_bytes * trained if creates_one_by_one else 0,
+        freed_gradients=weight_bytes * trained if creates_one_by_one and not frees_with_buckets else 0,
         frees_after_pass=lean_zero1,
         optimizer=transfer_buffer if offloads else states,
         working=weight_bytes * gathered + (0 if reduces_at_end else bucket),
