@@ -70,9 +70,11 @@ OTHER_STAGES = ("zero0_fp32", "zero1_fp32", "zero2_bf16", "zero3_bf16")
         pytest.param([*B32, "--data.batch_size=1024"], marks=pytest.mark.slow),
         [*B32, *FEWER_LAYERS, "--data.batch_size=128"],  # gradients take more memory than activations
         pytest.param([*B32, "--data.batch_size=1024", "--data.micro_batch=64"], marks=pytest.mark.slow),
-        [*B32, *FEWER_LAYERS, "--data.batch_size=128", "--data.micro_batch=8", LEAN],
+        pytest.param(
+            [*B32, *FEWER_LAYERS, "--data.batch_size=128", "--data.micro_batch=8", LEAN], marks=pytest.mark.slow
+        ),
         pytest.param([*B32, "--data.batch_size=1024", LEAN], marks=pytest.mark.slow),
-        pytest.param([*B32, *FEWER_LAYERS, "--data.batch_size=128", LEAN], marks=pytest.mark.slow),
+        [*B32, *FEWER_LAYERS, "--data.batch_size=128", LEAN],
         *(
             pytest.param(
                 [*B32, *FEWER_LAYERS, "--data.batch_size=128", LEAN, f"--optimizer.name={name}"],
