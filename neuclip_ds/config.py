@@ -343,6 +343,9 @@ class OptimizerConfig(Section):
     layer_decay: float = Field(1.0, gt=0, le=1)
     """Ratio of each layer's learning rate to that of the next layer of the tower, as in BEiT and EVA-CLIP. Layers after
     the blocks use the tower's `lr`, the last block uses this fraction of it, and the embeddings use the lowest."""
+    lean_zero1: bool = False
+    """Replace DeepSpeed's ZeRO 1 step in bf16 by one with the same result that halves the kernel launches of a step and
+    sends half of the bytes, during the backward pass. Only for configs such as zero1_bf16; not yet tested on GPUs."""
 
     @model_validator(mode="after")
     def _rates_have_a_base(self) -> OptimizerConfig:

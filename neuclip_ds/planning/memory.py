@@ -17,7 +17,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # described in torch's
 
 from neuclip_ds.config import Config, TextConfig
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.engine.config import accumulates_in_float32, load_engine_config, precision, zero_stage
+from neuclip_ds.engine.config import (
+    accumulates_in_float32,
+    load_engine_config,
+    offloads_optimizer,
+    precision,
+    zero_stage,
+)
 from neuclip_ds.engine.precision import resolve_comm_dtype, towers_dtype
 from neuclip_ds.errors import UserError
 from neuclip_ds.losses.base import LossContext
@@ -147,6 +153,7 @@ class EngineMemory:
     weights: int
     gradients: int
     freed_gradients: int  # the part of `gradients` that a backward pass creates and the step frees
+    frees_after_pass: bool  # whether `freed_gradients` are freed after each backward pass, not in the step
     optimizer: int  # float32 masters and moments, and the moving average
     working: int  # during the forward and backward passes: a gradient bucket and gathered weights
     step: int  # from the last gradient to the end of the update: a copy of gradients for the reduction or the step
@@ -154,18 +161,23 @@ class EngineMemory:
 
 
 def engine_memory(
-    engine: dict[str, Any], optimizer: str, parameters: Parameters, ranks: int, averages: bool = False
+    engine: dict[str, Any],
+    optimizer: str,
+    parameters: Parameters,
+    ranks: int,
+    averages: bool = False,
+    lean_zero1: bool = False,
 ) -> EngineMemory:
     """Return the bytes that DeepSpeed allocates under its config, with ZeRO's partitioning (arXiv:1910.02054, Fig. 1).
 
     Stage 1 partitions the optimizer state over the ranks, stage 2 also the gradients, and stage 3 also the weights.
-    If `averages` is true, the moving average of the weights is included.
+    If `averages` is true, the moving average of the weights is included. `lean_zero1` is the option of the recipe.
     """
     stage = zero_stage(engine)
     weight_bytes = 4 if precision(engine) == "fp32" else 2
     accumulated_bytes = 4 if accumulates_in_float32(engine) else weight_bytes
     zero = engine.get("zero_optimization", {})
-    offloads = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
+    offloads = offloads_optimizer(engine)
     trained = parameters.trained
     share = trained // ranks if stage else trained
 
@@ -181,6 +193,10 @@ def engine_memory(
     is_buffered = stage == 1 and accumulated_bytes > weight_bytes and not offloads
     gradient_bytes = accumulated_bytes + (weight_bytes if is_buffered else 0)
     gradients = gradient_bytes * (share if stage > 1 else trained)
+    # the backward pass frees the gradients of each bucket, which take less memory than the activations freed before
+    frees_with_buckets = lean_zero1 and ranks > 1
+    if frees_with_buckets:
+        gradients = accumulated_bytes * trained
     if offloads and stage == 3:
         gradients = 0
     bucket = 0
@@ -198,6 +214,8 @@ def engine_memory(
     copied = 4 * share
     if is_buffered or not has_masters:
         copied = 4 * min(trained, _ALL_REDUCED)
+    if lean_zero1:  # LAMB's, Lion's or SGD's update of each weight; no copy of gradients
+        copied = 0 if optimizer == "adamw" else 4 * share
     # in host memory: the masters' gradients, and gradients or weights
     offloaded_copies = (4 + (accumulated_bytes if stage == 3 else weight_bytes)) * share
     # on the device and in host memory: one gradient on its way to the host
@@ -205,7 +223,8 @@ def engine_memory(
     return EngineMemory(
         weights=weight_bytes * (stored + parameters.frozen),
         gradients=gradients,
-        freed_gradients=weight_bytes * trained if creates_one_by_one else 0,
+        freed_gradients=weight_bytes * trained if creates_one_by_one and not frees_with_buckets else 0,
+        frees_after_pass=lean_zero1,
         optimizer=transfer_buffer if offloads else states,
         working=weight_bytes * gathered + (0 if reduces_at_end else bucket),
         step=0 if offloads else max(copied, bucket if reduces_at_end else 0),
@@ -222,7 +241,12 @@ def account(query: MemoryQuery, towers: Towers) -> MemoryAccount:
     config = query.config
     engine_config = load_engine_config(config, query.world_size)
     engine = engine_memory(
-        engine_config, config.optimizer.name, towers.parameters, query.world_size, averages=config.ema.decay > 0
+        engine_config,
+        config.optimizer.name,
+        towers.parameters,
+        query.world_size,
+        averages=config.ema.decay > 0,
+        lean_zero1=config.optimizer.lean_zero1,
     )
     state = objective_state(query)
     itemsize = resolve_comm_dtype(config, engine_config).itemsize
@@ -246,13 +270,14 @@ def account(query: MemoryQuery, towers: Towers) -> MemoryAccount:
     always = sum(always_allocated.values())
     has_one_pass = query.rank_batch == query.micro_batch
     # the backward pass of a single micro-batch may create gradients one by one; with several micro-batches, gradients
-    # of one micro-batch still exist while the next micro-batch's gradients are computed
+    # of one micro-batch still exist while the next micro-batch's gradients are computed, unless they are freed before
     in_towers = engine.working + towers.activations.alone
     in_update = engine.step
-    if engine.freed_gradients and has_one_pass:
+    if engine.freed_gradients and (has_one_pass or engine.frees_after_pass):
         always -= engine.freed_gradients
         in_towers = engine.working + towers.activations.with_gradients
-        in_update += engine.freed_gradients
+        if not engine.frees_after_pass:
+            in_update += engine.freed_gradients
     # the activations of a single micro-batch stay while the objective runs
     in_objective = similarities + (towers.activations.alone if has_one_pass else 0)
     moments = {
@@ -273,7 +298,9 @@ def smallest_that_fits(query: MemoryQuery, towers: Towers, gigabytes: float) -> 
     names = [f"zero{stage}_{kind}" for stage in range(4)]
     names += ["zero2_bf16_offload", "zero3_bf16_offload"] if kind == "bf16" else []
     for name in names:
-        candidate = replace(query, config=query.config.model_copy(update={"deepspeed": name}))
+        lean_zero1 = query.config.optimizer.lean_zero1 and name == "zero1_bf16"
+        optimizer = query.config.optimizer.model_copy(update={"lean_zero1": lean_zero1})
+        candidate = replace(query, config=query.config.model_copy(update={"deepspeed": name, "optimizer": optimizer}))
         with suppress(UserError):  # this stage does not support this many micro-batches
             estimate = account(candidate, towers)
             if estimate.fits(gigabytes):
