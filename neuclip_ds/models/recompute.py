@@ -1,6 +1,8 @@
 """Activation checkpointing: recompute the activations of blocks in the backward pass instead of storing them."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -40,18 +42,18 @@ def checkpoint_activations(tower: nn.Module, name: str, activation_checkpointing
     """Enable activation checkpointing in place for the blocks in `checkpointed_blocks`; parameters keep their names."""
     for block_name in checkpointed_blocks(tower, name, activation_checkpointing):
         block = tower.get_submodule(block_name)
-        block.forward = MethodType(_checkpointed_forward, block)
+        block.forward = MethodType(_checkpointed(block.forward.__func__), block)
 
 
-def _checkpointed_forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run a block's forward method, and run it again in the backward pass."""
+def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward method that runs the given one, and runs it again in the backward pass."""
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return type(block).forward(block, *args, **kwargs)
+    def checkpointed_forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(block, *args, **kwargs)
+        norms = batch_norms(block)
+        if norms and not torch.compiler.is_compiling():  # torch.compile updates running statistics only once
+            kwargs["context_fn"] = lambda: (nullcontext(), kept_statistics(norms))
+        return checkpoint(partial(forward, block), *args, use_reentrant=False, **kwargs)
 
-    if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
-    norms = batch_norms(block)
-    if norms and not torch.compiler.is_compiling():  # torch.compile updates running statistics only once
-        kwargs["context_fn"] = lambda: (nullcontext(), kept_statistics(norms))
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    return checkpointed_forward

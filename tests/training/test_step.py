@@ -21,6 +21,7 @@ from neuclip_ds.losses.base import LossFunction, LossOutput, Position
 from neuclip_ds.losses.contrastive_loss import ContrastiveLoss
 from neuclip_ds.losses.gather import GatheredFeatures
 from neuclip_ds.models.build import build_dual_encoder
+from neuclip_ds.models.compilation import compile_towers
 from neuclip_ds.recipe import validate
 from neuclip_ds.section import merge
 from neuclip_ds.training.step import StepOutcome, train_step
@@ -130,7 +131,7 @@ def under_deepspeed(
         torch.manual_seed(0)
         model = build_dual_encoder(config.model, TOKENS)  # type: ignore[arg-type]
         if config.model.compile:
-            model.compile_towers()
+            compile_towers(model, config.model.compile)
         engine_config = load_engine_config(config, communicator.world_size)
         engine = start_engine(model, config.optimizer, engine_config, communicator)
         trainee = Trainee(engine, new_loss(config, communicator), micro)
@@ -183,9 +184,10 @@ def test_zero_stages_with_micro_batches_equal_plain_pytorch(cases: list[Case]) -
 
 
 @pytest.mark.slow
-def test_compiled_towers_learn_what_towers_that_are_not_compiled_learn() -> None:
+@pytest.mark.parametrize("compilation", ["blocks", "towers"])
+def test_compiled_towers_learn_what_towers_that_are_not_compiled_learn(compilation: str) -> None:
     wanted, _ = plain("openclip", clip=0.5)
-    compiled = {"model": {"compile": True}}
+    compiled = {"model": {"compile": compilation}}
     for ((weights, _),) in run_ranks(2, under_deepspeed, "openclip", ["zero1_fp32"], 4, compiled):
         for key, value in weights.items():
             torch.testing.assert_close(value, wanted[key], rtol=0, atol=1e-4, msg=key)
