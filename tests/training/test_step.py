@@ -102,8 +102,11 @@ class Trainee:
 
 
 def plain(method: str, clip: float, options: Mapping[str, Any] = {}) -> tuple[dict[str, torch.Tensor], float]:
-    """Train on whole batches in one process without DeepSpeed; return the weights and the temperature."""
-    config = config_of(method, **options)
+    """Train on whole batches in one process without DeepSpeed; return the weights and the temperature.
+
+    The last image block computes all tokens, unlike under DeepSpeed.
+    """
+    config = config_of(method, **merge(options, {"model": {"vision": {"class_token_only": False}}}))
     torch.manual_seed(0)
     model = build_dual_encoder(config.model, TOKENS)  # type: ignore[arg-type]
     optimizer = build_optimizer(model.train(), config.optimizer)
