@@ -69,7 +69,7 @@ class Compiler:
                 return compiled(*args, **kwargs)
             except Exception as error:  # the compiler's exceptions differ between versions
                 self._has_failed = True
-                reason = str(error).strip().partition("\n")[0]
+                reason = " ".join(str(error).strip().splitlines()[:2])  # the first may name only the compiler's backend
                 log.warning("The towers run uncompiled and slower, because torch.compile fails: %s", reason)
             return function(*args, **kwargs)
 
