@@ -9,7 +9,7 @@ open_clip's `VisionTransformer`. Models that pool all tokens (SigLIP, average po
 """
 
 from collections.abc import Callable
-from types import MethodType
+from functools import partial
 from typing import Any, Literal
 
 from timm.layers import Attention
@@ -19,6 +19,7 @@ from torch.nn import functional
 from transformers import CLIPVisionModel, MetaClip2VisionModel
 
 from neuclip_ds.errors import UserError
+from neuclip_ds.models.forward import Forward, replace_forward
 
 BlockFunction = Callable[[Any, Tensor], Tensor]
 """Maps a block and its input (b, t, width), whose first token is the class token, to its output (b, 1, width)."""
@@ -40,7 +41,7 @@ def compute_class_token_only(tower: nn.Module, option: Literal["auto"] | bool) -
         last_block = _last_block(module)
         if last_block is not None:
             block, function = last_block
-            block.forward = MethodType(_forward_of(function, only_on_cpus=option == "auto"), block)
+            replace_forward(block, partial(_only_class_token, function, only_on_cpus=option == "auto"))
             return
     if option is True:
         raise UserError(
@@ -49,13 +50,12 @@ def compute_class_token_only(tower: nn.Module, option: Literal["auto"] | bool) -
         )
 
 
-def _forward_of(function: BlockFunction, only_on_cpus: bool) -> Callable[..., Tensor]:
-    """Return a forward method that calls `function`; on other devices, it calls the method of the block's class."""
+def _only_class_token(function: BlockFunction, whole_block: Forward, only_on_cpus: bool) -> Forward:
+    """Return a forward method that calls `function`, or on other devices than CPUs `whole_block` if so requested."""
 
-    def forward(block: Any, tokens: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(block: Any, tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
         if only_on_cpus and tokens.device.type != "cpu":
-            output: Tensor = type(block).forward(block, tokens, *args, **kwargs)
-            return output
+            return whole_block(block, tokens, *args, **kwargs)
         return function(block, tokens)  # the other arguments are masks, which image towers do not use
 
     return forward

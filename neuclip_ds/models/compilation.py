@@ -8,14 +8,16 @@ import logging
 import os
 import shutil
 from collections.abc import Callable
-from types import MethodType
+from functools import partial
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from neuclip_ds.errors import UserError
+from neuclip_ds.models.forward import replace_forward
 from neuclip_ds.models.towers import DualEncoder
-from neuclip_ds.models.trained_parts import TOWERS, block_names
+from neuclip_ds.models.trained_parts import block_names
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +37,7 @@ def resolve_compilation(
         has_compiler = shutil.which(os.environ.get("CXX", "g++")) is not None
         return "blocks" if device_type == "cuda" and has_compiler and zero_stage < 3 else "none"
     if option in ("blocks", "towers"):
-        return option  # type: ignore[return-value]
+        return option
     return "none"
 
 
@@ -46,7 +48,7 @@ class Compiler:
         self._has_failed = False
         self._compiled: dict[tuple[Callable[..., Any], bool | None], Callable[..., Any]] = {}
 
-    def __call__(self, function: Callable[..., Any], dynamic: bool | None = None) -> Callable[..., Any]:
+    def compiled(self, function: Callable[..., Any], dynamic: bool | None = None) -> Callable[..., Any]:
         """Return the function that runs compiled; the same one for the same arguments.
 
         Args:
@@ -89,21 +91,17 @@ def compile_towers(model: DualEncoder, compilation: Compilation) -> None:
     compiler = Compiler()
     if compilation == "towers":
         for tower in (model.vision, model.text):
-            tower.forward = MethodType(compiler(_forward_of(tower)), tower)
+            replace_forward(tower, compiler.compiled)
     elif compilation == "blocks":
-        for name in TOWERS:
-            tower = model.get_submodule(name)
-            blocks = list(block_names(tower))
-            if not blocks:
-                raise UserError(f"The {name} tower has no list of blocks to compile; set model.compile=towers.")
-            # the number of tokens varies between batches of captions, but not between batches of images
-            dynamic = True if name == "text" else None
-            for block_name in blocks:
-                block = tower.get_submodule(block_name)
-                block.forward = MethodType(compiler(_forward_of(block), dynamic), block)
+        for block in _blocks(model.vision, "vision"):
+            replace_forward(block, compiler.compiled)
+        # the number of tokens varies between batches of captions
+        for block in _blocks(model.text, "text"):
+            replace_forward(block, partial(compiler.compiled, dynamic=True))
 
 
-def _forward_of(module: Any) -> Callable[..., Any]:
-    """Return the function behind a module's forward method, which options such as checkpointing may have replaced."""
-    function: Callable[..., Any] = module.forward.__func__
-    return function
+def _blocks(tower: nn.Module, name: str) -> list[nn.Module]:
+    names = list(block_names(tower))
+    if not names:
+        raise UserError(f"The {name} tower has no list of blocks to compile; set model.compile=towers.")
+    return [tower.get_submodule(block_name) for block_name in names]

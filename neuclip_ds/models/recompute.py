@@ -1,9 +1,7 @@
 """Activation checkpointing: recompute the activations of blocks in the backward pass instead of storing them."""
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -12,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from neuclip_ds.errors import UserError
 from neuclip_ds.losses.batch_norm import batch_norms, kept_statistics
+from neuclip_ds.models.forward import Forward, replace_forward
 from neuclip_ds.models.trained_parts import block_names
 
 
@@ -41,11 +40,10 @@ def checkpointed_blocks(tower: nn.Module, name: str, activation_checkpointing: b
 def checkpoint_activations(tower: nn.Module, name: str, activation_checkpointing: bool | int) -> None:
     """Enable activation checkpointing in place for the blocks in `checkpointed_blocks`; parameters keep their names."""
     for block_name in checkpointed_blocks(tower, name, activation_checkpointing):
-        block = tower.get_submodule(block_name)
-        block.forward = MethodType(_checkpointed(block.forward.__func__), block)
+        replace_forward(tower.get_submodule(block_name), _checkpointed)
 
 
-def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _checkpointed(forward: Forward) -> Forward:
     """Return a forward method that runs the given one, and runs it again in the backward pass."""
 
     def checkpointed_forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,8 @@
 """Training under DeepSpeed equals plain PyTorch training, for ZeRO 0-3, micro-batches and two real ranks."""
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -184,6 +186,17 @@ def test_zero_stages_with_micro_batches_equal_plain_pytorch(cases: list[Case]) -
                 for key, value in weights.items():
                     torch.testing.assert_close(value, expected[key], rtol=0, atol=2e-5, msg=f"{method} {name} {key}")
                     assert torch.equal(value, before[key]) != before[key].requires_grad, f"{method} {name} {key}"
+
+
+def test_zero_3_gathers_the_weights_of_every_layer(tmp_path: Path) -> None:
+    """By default, ZeRO 3 does not partition weights as small as those of this model."""
+    path = tmp_path / "zero3.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}))
+    options: dict[str, Any] = {"model": {"activation_checkpointing": 1}}  # of two image blocks
+    wanted, _ = plain("openclip", clip=0.5, options=options)
+    for ((weights, _),) in run_ranks(2, under_deepspeed, "openclip", [str(path)], 4, options):
+        for key, value in weights.items():
+            torch.testing.assert_close(value, wanted[key], rtol=0, atol=2e-5, msg=key)
 
 
 @pytest.mark.slow
