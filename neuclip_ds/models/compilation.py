@@ -21,7 +21,7 @@ from neuclip_ds.models.trained_parts import block_names
 
 log = logging.getLogger(__name__)
 
-Compilation = Literal["blocks", "towers", "none"]
+Compilation = Literal["blocks", "towers", "false"]
 """What is compiled: each block, each tower as a whole, or nothing."""
 
 
@@ -35,10 +35,10 @@ def resolve_compilation(
     """
     if option == "auto":
         has_compiler = shutil.which(os.environ.get("CXX", "g++")) is not None
-        return "blocks" if device_type == "cuda" and has_compiler and zero_stage < 3 else "none"
+        return "blocks" if device_type == "cuda" and has_compiler and zero_stage < 3 else "false"
     if option in ("blocks", "towers"):
         return option
-    return "none"
+    return "false"
 
 
 class Compiler:

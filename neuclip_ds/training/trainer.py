@@ -536,8 +536,8 @@ class Loop:
         compiled_now = self.context.compilation
         if compiled_now != self._compiled_before:
             message = (
-                f"torch.compile compiled {self._compiled_before} before the checkpoint, and compiles {compiled_now} "
-                "now (model.compile): results can differ by rounding and in their dropout masks."
+                f"The run resumes with model.compile={compiled_now} instead of {self._compiled_before}: results can "
+                "differ by rounding and in their dropout masks."
             )
             self.events.add(self.done + 1, "compilation_changed", message, level=logging.INFO, shared=True)
         for hook in named_hooks.values():

@@ -120,12 +120,12 @@ def test_a_tower_without_blocks_is_compiled_as_a_whole_only() -> None:
 def test_auto_means_blocks_on_gpus_with_a_compiler_and_without_zero_3(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "python")  # any program
     assert resolve_compilation("auto", "cuda", 1) == "blocks"
-    assert resolve_compilation("auto", "cuda", 3) == "none"
-    assert resolve_compilation("auto", "cpu", 1) == "none"
+    assert resolve_compilation("auto", "cuda", 3) == "false"
+    assert resolve_compilation("auto", "cpu", 1) == "false"
     assert resolve_compilation("towers", "cpu", 0) == "towers"
-    assert resolve_compilation(False, "cuda", 1) == "none"
+    assert resolve_compilation(False, "cuda", 1) == "false"
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert resolve_compilation("auto", "cuda", 1) == "none"
+    assert resolve_compilation("auto", "cuda", 1) == "false"
 
 
 def test_true_is_refused_with_a_hint() -> None:

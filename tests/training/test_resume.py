@@ -92,12 +92,11 @@ def test_a_run_with_frozen_parts_and_adapters_resumes_with_the_same_options_only
     assert "model.lora=" in refused.stderr
 
 
-def test_a_resume_with_other_compilation_records_an_event(
-    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")  # torch.compile returns functions unchanged
+def test_a_resume_with_other_compilation_records_an_event(shards: Path, tmp_path: Path) -> None:
+    plugin = tmp_path / "uncompiled.py"
+    plugin.write_text("import torch\ntorch.compile = lambda function, **_: function\n")
     for steps, compilation in ((2, "false"), (4, "blocks"), (6, "blocks")):
         options = [f"--model.compile={compilation}", f"--max_steps={steps}", "--objective.method=openclip"]
-        call(*command(shards, tmp_path, "run", *options))
+        call(*command(shards, tmp_path, "run", *options), f"--plugin={plugin}")
     events = list(read_events(tmp_path / "run"))
     assert [(event.step, event.kind) for event in events] == [(3, "compilation_changed")]
