@@ -41,7 +41,13 @@ def build_dual_encoder(
 
 
 def apply_common_options(model: DualEncoder, config: ModelConfig) -> DualEncoder:
-    """Apply the options common to all models in place: of the last image block, checkpointing, freezing and LoRA."""
+    """Apply the options common to all models in place.
+
+    These are `vision.class_token_only`, activation checkpointing, freezing and LoRA adapters.
+
+    Raises:
+        UserError: a tower does not support an option.
+    """
     compute_class_token_only(model.vision, config.vision.class_token_only)
     for name in TOWERS:
         checkpoint_activations(model.get_submodule(name), name, config.activation_checkpointing)
