@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import NamedTuple
 
@@ -23,8 +23,9 @@ from neuclip_ds.errors import UserError
 
 log = logging.getLogger(__name__)
 
-_THREADS = 8  # threads that fetch samples
-_SAMPLES_PER_REQUEST = 16  # samples that a thread requests at once
+# samples are fetched in several small groups, so that the first of them can be decoded early
+_THREADS = 4
+_PIECES_AT_ONCE = 16  # simultaneous requests of each thread
 _REST_PIECES = 4  # simultaneous requests for the rest of one shard
 _REST_BYTES = 4 << 20  # maximum bytes of one of these requests
 _POLL = 0.01  # seconds
@@ -61,6 +62,7 @@ class EarlySamples:
         self._samples_of_batch = samples_of_batch
         self._ranges = RangeReader(cache.timeout)
         self._begun: dict[int, PartialShard] = {}  # by the number of the shard
+        self._requested_end = 0  # the samples of later batches have not been requested
         self._pool = ThreadPoolExecutor(_THREADS)
 
     def begin(self, numbers: Iterable[int]) -> None:
@@ -76,26 +78,37 @@ class EarlySamples:
             if partial_shard is not None:
                 self._begun[number] = partial_shard
 
-    def fetch_batch(self, number: int, wait_for_it: bool) -> None:
-        """Start to fetch the samples of a batch that are in begun shards and have not been requested yet."""
-        claims_of_servers: dict[str, list[_Claim]] = defaultdict(list)
+    def fetch_batches(self, first: int, end: int, wait_for_them: bool) -> None:
+        """Start to fetch the samples of batches `first` ... `end` - 1 that are in begun shards.
+
+        Batches for which this method has been called before are skipped. If `wait_for_them`, return once all of the
+        samples have arrived or their shards have been abandoned.
+        """
+        requests = []
+        for number in range(max(first, self._requested_end), end):
+            claims_of_servers: dict[str, list[_Claim]] = defaultdict(list)
+            for claim in self._claim_batch(number):
+                claims_of_servers[server_of(claim.shard.url)].append(claim)
+            for claims in claims_of_servers.values():
+                for start in range(0, len(claims), _PIECES_AT_ONCE):
+                    requests.append(self._pool.submit(self._fetch, claims[start : start + _PIECES_AT_ONCE]))
+        self._requested_end = max(self._requested_end, end)
+        if wait_for_them:
+            wait(requests)
+
+    def _claim_batch(self, number: int) -> Iterator[_Claim]:
+        """Claim the samples of a batch that are in begun shards, unless they have been claimed before."""
         for index in self._samples_of_batch(number):
             try:
                 sample = self._reader.byte_range(index)
             except UserError:  # the loader process that reads the sample reports it
                 continue
-            shard = None if sample is None else self._begun.get(sample.shard)
-            if sample is None or shard is None:
+            if sample is None:
                 continue
-            claims = claims_of_servers[server_of(shard.url)]
-            claims += [_Claim(sample.shard, shard, piece) for piece in shard.claim(sample.start, sample.end)]
-        requests = []
-        for claims in claims_of_servers.values():
-            for first in range(0, len(claims), _SAMPLES_PER_REQUEST):
-                group = claims[first : first + _SAMPLES_PER_REQUEST]
-                requests.append(self._pool.submit(self._fetch, group))
-        if wait_for_it:
-            wait(requests)
+            shard = self._begun.get(sample.shard)
+            if shard is not None:
+                for piece in shard.claim(sample.start, sample.end):
+                    yield _Claim(sample.shard, shard, piece)
 
     def fetch_rest(self, number: int) -> bool:
         """Fetch everything else of a begun shard; return whether the shard is now in the cache."""

@@ -228,7 +228,6 @@ class Prefetcher(ForkProcess):
         sizes = [shard.bytes if not is_local(shard.path) else 0 for shard in self._shards]
         window = RequestWindow(self._requests(), sizes, self._cache.capacity_bytes)
         pool = ThreadPoolExecutor(self._cache.downloads)
-        early_end = self._reached.value  # the samples of earlier batches have been requested
         is_first = True
         while True:
             reached = self._reached.value
@@ -236,15 +235,13 @@ class Prefetcher(ForkProcess):
             if admitted:
                 for number in window.shards:  # marks them as used, so that new shards evict only others
                     self._cache.touch(self._shards[number].path, sizes[number])
+            early_end = min(reached + _EARLY_BATCHES, self._end)
             if self._early_samples is not None:
-                soon = min(reached + _EARLY_BATCHES, self._end)
-                self._early_samples.begin({request.shard for request in admitted if request.first < soon})
+                self._early_samples.begin({request.shard for request in admitted if request.first < early_end})
             if is_first:
                 self._has_begun.send(True)
             if self._early_samples is not None:
-                for number in range(max(early_end, reached), soon):
-                    self._early_samples.fetch_batch(number, wait_for_it=is_first)
-                early_end = max(early_end, soon)
+                self._early_samples.fetch_batches(reached, early_end, wait_for_them=is_first)
             is_first = False
             for request in admitted:
                 pool.submit(self._fetch, request)

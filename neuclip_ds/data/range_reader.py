@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+import fsspec
+
 from neuclip_ds.data.fetch import open_remote
 from neuclip_ds.data.partial_shard import Range
 
@@ -30,6 +32,8 @@ class RangesIgnored(OSError):
 class RangeReader:
     """Reads ranges of bytes from remote shards; its methods may be called from any thread.
 
+    Only backends that fsspec implements asynchronously (such as S3, GCS, Azure and HTTP) are used, because the others
+    read ahead, and thus fetch many more bytes than requested.
     HTTP servers may ignore ranges and send the whole file. The first request to each server is therefore for one byte;
     if the server ignores that range, one warning is logged, and no further ranges are requested from it.
     """
@@ -42,7 +46,12 @@ class RangeReader:
 
     def supports(self, url: str) -> bool:
         """Return whether ranges of the URL's file may be requested, as far as is known without a request."""
-        return "::" not in url and server_of(url) not in self._servers_without_ranges
+        if "::" in url or server_of(url) in self._servers_without_ranges:
+            return False
+        try:
+            return bool(fsspec.get_filesystem_class(urlsplit(url).scheme).async_impl)
+        except (ImportError, ValueError):  # no such backend; fetching the whole shard reports it
+            return False
 
     def read(self, files: Sequence[RemoteFile], ranges: Sequence[Range]) -> list[bytes | BaseException]:
         """Return the bytes of each range of the file at the same position, or the reason why they did not arrive.
@@ -58,8 +67,7 @@ class RangeReader:
         for file, (_, end) in zip(files, ranges, strict=True):
             # at the end of the file, one more byte is requested, to notice a longer file
             ends.append(end + 1 if end == file.size else end)
-        options = {"timeout": self._timeout} if store.async_impl else {}
-        results = store.cat_ranges(paths, starts, ends, on_error="return", **options)
+        results = store.cat_ranges(paths, starts, ends, on_error="return", timeout=self._timeout)
         checked: list[bytes | BaseException] = []
         for file, (start, end), result in zip(files, ranges, results, strict=True):
             if isinstance(result, bytes) and len(result) != end - start:
