@@ -78,23 +78,23 @@ class EarlySamples:
             if partial_shard is not None:
                 self._begun[number] = partial_shard
 
-    def fetch_batches(self, first: int, end: int, wait_for_them: bool) -> None:
+    def fetch_batches(self, first: int, end: int, in_turn: bool = False) -> None:
         """Start to fetch the samples of batches `first` ... `end` - 1 that are in begun shards.
 
-        Batches for which this method has been called before are skipped. If `wait_for_them`, return once all of the
-        samples have arrived or their shards have been abandoned.
+        Batches for which this method has been called before are skipped. If `in_turn`, wait for the samples of each
+        batch, so that nothing else takes bandwidth from them.
         """
-        requests = []
         for number in range(max(first, self._requested_end), end):
             claims_of_servers: dict[str, list[_Claim]] = defaultdict(list)
             for claim in self._claim_batch(number):
                 claims_of_servers[server_of(claim.shard.url)].append(claim)
+            requests = []
             for claims in claims_of_servers.values():
                 for start in range(0, len(claims), _PIECES_AT_ONCE):
                     requests.append(self._pool.submit(self._fetch, claims[start : start + _PIECES_AT_ONCE]))
+            if in_turn:
+                wait(requests)
         self._requested_end = max(self._requested_end, end)
-        if wait_for_them:
-            wait(requests)
 
     def _claim_batch(self, number: int) -> Iterator[_Claim]:
         """Claim the samples of a batch that are in begun shards, unless they have been claimed before."""

@@ -241,7 +241,7 @@ class Prefetcher(ForkProcess):
             if is_first:
                 self._has_begun.send(True)
             if self._early_samples is not None:
-                self._early_samples.fetch_batches(reached, early_end, wait_for_them=is_first)
+                self._early_samples.fetch_batches(reached, early_end, in_turn=is_first)
             is_first = False
             for request in admitted:
                 pool.submit(self._fetch, request)

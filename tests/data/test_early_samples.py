@@ -97,11 +97,11 @@ def remote(tmp_path: Path) -> Iterator[Remote]:
 def test_the_first_batches_arrive_before_any_shard_and_no_byte_is_fetched_twice(remote: Remote, begin: int) -> None:
     early = remote.early()
     early.begin(range(SHARDS))
-    early.fetch_batches(begin, begin + 2, wait_for_them=True)
+    early.fetch_batches(begin, begin + 2, in_turn=True)
     assert remote.read(begin) == remote.expected(begin)
     assert remote.read(begin + 1) == remote.expected(begin + 1)
     assert remote.cached() == 0 and remote.http.sent < remote.total_bytes / 2
-    early.fetch_batches(begin + 1, begin + 3, wait_for_them=True)
+    early.fetch_batches(begin + 1, begin + 3, in_turn=True)
     assert [early.fetch_rest(number) for number in range(SHARDS)] == [True] * SHARDS
     assert remote.cached() == SHARDS
     assert remote.http.sent == remote.total_bytes + 1, "one more byte shows that the server supports ranges"
@@ -126,9 +126,9 @@ def test_a_server_that_ignores_ranges_sends_whole_shards_once_and_is_named_once(
     early = remote.early()
     early.begin(range(SHARDS))
     with caplog.at_level(logging.WARNING):
-        early.fetch_batches(0, 2, wait_for_them=True)
+        early.fetch_batches(0, 2, in_turn=True)
         early.begin(range(SHARDS))
-        early.fetch_batches(2, 4, wait_for_them=True)
+        early.fetch_batches(2, 4, in_turn=True)
     assert [early.fetch_rest(number) for number in range(SHARDS)] == [False] * SHARDS
     assert remote.http.gets.total() == 1, "later samples do not try again"
     assert caplog.text.count("ignores range requests") == 1
@@ -142,10 +142,10 @@ def test_a_shard_that_fails_in_pieces_is_fetched_whole(remote: Remote, fault: in
     name = "00001.tar"
     early = remote.early()
     early.begin([0])
-    early.fetch_batches(0, 1, wait_for_them=True)  # the server is known to support ranges
+    early.fetch_batches(0, 1, in_turn=True)  # the server is known to support ranges
     remote.http.faults[name] = [fault] * 50  # also for repeated attempts of the backend
     early.begin(range(SHARDS))
-    early.fetch_batches(1, 3, wait_for_them=True)
+    early.fetch_batches(1, 3, in_turn=True)
     remote.http.faults.clear()
     assert [early.fetch_rest(number) for number in range(SHARDS)] == [True, False, True]
     assert remote.read(1) == remote.expected(1)
@@ -167,7 +167,7 @@ def test_damaged_pieces_are_noticed_and_fetched_again(remote: Remote) -> None:
         remote.http.files[name] = data.replace(b"caption", b"damaged")
     early = remote.early()
     early.begin(range(SHARDS))
-    early.fetch_batches(0, 1, wait_for_them=True)
+    early.fetch_batches(0, 1, in_turn=True)
     remote.http.files.update(intact)
     with ThreadPoolExecutor(1) as pool:
         attempt = pool.submit(remote.read, 0)  # waits for the whole shard, to compare the names in it
@@ -194,7 +194,7 @@ def test_a_full_cache_leaves_shards_to_the_readers(remote: Remote, tmp_path: Pat
     remote.reader = TarReader(remote.manifest, cache=remote.cache)
     early = remote.early()
     early.begin(range(SHARDS))
-    early.fetch_batches(0, 1, wait_for_them=True)
+    early.fetch_batches(0, 1, in_turn=True)
     assert [early.fetch_rest(number) for number in range(SHARDS)] == [True, True, False]
     assert remote.read(0) == remote.expected(0)
 

@@ -31,7 +31,7 @@ def started(folder: Path, rank: int = 0) -> tuple[WatchHealth, Any]:
         shards=[SimpleNamespace(path=f"{number:05d}.tar") for number in range(9)],
         locate=lambda index: (index // 100, index % 100),
     )
-    config = SimpleNamespace(data=SimpleNamespace(workers=2), run=SimpleNamespace(max_skipped_steps=10))
+    config = SimpleNamespace(data=SimpleNamespace(workers=2, decoder="pil"), run=SimpleNamespace(max_skipped_steps=10))
     context = SimpleNamespace(config=config, communicator=SimpleNamespace(rank=rank), data=SimpleNamespace())
     context.data.manifest = manifest
     order = SimpleNamespace(steps_per_epoch=1, batch=lambda epoch, step: np.array(samples(epoch + 1)))
@@ -129,7 +129,7 @@ def test_a_slow_loader_is_logged_rarely_with_the_share_and_what_to_do(
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 3, "the 1st, 2nd and 4th window"
     assert "steps 101 to 200 spent 40% of their time waiting for batches" in messages[0]
-    assert "Raise data.workers (now 2 per rank)" in messages[0]
+    assert "Raise data.workers (now 2 per rank)" in messages[0] and "data.decoder=simplejpeg" in messages[0]
     assert [(event.step, event.kind) for event in read_events(tmp_path)] == [
         (step, "slow_loader") for step in (200, 300, 400, 500)
     ]
