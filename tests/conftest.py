@@ -1,3 +1,4 @@
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -40,6 +41,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Select the device for DeepSpeed, torch and all child processes before any test module is imported."""
+    gc.disable()  # until all modules are imported: collections would take seconds and free nothing
     os.environ["DS_ACCELERATOR"] = config.getoption("--device")
     if config.getoption("--device") == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a machine with GPUs runs the same tests as a machine without
@@ -62,6 +64,11 @@ def pytest_collection(session: pytest.Session) -> None:
     torch.set_num_threads(1)
     settings.register_profile("unhurried", deadline=None)  # a slow example on a loaded machine is not a failure
     settings.load_profile("unhurried")
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

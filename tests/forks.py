@@ -70,10 +70,10 @@ def _become_server(command: str, fds: Sequence[int]) -> None:
     try:
         faulthandler.disable()  # it would write to a file that is closed below
         kept = {0, 1, 2, *fds, resource_tracker.getfd()}
-        for name in os.listdir("/proc/self/fd"):
-            if int(name) not in kept:
-                with suppress(OSError):  # the list's own file
-                    os.close(int(name))
+        opened = [int(path.name) for path in Path("/proc/self/fd").iterdir()]
+        for fd in set(opened) - kept:
+            with suppress(OSError):  # the file from which the list was read
+                os.close(fd)
         forkserver._forkserver.__init__()  # type: ignore[misc]  # the fork holds its lock
         exec(command, {})
     finally:
