@@ -41,7 +41,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Select the device for DeepSpeed, torch and all child processes before any test module is imported."""
-    gc.disable()  # until all modules are imported: collections would take seconds and free nothing
     os.environ["DS_ACCELERATOR"] = config.getoption("--device")
     if config.getoption("--device") == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a machine with GPUs runs the same tests as a machine without
@@ -61,6 +60,7 @@ def pytest_collection(session: pytest.Session) -> None:
     import torch
     from hypothesis import settings
 
+    gc.disable()  # until all test modules are imported: collections would take seconds and free nothing
     torch.set_num_threads(1)
     settings.register_profile("unhurried", deadline=None)  # a slow example on a loaded machine is not a failure
     settings.load_profile("unhurried")

@@ -6,6 +6,7 @@ GPUs are spawned instead, because DeepSpeed in the fork server is configured for
 
 import atexit
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import os
@@ -50,7 +51,9 @@ def start_server_as_fork() -> None:
     A server that `context` starts is a new process, which imports them again. Call this before pytest captures output
     and before this process starts threads of torch.
     """
+    gc.disable()  # collections during the imports would free nothing
     importlib.import_module("warm")
+    gc.enable()
     resource_tracker.ensure_running()
     spawn = util.spawnv_passfds
 

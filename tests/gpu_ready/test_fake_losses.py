@@ -56,7 +56,7 @@ def run_step(loss: ContrastiveLoss, number: int, valid: torch.Tensor = ALL_VALID
 
 @pytest.mark.parametrize(("name", "world_size"), CASES)
 def test_the_host_does_not_wait_in_a_step_of_any_loss(name: str, world_size: int) -> None:
-    """Neither an invalid row nor undoing a step adds a wait; one of each kind of method also takes a step after that."""
+    """Neither an invalid row nor undoing a step adds a wait; one method of each kind also takes a step after that."""
     with fake_cuda() as gpu:
         loss = loss_of(name, GpuRank(world_size))
         warm_up = WARM_UP.get(VARIANTS[name][0], 0)
