@@ -48,8 +48,8 @@ def context() -> ForkServerContext:
 def start_server_as_fork() -> None:
     """Import the server's modules in this process, and start the server as a fork of this process.
 
-    A server that `context` starts is a new process, which imports them again. Call this before pytest captures output
-    and before this process starts threads of torch.
+    A server that `context` starts is a new process, which imports them again. Call this before this process starts
+    threads of torch.
     """
     gc.disable()  # collections during the imports would free nothing
     importlib.import_module("warm")
@@ -77,6 +77,8 @@ def _become_server(command: str, fds: Sequence[int]) -> None:
         for fd in set(opened) - kept:
             with suppress(OSError):  # the file from which the list was read
                 os.close(fd)
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115  # instead of pytest's files, which are closed
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
         forkserver._forkserver.__init__()  # type: ignore[misc]  # the fork holds its lock
         exec(command, {})
     finally:
