@@ -1,14 +1,16 @@
 """Build the dual encoder that a config describes, and apply the options common to all models."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel
 
 from neuclip_ds.config import ModelConfig, TextConfig
+from neuclip_ds.errors import UserError
 from neuclip_ds.models.image_models import new_vision_tower
+from neuclip_ds.models.packing import pack_clip_text
 from neuclip_ds.models.recompute import checkpoint_activations
 from neuclip_ds.models.tokenizer import CaptionTokenizer
 from neuclip_ds.models.towers import DualEncoder, TextTower, new_projection
@@ -40,7 +42,12 @@ def build_dual_encoder(
 
 
 def apply_common_options(model: DualEncoder, config: ModelConfig) -> DualEncoder:
-    """Apply the options common to all models in place: activation checkpointing, freezing and LoRA adapters."""
+    """Apply the options common to all models in place: packing, activation checkpointing, freezing, LoRA adapters.
+
+    Raises:
+        UserError: a tower does not support an option.
+    """
+    model.text.packed = _packed(model.text, config)
     for name in TOWERS:
         checkpoint_activations(model.get_submodule(name), name, config.activation_checkpointing)
     freeze(model, config)
@@ -48,6 +55,19 @@ def apply_common_options(model: DualEncoder, config: ModelConfig) -> DualEncoder
         partly_frozen = [name for name in TOWERS if config.trained(name) != "all"]
         add_adapters({name: model.get_submodule(name) for name in partly_frozen}, config.lora)
     return model
+
+
+def _packed(tower: TextTower, config: ModelConfig) -> bool | Literal["auto"]:
+    """Return whether the tower packs captions; raise UserError if `model.text.packed=true` asks for the impossible."""
+    packed = config.text.packed
+    if packed is True and tower.pack is None:
+        raise UserError(
+            f"model.text.packed=true needs a causal text tower that reads its feature at one token, without dropout; "
+            f"{type(tower.trunk).__name__} needs padded captions: omit the option."
+        )
+    if packed == "auto" and config.compile:  # every batch has other lengths, which the CPU's attention depends on
+        return False
+    return packed
 
 
 def new_text_tower(
@@ -77,7 +97,8 @@ def new_text_tower(
     trunk = CLIPTextModel(trunk_config)
     _init_attention(trunk)
     # TextTower pools, because with EOS id 2 the trunk would pool at the largest id (to support old checkpoints)
-    return TextTower(trunk, new_projection(config.width, embed_dim), tokenizer.eos_id)
+    pack = pack_clip_text(trunk, tokenizer.eos_id)
+    return TextTower(trunk, new_projection(config.width, embed_dim), tokenizer.eos_id, pack)
 
 
 @torch.no_grad()
