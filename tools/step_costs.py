@@ -126,10 +126,14 @@ def count_model(config: Config) -> CountedModel:
 
 
 def count_flops(query: MemoryQuery) -> tuple[TowerFlops, TowerFlops]:
-    """Return the operations on one image and on one caption, without recomputation by activation checkpointing."""
+    """Return the operations on one image and on one caption, without recomputation by activation checkpointing.
+
+    The caption fills the context: padding is counted, which packed captions do not compute on.
+    """
     model_config = query.config.model.model_copy(update={"activation_checkpointing": False})
     query = replace(query, config=query.config.model_copy(update={"model": model_config}))
     model = query.build()
+    model.text.packed = False
     size = query.source.preprocessing.size
     with torch.device("meta"):
         image = torch.empty(1, 3, size, size, dtype=torch.uint8)

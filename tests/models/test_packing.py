@@ -220,7 +220,6 @@ def test_checkpointed_blocks_keep_no_activations_of_packed_captions() -> None:
     for checkpointing in (False, True):
         text = TextConfig(vocab_size=300, context_length=CONTEXT, width=WIDTH, layers=3, heads=2)
         tower = new_text_tower(text, StandInTokenizer(text), 8)
-        config = ModelConfig(text=text, activation_checkpointing=checkpointing)
         apply_options(tower, ModelConfig(text=text, activation_checkpointing=checkpointing))
         saved[checkpointing] = saved_bytes(tower, captions_of([3, 14, 6, 20], eos_id=1))
     assert saved[True] < saved[False] / 3
