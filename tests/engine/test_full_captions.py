@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,12 +37,13 @@ class Case:
 
 
 LORA = {"lora": {"rank": 2, "dropout": 0.5}, "vision": {"trainable": 1}}
+# in float32: torch's bf16 convolutions on a CPU differ from run to run
 RESNET = VisionConfig(name="resnet10t", image_size=32, options={"layers": [1, 1, 1, 1]})
 CASES = [
     Case(engine="zero0_fp32", micro_batches=1, vision=RESNET),
     Case(engine="zero0_bf16", micro_batches=2),
     Case(engine="zero1_fp32", micro_batches=2, model=LORA),
-    Case(engine="zero1_bf16", micro_batches=2, vision=RESNET),
+    Case(engine="zero1_bf16", micro_batches=2),
     Case(engine="zero2_bf16", micro_batches=1, model={"text": {"trainable": "frozen"}}),
     Case(engine="zero3_fp32", micro_batches=1, model=LORA),
     Case(engine="zero3_bf16", micro_batches=1),
@@ -85,10 +86,10 @@ def longest(captions: PackedCaptions) -> int:
     return captions.lengths[-1][0]
 
 
-def differences(communicator: Communicator) -> dict[str, list[str]]:
+def differences(communicator: Communicator, cases: Sequence[Case]) -> dict[str, list[str]]:
     """Return what differs after training with and without the trial, by case."""
     found = {}
-    for case in CASES:
+    for case in cases:
         expected = train(communicator, case, tries=False)
         state = train(communicator, case, tries=True)
         assert state.keys() == expected.keys()
@@ -101,9 +102,19 @@ def differences(communicator: Communicator) -> dict[str, list[str]]:
     return found
 
 
-def test_the_trial_changes_no_state_under_any_zero_stage() -> None:
-    for found in run_ranks(2, differences):
-        assert found == {case.engine: [] for case in CASES}
+QUICK = ("zero0_fp32", "zero3_fp32")
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        [case for case in CASES if case.engine in QUICK],
+        pytest.param([case for case in CASES if case.engine not in QUICK], marks=pytest.mark.slow),
+    ],
+)
+def test_the_trial_changes_no_state_under_any_zero_stage(cases: list[Case]) -> None:
+    for found in run_ranks(2, differences, cases):
+        assert found == {case.engine: [] for case in cases}
 
 
 def out_of_memory(communicator: Communicator) -> str:
