@@ -118,7 +118,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, captions: PackedCaptions) 
     Returns:
         (N or b, heads * head width) attended values.
     """
-    if query.is_cuda and query.element_size() == 2:
+    if query.is_cuda and query.element_size() == 2 and query.shape[2] % 8 == 0:
         attended = _attend_in_one_kernel(query, key, value, captions)
     else:
         attended = _attend_by_length(query, key, value, captions)
@@ -126,8 +126,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, captions: PackedCaptions) 
 
 
 def _attend_in_one_kernel(query: Tensor, key: Tensor, value: Tensor, captions: PackedCaptions) -> Tensor:
-    """Call flash attention for sequences of different lengths, which needs a GPU and 16-bit numbers.
+    """Call flash attention for sequences of different lengths.
 
+    It needs a GPU, 16-bit numbers and a head width that is a multiple of 8.
     The operator has had the same arguments since torch 2.2; `torch.nn.attention.varlen` calls it too, but exists only
     since torch 2.10. Kernels get the context length as the longest length, so that no value depends on the captions.
     """

@@ -30,8 +30,7 @@ def count_activations(
 ) -> Activations:
     """Count the activations of a model on the meta device, for captions that fill the context.
 
-    Padded captions are counted, which need a little more than packed captions without padding. The model is unusable
-    afterward.
+    Padded captions are counted; packed captions that fill the context need no more. The model is unusable afterward.
     """
     model = model.to(dtype).train()
     model.text.packed = False
