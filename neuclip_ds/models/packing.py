@@ -129,8 +129,8 @@ def _attend_in_one_kernel(query: Tensor, key: Tensor, value: Tensor, captions: P
     """Call flash attention for sequences of different lengths.
 
     It needs a GPU, 16-bit numbers and a head width that is a multiple of 8.
-    The operator has had the same arguments since torch 2.2; `torch.nn.attention.varlen` calls it too, but exists only
-    since torch 2.10. Kernels get the context length as the longest length, so that no value depends on the captions.
+    `torch.nn.attention.varlen` calls the same operator, but exists only since torch 2.10, with changing arguments. The
+    kernel gets the context length as the longest length, so that no value depends on the captions.
     """
     only_last = len(query) < len(key)
     offsets = captions.offsets
@@ -162,24 +162,24 @@ def _attend_by_length(query: Tensor, key: Tensor, value: Tensor, captions: Packe
     counts = [count for _, count in captions.lengths]
     sizes = [length * count for length, count in captions.lengths]
     query_sizes = counts if only_last else sizes
+    parts = zip(counts, query.split(query_sizes), key.split(sizes), value.split(sizes), strict=True)
     attended = []
-    for count, queries, keys, values in zip(
-        counts, query.split(query_sizes), key.split(sizes), value.split(sizes), strict=True
-    ):
-        heads_first = [part.unflatten(0, (count, -1)).transpose(1, 2) for part in (queries, keys, values)]
-        part = functional.scaled_dot_product_attention(*heads_first, is_causal=not only_last)
-        attended.append(part.transpose(1, 2).flatten(0, 1))
+    for count, *tensors in parts:
+        queries, keys, values = (tensor.unflatten(0, (count, -1)).transpose(1, 2) for tensor in tensors)
+        result = functional.scaled_dot_product_attention(queries, keys, values, is_causal=not only_last)
+        attended.append(result.transpose(1, 2).flatten(0, 1))
     return torch.cat(attended)
 
 
 def make_packable(module: nn.Module, mixin: type) -> None:
-    """Change a module's class to a subclass whose methods `mixin` overrides; nothing else changes."""
-    module.__class__ = _subclass(mixin, type(module))
+    """Change a module's class to a subclass of the same name whose methods `mixin` overrides; nothing else changes."""
+    module_class: type = type(module)
+    module.__class__ = _subclass(mixin, module_class)
 
 
 @cache  # blocks of one list must keep equal classes
 def _subclass(mixin: type, module_class: type) -> type:
-    return type(f"Packable{module_class.__name__}", (mixin, module_class), {})
+    return type(module_class.__name__, (mixin, module_class), {"__module__": module_class.__module__})
 
 
 def pack_clip_text(trunk: Any, eos_id: int | None = None) -> Pack | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -225,9 +227,15 @@ def test_checkpointed_blocks_keep_no_activations_of_packed_captions() -> None:
     assert saved[True] < saved[False] / 3
 
 
-def test_names_of_parameters_do_not_change() -> None:
-    trunk = clip_tower(attention_dropout=0.1).trunk  # cannot be packed
-    assert trunk.state_dict().keys() == clip_tower().trunk.state_dict().keys()
+def test_packing_changes_neither_the_names_of_parameters_nor_the_saved_trunk(tmp_path: Path) -> None:
+    plain = clip_tower(attention_dropout=0.1).trunk  # cannot be packed
+    trunk = clip_tower().trunk
+    assert trunk.state_dict().keys() == plain.state_dict().keys()
+    trunk.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["CLIPTextModel"]
+    reloaded = transformers.CLIPTextModel.from_pretrained(tmp_path).eval()
+    tokens = captions_of([3, 14])
+    torch.testing.assert_close(reloaded(tokens).pooler_output, trunk.eval()(tokens).pooler_output, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
