@@ -21,6 +21,8 @@ from neuclip_ds.models.pretrained.packed_open_clip import pack_open_clip_text
 from neuclip_ds.models.towers import DualEncoder, TextTower
 from neuclip_ds.models.trained_parts import add_adapters
 from neuclip_ds.planning.memory import StandInTokenizer
+from neuclip_ds.recipe import parse
+from neuclip_ds.training.checks import fingerprint
 
 CONTEXT, VOCABULARY, WIDTH, EOS = 20, 50, 16, 49
 CPU = torch.device("cpu")
@@ -293,3 +295,9 @@ def test_auto_packs_on_cpus_unless_towers_are_compiled(options: dict[str, Any], 
     tower = clip_tower()
     apply_options(tower, ModelConfig.model_validate(options))
     assert (tower.packs_on(CPU), tower.packs_on(torch.device("cuda"))) == (on_cpu, on_gpu)
+
+
+def test_a_run_resumes_with_captions_packed_or_padded() -> None:
+    """The choice changes only rounding, so it is not part of the model that a checkpoint must match."""
+    packed, padded = (parse(["demo", f"--model.text.packed={value}"]).config for value in ("true", "false"))
+    assert fingerprint(packed) == fingerprint(padded)
