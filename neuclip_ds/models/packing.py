@@ -10,9 +10,10 @@ A trunk becomes able to take packed captions by changing the classes of its modu
 so ZeRO 3, LoRA, activation checkpointing and checkpoints work as with padded captions.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +36,8 @@ class PackedCaptions:
     """int64 (N,) positions of the tokens in their captions."""
     offsets: Tensor
     """int32 (b + 1,) start of each caption in `ids`, and N."""
-    ranks: Tensor
-    """int64 (b,) position of each caption of the batch in the sorted order."""
+    sorted_rows: Tensor
+    """int64 (b,) row in the sorted order of each caption of the batch."""
     lengths: tuple[tuple[int, int], ...]
     """Each length that occurs, in ascending order, and the number of captions that have it."""
     context_length: int
@@ -44,42 +45,35 @@ class PackedCaptions:
 
     def to(self, device: torch.device) -> "PackedCaptions":
         """Copy the captions to a device; from pinned memory, without waiting for the copy."""
-        return PackedCaptions(
-            ids=self.ids.to(device, non_blocking=True),
-            positions=self.positions.to(device, non_blocking=True),
-            offsets=self.offsets.to(device, non_blocking=True),
-            ranks=self.ranks.to(device, non_blocking=True),
-            lengths=self.lengths,
-            context_length=self.context_length,
-        )
+        return self._changed(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> "PackedCaptions":
         """Return a copy in pinned memory."""
-        return PackedCaptions(
-            ids=self.ids.pin_memory(),
-            positions=self.positions.pin_memory(),
-            offsets=self.offsets.pin_memory(),
-            ranks=self.ranks.pin_memory(),
-            lengths=self.lengths,
-            context_length=self.context_length,
-        )
+        return self._changed(Tensor.pin_memory)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors on the device."""
-        return self.ids, self.positions, self.offsets, self.ranks
+        return self.ids, self.positions, self.offsets, self.sorted_rows
 
     @property
     def last(self) -> Tensor:
         """int64 (b,) indices of the captions' last tokens in `ids`, in the sorted order."""
         return self.offsets[1:].long() - 1
 
+    def _changed(self, change: Callable[[Tensor], Tensor]) -> "PackedCaptions":
+        """Return the captions with `change` applied to all tensors."""
+        return replace(
+            self,
+            ids=change(self.ids),
+            positions=change(self.positions),
+            offsets=change(self.offsets),
+            sorted_rows=change(self.sorted_rows),
+        )
 
-class Pack(Protocol):
-    """Function that packs (b, T) int64 token ids, which should be in host memory."""
 
-    def __call__(self, tokens: Tensor) -> PackedCaptions:
-        """Return the captions up to and including the tokens at which the tower pools."""
+Pack = Callable[[Tensor], PackedCaptions]
+"""Function that packs (b, T) int64 token ids, which should be in host memory: `pack_captions` for a tower's pooling."""
 
 
 @torch.compiler.disable  # the result's shapes depend on the tokens
@@ -101,7 +95,7 @@ def pack_captions(tokens: Tensor, eos_id: int | None) -> PackedCaptions:
         ids=tokens[order][is_kept],
         positions=columns[is_kept],
         offsets=functional.pad(sorted_lengths.cumsum(0), (1, 0)).int(),
-        ranks=order.argsort(),
+        sorted_rows=order.argsort(),
         lengths=tuple(zip(values.tolist(), counts.tolist(), strict=True)),
         context_length=tokens.shape[1],
     )
@@ -221,7 +215,7 @@ class _ClipTrunk:
         for layer in layers:
             hidden = layer(hidden, None, captions=captions)
         pooled = last_layer(hidden, None, captions=captions, rows=captions.last)
-        return self.final_layer_norm(pooled).index_select(0, captions.ranks)
+        return self.final_layer_norm(pooled).index_select(0, captions.sorted_rows)
 
 
 class _ClipLayer:

@@ -580,7 +580,7 @@ class Loop:
 def _may_run_out_of_memory(engine: Engine) -> bool:
     """Return whether a batch of long captions may exhaust the device's memory after shorter captions have fit.
 
-    On a CPU, the system swaps, and a few more activations matter little next to the loaders' memory.
+    On a CPU, memory has no such limit, and the trial would take as long as a step.
     """
     return engine.pack is not None and engine.device.type == "cuda"
 

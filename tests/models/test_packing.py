@@ -170,7 +170,7 @@ def test_only_tokens_up_to_the_pooled_one_are_packed() -> None:
     assert packed.lengths == ((1, 1), (3, 2), (9, 1))
     assert packed.positions.tolist() == [0, 0, 1, 2, 0, 1, 2, *range(9)]
     assert packed.ids.tolist() == [*tokens[2, :1], *tokens[0, :3], *tokens[3, :3], *tokens[1, :9]]
-    assert packed.ranks.tolist() == [1, 3, 0, 2]
+    assert packed.sorted_rows.tolist() == [1, 3, 0, 2]
     assert packed.last.tolist() == [0, 3, 6, 15]
     rows: list[int] = []
     tower = clip_tower()

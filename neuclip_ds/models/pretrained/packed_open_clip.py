@@ -57,7 +57,7 @@ class _Trunk:
         for block in blocks:
             hidden = block(hidden, captions=text)
         pooled = last_block(hidden, captions=text, rows=text.last)
-        feature = self.ln_final(pooled).index_select(0, text.ranks)
+        feature = self.ln_final(pooled).index_select(0, text.sorted_rows)
         if self.text_projection is None:
             return feature
         if isinstance(self.text_projection, nn.Linear):
