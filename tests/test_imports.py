@@ -48,6 +48,7 @@ ATTRIBUTES_OF_DEEPSPEED = {
     "ds_tensor",
     "fp16_groups",
     "fp32_groups_flat_partition",
+    "fp32_groups_gradients_flat",
     "fp32_partitioned_groups_flat",
     "get_global_grad_norm",
     "global_samples",

@@ -4,7 +4,7 @@ import json
 import logging
 import socket
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,6 @@ log = logging.getLogger(__name__)
 _MIN_SAMPLES = 1000  # fewer samples say little: 1 bad sample in the first 50 does not mean that 2% of the data is bad
 _RECENT_STEPS = 1000  # number of a rank's latest steps to which the wider limit applies
 _RECENT_FACTOR = 10  # the wider limit / max_fraction: the bad samples of one damaged shard come within a few steps
-
-Gather = Callable[[list[Any]], list[list[Any]]]  # takes this rank's values; returns the values of all ranks
 
 
 class BadSampleLog:
@@ -42,7 +40,7 @@ class BadSampleLog:
         self._max_fraction = max_fraction
         self._writes = writes
         self._recent = deque[tuple[int, int]](maxlen=_RECENT_STEPS)  # (samples, bad samples) per step of this rank
-        # what this rank has read since the last merge
+        # what this rank has read since the last `take_new`
         self._new_seen = 0
         self._new_bad: list[BadSample] = []
         self._recorded = 0  # bad samples on this rank since the start
@@ -78,16 +76,20 @@ class BadSampleLog:
                     sample.reason,
                 )
 
-    def merge(self, gather: Gather = lambda values: [values]) -> None:
-        """Merge what all ranks have recorded since the last merge, and list the bad samples; a collective call.
-
-        Raises UserError on all ranks when too many samples are bad.
-        """
-        gathered = gather([self._new_seen, [asdict(sample) for sample in self._new_bad], self._recent_problem()])
+    def take_new(self) -> list[Any]:
+        """Return what this rank has recorded since the last call, JSON-serializable, for `merge` on all ranks."""
+        new = [self._new_seen, [asdict(sample) for sample in self._new_bad], self._recent_problem()]
         self._new_seen = 0
         self._new_bad = []
+        return new
+
+    def merge(self, new_of_ranks: Sequence[list[Any]]) -> None:
+        """Merge what `take_new` returned on every rank, in the same order on all ranks, and list the bad samples.
+
+        Raises UserError, on all ranks alike, when too many samples are bad.
+        """
         bad = []
-        for seen, samples, _ in gathered:
+        for seen, samples, _ in new_of_ranks:
             self.seen += seen
             bad += [BadSample(**sample) for sample in samples]
         self.causes.update(sample.cause for sample in bad)
@@ -100,7 +102,7 @@ class BadSampleLog:
                 f"data.max_bad_fraction={self._max_fraction} allows (most often, {count} times: {cause}); "
                 f"fix the shards listed in {self.path} or raise the limit."
             )
-        if problem := next((problem for _, _, problem in gathered if problem is not None), None):
+        if problem := next((problem for _, _, problem in new_of_ranks if problem is not None), None):
             raise UserError(problem)
 
     def _recent_problem(self) -> str | None:

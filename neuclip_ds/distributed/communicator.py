@@ -179,6 +179,12 @@ class Communicator:
         result = x.new_empty((x.shape[0] // self.world_size, *x.shape[1:]))
         return self._begin("reduce_scatter", x, purpose, result, reduce_scatter_single, x.contiguous())
 
+    def begin_reduce(self, x: Tensor, owner: int, purpose: str) -> Pending:
+        """Start to replace x on rank `owner` by its sum over ranks; on other ranks, x is undefined afterward."""
+        if self.world_size == 1:
+            return Pending(x)
+        return self._begin("reduce", x, purpose, x, functools.partial(dist.reduce, group_dst=owner))
+
     def reduce_scatter_among(self, ranks: range, x: Tensor, purpose: str) -> Tensor:
         """Sum x, of shape (len(ranks) b, ...), over consecutive `ranks` that include this rank; return the local rows.
 

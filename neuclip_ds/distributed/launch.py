@@ -4,6 +4,7 @@ The rendezvous takes place before the process group is created, because torch wo
 rank without naming it, and would deadlock if the ranks ran different configs.
 """
 
+import ctypes
 import difflib
 import hashlib
 import json
@@ -39,7 +40,13 @@ from neuclip_ds.errors import UserError, explained
 TIMEOUT = timedelta(minutes=5)  # longest time between the arrivals of the first rank and the last rank
 _COLLECTIVE_LIMIT = timedelta(minutes=30)
 _FILE_DELAY = 15.0  # longest time in seconds until a network file system shows a file from another node
+_CONNECT_LIMIT = 10.0  # longest time in seconds of one attempt to connect to the store
+_POLL_INTERVAL = 0.1  # seconds between looks at the store
 _STORE_DELAY = 3.0  # longest time in seconds that rank 0 keeps the store open for the ranks to read the verdict
+# options of glibc's `mallopt` (malloc.h), and the largest value that it accepts
+_TRIM_THRESHOLD = -1
+_MMAP_THRESHOLD = -3
+_LARGEST_REUSED_BLOCK = 2**31 - 1  # bytes
 _MAX_CHANGES = 300  # characters of a message about different configs
 
 
@@ -125,6 +132,7 @@ def _choose_device(local_rank: int) -> None:
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         refuse_missing_gpus(_torch_build())
+        reuse_freed_memory()
         return
     count = accelerator.device_count()
     if local_rank >= count:
@@ -133,6 +141,21 @@ def _choose_device(local_rank: int) -> None:
             "GPU (slots in the hostfile), and let each rank see all GPUs (srun --gpus-per-node, not --gpus-per-task)."
         )
     accelerator.set_device(local_rank)
+
+
+def reuse_freed_memory() -> None:
+    """Let this process keep freed memory for its next tensors, where the C library is glibc.
+
+    By default, glibc maps each block of more than 32 MB from the kernel and returns it when it is freed. Each new
+    tensor then takes a page fault per 4 KB, in which the kernel zeroes the page. Blocks of 2 GB or more are still
+    returned. Settings in the environment (`MALLOC_MMAP_THRESHOLD_`, `GLIBC_TUNABLES` and so on) take precedence.
+    """
+    is_set_by_user = any(name == "GLIBC_TUNABLES" or name.startswith("MALLOC_") for name in os.environ)
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if is_set_by_user or set_option is None:
+        return
+    set_option(_MMAP_THRESHOLD, _LARGEST_REUSED_BLOCK)
+    set_option(_TRIM_THRESHOLD, _LARGEST_REUSED_BLOCK)
 
 
 def _fingerprint(task: str) -> dict[str, str]:
@@ -178,6 +201,8 @@ def open_store(rank: int, timeout: timedelta = TIMEOUT, serve: bool = True) -> d
     torchrun_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     is_server = serve and rank == 0 and not torchrun_serves
     try:
+        if not is_server:
+            _wait_for_server(host, port, timeout)
         store = dist.TCPStore(host, port, None, is_server, timeout, wait_for_workers=False, multi_tenant=True)
     except (OSError, dist.DistError) as error:
         if is_server:
@@ -190,6 +215,22 @@ def open_store(rank: int, timeout: timedelta = TIMEOUT, serve: bool = True) -> d
         raise UserError(f"Rank {rank} {problem} at {host}:{port} ({reason}). Check {fix}.") from error
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives the ranks
     return dist.PrefixStore(f"neuclip_ds/{attempt}", store)
+
+
+def _wait_for_server(host: str, port: int, timeout: timedelta) -> None:
+    """Wait until the store accepts connections; raise `OSError` after `timeout`.
+
+    `TCPStore` would wait itself, but a signal could not end its wait, because it does not return to Python.
+    """
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        try:
+            with socket.create_connection((host, port), timeout=_CONNECT_LIMIT):
+                return
+        except OSError:  # rank 0 has not started, or its address is not known yet
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(_POLL_INTERVAL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,8 +280,13 @@ def rendezvous(
         if problem:
             _wait_for_readers(store)
     else:
+        # rank 0 may have started to wait later than this rank
+        deadline = time.monotonic() + 2 * timeout.total_seconds()
         try:
-            store.wait(["verdict"], 2 * timeout)  # rank 0 may have started to wait later than this rank
+            while not store.check(["verdict"]):  # a signal could not end the rank during `store.wait`
+                if time.monotonic() > deadline:
+                    raise UserError(f"Rank {environment.rank} waited in vain for rank 0: check rank 0's log.")
+                time.sleep(_POLL_INTERVAL)
             problem = store.get("verdict").decode()
             store.add("read", 1)
         except dist.DistError as error:
@@ -258,7 +304,7 @@ def _wait_for_readers(store: dist.Store) -> None:
     """Wait until the other ranks have read the verdict: the store, which has it, closes when rank 0 ends."""
     deadline = time.monotonic() + _STORE_DELAY
     while store.add("read", 0) < store.add("arrivals", 0) - 1 and time.monotonic() < deadline:
-        time.sleep(0.05)
+        time.sleep(_POLL_INTERVAL)
 
 
 def _find_problem(store: dist.Store, world_size: int, timeout: timedelta) -> str:
@@ -276,7 +322,7 @@ def _find_problem(store: dist.Store, world_size: int, timeout: timedelta) -> str
                     f"Of {world_size} ranks, these did not arrive within {timeout.total_seconds():.0f} s: {missing}. "
                     "Check the logs of their nodes."
                 )
-            time.sleep(0.05)
+            time.sleep(_POLL_INTERVAL)
         arrival = _Arrival(**json.loads(store.get(f"arrival/{number}")))
         rank = arrival.rank
         if arrival.problem:

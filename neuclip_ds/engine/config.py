@@ -24,6 +24,7 @@ class _Section(BaseModel):
 class _Precision(_Section):
     enabled: bool = False
     check_grad_overflow: bool = True
+    immediate_grad_update: bool = False
 
 
 class _Offload(_Section):
@@ -48,6 +49,7 @@ class _Engine(_Section):
 
 
 FOLDER = Path(__file__).parents[1] / "ds_configs"
+_FLOAT32 = ("fp32", "float32", "float")  # DeepSpeed's names
 _MAX_SUMMED_IN_BF16 = 4  # maximum number of micro-batches whose gradients may be summed in bf16
 DEEPSPEED = "0.19.8"  # version whose private fields and gradients are tested; the same as in requirements.txt
 
@@ -80,13 +82,45 @@ def load_engine_config(config: Config, world_size: int) -> dict[str, Any]:
             f"{path} adds the gradients of {micro_batches} micro-batches in {precision(engine)}, which loses small "
             "ones: use deepspeed=zero1_bf16, whose data_types.grad_accum_dtype is fp32, or a larger data.micro_batch."
         )
-    if zero_stage(engine) == 3 and config.model.compile:
+    if zero_stage(engine) == 3 and config.model.compile in ("blocks", "towers"):
         raise UserError(
-            f"model.compile does not work with ZeRO 3 ({path}), which fetches weights inside modules: omit one of them."
+            f"model.compile={config.model.compile} does not work with ZeRO 3 ({path}), which fetches weights inside "
+            "modules: set it to auto or false, or use a different DeepSpeed config."
         )
+    if config.optimizer.lean_zero1:
+        _require_lean_zero1(path, engine)
     # DeepSpeed's throughput timer waits for the whole device in each forward pass and step
     defaults = {"timers": {"throughput": {"enabled": False}}}
     return {**defaults, **engine, **recipe_options, "zero_allow_untested_optimizer": True}
+
+
+def _require_lean_zero1(path: Path, engine: dict[str, Any]) -> None:
+    """Raise `UserError` unless `engine/lean_zero1.py` can replace the step of DeepSpeed under this config."""
+    options = _Engine.model_validate(engine)
+    problem = ""
+    if precision(engine) != "bf16" or zero_stage(engine) != 1:
+        problem = f"selects ZeRO {zero_stage(engine)} in {precision(engine)}"
+    elif offloads_optimizer(engine):
+        problem = "offloads the optimizer"
+    elif not accumulates_in_float32(engine):
+        problem = "does not set data_types.grad_accum_dtype=fp32"
+    elif engine.get("communication_data_type") not in _FLOAT32:
+        problem = "does not set communication_data_type=fp32"
+    elif options.prescale_gradients or options.gradient_predivide_factor != 1:
+        problem = "divides gradients before they are summed (prescale_gradients or gradient_predivide_factor)"
+    elif options.bf16.immediate_grad_update:
+        problem = "sets bf16.immediate_grad_update"
+    if problem:
+        raise UserError(
+            f"optimizer.lean_zero1 replaces only the ZeRO 1 step in bf16 with float32 gradients, but {path} {problem}: "
+            "set optimizer.lean_zero1=false or use deepspeed=zero1_bf16."
+        )
+
+
+def offloads_optimizer(engine: dict[str, Any]) -> bool:
+    """Return whether the optimizer's state is in host memory."""
+    offload = engine.get("zero_optimization", {}).get("offload_optimizer") or {}
+    return bool(offload.get("device", "none") != "none")
 
 
 def accumulates_in_float32(engine: dict[str, Any]) -> bool:
@@ -94,7 +128,7 @@ def accumulates_in_float32(engine: dict[str, Any]) -> bool:
     if precision(engine) == "fp32":
         return True
     dtype = engine.get("data_types", {}).get("grad_accum_dtype")
-    return bool(zero_stage(engine)) and dtype in ("fp32", "float32", "float")
+    return bool(zero_stage(engine)) and dtype in _FLOAT32
 
 
 def _require_version() -> None:

@@ -15,6 +15,7 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.config import precision, zero_stage
 from neuclip_ds.engine.engine import Engine
 from neuclip_ds.engine.lamb import Lamb
+from neuclip_ds.engine.lean_zero1 import use_lean_step
 from neuclip_ds.engine.zero import keep_frozen_unpartitioned, share_process_group, skip_unused_kernel
 from neuclip_ds.errors import UserError
 from neuclip_ds.losses.batch_norm import batch_norms
@@ -69,11 +70,14 @@ def start_engine(
             exact = exact_weights[placement.name].flatten()
             placement.within(placement.master).copy_(exact[placement.start : placement.stop])
     optimizer.state.clear()
-    if isinstance(optimizer, Lamb) and zero_stage(engine_config):
+    if zero_stage(engine_config):
         shard_slices: defaultdict[Tensor, list[slice]] = defaultdict(list)
         for placement in engine.placements():
             shard_slices[placement.master].append(placement.elements)
-        optimizer.shard(shard_slices, communicator)
+        if isinstance(optimizer, Lamb):
+            optimizer.shard(shard_slices, communicator)
+        if config.lean_zero1:
+            use_lean_step(deepspeed_engine.optimizer, shard_slices, communicator)
     return engine
 
 

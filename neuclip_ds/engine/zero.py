@@ -15,6 +15,7 @@ from typing import Any
 import deepspeed
 import deepspeed.utils.groups
 import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor, nn
 
 from neuclip_ds.distributed.communicator import Communicator
@@ -34,6 +35,8 @@ def wrapper_of(optimizer: Any) -> Wrapper:
     """Return which wrapper an optimizer of DeepSpeed's engine is; raise `ValueError` if it is unknown."""
     if isinstance(optimizer, torch.optim.Optimizer):
         return Wrapper.NONE
+    if isinstance(optimizer, BF16_Optimizer):  # also with the step of `lean_zero1.py`
+        return Wrapper.BF16
     return Wrapper(type(optimizer).__name__)
 
 

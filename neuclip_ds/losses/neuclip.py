@@ -77,10 +77,10 @@ from neuclip_ds.losses.pairs import IMAGE, TEXT, slices
 from neuclip_ds.losses.prediction import NetworkEstimator, batch_output, prediction_gradient, representable
 from neuclip_ds.state.partition import Partition, RowTable
 
-# Elements per block. On a CPU, a block stays in the core's cache after a matmul; on a GPU, the block size limits the
-# memory of intermediate results.
+# Elements per block in each direction. On a CPU, a block stays in the core's cache after a matmul; on a GPU, the block
+# size limits the memory of intermediate results.
 _CPU_BLOCK = 2**20
-_GPU_BLOCK = 2**26
+_GPU_BLOCK = 2**25
 _ADAGRAD_EPS = 1e-10  # torch's default
 _DELTA = 1e-3  # fraction of the prototypes' mean mass; prototypes with far less mass hardly move
 _SHORTEST = 1e-12  # lower bound on |W_k| as a divisor
@@ -111,22 +111,31 @@ def neuclip(config: ObjectiveConfig, context: LossContext) -> GlobalContrastiveL
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Side:
-    """Softmax over local prototypes for one direction's anchors: exp(cos(e_i, W_k)/tau) = share_ik exp(log_sum_i)."""
+class _Anchors:
+    """All anchors of a batch; direction 0 is the images, which use W1, and direction 1 the texts, which use W2."""
 
-    unit: Tensor
-    """(local prototypes, d): W_k / |W_k|"""
-    norm: Tensor
-    """(local prototypes, 1): |W_k|"""
-    share: Tensor
-    """(B, local prototypes): rows sum to one"""
-    log_sum: Tensor
-    """(B,)"""
+    features: Tensor
+    """(2, B, d)"""
+    positive: Tensor
+    """(B,): s_ii/tau"""
+    ceiling: Tensor
+    """(B,), float64: (1 - s_ii)/tau, the largest possible exponent"""
+    tau: Tensor
+    """0-dim"""
+
+    @classmethod
+    def of(cls, batch: GatheredFeatures, tau: Tensor) -> "_Anchors":
+        return cls(
+            features=torch.stack([batch.image, batch.text]),
+            positive=batch.positive / tau,
+            ceiling=((1 - batch.positive) / tau).double(),
+            tau=tau,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Prediction:
-    """Predictions for all anchors; direction 0 uses W1, and direction 1 uses W2."""
+    """Predictions for all anchors, and the softmax over this rank's prototypes: share_ik = exp(z_ik - log_sum_i)."""
 
     alpha: Tensor
     """(2, B)"""
@@ -134,7 +143,12 @@ class _Prediction:
     """(2, B): alpha without eps"""
     log_sum: Tensor
     """(2, B): log of the sum of exp(z_ik) over this rank's prototypes"""
-    sides: tuple[_Side, _Side]
+    share: Tensor
+    """(2, B, local prototypes): rows sum to one"""
+    unit: Tensor
+    """(2, local prototypes, d): W_k / |W_k|"""
+    norm: Tensor
+    """(2, local prototypes, 1): |W_k|"""
 
 
 class NpnEstimator(NetworkEstimator):
@@ -152,22 +166,19 @@ class NpnEstimator(NetworkEstimator):
         group_start = ranks.rank // group_size * group_size
         self._group = range(group_start, group_start + group_size)
         self._partition = Partition.of(self._config.prototypes, ranks.rank % group_size, group_size)
-        empty = torch.zeros((self._partition.size, context.dim), dtype=context.dtype, device=ranks.device)
-        self._prototypes = [empty.clone() for _ in (IMAGE, TEXT)]  # W1, W2, one row per prototype
-        self._queue = [empty.clone() for _ in (IMAGE, TEXT)]
+        shape = (2, self._partition.size, context.dim)
+        self._prototypes = torch.zeros(shape, dtype=context.dtype, device=ranks.device)  # W1 and W2, one row each
+        self._queue = torch.zeros_like(self._prototypes)  # images and texts
         self._seen = 0  # samples added to the queue so far
         self._drawn = False
         self._is_joint = self._config.order == "joint"
         self._adam = context.adam
-        if self._is_joint:  # AdamW's moments
-            moments = {"moment": 0.0, "square": 0.0}
+        self._moments: dict[str, Tensor] = {}  # of the prototypes
+        if self._is_joint:
+            self._moments["moment"] = torch.zeros_like(self._prototypes)
+            self._moments["square"] = torch.zeros_like(self._prototypes)
         elif self._config.optimizer == "adagrad":
-            moments = {"accumulator": 0.0}  # the sum of squared gradients
-        else:
-            moments = {}
-        self._moments: list[dict[str, Tensor]] = []
-        for _ in (IMAGE, TEXT):
-            self._moments.append({name: torch.full_like(empty, value) for name, value in moments.items()})
+            self._moments["accumulator"] = torch.zeros_like(self._prototypes)  # the sum of squared gradients
         self._steps = 0  # updates so far, for AdamW's bias correction
 
     def __call__(
@@ -181,19 +192,8 @@ class NpnEstimator(NetworkEstimator):
         if training:
             self._redraw_if_due(position)
 
-        def fit() -> None:
-            self._fit(batch, log_target, tau, position.lr)
-
-        def estimate() -> NormalizerOutput:
-            prediction = self._predict(batch, tau)
-
-            def full_gradient(residual: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
-                return self._full_gradient(prediction, batch, residual, tau)
-
-            return self._output(prediction.alpha, log_target, batch, tau, full_gradient)
-
         if self._drawn:
-            output = self._fit_and_estimate(fit, estimate, training)
+            output = self._fitted_output(batch, log_target, tau, position.lr, training)
         else:
             output = batch_output(log_target, log_target[:, batch.local])
         if training and not fills_queue:
@@ -203,7 +203,26 @@ class NpnEstimator(NetworkEstimator):
     def log_estimate(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor) -> Tensor:
         if not self._drawn:
             return log_g
-        return self._predict(batch, tau).log_ghat[:, batch.local]
+        return self._predict(_Anchors.of(batch, tau)).log_ghat[:, batch.local]
+
+    def _fitted_output(
+        self, batch: GatheredFeatures, log_target: Tensor, tau: Tensor, lr: float, training: bool
+    ) -> NormalizerOutput:
+        """Return the output of the prototypes, which are fitted to the batch if `training` is true."""
+        anchors = _Anchors.of(batch, tau)
+
+        def fit() -> None:
+            self._fit(anchors, log_target, lr)
+
+        def estimate() -> NormalizerOutput:
+            prediction = self._predict(anchors)
+
+            def full_gradient(residual: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+                return self._full_gradient(prediction, batch, residual, tau)
+
+            return self._output(prediction.alpha, log_target, batch, tau, full_gradient)
+
+        return self._fit_and_estimate(fit, estimate, training)
 
     def _redraw_if_due(self, position: Position) -> None:
         """Every T_r steps, or once in Algorithm 3, set W1 to the queue's texts and W2 to the queue's images.
@@ -217,88 +236,95 @@ class NpnEstimator(NetworkEstimator):
         is_due = redraw_every > 0 and position.step % redraw_every == 0
         if self._drawn and not is_due:
             return
-        for prototype, queue in zip(self._prototypes, reversed(self._queue), strict=True):
-            prototype.copy_(queue)
+        self._prototypes.copy_(self._queue.flip(0))
         self._drawn = True
 
-    def _fit(self, batch: GatheredFeatures, log_target: Tensor, tau: Tensor, lr: float) -> None:
+    def _fit(self, anchors: _Anchors, log_target: Tensor, lr: float) -> None:
         """Update the prototypes T_u times or, if `order=joint`, once with AdamW, always with this batch's g_i."""
         updates = 1 if self._is_joint else self._config.inner_steps
         for _ in range(updates):
-            self._update(self._predict(batch, tau), batch, log_target, tau, lr)
+            self._update(self._predict(anchors), anchors, log_target, lr)
 
-    def _predict(self, batch: GatheredFeatures, tau: Tensor) -> _Prediction:
+    def _predict(self, anchors: _Anchors) -> _Prediction:
         """Compute eq. 10, alpha_i = log(eps + 1/m sum_k exp(z_ik)), summing over the prototypes of all ranks."""
-        positive = batch.positive
-        image = self._side(batch.image, self._prototypes[IMAGE], tau)
-        text = self._side(batch.text, self._prototypes[TEXT], tau)
-        log_sum = torch.stack([image.log_sum, text.log_sum]) - positive / tau
-        ceiling = ((1 - positive) / tau).double()
-        total = self._communicator.all_reduce((log_sum.double() - ceiling).exp(), "normalizer")  # over all replicas
+        norm = torch.linalg.vector_norm(self._prototypes, dim=2, keepdim=True).clamp_(min=_SHORTEST)
+        unit = self._prototypes / norm
+        share, log_sum = self._softmax(anchors, unit)
+        log_sum = log_sum - anchors.positive
+        total = self._communicator.all_reduce((log_sum.double() - anchors.ceiling).exp(), "normalizer")  # all replicas
         count = self._replicas * self._config.prototypes
-        log_ghat = (total.log() + ceiling - math.log(count)).to(positive.dtype)  # log(1/m sum_k exp(z_ik))
+        log_ghat = (total.log() + anchors.ceiling - math.log(count)).to(log_sum.dtype)  # log(1/m sum_k exp(z_ik))
         alpha = log_eps_plus(log_ghat, self._eps)
-        return _Prediction(alpha=alpha, log_ghat=log_ghat, log_sum=log_sum, sides=(image, text))
+        return _Prediction(alpha=alpha, log_ghat=log_ghat, log_sum=log_sum, share=share, unit=unit, norm=norm)
 
-    def _side(self, anchors: Tensor, prototypes: Tensor, tau: Tensor) -> _Side:
-        """Return the softmax of cos(e_i, W_k)/tau over this rank's prototypes W_k, for all anchors of one direction."""
-        norm = torch.linalg.vector_norm(prototypes, dim=1, keepdim=True).clamp_(min=_SHORTEST)
-        unit = prototypes / norm
-        cold = unit / tau  # dividing here takes a pass over the prototypes, not over the logits
-        share = anchors.new_empty((len(anchors), len(unit)))
-        log_sum = anchors.new_full((len(anchors),), _LOG_NOTHING)
-        lowest = lowest_exponent(anchors.dtype)
-        rows_with_logits = len(anchors) if len(unit) else 0
-        for rows in _blocks(rows_with_logits, anchors, len(unit)):
-            logit = torch.mm(anchors[rows], cold.T)
-            logit.clamp_(min=logit.amax(dim=1, keepdim=True) + lowest)
-            block = torch.softmax(logit, dim=1, out=share[rows])
-            log_sum[rows] = logit[:, 0] - block[:, 0].log()  # log share_ik = logit_ik - log_sum_i for any k
-        return _Side(unit=unit, norm=norm, share=share, log_sum=log_sum)
+    def _softmax(self, anchors: _Anchors, unit: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the softmax of cos(e_i, W_k)/tau over this rank's prototypes, and the log of its denominators.
 
-    def _update(
-        self, prediction: _Prediction, batch: GatheredFeatures, log_target: Tensor, tau: Tensor, lr: float
-    ) -> None:
+        Args:
+            anchors: the anchors.
+            unit: (2, local prototypes, d) W_k / |W_k|.
+
+        Returns:
+            (2, B, local prototypes) shares and (2, B) logs of sums.
+        """
+        features = anchors.features
+        batch_size = features.shape[1]
+        local_prototypes = unit.shape[1]
+        share = features.new_empty((2, batch_size, local_prototypes))
+        if local_prototypes == 0:
+            return share, features.new_full((2, batch_size), _LOG_NOTHING)
+        cold = unit / anchors.tau  # dividing here takes a pass over the prototypes, not over the logits
+        log_sum = features.new_empty((2, batch_size))
+        lowest = lowest_exponent(features.dtype)
+        for rows in _blocks(batch_size, features, local_prototypes):
+            logit = _products(features[:, rows], cold.mT)
+            logit.clamp_(min=logit.amax(dim=2, keepdim=True) + lowest)
+            block = torch.softmax(logit, dim=2, out=share[:, rows])
+            # log share_ik = logit_ik - log_sum_i for any k
+            torch.sub(logit[..., 0], block[..., 0].log(), out=log_sum[:, rows])
+        return share, log_sum
+
+    def _update(self, prediction: _Prediction, anchors: _Anchors, log_target: Tensor, lr: float) -> None:
         """Update the prototypes with dJ/dW_k = 1/(B |W_k|) sum_i r_i p_ik (e_i - cos(e_i, W_k) W_k/|W_k|).
 
         Multiplied by B |W_k|, this is the component of V_k = sum_i r_i p_ik e_i that is orthogonal to W_k. With the
         separate objective (ablation), 1/B sum_i (alpha_i - log(eps + g_i))^2, r_i is 2/tau (alpha_i - log(eps + g_i)).
         """
         if self._config.objective == "separate":
-            residual = 2 / tau * (prediction.alpha - log_target)  # (2, B) r_i
+            residual = 2 / anchors.tau * (prediction.alpha - log_target)  # (2, B) r_i
         else:
             residual = 1 - (log_target - representable(prediction.alpha, log_target)).exp()
-        mass = self._log_mass(prediction).exp_().div_(batch.size)  # (2, B), sum_k p_ik / B over this rank's prototypes
-        weights = mass * residual
-        bounds = mass * (1 + (1 - residual).abs())
+        batch_size = anchors.features.shape[1]
+        mass = self._log_mass(prediction).exp_().div_(batch_size)  # (2, B), sum_k p_ik / B over this rank's prototypes
+        weighted_anchors = (mass * residual).unsqueeze(2) * anchors.features
         self._steps += 1
-        for direction, anchors in ((IMAGE, batch.image), (TEXT, batch.text)):
-            prototypes = self._prototypes[direction]
-            side = prediction.sides[direction]
-            for columns, gradient in _gradients(side, weights[direction].unsqueeze(1) * anchors):
-                moments = {name: values[columns] for name, values in self._moments[direction].items()}
-                if self._is_joint:
-                    self._adamw(prototypes[columns], gradient, lr, **moments)
-                elif self._config.optimizer == "adagrad":
-                    self._adagrad(prototypes[columns], gradient, **moments)
-                else:
-                    bound = bounds[direction] @ side.share[:, columns]
-                    self._scaled(prototypes[columns], gradient, bound, tau)
+        for columns, gradient in _gradients(prediction, weighted_anchors):
+            prototypes = self._prototypes[:, columns]
+            moments = {name: values[:, columns] for name, values in self._moments.items()}
+            if self._is_joint:
+                self._adamw(prototypes, gradient, lr, **moments)
+            elif self._config.optimizer == "adagrad":
+                self._adagrad(prototypes, gradient, **moments)
+            else:
+                bound = mass * (1 + (1 - residual).abs())
+                bounds = [bound[side] @ prediction.share[side][:, columns] for side in (IMAGE, TEXT)]
+                norm = prediction.norm[:, columns]
+                self._scaled(prototypes, gradient, torch.stack(bounds), norm, anchors.tau)
 
-    def _scaled(self, prototype: Tensor, gradient: Tensor, bound: Tensor, tau: Tensor) -> None:
+    def _scaled(self, prototype: Tensor, gradient: Tensor, bound: Tensor, norm: Tensor, tau: Tensor) -> None:
         """Move prototypes in place against the gradient, by at most lr tau on the unit sphere.
 
         Args:
-            prototype: (columns, d) prototypes, updated in place.
-            gradient: (columns, d) dJ/dW_k, overwritten.
-            bound: (columns,) 1/B sum_i p_ik (1 + |1 - r_i|), an upper bound on |W_k| times the gradient's norm.
+            prototype: (2, columns, d) prototypes, updated in place.
+            gradient: (2, columns, d) dJ/dW_k, overwritten.
+            bound: (2, columns) 1/B sum_i p_ik (1 + |1 - r_i|), an upper bound on |W_k| times the gradient's norm.
+            norm: (2, columns, 1) |W_k|.
             tau: 0-dim temperature.
         """
-        norm = torch.linalg.vector_norm(prototype, dim=1, keepdim=True).clamp_(min=_SHORTEST)
         floor = _DELTA / self._config.prototypes
-        change = gradient.mul_(norm * tau * self._config.rate / (bound + floor).unsqueeze(1))
+        change = gradient.mul_(norm * tau * self._config.rate / (bound + floor).unsqueeze(2))
         prototype.div_(norm).sub_(change)
-        prototype.div_(torch.linalg.vector_norm(prototype, dim=1, keepdim=True))
+        prototype.div_(torch.linalg.vector_norm(prototype, dim=2, keepdim=True))
 
     def _adagrad(self, prototype: Tensor, gradient: Tensor, accumulator: Tensor) -> None:
         """Take an AdaGrad step in place, with torch's formula; the accumulator sums squared gradients."""
@@ -334,15 +360,12 @@ class NpnEstimator(NetworkEstimator):
     ) -> tuple[tuple[Tensor, Tensor], Tensor]:
         """Return r_i/B grad alpha_i for local features, and r_i tau dalpha_i/dtau; `residual` is the (2, local) r_i."""
         rows = batch.rows_of(self._group)
-        mass = self._log_mass(prediction)[:, rows].exp()
-        log_sum = prediction.log_sum[:, rows]
-        partial_sums = []
-        for direction, side in enumerate(prediction.sides):
-            share = side.share[rows]
-            mean_logit = torch.xlogy(share, share).sum(dim=1) + log_sum[direction]
-            means = torch.cat([share @ side.unit, torch.ones_like(mean_logit[:, None]), mean_logit[:, None]], dim=1)
-            partial_sums.append(means * mass[direction][:, None])  # sums of p_ik W_k/|W_k|, p_ik and p_ik z_ik
-        sums = batch.sum_local(torch.stack(partial_sums, dim=1), self._group, "normalizer").transpose(0, 1)
+        mass = self._log_mass(prediction)[:, rows].exp().unsqueeze(2)
+        share = prediction.share[:, rows]
+        mean_logit = torch.xlogy(share, share).sum(dim=2, keepdim=True) + prediction.log_sum[:, rows].unsqueeze(2)
+        means = torch.cat([_products(share, prediction.unit), torch.ones_like(mean_logit), mean_logit], dim=2)
+        partial_sums = (means * mass).transpose(0, 1).contiguous()  # sums of p_ik W_k/|W_k|, p_ik and p_ik z_ik
+        sums = batch.sum_local(partial_sums, self._group, "normalizer").transpose(0, 1)
         prototype_sums = sums[..., :-2]
         local_mass = sums[..., -2]
         mean_logit = sums[..., -1]
@@ -379,20 +402,32 @@ class NpnEstimator(NetworkEstimator):
 
     def row_tables(self) -> dict[str, RowTable]:
         tensors = {"queue_image": self._queue[IMAGE], "queue_text": self._queue[TEXT]}
-        for name, prototypes, moments in zip(("w1", "w2"), self._prototypes, self._moments, strict=True):
-            tensors[name] = prototypes
-            for key, values in moments.items():
-                tensors[f"{name}_{key}"] = values
+        for name, direction in (("w1", IMAGE), ("w2", TEXT)):
+            tensors[name] = self._prototypes[direction]
+            for key, values in self._moments.items():
+                tensors[f"{name}_{key}"] = values[direction]
         return {"npn": RowTable(self._partition, tensors, saved=self._group.start == 0)}
 
 
-def _gradients(side: _Side, weighted: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yield dJ/dW_k for one block of prototypes at a time; row i of `weighted` is r_i p_ik e_i / (B share_ik)."""
-    for columns in _blocks(len(side.unit), weighted, weighted.shape[1]):
-        unit = side.unit[columns]
-        pull = side.share[:, columns].T @ weighted  # V_k / B
-        component = (pull * unit).sum(dim=1, keepdim=True)  # along W_k
-        yield columns, pull.addcmul_(component, unit, value=-1).div_(side.norm[columns])
+def _gradients(prediction: _Prediction, weighted_anchors: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Yield dJ/dW_k for one block of prototypes of both directions at a time.
+
+    Row i of `weighted_anchors`, (2, B, d), is r_i p_ik e_i / (B share_ik).
+    """
+    local_prototypes = prediction.unit.shape[1]
+    for columns in _blocks(local_prototypes, weighted_anchors, weighted_anchors.shape[2]):
+        unit = prediction.unit[:, columns]
+        pull = _products(prediction.share[:, :, columns].mT, weighted_anchors)  # V_k / B
+        component = (pull * unit).sum(dim=2, keepdim=True)  # along W_k
+        yield columns, pull.addcmul_(component, unit, value=-1).div_(prediction.norm[:, columns])
+
+
+def _products(left: Tensor, right: Tensor) -> Tensor:
+    """Return the (2, n, k) products of (2, n, m) and (2, m, k) matrices; `torch.bmm` rounds small ones differently."""
+    products = left.new_empty((2, left.shape[1], right.shape[2]))
+    for direction in (IMAGE, TEXT):
+        torch.mm(left[direction], right[direction], out=products[direction])
+    return products
 
 
 def _blocks(count: int, like: Tensor, width: int) -> list[slice]:

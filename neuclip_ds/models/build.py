@@ -9,6 +9,7 @@ from transformers import CLIPTextConfig, CLIPTextModel
 
 from neuclip_ds.config import ModelConfig, TextConfig
 from neuclip_ds.errors import UserError
+from neuclip_ds.models.class_token import compute_class_token_only
 from neuclip_ds.models.image_models import new_vision_tower
 from neuclip_ds.models.packing import pack_clip_text
 from neuclip_ds.models.recompute import checkpoint_activations
@@ -42,11 +43,14 @@ def build_dual_encoder(
 
 
 def apply_common_options(model: DualEncoder, config: ModelConfig) -> DualEncoder:
-    """Apply the options common to all models in place: packing, activation checkpointing, freezing, LoRA adapters.
+    """Apply the options common to all models in place.
+
+    These are `vision.class_token_only`, `text.packed`, activation checkpointing, freezing and LoRA adapters.
 
     Raises:
         UserError: a tower does not support an option.
     """
+    compute_class_token_only(model.vision, config.vision.class_token_only)
     model.text.packed = _packed(model.text, config)
     for name in TOWERS:
         checkpoint_activations(model.get_submodule(name), name, config.activation_checkpointing)
@@ -65,7 +69,8 @@ def _packed(tower: TextTower, config: ModelConfig) -> bool | Literal["auto"]:
             f"model.text.packed=true needs a causal text tower that reads its feature at one token, without dropout; "
             f"{type(tower.trunk).__name__} needs padded captions: omit the option."
         )
-    if packed == "auto" and config.compile:  # every batch has other lengths, which the CPU's attention depends on
+    # on a CPU, attention is called once for each length that occurs in a batch, which interrupts compiled code
+    if packed == "auto" and config.compile in ("blocks", "towers"):
         return False
     return packed
 

@@ -6,8 +6,8 @@ caption, and the last layer computes queries and everything after them only for 
 and gradients are those of padded captions, up to rounding. Bidirectional towers (SigLIP, BERT) attend to the padding
 or pool over it, so they keep padded captions.
 
-A trunk becomes able to take packed captions by changing the classes of its modules. Modules, parameters and hooks stay,
-so ZeRO 3, LoRA, activation checkpointing and checkpoints work as with padded captions.
+A trunk becomes able to take packed captions by replacing the forward methods of some of its modules. Modules,
+parameters and hooks stay, so ZeRO 3, LoRA, activation checkpointing and checkpoints work as with padded captions.
 """
 
 from collections.abc import Callable
@@ -16,9 +16,11 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from transformers import CLIPTextModel, MetaClip2TextModel
+
+from neuclip_ds.models.forward import Forward, replace_forward
 
 _LEGACY_EOS = 2  # EOS id in old CLIP configs, for which CLIPTextModel pools at the largest token id
 
@@ -165,17 +167,6 @@ def _attend_by_length(query: Tensor, key: Tensor, value: Tensor, captions: Packe
     return torch.cat(attended)
 
 
-def make_packable(module: nn.Module, mixin: type) -> None:
-    """Change a module's class to a subclass of the same name whose methods `mixin` overrides; nothing else changes."""
-    module_class: type = type(module)
-    module.__class__ = _subclass(mixin, module_class)
-
-
-@cache  # blocks of one list must keep equal classes
-def _subclass(mixin: type, module_class: type) -> type:
-    return type(module_class.__name__, (mixin, module_class), {"__module__": module_class.__module__})
-
-
 def pack_clip_text(trunk: Any, eos_id: int | None = None) -> Pack | None:
     """Let a text trunk of transformers' CLIP or MetaCLIP 2 take packed captions, and return the function to pack them.
 
@@ -191,55 +182,52 @@ def pack_clip_text(trunk: Any, eos_id: int | None = None) -> Pack | None:
     pooled_id = trunk.eos_token_id if eos_id is None else eos_id
     if eos_id is None and type(trunk) is CLIPTextModel and pooled_id == _LEGACY_EOS:
         pooled_id = None
-    make_packable(trunk, _ClipTrunk)
+    replace_forward(trunk, _packable_trunk)
     for layer in trunk.encoder.layers:
-        make_packable(layer, _ClipLayer)
+        replace_forward(layer, _packable_layer)
     return partial(pack_captions, eos_id=pooled_id)
 
 
-class _ClipTrunk:
-    """Overrides `CLIPTextModel.forward` for packed captions."""
+def _packable_trunk(padded: Forward) -> Forward:
+    """Return a forward method of `CLIPTextModel` that calls `padded`, except for packed captions.
 
-    embeddings: Any
-    encoder: Any
-    final_layer_norm: nn.Module
+    Of packed captions, it returns the (b, width) features.
+    """
 
-    def forward(self, input_ids: Tensor | PackedCaptions, **options: Any) -> Any:
-        """Return (b, width) features of packed captions, or the model's usual output for (b, T) token ids."""
+    def forward(trunk: Any, input_ids: Tensor | PackedCaptions, **options: Any) -> Any:
         if not isinstance(input_ids, PackedCaptions):
-            return super().forward(input_ids, **options)  # type: ignore[misc]
+            return padded(trunk, input_ids, **options)
         captions = input_ids
-        tokens = self.embeddings.token_embedding(captions.ids)
-        hidden = tokens + self.embeddings.position_embedding(captions.positions)
-        *layers, last_layer = self.encoder.layers
+        tokens = trunk.embeddings.token_embedding(captions.ids)
+        hidden = tokens + trunk.embeddings.position_embedding(captions.positions)
+        *layers, last_layer = trunk.encoder.layers
         for layer in layers:
             hidden = layer(hidden, None, captions=captions)
         pooled = last_layer(hidden, None, captions=captions, rows=captions.last)
-        return self.final_layer_norm(pooled).index_select(0, captions.sorted_rows)
+        return trunk.final_layer_norm(pooled).index_select(0, captions.sorted_rows)
+
+    return forward
 
 
-class _ClipLayer:
-    """Overrides `CLIPEncoderLayer.forward` for packed captions."""
+@cache  # compiled layers share a graph if they have the same function
+def _packable_layer(padded: Forward) -> Forward:
+    """Return a forward method of `CLIPEncoderLayer` that calls `padded`, except for packed captions.
 
-    self_attn: Any
-    mlp: nn.Module
-    layer_norm1: nn.Module
-    layer_norm2: nn.Module
+    Of packed captions, it maps (N, width) hidden states to those of the next layer or, with `rows`, of those rows only.
+    """
 
     def forward(
-        self,
+        layer: Any,
         hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        *,
+        *others: Any,
         captions: PackedCaptions | None = None,
         rows: Tensor | None = None,
         **options: Any,
-    ) -> Tensor:
-        """Return (N, width) hidden states of packed captions or, with `rows`, only those rows of them."""
+    ) -> Any:
         if captions is None:
-            return super().forward(hidden_states, attention_mask, **options)  # type: ignore[misc]
-        attention = self.self_attn
-        normed = self.layer_norm1(hidden_states)
+            return padded(layer, hidden_states, *others, **options)
+        attention = layer.self_attn
+        normed = layer.layer_norm1(hidden_states)
         normed_rows = normed
         if rows is not None:
             hidden_states = hidden_states.index_select(0, rows)
@@ -250,4 +238,6 @@ class _ClipLayer:
         value = attention.v_proj(normed).unflatten(1, heads)
         attended = attend(query, key, value, captions)
         hidden_states = hidden_states + attention.out_proj(attended)
-        return hidden_states + self.mlp(self.layer_norm2(hidden_states))
+        return hidden_states + layer.mlp(layer.layer_norm2(hidden_states))
+
+    return forward

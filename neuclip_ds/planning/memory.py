@@ -17,7 +17,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # described in torch's
 
 from neuclip_ds.config import Config, TextConfig
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.engine.config import accumulates_in_float32, load_engine_config, precision, zero_stage
+from neuclip_ds.engine.config import (
+    accumulates_in_float32,
+    load_engine_config,
+    offloads_optimizer,
+    precision,
+    zero_stage,
+)
 from neuclip_ds.engine.precision import resolve_comm_dtype, towers_dtype
 from neuclip_ds.errors import UserError
 from neuclip_ds.losses.base import LossContext
@@ -35,7 +41,7 @@ _USABLE = 0.9  # fraction of a GPU's memory; the rest is for CUDA's context, NCC
 _ALL_REDUCED = 500_000_000  # elements that DeepSpeed copies and reduces at once if it uses no buckets
 _BLOCK_COPIES = 3  # temporary tensors of a block's size, in addition to stored or recomputed similarities
 _COMPILED_COPIES = 2  # the same if torch.compile fuses a block's operations
-_NPN_BLOCK = 2**26  # elements that NeuCLIP's network processes at once
+_NPN_BLOCK = 2**25  # elements that NeuCLIP's network processes at once in each direction
 
 
 class MemoryAccount(NamedTuple):
@@ -131,7 +137,13 @@ class Towers(NamedTuple):
 
 
 def count_towers(query: MemoryQuery) -> Towers:
-    """Count the towers' parameters and activations on the meta device, without allocating them."""
+    """Count the towers' parameters and activations without allocating them."""
+    config = query.config.model
+    if config.vision.class_token_only == "auto" and query.device != "cpu":
+        # off on GPUs, but activations are counted on a simulated CPU
+        vision = config.vision.model_copy(update={"class_token_only": False})
+        model_config = config.model_copy(update={"vision": vision})
+        query = replace(query, config=query.config.model_copy(update={"model": model_config}))
     model = query.build()
     parameters = Parameters.of(model)
     dtype = towers_dtype(load_engine_config(query.config, query.world_size))
@@ -147,6 +159,7 @@ class EngineMemory:
     weights: int
     gradients: int
     freed_gradients: int  # the part of `gradients` that a backward pass creates and the step frees
+    frees_after_pass: bool  # whether `freed_gradients` are freed after each backward pass, not in the step
     optimizer: int  # float32 masters and moments, and the moving average
     working: int  # during the forward and backward passes: a gradient bucket and gathered weights
     step: int  # from the last gradient to the end of the update: a copy of gradients for the reduction or the step
@@ -154,18 +167,23 @@ class EngineMemory:
 
 
 def engine_memory(
-    engine: dict[str, Any], optimizer: str, parameters: Parameters, ranks: int, averages: bool = False
+    engine: dict[str, Any],
+    optimizer: str,
+    parameters: Parameters,
+    ranks: int,
+    averages: bool = False,
+    lean_zero1: bool = False,
 ) -> EngineMemory:
     """Return the bytes that DeepSpeed allocates under its config, with ZeRO's partitioning (arXiv:1910.02054, Fig. 1).
 
     Stage 1 partitions the optimizer state over the ranks, stage 2 also the gradients, and stage 3 also the weights.
-    If `averages` is true, the moving average of the weights is included.
+    If `averages` is true, the moving average of the weights is included. `lean_zero1` is the option of the recipe.
     """
     stage = zero_stage(engine)
     weight_bytes = 4 if precision(engine) == "fp32" else 2
     accumulated_bytes = 4 if accumulates_in_float32(engine) else weight_bytes
     zero = engine.get("zero_optimization", {})
-    offloads = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
+    offloads = offloads_optimizer(engine)
     trained = parameters.trained
     share = trained // ranks if stage else trained
 
@@ -181,6 +199,10 @@ def engine_memory(
     is_buffered = stage == 1 and accumulated_bytes > weight_bytes and not offloads
     gradient_bytes = accumulated_bytes + (weight_bytes if is_buffered else 0)
     gradients = gradient_bytes * (share if stage > 1 else trained)
+    # the backward pass frees the gradients of each bucket, which take less memory than the activations freed before
+    frees_with_buckets = lean_zero1 and ranks > 1
+    if frees_with_buckets:
+        gradients = accumulated_bytes * trained
     if offloads and stage == 3:
         gradients = 0
     bucket = 0
@@ -198,6 +220,8 @@ def engine_memory(
     copied = 4 * share
     if is_buffered or not has_masters:
         copied = 4 * min(trained, _ALL_REDUCED)
+    if lean_zero1:  # LAMB's, Lion's or SGD's update of each weight; no copy of gradients
+        copied = 0 if optimizer == "adamw" else 4 * share
     # in host memory: the masters' gradients, and gradients or weights
     offloaded_copies = (4 + (accumulated_bytes if stage == 3 else weight_bytes)) * share
     # on the device and in host memory: one gradient on its way to the host
@@ -205,7 +229,8 @@ def engine_memory(
     return EngineMemory(
         weights=weight_bytes * (stored + parameters.frozen),
         gradients=gradients,
-        freed_gradients=weight_bytes * trained if creates_one_by_one else 0,
+        freed_gradients=weight_bytes * trained if creates_one_by_one and not frees_with_buckets else 0,
+        frees_after_pass=lean_zero1,
         optimizer=transfer_buffer if offloads else states,
         working=weight_bytes * gathered + (0 if reduces_at_end else bucket),
         step=0 if offloads else max(copied, bucket if reduces_at_end else 0),
@@ -222,7 +247,12 @@ def account(query: MemoryQuery, towers: Towers) -> MemoryAccount:
     config = query.config
     engine_config = load_engine_config(config, query.world_size)
     engine = engine_memory(
-        engine_config, config.optimizer.name, towers.parameters, query.world_size, averages=config.ema.decay > 0
+        engine_config,
+        config.optimizer.name,
+        towers.parameters,
+        query.world_size,
+        averages=config.ema.decay > 0,
+        lean_zero1=config.optimizer.lean_zero1,
     )
     state = objective_state(query)
     itemsize = resolve_comm_dtype(config, engine_config).itemsize
@@ -246,13 +276,14 @@ def account(query: MemoryQuery, towers: Towers) -> MemoryAccount:
     always = sum(always_allocated.values())
     has_one_pass = query.rank_batch == query.micro_batch
     # the backward pass of a single micro-batch may create gradients one by one; with several micro-batches, gradients
-    # of one micro-batch still exist while the next micro-batch's gradients are computed
+    # of one micro-batch still exist while the next micro-batch's gradients are computed, unless they are freed before
     in_towers = engine.working + towers.activations.alone
     in_update = engine.step
-    if engine.freed_gradients and has_one_pass:
+    if engine.freed_gradients and (has_one_pass or engine.frees_after_pass):
         always -= engine.freed_gradients
         in_towers = engine.working + towers.activations.with_gradients
-        in_update += engine.freed_gradients
+        if not engine.frees_after_pass:
+            in_update += engine.freed_gradients
     # the activations of a single micro-batch stay while the objective runs
     in_objective = similarities + (towers.activations.alone if has_one_pass else 0)
     moments = {
@@ -273,7 +304,9 @@ def smallest_that_fits(query: MemoryQuery, towers: Towers, gigabytes: float) -> 
     names = [f"zero{stage}_{kind}" for stage in range(4)]
     names += ["zero2_bf16_offload", "zero3_bf16_offload"] if kind == "bf16" else []
     for name in names:
-        candidate = replace(query, config=query.config.model_copy(update={"deepspeed": name}))
+        lean_zero1 = query.config.optimizer.lean_zero1 and name == "zero1_bf16"
+        optimizer = query.config.optimizer.model_copy(update={"lean_zero1": lean_zero1})
+        candidate = replace(query, config=query.config.model_copy(update={"deepspeed": name, "optimizer": optimizer}))
         with suppress(UserError):  # this stage does not support this many micro-batches
             estimate = account(candidate, towers)
             if estimate.fits(gigabytes):
@@ -292,8 +325,9 @@ def _similarities(query: MemoryQuery, itemsize: int) -> int:
 
     Similarities are stored between the two passes over the pairs if they fit in the budget; the second pass adds
     temporary blocks. Between the passes, NeuCLIP's network needs the similarities between all anchors and a rank's
-    prototypes in both directions, plus the larger of a temporary block and nine copies of the features of a group's
-    anchors. The subtracted bytes are the sent copies and, while the network runs, local features and their gradients.
+    prototypes in both directions and a copy of the anchors' features, plus the larger of a temporary block, another
+    copy of the features, and nine copies of the features of a group's anchors. The subtracted bytes are the sent
+    copies and, while the network runs, local features and their gradients.
     """
     objective = query.config.objective
     method = find_method(objective.method)
@@ -326,7 +360,8 @@ def _similarities(query: MemoryQuery, itemsize: int) -> int:
     at_once = 8 * min(similarity_elements, _NPN_BLOCK if query.device == "cuda" else 0)
     if objective.npn.alpha_grad == "full" and query.world_size > 1:
         at_once = max(at_once, 9 * 4 * batch // replicas * dim)
-    network = stored + 8 * similarity_elements + at_once - 2 * dim * 8 * rows - sent
+    anchors = 8 * batch * dim  # the features of both directions in one tensor; multiplied by weights, they take as much
+    network = stored + 8 * similarity_elements + anchors + max(at_once, anchors) - 2 * dim * 8 * rows - sent
     return max(pairs, network)
 
 

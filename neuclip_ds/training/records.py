@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from neuclip_ds.data.bad_samples import BadSampleLog
 from neuclip_ds.data.loader import RankBatch
+from neuclip_ds.distributed.stop_signals import deferring, take_signal
 from neuclip_ds.files import explain_disk
 from neuclip_ds.reporting.metrics import MetricsLog
 from neuclip_ds.training.hooks import Hook
@@ -22,9 +23,11 @@ def is_log_step(loop: Loop) -> bool:
 
 
 class WriteRecords(Hook):
-    """Writes metrics, events and bad samples, and ends the run if too many samples are bad.
+    """Writes metrics, events and bad samples, and ends the run if too many samples are bad or a signal asks for it.
 
-    Metrics are written every `run.log_every` steps, with the throughput and the fractions of time spent waiting.
+    Metrics are written every `run.log_every` steps, with the throughput and the fractions of time spent waiting. At
+    these steps, one exchange tells all ranks about the others' bad samples and stop signals; if any rank has received a
+    signal, all ranks stop after the same step, with a checkpoint.
     """
 
     def __init__(self) -> None:
@@ -34,7 +37,8 @@ class WriteRecords(Hook):
         self._bad_sample_counts = state
 
     def state(self, loop: Loop) -> dict[str, Any]:
-        self._bad_samples.merge(loop.context.communicator.gather_objects)
+        new = self._bad_samples.take_new()
+        self._bad_samples.merge(loop.context.communicator.gather_objects(new))
         return {"seen": self._bad_samples.seen, "causes": dict(self._bad_samples.causes)}
 
     def open(self, loop: Loop) -> None:
@@ -59,6 +63,9 @@ class WriteRecords(Hook):
         self._bad_samples.restore(**self._bad_sample_counts)
         self._begin_interval(loop)
 
+    def start(self, loop: Loop) -> None:
+        loop.resources.enter_context(deferring())  # from now on, signals wait for the exchange
+
     def on_batch(self, loop: Loop, batch: RankBatch) -> None:
         self._bad_samples.record(batch)
 
@@ -66,7 +73,7 @@ class WriteRecords(Hook):
         self._waited += result.waited
         if not is_log_step(loop):
             return
-        self._bad_samples.merge(loop.context.communicator.gather_objects)
+        self._exchange(loop)
         if loop.metrics is not None:
             metrics = result.metrics
             if result.is_partial_batch:
@@ -74,6 +81,15 @@ class WriteRecords(Hook):
                 metrics = {"lr": result.lr, "skipped_steps": result.skipped}
             loop.metrics.write(result.step, {**metrics, **self._record_metrics(loop, result)})
         self._begin_interval(loop)
+
+    def _exchange(self, loop: Loop) -> None:
+        """Merge the bad samples of all ranks, and stop the loop if any rank has received a stop signal."""
+        gathered = loop.context.communicator.gather_objects((self._bad_samples.take_new(), take_signal()))
+        self._bad_samples.merge([new for new, _ in gathered])
+        for _, signal_number in gathered:
+            if signal_number is not None:
+                loop.stop_requested = True
+                loop.stop_signal = signal_number
 
     def _record_metrics(self, loop: Loop, result: StepResult) -> dict[str, float]:
         """Return the metrics of a record in addition to those of the step."""

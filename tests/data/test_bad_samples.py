@@ -22,7 +22,7 @@ def bad_batch(indices: list[int], size: int = 10, reason: str = "no image") -> B
 def merged(log: BadSampleLog, *batches: Batch) -> None:
     for batch in batches:
         log.record(batch)
-    log.merge()
+    log.merge([log.take_new()])
 
 
 def listed(folder: Path) -> list[int]:
@@ -55,15 +55,10 @@ def test_ranks_settle_together(tmp_path):
     ours, theirs = BadSampleLog(tmp_path, 0.5), BadSampleLog(tmp_path, 0.5, writes=False)
     ours.record(bad_batch([1]))
     theirs.record(bad_batch([7, 8], reason="read failed: lost"))
-    shares: list[list] = []
-
-    def gathers(share: list) -> list[list]:
-        shares.append(share)
-        return shares
-
-    theirs.merge(gathers)
+    new_of_ranks = [ours.take_new(), theirs.take_new()]
+    theirs.merge(new_of_ranks)
     assert not theirs.path.exists()
-    ours.merge(gathers)
+    ours.merge(new_of_ranks)
     assert (ours.seen, ours.causes) == (20, {"no image": 1, "read failed": 2})
     assert sorted(listed(tmp_path)) == [1, 7, 8]
 
@@ -88,10 +83,10 @@ def test_a_node_that_reads_nothing_stops_a_long_run(tmp_path):
             for _ in range(10):
                 indices = list(range(10)) if bad and number == 1 else []
                 log.record(bad_batch(indices, reason="read failed: [Errno 5] Input/output error"))
-        shares: list[list] = []
+        new_of_ranks = [log.take_new() for log in logs]
         with suppress(UserError):
-            logs[1].merge(lambda share: shares.append(share) or shares)
-        logs[0].merge(lambda share: [share, *shares])
+            logs[1].merge(new_of_ranks)
+        logs[0].merge(new_of_ranks)
 
     for _ in range(110):
         ten_steps(bad=False)

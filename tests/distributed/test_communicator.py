@@ -42,6 +42,8 @@ def collect(communicator: Communicator) -> dict[str, Any]:
         "scattered": communicator.reduce_scatter(rows * (rank + 1), "state"),
     }
     assert torch.equal(x, before), "the arguments stay as they are"
+    reduced = communicator.begin_reduce(x.clone(), owner=1, purpose="weights").wait()
+    assert rank != 1 or torch.equal(reduced, result["sum"])
     return {**result, "traffic": dict(communicator.traffic)}
 
 

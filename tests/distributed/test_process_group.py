@@ -1,7 +1,9 @@
 """Connect two ranks as launched ranks do: the network that they choose, GPUs that fail, and ranks that hang."""
 
 import os
+import platform
 import re
+import resource
 import signal
 import socket
 import sys
@@ -13,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
 from forks import fork, kill
 
@@ -20,7 +23,10 @@ from neuclip_ds.cli.program import exit_on_mistake
 from neuclip_ds.distributed import environment, failure_detector, launch
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.environment import free_port
+from neuclip_ds.distributed.launch import reuse_freed_memory
 from neuclip_ds.errors import UserError
+
+_LARGE = 2**24  # float32 elements of a block that glibc maps from the kernel by default
 
 
 def connect(communicator: Communicator) -> None:
@@ -150,3 +156,25 @@ def test_a_rank_that_hangs_is_named(work: str, doing: str, tmp_path: Path) -> No
         assert [code for code, _ in ends(tmp_path, processes)] == [0, 0]
     assert log.count("\n") == 1
     assert re.search(f"the ranks wait for rank 1 on node1, which {doing}", log)
+
+
+def write_page_faults_of_large_tensors(file: Path) -> None:
+    reuse_freed_memory()
+    for _ in range(4):  # the heap grows to its final size
+        torch.ones(_LARGE)
+    faults_before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(4):
+        torch.ones(_LARGE)
+    file.write_text(str(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults_before))
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the options are glibc's")
+def test_a_new_large_tensor_reuses_freed_memory(tmp_path: Path) -> None:
+    def page_faults(**variables: str) -> int:
+        process = fork(write_page_faults_of_large_tensors, tmp_path / "faults", variables=variables)
+        process.join()
+        return int((tmp_path / "faults").read_text())
+
+    pages = 4 * _LARGE // resource.getpagesize()
+    assert page_faults() < pages
+    assert page_faults(MALLOC_ARENA_MAX="4") > 3 * pages, "settings in the environment take precedence"

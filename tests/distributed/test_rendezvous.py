@@ -1,10 +1,14 @@
 """Check the rendezvous of ranks, run as threads: missing ranks, duplicate ranks, and ranks whose configs differ."""
 
+import os
 import re
+import signal
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from threading import Timer
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +19,8 @@ import torch.distributed as dist
 from neuclip_ds.distributed import launch
 from neuclip_ds.distributed.environment import RankEnvironment, free_port
 from neuclip_ds.distributed.launch import open_store, rendezvous
-from neuclip_ds.errors import UserError
+from neuclip_ds.distributed.stop_signals import raising_interrupted
+from neuclip_ds.errors import Interrupted, UserError
 
 FINGERPRINT = {"config": "seed: 0\nbatch_size: 8\n", "neuclip_ds": "abc"}
 
@@ -115,3 +120,17 @@ def test_a_port_that_another_program_uses_is_refused(monkeypatch: pytest.MonkeyP
         (message,) = outcomes([(0, 2, FINGERPRINT)], seconds=2)
     assert "cannot listen" in str(message)
     assert "--master_port" in str(message)
+
+
+@pytest.mark.parametrize("has_server", [False, True])
+def test_a_signal_ends_a_rank_that_waits_for_the_others(has_server: bool) -> None:
+    if has_server:
+        server = open_store(0)  # rank 0 has opened the store, but does not compare the ranks
+        assert server is not None
+    limit = timedelta(seconds=20)
+    started = time.monotonic()
+    with pytest.raises(Interrupted), raising_interrupted():
+        Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        store = open_store(1, limit)
+        rendezvous(store, RankEnvironment(1, 0, 2), FINGERPRINT, timeout=limit)
+    assert time.monotonic() - started < limit.total_seconds() / 2, "the signal ends the wait, not the limit"

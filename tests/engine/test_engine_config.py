@@ -76,9 +76,35 @@ def test_unsupported_options_and_contradictions_of_the_recipe_are_refused(
 
 
 def test_compiled_towers_under_zero_3_are_refused() -> None:
-    compiled = Config.model_validate({"model": {"compile": True}, "deepspeed": "zero3_fp32"})
+    compiled = Config.model_validate({"model": {"compile": "blocks"}, "deepspeed": "zero3_fp32"})
     with pytest.raises(UserError, match="does not work with ZeRO 3"):
         load_engine_config(compiled, world_size=1)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "zero1_bf16"])
+def test_the_lean_step_is_refused_where_it_has_no_effect(name: str) -> None:
+    with pytest.raises(UserError, match=r"optimizer\.lean_zero1.*use deepspeed=zero1_bf16"):
+        load_engine_config(config(name, lean_zero1=True), world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, "offloads"),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, "grad_accum_dtype"),
+        ({"communication_data_type": "bf16"}, "communication_data_type"),
+        ({"gradient_predivide_factor": 2.0}, "gradient_predivide_factor"),
+        ({"bf16": {"enabled": True, "immediate_grad_update": True}}, "immediate_grad_update"),
+        ({}, ""),
+    ],
+)
+def test_the_lean_step_is_refused_where_its_result_would_differ(
+    options: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    engine = {**json.loads((FOLDER / "zero1_bf16.json").read_text()), **options}
+    lean = config(write(tmp_path, engine), lean_zero1=True)
+    with pytest.raises(UserError, match=words) if words else nullcontext():
+        load_engine_config(lean, world_size=1)
 
 
 def test_the_error_for_a_missing_file_lists_the_known_names() -> None:

@@ -60,6 +60,7 @@ def peak_of_steps(query: MemoryQuery) -> int:
 
 B32 = ["models/vitb32", "--objective.method=openclip", "--deepspeed=zero1_bf16"]
 FEWER_LAYERS = ['--model.vision.options={"depth":1}', "--model.text.layers=1"]
+LEAN = "--optimizer.lean_zero1=true"
 OTHER_STAGES = ("zero0_fp32", "zero1_fp32", "zero2_bf16", "zero3_bf16")
 
 
@@ -69,6 +70,18 @@ OTHER_STAGES = ("zero0_fp32", "zero1_fp32", "zero2_bf16", "zero3_bf16")
         pytest.param([*B32, "--data.batch_size=1024"], marks=pytest.mark.slow),
         [*B32, *FEWER_LAYERS, "--data.batch_size=128"],  # gradients take more memory than activations
         pytest.param([*B32, "--data.batch_size=1024", "--data.micro_batch=64"], marks=pytest.mark.slow),
+        pytest.param(
+            [*B32, *FEWER_LAYERS, "--data.batch_size=128", "--data.micro_batch=8", LEAN], marks=pytest.mark.slow
+        ),
+        pytest.param([*B32, "--data.batch_size=1024", LEAN], marks=pytest.mark.slow),
+        [*B32, *FEWER_LAYERS, "--data.batch_size=128", LEAN],
+        *(
+            pytest.param(
+                [*B32, *FEWER_LAYERS, "--data.batch_size=128", LEAN, f"--optimizer.name={name}"],
+                marks=pytest.mark.slow,
+            )
+            for name in ("lamb", "lion", "sgd")
+        ),
         *(
             pytest.param([*B32[:2], f"--deepspeed={file}", "--data.batch_size=1024"], marks=pytest.mark.slow)
             for file in OTHER_STAGES

@@ -287,8 +287,9 @@ def test_towers_that_need_padding_keep_it(build: Callable[[], TextTower]) -> Non
         ({}, True, False),
         ({"text": {"packed": False}}, False, False),
         ({"text": {"packed": True}}, True, True),
-        ({"compile": True}, False, False),
-        ({"compile": True, "text": {"packed": True}}, True, True),
+        ({"compile": "auto"}, True, False),
+        ({"compile": "blocks"}, False, False),
+        ({"compile": "blocks", "text": {"packed": True}}, True, True),
     ],
 )
 def test_auto_packs_on_cpus_unless_towers_are_compiled(options: dict[str, Any], on_cpu: bool, on_gpu: bool) -> None:

@@ -1,7 +1,11 @@
 """User hooks run around every training step in order, can stop a run, log metrics and events, and keep a state."""
 
+import gc
+import weakref
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from small_runs import SMALL, newest_checkpoint
@@ -14,6 +18,7 @@ from neuclip_ds.recipe import parse
 from neuclip_ds.reporting.events import read_events
 from neuclip_ds.reporting.metrics import read_metrics
 from neuclip_ds.training.hooks import Hook, hook_names
+from neuclip_ds.training.hooks.standard import CollectGarbage
 from neuclip_ds.training.trainer import Loop, StepResult, train
 
 
@@ -118,3 +123,39 @@ def test_an_error_closes_the_hooks(shards: Path, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="of the user"):
         run(shards, tmp_path, hook, Failing())
     assert hook.calls == ["start 0/3", *STEP, "close RuntimeError"]
+
+
+class Cycle:
+    """An object that only the garbage collector can free."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_cycles_are_freed_at_the_same_steps_on_all_ranks_and_python_collects_again_after_the_loop() -> None:
+    loop: Any = SimpleNamespace(done=0, resources=ExitStack())
+    hook = CollectGarbage()
+    assert gc.isenabled()
+    with loop.resources:
+        hook.start(loop)
+        reference = weakref.ref(Cycle())
+        freed_after = 0
+        while reference() is not None:
+            assert not gc.isenabled(), "no collection at a time that depends on the rank"
+            loop.done += 1
+            hook.after_step(loop, cast(StepResult, None))
+            freed_after = loop.done
+        assert 1 < freed_after <= 1000
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
+
+
+def test_a_user_who_turned_automatic_collections_off_keeps_them_off() -> None:
+    loop: Any = SimpleNamespace(done=0, resources=ExitStack())
+    gc.disable()
+    try:
+        with loop.resources:
+            CollectGarbage().start(loop)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

@@ -1,12 +1,13 @@
 """Packed captions for the text trunks of open_clip's CLIP models; `packing.py` explains packed captions."""
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional
 
-from neuclip_ds.models.packing import Pack, PackedCaptions, attend, make_packable, pack_captions
+from neuclip_ds.models.forward import Forward, replace_forward
+from neuclip_ds.models.packing import Pack, PackedCaptions, attend, pack_captions
 
 
 def pack_open_clip_text(trunk: Any) -> Pack | None:
@@ -30,94 +31,85 @@ def pack_open_clip_text(trunk: Any) -> Pack | None:
     blocks = list(trunk.transformer.resblocks)
     if any(type(block) is not ResidualAttentionBlock for block in blocks):
         return None
-    make_packable(trunk, _Trunk)
+    replace_forward(trunk, _packable_trunk)
     for block in blocks:
-        make_packable(block, _Block)
-        make_packable(block.attn, _Attention)
+        replace_forward(block, _packable_block)
+        replace_forward(block.attn, _packable_attention)
     return partial(pack_captions, eos_id=trunk.eos_id if trunk.pool_type == "eos" else None)
 
 
-class _Trunk:
-    """Overrides `TextTransformer.forward` for packed captions."""
+def _packable_trunk(padded: Forward) -> Forward:
+    """Return a forward method of `TextTransformer` that also accepts packed captions; it returns (b, d) features."""
 
-    token_embedding: nn.Module
-    positional_embedding: Tensor
-    transformer: Any
-    ln_final: nn.Module
-    text_projection: Any
-
-    def forward(self, text: Tensor | PackedCaptions) -> Tensor:
-        """Return the (b, d) features of packed captions or of (b, T) token ids."""
+    def forward(trunk: Any, text: Tensor | PackedCaptions) -> Any:
         if not isinstance(text, PackedCaptions):
-            return super().forward(text)  # type: ignore[misc]
-        dtype = self.transformer.get_cast_dtype()
-        tokens = self.token_embedding(text.ids).to(dtype)
-        hidden = tokens + self.positional_embedding.to(dtype)[text.positions]
-        *blocks, last_block = self.transformer.resblocks
+            return padded(trunk, text)
+        dtype = trunk.transformer.get_cast_dtype()
+        tokens = trunk.token_embedding(text.ids).to(dtype)
+        hidden = tokens + trunk.positional_embedding.to(dtype)[text.positions]
+        *blocks, last_block = trunk.transformer.resblocks
         for block in blocks:
             hidden = block(hidden, captions=text)
         pooled = last_block(hidden, captions=text, rows=text.last)
-        feature = self.ln_final(pooled).index_select(0, text.sorted_rows)
-        if self.text_projection is None:
+        feature = trunk.ln_final(pooled).index_select(0, text.sorted_rows)
+        if trunk.text_projection is None:
             return feature
-        if isinstance(self.text_projection, nn.Linear):
-            return self.text_projection(feature)
-        return feature @ self.text_projection
+        if isinstance(trunk.text_projection, nn.Linear):
+            return trunk.text_projection(feature)
+        return feature @ trunk.text_projection
+
+    return forward
 
 
-class _Block:
-    """Overrides `ResidualAttentionBlock.forward` for packed captions."""
+@cache  # compiled blocks share a graph if they have the same function
+def _packable_block(padded: Forward) -> Forward:
+    """Return a forward method of `ResidualAttentionBlock` that calls `padded`, except for packed captions.
 
-    attn: nn.Module
-    ln_1: nn.Module
-    ln_2: nn.Module
-    ls_1: nn.Module
-    ls_2: nn.Module
-    mlp: nn.Module
+    Of packed captions, it maps (N, width) hidden states to those of the next block or, with `rows`, of those rows only.
+    """
 
     def forward(
-        self,
+        block: Any,
         q_x: Tensor,
         *others: Any,
         captions: PackedCaptions | None = None,
         rows: Tensor | None = None,
         **options: Any,
-    ) -> Tensor:
-        """Return (N, width) hidden states of packed captions or, with `rows`, only those rows of them."""
+    ) -> Any:
         if captions is None:
-            return super().forward(q_x, *others, **options)  # type: ignore[misc]
-        normed = self.ln_1(q_x)
+            return padded(block, q_x, *others, **options)
+        normed = block.ln_1(q_x)
         kept = q_x if rows is None else q_x.index_select(0, rows)
-        hidden = kept + self.ls_1(self.attn(normed, captions=captions, rows=rows))
-        return hidden + self.ls_2(self.mlp(self.ln_2(hidden)))
+        hidden = kept + block.ls_1(block.attn(normed, captions=captions, rows=rows))
+        return hidden + block.ls_2(block.mlp(block.ln_2(hidden)))
+
+    return forward
 
 
-class _Attention:
-    """Overrides the forward method of torch's attention for packed captions."""
+@cache
+def _packable_attention(padded: Forward) -> Forward:
+    """Return a forward method of `MultiheadAttention` that calls `padded`, except for packed captions.
 
-    embed_dim: int
-    num_heads: int
-    head_dim: int
-    in_proj_weight: Tensor
-    in_proj_bias: Tensor
-    out_proj: nn.Module
+    Of packed captions, it maps (N, width) hidden states to outputs of attention or, with `rows`, to those of the rows.
+    """
 
     def forward(
-        self,
+        attention: Any,
         query: Tensor,
         *others: Any,
         captions: PackedCaptions | None = None,
         rows: Tensor | None = None,
         **options: Any,
     ) -> Any:
-        """Return the (N, width) attention outputs of packed captions or, with `rows`, only those rows of them."""
         if captions is None:
-            return super().forward(query, *others, **options)  # type: ignore[misc]
-        sizes = [self.embed_dim, 2 * self.embed_dim]
-        query_weight, pair_weight = self.in_proj_weight.split(sizes)
-        query_bias, pair_bias = self.in_proj_bias.split(sizes)
+            return padded(attention, query, *others, **options)
+        sizes = [attention.embed_dim, 2 * attention.embed_dim]
+        query_weight, pair_weight = attention.in_proj_weight.split(sizes)
+        query_bias, pair_bias = attention.in_proj_bias.split(sizes)
         kept = query if rows is None else query.index_select(0, rows)
-        heads = (self.num_heads, self.head_dim)
+        heads = (attention.num_heads, attention.head_dim)
         queries = functional.linear(kept, query_weight, query_bias).unflatten(1, heads)
         keys, values = functional.linear(query, pair_weight, pair_bias).unflatten(1, (2, *heads)).unbind(1)
-        return self.out_proj(attend(queries, keys, values, captions))
+        return attention.out_proj(attend(queries, keys, values, captions))
+
+    return forward
