@@ -1,7 +1,7 @@
 """Build the dual encoder that a config describes, and apply the options common to all models."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +51,12 @@ def apply_common_options(model: DualEncoder, config: ModelConfig) -> DualEncoder
         UserError: a tower does not support an option.
     """
     compute_class_token_only(model.vision, config.vision.class_token_only)
-    model.text.packed = _packed(model.text, config)
+    if config.text.packed is True and model.text.pack is None:
+        raise UserError(
+            "model.text.packed=true needs a causal text tower that reads its feature at one token, without dropout; "
+            f"{type(model.text.trunk).__name__} needs padded captions: omit the option."
+        )
+    model.text.packed = config.text.packed
     for name in TOWERS:
         checkpoint_activations(model.get_submodule(name), name, config.activation_checkpointing)
     freeze(model, config)
@@ -59,20 +64,6 @@ def apply_common_options(model: DualEncoder, config: ModelConfig) -> DualEncoder
         partly_frozen = [name for name in TOWERS if config.trained(name) != "all"]
         add_adapters({name: model.get_submodule(name) for name in partly_frozen}, config.lora)
     return model
-
-
-def _packed(tower: TextTower, config: ModelConfig) -> bool | Literal["auto"]:
-    """Return whether the tower packs captions; raise UserError if `model.text.packed=true` asks for the impossible."""
-    packed = config.text.packed
-    if packed is True and tower.pack is None:
-        raise UserError(
-            f"model.text.packed=true needs a causal text tower that reads its feature at one token, without dropout; "
-            f"{type(tower.trunk).__name__} needs padded captions: omit the option."
-        )
-    # on a CPU, attention is called once for each length that occurs in a batch, which interrupts compiled code
-    if packed == "auto" and config.compile in ("blocks", "towers"):
-        return False
-    return packed
 
 
 def new_text_tower(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from neuclip_ds.config import LoraConfig, ModelConfig, TextConfig
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.build import apply_common_options, new_text_tower
+from neuclip_ds.models.compilation import compile_towers
 from neuclip_ds.models.packing import PackedCaptions, pack_captions, pack_clip_text
 from neuclip_ds.models.pretrained.packed_open_clip import pack_open_clip_text
 from neuclip_ds.models.towers import DualEncoder, TextTower
@@ -124,11 +125,11 @@ def compare(tower: TextTower, tokens: Tensor) -> None:
         )
 
 
-def apply_options(tower: TextTower, config: ModelConfig) -> None:
+def apply_options(tower: TextTower, config: ModelConfig) -> DualEncoder:
     """Apply the options of a model that consists of this text tower and an image tower of two blocks."""
     image_tower = nn.Module()
     image_tower.blocks = nn.ModuleList([nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(2)])
-    apply_common_options(DualEncoder(image_tower, tower), config)  # type: ignore[arg-type]
+    return apply_common_options(DualEncoder(image_tower, tower), config)  # type: ignore[arg-type]
 
 
 def saved_bytes(tower: TextTower, tokens: Tensor) -> int:
@@ -282,19 +283,21 @@ def test_towers_that_need_padding_keep_it(build: Callable[[], TextTower]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("options", "on_cpu", "on_gpu"),
+    ("packed", "compilation", "on_cpu", "on_gpu"),
     [
-        ({}, True, False),
-        ({"text": {"packed": False}}, False, False),
-        ({"text": {"packed": True}}, True, True),
-        ({"compile": "auto"}, True, False),
-        ({"compile": "blocks"}, False, False),
-        ({"compile": "blocks", "text": {"packed": True}}, True, True),
+        ("auto", "false", True, False),
+        (False, "false", False, False),
+        (True, "false", True, True),
+        ("auto", "blocks", False, False),
+        (True, "blocks", True, True),
     ],
 )
-def test_auto_packs_on_cpus_unless_towers_are_compiled(options: dict[str, Any], on_cpu: bool, on_gpu: bool) -> None:
+def test_auto_packs_on_cpus_unless_towers_are_compiled(
+    packed: Any, compilation: Any, on_cpu: bool, on_gpu: bool
+) -> None:
     tower = clip_tower()
-    apply_options(tower, ModelConfig.model_validate(options))
+    model = apply_options(tower, ModelConfig(text=TextConfig(packed=packed)))
+    compile_towers(model, compilation)
     assert (tower.packs_on(CPU), tower.packs_on(torch.device("cuda"))) == (on_cpu, on_gpu)
 
 
