@@ -243,7 +243,9 @@ class _BatchNormTowers(torch.nn.Module):
         super().__init__()
         self.layers = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(768, 16), torch.nn.BatchNorm1d(16))
 
-    def forward(self, image: torch.Tensor, tokens: torch.Tensor, ready: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, image: torch.Tensor, tokens: torch.Tensor, ready: Any, image_first: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         features = self.layers(image / 255)
         ready(features)
         return features, features
