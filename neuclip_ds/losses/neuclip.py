@@ -279,7 +279,9 @@ class NpnEstimator(NetworkEstimator):
         for rows in _blocks(batch_size, features, local_prototypes):
             logit = _products(features[:, rows], cold.mT)
             logit.clamp_(min=logit.amax(dim=2, keepdim=True) + lowest)
-            block = torch.softmax(logit, dim=2, out=share[:, rows])
+            block = share[:, rows]
+            for direction in (IMAGE, TEXT):  # into contiguous memory, without a copy
+                torch.softmax(logit[direction], dim=1, out=block[direction])
             # log share_ik = logit_ik - log_sum_i for any k
             torch.sub(logit[..., 0], block[..., 0].log(), out=log_sum[:, rows])
         return share, log_sum
@@ -361,11 +363,14 @@ class NpnEstimator(NetworkEstimator):
         """Return r_i/B grad alpha_i for local features, and r_i tau dalpha_i/dtau; `residual` is the (2, local) r_i."""
         rows = batch.rows_of(self._group)
         mass = self._log_mass(prediction)[:, rows].exp().unsqueeze(2)
-        share = prediction.share[:, rows]
-        mean_logit = torch.xlogy(share, share).sum(dim=2, keepdim=True) + prediction.log_sum[:, rows].unsqueeze(2)
-        means = torch.cat([_products(share, prediction.unit), torch.ones_like(mean_logit), mean_logit], dim=2)
-        partial_sums = (means * mass).transpose(0, 1).contiguous()  # sums of p_ik W_k/|W_k|, p_ik and p_ik z_ik
-        sums = batch.sum_local(partial_sums, self._group, "normalizer").transpose(0, 1)
+        log_sum = prediction.log_sum[:, rows].unsqueeze(2)
+        partial_sums = []  # of p_ik W_k/|W_k|, p_ik and p_ik z_ik
+        for direction in (IMAGE, TEXT):  # one at a time, because the temporary tensors are large
+            share = prediction.share[direction, rows]
+            mean_logit = torch.xlogy(share, share).sum(dim=1, keepdim=True) + log_sum[direction]
+            means = torch.cat([share @ prediction.unit[direction], torch.ones_like(mean_logit), mean_logit], dim=1)
+            partial_sums.append(means * mass[direction])
+        sums = batch.sum_local(torch.stack(partial_sums, dim=1), self._group, "normalizer").transpose(0, 1)
         prototype_sums = sums[..., :-2]
         local_mass = sums[..., -2]
         mean_logit = sums[..., -1]

@@ -325,9 +325,10 @@ def _similarities(query: MemoryQuery, itemsize: int) -> int:
 
     Similarities are stored between the two passes over the pairs if they fit in the budget; the second pass adds
     temporary blocks. Between the passes, NeuCLIP's network needs the similarities between all anchors and a rank's
-    prototypes in both directions and a copy of the anchors' features, plus the larger of a temporary block, another
-    copy of the features, and nine copies of the features of a group's anchors. The subtracted bytes are the sent
-    copies and, while the network runs, local features and their gradients.
+    prototypes in both directions and a copy of the anchors' features, plus the largest of a temporary block,
+    another copy of the features, and, of a group's anchors, the similarities in one direction and nine copies of
+    the features. The subtracted bytes are the sent copies and, while the network runs, local features and their
+    gradients.
     """
     objective = query.config.objective
     method = find_method(objective.method)
@@ -356,12 +357,15 @@ def _similarities(query: MemoryQuery, itemsize: int) -> int:
 
     # NeuCLIP's network
     replicas = objective.npn.replicas_on(query.world_size)
-    similarity_elements = batch * -(-objective.npn.prototypes * replicas // query.world_size)
-    at_once = 8 * min(similarity_elements, _NPN_BLOCK if query.device == "cuda" else 0)
-    if objective.npn.alpha_grad == "full" and query.world_size > 1:
-        at_once = max(at_once, 9 * 4 * batch // replicas * dim)
+    local_prototypes = -(-objective.npn.prototypes * replicas // query.world_size)
+    similarity_elements = batch * local_prototypes
+    prediction = 8 * min(similarity_elements, _NPN_BLOCK if query.device == "cuda" else 0)
     anchors = 8 * batch * dim  # the features of both directions in one tensor; multiplied by weights, they take as much
-    network = stored + 8 * similarity_elements + anchors + max(at_once, anchors) - 2 * dim * 8 * rows - sent
+    at_once = max(prediction, anchors)
+    if objective.npn.alpha_grad == "full":
+        at_once = max(at_once, 4 * (similarity_elements + 9 * batch * dim) // replicas)
+    unit_prototypes = 16 * local_prototypes * dim  # normalized, and divided by the temperature
+    network = stored + 8 * similarity_elements + anchors + unit_prototypes + at_once - 2 * dim * 8 * rows - sent
     return max(pairs, network)
 
 
