@@ -18,8 +18,8 @@ The part `throughput` prints a table for the documentation: samples/s of our ste
 GPUs' peak FLOP/s that the towers reach (MFU, without recomputed operations), and the objective's share of profiled
 steps, in which the profiler slows down the host.
 
-Config options, such as --data.decoder=pil, --model.compile=true or --objective.temperature.initial=0.01, are passed to
-all programs.
+Config options, such as --data.decoder=pil, --model.compile=blocks or --objective.temperature.initial=0.01, are passed
+to all programs.
 
 Examples:
     python tools/benchmark_step.py

@@ -126,8 +126,14 @@ def count_model(config: Config) -> CountedModel:
 
 
 def count_flops(query: MemoryQuery) -> tuple[TowerFlops, TowerFlops]:
-    """Return the operations on one image and on one caption, without recomputation by activation checkpointing."""
-    model_config = query.config.model.model_copy(update={"activation_checkpointing": False})
+    """Return the operations on one image and on one caption: those of all tokens in all blocks, each counted once.
+
+    The count is a property of the model, so that utilizations can be compared: it omits recomputation by activation
+    checkpointing, and includes operations that a run avoids because they do not reach the features, such as those on
+    patches in the last image block (`model.vision.class_token_only`).
+    """
+    vision = query.config.model.vision.model_copy(update={"class_token_only": False})
+    model_config = query.config.model.model_copy(update={"activation_checkpointing": False, "vision": vision})
     query = replace(query, config=query.config.model_copy(update={"model": model_config}))
     model = query.build()
     size = query.source.preprocessing.size

@@ -82,9 +82,10 @@ def load_engine_config(config: Config, world_size: int) -> dict[str, Any]:
             f"{path} adds the gradients of {micro_batches} micro-batches in {precision(engine)}, which loses small "
             "ones: use deepspeed=zero1_bf16, whose data_types.grad_accum_dtype is fp32, or a larger data.micro_batch."
         )
-    if zero_stage(engine) == 3 and config.model.compile:
+    if zero_stage(engine) == 3 and config.model.compile in ("blocks", "towers"):
         raise UserError(
-            f"model.compile does not work with ZeRO 3 ({path}), which fetches weights inside modules: omit one of them."
+            f"model.compile={config.model.compile} does not work with ZeRO 3 ({path}), which fetches weights inside "
+            "modules: set it to auto or false, or use a different DeepSpeed config."
         )
     if config.optimizer.lean_zero1:
         _require_lean_zero1(path, engine)

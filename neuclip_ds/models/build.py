@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel
 
 from neuclip_ds.config import ModelConfig, TextConfig
+from neuclip_ds.models.class_token import compute_class_token_only
 from neuclip_ds.models.image_models import new_vision_tower
 from neuclip_ds.models.recompute import checkpoint_activations
 from neuclip_ds.models.tokenizer import CaptionTokenizer
@@ -40,7 +41,14 @@ def build_dual_encoder(
 
 
 def apply_common_options(model: DualEncoder, config: ModelConfig) -> DualEncoder:
-    """Apply the options common to all models in place: activation checkpointing, freezing and LoRA adapters."""
+    """Apply the options common to all models in place.
+
+    These are `vision.class_token_only`, activation checkpointing, freezing and LoRA adapters.
+
+    Raises:
+        UserError: a tower does not support an option.
+    """
+    compute_class_token_only(model.vision, config.vision.class_token_only)
     for name in TOWERS:
         checkpoint_activations(model.get_submodule(name), name, config.activation_checkpointing)
     freeze(model, config)

@@ -1,7 +1,7 @@
 """Activation checkpointing: recompute the activations of blocks in the backward pass instead of storing them."""
 
 from contextlib import nullcontext
-from types import MethodType
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from neuclip_ds.errors import UserError
 from neuclip_ds.losses.batch_norm import batch_norms, kept_statistics
+from neuclip_ds.models.forward import Forward, replace_forward
 from neuclip_ds.models.trained_parts import block_names
 
 
@@ -39,19 +40,18 @@ def checkpointed_blocks(tower: nn.Module, name: str, activation_checkpointing: b
 def checkpoint_activations(tower: nn.Module, name: str, activation_checkpointing: bool | int) -> None:
     """Enable activation checkpointing in place for the blocks in `checkpointed_blocks`; parameters keep their names."""
     for block_name in checkpointed_blocks(tower, name, activation_checkpointing):
-        block = tower.get_submodule(block_name)
-        block.forward = MethodType(_checkpointed_forward, block)
+        replace_forward(tower.get_submodule(block_name), _checkpointed)
 
 
-def _checkpointed_forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run a block's forward method, and run it again in the backward pass."""
+def _checkpointed(forward: Forward) -> Forward:
+    """Return a forward method that runs the given one, and runs it again in the backward pass."""
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return type(block).forward(block, *args, **kwargs)
+    def checkpointed_forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(block, *args, **kwargs)
+        norms = batch_norms(block)
+        if norms and not torch.compiler.is_compiling():  # torch.compile updates running statistics only once
+            kwargs["context_fn"] = lambda: (nullcontext(), kept_statistics(norms))
+        return checkpoint(partial(forward, block), *args, use_reentrant=False, **kwargs)
 
-    if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
-    norms = batch_norms(block)
-    if norms and not torch.compiler.is_compiling():  # torch.compile updates running statistics only once
-        kwargs["context_fn"] = lambda: (nullcontext(), kept_statistics(norms))
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    return checkpointed_forward

@@ -58,19 +58,38 @@ class VisionTower(Encoder):
 
     def __init__(self, trunk: Any, projection: nn.Module | None, mean: Sequence[float], std: Sequence[float]) -> None:
         super().__init__(trunk, projection)
-        self._mean = mean  # not a buffer, which DeepSpeed may cast to bf16
+        self._mean = mean
         self._std = std
+        self._set_constants()
         convolutions = [layer for layer in trunk.modules() if isinstance(layer, nn.Conv2d)]
         self._is_convolutional = len(convolutions) > 1  # a ViT has one, which embeds the patches
 
     def normalize(self, x: Tensor) -> Tensor:
-        """Convert uint8 pixels to float32: divide by 255, then normalize each channel with its mean and std."""
+        """Convert uint8 pixels (b, 3, H, W) to float32: divide by 255, then normalize each channel with its statistics.
+
+        Raises:
+            TypeError: the pixels are not uint8.
+        """
         if x.dtype != torch.uint8:
             raise TypeError(f"images must be uint8 pixels, not {x.dtype}: the tower normalizes them itself")
-        pixels = x.float()
-        for channel, (mean, std) in enumerate(zip(self._mean, self._std, strict=True)):
-            pixels[:, channel].sub_(255 * mean).div_(255 * std)
-        return pixels
+        return torch.addcmul(self._shift, x, self._scale)
+
+    def _set_constants(self) -> None:
+        """Set the scale and shift of `normalize`, each (3, 1, 1) in float32, on the device of the parameters.
+
+        They are not buffers, which DeepSpeed would cast to bf16.
+        """
+        device = next(self.parameters()).device
+        std = torch.tensor(self._std, dtype=torch.float64)[:, None, None]
+        mean = torch.tensor(self._mean, dtype=torch.float64)[:, None, None]
+        self._scale = (1 / (255 * std)).to(device, torch.float32)
+        self._shift = (-mean / std).to(device, torch.float32)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "VisionTower":
+        """Move the constants too when the module moves to another device; torch calls this for `to` and `cuda`."""
+        super()._apply(fn, recurse)
+        self._set_constants()
+        return self
 
     def feature(self, x: Tensor) -> Tensor:
         # Channels-last saves cuDNN a transposition around each convolution. Activations inherit the pixels' layout;
@@ -142,11 +161,6 @@ class DualEncoder(nn.Module):
             text_ready(text_features)
         image_features = None if image is None else _to_unit_norm(self.vision(image))
         return image_features, text_features
-
-    def compile_towers(self) -> None:
-        """Compile the towers with torch.compile on their first call; parameter names do not change."""
-        self.vision.compile()
-        self.text.compile()
 
 
 def _to_unit_norm(features: Tensor) -> Tensor:

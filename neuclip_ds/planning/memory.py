@@ -137,7 +137,13 @@ class Towers(NamedTuple):
 
 
 def count_towers(query: MemoryQuery) -> Towers:
-    """Count the towers' parameters and activations on the meta device, without allocating them."""
+    """Count the towers' parameters and activations without allocating them."""
+    config = query.config.model
+    if config.vision.class_token_only == "auto" and query.device != "cpu":
+        # off on GPUs, but activations are counted on a simulated CPU
+        vision = config.vision.model_copy(update={"class_token_only": False})
+        model_config = config.model_copy(update={"vision": vision})
+        query = replace(query, config=query.config.model_copy(update={"model": model_config}))
     model = query.build()
     parameters = Parameters.of(model)
     dtype = towers_dtype(load_engine_config(query.config, query.world_size))

@@ -30,7 +30,7 @@ from neuclip_ds.distributed.environment import RankEnvironment
 from neuclip_ds.distributed.launch import leave, process_group
 from neuclip_ds.distributed.stop_signals import raising_interrupted
 from neuclip_ds.engine.average import WeightAverage, discard_average
-from neuclip_ds.engine.config import load_engine_config
+from neuclip_ds.engine.config import load_engine_config, zero_stage
 from neuclip_ds.engine.device_batches import DeviceBatch, DeviceBatches
 from neuclip_ds.engine.engine import Engine
 from neuclip_ds.engine.precision import (
@@ -46,6 +46,7 @@ from neuclip_ds.evaluation.evaluator import Evaluator
 from neuclip_ds.files import explain_disk
 from neuclip_ds.losses.base import Position
 from neuclip_ds.losses.contrastive_loss import ContrastiveLoss
+from neuclip_ds.models.compilation import Compilation, compile_towers, resolve_compilation
 from neuclip_ds.models.pretrained.base import LogitParameters
 from neuclip_ds.models.source import ModelSource, locate_on_rank_zero, model_source
 from neuclip_ds.models.tokenizer import ModelTokenizer
@@ -177,6 +178,8 @@ class RunContext:
     """Temperature and bias of the encoders' checkpoint."""
     comm_dtype: torch.dtype
     """Dtype in which features are sent between ranks."""
+    compilation: Compilation
+    """What torch.compile compiles."""
     fingerprint: Fingerprint
     checkpoint_extras: Mapping[str, bytes]
     """Files to add to each checkpoint: the config, tokenizer and model description, by name."""
@@ -218,7 +221,11 @@ def build_run(config: Config, communicator: Communicator, folder: Path, staged: 
     # model
     require_precision(engine_config, config.deepspeed)
     set_matmul_precision(config, engine_config, communicator.device)
-    engine, logits, parameters = start_encoders(config, engine_config, source, data.tokenizer, communicator, staged)
+    device_type = communicator.device.type
+    compilation = resolve_compilation(config.model.compile, device_type, zero_stage(engine_config))
+    engine, logits, parameters = start_encoders(
+        config, engine_config, source, data.tokenizer, communicator, staged, compilation
+    )
     context = RunContext(
         config=config,
         communicator=communicator,
@@ -228,6 +235,7 @@ def build_run(config: Config, communicator: Communicator, folder: Path, staged: 
         embed_dim=source.embed_dim,
         logits=logits,
         comm_dtype=resolve_comm_dtype(config, engine_config),
+        compilation=compilation,
         fingerprint={**fingerprint(config), "parameters": parameters},
         checkpoint_extras=checkpoint_extras(staged, folder, config) if communicator.rank == 0 else {},
     )
@@ -272,6 +280,7 @@ def start_encoders(
     tokenizer: ModelTokenizer,
     communicator: Communicator,
     staged: Path,
+    compilation: Compilation,
 ) -> tuple[Engine, LogitParameters, int]:
     """Build or load the encoders, write a description of them to `staged`, and start DeepSpeed's engine.
 
@@ -288,8 +297,7 @@ def start_encoders(
     parameters = Parameters.of(model)  # before ZeRO 3 partitions them
     if parameters.frozen:
         log.info("%d of %d parameters are trained", parameters.trained, parameters.total)
-    if config.model.compile:
-        model.compile_towers()
+    compile_towers(model, compilation)
     engine = start_engine(model, config.optimizer, engine_config, communicator, config.run.seed)
     return engine, logits, parameters.total
 
@@ -395,6 +403,7 @@ class Loop:
         self._done_at_rollback = -1  # number of steps done at the last rollback
         self._hooks: dict[str, Hook] = {}  # by the name of their state in a checkpoint, in the order of their calls
         self._hook_states: Mapping[str, Any] = {}  # from the checkpoint, by the hook's name
+        self._compiled_before = context.compilation  # what was compiled when the checkpoint was written
 
     def resume(self, checkpoint: Path) -> None:
         """Load the engine and the loss from an intact checkpoint, and set `done` to its step.
@@ -408,6 +417,7 @@ class Loop:
             discard_average(self.context.engine)
         self.saved = self.done
         self._hook_states = metadata.get("hooks", {})
+        self._compiled_before = metadata.get("compilation", self.context.compilation)
 
     def run(self, hooks: Sequence[Hook] = (), evaluator: Evaluator | None = None) -> bool:
         """Train from `done` to `total` steps; return False if a stop was requested before the end.
@@ -436,7 +446,7 @@ class Loop:
             state = hook.state(self)
             if state:
                 hook_states[name] = state
-        data = {**self.context.data.record(), "hooks": hook_states}
+        data = {**self.context.data.record(), "hooks": hook_states, "compilation": self.context.compilation}
         self.checkpoints.save(self.done, engine, self.loss.function, self.fingerprint, data)
         self.saved = self.done
 
@@ -524,6 +534,13 @@ class Loop:
             if state is not None:
                 hook.load_state(state)
         records.open(self)  # the other hooks may write metrics when they start
+        compiled_now = self.context.compilation
+        if compiled_now != self._compiled_before:
+            message = (
+                f"The run resumes with model.compile={compiled_now} instead of {self._compiled_before}: results can "
+                "differ by rounding and in their dropout masks."
+            )
+            self.events.add(self.done + 1, "compilation_changed", message, level=logging.INFO, shared=True)
         for hook in named_hooks.values():
             hook.start(self)
             # when the loop ends, the stack calls this with the exception that ended it

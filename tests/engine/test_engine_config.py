@@ -76,7 +76,7 @@ def test_unsupported_options_and_contradictions_of_the_recipe_are_refused(
 
 
 def test_compiled_towers_under_zero_3_are_refused() -> None:
-    compiled = Config.model_validate({"model": {"compile": True}, "deepspeed": "zero3_fp32"})
+    compiled = Config.model_validate({"model": {"compile": "blocks"}, "deepspeed": "zero3_fp32"})
     with pytest.raises(UserError, match="does not work with ZeRO 3"):
         load_engine_config(compiled, world_size=1)
 

@@ -62,6 +62,17 @@ def test_pixels_are_normalized_per_channel(config: VisionConfig) -> None:
         tower(pixels(32).float())
 
 
+@pytest.mark.parametrize("move", [lambda tower: tower, lambda tower: tower.bfloat16()], ids=["float32", "bf16"])
+def test_normalized_pixels_are_float32_with_a_rounding_error_of_at_most_4e_7(move: Any) -> None:
+    """The bound is for all pixel values with OpenAI's statistics, whatever the dtype of the weights."""
+    mean, std = (torch.tensor(values, dtype=torch.float64)[:, None, None] for values in VIT.statistics())
+    values = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(1, 3, 16, 16)
+    normalized = move(vision_tower(VIT)).normalize(values)
+    assert normalized.dtype == torch.float32
+    expected = (values.double() / 255 - mean) / std
+    torch.testing.assert_close(normalized.double(), expected, rtol=0, atol=4e-7)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "side", "width"),
     [

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from small_runs import SMALL, TRAIN, call, lines_in, outcome, read_options, start, wait_for
 
+from neuclip_ds.reporting.events import read_events
+
 TINY = [
     "--data.batch_size=16",
     "--data.workers=1",
@@ -88,3 +90,13 @@ def test_a_run_with_frozen_parts_and_adapters_resumes_with_the_same_options_only
     changed = [f"--deepspeed={engine}", *PARTS, "--model.lora.dropout=0.2", "--max_steps=13"]
     refused = call(*command(shards, tmp_path, "whole", *changed), code=2)
     assert "model.lora=" in refused.stderr
+
+
+def test_a_resume_with_other_compilation_records_an_event(shards: Path, tmp_path: Path) -> None:
+    plugin = tmp_path / "uncompiled.py"
+    plugin.write_text("import torch\ntorch.compile = lambda function, **_: function\n")
+    for steps, compilation in ((2, "false"), (4, "blocks"), (6, "blocks")):
+        options = [f"--model.compile={compilation}", f"--max_steps={steps}", "--objective.method=openclip"]
+        call(*command(shards, tmp_path, "run", *options), f"--plugin={plugin}")
+    events = list(read_events(tmp_path / "run"))
+    assert [(event.step, event.kind) for event in events] == [(3, "compilation_changed")]

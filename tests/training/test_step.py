@@ -1,6 +1,8 @@
 """Training under DeepSpeed equals plain PyTorch training, for ZeRO 0-3, micro-batches and two real ranks."""
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +23,7 @@ from neuclip_ds.losses.base import LossFunction, LossOutput, Position
 from neuclip_ds.losses.contrastive_loss import ContrastiveLoss
 from neuclip_ds.losses.gather import GatheredFeatures
 from neuclip_ds.models.build import build_dual_encoder
+from neuclip_ds.models.compilation import compile_towers
 from neuclip_ds.recipe import validate
 from neuclip_ds.section import merge
 from neuclip_ds.training.step import StepOutcome, train_step
@@ -101,8 +104,11 @@ class Trainee:
 
 
 def plain(method: str, clip: float, options: Mapping[str, Any] = {}) -> tuple[dict[str, torch.Tensor], float]:
-    """Train on whole batches in one process without DeepSpeed; return the weights and the temperature."""
-    config = config_of(method, **options)
+    """Train on whole batches in one process without DeepSpeed; return the weights and the temperature.
+
+    The last image block computes all tokens, unlike under DeepSpeed.
+    """
+    config = config_of(method, **merge(options, {"model": {"vision": {"class_token_only": False}}}))
     torch.manual_seed(0)
     model = build_dual_encoder(config.model, TOKENS)  # type: ignore[arg-type]
     optimizer = build_optimizer(model.train(), config.optimizer)
@@ -130,7 +136,7 @@ def under_deepspeed(
         torch.manual_seed(0)
         model = build_dual_encoder(config.model, TOKENS)  # type: ignore[arg-type]
         if config.model.compile:
-            model.compile_towers()
+            compile_towers(model, config.model.compile)
         engine_config = load_engine_config(config, communicator.world_size)
         engine = start_engine(model, config.optimizer, engine_config, communicator)
         trainee = Trainee(engine, new_loss(config, communicator), micro)
@@ -182,10 +188,22 @@ def test_zero_stages_with_micro_batches_equal_plain_pytorch(cases: list[Case]) -
                     assert torch.equal(value, before[key]) != before[key].requires_grad, f"{method} {name} {key}"
 
 
+def test_zero_3_gathers_the_weights_of_every_layer(tmp_path: Path) -> None:
+    """By default, ZeRO 3 does not partition weights as small as those of this model."""
+    path = tmp_path / "zero3.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}))
+    options: dict[str, Any] = {"model": {"activation_checkpointing": 1}}  # of two image blocks
+    wanted, _ = plain("openclip", clip=0.5, options=options)
+    for ((weights, _),) in run_ranks(2, under_deepspeed, "openclip", [str(path)], 4, options):
+        for key, value in weights.items():
+            torch.testing.assert_close(value, wanted[key], rtol=0, atol=2e-5, msg=key)
+
+
 @pytest.mark.slow
-def test_compiled_towers_learn_what_towers_that_are_not_compiled_learn() -> None:
+@pytest.mark.parametrize("compilation", ["blocks", "towers"])
+def test_compiled_towers_learn_what_towers_that_are_not_compiled_learn(compilation: str) -> None:
     wanted, _ = plain("openclip", clip=0.5)
-    compiled = {"model": {"compile": True}}
+    compiled = {"model": {"compile": compilation}}
     for ((weights, _),) in run_ranks(2, under_deepspeed, "openclip", ["zero1_fp32"], 4, compiled):
         for key, value in weights.items():
             torch.testing.assert_close(value, wanted[key], rtol=0, atol=1e-4, msg=key)

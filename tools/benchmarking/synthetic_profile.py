@@ -21,6 +21,7 @@ from neuclip_ds.engine.start import start_engine
 from neuclip_ds.losses.base import Position
 from neuclip_ds.losses.contrastive_loss import ContrastiveLoss
 from neuclip_ds.losses.methods import find_method
+from neuclip_ds.models.compilation import compile_towers, resolve_compilation
 from neuclip_ds.models.trained_parts import Parameters
 from neuclip_ds.planning.memory import MemoryQuery
 from neuclip_ds.profiling.recorder import Recorder
@@ -68,8 +69,8 @@ class SyntheticSteps:
         torch.manual_seed(config.run.seed)
         model = query.source.build(query.tokenizer)
         self.parameters = Parameters.of(model).total
-        if config.model.compile:
-            model.compile_towers()
+        device_type = communicator.device.type
+        compile_towers(model, resolve_compilation(config.model.compile, device_type, zero_stage(engine_config)))
         self.engine = start_engine(model, config.optimizer, engine_config, communicator, config.run.seed)
         samples = EPOCH * config.data.batch_size
         comm_dtype = resolve_comm_dtype(config, engine_config)

@@ -1,0 +1,144 @@
+"""Compute only the class token in the last block of vision transformers that pool there.
+
+The feature of such a tower is the class token after the last block. In that block, the other tokens provide keys and
+values, but their queries, attention outputs and MLP do not reach the feature. Omitting them changes nothing in exact
+arithmetic, except that dropout inside the last block draws different masks. A ViT-B/16 needs 7% fewer operations.
+
+Covered are timm's `VisionTransformer` (also inside open_clip's models), transformers' CLIP and MetaCLIP 2, and
+open_clip's `VisionTransformer`. Models that pool all tokens (SigLIP, average pooling) and other architectures are not.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+from timm.layers import Attention
+from timm.models.vision_transformer import Block, VisionTransformer
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import CLIPVisionModel, MetaClip2VisionModel
+
+from neuclip_ds.errors import UserError
+from neuclip_ds.models.forward import Forward, replace_forward
+
+BlockFunction = Callable[[Any, Tensor], Tensor]
+"""Maps a block and its input (b, t, width), whose first token is the class token, to its output (b, 1, width)."""
+
+
+def compute_class_token_only(tower: nn.Module, option: Literal["auto"] | bool) -> None:
+    """Let the last block of an image tower compute only the class token, in place; parameters keep their names.
+
+    Args:
+        tower: an image tower from any library.
+        option: `model.vision.class_token_only`: on CPUs (`auto`), on all devices (true), or never.
+
+    Raises:
+        UserError: the option is true, but the tower is not one of those that this module covers.
+    """
+    if option is False:
+        return
+    for module in tower.modules():
+        last_block = _last_block(module)
+        if last_block is not None:
+            block, function = last_block
+            replace_forward(block, partial(_only_class_token, function, only_on_cpus=option == "auto"))
+            return
+    if option is True:
+        raise UserError(
+            "model.vision.class_token_only=true has no effect: the image tower is not a vision transformer of timm, "
+            "transformers or open_clip that pools at the class token. Omit the option."
+        )
+
+
+def _only_class_token(function: BlockFunction, whole_block: Forward, only_on_cpus: bool) -> Forward:
+    """Return a forward method that calls `function`, or on other devices than CPUs `whole_block` if so requested."""
+
+    def forward(block: Any, tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if only_on_cpus and tokens.device.type != "cpu":
+            return whole_block(block, tokens, *args, **kwargs)
+        return function(block, tokens)  # the other arguments are masks, which image towers do not use
+
+    return forward
+
+
+def _last_block(model: Any) -> tuple[nn.Module, BlockFunction] | None:
+    """Return a model's last block and its function for the class token; None if the model is not covered."""
+    if type(model) is VisionTransformer:
+        last = model.blocks[-1]
+        pools_class_token = model.global_pool == "token" and model.attn_pool is None
+        is_plain = type(last) is Block and type(last.attn) is Attention
+        if pools_class_token and is_plain and last.attn.gate is None and last.attn.fused_attn:
+            return last, _timm_block
+    elif isinstance(model, CLIPVisionModel | MetaClip2VisionModel):
+        return model.encoder.layers[-1], _transformers_block
+    elif f"{type(model).__module__}.{type(model).__name__}" == "open_clip.transformer.VisionTransformer":
+        # open_clip is an optional package, so its classes are not imported
+        last = model.transformer.resblocks[-1]
+        pools_class_token = model.pool_type == "tok" and model.attn_pool is None and not model.output_tokens
+        if pools_class_token and type(last).__name__ == "ResidualAttentionBlock":
+            return last, _open_clip_block
+    return None
+
+
+def _timm_block(block: Block, tokens: Tensor) -> Tensor:
+    attention = block.attn
+    normalized = block.norm1(tokens)
+    query, key_value = _query_and_key_value(attention.qkv, normalized, attention.attn_dim)
+    query = _split_heads(query, attention.head_dim)
+    key, value = (_split_heads(part, attention.head_dim) for part in key_value.chunk(2, dim=-1))
+    dropout = attention.attn_drop.p if block.training else 0.0
+    heads = functional.scaled_dot_product_attention(
+        attention.q_norm(query), attention.k_norm(key), value, dropout_p=dropout
+    )
+    attended = attention.proj_drop(attention.proj(attention.norm(_join_heads(heads))))
+    class_token = tokens[:, :1] + block.drop_path1(block.ls1(attended))
+    output: Tensor = class_token + block.drop_path2(block.ls2(block.mlp(block.norm2(class_token))))
+    return output
+
+
+def _query_and_key_value(qkv: nn.Module, tokens: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Return the query of the class token, (b, 1, width), and keys and values of all tokens, (b, t, 2 width).
+
+    Reading the weights of `qkv` outside its forward method is correct under ZeRO 3 too, which gathers parameters when
+    they are read during a forward pass. A layer that LoRA has replaced computes all queries.
+    """
+    if type(qkv) is not nn.Linear:
+        projected = qkv(tokens)
+        return projected[:, :1, :width], projected[..., width:]
+    query_weight, other_weight = qkv.weight.tensor_split([width])
+    query_bias = other_bias = None
+    if qkv.bias is not None:
+        query_bias, other_bias = qkv.bias.tensor_split([width])
+    query = functional.linear(tokens[:, :1], query_weight, query_bias)
+    return query, functional.linear(tokens, other_weight, other_bias)
+
+
+def _transformers_block(layer: Any, tokens: Tensor) -> Tensor:
+    attention = layer.self_attn
+    normalized = layer.layer_norm1(tokens)
+    query = _split_heads(attention.q_proj(normalized[:, :1]), attention.head_dim)
+    key = _split_heads(attention.k_proj(normalized), attention.head_dim)
+    value = _split_heads(attention.v_proj(normalized), attention.head_dim)
+    dropout = attention.dropout if layer.training else 0.0
+    heads = functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout, scale=attention.scale)
+    class_token = tokens[:, :1] + attention.out_proj(_join_heads(heads))
+    output: Tensor = class_token + layer.mlp(layer.layer_norm2(class_token))
+    return output
+
+
+def _open_clip_block(block: Any, tokens: Tensor) -> Tensor:
+    normalized = block.ln_1(tokens)
+    attended = block.attention(q_x=normalized[:, :1], k_x=normalized, v_x=normalized)
+    class_token = tokens[:, :1] + block.ls_1(attended)
+    output: Tensor = class_token + block.ls_2(block.mlp(block.ln_2(class_token)))
+    return output
+
+
+def _split_heads(tokens: Tensor, head_dim: int) -> Tensor:
+    """Turn (b, t, heads * head_dim) into (b, heads, t, head_dim)."""
+    return tokens.unflatten(-1, (-1, head_dim)).transpose(1, 2)
+
+
+def _join_heads(heads: Tensor) -> Tensor:
+    """Turn (b, heads, t, head_dim) into (b, t, heads * head_dim)."""
+    return heads.transpose(1, 2).flatten(2)

@@ -1,0 +1,107 @@
+"""Compile the towers with torch.compile, block by block or as a whole.
+
+Blocks with the same structure share one compiled graph, so that compiling takes seconds per kind of block instead of
+minutes per tower. Modules and parameters keep their names.
+"""
+
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from neuclip_ds.errors import UserError
+from neuclip_ds.models.forward import replace_forward
+from neuclip_ds.models.towers import DualEncoder
+from neuclip_ds.models.trained_parts import block_names
+
+log = logging.getLogger(__name__)
+
+Compilation = Literal["blocks", "towers", "false"]
+"""What is compiled: each block, each tower as a whole, or nothing."""
+
+
+def resolve_compilation(
+    option: Literal["auto", "blocks", "towers"] | bool, device_type: str, zero_stage: int
+) -> Compilation:
+    """Return what `model.compile` compiles.
+
+    `auto` compiles blocks on GPUs of machines with a C++ compiler, except under ZeRO 3, which fetches weights inside
+    modules.
+    """
+    if option == "auto":
+        has_compiler = shutil.which(os.environ.get("CXX", "g++")) is not None
+        return "blocks" if device_type == "cuda" and has_compiler and zero_stage < 3 else "false"
+    if option in ("blocks", "towers"):
+        return option
+    return "false"
+
+
+class Compiler:
+    """Compiles functions with torch.compile at their first call. If that fails once, all of them run uncompiled."""
+
+    def __init__(self) -> None:
+        self._has_failed = False
+        self._compiled: dict[tuple[Callable[..., Any], bool | None], Callable[..., Any]] = {}
+
+    def compiled(self, function: Callable[..., Any], dynamic: bool | None = None) -> Callable[..., Any]:
+        """Return the function that runs compiled; the same one for the same arguments.
+
+        Args:
+            function: the function; a module among its arguments may be a different one in each call. Graphs are shared
+                between modules of the same structure.
+            dynamic: as in `torch.compile`; true avoids a second compilation when sizes differ between calls.
+        """
+        key = (function, dynamic)
+        if key not in self._compiled:
+            self._compiled[key] = self._with_fallback(function, dynamic)
+        return self._compiled[key]
+
+    def _with_fallback(self, function: Callable[..., Any], dynamic: bool | None) -> Callable[..., Any]:
+        compiled = torch.compile(function, dynamic=dynamic)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._has_failed:
+                return function(*args, **kwargs)
+            try:
+                return compiled(*args, **kwargs)
+            except Exception as error:  # the compiler's exceptions differ between versions
+                self._has_failed = True
+                reason = " ".join(str(error).strip().splitlines()[:2])  # the first may name only the compiler's backend
+                log.warning("The towers run uncompiled and slower, because torch.compile fails: %s", reason)
+            return function(*args, **kwargs)
+
+        return call
+
+
+def compile_towers(model: DualEncoder, compilation: Compilation) -> None:
+    """Compile both towers in place, on their first call; call this after all other changes to the modules.
+
+    Args:
+        model: the towers.
+        compilation: what to compile.
+
+    Raises:
+        UserError: a tower has no list of blocks, but blocks are to be compiled.
+    """
+    compiler = Compiler()
+    if compilation == "towers":
+        for tower in (model.vision, model.text):
+            replace_forward(tower, compiler.compiled)
+    elif compilation == "blocks":
+        for block in _blocks(model.vision, "vision"):
+            replace_forward(block, compiler.compiled)
+        # the number of tokens varies between batches of captions
+        for block in _blocks(model.text, "text"):
+            replace_forward(block, partial(compiler.compiled, dynamic=True))
+
+
+def _blocks(tower: nn.Module, name: str) -> list[nn.Module]:
+    names = list(block_names(tower))
+    if not names:
+        raise UserError(f"The {name} tower has no list of blocks to compile; set model.compile=towers.")
+    return [tower.get_submodule(block_name) for block_name in names]
