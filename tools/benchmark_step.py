@@ -260,7 +260,7 @@ def describe(arguments: argparse.Namespace) -> list[str]:
     if torch.cuda.is_available():
         hardware = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, {os.cpu_count()} cores"
     git = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True
+        ["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True
     )
     versions = [f"torch {torch.__version__}"]
     for package in ("deepspeed", "open_clip_torch"):
