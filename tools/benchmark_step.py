@@ -43,9 +43,8 @@ Examples:
     python tools/benchmark_step.py --data /data/flickr8k/train random --repeats 5 --parts speed shares
     python tools/benchmark_step.py --data random --repeats 5 --objective.temperature.initial=0.01
     python tools/benchmark_step.py --parts throughput --recipe models/vitb16 --rows 256 --ranks 1 8 --precision bf16
-    python tools/benchmark_step.py --recipe models/vitb16 --data random --caption-tokens 20 --precision bf16 \\
-        --ranks 1 --rows 640 256 --variants baseline lean class_token compiled all --peers ddp_compiled open_clip \\
-        --peer-flags=--torchcompile --peer-flags="--torchcompile --precision pure_bf16" --repeats 1 --time-limit 500
+    python tools/benchmark_step.py --recipe models/vitb16 --data random --caption-tokens 20 --rows 640 --ranks 1 \\
+        --precision bf16 --variants baseline lean class_token compiled all --time-limit 500
 """
 
 import argparse
