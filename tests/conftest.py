@@ -12,6 +12,7 @@ HERE = Path(__file__).parent
 # tests import shared helper modules, such as `ranks` and `oracle`, from these folders
 _SHARED = (
     "evaluation",
+    "models",
     "models/pretrained",
     "data",
     "distributed",

@@ -14,7 +14,7 @@ step counts launches: on a GPU, the kernels, copies and memsets that the profile
 without views and allocations.
 
 --variants selects configs of our programs: `default` as given, `baseline` without the changes lean
-(optimizer.lean_zero1), class_token (model.vision.class_token_only) and compiled (model.compile=blocks), one of these
+(optimizer.lean_zero1), packed (model.text.packed), class_token (model.vision.class_token_only) and compiled (model.compile=blocks), one of these
 changes alone, or `all` of them (lean only with ZeRO 1 in bf16). Single changes are measured only for the first of
 --methods and --rows, and further methods only for the first of --rows. The peers always pad captions and compute all
 tokens in all blocks; ddp_compiled compiles the towers of plain DDP. Every --peer-flags adds a run of open_clip with
@@ -44,7 +44,7 @@ Examples:
     python tools/benchmark_step.py --data random --repeats 5 --objective.temperature.initial=0.01
     python tools/benchmark_step.py --parts throughput --recipe models/vitb16 --rows 256 --ranks 1 8 --precision bf16
     python tools/benchmark_step.py --recipe models/vitb16 --data random --caption-tokens 20 --rows 640 --ranks 1 \\
-        --precision bf16 --variants baseline lean class_token compiled all --time-limit 500
+        --precision bf16 --variants baseline lean packed class_token compiled all --time-limit 500
 """
 
 import argparse
@@ -112,6 +112,7 @@ class Change:
 
 CHANGES = {
     "lean": Change(option="optimizer.lean_zero1", on="true"),
+    "packed": Change(option="model.text.packed", on="true"),
     "class_token": Change(option="model.vision.class_token_only", on="true"),
     "compiled": Change(option="model.compile", on="blocks"),
 }

@@ -1,4 +1,7 @@
-"""Training under DeepSpeed equals plain PyTorch training, for ZeRO 0-3, micro-batches and two real ranks."""
+"""Training under DeepSpeed equals plain PyTorch training, for ZeRO 0-3, micro-batches and two real ranks.
+
+DeepSpeed's engines train on packed captions, and plain PyTorch on padded captions.
+"""
 
 import json
 from collections.abc import Mapping
@@ -58,7 +61,9 @@ def data(number: int) -> Batch:
     generator = torch.Generator().manual_seed(number)
     image = torch.randint(0, 256, (ROWS, 3, 16, 16), generator=generator, dtype=torch.uint8)
     tokens = torch.randint(2, 300, (ROWS, 8), generator=generator)
-    tokens[:, 0], tokens[:, -1] = TOKENS.bos_id, TOKENS.eos_id
+    lengths = torch.randint(3, 9, (ROWS, 1), generator=generator)
+    tokens[:, 0] = TOKENS.bos_id
+    tokens[torch.arange(8) >= lengths - 1] = TOKENS.eos_id  # which is the padding, too
     return Batch(image, tokens, torch.arange(ROWS) + number, torch.ones(ROWS, dtype=torch.bool))
 
 
@@ -96,7 +101,7 @@ class Trainee:
     def __init__(self, engine: Engine, loss: ContrastiveLoss, micro_batch: int) -> None:
         self.engine = engine
         self.loss = loss
-        self._batches = DeviceBatches(engine.device, micro_batch)
+        self._batches = DeviceBatches(engine.device, micro_batch, engine.pack)
 
     def step(self, batch: Batch, position: Position) -> StepOutcome:
         self._batches.start(iter([RankBatch([batch])]))
@@ -111,6 +116,7 @@ def plain(method: str, clip: float, options: Mapping[str, Any] = {}) -> tuple[di
     config = config_of(method, **merge(options, {"model": {"vision": {"class_token_only": False}}}))
     torch.manual_seed(0)
     model = build_dual_encoder(config.model, TOKENS)  # type: ignore[arg-type]
+    model.text.packed = False
     optimizer = build_optimizer(model.train(), config.optimizer)
     for group in optimizer.param_groups:
         group["lr"] = LR * group["lr_scale"]

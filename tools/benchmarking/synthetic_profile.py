@@ -96,7 +96,7 @@ class SyntheticSteps:
         samples = EPOCH * config.data.batch_size
         comm_dtype = resolve_comm_dtype(config, engine_config)
         self.loss = build(config, query.source.embed_dim, samples, communicator, comm_dtype)
-        self._batches = DeviceBatches(communicator.device, query.micro_batch)
+        self._batches = DeviceBatches(communicator.device, query.micro_batch, self.engine.pack)
         pairs = [self._pairs(number, caption_tokens) for number in range(batches)]
         self._batches.start(self._endless(pairs))
 
