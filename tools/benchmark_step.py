@@ -14,12 +14,12 @@ step counts launches: on a GPU, the kernels, copies and memsets that the profile
 without views and allocations.
 
 --variants selects configs of our programs: `default` as given, `baseline` without the changes lean
-(optimizer.lean_zero1), packed (model.text.packed), class_token (model.vision.class_token_only) and compiled (model.compile=blocks), one of these
-changes alone, or `all` of them (lean only with ZeRO 1 in bf16). Single changes are measured only for the first of
---methods and --rows, and further methods only for the first of --rows. The peers always pad captions and compute all
-tokens in all blocks; ddp_compiled compiles the towers of plain DDP. Every --peer-flags adds a run of open_clip with
-these options, as one string. --open-clip-main also runs a checkout of open_clip's main branch, once for every
---open-clip-main-flags. The ratios compare the last of --variants with every program.
+(optimizer.lean_zero1), packed (model.text.packed), class_token (model.vision.class_token_only) and compiled
+(model.compile=blocks), one of these changes alone, or `all` of them (lean only with ZeRO 1 in bf16). Single changes are
+measured only for the first of --methods and --rows, and further methods only for the first of --rows. The peers always
+pad captions and compute all tokens in all blocks; ddp_compiled compiles the towers of plain DDP. Every --peer-flags
+adds a run of open_clip with these options, as one string. --open-clip-main also runs a checkout of open_clip's main
+branch, once for every --open-clip-main-flags. The ratios compare the last of --variants with every program.
 
 With --caption-tokens, random captions have N tokens on average (lognormal, with a standard deviation of 0.53 N, which
 is between those of CC3M's and CC12M's captions), or lengths drawn from a file with one length per line. The default,
