@@ -196,6 +196,13 @@ class Setting:
 
 
 def main() -> None:
+    arguments = parse_arguments(sys.argv[1:])
+    with exit_on_mistake():
+        measure(arguments)
+
+
+def parse_arguments(argv: list[str]) -> argparse.Namespace:
+    """Return the options of a command line; `overrides` are the config options among them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=["speed"])
     parser.add_argument("--recipe", default="demo", help="recipe of the model and optimizer (demo)")
@@ -224,10 +231,9 @@ def main() -> None:
     parser.add_argument("--paper-batch", type=int, default=_PAPER_BATCH, help=f"global batch size ({_PAPER_BATCH})")
     parser.add_argument("--paper-ranks", type=int, help=f"ranks for that batch ({_PAPER_RANKS}, or the number of GPUs)")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmark_step"), help="folder for all outputs")
-    arguments, overrides = parser.parse_known_args()
+    arguments, overrides = parser.parse_known_args(argv)
     arguments.overrides = overrides
-    with exit_on_mistake():
-        measure(arguments)
+    return arguments
 
 
 def measure(arguments: argparse.Namespace) -> None:

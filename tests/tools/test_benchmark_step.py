@@ -1,13 +1,16 @@
 """Check how the step benchmark reads speeds, that its programs train equal models, and that its tables are complete."""
 
 import argparse
+import csv
 import re
+import shlex
 import sys
 from pathlib import Path
 
+import benchmark_step
 import pytest
 import torch
-from benchmarking.launches import count_launches
+from benchmarking.launches import ON_CPU, count_launches
 from benchmarking.random_pairs import FULL, caption_lengths, random_tokens
 from benchmarking.step_speed import Measured, rows_of_table, samples_per_second, write_csv
 from small_runs import ROOT, SMALL, demo_shards, ends, start
@@ -18,7 +21,7 @@ from neuclip_ds.models.bpe import train_bpe
 from neuclip_ds.models.build import build_dual_encoder
 from neuclip_ds.models.trained_parts import Parameters
 from neuclip_ds.planning.memory import StandInTokenizer
-from neuclip_ds.recipe import parse
+from neuclip_ds.recipe import load_recipe, parse, validate
 
 
 def test_speed_is_that_between_the_points_after_the_warm_up(tmp_path: Path) -> None:
@@ -79,6 +82,39 @@ def test_ratios_pair_the_turns_in_which_both_programs_ran(tmp_path: Path) -> Non
     assert (tmp_path / "speeds.csv").read_text().startswith("# today\ninput,program,")
 
 
+def test_variants_switch_our_options_and_never_those_of_peers(tmp_path: Path) -> None:
+    options = ["--rows", "8", "4", "--methods", "openclip", "neuclip", "--variants", "default"]
+    options += ["baseline", "packed", "all"]
+    options += ["--peers", "ddp_compiled", "open_clip", "--peer-flags=", "--peer-flags=--torchcompile"]
+    arguments = benchmark_step.parse_arguments([*options, f"--out={tmp_path}", *SMALL])
+    names: dict[int, list[str]] = {}
+    configs = {}
+    for rows in (8, 4):
+        programs = benchmark_step.programs(benchmark_step.setting_for(arguments, 1, rows))
+        names[rows] = [program.name for program in programs]
+        for program in programs:
+            configs[rows, program.name] = validate(load_recipe(program.options[0]))
+    ours = [f"here: openclip{variant}" for variant in ("", ", baseline", ", packed", ", all")]
+    neuclip = [f"here: neuclip{variant}" for variant in ("", ", baseline", ", all")]
+    peers = ["plain DDP, compiled", "open_clip", "open_clip --torchcompile"]
+    assert names[8] == [*ours, *neuclip, *peers]
+    assert names[4] == [ours[0], ours[1], ours[3], *peers]
+    switches = {}
+    for name in (ours[2], ours[3], "open_clip", "plain DDP, compiled"):
+        config = configs[8, name]
+        model = config.model
+        switches[name] = (
+            config.optimizer.lean_zero1,
+            model.text.packed,
+            model.vision.class_token_only,
+            model.compile,
+        )
+    assert switches[ours[2]] == (False, True, False, False)
+    assert switches[ours[3]] == (False, True, True, "blocks"), "the lean step needs bf16"
+    assert switches["open_clip"] == (False, False, False, False)
+    assert switches["plain DDP, compiled"] == (False, False, False, "towers")
+
+
 def test_open_clip_trains_a_model_of_the_same_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     open_clip = pytest.importorskip("open_clip")
     params = pytest.importorskip("open_clip_train.params")
@@ -119,3 +155,24 @@ def test_every_program_runs_on_two_ranks(tmp_path: Path) -> None:
     for name in ("here: openclip", "here: neuclip", "plain DDP"):
         assert len(re.findall(rf"\| {name} \| 2 \| 8 \| [\d.]+ \|", done.stdout)) == 2, done.stdout
     assert len(re.findall(r"\| neuclip \| [\d.,]+ \| [\d.,-]+ \|", done.stdout)) == 2, done.stdout
+
+
+@pytest.mark.slow
+def test_the_command_for_one_gpu_runs_on_a_cpu(tmp_path: Path) -> None:
+    """Run the command of docs/how-to/plan_and_profile.md with a tiny model, few steps, and fewer programs."""
+    page = (ROOT / "docs/how-to/plan_and_profile.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    (command,) = re.findall(r"benchmark_step\.py (--recipe models/vitb16 --precision bf16 [^`]+)```", page)
+    options = [option for option in shlex.split(command) if not option.startswith("--peer-flags")]
+    options += [*SMALL, "--recipe=demo", "--rows=8", "--steps=4", "--warmup=2", "--log-every=2", "--threads=1"]
+    options += ["--variants", "baseline", "lean", "all", "--methods=openclip", "--peers=open_clip"]
+    options += ["--caption-tokens=10", "--time-limit=3000"]
+    (done,) = ends(start("tools/benchmark_step.py", *options, folder=tmp_path), timeout=3000)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = (tmp_path / "runs/benchmark_step/speeds.csv").read_text(encoding="utf-8").splitlines()
+    table = list(csv.DictReader(line for line in lines if not line.startswith("#")))
+    counts = {}
+    for row in table:
+        assert float(row["samples/s"]) > 0
+        counts[row["program"]] = row[ON_CPU]
+    assert list(counts) == [*(f"here: openclip, {variant}" for variant in ("baseline", "lean", "all")), "open_clip"]
+    assert int(counts["here: openclip, lean"]) < int(counts["here: openclip, baseline"])
