@@ -83,7 +83,7 @@ def rows_of_table(measured: Sequence[Measured], references: Sequence[str], launc
             speeds = list(entry.speeds.values())
             row += [f"{value:.1f}" for value in (statistics.median(speeds), min(speeds), max(speeds))]
         else:
-            row += [f"not run: {entry.problem}", "-", "-"]
+            row += ["failed" if entry.failed else f"not run: {entry.problem}", "-", "-"]
         for name in references:
             reference = by_name.get((*entry.group, name))
             row.append("-" if reference is None else _ratio(reference, entry))

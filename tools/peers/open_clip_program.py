@@ -47,6 +47,7 @@ def main() -> None:
     environment = read_environment()
     if arguments.random:
         program.get_data = lambda *_, **__: {"train": random_pairs(config, arguments, environment)}
+        program.get_tokenizer = lambda *_, **__: None  # the special ids of random tokens are not those of its default
     if not torch.cuda.is_available():
         torch.nn.parallel.DistributedDataParallel = _without_device  # type: ignore[misc,assignment]
     loading.tar_file_expander = functools.partial(tar_file_expander, eof_value=None)
@@ -54,12 +55,22 @@ def main() -> None:
     make = program.create_model_and_transforms
     program.create_model_and_transforms = lambda *args, **options: _with_size_written(make(*args, **options), facts)
     with tempfile.TemporaryDirectory() as folder:
-        add_model(config, Path(folder))
+        add_model(config, Path(folder), variable_text=buckets_by_length(arguments))
         program.main(command_line(config, arguments, environment.world_size))
 
 
-def add_model(config: Config, folder: Path) -> None:
-    """Register the model with open_clip under the name `benchmark_dual_encoder`."""
+def buckets_by_length(arguments: argparse.Namespace) -> bool:
+    return _BUCKETING in shlex.split(arguments.flags)
+
+
+def add_model(config: Config, folder: Path, variable_text: bool = False) -> None:
+    """Register the model with open_clip under the name `benchmark_dual_encoder`.
+
+    Args:
+        config: the config of the run.
+        folder: folder for the description of the model.
+        variable_text: whether batches may have captions shorter than the context; only in open_clip's main branch.
+    """
     tower = new_vision_tower(config.model.vision, config.model.embed_dim)
 
     def benchmark_vision(pretrained: bool = False, **_: Any) -> nn.Module:
@@ -69,7 +80,7 @@ def add_model(config: Config, folder: Path) -> None:
     timm.models.register_model(benchmark_vision)
     vision = config.model.vision
     text = config.model.text
-    description = {
+    description: dict[str, Any] = {
         "embed_dim": config.model.embed_dim,
         "quick_gelu": "quickgelu" in vision.name,
         "init_logit_scale": initial_logit_scale(config),
@@ -90,6 +101,8 @@ def add_model(config: Config, folder: Path) -> None:
             "eos_id": EOS,
         },
     }
+    if variable_text:
+        description["text_cfg"]["variable_text"] = True
     path = folder / f"{_NAME}.json"
     path.write_text(json.dumps(description), encoding="utf-8")
     open_clip.add_model_config(path)
@@ -142,7 +155,7 @@ def random_pairs(config: Config, arguments: argparse.Namespace, environment: Ran
     """Return a loader that repeats random batches for every step of the run."""
     ranks = environment.world_size
     pairs = float_batches(config, config.rank_batch(ranks), arguments.caption_tokens, environment.rank, ranks)
-    if _BUCKETING in shlex.split(arguments.flags):
+    if buckets_by_length(arguments):
         pairs = sorted_by_length(pairs)
     batches: list[Any] = list(pairs)
     if hasattr(open_clip, "create_task"):  # the main branch
