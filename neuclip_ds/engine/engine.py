@@ -82,6 +82,9 @@ class Engine:
         self._batch_norms = batch_norms(self.module)
         self._statistics = [buffer for layer in self._batch_norms for buffer in layer.buffers()]
         self._statistics_before: list[Tensor] = []  # before the forward pass
+        # With several ranks, the gather of the text features overlaps the image tower. With one, nothing is gathered; a
+        # GPU then starts with the image tower's long kernels, during which the host launches those of the text tower.
+        self._image_first = communicator.world_size == 1
         self._image_runs_twice = self._runs_twice("vision")
         self._text_runs_twice = self._runs_twice("text")
         self._second_pass: _SecondPass | None = None  # between `encode` and `backward`
@@ -125,7 +128,7 @@ class Engine:
         try:
             with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
                 for number in range(passes):
-                    features = self._deepspeed(pixels, captions, None)
+                    features = self._deepspeed(pixels, captions, None, self._image_first)
                     sums = [feature.sum() for feature in features if feature.requires_grad]
                     self._backpropagate(math.nan * torch.stack(sums).sum(), is_last=number + 1 == passes)
                 update = self.step(lr=0.0)
@@ -223,7 +226,7 @@ class Engine:
         """Return the (m, d) image and text features of a micro-batch, and pass them on."""
         pixels, tokens = micro_batch
         with record_function(f"{PHASE}forward"):
-            features: tuple[Tensor, Tensor] = self._deepspeed(pixels, tokens, pending.add_text)
+            features: tuple[Tensor, Tensor] = self._deepspeed(pixels, tokens, pending.add_text, self._image_first)
             pending.add_image(features[0])
             if is_first:
                 pending.begin_reads()
@@ -237,6 +240,7 @@ class Engine:
                 pixels if self._image_runs_twice else None,
                 tokens if self._text_runs_twice else None,
                 None,
+                self._image_first,
             )
         return features
 
@@ -292,7 +296,7 @@ class Engine:
 
         Under ZeRO 3, the inputs must have the same shapes on all ranks.
         """
-        features: tuple[Tensor | None, Tensor | None] = self._deepspeed(image, tokens)
+        features: tuple[Tensor | None, Tensor | None] = self._deepspeed(image, tokens, None, self._image_first)
         return features
 
     # Weights and optimizer state, which ZeRO may partition

@@ -172,22 +172,29 @@ class DualEncoder(nn.Module):
         image: Tensor | None,
         tokens: Tensor | PackedCaptions | None,
         text_ready: Callable[[Tensor], None] | None = None,
+        image_first: bool = False,
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return the features of the images and of the captions, or None for an input that is None.
 
         Args:
             image: (b, 3, H, W) uint8 pixels.
             tokens: (b, T) int64 ids from the model's tokenizer, or the captions packed by `self.text.pack`.
-            text_ready: function that is called with the text features before the image tower runs.
+            text_ready: function that is called with the text features as soon as the text tower has run.
+            image_first: run the image tower before the text tower.
 
         Returns:
             Image and text features, each (b, d), of unit norm and in float32, whatever the dtype of the weights.
         """
-        # The text tower runs first because it is faster: the gather of its features can overlap the image tower.
-        text_features = None if tokens is None else _to_unit_norm(self.text(tokens))
-        if text_ready is not None and text_features is not None:
-            text_ready(text_features)
-        image_features = None if image is None else _to_unit_norm(self.vision(image))
+        image_features = None
+        text_features = None
+        if image is not None and image_first:
+            image_features = _to_unit_norm(self.vision(image))
+        if tokens is not None:
+            text_features = _to_unit_norm(self.text(tokens))
+            if text_ready is not None:
+                text_ready(text_features)
+        if image is not None and not image_first:
+            image_features = _to_unit_norm(self.vision(image))
         return image_features, text_features
 
 

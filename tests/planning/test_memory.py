@@ -76,12 +76,12 @@ def storages() -> dict[int, torch.UntypedStorage]:
     """Return the storages of all tensors that Python references, by address."""
     time.sleep(0.3)  # gloo's threads keep the last reduced bucket until they next run
     gc.collect()
-    found: dict[int, torch.UntypedStorage] = {}
+    by_address: dict[int, torch.UntypedStorage] = {}
     for candidate in gc.get_objects():
         if type(candidate) in (torch.Tensor, nn.Parameter) and candidate.device.type != "meta":
             storage = candidate.untyped_storage()
-            found[storage.data_ptr()] = storage
-    return found
+            by_address[storage.data_ptr()] = storage
+    return by_address
 
 
 def new_bytes(name: str, before: dict[int, torch.UntypedStorage]) -> int:
