@@ -265,18 +265,21 @@ def describe(arguments: argparse.Namespace) -> list[str]:
     hardware = f"{os.cpu_count()} cores ({platform.machine()}), no GPU"
     if torch.cuda.is_available():
         hardware = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, {os.cpu_count()} cores"
-    git = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True
-    )
+    commit = "unknown"
+    if shutil.which("git"):
+        call = ["git", "describe", "--always", "--dirty"]
+        done = subprocess.run(call, cwd=Path(__file__).parent, capture_output=True, text=True)
+        commit = done.stdout.strip() or commit
     versions = [f"torch {torch.__version__}"]
     for package in ("deepspeed", "open_clip_torch"):
         if importlib.util.find_spec(package.removesuffix("_torch")) is not None:
             versions.append(f"{package} {importlib.metadata.version(package)}")
     date = datetime.date.today().isoformat()
     load = f"load {os.getloadavg()[0]:.1f} before"
+    captions = f"tokens of random captions: {arguments.caption_tokens}"
     return [
-        f"Speed of training steps, {date}, commit {git.stdout.strip() or 'unknown'}: {hardware}, {load}.",
-        f"{', '.join(versions)}; {arguments.recipe}, {arguments.precision}, captions: {arguments.caption_tokens}.",
+        f"Speed of training steps, {date}, commit {commit}: {hardware}, {load}.",
+        f"{', '.join(versions)}; {arguments.recipe}, {arguments.precision}, {captions}.",
         f"Command: {shlex.join(['python', 'tools/benchmark_step.py', *sys.argv[1:]])}",
     ]
 
