@@ -47,10 +47,9 @@ class _Run:
         assert isinstance(loss, ContrastiveLoss)
         self._loss = loss
         self._number = 0
-        self._batch = self._steps.batch(0)
 
     def step(self) -> None:
-        self._steps.run(self._number, self._batch)
+        self._steps.run(self._number)
         self._number += 1
 
     def write_unchecked(self, folder: Path) -> None:

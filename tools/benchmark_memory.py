@@ -73,15 +73,14 @@ def measure(case: Case, steps: int) -> dict[str, Any]:
         query = MemoryQuery(config, case.ranks, EPOCH * config.data.batch_size, communicator.device.type)
         estimate = account(query, count_towers(query))
         before = resident("VmRSS")
-        run = SyntheticSteps(config, communicator, lr=1e-6)
-        batch = run.batch(0)
+        run = SyntheticSteps(config, communicator, lr=1e-6, batches=1)
         reset_peak()
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         seconds = []
         for number in range(steps):
             start = time.perf_counter()
-            run.run(number, batch)
+            run.run(number)
             seconds.append(time.perf_counter() - start)
         if on_gpu:
             measured = torch.cuda.max_memory_allocated()

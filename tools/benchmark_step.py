@@ -1,14 +1,32 @@
 """For developers of neuclip_ds: compare training steps with a plain DDP loop and open_clip's training program.
 
-The part `speed` prints a table of samples/s and ratios for each number of ranks. The programs are
+The part `speed` prints a table of samples/s and ratios for each number of ranks and of pairs per rank, and writes it to
+OUT/speeds.csv, which begins with a description of the machine. The programs are
 
-    here: METHOD    train.py (with --data random: its training step on one batch of noise)
+    here: METHOD    train.py (with --data random: its training step on four batches of noise, pinned and prefetched)
     plain DDP       a loop with DistributedDataParallel, OpenCLIP's loss, this project's towers and webdataset's loader
     open_clip       the program open_clip_train.main with the same timm trunk and open_clip's text tower of equal size
 
-They run in fresh processes, interleaved (ABCABC), with the same seed, batch, pixels, tokenizer, AdamW settings, and
-numbers of loader processes and threads. All programs write a TensorBoard point every --log-every steps; the wall times
-of these points give the speed.
+They run in fresh processes without a profiler, interleaved (ABCABC), with the same seed, batch, pixels, tokenizer,
+AdamW settings, captions of the same lengths, and numbers of loader processes and threads. All programs write a
+TensorBoard point every --log-every steps; the wall times of these points give the speed. With --data random, one more
+step counts launches: on a GPU, the kernels, copies and memsets that the profiler records; on a CPU, aten operations
+without views and allocations.
+
+--variants selects configs of our programs: `default` as given, `baseline` without the changes lean
+(optimizer.lean_zero1), packed (model.text.packed), class_token (model.vision.class_token_only) and compiled
+(model.compile=blocks), one of these changes alone, or `all` of them (lean only with ZeRO 1 in bf16). Single changes are
+measured only for the first of --methods and --rows, and further methods only for the first of --rows. The peers always
+pad captions and compute all tokens in all blocks; ddp_compiled compiles the towers of plain DDP. Every --peer-flags
+adds a run of open_clip with these options, as one string. --open-clip-main also runs a checkout of open_clip's main
+branch, once for every --open-clip-main-flags. The ratios compare the last of --variants with every program.
+
+With --caption-tokens, random captions have N tokens on average (lognormal, with a standard deviation of 0.53 N, which
+is between those of CC3M's and CC12M's captions), or lengths drawn from a file with one length per line. The default,
+`full`, fills the context.
+
+With --time-limit, programs that would probably exceed the limit are omitted. A program that fails is reported at the
+end; the others still run.
 
 The part `shares` prints the objective's share of a step of --share-model. Towers and optimizer are timed in real steps
 of --share-rows pairs. The objective alone is timed at that batch size and at the paper's global batch size, for which
@@ -18,32 +36,41 @@ The part `throughput` prints a table for the documentation: samples/s of our ste
 GPUs' peak FLOP/s that the towers reach (MFU, without recomputed operations), and the objective's share of profiled
 steps, in which the profiler slows down the host.
 
-Config options, such as --data.decoder=pil, --model.compile=blocks or --objective.temperature.initial=0.01, are passed
-to all programs.
+Config options, such as --data.decoder=pil or --objective.temperature.initial=0.01, are passed to all programs.
 
 Examples:
     python tools/benchmark_step.py
     python tools/benchmark_step.py --data /data/flickr8k/train random --repeats 5 --parts speed shares
     python tools/benchmark_step.py --data random --repeats 5 --objective.temperature.initial=0.01
     python tools/benchmark_step.py --parts throughput --recipe models/vitb16 --rows 256 --ranks 1 8 --precision bf16
+    python tools/benchmark_step.py --recipe models/vitb16 --data random --caption-tokens 20 --rows 640 --ranks 1 \\
+        --precision bf16 --variants baseline lean packed class_token compiled all --time-limit 500
 """
 
 import argparse
+import datetime
+import importlib.metadata
 import importlib.util
 import itertools
 import json
 import math
 import os
 import platform
+import shlex
 import shutil
+import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import profile_communication
 import torch
+from benchmarking.launches import ON_CPU, ON_GPU, read_launches
 from benchmarking.method_config import config_for
-from benchmarking.step_speed import Program, Speeds, samples_per_second, table
+from benchmarking.random_pairs import FULL, caption_lengths
+from benchmarking.step_speed import Measured, Program, markdown, rows_of_table, samples_per_second, write_csv
 from benchmarking.synthetic_profile import first_prediction
 from step_costs import count_flops
 
@@ -53,6 +80,7 @@ from neuclip_ds.data.build import open_manifest
 from neuclip_ds.data.demo import demo_split
 from neuclip_ds.data.open_data import iter_captions
 from neuclip_ds.data.shards import resolve_shards
+from neuclip_ds.errors import UserError
 from neuclip_ds.losses.methods import find_method
 from neuclip_ds.models.bpe import train_bpe
 from neuclip_ds.models.trained_parts import Parameters
@@ -61,6 +89,7 @@ from neuclip_ds.profiling.recorder import BREAKDOWN
 
 PEERS = Path(__file__).parent / "peers"
 PARTS = ("speed", "shares", "throughput")
+SPEEDS = "speeds.csv"
 RANDOM = "random"
 _CACHE = Path(".cache")
 _CAPTIONS = 20_000  # captions that the tokenizer is trained on
@@ -70,6 +99,28 @@ _PAPER_BATCH = 5120
 _PAPER_RANKS = 8
 # dense bf16 (T4: fp16) FLOP/s of GPUs on their vendors' data sheets, by a part of their names
 _PEAK_FLOPS = {"h100": 989e12, "h200": 989e12, "a100": 312e12, "t4": 65e12}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A change that makes our steps faster, as the config option that turns it on or off."""
+
+    option: str
+    on: str
+    off: str = "false"
+
+
+CHANGES = {
+    "lean": Change(option="optimizer.lean_zero1", on="true"),
+    "packed": Change(option="model.text.packed", on="true"),
+    "class_token": Change(option="model.vision.class_token_only", on="true"),
+    "compiled": Change(option="model.compile", on="blocks"),
+}
+DEFAULT = "default"
+BASELINE = "baseline"
+ALL = "all"
+VARIANTS = (DEFAULT, BASELINE, *CHANGES, ALL)
+PEER_NAMES = ("ddp", "ddp_compiled", "open_clip")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +138,13 @@ class Setting:
     @property
     def batch(self) -> int:
         return self.rows * self.ranks
+
+    @property
+    def input_name(self) -> str:
+        """Name of the input in tables."""
+        if self.source == RANDOM:
+            return "noise"
+        return f"shards, {self.arguments.workers} loader processes per rank"
 
     @property
     def steps(self) -> int:
@@ -117,29 +175,48 @@ class Setting:
             options.append(f"--model.text.vocab_size={size}")
         return config_for(method, [self.recipe, *options, *arguments.overrides, *more])
 
-    def start(self, script: Path, folder: Path, config: str, *options: str) -> None:
+    def start(self, script: Path, folder: Path, config: str, *options: str, packages: tuple[str, ...] = ()) -> None:
         """Run a program to its end in a new, empty folder; write its output to a separate folder."""
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         call = [str(script), config, str(folder), *options]
         output = folder.with_name(f"{folder.name}_output")
-        profile_communication.run_on_ranks(script.name, call, self.ranks, output, self.threads)
+        profile_communication.run_on_ranks(script.name, call, self.ranks, output, self.threads, packages)
+
+    def folder_name(self, program: str) -> str:
+        """Return a name for a program's files at this number of ranks and of pairs."""
+        letters = "".join(letter if letter.isalnum() else "_" for letter in program)
+        return f"{letters}_{self.rows}rows_{self.ranks}ranks"
 
     def write(self, name: str, steps: int, method: str | None = None, *more: str) -> str:
         """Write the config of a run of `steps` steps to a file; return the file's path."""
-        path = self.arguments.out / f"{as_name(name)}_{self.ranks}ranks.yaml"
+        path = self.arguments.out / f"{self.folder_name(name)}.yaml"
         path.write_text(dump(self.config(method, f"--max_steps={steps}", *more)), encoding="utf-8")
         return str(path)
 
 
 def main() -> None:
+    arguments = parse_arguments(sys.argv[1:])
+    with exit_on_mistake():
+        measure(arguments)
+
+
+def parse_arguments(argv: list[str]) -> argparse.Namespace:
+    """Return the options of a command line; `overrides` are the config options among them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=["speed"])
     parser.add_argument("--recipe", default="demo", help="recipe of the model and optimizer (demo)")
     parser.add_argument("--data", nargs="+", default=["demo:train"], help="shards, or `random` (demo:train)")
     parser.add_argument("--methods", nargs="+", default=["openclip", "neuclip"], help="our methods (openclip neuclip)")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--rows", type=int, default=64, help="pairs per rank (64)")
+    parser.add_argument("--rows", type=int, nargs="+", default=[64], help="pairs per rank (64)")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=[DEFAULT], help="our configs (default)")
+    parser.add_argument("--peers", nargs="*", choices=PEER_NAMES, default=["ddp", "open_clip"], help="other programs")
+    parser.add_argument("--peer-flags", action="append", help="options of a run of open_clip (none)")
+    parser.add_argument("--open-clip-main", type=Path, help="checkout of open_clip's main branch to run, too")
+    parser.add_argument("--open-clip-main-flags", action="append", help="options of a run of it (none)")
+    parser.add_argument("--caption-tokens", default=FULL, help="random captions: full, a mean length, or a file (full)")
+    parser.add_argument("--time-limit", type=float, default=math.inf, help="seconds of the part speed (unlimited)")
     parser.add_argument("--steps", type=int, default=20, help="timed steps (20)")
     parser.add_argument("--warmup", type=int, default=10, help="untimed first steps; more if NeuCLIP needs them (10)")
     parser.add_argument("--log-every", type=int, default=5, help="steps between TensorBoard points (5)")
@@ -154,27 +231,57 @@ def main() -> None:
     parser.add_argument("--paper-batch", type=int, default=_PAPER_BATCH, help=f"global batch size ({_PAPER_BATCH})")
     parser.add_argument("--paper-ranks", type=int, help=f"ranks for that batch ({_PAPER_RANKS}, or the number of GPUs)")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmark_step"), help="folder for all outputs")
-    arguments, overrides = parser.parse_known_args()
+    arguments, overrides = parser.parse_known_args(argv)
     arguments.overrides = overrides
-    with exit_on_mistake():
-        measure(arguments)
+    return arguments
 
 
 def measure(arguments: argparse.Namespace) -> None:
     for method in arguments.methods:
         find_method(method)
+    require_captions(arguments)
     arguments.out = arguments.out.resolve()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} cores, no GPU"
-    load = f"load {os.getloadavg()[0]:.1f} before"
-    print(f"{platform.machine()}, {device}, torch {torch.__version__}, {arguments.precision}, {load}", flush=True)
+    arguments.description = describe(arguments)
+    print("\n".join(arguments.description), flush=True)
     if "speed" in arguments.parts:
-        for source in arguments.data:
-            compare(arguments, source)
+        compare(arguments)
     if "shares" in arguments.parts:
         print_shares(arguments)
     if "throughput" in arguments.parts:
         print_throughput(arguments)
+
+
+def require_captions(arguments: argparse.Namespace) -> None:
+    """Raise `UserError` if --caption-tokens is wrong, or has no effect."""
+    context_length = config_for(None, [arguments.recipe, *arguments.overrides]).model.text.context_length
+    caption_lengths(arguments.caption_tokens, 1, context_length, torch.Generator())
+    if arguments.caption_tokens != FULL and RANDOM not in arguments.data and "throughput" not in arguments.parts:
+        raise UserError("--caption-tokens sets the length of random captions; add --data random.")
+
+
+def describe(arguments: argparse.Namespace) -> list[str]:
+    """Return lines on the date, machine, versions and command, for the table."""
+    hardware = f"{os.cpu_count()} cores ({platform.machine()}), no GPU"
+    if torch.cuda.is_available():
+        hardware = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, {os.cpu_count()} cores"
+    commit = "unknown"
+    if shutil.which("git"):
+        call = ["git", "describe", "--always", "--dirty"]
+        done = subprocess.run(call, cwd=Path(__file__).parent, capture_output=True, text=True)
+        commit = done.stdout.strip() or commit
+    versions = [f"torch {torch.__version__}"]
+    for package in ("deepspeed", "open_clip_torch"):
+        if importlib.util.find_spec(package.removesuffix("_torch")) is not None:
+            versions.append(f"{package} {importlib.metadata.version(package)}")
+    date = datetime.date.today().isoformat()
+    load = f"load {os.getloadavg()[0]:.1f} before"
+    captions = f"tokens of random captions: {arguments.caption_tokens}"
+    return [
+        f"Speed of training steps, {date}, commit {commit}: {hardware}, {load}.",
+        f"{', '.join(versions)}; {arguments.recipe}, {arguments.precision}, {captions}.",
+        f"Command: {shlex.join(['python', 'tools/benchmark_step.py', *sys.argv[1:]])}",
+    ]
 
 
 def print_throughput(arguments: argparse.Namespace) -> None:
@@ -184,15 +291,16 @@ def print_throughput(arguments: argparse.Namespace) -> None:
     engine = f"zero{arguments.zero}_{arguments.precision}"
     names = "hardware, model, engine, method, pairs per rank, samples/s, objective %, MFU %"
     print(f"\n| {names.replace(', ', ' | ')} |\n" + "|---" * 8 + "|")
-    for ranks, method in itertools.product(arguments.ranks, arguments.methods):
-        setting = setting_for(arguments, ranks)
-        speed = run(our_program(setting, method), setting, 0)
-        folder = arguments.out / f"throughput_{method}_{ranks}ranks"
+    for ranks, rows, method in itertools.product(arguments.ranks, arguments.rows, arguments.methods):
+        setting = setting_for(arguments, ranks, rows)
+        program = our_program(setting, method, DEFAULT)
+        speed = run(program, setting, 0)
+        folder = arguments.out / setting.folder_name(f"throughput_{method}")
         worker_options = {
             "methods": method,
             "stages": arguments.zero,
             "recipe": arguments.recipe,
-            "rows": arguments.rows,
+            "rows": rows,
             "precision": arguments.precision,
             "steps": arguments.steps,
             "out": folder,
@@ -213,50 +321,112 @@ def print_throughput(arguments: argparse.Namespace) -> None:
         if peaks and arguments.precision == "bf16":
             mfu = f"{100 * flops / peaks[-1]:.1f}"
         print(
-            f"| {ranks} x {hardware} | {arguments.recipe} | {engine} | {method} | {arguments.rows} "
+            f"| {ranks} x {hardware} | {arguments.recipe} | {engine} | {method} | {rows} "
             f"| {speed:,.0f} | {100 * share:.1f} | {mfu} |",
             flush=True,
         )
 
 
-def compare(arguments: argparse.Namespace, source: str) -> None:
-    """Print the speed table for one data source."""
-    if source.startswith("demo:"):
-        source = str(demo_split(source, _CACHE))
-    if source != RANDOM:
-        source = "::".join(resolve_shards(source))
-    tokenizer = None if source == RANDOM else make_tokenizer(arguments, source)
-    speeds_by_ranks: dict[int, Speeds] = {}
-    absent: dict[str, str] = {}
-    for ranks in arguments.ranks:
-        setting = setting_for(arguments, ranks, source, tokenizer)
+def compare(arguments: argparse.Namespace) -> None:
+    """Print the speed table, and write it to a file after every run.
+
+    Raises:
+        UserError: a program failed; the other programs have run.
+    """
+    clock = TimeLimit(arguments.time_limit)
+    measured: list[Measured] = []
+    settings = list(all_settings(arguments))
+    for setting in settings:
         all_programs = programs(setting)
-        speeds: dict[str, list[float]] = {}
+        entries = []
         for program in all_programs:
-            speeds[program.name] = []
-            absent[program.name] = program.absent
+            entry = Measured(source=setting.input_name, program=program.name, ranks=setting.ranks, rows=setting.rows)
+            entry.problem = program.absent
+            entries.append(entry)
+        measured += entries
         for turn in range(arguments.repeats):
-            for program in all_programs:
-                if not program.absent:
-                    speed = run(program, setting, turn)
-                    speeds[program.name].append(speed)
-                    report(f"{ranks} ranks, turn {turn + 1}, {program.name}: {speed:,.1f} samples/s")
-        speeds_by_ranks[ranks] = speeds
-    kind = "one random batch" if source == RANDOM else f"shards, {arguments.workers} loader processes per rank"
-    print(f"\n{arguments.recipe}, {arguments.rows} pairs per rank, {kind}\n")
-    print("\n".join(table(speeds_by_ranks, [ours(method) for method in arguments.methods], absent)), flush=True)
-    print_sizes(arguments.out, setting)
+            for program, entry in zip(all_programs, entries, strict=True):
+                if not entry.problem:
+                    run_timed(program, entry, setting, turn, clock)
+                    write_csv(arguments.out / SPEEDS, arguments.description, speed_rows(arguments, measured))
+    print(f"\n{markdown(speed_rows(arguments, measured))}", flush=True)
+    print_sizes(arguments.out, settings[-1])
+    failures = [f"{entry.program} ({entry.ranks} ranks): {entry.problem}" for entry in measured if entry.failed]
+    if failures:
+        raise UserError("Programs failed:\n" + "\n".join(failures))
+
+
+def speed_rows(arguments: argparse.Namespace, measured: list[Measured]) -> list[list[str]]:
+    references = [ours(method, arguments.variants[-1]) for method in arguments.methods]
+    return rows_of_table(measured, references, ON_GPU if torch.cuda.is_available() else ON_CPU)
+
+
+class TimeLimit:
+    """Limit on the total time of several runs, which take about as long as each other.
+
+    Args:
+        seconds: the limit, from now on.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+        self._longest = 0.0
+
+    @property
+    def reached(self) -> bool:
+        """Whether a run that takes as long as the longest one so far would end too late."""
+        return time.monotonic() + self._longest > self._end
+
+    def add(self, seconds: float) -> None:
+        """Record the duration of a run."""
+        self._longest = max(self._longest, seconds)
+
+
+def run_timed(program: Program, entry: Measured, setting: Setting, turn: int, clock: TimeLimit) -> None:
+    """Run a program once and record its speed, or why there is none."""
+    if clock.reached:
+        entry.problem = "time limit"
+        return
+    start = time.monotonic()
+    try:
+        entry.speeds[turn] = run(program, setting, turn)
+    except UserError as error:
+        entry.problem = str(error)
+        entry.failed = True
+        report(entry.problem)
+        return
+    finally:
+        clock.add(time.monotonic() - start)
+    entry.launches = read_launches(run_folder(program, setting, turn))
+    line = f"{setting.ranks} ranks, {setting.rows} pairs, turn {turn + 1}, {program.name}"
+    report(f"{line}: {entry.speeds[turn]:,.1f} samples/s")
+
+
+def all_settings(arguments: argparse.Namespace) -> Iterator[Setting]:
+    """Yield the settings in which programs are compared."""
+    for source in arguments.data:
+        if source.startswith("demo:"):
+            source = str(demo_split(source, _CACHE))
+        if source != RANDOM:
+            source = "::".join(resolve_shards(source))
+        tokenizer = None if source == RANDOM else make_tokenizer(arguments, source)
+        for ranks, rows in itertools.product(arguments.ranks, arguments.rows):
+            yield setting_for(arguments, ranks, rows, source, tokenizer)
 
 
 def setting_for(
-    arguments: argparse.Namespace, ranks: int, source: str = RANDOM, tokenizer: tuple[Path, int] | None = None
+    arguments: argparse.Namespace,
+    ranks: int,
+    rows: int,
+    source: str = RANDOM,
+    tokenizer: tuple[Path, int] | None = None,
 ) -> Setting:
     threads = arguments.threads or max(1, (os.cpu_count() or 1) // ranks)
     return Setting(
         arguments=arguments,
         recipe=arguments.recipe,
         ranks=ranks,
-        rows=arguments.rows,
+        rows=rows,
         threads=threads,
         source=source,
         tokenizer=tokenizer,
@@ -274,75 +444,124 @@ def make_tokenizer(arguments: argparse.Namespace, source: str) -> tuple[Path, in
     return arguments.out / "tokenizer", tokenizer.vocab_size
 
 
-def ours(method: str) -> str:
-    return f"here: {method}"
+def ours(method: str, variant: str) -> str:
+    return f"here: {method}" if variant == DEFAULT else f"here: {method}, {variant}"
+
+
+def variant_options(variant: str, arguments: argparse.Namespace) -> list[str]:
+    """Return the config options of a variant."""
+    if variant == DEFAULT:
+        return []
+    has_lean_step = arguments.precision == "bf16" and arguments.zero == 1
+    options = []
+    for name, change in CHANGES.items():
+        is_on = name == variant or (variant == ALL and (name != "lean" or has_lean_step))
+        options.append(f"--{change.option}={change.on if is_on else change.off}")
+    return options
 
 
 def programs(setting: Setting) -> list[Program]:
     """Return the programs in the order in which they are interleaved; write their configs next to their folders."""
     arguments = setting.arguments
-    all_programs = [our_program(setting, method) for method in arguments.methods]
-    steps = arguments.warmup + setting.steps
-    peer_options = list(random_input(setting))
-    if arguments.precision == "bf16":
-        peer_options.append("--bf16")
-    path = setting.write("plain DDP", steps, arguments.methods[0])
-    all_programs.append(
-        Program(
-            name="plain DDP",
-            script=PEERS / "plain_ddp.py",
-            options=(path, *peer_options),
-            tag="loss",
-            warmup=arguments.warmup,
-        )
-    )
-    missing = [name for name in ("open_clip_train", "pandas") if importlib.util.find_spec(name) is None]
-    path = setting.write("open_clip", steps, arguments.methods[0])
-    all_programs.append(
-        Program(
-            name="open_clip",
-            script=PEERS / "open_clip_program.py",
-            options=(path, *peer_options),
-            tag="train/loss",
-            warmup=arguments.warmup,
-            absent=f"pip install open_clip_torch pandas (no {' and no '.join(missing)})" if missing else "",
-        )
-    )
-    return all_programs
+    all_programs = []
+    for method, variant in itertools.product(arguments.methods, arguments.variants):
+        differences = int(method != arguments.methods[0]) + int(setting.rows != arguments.rows[0])
+        allowed = 0 if variant in CHANGES else 1
+        if differences <= allowed:
+            all_programs.append(our_program(setting, method, variant))
+    return [*all_programs, *peer_programs(setting)]
 
 
-def our_program(setting: Setting, method: str) -> Program:
+def our_program(setting: Setting, method: str, variant: str) -> Program:
     """Return our program; its warm-up lasts at least until NeuCLIP's network predicts."""
     arguments = setting.arguments
     steps_to_predict = first_prediction(setting.config(method))
     points_to_predict = math.ceil(steps_to_predict / arguments.log_every)
     warmup = max(arguments.warmup, points_to_predict * arguments.log_every)
-    name = ours(method)
-    path = setting.write(name, warmup + setting.steps, method)
+    name = ours(method, variant)
+    path = setting.write(name, warmup + setting.steps, method, *variant_options(variant, arguments))
     return Program(
         name=name,
         script=PEERS / "ours.py",
-        options=(path, *random_input(setting)),
+        options=(path, *input_options(setting)),
         tag="loss",
         warmup=warmup,
     )
 
 
-def random_input(setting: Setting) -> tuple[str, ...]:
-    return ("--random",) if setting.source == RANDOM else ()
+def peer_programs(setting: Setting) -> Iterator[Program]:
+    """Yield the programs of others."""
+    arguments = setting.arguments
+    if "ddp" in arguments.peers:
+        yield plain_ddp(setting, "plain DDP", "false")
+    if "ddp_compiled" in arguments.peers:
+        yield plain_ddp(setting, "plain DDP, compiled", "towers")
+    if "open_clip" in arguments.peers:
+        for flags in arguments.peer_flags or [""]:
+            yield open_clip(setting, "open_clip", flags)
+    if arguments.open_clip_main:
+        source = arguments.open_clip_main.resolve() / "src"
+        for flags in arguments.open_clip_main_flags or [""]:
+            yield open_clip(setting, "open_clip main", flags, packages=(str(source),))
+
+
+def plain_ddp(setting: Setting, name: str, compiled: str) -> Program:
+    """Return the plain loop; `compiled` is the value of `model.compile`."""
+    path, options = peer_config(setting, name, f"--model.compile={compiled}")
+    return Program(
+        name=name,
+        script=PEERS / "plain_ddp.py",
+        options=(path, *options),
+        tag="loss",
+        warmup=setting.arguments.warmup,
+    )
+
+
+def open_clip(setting: Setting, version: str, flags: str, packages: tuple[str, ...] = ()) -> Program:
+    """Return open_clip's program with additional options; modules in the folders `packages` replace installed ones."""
+    missing = [name for name in ("open_clip_train", "pandas") if importlib.util.find_spec(name) is None]
+    name = f"{version} {flags}".strip()
+    path, options = peer_config(setting, name)
+    return Program(
+        name=name,
+        script=PEERS / "open_clip_program.py",
+        options=(path, *options, f"--flags={flags}"),
+        tag="train/loss",
+        warmup=setting.arguments.warmup,
+        packages=packages,
+        absent=f"pip install open_clip_torch pandas (no {' and no '.join(missing)})" if missing else "",
+    )
+
+
+def peer_config(setting: Setting, name: str, *more: str) -> tuple[str, list[str]]:
+    """Write the config of a peer, without our changes; return the file's path and the program's options."""
+    arguments = setting.arguments
+    steps = arguments.warmup + setting.steps
+    path = setting.write(name, steps, arguments.methods[0], *variant_options(BASELINE, arguments), *more)
+    options = list(input_options(setting))
+    if arguments.precision == "bf16":
+        options.append("--bf16")
+    return path, options
+
+
+def input_options(setting: Setting) -> tuple[str, ...]:
+    if setting.source != RANDOM:
+        return ()
+    return "--random", f"--caption-tokens={setting.arguments.caption_tokens}"
+
+
+def run_folder(program: Program, setting: Setting, turn: int) -> Path:
+    folder: Path = setting.arguments.out / f"{setting.folder_name(program.name)}_turn{turn}"
+    return folder
 
 
 def run(program: Program, setting: Setting, turn: int) -> float:
     """Run a program once and return its samples/s; delete the run's checkpoints."""
-    folder = setting.arguments.out / f"{as_name(program.name)}_{setting.ranks}ranks_turn{turn}"
+    folder = run_folder(program, setting, turn)
     config, *options = program.options
-    setting.start(program.script, folder, config, *options)
+    setting.start(program.script, folder, config, *options, packages=program.packages)
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     return samples_per_second(folder / "tensorboard", program.tag, program.warmup, setting.batch)
-
-
-def as_name(program: str) -> str:
-    return "".join(letter if letter.isalnum() else "_" for letter in program)
 
 
 def print_sizes(out: Path, setting: Setting) -> None:

@@ -82,10 +82,18 @@ def compare(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
     print(f"{text}\nWritten: {arguments.out / REPORT}; traces and breakdowns are in the folders next to it.")
 
 
-def run_on_ranks(name: str, program: Sequence[str], ranks: int, folder: Path, threads: int | None = None) -> None:
+def run_on_ranks(
+    name: str,
+    program: Sequence[str],
+    ranks: int,
+    folder: Path,
+    threads: int | None = None,
+    packages: Sequence[str] = (),
+) -> None:
     """Run a program to its end on `ranks` ranks, which share this machine's cores; log to FOLDER/output.txt.
 
-    `program` is a script, or `-m` and a module, with arguments. Error messages call the program `name`.
+    `program` is a script, or `-m` and a module, with arguments. Error messages call the program `name`. Modules in the
+    folders `packages` replace installed ones.
 
     Raises:
         UserError: the program failed; the message shows the end of the output.
@@ -95,7 +103,7 @@ def run_on_ranks(name: str, program: Sequence[str], ranks: int, folder: Path, th
     shared = str(max(1, (os.cpu_count() or 1) // ranks))
     # name the loopback interface, because gloo may otherwise take long to look up the host name
     variables = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": shared, **os.environ, "HF_HUB_OFFLINE": "1"}
-    variables |= {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join(sys.path)}
+    variables |= {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join([*packages, *sys.path])}
     variables |= {"OMP_NUM_THREADS": str(threads)} if threads else {}
     path = folder / "output.txt"
     with path.open("w") as output:

@@ -131,12 +131,11 @@ def waits(communicator: Communicator, options: list[str]) -> list[str]:
     """Return the name of the file that causes each wait for the GPU in the fourth step."""
     steps = SyntheticSteps(parse(options).config, communicator)
     for number in range(3):
-        steps.run(number, steps.batch(number))
-    batch = steps.batch(3)
+        steps.run(number)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
-        steps.run(3, batch)
+        steps.run(3)
         torch.cuda.set_sync_debug_mode("default")
     return [warning.filename for warning in caught if "synchronizing" in str(warning.message)]
 
@@ -155,7 +154,7 @@ def peak(communicator: Communicator, options: list[str]) -> tuple[int, int]:
     steps = SyntheticSteps(query.config, communicator)
     torch.cuda.reset_peak_memory_stats()
     for number in range(2):
-        steps.run(number, steps.batch(number))
+        steps.run(number)
     return torch.cuda.max_memory_allocated(), account(query, count_towers(query)).peak
 
 

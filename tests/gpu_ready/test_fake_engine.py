@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from benchmarking import synthetic_profile
 from benchmarking.run_loss import build_loss
 from fake_cuda import DEVICE, calling_file, fake_cuda, fake_ranks
+from small_runs import SMALL as SMALL_MODEL
 from test_step import TOKENS, config_of, data
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,6 +30,7 @@ from neuclip_ds.engine.device_batches import DeviceBatches
 from neuclip_ds.engine.start import start_engine
 from neuclip_ds.losses.base import Position
 from neuclip_ds.models.build import build_dual_encoder
+from neuclip_ds.recipe import parse
 from neuclip_ds.training.step import train_step
 
 RANK = 3
@@ -138,3 +141,21 @@ def test_all_ranks_call_the_same_collectives(stage: int, ranks: int) -> None:
         assert len(recorded.groups) == 1
     assert {(method, 2) for method in METHODS} <= set(calls_of_rank_zero)
     assert len(calls_of_rank_zero) > 10 * STEPS * len(METHODS)
+
+
+def test_the_step_benchmark_prefetches_batches_as_a_run_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host would wait for a copy of more than 64 KB from pageable memory, in `engine/device_batches.py`."""
+
+    def start(model: Any, *args: Any) -> Any:
+        model.to(DEVICE).to = lambda *_: model  # has references, so must not move again
+        return start_engine(model, *args)
+
+    monkeypatch.setattr(synthetic_profile, "start_engine", start)
+    tiny = [*SMALL_MODEL, "--objective.method=openclip", f"--data.batch_size={RANKS * 128}", "--deepspeed=zero1_bf16"]
+    with fake_cuda() as gpu, fake_ranks(RANK, RANKS):
+        steps = synthetic_profile.SyntheticSteps(parse(["demo", *tiny]).config, Communicator(DEVICE), batches=2)
+        for number in range(3):
+            gpu.syncs = Counter()
+            assert steps.run(number).applied
+    waits = {name: count for name, count in gpu.syncs.items() if not name.startswith("deepspeed")}
+    assert waits == {"engine/engine.py": 1}

@@ -27,7 +27,6 @@ from neuclip_ds.distributed.communicator import Communicator
 
 FEATURES = ("random", "matched", "collapsed", "opposed")  # opposed: collapsed onto two opposite directions
 PEER = "open_clip ClipLoss"  # name of the loss from `clip_loss` in tables
-EOS = 1  # EOS id of tokenizers that this project trains, and of random tokens
 
 
 def on_ranks(ranks: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -169,19 +168,6 @@ def random_features(rows: int, dim: int, communicator: Communicator, kind: str =
     )
 
 
-def random_pair(config: Config, rows: int) -> tuple[Tensor, Tensor]:
-    """Return random (b, 3, H, W) float32 pixels and (b, T) token ids, in pinned memory if there is a GPU."""
-    size = config.model.vision.image_size
-    text = config.model.text
-    tokens = torch.randint(2, text.vocab_size, (rows, text.context_length))
-    tokens[:, 0] = 0
-    tokens[:, -1] = EOS
-    pixels = torch.randn(rows, 3, size, size)
-    if torch.cuda.is_available():
-        return pixels.pin_memory(), tokens.pin_memory()
-    return pixels, tokens
-
-
 def initial_logit_scale(config: Config) -> float:
     """Return the peers' initial log(1/tau): CLIP's value if the config leaves it to the method."""
     return math.log(1 / (config.objective.temperature.initial or 0.07))
@@ -205,6 +191,7 @@ def program_parser(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("config", type=Path, help="config of the run")
     parser.add_argument("out", type=Path, help="folder of the run")
-    parser.add_argument("--random", action="store_true", help="repeat one batch of random pairs")
+    parser.add_argument("--random", action="store_true", help="repeat four batches of random pairs")
+    parser.add_argument("--caption-tokens", default="full", help="lengths of random captions, as in benchmark_step.py")
     parser.add_argument("--bf16", action="store_true", help="run under bf16 autocast")
     return parser

@@ -4,9 +4,10 @@ The programs need no timing code: each program records its loss at regular steps
 give its speed, including everything between the points.
 """
 
+import csv
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from neuclip_ds.errors import UserError
@@ -21,7 +22,27 @@ class Program:
     options: tuple[str, ...]
     tag: str  # tag of the scalar that the program writes at regular steps
     warmup: int  # steps that are not timed
+    packages: tuple[str, ...] = ()  # folders of modules that replace installed ones
     absent: str = ""  # reason why the program cannot run here, or empty
+
+
+@dataclass(kw_only=True)
+class Measured:
+    """Speeds of a program on one kind of input, with one number of ranks and of pairs per rank."""
+
+    source: str  # input, as in the table
+    program: str
+    ranks: int
+    rows: int  # pairs per rank
+    speeds: dict[int, float] = field(default_factory=dict)  # samples/s by turn
+    launches: int | None = None  # of one step, if counted
+    problem: str = ""  # why turns are missing, or empty
+    failed: bool = False  # whether the problem is an error of the program
+
+    @property
+    def group(self) -> tuple[str, int, int]:
+        """What must be equal for two speeds to be compared."""
+        return self.source, self.ranks, self.rows
 
 
 def samples_per_second(folder: Path, tag: str, warmup: int, batch: int) -> float:
@@ -42,26 +63,51 @@ def samples_per_second(folder: Path, tag: str, warmup: int, batch: int) -> float
     return float((last.step - first.step) * batch / (last.wall_time - first.wall_time))
 
 
-Speeds = Mapping[str, Sequence[float]]  # program -> samples/s of its runs; empty if it cannot run
+def rows_of_table(measured: Sequence[Measured], references: Sequence[str], launches: str) -> list[list[str]]:
+    """Return the head and the rows of the table of speeds, with the ratios of `references` to each program.
 
+    A ratio is the median over the turns in which both programs ran, on the same input, ranks and pairs.
 
-def table(speeds_by_ranks: Mapping[int, Speeds], references: Sequence[str], absent: Mapping[str, str]) -> list[str]:
-    """Return a Markdown table of the speeds by number of ranks, with the ratios of `references` to each program.
-
-    A ratio is the median over the turns, in each of which all programs run once.
+    Args:
+        measured: the programs.
+        references: names of programs.
+        launches: name of the last column.
     """
-    head = ["program", "ranks", "samples/s", "lowest - highest", *(f"{name} / it" for name in references)]
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    for ranks, speeds in speeds_by_ranks.items():
-        for name, turns in speeds.items():
-            if turns:
-                cells = [f"{statistics.median(turns):,.1f}", f"{min(turns):,.1f} - {max(turns):,.1f}"]
-                for reference in references:
-                    pairs = zip(speeds[reference], turns, strict=True)
-                    ratio = statistics.median(ours / its for ours, its in pairs)
-                    cells.append(f"{ratio:.2f}")
-            else:
-                cells = [f"not run: {absent[name]}", "-"]
-                cells += ["-"] * len(references)
-            lines.append(f"| {name} | {ranks} | {' | '.join(cells)} |")
-    return lines
+    head = ["input", "program", "ranks", "pairs per rank", "samples/s", "lowest", "highest"]
+    head += [f"{name} / it" for name in references]
+    rows = [[*head, launches]]
+    by_name = {(*entry.group, entry.program): entry for entry in measured}
+    for entry in measured:
+        row = [entry.source, entry.program, str(entry.ranks), str(entry.rows)]
+        if entry.speeds:
+            speeds = list(entry.speeds.values())
+            row += [f"{value:.1f}" for value in (statistics.median(speeds), min(speeds), max(speeds))]
+        else:
+            row += ["failed" if entry.failed else f"not run: {entry.problem}", "-", "-"]
+        for name in references:
+            reference = by_name.get((*entry.group, name))
+            row.append("-" if reference is None else _ratio(reference, entry))
+        row.append("-" if entry.launches is None else str(entry.launches))
+        rows.append(row)
+    return rows
+
+
+def _ratio(reference: Measured, entry: Measured) -> str:
+    turns = reference.speeds.keys() & entry.speeds.keys()
+    if not turns:
+        return "-"
+    ratio = statistics.median(reference.speeds[turn] / entry.speeds[turn] for turn in turns)
+    return f"{ratio:.2f}"
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table whose first row is the head."""
+    head, *body = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([head, "|---" * len(rows[0]) + "|", *body])
+
+
+def write_csv(path: Path, description: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Write a table below the lines of its description, as in tools/measurements."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        file.writelines(f"# {line}\n" for line in description)
+        csv.writer(file, lineterminator="\n").writerows(rows)

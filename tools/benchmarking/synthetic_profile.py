@@ -3,12 +3,17 @@
 Everything from the towers onward is the same as in a run. There is no loader, so steps exclude its time.
 """
 
+import itertools
 import math
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 import torch
+from torch import Tensor
 
+from benchmarking.random_pairs import BATCHES, FULL, random_tokens, seed_of_batch
 from benchmarking.run_loss import LossBuilder, build_loss
 from neuclip_ds.config import Config, dump
 from neuclip_ds.data.dataset import Batch
@@ -29,7 +34,6 @@ from neuclip_ds.training.step import StepOutcome, train_step
 
 CONFIG = "config.yaml"  # file next to breakdown.json
 EPOCH = 100  # steps per epoch of the dataset that the indices are drawn from
-_TOKENS = 512  # vocabulary size assumed for a pretrained tokenizer that does not report one
 
 
 def prototypes_of(config: Config) -> int:
@@ -52,6 +56,16 @@ def first_prediction(config: Config) -> int:
 class SyntheticSteps:
     """Training steps on random pairs, with random weights; `data.train` is not read.
 
+    As in a run, batches are pinned if there is a GPU, and copied to it during the previous step.
+
+    Args:
+        config: the config of the run.
+        communicator: the ranks of the run.
+        lr: learning rate of all steps.
+        build: function that builds the loss.
+        batches: number of batches whose pixels and tokens are repeated.
+        caption_tokens: lengths of the captions, as in `random_pairs.caption_lengths`.
+
     Attributes:
         engine: the engine around the towers.
         loss: the loss.
@@ -59,12 +73,19 @@ class SyntheticSteps:
     """
 
     def __init__(
-        self, config: Config, communicator: Communicator, lr: float = 1e-4, build: LossBuilder = build_loss
+        self,
+        config: Config,
+        communicator: Communicator,
+        lr: float = 1e-4,
+        build: LossBuilder = build_loss,
+        *,
+        batches: int = BATCHES,
+        caption_tokens: str = FULL,
     ) -> None:
         engine_config = load_engine_config(config, communicator.world_size)
         query = MemoryQuery(config, communicator.world_size)
         self._query = query
-        self._rank = communicator.rank
+        self._communicator = communicator
         self._lr = lr
         torch.manual_seed(config.run.seed)
         model = query.source.build(query.tokenizer)
@@ -76,30 +97,43 @@ class SyntheticSteps:
         comm_dtype = resolve_comm_dtype(config, engine_config)
         self.loss = build(config, query.source.embed_dim, samples, communicator, comm_dtype)
         self._batches = DeviceBatches(communicator.device, query.micro_batch, self.engine.pack)
+        pairs = [self._pairs(number, caption_tokens) for number in range(batches)]
+        self._batches.start(self._endless(pairs))
 
-    def batch(self, number: int) -> Batch:
-        """Return this rank's rows of global batch `number`, which is noise with distinct indices."""
-        query = self._query
-        rows = query.rank_batch
-        samples = EPOCH * query.config.data.batch_size
-        generator = torch.Generator().manual_seed(number)
-        permutation = torch.randperm(samples, generator=generator)
-        index = permutation[self._rank * rows : (self._rank + 1) * rows]
-        generator.manual_seed(number * query.world_size + self._rank)
-        shape = (rows, 3, query.image_size, query.image_size)
-        image = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
-        vocabulary = getattr(query.tokenizer, "vocab_size", _TOKENS)
-        tokens = torch.randint(2, vocabulary, (rows, query.tokenizer.context_length), generator=generator)
-        tokens[:, 0] = 0
-        tokens[:, -1] = 1
-        return Batch(image, tokens, index, torch.ones(rows, dtype=torch.bool))
-
-    def run(self, number: int, batch: Batch) -> StepOutcome:
-        """Run a training step, as the trainer does; the batch can be used again."""
-        self._batches.start(iter([RankBatch([batch])]))
+    def run(self, number: int) -> StepOutcome:
+        """Run the next training step, as the trainer does; `number` counts the steps from 0."""
         position = Position(step=number, epoch=number // EPOCH, lr=self._lr, peak_lr=self._lr)
         loss = cast(ContrastiveLoss, self.loss)  # a baseline has the same interface
         return train_step(self.engine, loss, self._batches, next(self._batches), position)
+
+    def _pairs(self, number: int, caption_tokens: str) -> tuple[Tensor, Tensor]:
+        """Return noise: this rank's uint8 (b, 3, H, W) pixels and (b, T) ids of global batch `number`."""
+        query = self._query
+        rows = query.rank_batch
+        seed = seed_of_batch(number, self._communicator.rank, query.world_size)
+        generator = torch.Generator().manual_seed(seed)
+        tokens = random_tokens(caption_tokens, rows, query.tokenizer, generator)
+        shape = (rows, 3, query.image_size, query.image_size)
+        return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8), tokens
+
+    def _endless(self, pairs: list[tuple[Tensor, Tensor]]) -> Iterator[RankBatch]:
+        """Yield the pairs in turn; the indices are drawn anew, so that an epoch has every sample once."""
+        on_gpu = self._communicator.device.type == "cuda"
+        rows = self._query.rank_batch
+        size = rows * self._query.world_size
+        generator = torch.Generator().manual_seed(0)
+        permutation = torch.randperm(EPOCH * size, generator=generator)
+        valid = torch.ones(rows, dtype=torch.bool)
+        batches = [Batch(image, tokens, permutation[:rows], valid) for image, tokens in pairs]
+        if on_gpu:
+            batches = [batch.pin_memory() for batch in batches]
+        for number in itertools.count():
+            batch = batches[number % len(batches)]
+            start = number % EPOCH * size + self._communicator.rank * rows
+            index = permutation[start : start + rows]
+            if on_gpu:
+                index = index.pin_memory()
+            yield RankBatch([replace(batch, index=index)])
 
 
 def run_synthetic_profile(
@@ -127,6 +161,5 @@ def run_synthetic_profile(
         (folder / CONFIG).write_text(dump(config), encoding="utf-8")
     with Recorder(folder, communicator, count, after, description) as recorder:
         for number in range(after + count):
-            batch = steps.batch(number)
             with recorder.step():
-                steps.run(number, batch)
+                steps.run(number)

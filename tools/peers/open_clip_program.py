@@ -3,11 +3,16 @@
 `open_clip_train.main` runs with four changes. Its model combines this project's timm trunk with open_clip's text tower
 of the same size. Random pairs can replace its loader. On CPUs, DistributedDataParallel receives no device, which only
 GPUs may have. webdataset 1.0 omits its marks at the end of shards, which open_clip, written for 0.2, cannot read.
+
+The program runs version 3 and the main branch of June 2026, in which batches are dictionaries. There, the option
+--length-bucketing sorts captions by length: of random pairs, all are sorted and cut to the longest caption of a batch,
+the best case of this option.
 """
 
 import argparse
 import functools
 import json
+import shlex
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -15,29 +20,34 @@ from typing import Any
 import open_clip
 import timm
 import torch
-from benchmarking import EOS, initial_logit_scale, program_parser, random_pair
+from benchmarking import initial_logit_scale, program_parser
+from benchmarking.random_pairs import EOS, float_batches
 from open_clip_train import data as loading
 from open_clip_train import main as program
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel.distributed import DistributedDataParallel
 from webdataset.tariterators import tar_file_expander
 
 from neuclip_ds.config import Config
 from neuclip_ds.data.shards import resolve_shards
-from neuclip_ds.distributed.environment import read_environment
+from neuclip_ds.distributed.environment import RankEnvironment, read_environment
 from neuclip_ds.models.image_models import new_vision_tower
 from neuclip_ds.recipe import load_recipe, validate
 
 FACTS = "facts.json"
 _NAME = "benchmark_dual_encoder"
+_BUCKETING = "--length-bucketing"
 
 
 def main() -> None:
-    arguments = program_parser(__doc__).parse_args()
+    parser = program_parser(__doc__)
+    parser.add_argument("--flags", default="", help="more options of open_clip, as one string")
+    arguments = parser.parse_args()
     config = validate(load_recipe(str(arguments.config)))
     environment = read_environment()
     if arguments.random:
-        program.get_data = lambda *_, **__: {"train": random_pairs(config, config.rank_batch(environment.world_size))}
+        program.get_data = lambda *_, **__: {"train": random_pairs(config, arguments, environment)}
+        program.get_tokenizer = lambda *_, **__: None  # the special ids of random tokens are not those of its default
     if not torch.cuda.is_available():
         torch.nn.parallel.DistributedDataParallel = _without_device  # type: ignore[misc,assignment]
     loading.tar_file_expander = functools.partial(tar_file_expander, eof_value=None)
@@ -45,12 +55,22 @@ def main() -> None:
     make = program.create_model_and_transforms
     program.create_model_and_transforms = lambda *args, **options: _with_size_written(make(*args, **options), facts)
     with tempfile.TemporaryDirectory() as folder:
-        add_model(config, Path(folder))
+        add_model(config, Path(folder), variable_text=buckets_by_length(arguments))
         program.main(command_line(config, arguments, environment.world_size))
 
 
-def add_model(config: Config, folder: Path) -> None:
-    """Register the model with open_clip under the name `benchmark_dual_encoder`."""
+def buckets_by_length(arguments: argparse.Namespace) -> bool:
+    return _BUCKETING in shlex.split(arguments.flags)
+
+
+def add_model(config: Config, folder: Path, variable_text: bool = False) -> None:
+    """Register the model with open_clip under the name `benchmark_dual_encoder`.
+
+    Args:
+        config: the config of the run.
+        folder: folder for the description of the model.
+        variable_text: whether batches may have captions shorter than the context; only in open_clip's main branch.
+    """
     tower = new_vision_tower(config.model.vision, config.model.embed_dim)
 
     def benchmark_vision(pretrained: bool = False, **_: Any) -> nn.Module:
@@ -60,7 +80,7 @@ def add_model(config: Config, folder: Path) -> None:
     timm.models.register_model(benchmark_vision)
     vision = config.model.vision
     text = config.model.text
-    description = {
+    description: dict[str, Any] = {
         "embed_dim": config.model.embed_dim,
         "quick_gelu": "quickgelu" in vision.name,
         "init_logit_scale": initial_logit_scale(config),
@@ -81,6 +101,8 @@ def add_model(config: Config, folder: Path) -> None:
             "eos_id": EOS,
         },
     }
+    if variable_text:
+        description["text_cfg"]["variable_text"] = True
     path = folder / f"{_NAME}.json"
     path.write_text(json.dumps(description), encoding="utf-8")
     open_clip.add_model_config(path)
@@ -117,12 +139,10 @@ def command_line(config: Config, arguments: argparse.Namespace, world_size: int)
     if optimizer.max_grad_norm:
         options["grad-clip-norm"] = optimizer.max_grad_norm
     flags = ["--local-loss", "--gather-with-grad", "--dataset-resampled"]
-    if config.model.compile:
-        flags.append("--torchcompile")
     arguments_of_options = []
     for name, value in options.items():
         arguments_of_options += [f"--{name}", str(value)]
-    return [*flags, *arguments_of_options]
+    return [*flags, *arguments_of_options, *shlex.split(arguments.flags)]
 
 
 class _Repeated(list[Any]):
@@ -131,13 +151,36 @@ class _Repeated(list[Any]):
     num_batches = num_samples = 0
 
 
-def random_pairs(config: Config, rows: int) -> loading.DataInfo:
-    """Return a loader that repeats one random batch for every step of the run."""
+def random_pairs(config: Config, arguments: argparse.Namespace, environment: RankEnvironment) -> loading.DataInfo:
+    """Return a loader that repeats random batches for every step of the run."""
+    ranks = environment.world_size
+    pairs = float_batches(config, config.rank_batch(ranks), arguments.caption_tokens, environment.rank, ranks)
+    if buckets_by_length(arguments):
+        pairs = sorted_by_length(pairs)
+    batches: list[Any] = list(pairs)
+    if hasattr(open_clip, "create_task"):  # the main branch
+        batches = [{"image": image, "text": tokens} for image, tokens in pairs]
     steps = config.max_steps or 0
-    loader = _Repeated([random_pair(config, rows)] * steps)
+    loader = _Repeated(batches[number % len(batches)] for number in range(steps))
     loader.num_batches = steps
     loader.num_samples = steps * config.data.batch_size
     return loading.DataInfo(loader)
+
+
+def sorted_by_length(pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """Sort the captions of all batches by length, and cut those of a batch after its longest caption."""
+    tokens = torch.cat([tokens for _, tokens in pairs])
+    lengths = tokens.eq(EOS).int().argmax(dim=1) + 1
+    sorted_lengths, order = lengths.sort()
+    result = []
+    start = 0
+    for image, _ in pairs:
+        stop = start + len(image)
+        longest = int(sorted_lengths[stop - 1])
+        cut = tokens[order[start:stop], :longest].contiguous()
+        result.append((image, cut.pin_memory() if image.is_pinned() else cut))
+        start = stop
+    return result
 
 
 def _without_device(model: nn.Module, device_ids: Any, **options: Any) -> DistributedDataParallel:

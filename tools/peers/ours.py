@@ -6,6 +6,7 @@ ranks than cores: CPU time excludes waiting for other ranks but includes the tra
 """
 
 import argparse
+import gc
 import json
 import statistics
 import time
@@ -14,6 +15,7 @@ from contextlib import nullcontext
 
 import torch
 from benchmarking import program_parser, random_features
+from benchmarking.launches import count_launches, write_launches
 from benchmarking.run_loss import build_loss
 from benchmarking.synthetic_profile import EPOCH, SyntheticSteps, first_prediction
 
@@ -48,16 +50,23 @@ def main() -> None:
 
 
 def random_steps(arguments: argparse.Namespace) -> None:
-    """Run the steps of a run on one random batch, without loading data."""
+    """Run the steps of a run on random pairs, without loading data; then count the launches of one more step."""
     config = validate(load_recipe(str(arguments.config)))
     with process_group(dump(config)) as communicator, deterministic_algorithms(config.run.deterministic):
-        steps = SyntheticSteps(config, communicator, config.optimizer.lr)
-        batch = steps.batch(0)
+        steps = SyntheticSteps(config, communicator, config.optimizer.lr, caption_tokens=arguments.caption_tokens)
+        gc.collect()
+        gc.freeze()
+        gc.disable()  # a run collects only every 100 steps
+        last = config.max_steps or EPOCH
         with MetricsLog(arguments.out) if communicator.rank == 0 else nullcontext() as metrics:
-            for number in range(1, 1 + (config.max_steps or EPOCH)):
-                outcome = steps.run(number - 1, batch)
+            for number in range(1, 1 + last):
+                outcome = steps.run(number - 1)
                 if metrics is not None and number % config.run.log_every == 0:
                     metrics.write(number, {"loss": outcome.loss})
+        if communicator.device.type == "cuda" or not config.model.compile:  # a CPU counts no compiled code
+            count = count_launches(lambda: steps.run(last))
+            if communicator.rank == 0:
+                write_launches(arguments.out, count)
 
 
 def measure_losses(arguments: argparse.Namespace) -> None:

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import webdataset as wds
-from benchmarking import clip_loss, initial_logit_scale, program_parser, random_pair
+from benchmarking import clip_loss, initial_logit_scale, program_parser
+from benchmarking.launches import count_launches, write_launches
+from benchmarking.random_pairs import float_batches
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 from torch.nn.parallel import DistributedDataParallel
@@ -83,11 +85,15 @@ def train(arguments: argparse.Namespace, environment: RankEnvironment, device: t
     loss_of = clip_loss(Communicator(device))
     loaded: Iterator[tuple[Tensor, Tensor]]
     if arguments.random:
-        loaded = itertools.repeat(random_pair(config, config.rank_batch(environment.world_size)))
+        rows = config.rank_batch(environment.world_size)
+        pairs = float_batches(config, rows, arguments.caption_tokens, environment.rank, environment.world_size)
+        loaded = itertools.cycle(pairs)
     else:
         loaded = batches(config, tokenizer, environment)
-    writer = SummaryWriter(str(arguments.out / "tensorboard")) if environment.rank == 0 else None
-    for number, (image, tokens) in enumerate(itertools.islice(loaded, config.max_steps)):
+
+    def step() -> Tensor:
+        """Update the weights on the next batch; return the loss."""
+        image, tokens = next(loaded)
         image = image.to(device, non_blocking=True)
         tokens = tokens.to(device, non_blocking=True)
         optimizer.zero_grad()
@@ -99,10 +105,21 @@ def train(arguments: argparse.Namespace, environment: RankEnvironment, device: t
         optimizer.step()
         with torch.no_grad():
             towers.logit_scale.clamp_(0, _LARGEST_SCALE)
-        if writer is not None and (number + 1) % config.run.log_every == 0:
-            writer.add_scalar("loss", loss.item(), number + 1)
+        return loss.detach()
+
+    writer = SummaryWriter(str(arguments.out / "tensorboard")) if environment.rank == 0 else None
+    for number in range(1, 1 + (config.max_steps or 0)):
+        loss = step()
+        if writer is not None and number % config.run.log_every == 0:
+            writer.add_scalar("loss", loss.item(), number)
     if writer is not None:
         writer.close()
+    if arguments.random and (
+        device.type == "cuda" or not config.model.compile
+    ):  # compiled code is not counted on a CPU
+        count = count_launches(step)
+        if environment.rank == 0:
+            write_launches(arguments.out, count)
 
 
 def batches(
