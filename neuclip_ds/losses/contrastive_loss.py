@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 _OPTIONS = {REFERENCE: "objective.reference_model", TEACHER: "objective.distill"}
 _REASONS = {
     REFERENCE: "its normalizers do not come from the similarities of pairs alone, or its pair loss has a hinge; use "
-    "openclip, sogclr, isogclr, fastclip_v0 to fastclip_v3 or gcl.",
+    "openclip, neuclip_queue, sogclr, isogclr, fastclip_v0 to fastclip_v3 or gcl.",
     TEACHER: "use a loss of the package, or one that is built from GlobalContrastiveLoss.",
 }
 
@@ -297,7 +297,7 @@ class ContrastiveLoss(nn.Module):
                 pending = self._send(image_features, text_features, index, valid, training, position, stored)
             elif any(argument is not None for argument in (index, valid, position, reference, teacher)):
                 raise RuntimeError(
-                    "index, valid, position, reference and teacher belong to begin(); pass only pending here."
+                    "index, valid and position belong to begin(), like stored features; pass only pending here."
                 )
             elif pending.training != training:
                 raise RuntimeError("begin() and the loss differ in train(), eval() or torch.no_grad().")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from neuclip_ds.distributed.communicator import Communicator, Pending, to_device
 from neuclip_ds.errors import UserError
-from neuclip_ds.losses.stored_features import REFERENCE, TEACHER, StoredFeatures, StoredRows, row_products
+from neuclip_ds.losses.stored_features import REFERENCE, TEACHER, StoredFeatures, StoredRows
 
 if TYPE_CHECKING:
     from neuclip_ds.losses.base import Position
@@ -189,6 +189,7 @@ class GatheredFeatures:
         index: (B,) int64 global sample indices, in host memory.
         local: slice of this rank's rows among the B rows.
         padded_index: (K b,) indices in host memory, -1 for invalid rows.
+        width: number of columns that receive gradients: d; the columns of a reference model may follow.
         size: number of valid rows, B.
         total: number of valid rows on all ranks: B, or more if this object contains only one rank's rows.
         comm_dtype: dtype in which the rows were sent, and in which they are exactly representable.
@@ -245,6 +246,7 @@ class GatheredFeatures:
         self.local = self.rows_of(self._this_rank)
         self.image = self.compact_all(padded_image).to(dtype)
         self.text = self.compact_all(padded_text).to(dtype)
+        self.width = self.image.shape[1]
         stored = padded_stored or {}
         references = self._stored_features(stored.get(REFERENCE, ()), dtype)
         self.reference = references[0] if references else None
@@ -253,14 +255,38 @@ class GatheredFeatures:
     @cached_property
     def positive(self) -> Tensor:
         """(B,) s_ii, the similarities of the positive pairs."""
-        return row_products(self.image, self.text)
+        return torch.bmm(self.image.unsqueeze(1), self.text.unsqueeze(2)).flatten()
+
+    @property
+    def has_reference_columns(self) -> bool:
+        """Whether the features include those of a reference model; see `minus_reference`."""
+        return self.image.shape[1] > self.width
+
+    def minus_reference(self) -> GatheredFeatures:
+        """Return the same rows with features whose similarities are s_ij - r_ij, if there is a reference model.
+
+        They are the features of both models side by side, (e1_i, -r1_i) and (e2_i, r2_i), of width d + D.
+        """
+        reference = self.reference
+        if reference is None:
+            return self
+        return self._with(
+            image=torch.cat([self.image, -reference.image], dim=1),
+            text=torch.cat([self.text, reference.text], dim=1),
+            comm_dtype=torch.promote_types(self.comm_dtype, reference.comm_dtype),
+            width=self.width,
+        )
 
     def with_features(self, other: StoredFeatures) -> GatheredFeatures:
         """Return the same rows with other features."""
+        return self._with(image=other.image, text=other.text, comm_dtype=other.comm_dtype, width=other.image.shape[1])
+
+    def _with(self, *, image: Tensor, text: Tensor, comm_dtype: torch.dtype, width: int) -> GatheredFeatures:
         batch = copy.copy(self)
-        batch.image = other.image
-        batch.text = other.text
-        batch.comm_dtype = other.comm_dtype
+        batch.image = image
+        batch.text = text
+        batch.comm_dtype = comm_dtype
+        batch.width = width
         batch.__dict__.pop("positive", None)  # computed from the features that were replaced
         return batch
 

@@ -98,7 +98,8 @@ class NormalizerEstimator(Stateful):
     """Whether every step needs the features of all ranks."""
     allows_reference = False
     """Whether the estimate is exact if a reference model's similarities are subtracted, as an estimate is that depends
-    on the features through `log_g` alone."""
+    on the features through `log_g` alone. The features then include those of the reference
+    (`GatheredFeatures.minus_reference`)."""
 
     def gathers(self, position: Position) -> bool:
         """Return whether a training step needs the features of all ranks; the result is the same on all ranks."""
@@ -169,9 +170,11 @@ class GlobalContrastiveLoss(LossFunction):
 
     def __call__(self, batch: GatheredFeatures, position: Position, training: bool) -> LossOutput:
         # the similarities of all pairs, the estimated normalizers, and from both the gradient of the loss
+        student = batch
+        batch = student.minus_reference()
         tau = self._temperature.of(batch)
         scale = self._scale(tau)
-        grid = PairGrid(batch, self._config.chunk_size, CACHED_BYTES, batch.reference)
+        grid = PairGrid(batch, self._config.chunk_size, CACHED_BYTES)
         similarities = pair_similarities(grid, self.pair_loss, tau)
         log_g = similarities.log_mean_exp()
         with record_function(f"{PHASE}normalizer"):
@@ -185,7 +188,7 @@ class GlobalContrastiveLoss(LossFunction):
             text = text.add(text_grad * scale)
         distillation: Distillation | None = None
         if batch.teachers:
-            distillation = distill(batch, tau, self._config.distill, self._config.chunk_size)
+            distillation = distill(student, tau, self._config.distill, self._config.chunk_size)
             image = combined(self._config.distill, image, distillation.image_gradient)
             text = combined(self._config.distill, text, distillation.text_gradient)
         if batch.total != batch.size:  # turn the mean over local anchors into a share of the global mean
@@ -264,11 +267,12 @@ class GlobalContrastiveLoss(LossFunction):
         Returns:
             For this rank's valid rows: (2, local) log of the estimated g, or -inf if there is none, and (2, local) tau.
         """
+        batch = batch.minus_reference()
         tau = self._temperature.of(batch)
         local_tau = tau.expand(2, batch.size)[:, batch.local]
         if batch.size < 2:  # no anchor has a negative
             return torch.full_like(local_tau, -math.inf), local_tau
-        grid = PairGrid(batch, self._config.chunk_size, budget=0, reference=batch.reference)
+        grid = PairGrid(batch, self._config.chunk_size, budget=0)
         log_g = pair_similarities(grid, self.pair_loss, tau).log_mean_exp()
         return self._estimator.log_estimate(batch, log_g, tau), local_tau
 

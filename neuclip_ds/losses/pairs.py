@@ -25,8 +25,8 @@ to log tau is minus the sum of w_ij (x + m)/p over all pairs and both anchors of
 
 Reference model. With the similarities r_ij of a reference model, s_ij - r_ij replaces s_ij everywhere (DRRho-CLIP). The
 features of both models, side by side as (e1_i, -r1_i) and (e2_j, r2_j), have these similarities, so that the passes
-stay as they are. The gradient's columns for the reference's features are dropped. They are constants, but the
-derivative with respect to tau needs them.
+stay as they are (`GatheredFeatures.minus_reference`). The gradient's columns for the reference's features are needed
+for the derivative with respect to tau; then they are dropped, because these features are constants.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ from neuclip_ds.losses.arithmetic import bounded_exp_, exp_, log_sum_exp, pair_p
 
 if TYPE_CHECKING:
     from neuclip_ds.losses.gather import GatheredFeatures
-    from neuclip_ds.losses.stored_features import StoredFeatures
 
 log = logging.getLogger(__name__)
 
@@ -214,29 +213,17 @@ class PairGrid:
         compiles: whether a block's elementwise operations are compiled.
     """
 
-    def __init__(
-        self, batch: GatheredFeatures, columns: int | None, budget: float, reference: StoredFeatures | None = None
-    ) -> None:
-        """Plan blocks of at most `columns` columns; cache the similarities if they fit in `budget` bytes.
-
-        Similarities are those of the batch's features, minus those of `reference` if it is not None.
-        """
-        image = batch.image
-        text = batch.text
+    def __init__(self, batch: GatheredFeatures, columns: int | None, budget: float) -> None:
+        """Plan blocks of at most `columns` columns; cache the similarities if they fit in `budget` bytes."""
         self.local = batch.local
         self.size = batch.size
         self.positive = batch.positive
-        self.has_reference = reference is not None
-        self._dtype = batch.comm_dtype
-        if reference is not None:
-            image = torch.cat([image, -reference.image], dim=1)
-            text = torch.cat([text, reference.text], dim=1)
-            self.positive = batch.positive - reference.positive
-            self._dtype = torch.promote_types(batch.comm_dtype, reference.comm_dtype)
-        self._width = batch.image.shape[1]  # of the features that receive gradients
-        self._features = (image, text)
-        self._local_features = (image[batch.local], text[batch.local])
+        self.has_reference = batch.has_reference_columns
+        self._features = (batch.image, batch.text)
+        self._local_features = (batch.image[batch.local], batch.text[batch.local])
         self._local_size = batch.local.stop - batch.local.start
+        self._width = batch.width
+        self._dtype = batch.comm_dtype
 
         device_type = batch.image.device.type
         itemsize = batch.image.element_size()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -35,11 +34,6 @@ class StoredFeatures:
     """(B, D)"""
     comm_dtype: torch.dtype
     """Dtype in which the rows were sent, and in which they are exactly representable."""
-
-    @cached_property
-    def positive(self) -> Tensor:
-        """(B,) similarities of the positive pairs."""
-        return row_products(self.image, self.text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,11 +87,6 @@ class StoredBatch:
         """Return the same features with `rows` invalid rows added."""
         reference = None if self.reference is None else _padded(self.reference, rows)
         return StoredBatch(reference=reference, teachers=[_padded(teacher, rows) for teacher in self.teachers])
-
-
-def row_products(a: Tensor, b: Tensor) -> Tensor:
-    """Return the (rows,) products of the rows of two (rows, width) tensors."""
-    return torch.bmm(a.unsqueeze(1), b.unsqueeze(2)).flatten()
 
 
 def _concatenated(pairs: Sequence[StoredRows]) -> StoredRows:
