@@ -142,6 +142,11 @@ class PooledQueueEstimator(NormalizerEstimator):
             means[:, batch.width :] = 0.0
         if not self._seen:
             return means
+        if means.shape != self._means.shape:
+            raise UserError(
+                f"The queue's entries have {self._means.shape[1]} columns, but the features and those of a reference "
+                f"model have {means.shape[1]}: use the same reference model in all steps of a run."
+            )
         return self._means.lerp(means, min(1.0, batch.size / _WINDOW))
 
     def _estimate(self, batch: GatheredFeatures, anchors: Tensor, means: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
@@ -154,12 +159,6 @@ class PooledQueueEstimator(NormalizerEstimator):
         count = min(self._seen, self._size)
         if not count:
             return log_ghat, entry_means
-        entry_width = self._images.shape[1]
-        if anchors.shape[2] != entry_width:
-            raise UserError(
-                f"The queue's entries have {entry_width} columns, but the features and those of a reference model have "
-                f"{anchors.shape[2]}: use the same reference model in all steps of a run."
-            )
         # entries from an anchor's own sample are masked; the other entries number m_i
         owners, copies = self._copies(batch, count)
         first = torch.searchsorted(owners, torch.arange(anchors.shape[1] + 1))  # start of each anchor's copies
