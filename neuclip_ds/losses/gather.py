@@ -94,7 +94,8 @@ class PendingBatch:
             name: `reference`, or `teacher`; each teacher of an ensemble is added separately.
             image, text: (b, D) normalized rows on any device, in the order of `index`. They are sent like the features.
 
-        Raises `ValueError` if the shapes do not match.
+        Raises:
+            ValueError: the shapes do not match.
         """
         if image.ndim != 2 or image.shape != text.shape or len(image) != self.rows:
             raise ValueError(

@@ -139,7 +139,7 @@ class PooledQueueEstimator(NormalizerEstimator):
         """Return the (2, width) running means of the image and text features, including this batch."""
         means = torch.stack([batch.image.mean(dim=0), batch.text.mean(dim=0)])
         if batch.has_reference_columns:
-            means[:, batch.width :] = 0.0
+            means[:, batch.width :].zero_()
         if not self._seen:
             return means
         if means.shape != self._means.shape:
