@@ -39,8 +39,7 @@ log = logging.getLogger(__name__)
 
 _OPTIONS = {REFERENCE: "objective.reference_model", TEACHER: "objective.distill"}
 _REASONS = {
-    REFERENCE: "its normalizers do not come from the similarities of pairs alone, or its pair loss has a hinge; use "
-    "openclip, neuclip_queue, sogclr, isogclr, fastclip_v0 to fastclip_v3 or gcl.",
+    REFERENCE: "the loss has no form with a reference model; docs/reference/losses.md lists those that have one.",
     TEACHER: "use a loss of the package, or one that is built from GlobalContrastiveLoss.",
 }
 

@@ -169,9 +169,10 @@ class GlobalContrastiveLoss(LossFunction):
         return self._estimator.gathers(self._in_epoch(position))
 
     def __call__(self, batch: GatheredFeatures, position: Position, training: bool) -> LossOutput:
-        # the similarities of all pairs, the estimated normalizers, and from both the gradient of the loss
         student = batch
         batch = student.minus_reference()
+
+        # the similarities of all pairs, the estimated normalizers, and from both the gradient of the loss
         tau = self._temperature.of(batch)
         scale = self._scale(tau)
         grid = PairGrid(batch, self._config.chunk_size, CACHED_BYTES)
@@ -229,14 +230,8 @@ class GlobalContrastiveLoss(LossFunction):
         distillation_signal: DistillationSignal | None = None
         if distillation is not None:
             distill_loss, distill_grad_theta = other_means[len(local_means) :]
-            options = self._config.distill
-            loss = combined(options, loss, distill_loss)
-            local_grad_tau = distillation.local_grad_tau
-            distillation_signal = DistillationSignal(
-                contrastive_weight=options.contrastive_weight,
-                grad_theta=options.weight * distill_grad_theta,
-                local_grad_tau=None if local_grad_tau is None else options.weight * local_grad_tau,
-            )
+            loss = combined(self._config.distill, loss, distill_loss)
+            distillation_signal = self._distillation_signal(distillation, distill_grad_theta)
 
         if training:
             signal = TemperatureSignal(
@@ -275,6 +270,16 @@ class GlobalContrastiveLoss(LossFunction):
         grid = PairGrid(batch, self._config.chunk_size, budget=0)
         log_g = pair_similarities(grid, self.pair_loss, tau).log_mean_exp()
         return self._estimator.log_estimate(batch, log_g, tau), local_tau
+
+    def _distillation_signal(self, distillation: Distillation, grad_theta: Tensor) -> DistillationSignal:
+        """Return what the temperature receives; `grad_theta` is the distillation's derivative over all ranks."""
+        options = self._config.distill
+        local_grad_tau = distillation.local_grad_tau
+        return DistillationSignal(
+            contrastive_weight=options.contrastive_weight,
+            grad_theta=options.weight * grad_theta,
+            local_grad_tau=None if local_grad_tau is None else options.weight * local_grad_tau,
+        )
 
     def _in_epoch(self, position: Position) -> Position:
         """Return the position; if `epoch_steps` is set, set the epoch to the step number // `epoch_steps`."""

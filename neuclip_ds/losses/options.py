@@ -137,6 +137,10 @@ class ObjectiveConfig(Section):
             option = f"objective.temperature.rule={temperature['rule']}"
             readers = [other for other, row in METHODS.items() if row.has_temperature_rule]
             raise UserError(_unread_message(name, option, "none, because its rule is fixed", readers))
+        if tree.get("reference_model") is not None and method.refuses_reference:
+            readers = [other for other, row in METHODS.items() if not row.refuses_reference]
+            reads = "none, because its loss has no form with a reference model"
+            raise UserError(_unread_message(name, "objective.reference_model", reads, readers))
         return merge(method.defaults, tree)
 
     @model_serializer(mode="wrap")

@@ -28,6 +28,7 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
 from neuclip_ds.losses import ContrastiveLoss, autograd_loss
 from neuclip_ds.losses import pairs as pairs_module
+from neuclip_ds.losses.methods import METHODS
 
 ROWS = 24
 DIM = 6
@@ -255,9 +256,15 @@ def traffic_of_a_step(communicator: Communicator) -> dict[str, int]:
     return sent
 
 
+def test_the_table_of_methods_says_which_refuse_a_reference() -> None:
+    for method, row in METHODS.items():
+        uses_reference = "reference" in build_loss(method).function.uses_stored
+        assert uses_reference != row.refuses_reference, method
+
+
 @pytest.mark.parametrize("method", ["neuclip", "amorlip", "siglip", "tuneclip"])
 def test_methods_without_a_form_for_a_reference_refuse_it_by_name(method: str) -> None:
-    with pytest.raises(UserError, match=f"{method} cannot use objective.reference_model"):
+    with pytest.raises(UserError, match=f"objective.reference_model is read by openclip.*objective.method={method}"):
         build_loss(method, reference_model="features")
     image, text = pairs(ROWS, DIM)
     loss_fn = build_loss(method)
