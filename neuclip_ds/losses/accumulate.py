@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from neuclip_ds.losses.batch_norm import BatchNorm, batch_norms, kept_statistics
+from neuclip_ds.losses.stored_features import StoredBatch, StoredRows, Teachers
 
 if TYPE_CHECKING:
     from neuclip_ds.losses.contrastive_loss import ContrastiveLoss
@@ -146,11 +147,19 @@ class TwoPass(MicroBatches):
         self._scale = scale
         self._indices: list[Tensor | None] = []
         self._valid: list[Tensor] = []
+        self._stored: list[StoredBatch] = []
         self._ends: list[int] = []  # rows up to the end of each micro-batch
         self._first_pass: tuple[Tensor, Tensor] | None = None  # the features, once the loss is computed
 
     def add(
-        self, image_features: Tensor, text_features: Tensor, index: Tensor | None = None, valid: Tensor | None = None
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        index: Tensor | None = None,
+        valid: Tensor | None = None,
+        *,
+        reference: StoredRows | None = None,
+        teacher: Teachers | None = None,
     ) -> None:
         """Store the features of a micro-batch; takes the same arguments as the loss."""
         super().add(image_features, text_features)
@@ -158,6 +167,7 @@ class TwoPass(MicroBatches):
         if valid is None:
             valid = torch.ones(len(image_features), dtype=torch.bool)
         self._valid.append(valid.cpu())
+        self._stored.append(StoredBatch.of(reference, teacher))
         self._ends.append(sum(len(image) for image, _ in self._features))
         self._require(len(self._random_states) == len(self._ends) and self._first_pass is None)
 
@@ -169,12 +179,13 @@ class TwoPass(MicroBatches):
             raise RuntimeError("accumulate(): pass the index of every micro-batch, or of none.")
         index = torch.cat(indices) if indices else None
         valid = torch.cat(self._valid)
+        stored = StoredBatch.concatenated(self._stored)
         image, text = self.concatenated_features()
         self._first_pass = image, text
         with torch.enable_grad():
             image = image.detach().requires_grad_()
             text = text.detach().requires_grad_()
-            loss = self._loss_fn(image, text, index, valid)
+            loss = self._loss_fn(image, text, index, valid, reference=stored.reference, teacher=stored.teachers or None)
             (loss * self._scale).backward()
         assert image.grad is not None and text.grad is not None
         self.set_feature_gradients(image.grad, text.grad)

@@ -51,5 +51,6 @@ METHODS = {
         builder="amorlip.amorlip",
         sections=("amortized", "epoch_steps"),
         defaults={"temperature": {"initial": 0.07, "schedule": "third_below_0.03"}},
+        refuses_reference=True,
     ),
 }

@@ -134,6 +134,9 @@ class LossFunction(Stateful):
         components: the parts of the loss that have state, keyed by the prefix of their entries in the state.
     """
 
+    uses_stored: frozenset[str] = frozenset()
+    """Names of the stored features that the loss can use: `reference`, `teacher`."""
+
     def __init__(self, components: dict[str, Stateful]) -> None:
         self._components = components
         self.needs_index = any(component.needs_index for component in components.values())

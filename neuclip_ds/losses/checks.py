@@ -1,5 +1,6 @@
 """Check the arguments of a loss on all ranks at once, so that no rank waits for a rank that has failed."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -78,17 +79,50 @@ def _not_a_tensor(name: str, value: Any) -> str:
     return f"{name} is a {type(value).__name__}, but must be a tensor: pass torch.as_tensor({name})."
 
 
+def problem_with_stored(name: str, image: Any, text: Any, rows: int, valid: Tensor | None) -> str | None:
+    """Return a message if stored features are not normalized floating-point (rows, D) tensors, else None.
+
+    Args:
+        name: argument that contains the features, `reference` or `teacher`.
+        image, text: the features.
+        rows: number of rows of the batch.
+        valid: (rows,) bool in host memory, or None if all rows are valid.
+    """
+    for features in (image, text):
+        if not isinstance(features, Tensor):
+            return _not_a_tensor(name, features)
+        is_matrix = features.ndim == 2 and len(features) == rows
+        if not is_matrix or features.shape != image.shape or features.dtype not in _DTYPES:
+            shape = tuple(features.shape)
+            return f"{name} has a {features.dtype} {shape}, but must be two floating tensors of one shape ({rows}, D)."
+    if problem_with_norms(image, text, valid, not_finite=False) is not None:
+        return f"{name} must have finite rows of norm 1: normalize them, or mark such rows as invalid (valid)."
+    return None
+
+
 def raise_if_ranks_disagree(
-    rows: int, problem: str | None, training: bool, dtype: torch.dtype, communicator: Communicator
+    rows: int,
+    problem: str | None,
+    training: bool,
+    dtype: torch.dtype,
+    communicator: Communicator,
+    stored_widths: Sequence[int] = (),
 ) -> int:
     """Check that a call to the loss is consistent across ranks, and return the largest number of rows on any rank.
 
+    Args:
+        rows, problem, training, dtype: rows, mode and dtype of this rank's call, and a message if it cannot be used.
+        communicator: the ranks.
+        stored_widths: widths of the stored features, 0 for those that are missing.
+
     Raises:
-        ValueError: on all ranks, if any rank has a problem, or if ranks differ in training mode or feature dtype.
+        ValueError: on all ranks, if any rank has a problem, or if ranks differ in training mode, feature dtype or the
+            widths of stored features.
     """
     if communicator.world_size > 1:
         dtypes = [*_DTYPES, dtype]
-        call = torch.tensor([[rows, int(problem is not None), int(training), dtypes.index(dtype)]])
+        stored = hash(tuple(stored_widths))  # of integers, so that it is the same in all processes
+        call = torch.tensor([[rows, int(problem is not None), int(training), dtypes.index(dtype), stored]])
         calls = communicator.begin_host_gather(call, "control").wait()
         rows = int(calls[:, 0].max())
         if problem is None:
@@ -103,6 +137,7 @@ def _disagreement(calls: Tensor) -> str | None:
     failed = calls[:, 1].tolist()
     training = calls[:, 2].tolist()
     dtypes = calls[:, 3].tolist()
+    stored = calls[:, 4].tolist()
     if any(failed):
         return f"rank {failed.index(1)} was given arguments that cannot be used; see its error."
     if len(set(training)) > 1:
@@ -113,4 +148,6 @@ def _disagreement(calls: Tensor) -> str | None:
     if len(set(dtypes)) > 1:
         names = ", ".join(str(_DTYPES[number]) for number in dtypes)
         return f"the features' dtypes differ between ranks: {names}. Use one dtype."
+    if len(set(stored)) > 1:
+        return "the reference's or the teachers' features differ in number or width between ranks."
     return None

@@ -31,10 +31,17 @@ from neuclip_ds.losses.global_contrastive import GlobalContrastiveLoss
 from neuclip_ds.losses.method import LossBuilder
 from neuclip_ds.losses.methods import DEFAULT, find_method
 from neuclip_ds.losses.options import ObjectiveConfig, objective_config
+from neuclip_ds.losses.stored_features import REFERENCE, TEACHER, StoredBatch, StoredRows, Teachers
 from neuclip_ds.losses.temperature import trained_temperature
 from neuclip_ds.state.shards import INDEX, ShardFiles, replicated_shards, shard_files, table_shards
 
 log = logging.getLogger(__name__)
+
+_OPTIONS = {REFERENCE: "objective.reference_model", TEACHER: "objective.distill"}
+_REASONS = {
+    REFERENCE: "the loss has no form with a reference model; docs/reference/losses.md lists those that have one.",
+    TEACHER: "use a loss of the package, or one that is built from GlobalContrastiveLoss.",
+}
 
 _REPLICATED = "objective"  # kind of the shard with the state that is equal on all ranks
 
@@ -159,6 +166,9 @@ class ContrastiveLoss(nn.Module):
         self.metric_tensors: dict[str, Tensor] = {}
         self.feature_gradient_norm: Tensor | None = None
         self._build(Communicator(device, group) if communicator is None else communicator, dtype)
+        for stored_name in (REFERENCE, TEACHER):
+            if self._announces(stored_name):
+                self._require_usable(stored_name)
         if self.function.needs_index and not samples:
             name = self._config.method
             raise UserError(f"{name} keeps state of each sample: pass the size of the training set, samples=...")
@@ -168,8 +178,18 @@ class ContrastiveLoss(nn.Module):
         """The options of the method, as under `objective:` in a recipe."""
         return self._config
 
-    def begin(self, index: Tensor, valid: Tensor | None = None, position: Position | None = None) -> PendingBatch:
+    def begin(
+        self,
+        index: Tensor,
+        valid: Tensor | None = None,
+        position: Position | None = None,
+        *,
+        reference: StoredRows | None = None,
+        teacher: Teachers | None = None,
+    ) -> PendingBatch:
         """Begin a training step before the towers run: send the indices of this rank's samples to the other ranks.
+
+        The stored features of a reference model and of teachers are sent as well.
 
         Only this method, the methods of its result and the loss itself send or read anything.
 
@@ -178,10 +198,14 @@ class ContrastiveLoss(nn.Module):
                 on all ranks.
             valid: (b,) bool in host memory, False for rows to ignore; None if all rows are valid.
             position: position in the training run; by default, the loss counts its own training calls.
+            reference: stored features of the samples from a reference model; see `forward`.
+            teacher: stored features of the samples from one or more teachers; see `forward`.
 
         Raises:
             RuntimeError: the batch of the last `begin` has not been passed to the loss; see `abandon`.
-            ValueError: `index` or `valid` cannot be used. Only the rank with this problem raises the error.
+            ValueError: an argument cannot be used. Only the rank with this problem raises the error.
+            UserError: the method cannot use a reference model or a teacher, or the rows that its options announce are
+                missing.
 
         Example:
             ```python
@@ -198,8 +222,11 @@ class ContrastiveLoss(nn.Module):
             raise RuntimeError(
                 "begin() was called twice: pass the first batch to the loss (pending=...), or call abandon()."
             )
+        stored = self._stored_batch(reference, teacher)
         if self.validates:
             problem = problem_with_rows(index, valid, len(index), self._samples)
+            if problem is None:
+                problem = stored.problem(len(index), valid)
             if problem is not None:
                 raise ValueError(problem)
         if valid is None:
@@ -207,8 +234,11 @@ class ContrastiveLoss(nn.Module):
         training = self._is_training
         self._move(self._communicator.device, self._dtype, keep=True)
         with torch.no_grad():
-            self._pending = self._begin(index, valid, training, position)
-        return self._pending
+            pending = self._begin(index, valid, training, position)
+            for name, rows in stored:
+                pending.add_stored(name, *rows)
+        self._pending = pending
+        return pending
 
     def abandon(self) -> None:
         """Forget the batch of the last `begin`, after an exception before the loss was called; for all ranks."""
@@ -224,6 +254,8 @@ class ContrastiveLoss(nn.Module):
         *,
         pending: PendingBatch | None = None,
         position: Position | None = None,
+        reference: StoredRows | None = None,
+        teacher: Teachers | None = None,
     ) -> Tensor:
         """Return the loss of the global batch, the same on all ranks.
 
@@ -236,10 +268,15 @@ class ContrastiveLoss(nn.Module):
             valid: (b,) bool in host memory, False for rows to ignore.
             pending: the batch that `begin` returned, whose features have been added; replaces `index` and `valid`.
             position: position in the training run; by default, the loss counts its own training calls.
+            reference: image and text features of the samples from a reference model, two normalized (b, D) tensors on
+                any device, whose similarities are subtracted from those of the features (DRRho-CLIP).
+            teacher: the same from a teacher, or a list of them, whose softmax over the batch the features learn; its
+                options are under `objective.distill`. Stored features receive no gradient.
 
         Raises:
             ValueError: on all ranks, if any rank's arguments are invalid or ranks differ in training mode or dtype.
-            UserError: fewer than two rows of the global batch are valid.
+            UserError: fewer than two rows of the global batch are valid, the method cannot use a reference model or a
+                teacher, or the rows that its options announce are missing.
             RuntimeError: activation checkpointing repeats the call, which would update the loss's state twice, or
                 `pending` is not the batch of the last `begin`, or its features are incomplete.
         """
@@ -255,9 +292,12 @@ class ContrastiveLoss(nn.Module):
         autocast = torch.is_autocast_enabled(device_type)
         with torch.no_grad(), torch.autocast(device_type, enabled=False) if autocast else nullcontext():
             if pending is None:
-                pending = self._send(image_features, text_features, index, valid, training, position)
-            elif index is not None or valid is not None or position is not None:
-                raise RuntimeError("index, valid and position belong to begin(); pass only pending here.")
+                stored = self._stored_batch(reference, teacher)
+                pending = self._send(image_features, text_features, index, valid, training, position, stored)
+            elif any(argument is not None for argument in (index, valid, position, reference, teacher)):
+                raise RuntimeError(
+                    "index, valid and position belong to begin(), like stored features; pass only pending here."
+                )
             elif pending.training != training:
                 raise RuntimeError("begin() and the loss differ in train(), eval() or torch.no_grad().")
             elif image_features.dtype == torch.float64 and self._dtype != torch.float64:
@@ -313,11 +353,19 @@ class ContrastiveLoss(nn.Module):
         mean = self.metric_tensors.get("tau")
         return float(mean) if mean is not None else self._config.temperature.initial or 0.07
 
-    def log_normalizers(self, image_features: Tensor, text_features: Tensor, index: Tensor | None = None) -> Tensor:
+    def log_normalizers(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        index: Tensor | None = None,
+        *,
+        reference: StoredRows | None = None,
+    ) -> Tensor:
         """Return the method's current estimates of log g for the anchors of a batch, without changing any state.
 
         g_i is the mean of exp((s_ij - s_ii)/tau) over the training set's other samples j; OpenCLIP estimates g_i from
-        the batch alone. All ranks must call this method, with the same number of rows. Arguments are as in `forward`.
+        the batch alone. The similarities of a reference are subtracted from s_ij and s_ii. All ranks must call this
+        method, with the same number of rows. Arguments are as in `forward`.
 
         Returns:
             (2, b) estimates for images and texts, -inf where the method has no estimate yet.
@@ -327,12 +375,18 @@ class ContrastiveLoss(nn.Module):
         """
         if index is None:
             index = torch.full((len(image_features),), self._samples)
-        log_g, _ = self.estimate_normalizers(image_features, text_features, index)
+        log_g, _ = self.estimate_normalizers(image_features, text_features, index, reference=reference)
         return log_g
 
     @torch.no_grad()
     def estimate_normalizers(
-        self, image_features: Tensor, text_features: Tensor, index: Tensor, valid: Tensor | None = None
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        index: Tensor,
+        valid: Tensor | None = None,
+        *,
+        reference: StoredRows | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the current estimates of log g and the temperatures of a batch's anchors; see `log_normalizers`.
 
@@ -343,12 +397,15 @@ class ContrastiveLoss(nn.Module):
         """
         if not isinstance(self.function, GlobalContrastiveLoss):
             raise UserError(f"{self._config.method} has no normalizer.")
+        self._require_announced(REFERENCE, reference is not None)
         self._undo_if_scaler_skipped()
         if valid is None:
             valid = torch.ones(len(index), dtype=torch.bool)
         pending = self._pending_batch(index.long(), valid, self._dtype)
         pending.add_text(text_features)
         pending.add_image(image_features)
+        if reference is not None:
+            pending.add_stored(REFERENCE, *reference)
         pending.begin_reads()
         with products_exact_for(torch.float32):
             return self.function.log_normalizers(pending.gathered(self._dtype))
@@ -482,6 +539,7 @@ class ContrastiveLoss(nn.Module):
         valid: Tensor | None,
         training: bool,
         position: Position | None,
+        stored: StoredBatch,
     ) -> PendingBatch:
         """Check a batch that no `begin` has announced, and send all of it."""
         index = index.cpu() if isinstance(index, Tensor) else index
@@ -491,7 +549,10 @@ class ContrastiveLoss(nn.Module):
         rows = len(image)
         if self.validates:
             problem = self._problem_with(image, text, index, valid, training)
-            rows = raise_if_ranks_disagree(rows, problem, training, image.dtype, self._communicator)
+            if problem is None:
+                problem = stored.problem(rows, valid)
+            widths = stored.widths() if problem is None else []
+            rows = raise_if_ranks_disagree(rows, problem, training, image.dtype, self._communicator, widths)
 
         # ranks with fewer rows than others add invalid rows
         if index is None:
@@ -504,11 +565,43 @@ class ContrastiveLoss(nn.Module):
             text = pad(text, (0, 0, 0, missing))
             index = pad(index, (0, missing))
             valid = pad(valid, (0, missing))
+            stored = stored.padded(missing)
         pending = self._begin(index, valid, training, position)
+        for name, stored_rows in stored:
+            pending.add_stored(name, *stored_rows)
         pending.add_text(text)
         pending.add_image(image)
         pending.begin_reads()
         return pending
+
+    def _stored_batch(self, reference: StoredRows | None, teacher: Teachers | None) -> StoredBatch:
+        """Return a call's stored features; raise `UserError` if the loss cannot use them, or lacks announced ones."""
+        stored = StoredBatch.of(reference, teacher)
+        self._require_announced(REFERENCE, reference is not None)
+        self._require_announced(TEACHER, bool(stored.teachers))
+        if stored.teachers:
+            self._config.distill.temperatures(len(stored.teachers))
+        return stored
+
+    def _require_announced(self, name: str, is_given: bool) -> None:
+        """Raise `UserError` if the loss cannot use the given stored features, or if announced ones are not given."""
+        if is_given:
+            self._require_usable(name)
+        elif self._announces(name):
+            raise UserError(
+                f"{_OPTIONS[name]} is set, but a batch has no such features: pass {name}=(image, text) to the loss."
+            )
+
+    def _announces(self, name: str) -> bool:
+        """Return whether the options say that every batch has these stored features."""
+        if name == REFERENCE:
+            return self._config.reference_model is not None
+        return self._config.distill.features is not None
+
+    def _require_usable(self, name: str) -> None:
+        """Raise `UserError` if the loss cannot use these stored features."""
+        if name not in self.function.uses_stored:
+            raise UserError(f"{self._config.method} cannot use {_OPTIONS[name]}: {_REASONS[name]}")
 
     def _problem_with(
         self, image: Tensor, text: Tensor, index: Tensor | None, valid: Tensor | None, training: bool
@@ -594,7 +687,14 @@ class ContrastiveLoss(nn.Module):
         """Return the metadata that is saved with the state."""
         built_with: dict[str, Any] = {"dim": self._dim, "samples": self._samples}
         options = self._config.model_dump(
-            mode="json", exclude={"chunk_size": True, "comm_dtype": True, "npn": {"replicas": True}}
+            mode="json",
+            exclude={
+                "chunk_size": True,
+                "comm_dtype": True,
+                "npn": {"replicas": True},
+                "reference_model": True,
+                "distill": True,
+            },
         )
         for key, value in options.items():
             if isinstance(value, dict):

@@ -151,6 +151,7 @@ class MovingAverageEstimator(NormalizerEstimator):
     """Moving-average estimator, w_i = 1/(eps + u_i); a per-sample store, partitioned over ranks, contains log u."""
 
     needs_index = True
+    allows_reference = True
 
     def __init__(self, config: ObjectiveConfig, context: LossContext) -> None:
         self._config = config.moving_average
@@ -240,6 +241,9 @@ class IndividualTemperature(Temperature):
     def update(self, batch: GatheredFeatures, signal: TemperatureSignal, position: Position) -> None:
         """Take an Adam step on the ranks that store the samples' temperatures, so that only gradients are sent."""
         local_gradient = signal.local_tau_term + self.rho(position) - signal.local_mean_logit
+        distillation = signal.distillation
+        if distillation is not None and distillation.local_grad_tau is not None:
+            local_gradient = distillation.contrastive_weight * local_gradient + distillation.local_grad_tau
         gradient = batch.gather(local_gradient, "temperature")
         tau, moment, square, visits = self._store.local_rows(batch.index).T.split((2, 2, 2, 1))
         beta1, beta2 = self._adam.betas

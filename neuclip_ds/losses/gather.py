@@ -6,7 +6,8 @@ shapes are known without waiting for the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from neuclip_ds.distributed.communicator import Communicator, Pending, to_device
 from neuclip_ds.errors import UserError
+from neuclip_ds.losses.stored_features import REFERENCE, TEACHER, StoredFeatures, StoredRows
 
 if TYPE_CHECKING:
     from neuclip_ds.losses.base import Position
@@ -68,6 +70,7 @@ class PendingBatch:
         self._texts: list[Pending] = []
         self._image_rows = 0  # of this rank, added so far
         self._text_rows = 0
+        self._stored: dict[str, list[tuple[Pending, Pending]]] = {REFERENCE: [], TEACHER: []}
         self._statistics: Mapping[str, Pending] | None = None
         if sends_features:
             self._index = communicator.begin_host_gather(self._local_index, "features")
@@ -83,6 +86,26 @@ class PendingBatch:
         """Start sending the next rows of this rank's (b, d) image features."""
         self._images.append(self._begin_gather(rows))
         self._image_rows += len(rows)
+
+    def add_stored(self, name: str, image: Tensor, text: Tensor) -> None:
+        """Start sending all rows of this rank's stored features, at once and not in micro-batches.
+
+        Args:
+            name: `reference`, or `teacher`; each teacher of an ensemble is added separately.
+            image, text: (b, D) normalized rows on any device, in the order of `index`. They are sent like the features.
+
+        Raises:
+            ValueError: the shapes do not match.
+        """
+        if image.ndim != 2 or image.shape != text.shape or len(image) != self.rows:
+            raise ValueError(
+                f"The {name} has images {tuple(image.shape)} and texts {tuple(text.shape)}: pass two tensors of the "
+                f"shape ({self.rows}, D)."
+            )
+        device = self._communicator.device
+        images = self._begin_gather(to_device(image, device), "stored_features")
+        texts = self._begin_gather(to_device(text, device), "stored_features")
+        self._stored[name].append((images, texts))
 
     def begin_reads(self) -> None:
         """Start reading the samples' statistics, if the loss has any; the host waits for the indices of all ranks.
@@ -115,19 +138,29 @@ class PendingBatch:
             self._index = self._communicator.begin_host_gather(self._local_index, "features")
             self._texts = [self._begin_gather(piece.wait()) for piece in self._texts]
             self._images = [self._begin_gather(piece.wait()) for piece in self._images]
+            for name, pairs in self._stored.items():
+                self._stored[name] = [self._begin_gather_again(images, texts) for images, texts in pairs]
         self.begin_reads()
         return self._features_of(self._communicator, dtype, total=None)
 
-    def _begin_gather(self, rows: Tensor) -> Pending:
+    def _begin_gather(self, rows: Tensor, purpose: str = "features") -> Pending:
         sent = rows.detach().to(self._comm_dtype or rows.dtype)
         if not self._sends_features:
             return Pending(sent)
-        return self._communicator.begin_all_gather(sent, "features")
+        return self._communicator.begin_all_gather(sent, purpose)
+
+    def _begin_gather_again(self, images: Pending, texts: Pending) -> tuple[Pending, Pending]:
+        """Start sending stored rows that were kept on this rank."""
+        sent_images = self._begin_gather(images.wait(), "stored_features")
+        return sent_images, self._begin_gather(texts.wait(), "stored_features")
 
     def _features_of(self, communicator: Communicator, dtype: torch.dtype, total: int | None) -> GatheredFeatures:
         padded_index = self._index.wait() if self._sends_features else self._local_index
         image = self._in_rank_order(self._images, communicator.world_size)
         text = self._in_rank_order(self._texts, communicator.world_size)
+        stored: dict[str, list[StoredRows]] = {}
+        for name, pairs in self._stored.items():
+            stored[name] = [(images.wait(), texts.wait()) for images, texts in pairs]
         return GatheredFeatures(
             padded_image=image,
             padded_text=text,
@@ -135,6 +168,7 @@ class PendingBatch:
             communicator=communicator,
             dtype=dtype,
             statistics=self._statistics or {},
+            padded_stored=stored,
             total=total,
         )
 
@@ -156,10 +190,13 @@ class GatheredFeatures:
         index: (B,) int64 global sample indices, in host memory.
         local: slice of this rank's rows among the B rows.
         padded_index: (K b,) indices in host memory, -1 for invalid rows.
+        width: number of columns that receive gradients: d; the columns of a reference model may follow.
         size: number of valid rows, B.
         total: number of valid rows on all ranks: B, or more if this object contains only one rank's rows.
         comm_dtype: dtype in which the rows were sent, and in which they are exactly representable.
         statistics: reads of the samples' statistics, by name (`Stateful.begin_reads`).
+        reference: stored features of the reference model; None without one.
+        teachers: stored features of each teacher; empty without distillation.
     """
 
     def __init__(
@@ -171,6 +208,7 @@ class GatheredFeatures:
         communicator: Communicator,
         dtype: torch.dtype,
         statistics: Mapping[str, Pending],
+        padded_stored: Mapping[str, Sequence[StoredRows]] | None = None,
         total: int | None = None,
     ) -> None:
         """Select the valid rows.
@@ -181,6 +219,7 @@ class GatheredFeatures:
             communicator: the ranks that the rows are from.
             dtype: dtype of the attributes `image` and `text`.
             statistics: see the attribute.
+            padded_stored: (K b, D) stored features of images and texts of all ranks, including invalid rows, by name.
             total: see the attribute; by default B.
         """
         self._communicator = communicator
@@ -208,11 +247,49 @@ class GatheredFeatures:
         self.local = self.rows_of(self._this_rank)
         self.image = self.compact_all(padded_image).to(dtype)
         self.text = self.compact_all(padded_text).to(dtype)
+        self.width = self.image.shape[1]
+        stored = padded_stored or {}
+        references = self._stored_features(stored.get(REFERENCE, ()), dtype)
+        self.reference = references[0] if references else None
+        self.teachers = self._stored_features(stored.get(TEACHER, ()), dtype)
 
     @cached_property
     def positive(self) -> Tensor:
         """(B,) s_ii, the similarities of the positive pairs."""
         return torch.bmm(self.image.unsqueeze(1), self.text.unsqueeze(2)).flatten()
+
+    @property
+    def has_reference_columns(self) -> bool:
+        """Whether the features include those of a reference model; see `minus_reference`."""
+        return self.image.shape[1] > self.width
+
+    def minus_reference(self) -> GatheredFeatures:
+        """Return the same rows with features whose similarities are s_ij - r_ij, if there is a reference model.
+
+        They are the features of both models side by side, (e1_i, -r1_i) and (e2_i, r2_i), of width d + D.
+        """
+        reference = self.reference
+        if reference is None:
+            return self
+        return self._with(
+            image=torch.cat([self.image, -reference.image], dim=1),
+            text=torch.cat([self.text, reference.text], dim=1),
+            comm_dtype=torch.promote_types(self.comm_dtype, reference.comm_dtype),
+            width=self.width,
+        )
+
+    def with_features(self, other: StoredFeatures) -> GatheredFeatures:
+        """Return the same rows with other features."""
+        return self._with(image=other.image, text=other.text, comm_dtype=other.comm_dtype, width=other.image.shape[1])
+
+    def _with(self, *, image: Tensor, text: Tensor, comm_dtype: torch.dtype, width: int) -> GatheredFeatures:
+        batch = copy.copy(self)
+        batch.image = image
+        batch.text = text
+        batch.comm_dtype = comm_dtype
+        batch.width = width
+        batch.__dict__.pop("positive", None)  # computed from the features that were replaced
+        return batch
 
     def anchors(self) -> Tensor:
         """Return the (2, local, d) features of this rank's anchors."""
@@ -250,6 +327,15 @@ class GatheredFeatures:
             positions = self._rows[self.rows_of(ranks)] - ranks.start * self._rows_per_rank
         padded = _spread(rows, positions, len(ranks) * self._rows_per_rank)
         return self.compact(self._communicator.reduce_scatter_among(ranks, padded, purpose))
+
+    def _stored_features(self, padded: Sequence[StoredRows], dtype: torch.dtype) -> list[StoredFeatures]:
+        """Select the valid rows of stored features."""
+        features: list[StoredFeatures] = []
+        for padded_image, padded_text in padded:
+            image = self.compact_all(padded_image).to(dtype)
+            text = self.compact_all(padded_text).to(dtype)
+            features.append(StoredFeatures(image=image, text=text, comm_dtype=padded_image.dtype))
+        return features
 
     def compact_all(self, rows: Tensor) -> Tensor:
         """Select the (B, ...) valid rows from the (K b, ...) rows of all ranks."""

@@ -36,10 +36,18 @@ from torch.profiler import record_function
 from neuclip_ds.distributed.communicator import PHASE
 from neuclip_ds.errors import UserError
 from neuclip_ds.losses.base import LossContext, LossFunction, LossOutput, Position, Stateful
+from neuclip_ds.losses.distillation import Distillation, combined, distill
 from neuclip_ds.losses.gather import GatheredFeatures
 from neuclip_ds.losses.options import ObjectiveConfig
 from neuclip_ds.losses.pairs import CACHED_BYTES, PairGrid, PairLoss, pair_similarities
-from neuclip_ds.losses.temperature import LogTemperature, RobustTemperature, Temperature, TemperatureSignal
+from neuclip_ds.losses.stored_features import REFERENCE, TEACHER
+from neuclip_ds.losses.temperature import (
+    DistillationSignal,
+    LogTemperature,
+    RobustTemperature,
+    Temperature,
+    TemperatureSignal,
+)
 
 Scale = Callable[[Tensor], Tensor]
 """Leading factor of the loss, as a function of tau."""
@@ -88,6 +96,10 @@ class NormalizerEstimator(Stateful):
 
     always_gathers = True
     """Whether every step needs the features of all ranks."""
+    allows_reference = False
+    """Whether the estimate is exact if a reference model's similarities are subtracted, as an estimate is that depends
+    on the features through `log_g` alone. The features then include those of the reference
+    (`GatheredFeatures.minus_reference`)."""
 
     def gathers(self, position: Position) -> bool:
         """Return whether a training step needs the features of all ranks; the result is the same on all ranks."""
@@ -148,11 +160,18 @@ class GlobalContrastiveLoss(LossFunction):
         self._temperature = temperature
         self._scale = scale
         self._constant = constant
+        stored = {TEACHER}
+        if estimator.allows_reference and self.pair_loss.is_identity:
+            stored.add(REFERENCE)
+        self.uses_stored = frozenset(stored)
 
     def gathers(self, position: Position) -> bool:
         return self._estimator.gathers(self._in_epoch(position))
 
     def __call__(self, batch: GatheredFeatures, position: Position, training: bool) -> LossOutput:
+        student = batch
+        batch = student.minus_reference()
+
         # the similarities of all pairs, the estimated normalizers, and from both the gradient of the loss
         tau = self._temperature.of(batch)
         scale = self._scale(tau)
@@ -168,6 +187,11 @@ class GlobalContrastiveLoss(LossFunction):
             image_grad, text_grad = estimate.feature_grad
             image = image.add(image_grad * scale)
             text = text.add(text_grad * scale)
+        distillation: Distillation | None = None
+        if batch.teachers:
+            distillation = distill(student, tau, self._config.distill, self._config.chunk_size)
+            image = combined(self._config.distill, image, distillation.image_gradient)
+            text = combined(self._config.distill, text, distillation.text_gradient)
         if batch.total != batch.size:  # turn the mean over local anchors into a share of the global mean
             share = batch.size / batch.total
             image = image * share
@@ -193,14 +217,21 @@ class GlobalContrastiveLoss(LossFunction):
                 local_tau_term.sum(),
                 grad_theta,
                 *(values.sum() for values in estimate.local_metrics.values()),
+                *([] if distillation is None else [distillation.loss, distillation.grad_theta]),
                 image.square().sum() + text.square().sum(),
             ]
         )
         totals = self._communicator.all_reduce(sums, "scalars")
-        loss, batch_loss, mean_logit, tau_term, grad_theta, *local_means, _ = (totals / batch.total).unbind()
+        loss, batch_loss, mean_logit, tau_term, grad_theta, *other_means, _ = (totals / batch.total).unbind()
         gradient_norm = totals[-1].sqrt()
+        local_means = other_means[: len(estimate.local_metrics)]
         if self._constant:
             loss = loss + self._constant
+        distillation_signal: DistillationSignal | None = None
+        if distillation is not None:
+            distill_loss, distill_grad_theta = other_means[len(local_means) :]
+            loss = combined(self._config.distill, loss, distill_loss)
+            distillation_signal = self._distillation_signal(distillation, distill_grad_theta)
 
         if training:
             signal = TemperatureSignal(
@@ -209,11 +240,14 @@ class GlobalContrastiveLoss(LossFunction):
                 grad_theta=grad_theta,
                 local_mean_logit=local_mean_logit,
                 local_tau_term=local_tau_term,
+                distillation=distillation_signal,
             )
             self._temperature.update(batch, signal, position)
         metrics = {"tau": tau.mean()}
         if self.pair_loss.is_identity:
             metrics["batch_loss"] = batch_loss
+        if distillation is not None:
+            metrics["distill_loss"] = distill_loss
         metrics["feature_grad_norm"] = gradient_norm
         metrics.update(estimate.metrics)
         for name, mean in zip(estimate.local_metrics, local_means, strict=True):
@@ -228,6 +262,7 @@ class GlobalContrastiveLoss(LossFunction):
         Returns:
             For this rank's valid rows: (2, local) log of the estimated g, or -inf if there is none, and (2, local) tau.
         """
+        batch = batch.minus_reference()
         tau = self._temperature.of(batch)
         local_tau = tau.expand(2, batch.size)[:, batch.local]
         if batch.size < 2:  # no anchor has a negative
@@ -235,6 +270,16 @@ class GlobalContrastiveLoss(LossFunction):
         grid = PairGrid(batch, self._config.chunk_size, budget=0)
         log_g = pair_similarities(grid, self.pair_loss, tau).log_mean_exp()
         return self._estimator.log_estimate(batch, log_g, tau), local_tau
+
+    def _distillation_signal(self, distillation: Distillation, grad_theta: Tensor) -> DistillationSignal:
+        """Return what the temperature receives; `grad_theta` is the distillation's derivative over all ranks."""
+        options = self._config.distill
+        local_grad_tau = distillation.local_grad_tau
+        return DistillationSignal(
+            contrastive_weight=options.contrastive_weight,
+            grad_theta=options.weight * grad_theta,
+            local_grad_tau=None if local_grad_tau is None else options.weight * local_grad_tau,
+        )
 
     def _in_epoch(self, position: Position) -> Position:
         """Return the position; if `epoch_steps` is set, set the epoch to the step number // `epoch_steps`."""

@@ -38,6 +38,8 @@ def openclip(config: ObjectiveConfig, context: LossContext) -> GlobalContrastive
 class BatchEstimator(NormalizerEstimator):
     """Normalizers of the batch alone; this estimator has no options and no state."""
 
+    allows_reference = True
+
     def __call__(
         self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, position: Position, training: bool
     ) -> NormalizerOutput:

@@ -35,6 +35,8 @@ class Method:
     """Whether the method reads `objective.temperature.rule`."""
     has_individual_temperatures: bool = False
     """Whether each sample has its own temperatures."""
+    refuses_reference: bool = False
+    """Whether the loss cannot use a reference model, so that a config with one is rejected before the loss is built."""
 
     def build(self, config: ObjectiveConfig, context: LossContext) -> LossFunction:
         """Build the loss; raise `UserError` if an option or a size is missing or cannot be used."""

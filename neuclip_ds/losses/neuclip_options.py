@@ -83,5 +83,6 @@ METHODS = {
         sections=("npn",),
         defaults={"temperature": {"initial": 0.07, "rule": "robust"}},
         has_temperature_rule=True,
+        refuses_reference=True,
     ),
 }

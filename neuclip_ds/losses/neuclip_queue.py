@@ -23,6 +23,9 @@ Entries move with the mean of the features: W_k is the feature that was added, m
 current mean. Without this shift, features that all drift in one direction are repelled from their positions a few
 steps earlier and drift faster and faster, so towers trained from scratch collapse. The running mean covers about 256
 samples, because the mean of a small batch is noisy and would shift all entries at once.
+
+With a reference model, whose similarities are r, z_ik = (s_ik - s_ii - r_ik + r_ii)/tau. Anchors and entries have the
+columns of the reference's features (`GatheredFeatures.minus_reference`), which are not shifted.
 """
 
 import math
@@ -74,6 +77,7 @@ class PooledQueueEstimator(NormalizerEstimator):
     """
 
     needs_index = True
+    allows_reference = True
 
     def __init__(self, config: ObjectiveConfig, context: LossContext, eps: float) -> None:
         self._size = config.queue.size
@@ -83,7 +87,8 @@ class PooledQueueEstimator(NormalizerEstimator):
         device = context.communicator.device
         self._images = torch.zeros((self._size, context.dim), dtype=context.dtype, device=device)
         self._texts = self._images.clone()
-        self._means = self._images.new_zeros((2, context.dim))  # running means of images and texts
+        # running means of images and texts, with zeros in the columns of a reference
+        self._means = self._images.new_zeros((2, context.dim))
         self._index = torch.full((self._size,), -1)  # sample indices of the entries, in host memory
         self._seen = 0  # samples added to the queue so far
 
@@ -107,7 +112,7 @@ class PooledQueueEstimator(NormalizerEstimator):
             log_weight=log_weight,
             value=alpha,
             tau_term=alpha - pull * mean_logit,
-            feature_grad=(gradient[IMAGE], gradient[TEXT]),
+            feature_grad=(gradient[IMAGE, :, : batch.width], gradient[TEXT, :, : batch.width]),
             local_metrics={"alpha": alpha, "batch_share": batch_share},
         )
 
@@ -122,11 +127,26 @@ class PooledQueueEstimator(NormalizerEstimator):
         pooled = torch.logaddexp(log_g, log_ghat + math.log(self._kappa)) + log_scale
         return pooled, log_scale
 
+    def _resize(self, width: int) -> None:
+        """Make the queue, which is empty or will be overwritten, fit features of this width."""
+        if self._images.shape[1] == width:
+            return
+        self._images = self._images.new_zeros((self._size, width))
+        self._texts = torch.zeros_like(self._images)
+        self._means = self._images.new_zeros((2, width))
+
     def _means_with(self, batch: GatheredFeatures) -> Tensor:
-        """Return the (2, d) running means of the image and text features, including this batch."""
+        """Return the (2, width) running means of the image and text features, including this batch."""
         means = torch.stack([batch.image.mean(dim=0), batch.text.mean(dim=0)])
+        if batch.has_reference_columns:
+            means[:, batch.width :].zero_()
         if not self._seen:
             return means
+        if means.shape != self._means.shape:
+            raise UserError(
+                f"The queue's entries have {self._means.shape[1]} columns, but the features and those of a reference "
+                f"model have {means.shape[1]}: use the same reference model in all steps of a run."
+            )
         return self._means.lerp(means, min(1.0, batch.size / _WINDOW))
 
     def _estimate(self, batch: GatheredFeatures, anchors: Tensor, means: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
@@ -179,6 +199,8 @@ class PooledQueueEstimator(NormalizerEstimator):
 
         If the batch has the same samples as the previous one (as in a second forward pass), overwrite the previous one.
         """
+        if not self._seen:
+            self._resize(batch.image.shape[1])
         added = min(batch.size, self._size)
         positions = torch.arange(self._seen - added, self._seen) % self._size
         index = batch.index[-added:]
@@ -201,6 +223,7 @@ class PooledQueueEstimator(NormalizerEstimator):
         }
 
     def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
+        self._resize(state["queue_means"].shape[1])  # with or without the columns of a reference
         for name, queue in self.replicated_state().items():
             if state[name].shape != queue.shape:
                 raise UserError(

@@ -59,6 +59,38 @@ class TemperatureConfig(Section):
         return self
 
 
+class DistillConfig(Section):
+    features: str | Annotated[list[str], Field(min_length=1)] | None = None
+    """Folder of the teacher's stored features, which turns distillation on; a list of folders is an ensemble, whose
+    softmaxes are averaged as in MobileCLIP."""
+    weight: float = Field(1.0, gt=0)
+    """Weight of the distillation; open_clip and MobileCLIP use 1."""
+    contrastive_weight: float = Field(1.0, ge=0)
+    """Weight of the method's loss in addition to the distillation: 1 in open_clip, 0 in MobileCLIP's ViT-B/16."""
+    temperature: float | Annotated[list[float], Field(min_length=1)] = 0.01
+    """Temperature of the teacher's softmax, or one for each teacher; 0.01 is that of OpenAI's and many other models."""
+
+    @model_validator(mode="after")
+    def _temperatures_fit(self) -> DistillConfig:
+        temperatures = self.temperature if isinstance(self.temperature, list) else [self.temperature]
+        if min(temperatures) <= 0:
+            raise ValueError(f"temperature={self.temperature} must be above 0")
+        if isinstance(self.features, list):
+            self.temperatures(len(self.features))
+        return self
+
+    def temperatures(self, teachers: int) -> list[float]:
+        """Return the temperature of each teacher; raise `UserError` if their number differs from `teachers`."""
+        if not isinstance(self.temperature, list):
+            return [self.temperature] * teachers
+        if len(self.temperature) != teachers:
+            raise UserError(
+                f"objective.distill.temperature has {len(self.temperature)} values for {teachers} teachers: pass one "
+                "value for each, or a single number."
+            )
+        return self.temperature
+
+
 class ObjectiveConfig(Section):
     method: str = DEFAULT
     """Method to train with: a name in the table of docs/reference/losses.md."""
@@ -78,7 +110,10 @@ class ObjectiveConfig(Section):
     epoch_steps: int | None = Field(None, ge=1)
     """Training steps that count as one epoch for gamma's schedule and amorlip's nets, for runs that see each sample
     about once. By default, an epoch is one pass over the data."""
+    reference_model: str | None = None
+    """Folder of the stored features of a reference model, whose similarities are subtracted (DRRho-CLIP)."""
     temperature: TemperatureConfig = Field(default_factory=TemperatureConfig)
+    distill: DistillConfig = Field(default_factory=DistillConfig)
     siglip: SiglipConfig = Field(default_factory=SiglipConfig)
     moving_average: MovingAverageConfig = Field(default_factory=MovingAverageConfig)
     amortized: AmortizedConfig = Field(default_factory=AmortizedConfig)
@@ -102,6 +137,10 @@ class ObjectiveConfig(Section):
             option = f"objective.temperature.rule={temperature['rule']}"
             readers = [other for other, row in METHODS.items() if row.has_temperature_rule]
             raise UserError(_unread_message(name, option, "none, because its rule is fixed", readers))
+        if tree.get("reference_model") is not None and method.refuses_reference:
+            readers = [other for other, row in METHODS.items() if not row.refuses_reference]
+            reads = "none, because its loss has no form with a reference model"
+            raise UserError(_unread_message(name, "objective.reference_model", reads, readers))
         return merge(method.defaults, tree)
 
     @model_serializer(mode="wrap")

@@ -22,6 +22,11 @@ Arithmetic. Every pair loss satisfies (x + m) l'(x) = p l(x) with constants m (m
 r = tau^(1/p) therefore divides l(x) by tau: l/tau is a function of y - o alone, where y = s_ij/r is the divided
 similarity and o = (s_ii - m)/r is the anchor's origin. Since l/tau = l'/tau (x + m)/p, the derivative of L with respect
 to log tau is minus the sum of w_ij (x + m)/p over all pairs and both anchors of each pair.
+
+Reference model. With the similarities r_ij of a reference model, s_ij - r_ij replaces s_ij everywhere (DRRho-CLIP). The
+features of both models, side by side as (e1_i, -r1_i) and (e2_j, r2_j), have these similarities, so that the passes
+stay as they are (`GatheredFeatures.minus_reference`). The gradient's columns for the reference's features are needed
+for the derivative with respect to tau; then they are dropped, because these features are constants.
 """
 
 from __future__ import annotations
@@ -203,6 +208,7 @@ class PairGrid:
         local: slice of this rank's rows among the B rows.
         size: number of valid rows, B.
         positive: (B,) similarities s_ii of the positive pairs.
+        has_reference: whether the similarities of a reference model are subtracted; they are then in [-2, 2].
         caches_similarities: whether the similarities of all blocks fit in the budget.
         compiles: whether a block's elementwise operations are compiled.
     """
@@ -212,9 +218,11 @@ class PairGrid:
         self.local = batch.local
         self.size = batch.size
         self.positive = batch.positive
+        self.has_reference = batch.has_reference_columns
         self._features = (batch.image, batch.text)
         self._local_features = (batch.image[batch.local], batch.text[batch.local])
         self._local_size = batch.local.stop - batch.local.start
+        self._width = batch.width
         self._dtype = batch.comm_dtype
 
         device_type = batch.image.device.type
@@ -280,6 +288,7 @@ class PairGrid:
     def gradient(self, derivative: Callable[[Block], Tensor]) -> tuple[Tensor, Tensor]:
         """Return the feature gradient of a function of the similarities: (local, d) for images and for texts.
 
+        With a reference, the gradient's columns for the reference's features follow; `trained_columns` drops them.
         `derivative` returns the (rows, columns) derivative of the function with respect to a block's similarities.
         """
         image, text = self._features
@@ -309,6 +318,10 @@ class PairGrid:
         grads[IMAGE].addcmul_(grad_positive.unsqueeze(1), self._local_features[TEXT])
         grads[TEXT].addcmul_(grad_positive.unsqueeze(1), self._local_features[IMAGE])
 
+    def trained_columns(self, grads: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the (local, d) gradients of the trained features, without those of the reference's features."""
+        return grads[IMAGE][:, : self._width], grads[TEXT][:, : self._width]
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The two passes
@@ -336,7 +349,7 @@ def pair_similarities(grid: PairGrid, pair_loss: PairLoss, tau: Tensor) -> PairS
         grid, pair_loss: the pairs and the pair loss l.
         tau: the temperature, 0-dim if all anchors share it, else (2, B).
     """
-    can_factor = pair_loss.is_identity and tau.ndim == 0
+    can_factor = pair_loss.is_identity and tau.ndim == 0 and not grid.has_reference
     if can_factor and factors_exponentials(tau.device.type):
         return FactoredSimilarities(grid, pair_loss, tau)
     return PairSimilarities(grid, pair_loss, tau)
@@ -420,7 +433,8 @@ class PairSimilarities:
             logit_sum = product_sum + constant_sum
         grid.add_positives(grads, -weight_sum.sum(dim=0))
         mean_logit = logit_sum / pair_loss.power * grid.size
-        return PairGradient(image=grads[IMAGE], text=grads[TEXT], mean_logit=mean_logit)
+        image, text = grid.trained_columns(grads)
+        return PairGradient(image=image, text=text, mean_logit=mean_logit)
 
     @property
     def _divides_at_once(self) -> bool:
@@ -576,9 +590,10 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 class FactoredSimilarities(PairSimilarities):
     """Similarities with l(x) = x and one temperature: exp((s_ij - s_ii)/tau) = exp(s_ij/tau - c) exp(c - s_ii/tau).
 
-    The first factor is the same for both anchors of a pair and in both passes, so a pair costs one exponential. To keep
-    this factor representable, c lowers the largest possible exponent, 1/tau, to `_limit`. If significant terms would
-    still underflow, the methods of `PairSimilarities` are called; the host reads the sums to decide this.
+    Similarities are in [-1, 1], so there is no reference model. The first factor is the same for both anchors of a pair
+    and in both passes, so a pair costs one exponential. To keep this factor representable, c lowers the largest
+    possible exponent, 1/tau, to `_limit`. If significant terms would still underflow, the methods of `PairSimilarities`
+    are called; the host reads the sums to decide this.
     """
 
     def __init__(self, grid: PairGrid, pair_loss: PairLoss, tau: Tensor) -> None:

@@ -14,9 +14,11 @@ from torch.nn.functional import softplus
 from neuclip_ds.errors import UserError
 from neuclip_ds.losses.arithmetic import lowest_exponent
 from neuclip_ds.losses.base import LossContext, LossFunction, LossOutput, Position
+from neuclip_ds.losses.distillation import combined, distill
 from neuclip_ds.losses.gather import GatheredFeatures
 from neuclip_ds.losses.options import ObjectiveConfig
 from neuclip_ds.losses.pairs import IMAGE, Block, PairGrid
+from neuclip_ds.losses.stored_features import TEACHER
 from neuclip_ds.losses.temperature import LearnableTemperature
 
 
@@ -42,6 +44,7 @@ class SigmoidLoss(LossFunction):
 
     def __init__(self, config: ObjectiveConfig, context: LossContext, logit: LearnableTemperature) -> None:
         super().__init__({"": logit})
+        self.uses_stored = frozenset({TEACHER})
         self._config = config
         self._communicator = context.communicator
         self._logit = logit
@@ -66,13 +69,26 @@ class SigmoidLoss(LossFunction):
         for grad in grads:
             grad.div_(batch.size * tau)
         sums = torch.cat([sums / batch.size, grid.weighted_sum(grads)[None]])
+        if batch.teachers:
+            distillation = distill(batch, tau, self._config.distill, self._config.chunk_size)
+            image = combined(self._config.distill, image, distillation.image_gradient)
+            text = combined(self._config.distill, text, distillation.text_gradient)
+            distillation_sums = torch.stack([distillation.loss, distillation.grad_theta]) / batch.size
+            sums = torch.cat([sums, distillation_sums])
         squared_norm = image.square().sum() + text.square().sum()
         totals = self._communicator.all_reduce(torch.cat([sums, squared_norm[None]]), "scalars")
-        loss, grad_bias, grad_theta, squared_norm = totals
+        loss, grad_bias, grad_theta, *distillation_totals, squared_norm = totals
+        metrics = {"tau": tau, "bias": bias}
+        if distillation_totals:
+            distill_loss, distill_grad_theta = distillation_totals
+            loss = combined(self._config.distill, loss, distill_loss)
+            grad_theta = combined(self._config.distill, grad_theta, distill_grad_theta)
+            grad_bias = self._config.distill.contrastive_weight * grad_bias
+            metrics["distill_loss"] = distill_loss
         if training:
             self._logit.descend(position, theta=grad_theta, bias=grad_bias)
         gradient_norm = squared_norm.sqrt()
-        metrics = {"tau": tau, "bias": bias, "feature_grad_norm": gradient_norm}
+        metrics["feature_grad_norm"] = gradient_norm
         return LossOutput(
             loss=loss, image_gradient=image, text_gradient=text, gradient_norm=gradient_norm, metrics=metrics
         )

@@ -17,5 +17,6 @@ METHODS = {
         sections=("siglip",),
         defaults={"temperature": {"initial": 0.1}, "siglip": {"bias": -10.0}},
         estimates_normalizers=False,
+        refuses_reference=True,
     ),
 }

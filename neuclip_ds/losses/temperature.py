@@ -23,6 +23,18 @@ _LOW_TAU = 0.03  # below it, schedule=third_below_0.03 divides the learning rate
 
 
 @dataclass(frozen=True, kw_only=True)
+class DistillationSignal:
+    """What a temperature receives from distillation, whose derivatives include the distillation's weight."""
+
+    contrastive_weight: float
+    """Factor on the derivative of the contrastive loss."""
+    grad_theta: Tensor
+    """0-dim: derivative of the distillation with respect to theta = log(1/tau); equal on all ranks."""
+    local_grad_tau: Tensor | None = None
+    """(2, local): derivatives of the anchors' distillation with respect to their taus; None if they share one."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TemperatureSignal:
     """Statistics of one step that a temperature rule may use.
 
@@ -40,6 +52,14 @@ class TemperatureSignal:
     """(2, local) mean logits with individual temperatures; with one tau, this rank's 0-dim contribution."""
     local_tau_term: Tensor
     """(2, local): tau terms."""
+    distillation: DistillationSignal | None = None
+    """Derivatives of the distillation, if there is any."""
+
+    def with_distillation(self, grad_theta: Tensor) -> Tensor:
+        """Return the derivative of the whole loss, given the contrastive loss's with respect to theta."""
+        if self.distillation is None:
+            return grad_theta
+        return self.distillation.contrastive_weight * grad_theta + self.distillation.grad_theta
 
 
 class Temperature(Stateful):
@@ -225,7 +245,7 @@ class LogTemperature(LearnableTemperature):
         self._gradient_factor = gradient_factor
 
     def update(self, batch: GatheredFeatures, signal: TemperatureSignal, position: Position) -> None:
-        self.descend(position, theta=self._gradient_factor * signal.grad_theta)
+        self.descend(position, theta=signal.with_distillation(self._gradient_factor * signal.grad_theta))
 
 
 class RobustTemperature(LearnableTemperature):
@@ -253,7 +273,7 @@ class RobustTemperature(LearnableTemperature):
     def update(self, batch: GatheredFeatures, signal: TemperatureSignal, position: Position) -> None:
         data_term = self._data_term_factor * signal.mean_logit
         grad_tau = signal.tau_term + 2 * self.rho(position) - data_term
-        self.descend(position, theta=-self.tau * grad_tau)
+        self.descend(position, theta=signal.with_distillation(-self.tau * grad_tau))
 
 
 def _optimizer(scalars: list[Parameter], name: str, context: LossContext) -> torch.optim.Optimizer:

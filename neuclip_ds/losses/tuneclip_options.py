@@ -19,5 +19,7 @@ _DEFAULTS = {"moving_average": {"gamma_min": 0.9, "gamma_epochs": 4}}
 
 METHODS = {
     "gcl": Method(builder="tuneclip.gcl", sections=SECTIONS, defaults=_DEFAULTS),
-    "tuneclip": Method(builder="tuneclip.tuneclip", sections=(*SECTIONS, "hinge"), defaults=_DEFAULTS),
+    "tuneclip": Method(
+        builder="tuneclip.tuneclip", sections=(*SECTIONS, "hinge"), defaults=_DEFAULTS, refuses_reference=True
+    ),
 }

@@ -20,6 +20,7 @@ from neuclip_ds.evaluation.tasks import GroupRule
 from neuclip_ds.evaluation.zero_shot import classify
 from neuclip_ds.losses import ContrastiveLoss
 from neuclip_ds.losses.base import Position
+from neuclip_ds.losses.stored_features import StoredRows, Teachers
 
 ROWS = 12
 DIM = 6
@@ -37,9 +38,16 @@ def loss_of(name: str, rank: GpuRank) -> ContrastiveLoss:
     return build_loss(config, DIM, SAMPLES, rank, torch.bfloat16)
 
 
-def run_step(loss: ContrastiveLoss, number: int, valid: torch.Tensor = ALL_VALID) -> None:
-    """Run a step as the trainer does, with float32 features, texts first."""
-    pending = loss.begin(torch.arange(ROWS), valid, Position(step=number, lr=1e-3, peak_lr=1e-3))
+def run_step(
+    loss: ContrastiveLoss,
+    number: int,
+    valid: torch.Tensor = ALL_VALID,
+    reference: StoredRows | None = None,
+    teacher: Teachers | None = None,
+) -> None:
+    """Run a step as the trainer does, with float32 features, texts first, and stored features in host memory."""
+    at = Position(step=number, lr=1e-3, peak_lr=1e-3)
+    pending = loss.begin(torch.arange(ROWS), valid, at, reference=reference, teacher=teacher)
     image = torch.empty(ROWS, DIM, device=DEVICE, requires_grad=True)
     text = torch.empty(ROWS, DIM, device=DEVICE, requires_grad=True)
     pending.add_text(text)
@@ -67,6 +75,22 @@ def test_the_host_does_not_wait_in_a_step_of_any_loss(name: str, world_size: int
         loss.undo()
         if name in ONE_OF_EACH_KIND:
             run_step(loss, warm_up + 1)
+    assert not gpu.syncs
+
+
+@pytest.mark.parametrize("world_size", RANKS)
+@pytest.mark.parametrize("name", ONE_OF_EACH_KIND)
+def test_the_host_does_not_wait_for_stored_features(name: str, world_size: int) -> None:
+    rows = (torch.zeros(ROWS, 2 * DIM), torch.zeros(ROWS, 2 * DIM))
+    with fake_cuda() as gpu:
+        loss = loss_of(name, GpuRank(world_size))
+        reference = rows if "reference" in loss.function.uses_stored else None
+        for number in range(WARM_UP.get(VARIANTS[name][0], 0)):
+            run_step(loss, number, reference=reference, teacher=[rows, rows])
+        gpu.syncs.clear()
+        run_step(loss, 1, reference=reference, teacher=[rows, rows])
+        loss.undo()
+        run_step(loss, 2, ONE_INVALID, reference=reference, teacher=[rows, rows])
     assert not gpu.syncs
 
 

@@ -12,6 +12,7 @@ from torch.nn.functional import normalize
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.losses import ContrastiveLoss, GatheredFeatures, Position
 from neuclip_ds.losses.methods import METHODS
+from neuclip_ds.losses.stored_features import StoredRows, Teachers
 from neuclip_ds.state.partition import RowTable
 
 SAMPLES = 1000
@@ -127,6 +128,8 @@ def call(
     *,
     at: Position | None = None,
     micro_batches: tuple[int, int] | None = None,
+    reference: StoredRows | None = None,
+    teacher: Teachers | None = None,
 ) -> Result:
     """Call a loss in training mode.
 
@@ -135,6 +138,7 @@ def call(
         at: position in the run, by default the first step.
         micro_batches: if given, the rows are sent in pieces of this many texts and images, as a step with micro-batches
             sends them.
+        reference, teacher: stored features.
     """
     image = image.detach().requires_grad_()
     text = text.detach().requires_grad_()
@@ -143,9 +147,9 @@ def call(
     if at is None:
         at = position()
     if micro_batches is None:
-        value = loss_fn(image, text, index, valid, position=at)
+        value = loss_fn(image, text, index, valid, position=at, reference=reference, teacher=teacher)
     else:
-        pending = loss_fn.begin(index, valid, at)
+        pending = loss_fn.begin(index, valid, at, reference=reference, teacher=teacher)
         texts, images = micro_batches
         for piece in text.split(texts):
             pending.add_text(piece)

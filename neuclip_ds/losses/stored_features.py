@@ -1,0 +1,100 @@
+"""Features that other models computed once: those of a reference model and of teachers.
+
+DRRho-CLIP subtracts the reference model's similarities (pairs.py); distillation.py learns the teachers' softmax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from neuclip_ds.losses.checks import problem_with_stored
+
+StoredRows = tuple[Tensor, Tensor]
+"""Stored features of images and of texts: two normalized (b, D) tensors; D may differ from the features' width d."""
+
+Teachers = StoredRows | list[StoredRows]
+"""Stored features of a teacher, or of each teacher of an ensemble as a list."""
+
+REFERENCE = "reference"
+TEACHER = "teacher"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredFeatures:
+    """Stored features of the B valid rows of all ranks; they are constants."""
+
+    image: Tensor
+    """(B, D)"""
+    text: Tensor
+    """(B, D)"""
+    comm_dtype: torch.dtype
+    """Dtype in which the rows were sent, and in which they are exactly representable."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredBatch:
+    """Stored features of this rank's rows, as passed to a call of the loss."""
+
+    reference: StoredRows | None
+    teachers: list[StoredRows]
+
+    @classmethod
+    def of(cls, reference: StoredRows | None, teacher: Teachers | None) -> StoredBatch:
+        """Return the features that the arguments of a call contain."""
+        teachers: list[StoredRows] = []
+        if isinstance(teacher, list):
+            teachers = teacher
+        elif teacher is not None:
+            teachers = [teacher]
+        return cls(reference=reference, teachers=teachers)
+
+    @classmethod
+    def concatenated(cls, batches: Sequence[StoredBatch]) -> StoredBatch:
+        """Return the rows of all micro-batches; raise `RuntimeError` if they have different models."""
+        widths = batches[0].widths()
+        if any(batch.widths() != widths for batch in batches):
+            raise RuntimeError("accumulate(): pass the reference and the teachers of every micro-batch, or of none.")
+        references = [batch.reference for batch in batches if batch.reference is not None]
+        teachers = [_concatenated(members) for members in zip(*(batch.teachers for batch in batches), strict=True)]
+        return cls(reference=_concatenated(references) if references else None, teachers=teachers)
+
+    def __iter__(self) -> Iterator[tuple[str, StoredRows]]:
+        """Yield the name and the rows of each model, in the order in which they are sent."""
+        if self.reference is not None:
+            yield REFERENCE, self.reference
+        for rows in self.teachers:
+            yield TEACHER, rows
+
+    def problem(self, rows: int, valid: Tensor | None) -> str | None:
+        """Return a message about the first features that cannot be used for `rows` rows, or None."""
+        for name, (image, text) in self:
+            problem = problem_with_stored(name, image, text, rows, valid)
+            if problem is not None:
+                return problem
+        return None
+
+    def widths(self) -> list[int]:
+        """Return the width of the reference's features, or 0 without a reference, and of each teacher's."""
+        reference_width = 0 if self.reference is None else self.reference[0].shape[1]
+        return [reference_width, *(image.shape[1] for image, _ in self.teachers)]
+
+    def padded(self, rows: int) -> StoredBatch:
+        """Return the same features with `rows` invalid rows added."""
+        reference = None if self.reference is None else _padded(self.reference, rows)
+        return StoredBatch(reference=reference, teachers=[_padded(teacher, rows) for teacher in self.teachers])
+
+
+def _concatenated(pairs: Sequence[StoredRows]) -> StoredRows:
+    images = [image for image, _ in pairs]
+    texts = [text for _, text in pairs]
+    return torch.cat(images), torch.cat(texts)
+
+
+def _padded(pair: StoredRows, rows: int) -> StoredRows:
+    image, text = pair
+    return pad(image, (0, 0, 0, rows)), pad(text, (0, 0, 0, rows))
