@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import fsspec
 import torch
 from benchmarking import in_new_process, machine, sync
 from benchmarking.mosaic import has_mosaic, payload_bytes, samples_of, write_mds
@@ -40,7 +41,7 @@ from neuclip_ds.data.loader import Loader, LoaderOptions, train_jobs
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.manifest_file import load_manifest, write_shards
 from neuclip_ds.data.order import GlobalOrder
-from neuclip_ds.data.prefetch import Prefetcher, shards_ahead
+from neuclip_ds.data.prefetch import Prefetcher, early_samples, shards_ahead
 from neuclip_ds.data.scan import ScanOptions
 from neuclip_ds.data.shards import resolve_shards
 from neuclip_ds.errors import UserError
@@ -127,6 +128,9 @@ Contender = Callable[[Setting, Storage, Start], Callable[[], Iterator[int]]]
 
 
 def ours(setting: Setting, storage: Storage, start: Start) -> Callable[[], Iterator[int]]:
+    if storage.store is not None:
+        fsspec.get_filesystem_class("s3")  # imports s3fs, as a run does when it checks its options
+
     def sizes() -> Iterator[int]:
         manifest = load_manifest(storage.manifest)
         order = GlobalOrder(manifest.starts, manifest.sizes, setting.batch)
@@ -138,8 +142,16 @@ def ours(setting: Setting, storage: Storage, start: Start) -> Callable[[], Itera
             if storage.store is not None:
                 cache = ShardCache(start.copies, 4 * sum(shard.bytes for shard in manifest.shards))
                 options = replace(options, cache=cache)
-                requests = partial(shards_ahead, order, 0, first, [slice(0, setting.batch)])
-                prefetcher = Prefetcher(cache, requests, manifest.shards, begin=first, end=steps, ahead=steps)
+                rows = [slice(0, setting.batch)]
+                prefetcher = Prefetcher(
+                    cache,
+                    partial(shards_ahead, order, 0, first, rows),
+                    manifest.shards,
+                    begin=first,
+                    end=steps,
+                    ahead=steps,
+                    early_samples=early_samples(cache, manifest, options.captions, order, rows),
+                )
                 stack.enter_context(prefetcher)
             pairs = PairDataset(manifest, setting.transform, _lengths, cache=options.cache)
             loader = stack.enter_context(closing(Loader(options, {"train": pairs})))
@@ -272,7 +284,9 @@ def prepare(setting: Setting, folder: Path, store: Store, with_mds: bool) -> lis
     shutil.copytree(on_disk, in_s3)
     names = [Path(shard.path).name for shard in manifest.shards]
     moved = zip(manifest.shards, names, strict=True)
-    write_shards(Manifest([replace(shard, path=f"s3://tars/{name}") for shard, name in moved]), in_s3)
+    in_bucket = Manifest([replace(shard, path=f"s3://tars/{name}") for shard, name in moved])
+    tables = load_manifest(on_disk).samples
+    write_shards(in_bucket, in_s3, tables.locations if tables is not None else ())
     if with_mds:
         write_mds(manifest, mds)
     return [

@@ -3,7 +3,8 @@
 The total size is limited. The folder contains:
 
     shards/HASH-NAME      a complete shard; its modification time is the time of its last use
-    fetching/HASH-BYTES/  partial files of a shard that is being fetched; BYTES of the cache are reserved for it
+    fetching/HASH-BYTES/  partial files of a shard that is being fetched, as a whole or in pieces
+                          (neuclip_ds/data/partial_shard.py); BYTES of the cache are reserved for it
     locks/HASH            locked by the process that is fetching the shard
     failed/HASH           the reason why the shard could not be fetched, as JSON
     outage                the node waits for its storage until this file's modification time
@@ -20,6 +21,7 @@ import os
 import re
 import shutil
 import time
+from collections.abc import Iterable
 from contextlib import nullcontext, suppress
 from io import FileIO
 from pathlib import Path
@@ -28,14 +30,18 @@ from filelock import FileLock, Timeout
 
 from neuclip_ds.data.fetch import AttemptFailed, FetchError, Retries, attempt
 from neuclip_ds.data.node_tables import NodeTables, files_in, name_of
+from neuclip_ds.data.partial_shard import ARRIVED, DATA, PartialShard, has_arrived
 from neuclip_ds.distributed.stop_signals import deferring
 from neuclip_ds.errors import UserError
-from neuclip_ds.files import explain_disk
+from neuclip_ds.files import checksum_of, explain_disk
 
 log = logging.getLogger(__name__)
 
 _RETRY_AFTER = 60.0  # seconds after which a shard that could not be fetched is tried again
 _POLL = 0.05  # seconds
+_POLL_PIECES = 0.005  # seconds between checks for the pieces of a shard
+_POLL_OWNER = 1.0  # seconds between checks whether the process that fetches a shard in pieces still runs
+_BLOCK_OF_STAT = 512  # bytes, the unit of `st_blocks`
 
 
 class ShardCache:
@@ -68,6 +74,7 @@ class ShardCache:
         self._folder = folder
         self._max_outage = max_outage
         self._backoff = backoff
+        self._begun: set[str] = set()  # names of the shards that this process fetches in pieces
         with explain_disk(folder, "change data.cache_dir"):
             for name in ("shards", "fetching", "locks", "failed"):
                 (folder / name).mkdir(parents=True, exist_ok=True)
@@ -113,6 +120,71 @@ class ShardCache:
             with suppress(FileNotFoundError):  # evicted in between
                 return FileIO(self.path(url, expected_bytes, expected_crc32))
 
+    def open_arrived(self, url: str, expected_bytes: int, extents: Iterable[tuple[int, int]]) -> FileIO | None:
+        """Open the local copy of a shard that is being fetched in pieces, once the given extents have arrived.
+
+        `extents` are (offset, size) pairs; other bytes may still be missing from the file. Returns None if nobody is
+        fetching the shard in pieces, which may be because it is complete.
+        """
+        extents = list(extents)
+        name = name_of(url)
+        folder = self._folder / "fetching" / f"{name}-{expected_bytes}"
+        next_check = time.monotonic() + _POLL_OWNER
+        with suppress(FileNotFoundError), FileIO(folder / ARRIVED) as arrived:
+            while not has_arrived(arrived.fileno(), extents):
+                if not os.fstat(arrived.fileno()).st_nlink:  # removed, because the shard could not be fetched in pieces
+                    return None
+                if time.monotonic() > next_check:
+                    next_check += _POLL_OWNER
+                    with suppress(Timeout), FileLock(self._folder / "locks" / name, blocking=False):
+                        return None  # the process that fetched it has ended
+                with deferring(False):
+                    time.sleep(_POLL_PIECES)
+            return FileIO(folder / DATA)
+        return None
+
+    def begin(self, url: str, size: int) -> PartialShard | None:
+        """Begin to fetch a shard in pieces, which `complete` or `abandon` must end.
+
+        Returns None if the shard is cached, has recently failed or is being fetched, or if space is short. Raises
+        OSError if the files cannot be created.
+        """
+        name = name_of(url)
+        lock = FileLock(self._folder / "locks" / name, blocking=False, thread_local=False)
+        try:
+            lock.acquire()
+        except Timeout:
+            return None
+        has_failed = time.time() - _modified(self._folder / "failed" / name) < _RETRY_AFTER
+        folder = None
+        if size <= self.capacity_bytes and not has_failed and not self.touch(url, size):
+            folder = self._reserve(name, size)
+        if folder is None:
+            lock.release()
+            return None
+        shard = PartialShard(url, size, folder, lock)
+        self._begun.add(name)
+        return shard
+
+    def complete(self, shard: PartialShard, expected_crc32: int | None = None) -> bool:
+        """Move a shard whose pieces have all arrived into the cache; if its checksum differs, abandon it.
+
+        Returns whether the shard is now in the cache.
+        """
+        data = shard.folder / DATA
+        is_intact = expected_crc32 is None or checksum_of(data).crc32 == expected_crc32
+        if is_intact:
+            self.tables.discard(shard.url)
+            data.replace(self._shard(shard.url))
+        self.abandon(shard)
+        return is_intact
+
+    def abandon(self, shard: PartialShard) -> None:
+        """Remove what is left of a shard that was fetched in pieces."""
+        shutil.rmtree(shard.folder, ignore_errors=True)
+        self._begun.discard(name_of(shard.url))
+        shard.lock.release()
+
     def touch(self, url: str, expected_bytes: int) -> bool:
         """Mark the shard as used and return True, or return False if no copy of the expected size is cached."""
         shard = self._shard(url)
@@ -123,11 +195,11 @@ class ShardCache:
         return False
 
     def arrived(self) -> int:
-        """Return the total bytes of complete and partial shards; this number changes while a shard is being fetched."""
+        """Return the disk space of complete and partial shards; this number changes while a shard is being fetched."""
         folders = [self._folder / "shards", *(self._folder / "fetching").iterdir()]
         total = 0
         for folder in folders:
-            total += sum(status.st_size for _, status in files_in(folder))
+            total += sum(status.st_blocks * _BLOCK_OF_STAT for _, status in files_in(folder))  # without holes
         return total
 
     def waits_for_storage(self) -> bool:
@@ -189,6 +261,9 @@ class ShardCache:
         with FileLock(self._folder / "lock"):
             for other in list(fetching.iterdir()):  # first, because they may become complete shards
                 owner, _, reserved = other.name.partition("-")
+                if owner in self._begun:
+                    free -= int(reserved)
+                    continue
                 lock = FileLock(self._folder / "locks" / owner, blocking=False)
                 try:
                     with nullcontext() if owner == name else lock:

@@ -27,6 +27,7 @@ _FIXES = {
     "refused": "Renew the credentials and start again",
     "setup": f"Fix the address, or install its backend ({install_command('remote')})",
 }
+_S3_CONNECTIONS = 10  # botocore's default
 _IMPORT = 60.0  # extra seconds allowed for importing fsspec's backend
 _STATUS = r"(?:error|http(?:/[\d.]+)?|status|code|returned)\W{0,3}(?:code\W{0,2})?\(?"
 _MISSING = re.compile(_STATUS + r"(?:404|410)\b|no ?such ?(?:key|file|object|bucket)|not ?found|does not exist", re.I)
@@ -138,12 +139,15 @@ def _transfer(url: str, part: Path, timeout: float, errors: list[BaseException])
         errors.append(error)
 
 
-def open_remote(url: str, timeout: float) -> tuple[Any, str]:
-    """Return the file system of a URL, and the path in that file system."""
+def open_remote(url: str, timeout: float, connections: int = 1) -> tuple[Any, str]:
+    """Return the file system of a URL, for up to `connections` simultaneous requests, and the path in it."""
     # a new instance reads credentials again and does not reuse a broken connection
     options: dict[str, Any] = {"skip_instance_cache": True}
     if url.startswith("s3://"):
         options["max_concurrency"] = 1  # the default keeps ten parts of 50 MB in memory
+        if connections > _S3_CONNECTIONS:
+            configured = fsspec.config.conf.get("s3", {}).get("config_kwargs", {})
+            options["config_kwargs"] = {"max_pool_connections": connections, **configured}
     elif url.startswith(("http://", "https://")):
         import aiohttp
 

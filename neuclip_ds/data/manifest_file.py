@@ -128,7 +128,8 @@ def load_manifest(folder: str | os.PathLike[str]) -> Manifest:
     if not is_manifest(folder):
         raise UserError(f"{folder} is not a manifest folder (it has no {_TABLE}); run neuclip-ds build-manifest first.")
     try:
-        table = pq.read_table(folder / _TABLE, page_checksum_verification=True)
+        with pq.ParquetFile(folder / _TABLE, page_checksum_verification=True) as file:  # read_table imports pandas
+            table = file.read()
         meta = {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
         if (version := meta.get(f"{_META}version")) != str(_VERSION):
             raise UserError(f"The manifest in {folder} has version {version}, not {_VERSION}; build it again.")

@@ -6,14 +6,17 @@ has reached.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_longlong
+from functools import partial
 from heapq import merge
-from multiprocessing.context import SpawnProcess
+from multiprocessing import Pipe
+from multiprocessing.context import ForkProcess
 from multiprocessing.sharedctypes import RawValue
 from operator import attrgetter
 from typing import NamedTuple
@@ -22,16 +25,21 @@ import numpy as np
 
 from neuclip_ds.data.cache import ShardCache
 from neuclip_ds.data.children import end_with_parent
+from neuclip_ds.data.decoders import Captions, CaptionSources
+from neuclip_ds.data.early_samples import EarlySamples
 from neuclip_ds.data.interleave import FULL
-from neuclip_ds.data.manifest import Shard
+from neuclip_ds.data.manifest import Manifest, Shard
 from neuclip_ds.data.mixture import BatchOrder, MixtureOrder
 from neuclip_ds.data.order import GlobalOrder
+from neuclip_ds.data.readers import TarReader
 from neuclip_ds.data.shards import is_local
 from neuclip_ds.errors import UserError
 
 log = logging.getLogger(__name__)
 
 _POLL = 0.1  # seconds between reads of the step
+_EARLY_BATCHES = 2  # number of batches whose samples are fetched before the rest of their shards
+_LONGEST_BEGIN = 10.0  # maximum seconds that a run waits until its first shards have been begun
 
 
 class ShardRequest(NamedTuple):
@@ -142,14 +150,34 @@ class RequestWindow:
         return self._admitted[kept:]
 
 
-class Prefetcher(SpawnProcess):
+def early_samples(
+    cache: ShardCache, manifest: Manifest, captions: CaptionSources, order: BatchOrder, rows: Sequence[slice]
+) -> EarlySamples | None:
+    """Return what a `Prefetcher` needs to fetch samples of the given rows early; None without sample tables."""
+    if manifest.samples is None:
+        return None
+    reader = TarReader(manifest, Captions(captions).extensions, cache)
+    return EarlySamples(cache, reader, manifest.shards, partial(_samples_of_batch, order, rows))
+
+
+def _samples_of_batch(order: BatchOrder, rows: Sequence[slice], number: int) -> list[int]:
+    """Return the indices of the samples in the given rows of a batch, whose number continues across epochs."""
+    epoch, step = divmod(number, order.steps_per_epoch)
+    indices = np.concatenate([order.batch(epoch, step, part) for part in rows])
+    return [index for index in indices.tolist() if index >= 0]
+
+
+class Prefetcher(ForkProcess):
     """A process that fetches shards ahead of training, in order of first use; local rank 0 starts it.
 
     A failed fetch is logged, and the readers then retry it through the same cache. The process ends when the `with`
-    block or the parent ends, even if the parent is killed. It is spawned, because threads make forking unsafe.
+    block or the parent ends, even if the parent is killed. It is forked, as the loader processes are, so that it begins
+    at once and does not import modules again.
 
-    `requests` is a picklable function that returns the requests of the node's ranks, starting at batch `begin`. Remote
-    shards are fetched at most `ahead` batches ahead, up to batch `end`; local shards are skipped.
+    `requests` is a function that returns the requests of the node's ranks, starting at batch `begin`. Remote shards are
+    fetched at most `ahead` batches ahead, up to batch `end`; local shards are skipped. With `early_samples`, the
+    samples of the next two batches are fetched before the rest of their shards. Begin the `with` block before the
+    readers start: a reader that finds neither a shard nor its first pieces fetches the whole shard itself.
     """
 
     def __init__(
@@ -161,6 +189,7 @@ class Prefetcher(SpawnProcess):
         begin: int,
         end: int,
         ahead: int,
+        early_samples: EarlySamples | None = None,
     ) -> None:
         super().__init__(name="prefetch", daemon=True)
         self._cache = cache
@@ -168,12 +197,17 @@ class Prefetcher(SpawnProcess):
         self._shards = shards
         self._end = end
         self._ahead = ahead
+        self._early_samples = early_samples
         self._reached = RawValue(c_longlong, begin)  # no lock: its holder may be killed, and a 64-bit write is atomic
         self._starter = os.getpid()
         self._warned = False
 
     def __enter__(self) -> Prefetcher:
+        receiver, self._has_begun = Pipe(duplex=False)
         self.start()
+        self._has_begun.close()  # only the process's end stays open
+        receiver.poll(_LONGEST_BEGIN)  # returns early if the process has ended
+        receiver.close()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -190,16 +224,27 @@ class Prefetcher(SpawnProcess):
     def run(self) -> None:
         """Fetch shards until the process is killed."""
         end_with_parent(self._starter)
+        gc.freeze()  # garbage collections would copy the memory that is shared with the parent
         sizes = [shard.bytes if not is_local(shard.path) else 0 for shard in self._shards]
         window = RequestWindow(self._requests(), sizes, self._cache.capacity_bytes)
         pool = ThreadPoolExecutor(self._cache.downloads)
+        is_first = True
         while True:
             reached = self._reached.value
-            if admitted := window.move(reached, min(reached + self._ahead, self._end)):
+            admitted = window.move(reached, min(reached + self._ahead, self._end))
+            if admitted:
                 for number in window.shards:  # marks them as used, so that new shards evict only others
                     self._cache.touch(self._shards[number].path, sizes[number])
-                for request in admitted:
-                    pool.submit(self._fetch, request)
+            early_end = min(reached + _EARLY_BATCHES, self._end)
+            if self._early_samples is not None:
+                self._early_samples.begin({request.shard for request in admitted if request.first < early_end})
+            if is_first:
+                self._has_begun.send(True)
+            if self._early_samples is not None:
+                self._early_samples.fetch_batches(reached, early_end, in_turn=is_first)
+            is_first = False
+            for request in admitted:
+                pool.submit(self._fetch, request)
             if window.is_too_small and not self._warned:
                 self._warned = True
                 log.warning(
@@ -210,8 +255,10 @@ class Prefetcher(SpawnProcess):
 
     def _fetch(self, request: ShardRequest) -> None:
         shard = self._shards[request.shard]
-        if request.last >= self._reached.value and not is_local(shard.path):
-            try:
+        if request.last < self._reached.value or is_local(shard.path):
+            return
+        try:
+            if self._early_samples is None or not self._early_samples.fetch_rest(request.shard):
                 self._cache.path(shard.path, shard.bytes, shard.crc32)
-            except (OSError, UserError) as error:
-                log.warning("cannot prefetch a shard: %s", error)
+        except (OSError, UserError) as error:
+            log.warning("cannot prefetch a shard: %s", error)

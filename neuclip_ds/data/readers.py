@@ -1,27 +1,23 @@
 """Read the bytes of a sample by its global index.
 
 Readers run in loader workers. A reader opens a shard when it first reads a sample from the shard, and keeps recently
-used shards open. Remote shards are read from the node's cache, except as `TarReader.prefetch_samples` describes. If the
+used shards open. Remote shards are read from the node's cache, also while they are being fetched in pieces. If the
 manifest has checksums, every read is verified. All processes on a node share the samples' offsets (node_tables.py).
 """
 
 import logging
 import os
 import sys
-import threading
 import zlib
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from io import FileIO
 from typing import NamedTuple
 
-import fsspec
-
 from neuclip_ds.data.cache import ShardCache
 from neuclip_ds.data.decoders import JSON
-from neuclip_ds.data.fetch import FetchError, open_remote
+from neuclip_ds.data.fetch import FetchError
 from neuclip_ds.data.manifest import Manifest, check_size
 from neuclip_ds.data.node_tables import NodeTables
 from neuclip_ds.data.sample_table import MEMBERS, SampleTable, tabulate
@@ -35,7 +31,6 @@ log = logging.getLogger(__name__)
 
 _MAX_READ = 512 << 20  # maximum bytes read at once; more than the largest image that is decoded
 _MAX_HOLE = 16 << 10  # a gap of at most this many bytes between members is read rather than skipped
-MANY_BYTES = 2 << 30  # if the uncached shards of a batch total this many bytes, its samples are fetched individually
 OPEN_SHARDS = 256  # maximum number of shards that a worker keeps open
 _MAPPED_TABLES = 1 << 14  # maximum number of mapped tables per worker; Linux allows a process 65,530 mappings
 _PRIVATE_TABLES = 1 << 10  # maximum number of tables in a worker's private memory, at 80 bytes per sample
@@ -46,6 +41,14 @@ class RawSample(NamedTuple):
 
     image: bytes | None
     texts: Mapping[str, bytes]
+
+
+class SampleRange(NamedTuple):
+    """The bytes start ... end - 1 of a shard, which contain all members of a sample that are read."""
+
+    shard: int
+    start: int
+    end: int
 
 
 class ChecksumError(OSError):
@@ -70,10 +73,7 @@ class TarReader:
         self._manifest = manifest
         self._texts = tuple(texts)
         self._cache = cache
-        self._fetched: dict[
-            int, tuple[int, bytes]
-        ] = {}  # by index: an offset in the shard, and the bytes from there on
-        self._fetches_samples = manifest.samples is not None
+        self._whole_only: set[int] = set()  # shards that are not read before they have arrived completely
         self._node_tables = _node_tables(cache)
         most_tables = _MAPPED_TABLES if self._node_tables is not None else _PRIVATE_TABLES
         self._table = lru_cache(most_tables)(self._load_table)
@@ -92,77 +92,49 @@ class TarReader:
         members = self._member_columns(table)
         if not with_image:
             members = members[1:]
+        extents_to_read = [extents[member] for member in members]
         try:
-            if index in self._fetched:
-                begin, data = self._fetched.pop(index)  # a second attempt reads the shard instead
-                read = partial(_slice_bytes, begin, data)
-            else:
-                read = partial(read_at, self._file(shard).fileno())
-            contents = _read_members(read, [extents[member] for member in members])
+            file = self._open_pieces(shard, extents_to_read) or self._file(shard)
+            contents = _read_members(partial(read_at, file.fileno()), extents_to_read)
             if table.crc32 is not None:
                 self._verify(shard, zip(members, contents, table.crc32[row, members].tolist(), strict=True))
         except OSError:
             self._file.cache_clear()  # the next attempt must not use a stale file descriptor
+            self._whole_only.add(shard)  # or damaged pieces
             raise
         image = contents.pop(0) if with_image else None
         texts = {name: text for name, text in zip(self._texts, contents, strict=True) if text is not None}
         return RawSample(image, texts)
 
     def prefetch_samples(self, indices: Iterable[int]) -> None:
-        """Start reading all of the given samples concurrently.
-
-        This makes cold reads of local shards 2 to 4 times faster. If the manifest has offsets and the uncached remote
-        shards total 2 GiB or more, their samples are fetched individually, so that no batch waits for whole shards.
-        """
-        self._fetched = {}
-        remote: list[tuple[int, int, int]] = []  # index, shard, row
+        """Start reading all of the given samples of local shards concurrently; cold reads are 2 to 4 times faster."""
         for index in indices:
             shard, row = self._manifest.locate(index)
             if self._is_copied(self._manifest.shards[shard].path):
-                remote.append((index, shard, row))
                 continue
             with suppress(OSError, UserError):  # `read` will raise the error
                 table = self._table(shard)
                 for offset, size in table.extents[row, self._member_columns(table)].tolist():
                     if size > 0:
                         os.posix_fadvise(self._file(shard).fileno(), offset, size, os.POSIX_FADV_WILLNEED)
-        if remote and self._fetches_samples:
-            with suppress(OSError, UserError):
-                self._fetch_samples(remote)
 
-    def _fetch_samples(self, samples: Sequence[tuple[int, int, int]]) -> None:
-        """Fetch the samples (index, shard, row) of uncached shards individually if these shards total 2 GiB or more."""
-        assert self._cache is not None
-        shards = {number: self._manifest.shards[number] for _, number, _ in samples}
-        if sum(shard.bytes for shard in shards.values()) < MANY_BYTES:
-            return
-        uncached = {number for number, shard in shards.items() if not self._cache.touch(shard.path, shard.bytes)}
-        if sum(shards[number].bytes for number in uncached) < MANY_BYTES:
-            return
+    def byte_range(self, index: int) -> SampleRange | None:
+        """Return where the bytes of a sample are, or None if it has none or more than are read at once (512 MiB).
 
-        # for each storage service, the byte range of each sample
-        ranges_by_scheme: dict[str, dict[int, tuple[str, int, int]]] = defaultdict(dict)
-        for index, number, row in samples:
-            path = shards[number].path
-            if number not in uncached or "::" in path:
-                continue
-            table = self._table(number)
-            extents = table.extents[row, self._member_columns(table)]
-            extents = extents[extents[:, 0] >= 0]  # members that the sample has
-            if not len(extents):
-                continue
-            start = int(extents[:, 0].min())
-            end = int(extents.sum(axis=1).max())
-            if 0 < end - start <= _MAX_READ:
-                scheme, _, _ = path.partition(":")
-                ranges_by_scheme[scheme][index] = path, start, end
-
-        for ranges in ranges_by_scheme.values():
-            contents = _fetch_ranges(list(ranges.values()), self._cache.timeout)
-            self._fetches_samples = any(data is not None for data in contents)  # if none arrived, do not wait again
-            for (index, (_, start, _)), data in zip(ranges.items(), contents, strict=True):
-                if data is not None:
-                    self._fetched[index] = start, data
+        Raises UserError if the manifest's sample table cannot be read. The manifest must have sample tables, because
+        other tables are made from whole shards.
+        """
+        shard, row = self._manifest.locate(index)
+        table = self._table(shard)
+        extents = table.extents[row, self._member_columns(table)]
+        extents = extents[extents[:, 0] >= 0]  # members that the sample has
+        if not len(extents):
+            return None
+        start = int(extents[:, 0].min())
+        end = int(extents.sum(axis=1).max())
+        if not 0 < end - start <= _MAX_READ:
+            return None
+        return SampleRange(shard, start, end)
 
     def key(self, index: int) -> str:
         """Return the key of a sample: the folder and the stem of its members' names."""
@@ -197,6 +169,14 @@ class TarReader:
             if error.damaged and listed.layout is None:
                 raise UserError(f"{error} It has changed; build the manifest again.") from error
             raise
+
+    def _open_pieces(self, shard: int, extents: Iterable[Sequence[int]]) -> FileIO | None:
+        """Open a remote shard that is being fetched in pieces, once the extents have arrived; otherwise return None."""
+        listed = self._manifest.shards[shard]
+        if self._cache is None or not self._is_copied(listed.path) or shard in self._whole_only:
+            return None
+        present = [(offset, size) for offset, size in extents if offset >= 0]
+        return self._cache.open_arrived(listed.path, listed.bytes, present)
 
     def _load_table(self, shard: int) -> SampleTable:
         """Read a shard's table from the manifest, or make it from the shard's headers and compare it."""
@@ -259,33 +239,6 @@ def read_at(fd: int, offset: int, size: int) -> bytes:
     if len(data) != size:
         raise OSError(f"{len(data)} of {size} bytes at offset {offset}: the shard is truncated")
     return data
-
-
-def _fetch_ranges(ranges: Sequence[tuple[str, int, int]], timeout: float) -> list[bytes | None]:
-    """Fetch all (URL, start, end) ranges concurrently; return None for ranges that fail or exceed `timeout` seconds."""
-    contents: list[bytes | None] = [None] * len(ranges)
-
-    def run() -> None:
-        with suppress(Exception):  # backends raise many types
-            first_url, _, _ = ranges[0]
-            fs, _ = open_remote(first_url, timeout)
-            paths = [fsspec.core.strip_protocol(url) for url, _, _ in ranges]
-            starts = [start for _, start, _ in ranges]
-            ends = [end for _, _, end in ranges]
-            results = fs.cat_ranges(paths, starts, ends, on_error="return")
-            for number, (data, start, end) in enumerate(zip(results, starts, ends, strict=True)):
-                if isinstance(data, bytes) and len(data) == end - start:
-                    contents[number] = data
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(timeout)
-    return list(contents)
-
-
-def _slice_bytes(begin: int, data: bytes, offset: int, size: int) -> bytes:
-    """Return the `size` bytes at `offset` in a shard; `data` contains the shard's bytes starting at offset `begin`."""
-    return data[offset - begin : offset - begin + size]
 
 
 def _read_members(read: Callable[[int, int], bytes], extents: Sequence[Sequence[int]]) -> list[bytes | None]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -252,16 +252,24 @@ def _to_table(rows: pa.Table) -> SampleTable:
     keys, ordinals, *columns = rows.select(schema.names).cast(schema).columns
     extent_columns = columns[: 2 * len(members)]
     checksum_columns = columns[2 * len(members) :]
-    extents = np.stack([column.to_numpy() for column in extent_columns], axis=1)
-    if any(column.null_count for column in (keys, ordinals, *extent_columns)) or (extents < _NO_OFFSET).any():
-        raise ValueError("it has rows without an offset")
+    problem = "it has rows without an offset"
+    if any(column.null_count for column in (keys, ordinals, *extent_columns)):
+        raise ValueError(problem)
+    extents = np.stack([_to_numpy(column) for column in extent_columns], axis=1)
+    if (extents < _NO_OFFSET).any():
+        raise ValueError(problem)
     crc32 = None
     if not any(column.null_count for column in checksum_columns):
-        crc32 = np.stack([column.to_numpy() for column in checksum_columns], axis=1)
+        crc32 = np.stack([_to_numpy(column) for column in checksum_columns], axis=1)
     return SampleTable(
-        ordinals=ordinals.to_numpy(),
+        ordinals=_to_numpy(ordinals),
         extents=extents.reshape(len(rows), len(members), 2),
         keys=b"\0".join(keys.to_pylist()),
         crc32=crc32,
         members=members,
     )
+
+
+def _to_numpy(column: pa.ChunkedArray) -> NDArray[Any]:
+    """Return a column of numbers without nulls as an array; pyarrow's `to_numpy` would import pandas, which is slow."""
+    return np.from_dlpack(column.combine_chunks())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import itertools
 import logging
 import os
@@ -228,6 +229,7 @@ def _receive(results: Connection, received: SimpleQueue[tuple[Any, Exception | N
 def _do_jobs(parent: int, work: Callable[[Any], Any], jobs: Any, results: Connection) -> None:
     """Run jobs until this process is killed; if a job raises an error, send the error as the job's result."""
     end_with_parent(parent)
+    gc.freeze()  # garbage collections would copy the memory that is shared with the parent
     with suppress(OSError):
         Path("/proc/self/comm").write_text(PROCESS_NAME)
     torch.set_num_threads(1)

@@ -29,10 +29,13 @@ class Files(ThreadingHTTPServer):
         gate: an event; the second half of a body is sent once the event is set.
         delay: the number of seconds to wait before sending the second half of a body.
         refuses: the status of every response to a GET request, if set.
+        ignores_ranges: whether every request for a range of bytes is answered with the whole file.
+        sent: the total size in bytes of the bodies of all answers, also those that were cut short.
         most: the maximum number of concurrent GET requests, if set; any more get 503 SlowDown.
     """
 
     daemon_threads = True
+    request_queue_size = 128  # pending connections; with the default of 5, others are repeated after a second
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -45,6 +48,8 @@ class Files(ThreadingHTTPServer):
         self.gate.set()
         self.delay = 0.0
         self.refuses: int | None = None
+        self.ignores_ranges = False
+        self.sent = 0
         self.most: int | None = None
         self.active = self.refused = 0
         self.counting = threading.Lock()
@@ -114,6 +119,8 @@ class _Handler(BaseHTTPRequestHandler):
         partial = (start, end) != (0, len(data))
         data = data[start:end]
         data = data[: len(data) // 3] if fault == "short" else data
+        with self.server.counting:
+            self.server.sent += len(data)
         self.send_response(206 if partial else 200)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
@@ -134,7 +141,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _range(self, size: int) -> tuple[int, int]:
         """Return the start and end of the requested byte range in a body of `size` bytes."""
         header = self.headers["Range"]
-        if header is None:
+        if header is None or self.server.ignores_ranges:
             return 0, size
         first, last = header.removeprefix("bytes=").split("-")
         return int(first), min(int(last) + 1, size) if last else size

@@ -1,7 +1,9 @@
 """Check that the prefetcher fetches shards in order of use, within the cache's limits, and ends with its block."""
 
+import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -29,6 +31,15 @@ def http() -> Iterator[Files]:
     with files_server() as server:
         server.files = {f"{number:05d}.tar": bytes([number]) * SIZE for number in range(SHARDS)}
         yield server
+
+
+@pytest.fixture
+def log_to_stderr(capfd: pytest.CaptureFixture) -> Iterator[None]:
+    """Log warnings to stderr, also in the prefetching process, whose log pytest cannot see."""
+    handler = logging.StreamHandler(sys.stderr)
+    logging.getLogger("neuclip_ds").addHandler(handler)
+    yield
+    logging.getLogger("neuclip_ds").removeHandler(handler)
 
 
 def stored(http: Files) -> list[Shard]:
@@ -127,6 +138,7 @@ def test_a_start_in_the_middle_fetches_the_nodes_own_shards_that_are_still_neede
     assert held(tmp_path) <= blocks - {local}
 
 
+@pytest.mark.usefixtures("log_to_stderr")
 def test_a_failed_prefetch_is_logged_and_left_to_the_readers(http: Files, tmp_path: Path, capfd) -> None:
     cache, order = ShardCache(tmp_path, 100 * SIZE, timeout=5), order_of()
     http.faults["00003.tar"] = [404]
@@ -140,6 +152,7 @@ def test_a_failed_prefetch_is_logged_and_left_to_the_readers(http: Files, tmp_pa
         cache.path(shards[3].path, SIZE)
 
 
+@pytest.mark.usefixtures("log_to_stderr")
 def test_a_cache_that_is_too_small_is_named_once(http: Files, tmp_path: Path, capfd) -> None:
     order, cache = order_of(batch_size=16, streams=16), ShardCache(tmp_path, 6 * SIZE)
     later = order.steps_per_epoch + 1

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import webdataset
-from servers import files_server
 from tars import manifest_of, write_pairs, write_tar
 
 from neuclip_ds.config import DataConfig
@@ -131,37 +130,6 @@ def test_a_manifest_without_a_member_is_refused_where_it_is_opened(tmp_path: Pat
     with pytest.raises(UserError, match=r"does not know where syn\.txt members are.* --captions txt syn\.txt"):
         open_manifest(str(tmp_path / "m"), tmp_path, options=options)
     assert open_manifest(str(tmp_path / "shards"), tmp_path / "cache", processes=1, options=options).n == 4
-
-
-def test_a_start_without_shards_fetches_samples_by_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Samples are fetched individually if the uncached shards are large; if that fails, whole shards are fetched."""
-    paths = resolve_shards(str(write_pairs(tmp_path / "shards", [20, 20, 20])))
-    with files_server() as http, process_pool(1) as pool:
-        http.files = {Path(path).name: Path(path).read_bytes() for path in paths}
-        urls = [http.url(name) for name in http.files]
-        stored = write_manifest(tmp_path / "m", urls, pool, ScanOptions(checksum=True))
-        http.gets.clear()
-        expected = [sample for _, sample in of_webdataset(manifest_of(tmp_path / "shards"))]
-        reader, indices = TarReader(stored, cache=ShardCache(tmp_path / "cache", 10**8, timeout=5)), [3, 25, 47, 59]
-        reader.prefetch_samples(indices)
-        assert [reader.read(index) for index in [3, 25]] == [expected[index] for index in [3, 25]]
-        assert http.gets.total() == 2, "a few shards are fetched whole, and waited for"
-        monkeypatch.setattr("neuclip_ds.data.readers.MANY_BYTES", 1)
-        reader.prefetch_samples(indices)
-        assert [reader.read(index) for index in indices] == [expected[index] for index in indices]
-        assert http.gets.total() == 2
-        http.faults["00002.tar"] = [503]
-        reader.prefetch_samples(indices)
-        assert [reader.read(index) for index in indices] == [expected[index] for index in indices]
-        assert http.gets.total() == 3
-        http.refuses = 503
-        (tmp_path / "other").mkdir()
-        reader = TarReader(stored, cache=ShardCache(tmp_path / "other", 10**8, timeout=5))
-        reader.prefetch_samples(indices)
-        http.refuses, requests = None, http.refused
-        reader.prefetch_samples(indices)
-        assert [reader.read(index) for index in indices] == [expected[index] for index in indices]
-        assert http.refused == requests >= 4 and http.gets.total() == 6, "ranges are not tried again"
 
 
 SIZES = [3, 4, 2]

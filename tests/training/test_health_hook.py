@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from neuclip_ds.errors import RollBack, TrainingDiverged
 from neuclip_ds.reporting.events import Event, EventLog, read_events
-from neuclip_ds.training.hooks.health import LossSpikeDetector, Spike, StallDetector, WatchHealth
+from neuclip_ds.training.hooks.health import LoaderMonitor, LossSpikeDetector, Spike, StallDetector, WatchHealth
 
 METRICS = {"loss": np.nan, "tau": 0.05, "feature_grad_norm": 0.3, "grad_norm": 1.5, "lr": 1e-3}
 
@@ -31,7 +31,7 @@ def started(folder: Path, rank: int = 0) -> tuple[WatchHealth, Any]:
         shards=[SimpleNamespace(path=f"{number:05d}.tar") for number in range(9)],
         locate=lambda index: (index // 100, index % 100),
     )
-    config = SimpleNamespace(data=SimpleNamespace(workers=2), run=SimpleNamespace(max_skipped_steps=10))
+    config = SimpleNamespace(data=SimpleNamespace(workers=2, decoder="pil"), run=SimpleNamespace(max_skipped_steps=10))
     context = SimpleNamespace(config=config, communicator=SimpleNamespace(rank=rank), data=SimpleNamespace())
     context.data.manifest = manifest
     order = SimpleNamespace(steps_per_epoch=1, batch=lambda epoch, step: np.array(samples(epoch + 1)))
@@ -107,6 +107,32 @@ def test_a_spike_is_detected_once_and_a_loss_that_stays_up_becomes_the_level() -
 def test_what_is_no_stall(steps: list[tuple[float, float]]) -> None:
     detector = StallDetector()
     assert {detector.update(*times) for times in steps} == {None}
+
+
+def test_the_loader_limits_the_speed_if_steps_wait_for_more_than_a_tenth_of_their_time() -> None:
+    monitor = LoaderMonitor()
+    shares = [monitor.update(waited=0.9, seconds=1.0) for _ in range(100)]
+    assert set(shares) == {None}, "the loader is still starting"
+    shares = [monitor.update(waited=0.1, seconds=1.0) for _ in range(100)]
+    assert set(shares) == {None}
+    shares = [monitor.update(waited=0.25, seconds=1.0) for _ in range(200)]
+    assert [step for step, share in enumerate(shares, 1) if share is not None] == [100, 200]
+    assert shares[99] == pytest.approx(0.25)
+
+
+def test_a_slow_loader_is_logged_rarely_with_the_share_and_what_to_do(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hook, loop = started(tmp_path)
+    for step in range(1, 501):
+        run_step(hook, loop, step, waited=0.2, seconds=0.5)
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 3, "the 1st, 2nd and 4th window"
+    assert "steps 101 to 200 spent 40% of their time waiting for batches" in messages[0]
+    assert "Raise data.workers (now 2 per rank)" in messages[0] and "data.decoder=simplejpeg" in messages[0]
+    assert [(event.step, event.kind) for event in read_events(tmp_path)] == [
+        (step, "slow_loader") for step in (200, 300, 400, 500)
+    ]
 
 
 def test_a_spike_is_reported_with_step_values_and_indices(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -95,6 +95,7 @@ class _Link:
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
+    request_queue_size = 512  # pending connections; with the default of 5, others are repeated after a second
 
     def __init__(self, folder: Path, latency: float, link: _Link) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)

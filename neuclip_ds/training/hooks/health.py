@@ -30,12 +30,18 @@ _SHOWN_METRICS = {  # metrics in a message, with their names there
     "lr": "learning rate",
 }
 
+_FASTEST_DECODER = "simplejpeg"  # of `data.decoder`
+
 # loss spikes
 _LEVEL_WINDOW = 100  # number of last losses that define the level
 _MIN_LOSSES = 50  # fewest losses that define it
 _SPIKE_DEVIATIONS = 10.0  # a loss this many deviations above the level is a spike
 _MIN_DEVIATION = 1e-3  # as a fraction of the level, for losses that hardly vary
 _GAUSSIAN_DEVIATIONS = 1.4826  # standard deviation of a Gaussian, in units of its median absolute deviation
+
+# loaders that limit the speed
+_WAIT_WINDOW = 100  # number of steps whose time is compared with the time that they waited
+_MAX_WAIT_SHARE = 0.1  # a loader limits the speed if steps wait for a larger share of their time
 
 # stalls: a stall is longer than both of the following limits
 _STALL_SECONDS = 2.0
@@ -115,6 +121,40 @@ class StallDetector:
         return None
 
 
+class LoaderMonitor:
+    """Detects a loader that limits the speed: steps spend more than 10% of their time waiting for this rank's batches.
+
+    The share is measured over successive windows of 100 steps. The first window after a launch is ignored, because the
+    worker processes are still starting and filling their queues, and shards may still be on their way to the cache.
+    """
+
+    def __init__(self) -> None:
+        self._is_first_window = True
+        self._begin_window()
+
+    def update(self, waited: float, seconds: float) -> float | None:
+        """Record how many seconds a step waited for its batch, and how many it took in total.
+
+        Returns the share of time that the last 100 steps waited if a window ends and the share is above 10%, otherwise
+        None.
+        """
+        self._steps += 1
+        self._waited += waited
+        self._seconds += seconds
+        if self._steps < _WAIT_WINDOW:
+            return None
+        share = self._waited / self._seconds
+        is_ignored = self._is_first_window or share <= _MAX_WAIT_SHARE
+        self._is_first_window = False
+        self._begin_window()
+        return None if is_ignored else share
+
+    def _begin_window(self) -> None:
+        self._steps = 0
+        self._waited = 0.0
+        self._seconds = 0.0
+
+
 class WatchHealth(Hook):
     """Checks every step, and reports problems in the log and in events.jsonl."""
 
@@ -122,6 +162,8 @@ class WatchHealth(Hook):
         self._spike_detector = LossSpikeDetector()
         self._stall_detector = StallDetector()
         self._stalls = 0  # stalled steps since the start
+        self._loader_monitor = LoaderMonitor()
+        self._slow_windows = 0  # windows since the start in which the loader limited the speed
         self._samples_of_skipped: list[Sequence[int]] = []  # of each consecutive skipped step
         self._step = loop.done  # the step being run, counted from 1, or the last completed step
 
@@ -132,6 +174,9 @@ class WatchHealth(Hook):
         usual_seconds = self._stall_detector.update(result.waited, result.seconds)
         if usual_seconds is not None:
             self._report_stall(loop, usual_seconds, result)
+        wait_share = self._loader_monitor.update(result.waited, result.seconds)
+        if wait_share is not None:
+            self._report_slow_loader(loop, wait_share, result.step)
         if not result.applied:
             self._report_skipped_step(loop, result)
             return
@@ -192,6 +237,20 @@ class WatchHealth(Hook):
             "(data.cache_dir, data.cache_gb)."
         )
         loop.events.add(result.step, "data_stall", message, indices, _flood_level(self._stalls))
+
+    def _report_slow_loader(self, loop: Loop, wait_share: float, step: int) -> None:
+        """Report that this rank's loader limits the speed; the log shows the 1st, 2nd, 4th, 8th ... such window."""
+        self._slow_windows += 1
+        data = loop.context.config.data
+        decoder = ""
+        if data.decoder != _FASTEST_DECODER:
+            decoder = f", set data.decoder={_FASTEST_DECODER}"
+        message = (
+            f"the loader limits the speed: steps {step - _WAIT_WINDOW + 1} to {step} spent {wait_share:.0%} of their "
+            f"time waiting for batches. Raise data.workers (now {data.workers} per rank) if CPU cores are idle"
+            f"{decoder}, store smaller images in the shards, or use faster storage."
+        )
+        loop.events.add(step, "slow_loader", message, level=_flood_level(self._slow_windows))
 
     def _report_spike(self, loop: Loop, spike: Spike, result: StepResult) -> None:
         indices = self._global_batch(loop)

@@ -10,7 +10,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING
 
-from neuclip_ds.data.prefetch import Prefetcher, shards_ahead
+from neuclip_ds.data.prefetch import Prefetcher, early_samples, shards_ahead
 from neuclip_ds.training.hooks import Hook
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ class PrefetchShards(Hook):
             begin=loop.done,
             end=loop.total,
             ahead=order.steps_per_epoch,
+            early_samples=early_samples(data.loading.cache, data.manifest, data.loading.captions, order, rows),
         )
         self._prefetcher = loop.resources.enter_context(prefetcher)
 
