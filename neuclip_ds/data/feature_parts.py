@@ -8,7 +8,7 @@
     text_start      int64 (n + 1,)         the captions of sample i are rows text_start[i] ... text_start[i + 1] - 1
     first_caption   int32 (n,)             number of the sample's first encoded caption among all of its captions
 
-The file's metadata are the job's hash (`job_hash`), and the shard's number and number of samples.
+The file's metadata are the job's hash (`job_hash`), the shard's number and its number of samples.
 """
 
 import hashlib
@@ -29,8 +29,10 @@ from safetensors.numpy import save_file
 from neuclip_ds.files import atomic_write
 
 EMBEDDING = "embedding.json"  # file that marks a folder of features, and describes the job that wrote them
+PART_SUFFIX = ".safetensors"
 FORMAT = 2  # version of the part files
 _DATA_FIELDS = ("shards", "data")  # fields of EMBEDDING that change when shards are appended to the data
+_METADATA = "part"  # the name under which a file's header stores the fields of the part
 _HEADER_LENGTH = struct.Struct("<Q")
 _DTYPES = {"F16": np.float16, "F32": np.float32, "I64": np.int64, "I32": np.int32}
 _TENSORS = ("index", "image", "text", "text_start", "first_caption")
@@ -52,7 +54,7 @@ class FeaturePart:
 
 def part_name(shard: int) -> str:
     """Return the name of the file with a shard's features."""
-    return f"part-{shard:08d}.safetensors"
+    return f"part-{shard:08d}{PART_SUFFIX}"
 
 
 def job_hash(embedding: Mapping[str, Any]) -> str:
@@ -68,7 +70,8 @@ def write_part(folder: Path, part: FeaturePart) -> None:
         array = getattr(part, name)
         if array is not None:
             tensors[name] = np.ascontiguousarray(array)
-    metadata = {"job": part.job, "shard": str(part.shard), "samples": str(part.samples)}
+    # one entry, because safetensors writes several in an arbitrary order
+    metadata = {_METADATA: json.dumps({"job": part.job, "shard": part.shard, "samples": part.samples})}
     with atomic_write(folder / part_name(part.shard)) as temporary:
         save_file(tensors, temporary, metadata)
 
@@ -83,15 +86,13 @@ def map_part(file: FileIO) -> FeaturePart:
         (header_length,) = _HEADER_LENGTH.unpack_from(view)
         begin = _HEADER_LENGTH.size + header_length
         header = json.loads(bytes(view[_HEADER_LENGTH.size : begin]))
-        metadata = header.pop("__metadata__")
+        metadata = json.loads(header.pop("__metadata__")[_METADATA])
         arrays = {}
         for name, tensor in header.items():
             start, _ = tensor["data_offsets"]
             shape = tensor["shape"]
             flat = np.frombuffer(view, _DTYPES[tensor["dtype"]], math.prod(shape), begin + start)
             arrays[name] = flat.reshape(shape)
-        return FeaturePart(
-            job=metadata["job"], shard=int(metadata["shard"]), samples=int(metadata["samples"]), **arrays
-        )
+        return FeaturePart(job=metadata["job"], shard=metadata["shard"], samples=metadata["samples"], **arrays)
     except (struct.error, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"it is not a complete file of features ({type(error).__name__}: {error})") from error

@@ -7,12 +7,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from embedded_shards import DIM, SIDE, encode, uid, write, write_samples
+from embedded_shards import DIM, SIDE, encode_captions, encode_images, uid, write, write_samples
 from ranks import run_ranks
 from small_runs import contents
 from tars import jpeg, tokenize, write_pairs
 
 from neuclip_ds.data.build import build_manifest
+from neuclip_ds.data.feature_parts import FeaturePart, map_part
 from neuclip_ds.data.images import EvalTransform
 from neuclip_ds.data.manifest import Manifest, from_shards
 from neuclip_ds.data.uids import parse_uid
@@ -37,6 +38,14 @@ def features(manifest: Manifest, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return out
 
 
+def read_parts(folder: Path) -> list[FeaturePart]:
+    parts = []
+    for path in sorted(folder.glob("part-*.safetensors")):
+        with path.open("rb", buffering=0) as file:
+            parts.append(map_part(file))
+    return parts
+
+
 def check_complete(summary: Summary) -> None:
     """Check that all samples were written at once, except for the two unusable ones."""
     assert summary.shards == 4
@@ -56,13 +65,14 @@ def test_every_usable_sample_has_its_features_key_and_uid(features: Path) -> Non
     assert all(written == uid(index) for index, written in zip(USABLE, uids, strict=True) if index % 2 == 0)
     assert len({parse_uid(text) for text in uids} - {None}) == len(USABLE), "a sample without a uid gets a new one"
 
-    image = np.array(table.column("image").to_pylist())
-    text = np.array(table.column("text").to_pylist())
+    parts = read_parts(features)
+    assert np.concatenate([part.index for part in parts]).tolist() == USABLE
+    image = np.concatenate([part.image[:, 0] for part in parts])
+    text = np.concatenate([part.text for part in parts])
     pixels = torch.stack([EvalTransform(SIDE)(jpeg(index)) for index in USABLE])
     captions = tokenize([f"caption {index} {'x' * (index % 5)}".strip() for index in USABLE])
-    expected_image, expected_text = encode(pixels, captions)
-    assert np.allclose(image, expected_image, atol=1e-6)
-    assert np.allclose(text, expected_text, atol=1e-6)
+    assert np.allclose(image, encode_images(pixels), atol=1e-6)
+    assert np.allclose(text, encode_captions(captions), atol=1e-6)
     assert np.allclose(table.column("similarity"), (image * text).sum(axis=1), atol=1e-6)
 
 
@@ -84,7 +94,7 @@ def test_an_interrupted_job_resumes_and_writes_the_same_files(
 
     def interrupted(self: Path, target: Path) -> Path:
         replaced.append(target)
-        if len(replaced) == 4:
+        if len(replaced) == 7:
             raise KeyboardInterrupt
         return replace(self, target)
 
@@ -101,9 +111,9 @@ def test_another_model_or_other_data_are_refused_and_grown_data_are_not(tmp_path
     first_shards = Manifest(manifest.shards[:2])
     assert write(out, first_shards, dtype="float16").shards == 2
     assert write(out, manifest, dtype="float16").shards == 2, "only the new shards are written"
-    rows = pq.read_table(feature_tables(out)[1])
-    assert rows.column("image").type == pa.list_(pa.float16(), DIM)
-    assert len(rows) == 6
+    part = read_parts(out)[1]
+    assert part.image.dtype == np.float16
+    assert part.image.shape == (6, 1, DIM)
     with pytest.raises(UserError, match=r"features with dtype=float16, not float32: choose another --out"):
         write(out, manifest)
     other_shards = [str(path) for path in write_pairs(tmp_path / "other", [9] * 4).iterdir()]
@@ -137,3 +147,6 @@ def test_a_shard_without_a_usable_sample_has_an_empty_part(tmp_path: Path) -> No
     assert summary.bad == 2
     (table,) = feature_tables(tmp_path / "out")
     assert len(pq.read_table(table)) == 0
+    (part,) = read_parts(tmp_path / "out")
+    assert part.image.shape == (0, 1, DIM)
+    assert part.text.shape == (0, DIM)

@@ -35,9 +35,7 @@ class ImageEncoderRef:
     @property
     def preprocessing(self) -> Preprocessing:
         """The preprocessing of the encoder's images."""
-        mean = tuple(self.mean)
-        std = tuple(self.std)
-        return Preprocessing(size=self.image_size, mean=mean, std=std, squash=self.squash)
+        return Preprocessing(size=self.image_size, mean=self.mean, std=self.std, squash=self.squash)
 
 
 def locate_image_encoder(name: str, image_size: int | None = None) -> ImageEncoderRef:
@@ -58,7 +56,9 @@ def locate_image_encoder(name: str, image_size: int | None = None) -> ImageEncod
         weights_name = pretrained_cfg.tag
     vision = VisionConfig(name=architecture, pretrained=weights_name, image_size=image_size or size)
     if not weights_name:
-        raise UserError(f"timm has no weights for {name}: name timm:ARCHITECTURE.TAG, timm:ARCHITECTURE/FILE or a folder.")
+        raise UserError(
+            f"timm has no weights for {name}: name timm:ARCHITECTURE.TAG, timm:ARCHITECTURE/FILE or timm:FOLDER."
+        )
     weights = locate_image_weights(vision)
     return ImageEncoderRef(
         architecture=architecture,
@@ -93,9 +93,7 @@ def _read_folder(folder: Path, image_size: int | None) -> ImageEncoderRef:
 def open_image_encoder(ref: ImageEncoderRef) -> VisionTower:
     """Load an image encoder as a tower without a projection, in float32; raise UserError if its weights do not fit."""
     options = {name: value for name, value in ref.options.items() if name not in ("img_size", "num_classes")}
-    vision = VisionConfig(
-        name=ref.architecture, pretrained=ref.weights, image_size=ref.image_size, options=options
-    )
+    vision = VisionConfig(name=ref.architecture, pretrained=ref.weights, image_size=ref.image_size, options=options)
     weights = read_tensors(Path(ref.weights))
     trunk = pretrained_trunk(vision, weights)
     return VisionTower(trunk, None, ref.mean, ref.std)

@@ -84,7 +84,7 @@ class TextEncoderTokenizer:
             self._last_id = tokenizer.sep_token_id if eos_id is None else eos_id
             if self._last_id is None:
                 raise UserError(
-                    f"Tokenizer {tokenizer.name_or_path!r} has neither an EOS nor a SEP token: choose another --pooling."
+                    f"Tokenizer {tokenizer.name_or_path!r} has no EOS or SEP token: choose another --pooling."
                 )
 
     def __call__(self, captions: list[str]) -> Tensor:
