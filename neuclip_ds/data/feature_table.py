@@ -292,7 +292,7 @@ def find_table(folder: str) -> Stored:
         else:
             store, path = open_remote(folder, _LISTING_TIMEOUT)
             embedding_json = store.cat_file(f"{path}/{EMBEDDING}")
-            sizes = {Path(entry["name"]).name: entry["size"] for entry in store.ls(path, detail=True)}
+            sizes = {Path(entry["name"]).name: int(entry["size"]) for entry in store.ls(path, detail=True)}
         embedding = json.loads(embedding_json)
         if embedding.get("format") != FORMAT:
             raise UserError(f"{folder} has features in the format of another version: {_AGAIN} with a new --out.")

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from neuclip_ds.data.build import build_manifest
-from neuclip_ds.data.images import EvalTransform, RandomCrop
+from neuclip_ds.data.images import DECODERS, EvalTransform, RandomCrop
 from neuclip_ds.data.loader import LoaderOptions
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.distributed.communicator import Communicator
@@ -93,7 +93,7 @@ def write(
     )
     transform: EvalTransform | RandomCrop = EvalTransform(SIDE)
     if identity["crops"]:
-        transform = RandomCrop(SIDE, identity["crop_scale"])
+        transform = RandomCrop(SIDE, identity["crop_scale"], DECODERS["simplejpeg"])
     reader = RowReader(
         manifest,
         options,
