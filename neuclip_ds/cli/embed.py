@@ -109,6 +109,8 @@ def check_options(options: argparse.Namespace) -> None:
         raise UserError("--pooling is for text encoders (hf:NAME): omit it.")
     if options.image_size is not None and (is_dual or not encodes_images):
         raise UserError("--image-size is for image encoders (timm:NAME): omit it.")
+    if options.image_size is not None and not 8 <= options.image_size <= 1 << 14:
+        raise UserError(f"--image-size={options.image_size} must be from 8 to {1 << 14} pixels.")
     if options.crops and not encodes_images:
         raise UserError(f"{options.model} encodes no images: omit --crops.")
     if not encodes_captions and (options.all_captions or options.captions != ["txt"]):

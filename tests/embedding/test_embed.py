@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from embedded_shards import DIM, SIDE, encode_captions, encode_images, uid, write, write_samples
+from embedded_shards import DIM, IDENTITY, SIDE, encode_captions, encode_images, uid, write, write_samples
 from ranks import run_ranks
 from small_runs import contents
 from tars import jpeg, tokenize, write_pairs
@@ -18,9 +18,11 @@ from neuclip_ds.data.images import EvalTransform
 from neuclip_ds.data.manifest import Manifest, from_shards
 from neuclip_ds.data.uids import parse_uid
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.embedding.embed import Summary
+from neuclip_ds.embedding.embed import EncodedShard, Parts, Summary, encode_by_length
+from neuclip_ds.embedding.reader import Block, BlockSamples
 from neuclip_ds.embedding.select import feature_tables
 from neuclip_ds.errors import UserError
+from neuclip_ds.models.pretrained.text_encoder import PADDING
 
 USABLE = [index for index in range(21) if index not in (6, 13)]
 
@@ -135,6 +137,44 @@ def test_a_shard_that_cannot_be_read_has_no_part_until_it_can(tmp_path: Path) ->
     assert str(shard) in problem
     shard.write_bytes(data)
     assert write(tmp_path / "out", manifest).shards == 1
+
+
+def test_single_encoders_need_only_their_part_of_a_sample(tmp_path: Path, manifest: Manifest) -> None:
+    """Sample 6 has a broken image, and sample 13 no caption."""
+    images = tmp_path / "images"
+    texts = tmp_path / "texts"
+    assert write(images, manifest, text_width=None, output="trunk").samples == 20
+    assert write(texts, manifest, image_width=None, output="trunk").samples == 20
+    assert all(part.text is None for part in read_parts(images))
+    assert all(part.image is None for part in read_parts(texts))
+    assert 13 in read_parts(images)[2].index
+    assert 6 in read_parts(texts)[1].index
+    assert pq.read_table(feature_tables(images)[0]).column_names == ["index", "key", "uid"]
+
+
+def test_captions_of_similar_length_are_encoded_together() -> None:
+    lengths = [3, 9, 1, 9, 2, 4, 3]
+    tokens = torch.full((len(lengths), 12), PADDING)
+    for row, length in enumerate(lengths):
+        tokens[row, :length] = row
+    shapes = []
+
+    def encode(ids: torch.Tensor) -> torch.Tensor:
+        shapes.append(tuple(ids.shape))
+        return ids[:, :1].float()
+
+    features = encode_by_length(encode, tokens, batch_size=3)
+    assert features.flatten().tolist() == list(range(7))
+    assert shapes == [(3, 3), (3, 9), (1, 9)]
+
+
+def test_features_that_do_not_fit_the_dtype_are_reported(tmp_path: Path, manifest: Manifest) -> None:
+    too_large = Parts(tmp_path, {**IDENTITY, "dtype": "float16", "text_width": None})
+    block = BlockSamples(block=Block(0, 0, 5), index=torch.arange(1), keys=["a"], uids=[None])
+    for value, message in ((1e5, "exceed the range of float16: set --dtype float32"), (torch.nan, "are not finite")):
+        encoded = EncodedShard(shard=0, blocks=[block], image=torch.full((1, 1, DIM), value), text=None)
+        with pytest.raises(UserError, match=message):
+            too_large.write(encoded, manifest)
 
 
 def test_a_shard_without_a_usable_sample_has_an_empty_part(tmp_path: Path) -> None:

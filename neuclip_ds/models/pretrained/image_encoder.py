@@ -47,18 +47,19 @@ def locate_image_encoder(name: str, image_size: int | None = None) -> ImageEncod
     folder = Path(name).expanduser()
     if folder.is_dir():
         return _read_folder(folder.resolve(), image_size)
-    full_architecture, _, file = name.partition("/")
-    architecture, _, tag = full_architecture.partition(".")
-    pretrained_cfg = timm.get_pretrained_cfg(full_architecture) if timm.is_model(architecture) else None
-    size = 224 if pretrained_cfg is None else pretrained_cfg.input_size[-1]
+    tagged, _, file = name.partition("/")
+    architecture, _, tag = tagged.partition(".")
+    if not timm.is_model(architecture):
+        raise UserError(f"timm has no model {architecture!r}, and there is no folder {name}; see timm.list_models().")
+    pretrained_cfg = timm.get_pretrained_cfg(tagged if timm.models.is_model_pretrained(tagged) else architecture)
     weights_name = file or tag
-    if not weights_name and pretrained_cfg is not None:
-        weights_name = pretrained_cfg.tag
-    vision = VisionConfig(name=architecture, pretrained=weights_name, image_size=image_size or size)
+    size = 224
+    if pretrained_cfg is not None:
+        weights_name = weights_name or pretrained_cfg.tag
+        size = pretrained_cfg.input_size[-1]
     if not weights_name:
-        raise UserError(
-            f"timm has no weights for {name}: name timm:ARCHITECTURE.TAG, timm:ARCHITECTURE/FILE or timm:FOLDER."
-        )
+        raise UserError(f"timm has no weights for {architecture}: name timm:{architecture}/FILE or timm:FOLDER.")
+    vision = VisionConfig(name=architecture, pretrained=weights_name, image_size=image_size or size)
     weights = locate_image_weights(vision)
     return ImageEncoderRef(
         architecture=architecture,

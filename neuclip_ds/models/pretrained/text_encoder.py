@@ -127,9 +127,9 @@ def locate_text_encoder(name: str) -> Path:
     """
     folder = Path(name).expanduser()
     if not folder.is_dir():
-        folder = download(name, SMALL_FILES, "hf:")
+        folder = download(name, SMALL_FILES, "MODEL")
         for pattern in WEIGHT_PATTERNS:
-            if any(download(name, [pattern], "hf:").glob(pattern)):
+            if any(download(name, [pattern], "MODEL").glob(pattern)):
                 break
     return folder.resolve()
 
@@ -172,6 +172,8 @@ def _load_trunk(folder: Path) -> Any:
     logging.disable_progress_bar()  # one bar per rank would flood the log
     with explained(f"transformers cannot load a text encoder from {folder}", "name another model"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        if hasattr(config, "vision_config"):
+            raise UserError(f"{folder} encodes images too: name it without hf:.")
         has_text_encoder = type(config) in MODEL_FOR_TEXT_ENCODING_MAPPING
         model_class = AutoModelForTextEncoding if has_text_encoder else AutoModel
         trunk, info = model_class.from_pretrained(
