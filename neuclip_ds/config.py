@@ -258,6 +258,10 @@ class TextConfig(TowerConfig):
     """Number of transformer blocks."""
     heads: int = Field(8, ge=1, le=1 << 16)
     """Number of attention heads; must divide the width."""
+    packed: bool | Literal["auto"] = "auto"
+    """Compute on the tokens of captions without their padding, which changes features only by rounding. `true` needs a
+    causal tower that is pooled at EOS, such as CLIP's; `auto` packs such captions on CPUs, unless model.compile is
+    `blocks` or `towers`. On GPUs, packing has been tested only with a simulated GPU so far."""
 
     @model_validator(mode="after")
     def _heads_divide_width(self) -> TextConfig:

@@ -1,3 +1,4 @@
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ HERE = Path(__file__).parent
 # tests import shared helper modules, such as `ranks` and `oracle`, from these folders
 _SHARED = (
     "evaluation",
+    "models",
     "models/pretrained",
     "data",
     "distributed",
@@ -27,12 +29,6 @@ sys.path[:0] = [str(HERE / folder) for folder in _SHARED]
 sys.path.append(str(HERE.parent / "tools"))
 
 import pytest  # noqa: E402
-import torch  # noqa: E402
-from hypothesis import settings  # noqa: E402
-
-torch.set_num_threads(1)
-settings.register_profile("unhurried", deadline=None)  # a slow example on a loaded machine is not a failure
-settings.load_profile("unhurried")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -49,8 +45,34 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["DS_ACCELERATOR"] = config.getoption("--device")
     if config.getoption("--device") == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a machine with GPUs runs the same tests as a machine without
-    elif not torch.cuda.is_available():
+        if hasattr(config, "workerinput"):  # pytest-xdist's workers run all of the suite, so they need the server
+            from forks import start_server_as_fork
+
+            capture = config.pluginmanager.getplugin("capturemanager")
+            capture.resume_global_capture()  # output of the server's processes belongs to the test that started them
+            start_server_as_fork()
+            capture.suspend_global_capture()
+        return
+    import torch
+
+    if not torch.cuda.is_available():
         raise pytest.UsageError("--device=cuda: torch finds no GPU.")
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Prepare a process that runs tests; pytest-xdist's main process, which does not, need not import torch."""
+    import torch
+    from hypothesis import settings
+
+    gc.disable()  # until all test modules are imported: collections would take seconds and free nothing
+    torch.set_num_threads(1)
+    settings.register_profile("unhurried", deadline=None)  # a slow example on a loaded machine is not a failure
+    settings.load_profile("unhurried")
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -64,7 +64,7 @@ class PlainEngine(Engine):
 class Layers(nn.Sequential):
     """Layers in a sequence, which an engine calls as `engine(rows, None)`."""
 
-    def forward(self, rows: Tensor, tokens: None = None) -> Tensor:
+    def forward(self, rows: Tensor, *options: Any) -> Tensor:
         output: Tensor = super().forward(rows)
         return output
 

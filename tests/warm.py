@@ -15,6 +15,9 @@ for module in pkgutil.walk_packages(neuclip_ds.__path__, "neuclip_ds."):
             importlib.import_module(module.name)
 for name in ("pytest", "hypothesis", "webdataset", "torch.utils.tensorboard", "transformers"):
     importlib.import_module(name)
+for name in ("accelerate", "lightning", "open_clip", "transformers.trainer"):  # of the tests of other training loops
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)
 # what DeepSpeed loads when an engine starts: a module that imports torch's compiler, and the list of operators
 importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
 deepspeed.ops.__compatible_ops__  # noqa: B018

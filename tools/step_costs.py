@@ -130,12 +130,13 @@ def count_flops(query: MemoryQuery) -> tuple[TowerFlops, TowerFlops]:
 
     The count is a property of the model, so that utilizations can be compared: it omits recomputation by activation
     checkpointing, and includes operations that a run avoids because they do not reach the features, such as those on
-    patches in the last image block (`model.vision.class_token_only`).
+    patches in the last image block (`model.vision.class_token_only`) and on padding (`model.text.packed`).
     """
     vision = query.config.model.vision.model_copy(update={"class_token_only": False})
     model_config = query.config.model.model_copy(update={"activation_checkpointing": False, "vision": vision})
     query = replace(query, config=query.config.model_copy(update={"model": model_config}))
     model = query.build()
+    model.text.packed = False
     size = query.source.preprocessing.size
     with torch.device("meta"):
         image = torch.empty(1, 3, size, size, dtype=torch.uint8)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from neuclip_ds.data.loader import RankBatch
+from neuclip_ds.models.packing import Pack, PackedCaptions
 
 
 class DeviceBatches(Iterator["DeviceBatch"]):
@@ -26,8 +27,15 @@ class DeviceBatches(Iterator["DeviceBatch"]):
         micro_batch: number of rows that go through the towers at once.
     """
 
-    def __init__(self, device: torch.device, micro_batch: int) -> None:
+    def __init__(self, device: torch.device, micro_batch: int, pack: Pack | None = None) -> None:
+        """
+        Args:
+            device: the device of the towers.
+            micro_batch: as above.
+            pack: function that packs the captions of each micro-batch on the host; None to leave them padded.
+        """
         self._device = device
+        self._pack = pack
         self.micro_batch = micro_batch
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.start(iter(()))
@@ -67,9 +75,17 @@ class DeviceBatches(Iterator["DeviceBatch"]):
         images = [image for image, _ in pieces]
         tokens = [tokens for _, tokens in pieces]
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            tensors = self._concatenate(images), self._concatenate(tokens)
+            pixels = self._concatenate(images)
+            captions = self._concatenate(tokens) if self._pack is None else self._packed(tokens, self._pack)
             finished = None if self._stream is None else self._stream.record_event()
-        return DeviceCopy(tensors, finished)
+        return DeviceCopy(pixels, captions, finished)
+
+    def _packed(self, pieces: Sequence[Tensor], pack: Pack) -> PackedCaptions:
+        """Pack chunks of padded captions on the host, and copy them to the device."""
+        captions = pack(torch.cat(list(pieces)))
+        if self._stream is None:
+            return captions
+        return captions.pin_memory().to(self._device)
 
     def _fetch(self) -> DeviceBatch:
         start = time.perf_counter()
@@ -92,7 +108,8 @@ class DeviceBatches(Iterator["DeviceBatch"]):
 class DeviceCopy(NamedTuple):
     """A micro-batch that is being copied."""
 
-    tensors: tuple[Tensor, Tensor]  # pixels and tokens
+    pixels: Tensor
+    captions: Tensor | PackedCaptions
     finished: torch.cuda.Event | None  # recorded after the copy; None on a CPU
 
 
@@ -132,8 +149,10 @@ class DeviceBatch:
         fetched.synchronize()  # does not wait: the host has since read a gradient norm that was computed later
         return launched.elapsed_time(fetched) / 1e3
 
-    def micro_batches(self, passes: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the (m, 3, H, W) pixels and (m, T) tokens of each micro-batch, `passes` times over; call this once.
+    def micro_batches(self, passes: int) -> Iterator[tuple[Tensor, Tensor | PackedCaptions]]:
+        """Yield the (m, 3, H, W) pixels and the captions of each micro-batch, `passes` times over; call this once.
+
+        The captions are (m, T) tokens, or packed.
 
         The current stream, not the host, waits for the copies. The last pass frees the host's pixels as they are used.
         """
@@ -141,17 +160,18 @@ class DeviceBatch:
         total = passes * count
         for position in range(total):
             # this drops the previous micro-batch, so the device holds at most two
-            tensors, finished = self._arriving.pop()
+            pixels, captions, finished = self._arriving.pop()
             if position + 1 < total:
                 self._arriving.append(self._begin_copy((position + 1) % count))
             if position >= total - count:
                 self.host.release(self.rows[position % count].stop)
             if finished is not None:
-                stream = torch.cuda.current_stream(tensors[0].device)
+                stream = torch.cuda.current_stream(pixels.device)
                 stream.wait_event(finished)
-                for tensor in tensors:
+                tokens = captions.tensors if isinstance(captions, PackedCaptions) else (captions,)
+                for tensor in (pixels, *tokens):
                     tensor.record_stream(stream)  # reuse of this memory waits for the current stream
-            yield tensors
+            yield pixels, captions
 
     def _begin_copy(self, number: int) -> DeviceCopy:
         return self._batches.begin_copy(self.host.pieces(self.rows[number]))

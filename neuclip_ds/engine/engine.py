@@ -23,9 +23,15 @@ from torch.profiler import record_function
 from neuclip_ds.distributed.communicator import PHASE, Communicator
 from neuclip_ds.engine import zero
 from neuclip_ds.engine.device_batches import DeviceBatch
+from neuclip_ds.errors import UserError
 from neuclip_ds.losses.accumulate import MicroBatches, with_gradients
 from neuclip_ds.losses.batch_norm import batch_norms
 from neuclip_ds.losses.gather import PendingBatch
+from neuclip_ds.models.packing import Pack, PackedCaptions, pack_captions
+from neuclip_ds.models.towers import TextTower
+
+MicroBatch = tuple[Tensor, Tensor | PackedCaptions]
+"""(m, 3, H, W) pixels and m captions: (m, T) tokens, or packed."""
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
@@ -42,7 +48,7 @@ class WeightUpdate:
 class _SecondPass:
     """What the second pass over the micro-batches of a batch needs."""
 
-    micro_batches: Iterator[tuple[Tensor, Tensor]]  # pixels and tokens
+    micro_batches: Iterator[MicroBatch]
     count: int  # number of micro-batches
     passes: MicroBatches
     image: Tensor  # (b, d) image features of the first pass
@@ -76,9 +82,63 @@ class Engine:
         self._batch_norms = batch_norms(self.module)
         self._statistics = [buffer for layer in self._batch_norms for buffer in layer.buffers()]
         self._statistics_before: list[Tensor] = []  # before the forward pass
+        # With several ranks, the gather of the text features overlaps the image tower. With one, nothing is gathered; a
+        # GPU then starts with the image tower's long kernels, during which the host launches those of the text tower.
+        self._image_first = communicator.world_size == 1
         self._image_runs_twice = self._runs_twice("vision")
         self._text_runs_twice = self._runs_twice("text")
         self._second_pass: _SecondPass | None = None  # between `encode` and `backward`
+
+    @property
+    def pack(self) -> Pack | None:
+        """Function that packs captions for the text tower on the engine's device; None if the tower pads there."""
+        tower = getattr(self.module, "text", None)
+        if isinstance(tower, TextTower) and tower.packs_on(self.device):
+            return tower.pack
+        return None
+
+    def try_full_captions(self, batch: DeviceBatch) -> None:
+        """Run the towers on black images and captions of the full context length, and change no state.
+
+        With packed captions, the memory of a step depends on their lengths. This finds out before the first step
+        whether the towers have enough for the longest captions; all ranks call this together. The forward and backward
+        passes are those of one micro-batch, or of two if the batch has several, because gradients of the first exist
+        during the second. The gradients are NaN, so that the update is skipped on all ranks.
+
+        Args:
+            batch: a batch, whose shapes are used.
+
+        Raises:
+            UserError: the device's memory is exhausted.
+        """
+        rows = batch.rows[0]
+        image, tokens = batch.host.pieces(rows)[0]
+        size = rows.stop - rows.start
+        context_length = tokens.shape[1]
+        pixels = torch.zeros(size, *image.shape[1:], dtype=image.dtype, device=self.device)
+        full_tokens = torch.zeros(size, context_length, dtype=tokens.dtype)
+        full_tokens[:, -1] = 1
+        captions = pack_captions(full_tokens, eos_id=1).to(self.device)
+        passes = min(2, len(batch.rows))
+
+        counters = self.counters
+        self._statistics_before = [statistic.clone() for statistic in self._statistics]
+        if not self.module.training:
+            self._deepspeed.train()
+        try:
+            with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+                for number in range(passes):
+                    features = self._deepspeed(pixels, captions, None, self._image_first)
+                    sums = [feature.sum() for feature in features if feature.requires_grad]
+                    self._backpropagate(math.nan * torch.stack(sums).sum(), is_last=number + 1 == passes)
+                update = self.step(lr=0.0)
+        except torch.OutOfMemoryError as error:
+            raise UserError(
+                f"A micro-batch of {size} captions of {context_length} tokens does not fit in the device's memory: "
+                "lower data.micro_batch, set model.activation_checkpointing, or use a higher ZeRO stage."
+            ) from error
+        assert not update.applied
+        self.set_counters(counters)
 
     # The passes of a training step
 
@@ -162,19 +222,17 @@ class Engine:
                 statistic.copy_(before)
         return update
 
-    def _run_towers(
-        self, micro_batch: tuple[Tensor, Tensor], pending: PendingBatch, is_first: bool
-    ) -> tuple[Tensor, Tensor]:
+    def _run_towers(self, micro_batch: MicroBatch, pending: PendingBatch, is_first: bool) -> tuple[Tensor, Tensor]:
         """Return the (m, d) image and text features of a micro-batch, and pass them on."""
         pixels, tokens = micro_batch
         with record_function(f"{PHASE}forward"):
-            features: tuple[Tensor, Tensor] = self._deepspeed(pixels, tokens, pending.add_text)
+            features: tuple[Tensor, Tensor] = self._deepspeed(pixels, tokens, pending.add_text, self._image_first)
             pending.add_image(features[0])
             if is_first:
                 pending.begin_reads()
         return features
 
-    def _run_towers_again(self, micro_batch: tuple[Tensor, Tensor]) -> tuple[Tensor | None, Tensor | None]:
+    def _run_towers_again(self, micro_batch: MicroBatch) -> tuple[Tensor | None, Tensor | None]:
         """Return the features with their autograd graph, or None for a frozen tower that need not run again."""
         pixels, tokens = micro_batch
         with record_function(f"{PHASE}forward"):
@@ -182,6 +240,7 @@ class Engine:
                 pixels if self._image_runs_twice else None,
                 tokens if self._text_runs_twice else None,
                 None,
+                self._image_first,
             )
         return features
 
@@ -237,7 +296,7 @@ class Engine:
 
         Under ZeRO 3, the inputs must have the same shapes on all ranks.
         """
-        features: tuple[Tensor | None, Tensor | None] = self._deepspeed(image, tokens)
+        features: tuple[Tensor | None, Tensor | None] = self._deepspeed(image, tokens, None, self._image_first)
         return features
 
     # Weights and optimizer state, which ZeRO may partition

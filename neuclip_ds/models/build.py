@@ -8,8 +8,10 @@ from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel
 
 from neuclip_ds.config import ModelConfig, TextConfig
+from neuclip_ds.errors import UserError
 from neuclip_ds.models.class_token import compute_class_token_only
 from neuclip_ds.models.image_models import new_vision_tower
+from neuclip_ds.models.packing import pack_clip_text
 from neuclip_ds.models.recompute import checkpoint_activations
 from neuclip_ds.models.tokenizer import CaptionTokenizer
 from neuclip_ds.models.towers import DualEncoder, TextTower, new_projection
@@ -43,12 +45,18 @@ def build_dual_encoder(
 def apply_common_options(model: DualEncoder, config: ModelConfig) -> DualEncoder:
     """Apply the options common to all models in place.
 
-    These are `vision.class_token_only`, activation checkpointing, freezing and LoRA adapters.
+    These are `vision.class_token_only`, `text.packed`, activation checkpointing, freezing and LoRA adapters.
 
     Raises:
         UserError: a tower does not support an option.
     """
     compute_class_token_only(model.vision, config.vision.class_token_only)
+    if config.text.packed is True and model.text.pack is None:
+        raise UserError(
+            "model.text.packed=true needs a causal text tower that reads its feature at one token, without dropout; "
+            f"{type(model.text.trunk).__name__} needs padded captions: omit the option."
+        )
+    model.text.packed = config.text.packed
     for name in TOWERS:
         checkpoint_activations(model.get_submodule(name), name, config.activation_checkpointing)
     freeze(model, config)
@@ -85,7 +93,8 @@ def new_text_tower(
     trunk = CLIPTextModel(trunk_config)
     _init_attention(trunk)
     # TextTower pools, because with EOS id 2 the trunk would pool at the largest id (to support old checkpoints)
-    return TextTower(trunk, new_projection(config.width, embed_dim), tokenizer.eos_id)
+    pack = pack_clip_text(trunk, tokenizer.eos_id)
+    return TextTower(trunk, new_projection(config.width, embed_dim), tokenizer.eos_id, pack)
 
 
 @torch.no_grad()

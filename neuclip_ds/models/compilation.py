@@ -81,6 +81,8 @@ class Compiler:
 def compile_towers(model: DualEncoder, compilation: Compilation) -> None:
     """Compile both towers in place, on their first call; call this after all other changes to the modules.
 
+    A text tower that packs captions only on CPUs (`auto`) no longer does.
+
     Args:
         model: the towers.
         compilation: what to compile.
@@ -88,6 +90,9 @@ def compile_towers(model: DualEncoder, compilation: Compilation) -> None:
     Raises:
         UserError: a tower has no list of blocks, but blocks are to be compiled.
     """
+    # on a CPU, attention is called once for each length that occurs in a batch, which interrupts compiled code
+    if compilation != "false" and model.text.packed == "auto":
+        model.text.packed = False
     compiler = Compiler()
     if compilation == "towers":
         for tower in (model.vision, model.text):

@@ -6,15 +6,19 @@ because ZeRO supports neither 0-dimensional parameters nor parameters used outsi
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from neuclip_ds.models.packing import Pack, PackedCaptions
+
 
 class Encoder(nn.Module, ABC):
-    """Tower that maps uint8 pixels (b, 3, H, W) or int64 ids (b, T) to features (b, d) in the dtype of its weights.
+    """Tower that maps b images or captions to features (b, d) in the dtype of its weights.
+
+    Its input is uint8 pixels (b, 3, H, W), int64 token ids (b, T), or packed captions.
 
     Args:
         trunk: the encoder.
@@ -27,10 +31,10 @@ class Encoder(nn.Module, ABC):
         self.projection = nn.Identity() if projection is None else projection
 
     @abstractmethod
-    def feature(self, x: Tensor) -> Tensor:
+    def feature(self, x: Any) -> Tensor:
         """Return the trunk's (b, width) features."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Any) -> Tensor:
         return self.projection(self.feature(x))
 
     def train(self, mode: bool = True) -> "Encoder":
@@ -106,14 +110,35 @@ class TextTower(Encoder):
     Args:
         trunk, projection: as in `VisionTower`, but the trunk may instead return hidden states (b, T, width).
         eos_id: hidden states are pooled at the first token with this id; None if the trunk does the pooling.
+        pack: function that packs captions for the trunk, which accepts packed captions and then returns features
+            (b, width); None if the trunk needs padded captions.
+
+    Attributes:
+        pack: as above.
+        packed: whether the tower packs captions; `auto` does on CPUs.
     """
 
-    def __init__(self, trunk: Any, projection: nn.Module | None, eos_id: int | None = None) -> None:
+    def __init__(
+        self, trunk: Any, projection: nn.Module | None, eos_id: int | None = None, pack: Pack | None = None
+    ) -> None:
         super().__init__(trunk, projection)
         self.eos_id = eos_id
+        self.pack = pack
+        self.packed: bool | Literal["auto"] = "auto"
 
-    def feature(self, x: Tensor) -> Tensor:
-        if self.eos_id is None:
+    def packs_on(self, device: torch.device) -> bool:
+        """Return whether the tower packs captions on a device."""
+        if self.pack is None:
+            return False
+        if self.packed == "auto":  # no GPU has measured it
+            return device.type == "cpu"
+        return self.packed
+
+    def feature(self, x: Tensor | PackedCaptions) -> Tensor:
+        """Return the trunk's (b, width) features of packed captions or of (b, T) token ids, which may be packed."""
+        if self.pack is not None and isinstance(x, Tensor) and self.packs_on(x.device):
+            x = self.pack(x)
+        if self.eos_id is None or isinstance(x, PackedCaptions):
             return _pooled(self.trunk(x))
         hidden = self.trunk(input_ids=x).last_hidden_state
         first_eos = x.eq(self.eos_id).int().argmax(dim=1)  # (b,) positions
@@ -143,23 +168,33 @@ class DualEncoder(nn.Module):
         self.text = text
 
     def forward(
-        self, image: Tensor | None, tokens: Tensor | None, text_ready: Callable[[Tensor], None] | None = None
+        self,
+        image: Tensor | None,
+        tokens: Tensor | PackedCaptions | None,
+        text_ready: Callable[[Tensor], None] | None = None,
+        image_first: bool = False,
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return the features of the images and of the captions, or None for an input that is None.
 
         Args:
             image: (b, 3, H, W) uint8 pixels.
-            tokens: (b, T) int64 ids from the model's tokenizer.
-            text_ready: function that is called with the text features before the image tower runs.
+            tokens: (b, T) int64 ids from the model's tokenizer, or the captions packed by `self.text.pack`.
+            text_ready: function that is called with the text features as soon as the text tower has run.
+            image_first: run the image tower before the text tower.
 
         Returns:
             Image and text features, each (b, d), of unit norm and in float32, whatever the dtype of the weights.
         """
-        # The text tower runs first because it is faster: the gather of its features can overlap the image tower.
-        text_features = None if tokens is None else _to_unit_norm(self.text(tokens))
-        if text_ready is not None and text_features is not None:
-            text_ready(text_features)
-        image_features = None if image is None else _to_unit_norm(self.vision(image))
+        image_features = None
+        text_features = None
+        if image is not None and image_first:
+            image_features = _to_unit_norm(self.vision(image))
+        if tokens is not None:
+            text_features = _to_unit_norm(self.text(tokens))
+            if text_ready is not None:
+                text_ready(text_features)
+        if image is not None and not image_first:
+            image_features = _to_unit_norm(self.vision(image))
         return image_features, text_features
 
 

@@ -28,8 +28,12 @@ class Activations(NamedTuple):
 def count_activations(
     model: DualEncoder, rows: int, image_size: int, context_length: int, dtype: torch.dtype
 ) -> Activations:
-    """Count the activations of a model on the meta device; the model is unusable afterward."""
+    """Count the activations of a model on the meta device, for captions that fill the context.
+
+    Padded captions are counted; packed captions that fill the context need no more. The model is unusable afterward.
+    """
     model = model.to(dtype).train()
+    model.text.packed = False
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = model.to_empty(device="cpu")
         image = torch.empty(rows, 3, image_size, image_size, dtype=torch.uint8)

@@ -16,7 +16,7 @@ from neuclip_ds.training.schedule import fitted_warmup
 # options that may change between launches, and options that the fingerprint lists separately
 _NOT_ARCHITECTURE: Any = {
     "vision": {"pretrained", "patch_drop", "class_token_only", "trainable"},
-    "text": {"tokenizer", "trainable"},
+    "text": {"tokenizer", "trainable", "packed"},
 }
 
 

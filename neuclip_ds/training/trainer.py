@@ -399,7 +399,8 @@ class Loop:
 
         self._config = config
         self._epoch_offset = epoch_offset
-        self._batches = DeviceBatches(communicator.device, config.micro_batch(communicator.world_size))
+        micro_batch = config.micro_batch(communicator.world_size)
+        self._batches = DeviceBatches(communicator.device, micro_batch, context.engine.pack)
         self._done_at_rollback = -1  # number of steps done at the last rollback
         self._hooks: dict[str, Hook] = {}  # by the name of their state in a checkpoint, in the order of their calls
         self._hook_states: Mapping[str, Any] = {}  # from the checkpoint, by the hook's name
@@ -497,6 +498,8 @@ class Loop:
                     hook.before_step(self)
                 start_time = time.perf_counter()
                 batch = next(self._batches)
+                if not end_times and _may_run_out_of_memory(context.engine):
+                    context.engine.try_full_captions(batch)
                 for hook in self._hooks.values():
                     hook.on_batch(self, batch.host)
                 result = self._train_step(batch, start_time, end_times)
@@ -590,6 +593,14 @@ class Loop:
             lr=learning_rate(self.done, self.total, self._config.optimizer),
             peak_lr=self.context.config.optimizer.lr,
         )
+
+
+def _may_run_out_of_memory(engine: Engine) -> bool:
+    """Return whether a batch of long captions may exhaust the device's memory after shorter captions have fit.
+
+    On a CPU, memory has no such limit, and the trial would take as long as a step.
+    """
+    return engine.pack is not None and engine.device.type == "cuda"
 
 
 def _build_loss(context: RunContext, config: Config, steps_per_epoch: int) -> ContrastiveLoss:

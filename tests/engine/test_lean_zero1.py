@@ -180,7 +180,7 @@ class Branches(Layers):
 
     used = 0
 
-    def forward(self, rows: Tensor, tokens: None = None) -> Tensor:
+    def forward(self, rows: Tensor, *options: Any) -> Tensor:
         first: nn.Module = self[0]
         branch: nn.Module = self[1 + self.used]
         output: Tensor = branch(first(rows))

@@ -54,15 +54,12 @@ def test_recall_and_f1_are_means_over_classes_that_occur(truths_and_guesses: lis
     assert macro_f1(hit_counts, count_classes(guesses), support) == pytest.approx(statistics.mean(f1_scores), abs=1e-12)
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 3])
-@pytest.mark.parametrize("tied", [0, 1, 3])
-@pytest.mark.parametrize("matches", [1, 2])
-@pytest.mark.parametrize("k", [1, 2, 5])
-def test_hit_probability_is_the_share_of_orders_with_a_hit(ahead: int, tied: int, matches: int, k: int) -> None:
-    orders = list(itertools.permutations([True] * matches + [False] * tied))
-    expected = sum(any(order[: max(0, k - ahead)]) for order in orders) / len(orders)
-    probability = hit_probability(torch.tensor([ahead]), torch.tensor([tied]), k, torch.tensor([matches]))
-    assert float(probability) == pytest.approx(expected, abs=1e-12)
+def test_hit_probability_is_the_share_of_orders_with_a_hit() -> None:
+    for ahead, tied, matches, k in itertools.product([0, 1, 3], [0, 1, 3], [1, 2], [1, 2, 5]):
+        orders = list(itertools.permutations([True] * matches + [False] * tied))
+        expected = sum(any(order[: max(0, k - ahead)]) for order in orders) / len(orders)
+        probability = hit_probability(torch.tensor([ahead]), torch.tensor([tied]), k, torch.tensor([matches]))
+        assert float(probability) == pytest.approx(expected, abs=1e-12), (ahead, tied, matches, k)
 
 
 def test_ties_are_shared_and_nan_is_predicted_as_no_class() -> None:

@@ -38,6 +38,7 @@ def test_a_launcher_starts_a_rank_on_each_gpu(
         start = [DEEPSPEED, f"--num_{kind}={gpus}", f"--master_port={free_port()}"]
     options = [f"--data.train={shards}", f"--data.batch_size={8 * gpus}", "--data.val=", "--data.zero_shot="]
     options += ["--max_steps=4", "--run.log_every=1", "--run.name=run", "--deepspeed=zero1_bf16"]
+    options += ["--model.text.packed=true"]
     run = [*start, str(ROOT / "train.py"), "demo", *SMALL, *options]
     done = subprocess.run(run, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr

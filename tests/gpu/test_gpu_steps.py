@@ -18,6 +18,7 @@ from benchmarking.synthetic_profile import SyntheticSteps
 from build import STILL, VARIANTS, build_loss, call, pairs, position, relative_error
 from ranks import run_ranks
 from test_non_finite import check, gradient
+from test_packing import built, captions_of, clip_tower, features_and_gradients
 from test_step import ROWS, plain, under_deepspeed
 
 from neuclip_ds.distributed.communicator import Communicator
@@ -77,6 +78,25 @@ def check_weights(method: str, files: list[str], passes: int, ranks: int, device
 @pytest.mark.parametrize("passes", [1, 2])
 def test_every_deepspeed_file_trains_the_weights_of_plain_pytorch(passes: int, ranks: int, device: str) -> None:
     check_weights("openclip", FILES, passes, ranks, device)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_every_deepspeed_file_trains_on_packed_captions(passes: int, device: str) -> None:
+    check_weights("openclip", FILES, passes, 1, device, model={"text": {"packed": True}})
+
+
+def test_packed_captions_in_bf16_are_padded_captions(device: str) -> None:
+    """On a GPU, attention to packed captions is a kernel of its own."""
+    tower = built(clip_tower).to(device, torch.bfloat16)
+    tokens = captions_of([1, 3, 14, 6, 20, 20, 0]).to(device)
+    tower.packed = False
+    features, *gradients = features_and_gradients(tower, tokens).values()
+    tower.packed = True
+    packed_features, *packed_gradients = features_and_gradients(tower, tokens).values()
+    assert relative_error(packed_features.double(), features.double()) < 0.02
+    expected = torch.cat([gradient.double().flatten() for gradient in gradients])
+    packed = torch.cat([gradient.double().flatten() for gradient in packed_gradients])
+    assert relative_error(packed, expected) < 0.05
 
 
 @pytest.mark.parametrize("method", ["fastclip_v3", "neuclip"])

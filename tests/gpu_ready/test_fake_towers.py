@@ -48,7 +48,8 @@ def batch() -> Batch:
 
 def test_compiled_towers_are_one_graph_each_with_every_option() -> None:
     """A graph break would return to Python within a pass; a second batch of the same shape is not recompiled."""
-    options = {"vision": {"patch_drop": 0.5}, "lora": {"rank": 2}, "activation_checkpointing": True}
+    options: dict[str, Any] = {"vision": {"patch_drop": 0.5}, "text": {"packed": False}, "lora": {"rank": 2}}
+    options["activation_checkpointing"] = True
     config = config_of("openclip", model=merge(ONE_BLOCK, options))
     towers = build_dual_encoder(config.model, TOKENS).train()
     torch.compiler.reset()
@@ -124,7 +125,7 @@ class Trainee:
         optimizer = build_optimizer(model, config.optimizer)
         self._engine = Engine(engine_type(model, optimizer), rank)
         self._loss = build_loss(config, 16, 100, rank, torch.float32)
-        self.batches = DeviceBatches(DEVICE, micro)
+        self.batches = DeviceBatches(DEVICE, micro, self._engine.pack)
 
     def step(self, number: int) -> StepOutcome:
         """Run a step on the next of the batches."""
@@ -149,7 +150,11 @@ def test_a_training_step_of_frozen_parts_and_adapters(micro: int) -> None:
 def test_the_host_waits_for_nothing_before_both_towers_are_launched(
     micro: int, world_size: int, towers: DualEncoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither for the device nor for tensors in host memory from other ranks."""
+    """Neither for the device nor for tensors in host memory from other ranks.
+
+    On one rank, the image tower's long kernels come first; on several, the text tower's features, which are gathered.
+    """
+    towers_in_order = ["vision tower", "text tower"] if world_size == 1 else ["text tower", "vision tower"]
     events: list[str] = []
     wait = Pending.wait
 
@@ -170,7 +175,7 @@ def test_the_host_waits_for_nothing_before_both_towers_are_launched(
             events.clear()
             gpu.syncs.clear()
             trainee.step(number)
-            assert events[:3] == ["text tower", "vision tower", "wait for a host tensor"]
+            assert events[:3] == [*towers_in_order, "wait for a host tensor"]
             assert gpu.syncs == {"engine/engine.py": 1}
 
 
@@ -214,3 +219,31 @@ def test_the_host_waits_for_the_loader_after_the_backward_passes(towers: DualEnc
         *two_passes,
         "update",
     ]
+
+
+@pytest.mark.parametrize("micro", [ROWS, ROWS // 2])
+def test_a_training_step_on_packed_captions_waits_as_rarely(micro: int) -> None:
+    """The host packs captions; attention is one kernel, whose arguments do not depend on the captions' lengths."""
+    text = {"packed": True, "layers": 2}
+    config = config_of("openclip", model=merge(ONE_BLOCK, {"text": text}))
+    towers = build_dual_encoder(config.model, TOKENS)
+    padded = batch()
+    padded.tokens[:, 0] = 0
+    padded.tokens[: ROWS // 2, 1:4] = 2
+    tokens = 2 * ROWS + 3 * ROWS // 2
+    rows: list[int] = []
+    with fake_cuda() as gpu:
+        model = towers.to(DEVICE, torch.bfloat16)
+        for name in ("fc1", "fc2"):
+            for layer in model.text.trunk.encoder.layers:
+                layer.mlp.get_submodule(name).register_forward_hook(lambda *args: rows.append(len(args[2])))
+        trainee = Trainee(config, model, GpuRank(1), micro)
+        trainee.batches.start(RankBatch([padded]) for _ in range(2))
+        for number in range(2):
+            rows.clear()
+            gpu.syncs.clear()
+            assert trainee.step(number).applied
+            assert gpu.syncs == {"engine/engine.py": 1}
+    passes = 1 if micro == ROWS else 2
+    assert sum(rows) == passes * 2 * (tokens + ROWS)  # the last layer computes one token of each caption
+    assert all(weight.grad is not None for weight in model.parameters())

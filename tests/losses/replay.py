@@ -160,7 +160,9 @@ class _ClippingEngine(PlainDeepSpeed):
         self._encode = encode
         self._clip = clip
 
-    def __call__(self, image: Tensor, text: Tensor, text_ready: Callable[[Tensor], None]) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, image: Tensor, text: Tensor, text_ready: Callable[[Tensor], None], image_first: bool
+    ) -> tuple[Tensor, Tensor]:
         features: tuple[Tensor, Tensor] = self._encode(image, text)
         text_ready(features[1])
         return features

@@ -21,7 +21,6 @@ ROWS = 24
 DIM = 6
 STEPS = 4
 SUMS_FEATURE_GRADIENTS = ("neuclip_split",)  # alpha_grad=full without replicas sums (B, d) gradients over ranks
-RANKS = (2, 3)
 
 
 def _other_sizes() -> Variants:
@@ -152,11 +151,11 @@ def results_of(world_size: int) -> list[dict[str, Any]]:
     """Start the ranks once for all tests, with smaller blocks than on one rank."""
     if world_size == 1:
         return [run_everything(Communicator(), 1000, ALL)]
-    variants = {2: VARIANTS, 3: ALL, 4: WITH_GROUPS}[world_size]
+    variants: Variants = {2: {}, 3: ALL, 4: WITH_GROUPS}[world_size]
     return run_ranks(world_size, run_everything, 5, variants)
 
 
-@pytest.mark.parametrize("world_size", [*RANKS, 4])
+@pytest.mark.parametrize("world_size", [3, 4])
 def test_ranks_equal_one(world_size: int) -> None:
     """If m > B, prototypes are drawn from several batches and divided unevenly; if m < K, a rank has no prototypes."""
     ranks = [rank["variants"] for rank in results_of(world_size)]
@@ -185,7 +184,7 @@ def assert_step_equals(ranks: list[Any], expected: Any, where: str) -> None:
         torch.testing.assert_close(ranks[0].metrics[name], value, rtol=limit, atol=1e-12, msg=f"{where} {name}")
 
 
-@pytest.mark.parametrize("world_size", RANKS)
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_a_loss_by_autograd_is_exact_on_ranks(world_size: int) -> None:
     one = results_of(1)[0]["autograd"]
     for number, expected in enumerate(one):
@@ -195,12 +194,13 @@ def test_a_loss_by_autograd_is_exact_on_ranks(world_size: int) -> None:
 
 def test_ranks_send_features_once_and_otherwise_only_scalars_and_network_gradients() -> None:
     """The scalars are O(B). Some variants, `SUMS_FEATURE_GRADIENTS`, also sum the gradients of features over ranks."""
-    results = results_of(2)[0]["variants"]
-    share = ROWS // 2
+    world_size = 3
+    results = results_of(world_size)[0]["variants"]
+    share = ROWS // world_size
     itemsize = 8
     for name in VARIANTS:
         traffic = results[name]["traffic"]
-        assert traffic["features"].bytes_sent == STEPS * share * (8 + 2 * DIM * itemsize)
+        assert traffic["features"].bytes_sent == (world_size - 1) * STEPS * share * (8 + 2 * DIM * itemsize)
         assert traffic["scalars"].calls == STEPS
         other_bytes = 0
         for purpose, counted in traffic.items():
@@ -208,7 +208,7 @@ def test_ranks_send_features_once_and_otherwise_only_scalars_and_network_gradien
                 other_bytes += counted.bytes_sent
         if name not in SUMS_FEATURE_GRADIENTS:
             updates = VARIANTS[name][1].get("npn", {}).get("inner_steps", 0)
-            assert other_bytes <= STEPS * ROWS * itemsize * 2 * (updates + 4)
+            assert other_bytes <= (world_size - 1) * STEPS * ROWS * itemsize * 2 * (updates + 4)
     assert "network gradients" not in results["amorlip"]["traffic"], (
         "each rank fits the nets to all rows, whose features are fewer bytes"
     )
@@ -216,7 +216,7 @@ def test_ranks_send_features_once_and_otherwise_only_scalars_and_network_gradien
     assert calls == 2, "one update of a fit to its own rows; with T_online = 2: the first of each epoch"
 
 
-@pytest.mark.parametrize("world_size", [1, *RANKS])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_with_gather_fits_steps_without_a_fit_contrast_a_ranks_own_rows(world_size: int) -> None:
     """Compare with autograd of the loss over each rank's rows, and check the bytes that steps send for features."""
     ranks = [rank["fits"] for rank in results_of(world_size)]

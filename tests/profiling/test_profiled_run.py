@@ -20,10 +20,10 @@ def test_the_profile_flag_profiles_ten_steps() -> None:
 def test_a_profiled_run_writes_a_breakdown(shards: Path, tmp_path: Path) -> None:
     train(tmp_path / "runs", shards, 14, "--profile", "--run.profile_steps=3", ranks=2)
     folder = tmp_path / "runs" / "run" / "profile"
-    found = json.loads((folder / "breakdown.json").read_text())
-    assert (found["method"], found["steps"], found["world_size"]) == ("fastclip_v3", 3, 2)
-    assert {"features", "state", "normalizer", "gradient reduce"} < set(found["purposes"])
-    assert not [purpose for purpose in found["purposes"] if " in " in purpose or "outside" in purpose]
+    breakdown = json.loads((folder / "breakdown.json").read_text())
+    assert (breakdown["method"], breakdown["steps"], breakdown["world_size"]) == ("fastclip_v3", 3, 2)
+    assert {"features", "state", "normalizer", "gradient reduce"} < set(breakdown["purposes"])
+    assert not [purpose for purpose in breakdown["purposes"] if " in " in purpose or "outside" in purpose]
     assert "profile of 3 steps" in (tmp_path / "runs" / "run" / "log.txt").read_text()
 
 

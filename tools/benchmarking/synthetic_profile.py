@@ -75,7 +75,7 @@ class SyntheticSteps:
         samples = EPOCH * config.data.batch_size
         comm_dtype = resolve_comm_dtype(config, engine_config)
         self.loss = build(config, query.source.embed_dim, samples, communicator, comm_dtype)
-        self._batches = DeviceBatches(communicator.device, query.micro_batch)
+        self._batches = DeviceBatches(communicator.device, query.micro_batch, self.engine.pack)
 
     def batch(self, number: int) -> Batch:
         """Return this rank's rows of global batch `number`, which is noise with distinct indices."""

@@ -31,6 +31,7 @@ from neuclip_ds.models.pretrained.base import (
     rename_prefixes,
 )
 from neuclip_ds.models.pretrained.files import first_file, read_json, read_tensors
+from neuclip_ds.models.pretrained.packed_open_clip import pack_open_clip_text
 from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer
 from neuclip_ds.models.towers import DualEncoder, TextTower, VisionTower
 
@@ -187,7 +188,7 @@ class OpenClipCheckpoint(ModelSource):
         if isinstance(encoder, PreTrainedModel):
             use_static_masks(encoder)
         vision = VisionTower(model.visual, None, self.preprocessing.mean, self.preprocessing.std)
-        text = TextTower(model.text, None)
+        text = TextTower(model.text, None, pack=pack_open_clip_text(model.text))
         return apply_common_options(DualEncoder(vision, text), self.config)
 
 

@@ -18,6 +18,7 @@ from transformers.utils import logging
 from neuclip_ds.config import ModelConfig
 from neuclip_ds.errors import UserError, explained
 from neuclip_ds.models.build import apply_common_options
+from neuclip_ds.models.packing import pack_clip_text
 from neuclip_ds.models.pretrained.base import (
     CheckpointRef,
     LibraryModel,
@@ -180,7 +181,7 @@ class TransformersCheckpoint(ModelSource):
         image_projection = getattr(model, "visual_projection", None)
         text_projection = getattr(model, "text_projection", None)
         vision = VisionTower(model.vision_model, image_projection, self.preprocessing.mean, self.preprocessing.std)
-        text = TextTower(model.text_model, text_projection)
+        text = TextTower(model.text_model, text_projection, pack=pack_clip_text(model.text_model))
         return apply_common_options(DualEncoder(vision, text), self.config)
 
 
