@@ -63,6 +63,7 @@ class FeatureTable:
 
     Attributes:
         embedding: the content of the folder's embedding.json: the model, the options and the data of the job.
+        job: hash of the model and the options.
         crops: number of stored views of each image.
         has_random_crops: whether the views are random crops, as in training, rather than the evaluation crop.
         image_width: width d of the image features; None if the table has no image features.
@@ -90,7 +91,7 @@ class FeatureTable:
         self.image_width: int | None = self.embedding["image_width"]
         self.text_width: int | None = self.embedding["text_width"]
         self.dtype: torch.dtype = getattr(torch, self.embedding["dtype"])
-        self._job = job_hash(self.embedding)
+        self.job = job_hash(self.embedding)
         self._bytes = np.array(stored["bytes"], dtype=np.int64)
         self._manifest = manifest
         self._is_local = is_local(self.folder)
@@ -211,7 +212,7 @@ class FeatureTable:
     def _find_problem(self, part: FeaturePart, shard: int) -> str:
         """Return how a part differs from the one that embed wrote for the shard, or "" if it does not."""
         listed = self._manifest.shards[shard]
-        if part.job != self._job:
+        if part.job != self.job:
             return f"another job wrote it than {EMBEDDING} describes"
         if part.shard != shard or part.samples != listed.n:
             return f"it has shard {part.shard} of {part.samples} samples, not shard {shard} of {listed.n}"
@@ -287,6 +288,8 @@ def find_table(folder: str) -> Stored:
     embed` did not write it.
     """
     folder = folder.rstrip("/")
+    if is_local(folder):
+        folder = str(Path(folder).expanduser())
     fix = "name the --out folder of neuclip-ds embed"
     with explained(f"The features in {folder} cannot be read", fix):
         if is_local(folder):

@@ -11,6 +11,7 @@ from typing import Any
 
 from neuclip_ds.config import CLIP_BPE, Config, TextConfig
 from neuclip_ds.data.dataset import PairDataset
+from neuclip_ds.data.feature_parts import EMBEDDING
 from neuclip_ds.data.feature_table import FeatureTable, random_crops
 from neuclip_ds.data.images import DECODERS, ImageTransform, train_transform
 from neuclip_ds.data.interleave import Interleave
@@ -30,6 +31,7 @@ from neuclip_ds.data.open_data import (
 from neuclip_ds.data.shards import is_local
 from neuclip_ds.data.training_set import FEWEST_PAIRS, TrainingSet, find_validation, open_order
 from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.errors import UserError
 from neuclip_ds.files import explain_disk, link_or_copy
 from neuclip_ds.models.bpe import train_bpe
 from neuclip_ds.models.source import ModelSource
@@ -57,8 +59,14 @@ class TrainingData:
     random_crops: int = 0
 
     def record(self) -> dict[str, Any]:
-        """Return the data's content hash and held-out counts, which a checkpoint stores."""
-        return {"hash": self.manifest.content_hash, "held_out": sorted(self.manifest.held_out.items())}
+        """Return what a checkpoint stores: the data's content hash, held-out counts and the jobs of stored features."""
+        record: dict[str, Any] = {
+            "hash": self.manifest.content_hash,
+            "held_out": sorted(self.manifest.held_out.items()),
+        }
+        if self.tables:
+            record["features"] = {name: table.job for name, table in self.tables.items()}
+        return record
 
     def batches(self, communicator: Communicator, begin: int, steps: int) -> Generator[RankBatch, None, None]:
         """Yield a rank's batches for `steps` training steps, starting at step `begin`, counted from 0."""
@@ -121,6 +129,8 @@ def open_training_data(
     if loading.cache is None and not all(map(is_local, folders.values())):
         loading = replace(loading, cache=open_cache(data))
     tables = open_tables(folders, manifest, data.captions, communicator, loading.cache)
+    if meta is not None:
+        _check_same_features(tables, meta["data"].get("features", {}))
     if communicator.rank == 0 and (unused := unused_sources(manifest, data.captions, loading.cache)):
         log.warning(
             "data.captions names %s, which none of %d samples has: correct the name, or omit it",
@@ -144,6 +154,16 @@ def open_training_data(
         tables=tables,
         random_crops=random_crops(tables, data.crop_scale, config.run.seed),
     )
+
+
+def _check_same_features(tables: Mapping[str, FeatureTable], recorded: Mapping[str, str]) -> None:
+    """Raise UserError if features come from another model, or other options, than when the run began."""
+    for name, table in tables.items():
+        if recorded.get(name, table.job) != table.job:
+            raise UserError(
+                f"{table.folder} has other features than when the run began (its {EMBEDDING} differs): put the earlier "
+                "folder there, or give the run another name (--run.name)."
+            )
 
 
 def _create_tokenizer(

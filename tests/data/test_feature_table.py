@@ -23,6 +23,7 @@ from neuclip_ds.data.feature_table import FeatureTable, find_table, random_crops
 from neuclip_ds.data.loader import RankBatch
 from neuclip_ds.data.manifest import Manifest, from_shards
 from neuclip_ds.data.training_data import TrainingData, open_training_data
+from neuclip_ds.data.training_set import interleave_settings
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.source import FromConfig
@@ -74,7 +75,13 @@ def open_table(folder: Path | str, manifest: Manifest, cache: ShardCache | None 
 
 
 def open_training(
-    shards: Path, features: Path, staged: Path, communicator: Communicator, *options: str
+    shards: Path,
+    features: Path,
+    staged: Path,
+    communicator: Communicator,
+    *,
+    workers: int = 0,
+    meta: dict[str, Any] | None = None,
 ) -> TrainingData:
     """Open the training data with the stored features, and with the tokenizer of the tests."""
     arguments = [
@@ -85,14 +92,16 @@ def open_training(
         "--data.val=",
         "--data.crop_scale=0.5",
         "--data.shard_streams=1",
+        f"--data.workers={workers}",
         "--run.seed=7",
         "--model.text.tokenizer=null",
         f"--model.vision.image_size={SIDE}",
-        *options,
     ]
     config = parse(arguments).config
+    staged.mkdir(exist_ok=True)
     folders = {"teacher": str(features)}
-    data = open_training_data(config, FromConfig(config.model), communicator, staged, features=folders)
+    source = FromConfig(config.model)
+    data = open_training_data(config, source, communicator, staged, meta=meta, features=folders)
     return replace(data, tokenizer=tokenize)
 
 
@@ -103,7 +112,7 @@ def pixels_and_tokens(batch: RankBatch) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _check_batches(communicator: Communicator, shards: Path, features: Path, staged: Path) -> None:
     """Compare the rows of several epochs with the features of the batches, on a rank."""
-    data = open_training(shards, features, staged, communicator, f"--data.workers={communicator.rank}")
+    data = open_training(shards, features, staged, communicator, workers=communicator.rank)
     steps = data.order.steps_per_epoch * LAST_EPOCH
     for begin in (0, steps - 3):  # from the start, and after a resume
         for batch in data.batches(communicator, begin, steps - begin):
@@ -160,7 +169,7 @@ def test_a_sample_without_usable_features_is_omitted(
     tmp_path: Path, shards: Path, features: Path, edit: Callable[[FeaturePart], FeaturePart], cause: str
 ) -> None:
     copy = edited(features, tmp_path, 1, edit)
-    data = open_training(shards, copy, tmp_path, Communicator(), "--data.workers=0")
+    data = open_training(shards, copy, tmp_path, Communicator())
     bad = []
     for batch in data.batches(Communicator(), 0, data.order.steps_per_epoch):
         pixels, _ = pixels_and_tokens(batch)
@@ -275,6 +284,19 @@ def test_tables_of_one_caption_need_samples_of_one_caption(tmp_path: Path, manif
     assert torch.equal(table.rows(index, caption=drawn)[0].text, stored.text)
     with pytest.raises(UserError, match="embed them with --all-captions"):
         table.rows(index, caption=(drawn + 1) % 2)
+
+
+def test_a_run_resumes_only_with_the_same_features(
+    tmp_path: Path, shards: Path, manifest: Manifest, features: Path
+) -> None:
+    data = open_training(shards, features, tmp_path / "new", Communicator())
+    meta = {"data": data.record(), "facts": interleave_settings(data.order.interleave)}
+    same = open_training(shards, features, tmp_path / "same", Communicator(), meta=meta)
+    assert same.record() == data.record()
+    other = tmp_path / "other"
+    write(other, manifest, crops=2, crop_scale=0.5, seed=7, captions=CAPTIONS, all_captions=True, model="another")
+    with pytest.raises(UserError, match="has other features than when the run began"):
+        open_training(shards, other, tmp_path / "changed", Communicator(), meta=meta)
 
 
 def test_crops_must_be_those_of_training(tmp_path: Path, manifest: Manifest, features: Path) -> None:
