@@ -37,9 +37,13 @@ def http() -> Iterator[Files]:
 def log_to_stderr(capfd: pytest.CaptureFixture) -> Iterator[None]:
     """Log warnings to stderr, also in the prefetching process, whose log pytest cannot see."""
     handler = logging.StreamHandler(sys.stderr)
-    logging.getLogger("neuclip_ds").addHandler(handler)
+    logger = logging.getLogger("neuclip_ds")
+    level_before = logger.level
+    logger.setLevel(logging.INFO)  # an earlier test in this process may have silenced the package
+    logger.addHandler(handler)
     yield
-    logging.getLogger("neuclip_ds").removeHandler(handler)
+    logger.removeHandler(handler)
+    logger.setLevel(level_before)
 
 
 def stored(http: Files) -> list[Shard]:

@@ -167,7 +167,7 @@ class _Towers(nn.Module):
         self.finished = 0.0
 
     def forward(
-        self, image: Tensor, tokens: Tensor, text_ready: Callable[[Tensor], None] | None
+        self, image: Tensor, tokens: Tensor, text_ready: Callable[[Tensor], None] | None, image_first: bool
     ) -> tuple[Tensor, Tensor]:
         text_features = normalize(self.text(tokens), dim=1)
         if text_ready is not None:
