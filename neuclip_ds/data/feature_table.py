@@ -69,6 +69,7 @@ class FeatureTable:
         image_width: width d of the image features; None if the table has no image features.
         text_width: the same for text features.
         dtype: dtype of the features.
+        cached_bytes: (n_shards,) bytes of each shard's features that the cache holds; 0 for local files.
 
     Raises UserError if the features belong to other data, to shards in another order or to other captions, or if any
     shard in use has no features.
@@ -101,6 +102,9 @@ class FeatureTable:
         self._check_data()
         self._check_captions(captions)
         self._check_parts()
+        self.cached_bytes = np.zeros(manifest.n_shards, dtype=np.int64)
+        if not self._is_local:
+            self.cached_bytes[: len(self._bytes)] = self._bytes
         # an evicted file occupies the disk until it is unmapped, so only one cached file is mapped at a time
         self._part = lru_cache(_OPEN_PARTS if self._is_local else 1)(self._open)
 

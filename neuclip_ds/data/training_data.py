@@ -9,6 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from neuclip_ds.config import CLIP_BPE, Config, TextConfig
 from neuclip_ds.data.dataset import PairDataset
 from neuclip_ds.data.feature_parts import EMBEDDING
@@ -138,7 +140,10 @@ def open_training_data(
             CHECKED_SAMPLES,
         )
     nodes = communicator.world_size // len(communicator.ranks_of_node())
-    order = communicator.on_every_rank(lambda: open_order(config, training_set, nodes, interleave))
+    feature_bytes = np.zeros(manifest.n_shards, dtype=np.int64)
+    for table in tables.values():
+        feature_bytes += table.cached_bytes
+    order = communicator.on_every_rank(lambda: open_order(config, training_set, nodes, interleave, feature_bytes))
 
     preprocessing = source.preprocessing
     transform = train_transform(preprocessing.size, data.crop_scale, DECODERS[data.decoder], preprocessing.squash)
