@@ -1,11 +1,18 @@
-"""Write the features of all images and captions of a dataset, for filtering, search and analysis.
+"""Write the features of all images and captions of a dataset, for training, filtering, search and analysis.
 
 The features are written to --out, one file per shard. After an interruption, the same command writes the missing
 files, on any number of ranks. docs/how-to/prepare_data.md shows how to use the features.
 
+MODEL is a run's folder (its newest checkpoint), a checkpoint, or a pretrained model, as in model.pretrained. It may
+also be a single encoder: timm:NAME encodes only the images, with a model of timm (timm:ARCHITECTURE.TAG,
+timm:ARCHITECTURE/FILE or timm:FOLDER), and hf:NAME encodes only the captions, with a text encoder of transformers
+(hf:FOLDER or hf:OWNER/NAME).
+
 Examples:
   neuclip-ds embed runs/cc3m_neuclip manifests/cc12m --out features/cc12m
   deepspeed --module neuclip_ds embed openai/clip-vit-large-patch14 manifests/pool --out features/pool
+  neuclip-ds embed timm:vit_small_patch14_dinov2.lvd142m manifests/cc12m --out features/images --crops 4
+  neuclip-ds embed hf:sentence-transformers/all-MiniLM-L6-v2 manifests/cc12m --out features/texts --all-captions
 """
 
 from __future__ import annotations
@@ -18,19 +25,48 @@ from typing import TYPE_CHECKING
 
 from neuclip_ds.cli.early_checks import check_model, check_path
 from neuclip_ds.cli.program import Parser
+from neuclip_ds.config import DataConfig
 from neuclip_ds.distributed.environment import read_environment
 from neuclip_ds.errors import UserError
 
 if TYPE_CHECKING:  # torch and deepspeed take seconds to import
+    from neuclip_ds.data.images import EvalTransform, RandomCrop
+    from neuclip_ds.distributed.communicator import Communicator
     from neuclip_ds.embedding.embed import Summary
+    from neuclip_ds.embedding.encoders import FeatureEncoders
+
+_IMAGE_ENCODER = "timm:"
+_TEXT_ENCODER = "hf:"
 
 
 def main(arguments: Sequence[str]) -> None:
     parser = Parser(prog="neuclip-ds embed", description=__doc__)
-    parser.add_argument("model", help="a run's folder (its newest checkpoint), a checkpoint, or a pretrained model")
+    parser.add_argument("model", help="a run, a checkpoint, a pretrained model, or timm:NAME or hf:NAME")
     parser.add_argument("shards", help="dataset, as in data.train: a folder, glob, brace pattern or manifest")
     parser.add_argument("--out", type=Path, required=True, help="folder for the features, shared by all nodes")
     parser.add_argument("--ema", action="store_true", help="use the moving average of a run's weights (ema.decay)")
+    parser.add_argument(
+        "--output",
+        choices=("joint", "trunk"),
+        help="normalized features of the joint space (the default), or the towers' pooled output before the projection"
+        " (the only choice for timm: and hf:)",
+    )
+    parser.add_argument(
+        "--crops",
+        type=int,
+        default=0,
+        metavar="N",
+        help="encode N random crops of each image, those of epochs 0 to N - 1 of training, and not the evaluation crop",
+    )
+    parser.add_argument("--crop-scale", type=float, help="with --crops, as data.crop_scale")
+    parser.add_argument("--seed", type=int, help="with --crops, as run.seed")
+    parser.add_argument("--all-captions", action="store_true", help="encode all captions of each sample, and not one")
+    parser.add_argument(
+        "--pooling",
+        choices=("cls", "mean", "eos", "last"),
+        help="feature of a caption, for hf:; by default, that of the folder's sentence-transformers config",
+    )
+    parser.add_argument("--image-size", type=int, metavar="PIXELS", help="side of the images, for timm:")
     parser.add_argument(
         "--dtype", choices=("float16", "float32"), default="float16", help="dtype of the features on disk"
     )
@@ -42,7 +78,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--cache-dir", type=Path, help="folder on each node for copies of remote shards")
     parser.add_argument("--cache-gb", type=float, default=100, help="size limit of --cache-dir, in GB")
     options = parser.parse(arguments)
-    check_model("MODEL", options.model)
+    check_options(options)
     check_path("SHARDS", options.shards)
     is_rank_zero = read_environment().rank == 0
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
@@ -58,16 +94,43 @@ def main(arguments: Sequence[str]) -> None:
         )
 
 
+def check_options(options: argparse.Namespace) -> None:
+    """Raise UserError if the model does not exist, or if an option has no effect or no possible value."""
+    encodes_images = not options.model.startswith(_TEXT_ENCODER)
+    encodes_captions = not options.model.startswith(_IMAGE_ENCODER)
+    is_dual = encodes_images and encodes_captions
+    if is_dual:
+        check_model("MODEL", options.model)
+    if not is_dual and options.ema:
+        raise UserError(f"{options.model} is not a run, and has no average of its weights: omit --ema.")
+    if not is_dual and options.output == "joint":
+        raise UserError(f"{options.model} has no joint space of images and texts: omit --output.")
+    if encodes_images and options.pooling:
+        raise UserError("--pooling is for text encoders (hf:NAME): omit it.")
+    if options.image_size is not None and (is_dual or not encodes_images):
+        raise UserError("--image-size is for image encoders (timm:NAME): omit it.")
+    if options.image_size is not None and not 8 <= options.image_size <= 1 << 14:
+        raise UserError(f"--image-size={options.image_size} must be from 8 to {1 << 14} pixels.")
+    if options.crops and not encodes_images:
+        raise UserError(f"{options.model} encodes no images: omit --crops.")
+    if not encodes_captions and (options.all_captions or options.captions != ["txt"]):
+        raise UserError(f"{options.model} encodes no captions: omit --captions and --all-captions.")
+    if options.crops < 0:
+        raise UserError(f"--crops={options.crops} must be 1 or more, or 0 for the evaluation crop.")
+    if not options.crops and not (options.crop_scale is None and options.seed is None):
+        raise UserError("--crop-scale and --seed are for random crops: set --crops, or omit them.")
+    if options.crop_scale is not None and not 0 < options.crop_scale < 1:
+        raise UserError(f"--crop-scale={options.crop_scale:g} must be above 0 and below 1.")
+    if options.seed is not None and options.seed < 0:
+        raise UserError(f"--seed={options.seed} must be 0 or more.")
+
+
 def write_features(options: argparse.Namespace) -> Summary:
     """Write the features on all ranks; raise UserError if the model, the data or the output folder cannot be used."""
-    import torch
-
-    from neuclip_ds.checkpoint.saved_model import open_model
-    from neuclip_ds.data.images import EvalTransform
     from neuclip_ds.data.open_data import loader_options, open_data
     from neuclip_ds.distributed.launch import check_shared, process_group
-    from neuclip_ds.embedding.embed import Parts, RowReader, embed
-    from neuclip_ds.evaluation.encoding import encoder_of
+    from neuclip_ds.embedding.embed import Parts, embed
+    from neuclip_ds.embedding.reader import RowReader
     from neuclip_ds.files import explain_disk
     from neuclip_ds.recipe import validate
 
@@ -78,6 +141,8 @@ def write_features(options: argparse.Namespace) -> Summary:
         "cache_dir": options.cache_dir,
         "cache_gb": options.cache_gb,
     }
+    if options.crop_scale is not None:
+        data_options["crop_scale"] = options.crop_scale
     data = validate({"data": data_options}).data
     batch_size = max(1, options.batch_size)
     with explain_disk(options.out, "choose another --out"):
@@ -85,20 +150,68 @@ def write_features(options: argparse.Namespace) -> Summary:
     task = "\n".join(f"{name}: {value}" for name, value in vars(options).items())
     with process_group(task, data.max_outage) as communicator:
         check_shared(options.out, communicator)
-        saved = open_model(options.model, communicator, options.ema)
-        device = communicator.device
+        encoders = open_encoders(options, communicator)
         manifest = open_data(options.shards, data, communicator, options.out)
+        transform = image_transform(encoders, data, options.crops)
         identity = {
+            "model": encoders.name,
             "ema": options.ema,
+            "output": encoders.output,
+            "pooling": encoders.pooling,
             "dtype": options.dtype,
             "precision": options.precision,
+            "batch_size": batch_size,
             "uid_key": options.uid_key,
             "captions": options.captions,
-            "model": str(saved.checkpoint or saved.name),
-            "batch_size": batch_size,
+            "all_captions": options.all_captions,
+            "crops": options.crops,
+            "crop_scale": data.crop_scale if options.crops else None,
+            "seed": options.seed or 0,
+            "image_size": None if transform is None else transform.image_size,
+            "image_width": encoders.image_width(),
+            "text_width": encoders.text_width(),
         }
         loading = loader_options(data, communicator, manifest)
-        transform = EvalTransform(saved.preprocessing.size, saved.preprocessing.squash)
-        reader = RowReader(manifest, transform, saved.tokenizer, options.uid_key, loading)
-        encode = encoder_of(saved.model.to(device, getattr(torch, options.precision)), device)
-        return embed(encode, reader, manifest, Parts(options.out, identity), batch_size, loading, communicator)
+        reader = RowReader(
+            manifest,
+            loading,
+            transform=transform,
+            tokenize=encoders.tokenize,
+            uid_key=options.uid_key,
+            crops=options.crops,
+            all_captions=options.all_captions,
+            seed=identity["seed"],
+        )
+        return embed(encoders, reader, manifest, Parts(options.out, identity), batch_size, loading, communicator)
+
+
+def open_encoders(options: argparse.Namespace, communicator: Communicator) -> FeatureEncoders:
+    """Open the model on all ranks; raise UserError if it does not exist or does not have the requested output."""
+    import torch
+
+    from neuclip_ds.checkpoint.saved_model import open_model
+    from neuclip_ds.embedding.encoders import dual_encoders, image_encoders, text_encoders
+
+    dtype: torch.dtype = getattr(torch, options.precision)
+    if options.model.startswith(_IMAGE_ENCODER):
+        name = options.model.removeprefix(_IMAGE_ENCODER)
+        return image_encoders(name, communicator, dtype, options.image_size)
+    if options.model.startswith(_TEXT_ENCODER):
+        name = options.model.removeprefix(_TEXT_ENCODER)
+        return text_encoders(name, communicator, dtype, options.pooling)
+    saved = open_model(options.model, communicator, options.ema)
+    name = str(saved.checkpoint or saved.name)
+    model = saved.model.to(communicator.device, dtype)
+    return dual_encoders(name, model, saved.tokenizer, saved.preprocessing, options.output or "joint")
+
+
+def image_transform(encoders: FeatureEncoders, data: DataConfig, crops: int) -> EvalTransform | RandomCrop | None:
+    """Return the transform of images: random crops as in training, or the evaluation crop; None without images."""
+    from neuclip_ds.data.images import DECODERS, EvalTransform, RandomCrop
+
+    if encoders.preprocessing is None:
+        return None
+    size = encoders.preprocessing.size
+    if crops:
+        return RandomCrop(size, data.crop_scale, DECODERS[data.decoder])
+    return EvalTransform(size, encoders.preprocessing.squash)

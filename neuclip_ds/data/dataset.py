@@ -1,19 +1,22 @@
 """Turn (epoch, index) pairs into batches of tensors, in which the rows of unusable samples are marked as invalid."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from neuclip_ds.data.cache import ShardCache
-from neuclip_ds.data.decoders import Captions, CaptionSources, DecodeError
+from neuclip_ds.data.decoders import Captions, CaptionSources, DecodeError, DrawnCaption
+from neuclip_ds.data.feature_table import FeatureTable, StoredFeatures
 from neuclip_ds.data.images import ImageTransform
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.order import hash64
-from neuclip_ds.data.readers import ChecksumError, TarReader
+from neuclip_ds.data.readers import ChecksumError, RawSample, TarReader
 
 Tokenize = Callable[[list[str]], Tensor]  # maps b captions to int64 (b, T); picklable
 PADDING = -1  # index of a row that has no sample
@@ -44,6 +47,7 @@ class Batch:
     index: Tensor  # int64 (b,), global indices
     valid: Tensor  # bool (b,)
     bad: tuple[BadSample, ...] = ()
+    stored: Mapping[str, StoredFeatures] = field(default_factory=dict)  # by the name of the table; zero in invalid rows
 
     def pin_memory(self) -> "Batch":
         """Return a copy of the batch in pinned memory."""
@@ -53,13 +57,62 @@ class Batch:
             index=self.index.pin_memory(),
             valid=self.valid.pin_memory(),
             bad=self.bad,
+            stored={name: features.pin_memory() for name, features in self.stored.items()},
         )
+
+
+def augmentation_seeds(seed: int, epochs: ArrayLike, indices: ArrayLike) -> NDArray[np.uint64]:
+    """Return the seed of the augmentation of each sample (b,) in an epoch (b,)."""
+    return hash64(seed, epochs, indices)
+
+
+def caption_numbers(seed: int, epochs: ArrayLike, indices: ArrayLike) -> NDArray[np.uint64]:
+    """Return the random number that draws a caption of each sample (b,) in an epoch (b,)."""
+    return hash64(seed, epochs, indices, _WHICH_CAPTION)
+
+
+class SampleReader:
+    """Reads the stored bytes of samples, and describes samples that cannot be used."""
+
+    def __init__(self, manifest: Manifest, members: Sequence[str], cache: ShardCache | None = None) -> None:
+        self._manifest = manifest
+        self._reader = TarReader(manifest, members, cache)
+
+    def prefetch(self, indices: Sequence[int]) -> None:
+        """Start reading all of the given samples of local shards concurrently."""
+        self._reader.prefetch_samples(indices)
+
+    def read(self, index: int, with_image: bool = True) -> RawSample | str:
+        """Return the bytes of a sample, or the reason why they cannot be used."""
+        try:
+            try:
+                raw = self._reader.read(index, with_image)
+            except OSError:
+                raw = self._reader.read(index, with_image)  # retry once: network file systems have short outages
+        except OSError as error:
+            cause = "checksum differs" if isinstance(error, ChecksumError) else "read failed"
+            return f"{cause}: {error}"
+        if with_image and raw.image is None:
+            return "no image"
+        return raw
+
+    def bad_sample(self, index: int, reason: str) -> BadSample:
+        """Describe a sample that cannot be used."""
+        shard, _ = self._manifest.locate(index)
+        try:
+            key = self._reader.key(index)
+        except OSError:  # the shard's headers cannot be read, and `reason` already says so
+            key = ""
+        printable = key.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+        return BadSample(index=index, shard=self._manifest.shards[shard].path, key=printable, reason=reason)
 
 
 class PairDataset:
     """The image-caption pairs of a manifest. The contents of a batch depend only on its (epoch, index) pairs.
 
-    `seed` seeds the augmentation and the choice among a sample's captions.
+    `seed` seeds the augmentation and the choice among a sample's captions. Batches contain the rows of `tables`: the
+    features of the drawn caption, and of the drawn crop if a table has random crops. In that case, `random_crops` is
+    their number N, and epoch e augments images as epoch e mod N does.
     """
 
     def __init__(
@@ -70,13 +123,17 @@ class PairDataset:
         seed: int = 0,
         captions: CaptionSources = ("txt",),
         cache: ShardCache | None = None,
+        tables: Mapping[str, FeatureTable] | None = None,
+        random_crops: int = 0,
     ) -> None:
         self._manifest = manifest
         self._transform = transform
         self._tokenize = tokenize
         self._seed = seed
         self._captions = Captions(captions)
-        self._reader = TarReader(manifest, self._captions.extensions, cache)
+        self._samples = SampleReader(manifest, self._captions.extensions, cache)
+        self._tables = dict(tables or {})
+        self._random_crops = random_crops
 
     @property
     def folder(self) -> Path:
@@ -86,63 +143,87 @@ class PairDataset:
     def batch(self, items: Sequence[tuple[int, int]]) -> Batch:
         """Return a batch with one row per (epoch, index) pair; an index of -1 gives a padding row.
 
-        Raises UserError if a shard differs from its description in the manifest.
+        Raises UserError if a shard differs from its description in the manifest, or if a table has changed.
         """
         # the random numbers of each row: the seed of its augmentation, and the number that draws its caption
         epochs, indices = np.array(items, dtype=np.int64).reshape(-1, 2).T
         nonnegative_indices = np.maximum(indices, 0)  # `hash64` takes no padding
-        augmentation_seeds = hash64(self._seed, epochs, nonnegative_indices).tolist()
-        caption_numbers = hash64(self._seed, epochs, nonnegative_indices, _WHICH_CAPTION).tolist()
+        crops = epochs % self._random_crops if self._random_crops else epochs
+        seeds = augmentation_seeds(self._seed, crops, nonnegative_indices).tolist()
+        numbers = caption_numbers(self._seed, epochs, nonnegative_indices).tolist()
 
         side = self._transform.image_size
         images = torch.zeros(len(items), 3, side, side, dtype=torch.uint8)
         captions = [""] * len(items)
+        drawn_captions = torch.zeros(len(items), dtype=torch.int64)
         valid = torch.zeros(len(items), dtype=torch.bool)
-        bad = []
-        self._reader.prefetch_samples(indices[indices != PADDING].tolist())
+        reasons: dict[int, str] = {}  # by row
+        self._samples.prefetch(indices[indices != PADDING].tolist())
         for row in np.flatnonzero(indices != PADDING).tolist():
-            index = int(indices[row])
-            pair = self._load_pair(index, augmentation_seeds[row], caption_numbers[row])
+            pair = self._load_pair(int(indices[row]), seeds[row], numbers[row])
             if isinstance(pair, str):
-                bad.append(self._bad_sample(index, pair))
+                reasons[row] = pair
             else:
-                images[row], captions[row] = pair
+                images[row] = pair.pixels
+                captions[row] = pair.caption.text
+                drawn_captions[row] = pair.caption.number
                 valid[row] = True
+
+        index = torch.from_numpy(indices.copy())
+        stored = self._stored_features(index, torch.from_numpy(crops), drawn_captions, valid, reasons)
+        for row in reasons:
+            images[row] = 0
+            captions[row] = ""
+        bad = [self._samples.bad_sample(int(indices[row]), reason) for row, reason in sorted(reasons.items())]
         return Batch(
-            image=images,
-            tokens=self._tokenize(captions),
-            index=torch.from_numpy(indices.copy()),
-            valid=valid,
-            bad=tuple(bad),
+            image=images, tokens=self._tokenize(captions), index=index, valid=valid, bad=tuple(bad), stored=stored
         )
 
-    def _load_pair(self, index: int, augmentation_seed: int, caption_number: int) -> tuple[Tensor, str] | str:
+    def _stored_features(
+        self, index: Tensor, crops: Tensor, captions: Tensor, valid: Tensor, reasons: dict[int, str]
+    ) -> dict[str, StoredFeatures]:
+        """Return each table's rows; rows without usable features become invalid, and `reasons` says why."""
+        read: dict[str, StoredFeatures] = {}
+        rows = valid.nonzero().flatten()
+        for name, table in self._tables.items():
+            crops_of_rows = crops[rows] if table.has_random_crops else None
+            read[name], problems = table.rows(index[rows], crops_of_rows, captions[rows])
+            for number, problem in problems.items():
+                reasons.setdefault(int(rows[number]), f"{problem} ({table.folder})")
+        valid[list(reasons)] = False
+        is_kept = valid[rows]
+        stored = {}
+        for name, features in read.items():
+            of_all_rows = [_spread(values, rows, is_kept, len(index)) for values in (features.image, features.text)]
+            stored[name] = StoredFeatures(image=of_all_rows[0], text=of_all_rows[1])
+        return stored
+
+    def _load_pair(self, index: int, augmentation_seed: int, caption_number: int) -> "_Pair | str":
         """Return the pixels and the caption of a sample, or the reason why the sample cannot be used."""
-        try:
-            try:
-                raw = self._reader.read(index)
-            except OSError:
-                raw = self._reader.read(index)  # retry once: network file systems have short outages
-        except OSError as error:
-            cause = "checksum differs" if isinstance(error, ChecksumError) else "read failed"
-            return f"{cause}: {error}"
-        if raw.image is None:
-            return "no image"
+        raw = self._samples.read(index)
+        if isinstance(raw, str):
+            return raw
+        assert raw.image is not None
         if not raw.texts:
             return "no caption"
         caption = self._captions.draw(raw.texts, caption_number)
         if caption is None:
             return "blank caption"
         try:
-            return self._transform(raw.image, augmentation_seed), caption
+            return _Pair(self._transform(raw.image, augmentation_seed), caption)
         except DecodeError as error:
             return f"image cannot be decoded: {error}"
 
-    def _bad_sample(self, index: int, reason: str) -> BadSample:
-        shard, _ = self._manifest.locate(index)
-        try:
-            key = self._reader.key(index)
-        except OSError:  # the shard's headers cannot be read, and `reason` already says so
-            key = ""
-        printable = key.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-        return BadSample(index=index, shard=self._manifest.shards[shard].path, key=printable, reason=reason)
+
+class _Pair(NamedTuple):
+    pixels: Tensor  # uint8 (3, H, W)
+    caption: DrawnCaption
+
+
+def _spread(values: Tensor | None, rows: Tensor, is_kept: Tensor, size: int) -> Tensor | None:
+    """Return (size, d) values: those of the kept ones among the given rows, and zero in all other rows."""
+    if values is None:
+        return None
+    result = values.new_zeros(size, values.shape[1])
+    result[rows[is_kept]] = values[is_kept]
+    return result

@@ -54,6 +54,13 @@ class _Source(NamedTuple):
     key: str  # key in a JSON member; for a text member, `lines` or empty
 
 
+class DrawnCaption(NamedTuple):
+    """One of a sample's captions, and its number in the list of all captions of the sample."""
+
+    text: str
+    number: int
+
+
 class Captions:
     """Caption sources as in `data.captions`, with or without weights; `extensions` lists the file extensions to read.
 
@@ -71,17 +78,21 @@ class Captions:
         """Return a sample's captions in the order of the sources, omitting blank captions; invalid JSON has none."""
         return list(itertools.chain.from_iterable(self._captions_by_source(members)))
 
-    def draw(self, members: Mapping[str, bytes], number: int) -> str | None:
+    def draw(self, members: Mapping[str, bytes], number: int) -> DrawnCaption | None:
         """Use a random 64-bit number to choose one of a sample's captions; return None if there are no captions."""
         by_source = self._captions_by_source(members)
+        earlier = 0  # captions of the sources before the drawn one
         if self._weights is None:
             captions = list(itertools.chain.from_iterable(by_source))
         else:
             weights = [weight if texts else 0 for weight, texts in zip(self._weights, by_source, strict=True)]
-            captions = by_source[_draw_index(weights, number)]
+            source = _draw_index(weights, number)
+            earlier = sum(map(len, by_source[:source]))
+            captions = by_source[source]
         if not captions:
             return None
-        return captions[number % len(captions)]
+        drawn = number % len(captions)
+        return DrawnCaption(captions[drawn], earlier + drawn)
 
     def _captions_by_source(self, members: Mapping[str, bytes]) -> list[list[str]]:
         """Return a list of captions for each source, without blank captions."""

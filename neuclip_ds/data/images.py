@@ -10,6 +10,7 @@ that way. The augmentation depends only on `seed`, a hash of (data seed, epoch, 
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import simplejpeg
@@ -76,9 +77,17 @@ class RandomCrop:
     decode: Decode = decode_pil
 
     def __call__(self, data: bytes, seed: int = 0) -> Tensor:
+        return self.views(data, [seed])[0]
+
+    def views(self, data: bytes, seeds: Sequence[int]) -> list[Tensor]:
+        """Decode an image once, and return one crop for each seed."""
         # even the smallest crop of a scaled-down image has at least as many pixels per side as the output
         min_side = math.ceil(self.image_size / math.sqrt(self.crop_scale * _RATIO[0]))
-        image, (full_width, full_height) = self.decode(data, min_side)
+        decoded = self.decode(data, min_side)
+        return [self._crop(decoded, seed) for seed in seeds]
+
+    def _crop(self, decoded: Decoded, seed: int) -> Tensor:
+        image, (full_width, full_height) = decoded
         top, left, height, width = draw_crop(full_height, full_width, (self.crop_scale, 1.0), seed)
         # convert the crop to the pixels of the decoded image, which the decoder may have scaled down
         decoded_width, decoded_height = F.get_image_size(image)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from neuclip_ds.data.dataset import PADDING, BadSample, Batch, PairDataset
+from neuclip_ds.data.feature_table import StoredFeatures, join_features
 from neuclip_ds.data.manifest import Manifest, indices_at
 from neuclip_ds.data.mixture import BatchOrder
 from neuclip_ds.data.worker_pool import LoaderOptions, WorkerPool
@@ -148,16 +149,23 @@ def part_rows(rows: int, count: int, number: int) -> slice:
 
 
 class RankBatch:
-    """A batch of b rows, split into parts; `index` (b,), `valid` (b,) and `bad` are concatenated over the parts."""
+    """A batch of b rows, split into parts.
+
+    `index` (b,), `valid` (b,), `bad` and the features in `stored` are concatenated over the parts.
+    """
 
     def __init__(self, parts: Sequence[Batch]) -> None:
         self._parts: list[Batch | None] = list(parts)
         self._starts = [0, *itertools.accumulate(len(part.index) for part in parts)]
         self.index = torch.cat([part.index for part in parts])
         self.valid = torch.cat([part.valid for part in parts])
+        self.stored: dict[str, StoredFeatures] = {}  # by the name of the table
+        for name in parts[0].stored:
+            self.stored[name] = join_features([part.stored[name] for part in parts])
         if parts[0].index.is_pinned():
             self.index = self.index.pin_memory()
             self.valid = self.valid.pin_memory()
+            self.stored = {name: features.pin_memory() for name, features in self.stored.items()}
         self.bad: tuple[BadSample, ...] = tuple(sample for part in parts for sample in part.bad)
 
     def __len__(self) -> int:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 from neuclip_ds.config import DataConfig
 from neuclip_ds.data.cache import ShardCache
 from neuclip_ds.data.decoders import Captions, CaptionSources
+from neuclip_ds.data.feature_table import FeatureTable, find_table
 from neuclip_ds.data.loader import LoaderOptions
 from neuclip_ds.data.manifest import Manifest, indices_at
 from neuclip_ds.data.readers import TarReader
@@ -68,15 +70,7 @@ def _missing_shards(manifest: Manifest) -> str | None:
 
 def loader_options(data: DataConfig, communicator: Communicator, *manifests: Manifest) -> LoaderOptions:
     """Return the options of a loader that reads these manifests, with a shard cache if any shard is remote."""
-    cache = None
-    if any(map(needs_cache, manifests)):
-        cache = ShardCache(
-            data.cache_dir or private_folder(),
-            int(data.cache_gb * 1e9),
-            timeout=data.timeout / 10,  # so that a stalled download fails long before the loader's own timeout
-            downloads=data.downloads,
-            max_outage=data.max_outage,
-        )
+    cache = open_cache(data) if any(map(needs_cache, manifests)) else None
     return LoaderOptions(
         workers=data.workers,
         prefetch=data.prefetch,
@@ -85,6 +79,32 @@ def loader_options(data: DataConfig, communicator: Communicator, *manifests: Man
         cache=cache,
         pin_memory=communicator.device.type == "cuda",
     )
+
+
+def open_cache(data: DataConfig) -> ShardCache:
+    """Open this node's cache of remote shards and features; raise UserError if its folder cannot be used."""
+    return ShardCache(
+        data.cache_dir or private_folder(),
+        int(data.cache_gb * 1e9),
+        timeout=data.timeout / 10,  # so that a stalled download fails long before the loader's own timeout
+        downloads=data.downloads,
+        max_outage=data.max_outage,
+    )
+
+
+def open_tables(
+    folders: Mapping[str, str],
+    manifest: Manifest,
+    captions: CaptionSources,
+    communicator: Communicator,
+    cache: ShardCache | None,
+) -> dict[str, FeatureTable]:
+    """Open folders of features, given by name, on all ranks; raise UserError if any does not fit the data."""
+    tables = {}
+    for name, folder in folders.items():
+        stored = communicator.on_rank_zero(partial(find_table, folder))  # all ranks do not list the folder
+        tables[name] = FeatureTable(stored, manifest, list(captions), cache)
+    return tables
 
 
 def iter_captions(

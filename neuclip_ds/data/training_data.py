@@ -4,22 +4,36 @@ import logging
 import shutil
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from neuclip_ds.config import CLIP_BPE, Config, TextConfig
 from neuclip_ds.data.dataset import PairDataset
+from neuclip_ds.data.feature_parts import EMBEDDING
+from neuclip_ds.data.feature_table import FeatureTable, random_crops
 from neuclip_ds.data.images import DECODERS, ImageTransform, train_transform
 from neuclip_ds.data.interleave import Interleave
 from neuclip_ds.data.loader import Loader, LoaderOptions, RankBatch, join_parts, part_count, train_jobs
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.manifest_file import check_distinct
 from neuclip_ds.data.mixture import BatchOrder
-from neuclip_ds.data.open_data import CHECKED_SAMPLES, iter_captions, loader_options, open_data, unused_sources
+from neuclip_ds.data.open_data import (
+    CHECKED_SAMPLES,
+    iter_captions,
+    loader_options,
+    open_cache,
+    open_data,
+    open_tables,
+    unused_sources,
+)
+from neuclip_ds.data.shards import is_local
 from neuclip_ds.data.training_set import FEWEST_PAIRS, TrainingSet, find_validation, open_order
 from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.errors import UserError
 from neuclip_ds.files import explain_disk, link_or_copy
 from neuclip_ds.models.bpe import train_bpe
 from neuclip_ds.models.source import ModelSource
@@ -33,17 +47,28 @@ _TOKENIZER_CAPTIONS = 200_000  # enough for a vocabulary of CLIP's size
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingData:
-    """The training samples of a run, their order, and how to load them."""
+    """The training samples of a run, their order, and how to load them.
+
+    `tables` are stored features, which batches contain by name; `random_crops` is as in `PairDataset`.
+    """
 
     manifest: Manifest
     order: BatchOrder
     loading: LoaderOptions
     transform: ImageTransform
     tokenizer: ModelTokenizer
+    tables: Mapping[str, FeatureTable] = field(default_factory=dict)
+    random_crops: int = 0
 
     def record(self) -> dict[str, Any]:
-        """Return the data's content hash and held-out counts, which a checkpoint stores."""
-        return {"hash": self.manifest.content_hash, "held_out": sorted(self.manifest.held_out.items())}
+        """Return what a checkpoint stores: the data's content hash, held-out counts and the jobs of stored features."""
+        record: dict[str, Any] = {
+            "hash": self.manifest.content_hash,
+            "held_out": sorted(self.manifest.held_out.items()),
+        }
+        if self.tables:
+            record["features"] = {name: table.job for name, table in self.tables.items()}
+        return record
 
     def batches(self, communicator: Communicator, begin: int, steps: int) -> Generator[RankBatch, None, None]:
         """Yield a rank's batches for `steps` training steps, starting at step `begin`, counted from 0."""
@@ -53,7 +78,16 @@ class TrainingData:
         parts = part_count(rank_batch, self.transform.image_size)
         jobs = train_jobs(order, communicator.rank, communicator.world_size, epoch, step, steps, parts)
         options = self.loading
-        pairs = PairDataset(self.manifest, self.transform, self.tokenizer, order.seed, options.captions, options.cache)
+        pairs = PairDataset(
+            self.manifest,
+            self.transform,
+            self.tokenizer,
+            order.seed,
+            options.captions,
+            options.cache,
+            self.tables,
+            self.random_crops,
+        )
         with closing(Loader(options, {"train": pairs})) as loader:
             yield from join_parts(loader.batches("train", jobs), parts)
 
@@ -65,11 +99,13 @@ def open_training_data(
     staged: Path,
     resumed: Path | None = None,
     meta: Mapping[str, Any] | None = None,
+    features: Mapping[str, str] | None = None,
 ) -> TrainingData:
     """Open the training data of a run, and create a tokenizer if the model has none.
 
     New files are written to `staged` instead of the run's folder. If the run resumes from the checkpoint `resumed`,
     the content `meta` of the checkpoint's meta.json determines the held-out pairs and the order of the samples.
+    `features` are folders that `neuclip-ds embed` wrote for the same data; batches contain their rows by name.
     """
     data = config.data
     held_out = None
@@ -91,6 +127,12 @@ def open_training_data(
         communicator.on_rank_zero(lambda: check_distinct(manifest))
 
     loading = loader_options(data, communicator, manifest)
+    folders = features or {}
+    if loading.cache is None and not all(map(is_local, folders.values())):
+        loading = replace(loading, cache=open_cache(data))
+    tables = open_tables(folders, manifest, data.captions, communicator, loading.cache)
+    if meta is not None:
+        _check_same_features(tables, meta["data"].get("features", {}))
     if communicator.rank == 0 and (unused := unused_sources(manifest, data.captions, loading.cache)):
         log.warning(
             "data.captions names %s, which none of %d samples has: correct the name, or omit it",
@@ -98,14 +140,35 @@ def open_training_data(
             CHECKED_SAMPLES,
         )
     nodes = communicator.world_size // len(communicator.ranks_of_node())
-    order = communicator.on_every_rank(lambda: open_order(config, training_set, nodes, interleave))
+    feature_bytes = np.zeros(manifest.n_shards, dtype=np.int64)
+    for table in tables.values():
+        feature_bytes += table.cached_bytes
+    order = communicator.on_every_rank(lambda: open_order(config, training_set, nodes, interleave, feature_bytes))
 
     preprocessing = source.preprocessing
     transform = train_transform(preprocessing.size, data.crop_scale, DECODERS[data.decoder], preprocessing.squash)
     tokenizer = source.tokenizer(
         lambda: _create_tokenizer(config.model.text, manifest, loading, communicator, staged, resumed)
     )
-    return TrainingData(manifest=manifest, order=order, loading=loading, transform=transform, tokenizer=tokenizer)
+    return TrainingData(
+        manifest=manifest,
+        order=order,
+        loading=loading,
+        transform=transform,
+        tokenizer=tokenizer,
+        tables=tables,
+        random_crops=random_crops(tables, data.crop_scale, config.run.seed),
+    )
+
+
+def _check_same_features(tables: Mapping[str, FeatureTable], recorded: Mapping[str, str]) -> None:
+    """Raise UserError if features come from another model, or other options, than when the run began."""
+    for name, table in tables.items():
+        if recorded.get(name, table.job) != table.job:
+            raise UserError(
+                f"{table.folder} has other features than when the run began (its {EMBEDDING} differs): put the earlier "
+                "folder there, or give the run another name (--run.name)."
+            )
 
 
 def _create_tokenizer(

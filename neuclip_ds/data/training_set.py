@@ -148,9 +148,15 @@ def _choose_held_out(data: DataConfig, sizes: NDArray[np.int64]) -> dict[int, in
 
 
 def open_order(
-    config: Config, training_set: TrainingSet, nodes: int = 1, saved: Interleave | None = None
+    config: Config,
+    training_set: TrainingSet,
+    nodes: int = 1,
+    saved: Interleave | None = None,
+    feature_bytes: NDArray[np.int64] | None = None,
 ) -> BatchOrder:
     """Return the order of a run's samples, with the `saved` interleave if the run resumes.
+
+    `feature_bytes` (n_shards,) are the bytes of remote features that the cache must hold in addition to each shard.
 
     Raises:
         UserError: the batch size is incompatible with the data or `data.shard_streams`, or the shards that a new run
@@ -159,12 +165,16 @@ def open_order(
     data = config.data
     seed = config.run.seed
     manifest = training_set.manifest
-    cache_bytes = data.cache_gb * 1e9 if needs_cache(manifest) else None
-    shard_bytes = [shard.bytes for shard in manifest.shards]
+    cached_bytes = np.zeros(manifest.n_shards, dtype=np.int64)
+    if needs_cache(manifest):
+        cached_bytes += [shard.bytes for shard in manifest.shards]
+    if feature_bytes is not None:
+        cached_bytes += feature_bytes
+    cache_bytes = data.cache_gb * 1e9 if cached_bytes.any() else None
 
     def resident_bytes(interleave: Interleave, nodes: int) -> int:
         orders = training_set.orders(data.batch_size, seed, interleave)
-        return sum(order.resident_bytes(shard_bytes, nodes) for order in orders)
+        return sum(order.resident_bytes(cached_bytes.tolist(), nodes) for order in orders)
 
     interleave = saved or choose_interleave(
         int(np.count_nonzero(manifest.sizes)),

@@ -1,11 +1,12 @@
 """Write the features of a dataset shard by shard, distributed over the ranks.
 
     OUT/embedding.json                  model, data and options that produced the parts
-    OUT/part-00000012.parquet           index, key, uid, image, text, similarity of the samples in shard 12
+    OUT/part-00000012.safetensors       features of the samples in shard 12 (neuclip_ds/data/feature_parts.py)
+    OUT/part-00000012.parquet           index, key, uid and, for joint features, similarity of these samples
 
 Whenever a rank is free, it takes the next shard, and no rank waits for the others before the end. A shard's features
 depend only on the model, the shard and the batch size, so a restarted job writes only the missing parts, with the same
-contents regardless of the number of ranks. A part's file appears only after the part is complete.
+contents regardless of the number of ranks. A part's table appears only after the part is complete.
 """
 
 import json
@@ -16,28 +17,30 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
-from neuclip_ds.data.dataset import Batch, PairDataset, Tokenize
-from neuclip_ds.data.decoders import JSON
-from neuclip_ds.data.images import ImageTransform
+from neuclip_ds.data.feature_parts import EMBEDDING, FORMAT, FeaturePart, job_hash, write_part
 from neuclip_ds.data.loader import LoaderOptions
 from neuclip_ds.data.manifest import Manifest
-from neuclip_ds.data.readers import ChecksumError, TarReader
 from neuclip_ds.data.worker_pool import WorkerPool
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.embedding.select import IDENTITY, feature_tables
+from neuclip_ds.embedding.encoders import EncodeOne, FeatureEncoders
+from neuclip_ds.embedding.reader import Block, BlockSamples, RowReader
+from neuclip_ds.embedding.select import feature_tables
 from neuclip_ds.errors import UserError, explained
-from neuclip_ds.evaluation.encoding import Encode, encode_batch
 from neuclip_ds.files import atomic_write, explain_disk
+from neuclip_ds.models.pretrained.text_encoder import PADDING
 
 log = logging.getLogger(__name__)
 
@@ -56,82 +59,35 @@ class Summary:
     seconds: float
 
 
-class Block(NamedTuple):
-    """Consecutive samples of a shard that are encoded together."""
-
-    shard: int  # number in the manifest
-    start: int  # global index of the first sample
-    stop: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class BlockSamples:
-    """The samples of a block."""
-
-    block: Block
-    batch: Batch
-    keys: Sequence[str] = ()
-    uids: Sequence[str | None] = ()  # 32 hex digits
-    unreadable: str | None = None  # the reason why the shard cannot be read, if any
-
-
 @dataclass(frozen=True, kw_only=True)
 class EncodedShard:
-    """All blocks of a shard, with their features on the device."""
+    """All blocks of a shard, with the features of their n samples on the device."""
 
     shard: int  # number in the manifest
     blocks: list[BlockSamples]
-    image: list[Tensor]  # (b, d) float32 features of each block
-    text: list[Tensor]
-
-
-class RowReader:
-    """Reads blocks in loader processes; `uid_key` is the key of the uid in a sample's JSON."""
-
-    def __init__(
-        self, manifest: Manifest, transform: ImageTransform, tokenize: Tokenize, uid_key: str, options: LoaderOptions
-    ) -> None:
-        self._starts = manifest.starts
-        self._uid_key = uid_key
-        self._pairs = PairDataset(manifest, transform, tokenize, captions=options.captions, cache=options.cache)
-        self._reader = TarReader(manifest, (JSON,), options.cache)
-
-    def __call__(self, block: Block) -> BlockSamples:
-        """Read a block's samples; raise UserError if the shard does not match the manifest."""
-        indices = range(block.start, block.stop)
-        batch = self._pairs.batch([(0, index) for index in indices])
-        for bad in batch.bad:
-            if bad.cause == "read failed":
-                return BlockSamples(block=block, batch=batch, unreadable=bad.reason)
-        first_of_shard = int(self._starts[block.shard])
-        rows_of_shard = slice(block.start - first_of_shard, block.stop - first_of_shard)
-        try:
-            keys = self._reader.keys(block.shard, rows_of_shard)
-            uids = [self._uid(index) for index in indices]
-        except OSError as error:
-            return BlockSamples(block=block, batch=batch, unreadable=str(error))
-        return BlockSamples(block=block, batch=batch, keys=keys, uids=uids)
-
-    def _uid(self, index: int) -> str | None:
-        """Return the uid of a sample as 32 hex digits, or None if the uid cannot be read."""
-        try:
-            high, low = self._reader.uid(index, self._uid_key)
-        except ChecksumError:
-            return None
-        return f"{high:016x}{low:016x}"
+    image: Tensor | None  # (n, crops, d) float32
+    text: Tensor | None  # (m, d) float32, captions sample after sample
 
 
 class Parts:
-    """The part files in a folder of features."""
+    """The part files in a folder of features.
+
+    Args:
+        folder: the folder.
+        identity: JSON that describes the job, with at least the fields `output`, `dtype`, `crops`, `captions`,
+            `all_captions`, `image_width` and `text_width`.
+    """
 
     def __init__(self, folder: Path, identity: Mapping[str, Any]) -> None:
         self.folder = folder
-        self._identity = identity
+        self._identity = {"format": FORMAT, **identity}
+        self._job = job_hash(self._identity)
+        self._views = max(1, int(identity["crops"]))
 
     def create(self, manifest: Manifest) -> list[int]:
         """Open or create the folder, and return the numbers of its parts; raise UserError if another job wrote them."""
         identity = {**self._identity, "shards": manifest.n_shards, "data": manifest.content_hash}
-        path = self.folder / IDENTITY
+        path = self.folder / EMBEDDING
         if path.is_file():
             self._check_identity(path, identity, manifest)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -152,34 +108,68 @@ class Parts:
                     f"{self.folder} has features with {name}={stored.get(name)}, not {value}: choose another --out"
                 )
 
-    def write(self, encoded: EncodedShard) -> int:
+    def write(self, encoded: EncodedShard, manifest: Manifest) -> int:
         """Write a shard's part; return its number of samples."""
-        valid = torch.cat([block.batch.valid for block in encoded.blocks]).numpy()
-        index = torch.cat([block.batch.index for block in encoded.blocks]).numpy()
+        index = torch.cat([block.index for block in encoded.blocks]).numpy()
+        captions = [block.captions for block in encoded.blocks if block.captions is not None]
+        text_start = None
+        first_caption = None
+        if captions:
+            counts = torch.cat([rows.counts for rows in captions]).numpy()
+            text_start = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts)])
+            first_caption = torch.cat([rows.first for rows in captions]).numpy()
+        image = self._on_host(encoded.image, "image_width", [self._views])
+        text = self._on_host(encoded.text, "text_width", [])
+        path = manifest.shards[encoded.shard].path
+        part = FeaturePart(
+            job=self._job,
+            shard=encoded.shard,
+            samples=manifest.shards[encoded.shard].n,
+            index=index,
+            image=self._to_stored(image, path),
+            text=self._to_stored(text, path),
+            text_start=text_start,
+            first_caption=first_caption,
+        )
+        write_part(self.folder, part)
+
         keys = chain.from_iterable(block.keys for block in encoded.blocks)
         uids = chain.from_iterable(block.uids for block in encoded.blocks)
-        image = torch.cat(encoded.image).cpu()[valid]
-        text = torch.cat(encoded.text).cpu()[valid]
         columns: dict[str, pa.Array] = {
-            "index": pa.array(index[valid]),
-            "key": pa.array(list(keys), pa.string()).filter(valid),
-            "uid": pa.array(list(uids), pa.string()).filter(valid),
-            "image": self._feature_column(image),
-            "text": self._feature_column(text),
-            "similarity": pa.array((image * text).sum(dim=1).numpy()),
+            "index": pa.array(index),
+            "key": pa.array(list(keys), pa.string()),
+            "uid": pa.array(list(uids), pa.string()),
         }
+        if self._identity["output"] == "joint" and image is not None and text is not None and text_start is not None:
+            first_texts = text[torch.from_numpy(text_start[:-1])]
+            columns["similarity"] = pa.array((image[:, 0] * first_texts).sum(dim=1).numpy())
         with atomic_write(self.folder / f"part-{encoded.shard:08d}.parquet") as temporary:
             pq.write_table(pa.table(columns), temporary, compression="zstd", use_dictionary=False)
-        return int(valid.sum())
+        return len(index)
 
-    def _feature_column(self, features: Tensor) -> pa.Array:
-        """Return (n, d) features as a column in the dtype of the files."""
-        values = features.numpy().astype(self._identity["dtype"])
-        return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
+    def _on_host(self, features: Tensor | None, width: str, middle: list[int]) -> Tensor | None:
+        """Return features on the host, which are empty, but not absent, if no sample of the shard is usable."""
+        if self._identity[width] is None:
+            return None
+        return torch.empty(0, *middle, self._identity[width]) if features is None else features.cpu()
+
+    def _to_stored(self, features: Tensor | None, shard: str) -> NDArray[np.floating] | None:
+        """Return features in the dtype of the files; raise UserError if any is not finite in this dtype."""
+        if features is None:
+            return None
+        dtype = self._identity["dtype"]
+        with np.errstate(over="ignore"):  # reported below
+            stored = features.numpy().astype(dtype)
+        if not np.isfinite(stored).all():
+            cause = f"exceed the range of {dtype}: set --dtype float32 and another --out"
+            if not features.isfinite().all():
+                cause = "are not finite: check the model's weights, or set --precision float32"
+            raise UserError(f"Features of shard {shard} {cause}.")
+        return stored
 
 
 def embed(
-    encode: Encode,
+    encoders: FeatureEncoders,
     reader: RowReader,
     manifest: Manifest,
     parts: Parts,
@@ -189,8 +179,9 @@ def embed(
 ) -> Summary:
     """Write the missing parts; all ranks call this function together and receive the same summary.
 
-    `encode` must not run collectives, because ranks call it different numbers of times. Raises UserError if the folder
-    has features from a different job, a shard differs from the manifest, the disk is full, or loaders die repeatedly.
+    The encoders must not run collectives, because ranks call them different numbers of times; they get at most
+    `batch_size` images or captions at once. Raises UserError if the folder has features from a different job, a shard
+    differs from the manifest, the disk is full, or loaders die repeatedly.
     """
     written_before = set(communicator.on_rank_zero(lambda: parts.create(manifest)))
     missing = []
@@ -216,16 +207,16 @@ def embed(
     unreadable: list[str] = []
     with closing(WorkerPool(reader, options)) as pool:
         blocks = pool.run(blocks_to_read(), "batch {} of the shards".format, Path(manifest.shards[0].path).parent)
-        for encoded in _encode_shards(blocks, encode, manifest):
+        for encoded in _encode_shards(blocks, encoders, manifest, batch_size):
             path = manifest.shards[encoded.shard].path
             reasons = [block.unreadable for block in encoded.blocks if block.unreadable is not None]
             if reasons:
                 unreadable.append(f"{path}: {reasons[0]}")
                 continue
             with explain_disk(parts.folder, "choose another --out"):
-                samples += parts.write(encoded)
+                samples += parts.write(encoded, manifest)
             written += 1
-            omitted = list(chain.from_iterable(block.batch.bad for block in encoded.blocks))
+            omitted = list(chain.from_iterable(block.bad for block in encoded.blocks))
             if omitted:
                 bad += len(omitted)
                 causes = Counter(sample.cause for sample in omitted).most_common(3)
@@ -247,17 +238,53 @@ def embed(
     )
 
 
-def _encode_shards(blocks: Iterable[BlockSamples], encode: Encode, manifest: Manifest) -> Iterator[EncodedShard]:
-    """Encode blocks, and yield each shard when its last block is encoded."""
-    encoded: EncodedShard | None = None
+def _encode_shards(
+    blocks: Iterable[BlockSamples], encoders: FeatureEncoders, manifest: Manifest, batch_size: int
+) -> Iterator[EncodedShard]:
+    """Encode the images of each block, and the captions of each shard after its last block; yield each shard then."""
+    blocks_of_shard: list[BlockSamples] = []
+    images: list[Tensor] = []
     for block_samples in blocks:
         shard = block_samples.block.shard
-        if encoded is None:
-            encoded = EncodedShard(shard=shard, blocks=[], image=[], text=[])
-        features = encode_batch(encode, block_samples.batch)
-        encoded.blocks.append(block_samples)
-        encoded.image.append(features.image.float())
-        encoded.text.append(features.text.float())
+        blocks_of_shard.append(block_samples)
+        if encoders.image is not None and block_samples.views is not None and len(block_samples.index):
+            crops = block_samples.views.shape[1]
+            pieces = block_samples.views.flatten(0, 1).split(batch_size)
+            encoded = torch.cat([encoders.image(piece) for piece in pieces])
+            images.append(encoded.unflatten(0, (-1, crops)))
+            blocks_of_shard[-1] = replace(block_samples, views=None)  # free the pixels
         if block_samples.block.stop == manifest.starts[shard] + manifest.sizes[shard]:
-            yield encoded
-            encoded = None
+            yield EncodedShard(
+                shard=shard,
+                blocks=blocks_of_shard,
+                image=torch.cat(images) if images else None,
+                text=None if encoders.text is None else _encode_captions(blocks_of_shard, encoders.text, batch_size),
+            )
+            blocks_of_shard = []
+            images = []
+
+
+def encode_by_length(encode: EncodeOne, tokens: Tensor, batch_size: int) -> Tensor:
+    """Encode (m, T) token ids, short captions together with short ones; return (m, d) features in the given order.
+
+    Rows end with PADDING; each batch is as long as its longest caption. Without PADDING, the order is unchanged.
+    """
+    lengths = (tokens != PADDING).sum(dim=1)
+    by_length = lengths.argsort(stable=True)
+    pieces = []
+    for rows in by_length.split(batch_size):
+        pieces.append(encode(tokens[rows, : int(lengths[rows].max())]))
+    encoded = torch.cat(pieces)
+    result = torch.empty_like(encoded)
+    result[by_length.to(encoded.device)] = encoded
+    return result
+
+
+def _encode_captions(blocks: Sequence[BlockSamples], encode: EncodeOne, batch_size: int) -> Tensor | None:
+    """Return the (m, d) features of a shard's captions, or None if it has none."""
+    tokens = [block.captions.tokens for block in blocks if block.captions is not None and len(block.captions.tokens)]
+    if not tokens:
+        return None
+    longest = max(ids.shape[1] for ids in tokens)
+    padded = [pad(ids, (0, longest - ids.shape[1]), value=PADDING) for ids in tokens]
+    return encode_by_length(encode, torch.cat(padded), batch_size)

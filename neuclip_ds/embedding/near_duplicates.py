@@ -15,8 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from neuclip_ds.data.feature_parts import EMBEDDING, PART_SUFFIX, map_part
 from neuclip_ds.data.uids import UidArray, parse_uid
-from neuclip_ds.embedding.select import IDENTITY, feature_tables
+from neuclip_ds.embedding.select import feature_tables
 from neuclip_ds.errors import UserError, explained
 
 
@@ -69,16 +70,19 @@ def drop_near_duplicates(
 
 
 def _parts(folders: Sequence[Path], column: str) -> Iterator[tuple[pa.Table, NDArray[np.floating]]]:
-    """Yield each part's table of uids and values, and the part's (n, d) image features."""
+    """Yield each part's table of uids and values, and the part's (n, d) image features, of the first views."""
     for folder in folders:
-        if not (folder / IDENTITY).is_file():
+        if not (folder / EMBEDDING).is_file():
             raise UserError(f"{folder} lacks features: name the --out folder of neuclip-ds embed.")
         for path in feature_tables(folder):
             with explained(f"The features in {path} cannot be read", "run embed again"):
-                table = pq.read_table(path, columns=["uid", column, "image"])
+                table = pq.read_table(path, columns=["uid", column])
+                with path.with_suffix(PART_SUFFIX).open("rb", buffering=0) as file:
+                    part = map_part(file)
+                if part.image is None:
+                    raise UserError(f"{folder} has no features of images: embed the images.")
             if table.num_rows:
-                image = table.column("image").combine_chunks()
-                yield table, image.flatten().to_numpy().reshape(table.num_rows, -1)
+                yield table, part.image[:, 0]
 
 
 def _distinct(features: Tensor, threshold: float, chunk: int) -> Tensor:

@@ -16,11 +16,11 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 from numpy.typing import NDArray
 
+from neuclip_ds.data.feature_parts import EMBEDDING
 from neuclip_ds.data.uids import UID, UidArray, UidFiles, parse_uids
 from neuclip_ds.errors import UserError, explained
 from neuclip_ds.files import atomic_write
 
-IDENTITY = "embedding.json"  # file that marks a folder of features
 _BATCH_ROWS = 1 << 17  # rows that are read at once
 
 
@@ -138,12 +138,12 @@ def _threshold(data: ds.Dataset, column: str, share: float) -> float:
 
 
 def feature_tables(folder: Path) -> list[Path]:
-    """Return the parquet files in a folder of features."""
+    """Return the tables of samples in a folder of features, one for each complete part."""
     return sorted(folder.glob("part-*.parquet"))
 
 
 def _files(source: Path) -> list[Path]:
-    if (source / IDENTITY).is_file():
+    if (source / EMBEDDING).is_file():
         return feature_tables(source)
     files = []
     if source.is_dir():

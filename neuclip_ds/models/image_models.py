@@ -41,6 +41,17 @@ def new_vision_tower(config: VisionConfig, embed_dim: int, weights: Mapping[str,
     return VisionTower(trunk, None, mean, std)
 
 
+def pretrained_trunk(config: VisionConfig, weights: Mapping[str, Tensor]) -> nn.Module:
+    """Build a timm model without a classifier from weights, which were trained at any image resolution.
+
+    Raises:
+        UserError: timm lacks the model or rejects its options, or the image size or the weights do not fit the model.
+    """
+    _checked_width(config)
+    trunk: nn.Module = _create_with_weights(config, weights)
+    return trunk
+
+
 def _create(config: VisionConfig, **options: Any) -> Any:
     """Create the timm model without a classifier; `options` are passed to `timm.create_model`."""
     arguments: dict[str, Any] = {}

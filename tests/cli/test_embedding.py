@@ -6,13 +6,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+import timm
+import torch
 from embedded_shards import members
-from miniatures import save_open_clip
+from miniatures import save_clip, save_open_clip, small, xlm_roberta_tokenizer
+from safetensors.torch import save_file
 from small_runs import call, start, wait_for
 from tars import write_tar
+from transformers import BertConfig, BertModel
 
 from neuclip_ds.cli.main import main
+from neuclip_ds.data.build import open_manifest
+from neuclip_ds.data.feature_table import FeatureTable, find_table
 from neuclip_ds.data.manifest_file import load_manifest
+from neuclip_ds.data.scan import ScanOptions
 from neuclip_ds.embedding.select import feature_tables
 
 
@@ -29,8 +36,8 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def embed(workspace: Path, out: Path, *options: str, run: Any = call, **how: int) -> Any:
-    return run("neuclip_ds/__main__.py", "embed", "model", "shards", f"--out={out}", *options, folder=workspace, **how)
+def embed(workspace: Path, out: Path, *options: str, model: str = "model", run: Any = call, **how: int) -> Any:
+    return run("neuclip_ds/__main__.py", "embed", model, "shards", f"--out={out}", *options, folder=workspace, **how)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -66,6 +73,38 @@ def test_features_select_samples_for_a_manifest(
     assert load_manifest(tmp_path / "manifest").n == 60
     assert json.loads((tmp_path / "out" / "embedding.json").read_text())["model"] == "model"
     assert len(feature_tables(tmp_path / "out")) == 40
+
+
+@pytest.mark.slow
+def test_single_encoders_and_trunks_are_stored(workspace: Path, tmp_path: Path) -> None:
+    """A table of each kind fits the data, and has the width and the description of its encoder."""
+    torch.manual_seed(1)
+    image_model = timm.create_model("test_vit")
+    save_file(image_model.state_dict(), workspace / "image.safetensors")
+    tokenizer = xlm_roberta_tokenizer()
+    text_model = BertModel(BertConfig(**small(24), vocab_size=len(tokenizer), max_position_embeddings=16))
+    text_model.save_pretrained(workspace / "bert")
+    tokenizer.save_pretrained(workspace / "bert")
+    save_clip(workspace / "clip")
+
+    images = ["--crops=2", "--image-size=32", "--workers=1"]
+    embed(workspace, tmp_path / "images", *images, model="timm:test_vit/image.safetensors", ranks=2)
+    texts = ["--all-captions", "--pooling=mean", "--workers=0"]
+    embed(workspace, tmp_path / "texts", *texts, model="hf:bert", ranks=2)
+    embed(workspace, tmp_path / "trunks", "--output=trunk", model="clip")
+    assert "set --output joint" in embed(workspace, tmp_path / "none", "--output=trunk", code=2).stderr
+
+    manifest = open_manifest(str(workspace / "shards"), tmp_path, options=ScanOptions())
+    tables = {}
+    for name in ("images", "texts", "trunks"):
+        tables[name] = FeatureTable(find_table(str(tmp_path / name)), manifest, ["txt"])
+        assert tables[name].embedding["output"] == "trunk"
+        assert tables[name].rows(torch.arange(600))[1] == {}
+    assert (tables["images"].image_width, tables["images"].text_width) == (image_model.num_features, None)
+    assert (tables["texts"].image_width, tables["texts"].text_width) == (None, 24)
+    assert (tables["trunks"].image_width, tables["trunks"].text_width) == (32, 24)
+    assert tables["images"].crops == 2
+    assert tables["texts"].embedding["pooling"] == "mean"
 
 
 @pytest.mark.parametrize(

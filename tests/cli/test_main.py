@@ -36,6 +36,15 @@ MISTAKES |= {
     ("export", "runs/nope", "--out=out"): "RUN=runs/nope: runs/nope does not exist",
     ("embed", "a/b/c", ".", "--out=out"): "MODEL=a/b/c does not exist",
     ("embed", "openai/clip", "/nope", "--out=out"): "SHARDS=/nope: /nope does not exist",
+    ("embed", "timm:a", ".", "--out=out", "--output=joint"): "timm:a has no joint space of images and texts",
+    ("embed", "timm:a", ".", "--out=out", "--all-captions"): "timm:a encodes no captions: omit --captions",
+    ("embed", "timm:a", ".", "--out=out", "--pooling=cls"): "--pooling is for text encoders",
+    ("embed", "timm:a", ".", "--out=out", "--image-size=4"): "--image-size=4 must be from 8",
+    ("embed", "hf:a/b", ".", "--out=out", "--ema"): "hf:a/b is not a run",
+    ("embed", "hf:a/b", ".", "--out=out", "--crops=2"): "hf:a/b encodes no images: omit --crops",
+    ("embed", "a/b", ".", "--out=out", "--image-size=96"): "--image-size is for image encoders",
+    ("embed", "a/b", ".", "--out=out", "--seed=1"): "--crop-scale and --seed are for random crops: set --crops",
+    ("embed", "a/b", ".", "--out=out", "--crops=2", "--crop-scale=1"): "--crop-scale=1 must be above 0 and below 1",
 }
 # print the help of all commands; make all mistakes; print the heavy libraries that were imported on the way
 WITHOUT_TORCH = """

@@ -55,7 +55,13 @@ NUMBERS = [int(hash64(7, number)[0]) for number in range(4000)]
 
 
 def drawn(captions: Captions, members: dict[str, bytes]) -> Counter[str | None]:
-    return Counter(captions.draw(members, number) for number in NUMBERS)
+    every_caption = captions.all_captions(members)
+    counts: Counter[str | None] = Counter()
+    for number in NUMBERS:
+        drawn = captions.draw(members, number)
+        assert drawn is None or every_caption[drawn.number] == drawn.text
+        counts[drawn and drawn.text] += 1
+    return counts
 
 
 @pytest.mark.parametrize(
@@ -76,7 +82,7 @@ def test_draws_of_samples_with_one_caption_or_none() -> None:
     captions = Captions({"json:absent": 5, "txt": 0.5, "syn.txt": 1.5, "alt.txt": 2})
     assert drawn(captions, {"txt": b"only"}) == {"only": 4000}
     assert drawn(captions, {"json": b"broken"}) == {None: 4000}
-    assert all(captions.draw({"txt": b"only"}, number) == "only" for number in (0, 2**64 - 1))
+    assert all(captions.draw({"txt": b"only"}, number) == ("only", 0) for number in (0, 2**64 - 1))
     assert Captions(["txt"]).draw({}, 3) is None
 
 

@@ -188,11 +188,11 @@ def test_unreadable_shards_are_bad_samples_after_one_retry(tmp_path):
 def test_a_short_outage_is_retried(manifest, monkeypatch):
     calls, read = [], TarReader.read
 
-    def every_second_fails(reader: TarReader, index: int):
+    def every_second_fails(reader: TarReader, index: int, with_image: bool):
         calls.append(index)
         if len(calls) % 2:
             raise OSError("outage")
-        return read(reader, index)
+        return read(reader, index, with_image)
 
     monkeypatch.setattr(TarReader, "read", every_second_fails)
     assert PairDataset(manifest, TRANSFORM, tokenize).batch([(0, 0), (0, 1)]).valid.all()

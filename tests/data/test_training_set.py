@@ -66,6 +66,16 @@ def test_a_cache_that_is_too_small_is_refused_at_first_and_reported_later(caplog
     assert "data.cache_gb=0.1 limits shuffling to " in caplog.text
 
 
+@pytest.mark.parametrize(("manifest", "needed"), [("local", "0.06 GB"), ("remote", "0.33 GB")])
+def test_remote_features_need_room_in_the_cache(manifest: str, needed: str) -> None:
+    """They take 1 MB for each of the 60 shards, which take 4.5 MB each if they are remote."""
+    explicit = ["--data.cache_gb=0.05", "--data.shard_streams=32", "--data.shuffle_block_size=1000"]
+    opened = set_of({"local": LOCAL, "remote": REMOTE}[manifest])
+    feature_bytes = np.full(opened.manifest.n_shards, 1_000_000)
+    with pytest.raises(UserError, match=f"{needed} .* set data.cache_gb="):
+        open_order(config_of(*explicit), opened, feature_bytes=feature_bytes)
+
+
 def test_weights_set_the_share_of_each_source():
     """The sources' indices are consecutive, and weights set each source's share of a batch."""
     found = mixture_of({"path": "a"}, {"path": "b"})

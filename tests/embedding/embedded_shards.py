@@ -1,7 +1,9 @@
 """Helpers that write shards of samples with uids, encode samples without a model, and write the features."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from tars import jpeg, tokenize, write_tar
@@ -9,11 +11,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from neuclip_ds.data.build import build_manifest
-from neuclip_ds.data.images import EvalTransform
+from neuclip_ds.data.images import DECODERS, EvalTransform, RandomCrop
 from neuclip_ds.data.loader import LoaderOptions
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.embedding.embed import Parts, RowReader, Summary, embed
+from neuclip_ds.embedding.embed import Parts, Summary, embed
+from neuclip_ds.embedding.encoders import FeatureEncoders
+from neuclip_ds.embedding.reader import RowReader
 
 DIM = 12  # width of the features
 SIDE = 8  # pixels
@@ -53,21 +57,50 @@ def write_samples(folder: Path) -> Manifest:
     return build_manifest([str(path) for path in sorted(folder.iterdir())], processes=1)
 
 
-def encode(image: Tensor | None, tokens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    assert image is not None and tokens is not None
-    image_features = (image.flatten(1).float() - 127) @ WEIGHTS
-    text_features = tokens.float() - 80
-    return functional.normalize(image_features, dim=1), functional.normalize(text_features, dim=1)
+def encode_images(pixels: Tensor) -> Tensor:
+    return functional.normalize((pixels.flatten(1).float() - 127) @ WEIGHTS, dim=1)
+
+
+def encode_captions(tokens: Tensor) -> Tensor:
+    return functional.normalize(tokens.float() - 80, dim=1)
+
+
+ENCODERS = FeatureEncoders(name="m", output="joint", image=encode_images, text=encode_captions, tokenize=tokenize)
+IDENTITY: dict[str, Any] = {
+    "model": "m",
+    "output": "joint",
+    "dtype": "float32",
+    "captions": ["txt"],
+    "all_captions": False,
+    "crops": 0,
+    "crop_scale": None,
+    "seed": 0,
+    "image_width": DIM,
+    "text_width": DIM,
+}
 
 
 def write(
-    out: Path,
-    manifest: Manifest,
-    communicator: Communicator | None = None,
-    workers: int = 0,
-    dtype: str = "float32",
+    out: Path, manifest: Manifest, communicator: Communicator | None = None, workers: int = 0, **changes: Any
 ) -> Summary:
-    options = LoaderOptions(workers=workers)
-    reader = RowReader(manifest, EvalTransform(SIDE), tokenize, "uid", options)
-    parts = Parts(out, {"model": "m", "dtype": dtype})
-    return embed(encode, reader, manifest, parts, 4, options, communicator or Communicator())
+    """Write the features of the dataset; `changes` are fields of embedding.json that differ from IDENTITY."""
+    identity = {**IDENTITY, **changes}
+    options = LoaderOptions(workers=workers, captions=identity["captions"])
+    encoders = replace(
+        ENCODERS,
+        image=None if identity["image_width"] is None else encode_images,
+        text=None if identity["text_width"] is None else encode_captions,
+    )
+    transform: EvalTransform | RandomCrop = EvalTransform(SIDE)
+    if identity["crops"]:
+        transform = RandomCrop(SIDE, identity["crop_scale"], DECODERS["simplejpeg"])
+    reader = RowReader(
+        manifest,
+        options,
+        transform=None if encoders.image is None else transform,
+        tokenize=None if encoders.text is None else tokenize,
+        crops=identity["crops"],
+        all_captions=identity["all_captions"],
+        seed=identity["seed"],
+    )
+    return embed(encoders, reader, manifest, Parts(out, identity), 4, options, communicator or Communicator())

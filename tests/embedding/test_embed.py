@@ -7,19 +7,22 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from embedded_shards import DIM, SIDE, encode, uid, write, write_samples
+from embedded_shards import DIM, IDENTITY, SIDE, encode_captions, encode_images, uid, write, write_samples
 from ranks import run_ranks
 from small_runs import contents
 from tars import jpeg, tokenize, write_pairs
 
 from neuclip_ds.data.build import build_manifest
+from neuclip_ds.data.feature_parts import FeaturePart, map_part
 from neuclip_ds.data.images import EvalTransform
 from neuclip_ds.data.manifest import Manifest, from_shards
 from neuclip_ds.data.uids import parse_uid
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.embedding.embed import Summary
+from neuclip_ds.embedding.embed import EncodedShard, Parts, Summary, encode_by_length
+from neuclip_ds.embedding.reader import Block, BlockSamples
 from neuclip_ds.embedding.select import feature_tables
 from neuclip_ds.errors import UserError
+from neuclip_ds.models.pretrained.text_encoder import PADDING
 
 USABLE = [index for index in range(21) if index not in (6, 13)]
 
@@ -35,6 +38,14 @@ def features(manifest: Manifest, tmp_path_factory: pytest.TempPathFactory) -> Pa
     out = tmp_path_factory.mktemp("features")
     check_complete(write(out, manifest))
     return out
+
+
+def read_parts(folder: Path) -> list[FeaturePart]:
+    parts = []
+    for path in sorted(folder.glob("part-*.safetensors")):
+        with path.open("rb", buffering=0) as file:
+            parts.append(map_part(file))
+    return parts
 
 
 def check_complete(summary: Summary) -> None:
@@ -56,13 +67,14 @@ def test_every_usable_sample_has_its_features_key_and_uid(features: Path) -> Non
     assert all(written == uid(index) for index, written in zip(USABLE, uids, strict=True) if index % 2 == 0)
     assert len({parse_uid(text) for text in uids} - {None}) == len(USABLE), "a sample without a uid gets a new one"
 
-    image = np.array(table.column("image").to_pylist())
-    text = np.array(table.column("text").to_pylist())
+    parts = read_parts(features)
+    assert np.concatenate([part.index for part in parts]).tolist() == USABLE
+    image = np.concatenate([part.image[:, 0] for part in parts])
+    text = np.concatenate([part.text for part in parts])
     pixels = torch.stack([EvalTransform(SIDE)(jpeg(index)) for index in USABLE])
     captions = tokenize([f"caption {index} {'x' * (index % 5)}".strip() for index in USABLE])
-    expected_image, expected_text = encode(pixels, captions)
-    assert np.allclose(image, expected_image, atol=1e-6)
-    assert np.allclose(text, expected_text, atol=1e-6)
+    assert np.allclose(image, encode_images(pixels), atol=1e-6)
+    assert np.allclose(text, encode_captions(captions), atol=1e-6)
     assert np.allclose(table.column("similarity"), (image * text).sum(axis=1), atol=1e-6)
 
 
@@ -84,7 +96,7 @@ def test_an_interrupted_job_resumes_and_writes_the_same_files(
 
     def interrupted(self: Path, target: Path) -> Path:
         replaced.append(target)
-        if len(replaced) == 4:
+        if len(replaced) == 7:
             raise KeyboardInterrupt
         return replace(self, target)
 
@@ -101,9 +113,9 @@ def test_another_model_or_other_data_are_refused_and_grown_data_are_not(tmp_path
     first_shards = Manifest(manifest.shards[:2])
     assert write(out, first_shards, dtype="float16").shards == 2
     assert write(out, manifest, dtype="float16").shards == 2, "only the new shards are written"
-    rows = pq.read_table(feature_tables(out)[1])
-    assert rows.column("image").type == pa.list_(pa.float16(), DIM)
-    assert len(rows) == 6
+    part = read_parts(out)[1]
+    assert part.image.dtype == np.float16
+    assert part.image.shape == (6, 1, DIM)
     with pytest.raises(UserError, match=r"features with dtype=float16, not float32: choose another --out"):
         write(out, manifest)
     other_shards = [str(path) for path in write_pairs(tmp_path / "other", [9] * 4).iterdir()]
@@ -127,6 +139,44 @@ def test_a_shard_that_cannot_be_read_has_no_part_until_it_can(tmp_path: Path) ->
     assert write(tmp_path / "out", manifest).shards == 1
 
 
+def test_single_encoders_need_only_their_part_of_a_sample(tmp_path: Path, manifest: Manifest) -> None:
+    """Sample 6 has a broken image, and sample 13 no caption."""
+    images = tmp_path / "images"
+    texts = tmp_path / "texts"
+    assert write(images, manifest, text_width=None, output="trunk").samples == 20
+    assert write(texts, manifest, image_width=None, output="trunk").samples == 20
+    assert all(part.text is None for part in read_parts(images))
+    assert all(part.image is None for part in read_parts(texts))
+    assert 13 in read_parts(images)[2].index
+    assert 6 in read_parts(texts)[1].index
+    assert pq.read_table(feature_tables(images)[0]).column_names == ["index", "key", "uid"]
+
+
+def test_captions_of_similar_length_are_encoded_together() -> None:
+    lengths = [3, 9, 1, 9, 2, 4, 3]
+    tokens = torch.full((len(lengths), 12), PADDING)
+    for row, length in enumerate(lengths):
+        tokens[row, :length] = row
+    shapes = []
+
+    def encode(ids: torch.Tensor) -> torch.Tensor:
+        shapes.append(tuple(ids.shape))
+        return ids[:, :1].float()
+
+    features = encode_by_length(encode, tokens, batch_size=3)
+    assert features.flatten().tolist() == list(range(7))
+    assert shapes == [(3, 3), (3, 9), (1, 9)]
+
+
+def test_features_that_do_not_fit_the_dtype_are_reported(tmp_path: Path, manifest: Manifest) -> None:
+    too_large = Parts(tmp_path, {**IDENTITY, "dtype": "float16", "text_width": None})
+    block = BlockSamples(block=Block(0, 0, 5), index=torch.arange(1), keys=["a"], uids=[None])
+    for value, message in ((1e5, "exceed the range of float16: set --dtype float32"), (torch.nan, "are not finite")):
+        encoded = EncodedShard(shard=0, blocks=[block], image=torch.full((1, 1, DIM), value), text=None)
+        with pytest.raises(UserError, match=message):
+            too_large.write(encoded, manifest)
+
+
 def test_a_shard_without_a_usable_sample_has_an_empty_part(tmp_path: Path) -> None:
     broken = {index: {"jpg": b"no image", "txt": b"caption"} for index in range(2)}
     folder = write_pairs(tmp_path / "broken", [2, 0], broken)
@@ -137,3 +187,6 @@ def test_a_shard_without_a_usable_sample_has_an_empty_part(tmp_path: Path) -> No
     assert summary.bad == 2
     (table,) = feature_tables(tmp_path / "out")
     assert len(pq.read_table(table)) == 0
+    (part,) = read_parts(tmp_path / "out")
+    assert part.image.shape == (0, 1, DIM)
+    assert part.text.shape == (0, DIM)

@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from embedded_shards import uid
 
+from neuclip_ds.data.feature_parts import FeaturePart, write_part
 from neuclip_ds.data.uids import UID, UidFiles, parse_uid
 from neuclip_ds.embedding.near_duplicates import drop_near_duplicates
 from neuclip_ds.embedding.select import Rule, Selection, select
@@ -119,8 +120,8 @@ def test_of_near_duplicates_the_best_stays(tmp_path: Path, dtype: str) -> None:
         columns = {
             "uid": pa.array([uids[row] for row in rows]),
             "similarity": pa.array(scores[rows]),
-            "image": pa.FixedSizeListArray.from_arrays(pa.array(image[rows].reshape(-1)), 8),
         }
+        write_part(features, FeaturePart(job="", shard=part, samples=len(rows), index=rows, image=image[rows, None]))
         pq.write_table(pa.table(columns), features / f"part-{part:08d}.parquet")
 
     # the reference visits the rows by decreasing score

@@ -1,0 +1,332 @@
+"""Rows of features by global sample index, from a folder that `neuclip-ds embed` wrote for the same data."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from neuclip_ds.data.cache import ShardCache
+from neuclip_ds.data.feature_parts import EMBEDDING, FORMAT, FeaturePart, job_hash, map_part, part_name
+from neuclip_ds.data.fetch import FetchError, open_remote
+from neuclip_ds.data.manifest import Manifest
+from neuclip_ds.data.shards import is_local
+from neuclip_ds.errors import UserError, explained
+
+_OPEN_PARTS = 256  # maximum number of local parts that a reader keeps mapped
+_NAMED_SHARDS = 3  # missing shards that a message names
+_LISTING_TIMEOUT = 60.0  # seconds
+_AGAIN = "run neuclip-ds embed again"
+
+Stored = dict[str, Any]  # JSON: a table's folder, the content of its EMBEDDING, and the size in bytes of each part
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StoredFeatures:
+    """Stored features of b samples, in the dtype of their table; absent if the table has none of that kind."""
+
+    image: Tensor | None  # (b, d)
+    text: Tensor | None  # (b, d)
+
+    def pin_memory(self) -> "StoredFeatures":
+        """Return a copy of the features in pinned memory."""
+        return StoredFeatures(
+            image=None if self.image is None else self.image.pin_memory(),
+            text=None if self.text is None else self.text.pin_memory(),
+        )
+
+
+def join_features(pieces: Sequence[StoredFeatures]) -> StoredFeatures:
+    """Concatenate the rows of the same table's features."""
+    images = [piece.image for piece in pieces if piece.image is not None]
+    texts = [piece.text for piece in pieces if piece.text is not None]
+    return StoredFeatures(image=torch.cat(images) if images else None, text=torch.cat(texts) if texts else None)
+
+
+class FeatureTable:
+    """Stored features of a dataset's samples; rows are read from memory-mapped files of one shard each.
+
+    A row takes (crops + captions) x d values of 2 or 4 bytes, and 20 bytes for its index and its captions: 2,068 bytes
+    for an image and a caption of width 512 in float16, so 2.1 TB for a billion samples (calculated). In memory, a table
+    needs 8 bytes per shard. Local files are mapped in place; the page cache shares them between processes. Remote files
+    are fetched as a whole into the cache of the shards, in which they need as much room for each shard that training
+    reads at a time (21 MB in this example, for a shard of 10,000 samples). Training reads the samples of a shard in
+    random order within a shuffle block, so a node fetches a file when it first reads the shard, and as often as the
+    shard itself.
+
+    Attributes:
+        embedding: the content of the folder's embedding.json: the model, the options and the data of the job.
+        job: hash of the model and the options.
+        crops: number of stored views of each image.
+        has_random_crops: whether the views are random crops, as in training, rather than the evaluation crop.
+        image_width: width d of the image features; None if the table has no image features.
+        text_width: the same for text features.
+        dtype: dtype of the features.
+        cached_bytes: (n_shards,) bytes of each shard's features that the cache holds; 0 for local files.
+
+    Raises UserError if the features belong to other data, to shards in another order or to other captions, or if any
+    shard in use has no features.
+    """
+
+    def __init__(
+        self, stored: Stored, manifest: Manifest, captions: Sequence[str], cache: ShardCache | None = None
+    ) -> None:
+        """
+        Args:
+            stored: result of `find_table`.
+            manifest: the dataset.
+            captions: sources of the captions, as in `data.captions`.
+            cache: cache for the files of a remote folder.
+        """
+        self.folder: str = stored["folder"]
+        self.embedding: Mapping[str, Any] = stored["embedding"]
+        self.has_random_crops = self.embedding["crops"] > 0
+        self.crops = max(1, int(self.embedding["crops"]))
+        self.image_width: int | None = self.embedding["image_width"]
+        self.text_width: int | None = self.embedding["text_width"]
+        self.dtype: torch.dtype = getattr(torch, self.embedding["dtype"])
+        self.job = job_hash(self.embedding)
+        self._bytes = np.array(stored["bytes"], dtype=np.int64)
+        self._manifest = manifest
+        self._is_local = is_local(self.folder)
+        self._cache = cache
+        if not self._is_local and cache is None:
+            raise UserError(f"The features in {self.folder} are remote and need a cache; set data.cache_dir.")
+        self._check_data()
+        self._check_captions(captions)
+        self._check_parts()
+        self.cached_bytes = np.zeros(manifest.n_shards, dtype=np.int64)
+        if not self._is_local:
+            self.cached_bytes[: len(self._bytes)] = self._bytes
+        # an evicted file occupies the disk until it is unmapped, so only one cached file is mapped at a time
+        self._part = lru_cache(_OPEN_PARTS if self._is_local else 1)(self._open)
+
+    def rows(
+        self, index: Tensor, crop: Tensor | None = None, caption: Tensor | None = None
+    ) -> tuple[StoredFeatures, dict[int, str]]:
+        """Return the features of samples, and the reason for each row that has no usable features.
+
+        Args:
+            index: (b,) int64 global indices.
+            crop: (b,) int64 number of the view, less than `crops`; by default, the first view.
+            caption: (b,) int64 number of the caption among all captions of the sample, as counted by
+                `Captions.all_captions`; by default, the first encoded caption.
+
+        Returns:
+            Features (b, d), which are zero in rows without features; and a mapping of these rows to the reasons.
+
+        Raises:
+            UserError: the folder has changed, or lacks a caption because only one of each sample was encoded.
+            IndexError: an index is not in the dataset, or a crop is not stored.
+        """
+        indices = index.numpy()
+        if len(indices) and not 0 <= indices.min() <= indices.max() < self._manifest.n:
+            raise IndexError(f"sample indices are out of range for a dataset of {self._manifest.n} samples")
+        crops = np.zeros(len(indices), dtype=np.int64) if crop is None else crop.numpy()
+        captions = None if caption is None else caption.numpy()
+        features = StoredFeatures(
+            image=self._zeros(len(indices), self.image_width), text=self._zeros(len(indices), self.text_width)
+        )
+        problems: dict[int, str] = {}
+        shards = np.searchsorted(self._manifest.starts, indices, side="right") - 1
+        for shard in np.unique(shards).tolist():
+            rows = np.flatnonzero(shards == shard)
+            try:
+                part = self._part_or_retry(shard)
+            except OSError as error:
+                problems.update(dict.fromkeys(rows.tolist(), f"stored features cannot be read: {error}"))
+                continue
+            positions, is_stored = _find(part.index, indices[rows])
+            problems.update(dict.fromkeys(rows[~is_stored].tolist(), "no stored features: embed omitted the sample"))
+            rows = rows[is_stored]
+            positions = positions[is_stored]
+            if features.image is not None and part.image is not None:
+                features.image.numpy()[rows] = part.image[positions, crops[rows]]
+            if features.text is not None and part.text is not None:
+                numbers = None if captions is None else captions[rows]
+                text_rows, is_encoded = self._text_rows(part, positions, numbers)
+                problems.update(dict.fromkeys(rows[~is_encoded].tolist(), "no stored features of the caption"))
+                features.text.numpy()[rows[is_encoded]] = part.text[text_rows[is_encoded]]
+        of_both = [values for values in (features.image, features.text) if values is not None]
+        for values in of_both:
+            is_finite = values.abs().amax(dim=1).isfinite()  # several times faster than a test of each value
+            not_finite = (~is_finite).nonzero().flatten()
+            problems.update(dict.fromkeys(not_finite.tolist(), "stored features are not finite"))
+        for values in of_both:
+            values[list(problems)] = 0
+        return features, problems
+
+    def _zeros(self, rows: int, width: int | None) -> Tensor | None:
+        return None if width is None else torch.zeros(rows, width, dtype=self.dtype)
+
+    def _text_rows(
+        self, part: FeaturePart, positions: NDArray[np.int64], captions: NDArray[np.int64] | None
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Return the rows of captions in a part's text features, and which of these captions were encoded."""
+        assert part.text_start is not None and part.first_caption is not None
+        start = part.text_start[positions]
+        if captions is None:
+            return start, np.ones(len(start), dtype=bool)
+        rows = start + captions - part.first_caption[positions]
+        is_encoded = (start <= rows) & (rows < part.text_start[positions + 1])
+        if not is_encoded.all() and not self.embedding["all_captions"]:
+            raise UserError(
+                f"{self.folder} has one caption of each sample, but samples have several, and training draws others: "
+                "embed them with --all-captions."
+            )
+        return rows, is_encoded
+
+    def _part_or_retry(self, shard: int) -> FeaturePart:
+        try:
+            return self._part(shard)
+        except OSError:
+            return self._part(shard)  # retry once: network file systems have short outages
+
+    def _open(self, shard: int) -> FeaturePart:
+        """Map a shard's file; raise OSError if that fails, or UserError if the file has changed since the start."""
+        path = f"{self.folder}/{part_name(shard)}"
+        expected_bytes = int(self._bytes[shard])
+        if self._cache is not None and not self._is_local:
+            try:
+                file = self._cache.open(path, expected_bytes)
+            except FetchError as error:
+                if error.damaged:
+                    raise UserError(f"{error} It has changed: {_AGAIN}, and start the run again.") from error
+                raise
+        else:
+            file = FileIO(path)
+        with file:
+            file_bytes = file.seek(0, 2)
+            problem = f"it has {file_bytes} bytes, but had {expected_bytes} when the run started"
+            if file_bytes == expected_bytes:
+                with explained(f"{path} cannot be used", _AGAIN):
+                    part = map_part(file)
+                problem = self._find_problem(part, shard)
+        if problem:
+            raise UserError(f"{path} has changed or is damaged: {problem}; {_AGAIN} with a new --out.")
+        return part
+
+    def _find_problem(self, part: FeaturePart, shard: int) -> str:
+        """Return how a part differs from the one that embed wrote for the shard, or "" if it does not."""
+        listed = self._manifest.shards[shard]
+        if part.job != self.job:
+            return f"another job wrote it than {EMBEDDING} describes"
+        if part.shard != shard or part.samples != listed.n:
+            return f"it has shard {part.shard} of {part.samples} samples, not shard {shard} of {listed.n}"
+        index = part.index
+        if len(index) and not (listed.start <= index[0] and index[-1] < listed.start + listed.n):
+            return f"its indices are {index[0]} to {index[-1]}, but the shard's start at {listed.start}"
+        if (np.diff(index) <= 0).any():
+            return "its indices are not in ascending order"
+        if self.image_width is not None:
+            problem = self._find_wrong_shape(part.image, (len(index), self.crops, self.image_width))
+            if problem:
+                return f"its image features are {problem}"
+        if self.text_width is not None:
+            starts = part.text_start
+            if starts is None or part.first_caption is None or len(starts) != len(index) + 1:
+                return "it lacks the numbers of the captions"
+            problem = self._find_wrong_shape(part.text, (int(starts[-1]), self.text_width))
+            if problem:
+                return f"its text features are {problem}"
+        return ""
+
+    def _find_wrong_shape(self, features: NDArray[np.floating] | None, expected: tuple[int, ...]) -> str:
+        if features is None:
+            return "missing"
+        if features.shape != expected or features.dtype != self.embedding["dtype"]:
+            return f"{features.dtype} {features.shape}, not {self.embedding['dtype']} {expected}"
+        return ""
+
+    def _check_data(self) -> None:
+        """Raise UserError unless the features belong to the first shards of the dataset, in this order."""
+        shards = self.embedding["shards"]
+        is_same = shards <= self._manifest.n_shards and self._manifest.hash_of_first(shards) == self.embedding["data"]
+        if not is_same:
+            raise UserError(
+                f"The features in {self.folder} were computed for other data, or for its shards in another order "
+                f"({shards} shards; the training data have {self._manifest.n_shards}): embed the training data."
+            )
+
+    def _check_captions(self, captions: Sequence[str]) -> None:
+        if self.text_width is not None and list(captions) != self.embedding["captions"]:
+            raise UserError(
+                f"The features in {self.folder} are of the captions {' '.join(self.embedding['captions'])}, but "
+                f"training draws from {' '.join(captions)}: set data.captions to the same sources in the same order."
+            )
+
+    def _check_parts(self) -> None:
+        """Raise UserError if shards in use have no features."""
+        in_use = np.flatnonzero(self._manifest.sizes)
+        has_part = np.zeros(self._manifest.n_shards, dtype=bool)
+        has_part[: len(self._bytes)] = self._bytes[: self._manifest.n_shards] > 0
+        missing = in_use[~has_part[in_use]]
+        if len(missing):
+            names = [Path(self._manifest.shards[shard].path).name for shard in missing[:_NAMED_SHARDS].tolist()]
+            more = ", ..." if len(missing) > len(names) else ""
+            raise UserError(
+                f"{self.folder} lacks the features of {len(missing)} of {len(in_use)} shards ({', '.join(names)}"
+                f"{more}): run neuclip-ds embed again, which writes the missing ones."
+            )
+
+
+def _find(ascending: NDArray[np.int64], indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Return the position of each index in an ascending array, and whether the array contains the index."""
+    positions = np.searchsorted(ascending, indices)
+    is_present = positions < len(ascending)
+    is_present[is_present] = ascending[positions[is_present]] == indices[is_present]
+    return positions, is_present
+
+
+def find_table(folder: str) -> Stored:
+    """Read the description of a folder of features and list its parts; the result can be sent to other ranks as JSON.
+
+    `folder` is a path, or a URL that fsspec supports. Raises UserError if the folder cannot be read, or if `neuclip-ds
+    embed` did not write it.
+    """
+    folder = folder.rstrip("/")
+    if is_local(folder):
+        folder = str(Path(folder).expanduser())
+    fix = "name the --out folder of neuclip-ds embed"
+    with explained(f"The features in {folder} cannot be read", fix):
+        if is_local(folder):
+            embedding_json = Path(folder, EMBEDDING).read_bytes()
+            sizes = {path.name: path.stat().st_size for path in Path(folder).glob("part-*")}
+        else:
+            store, path = open_remote(folder, _LISTING_TIMEOUT)
+            embedding_json = store.cat_file(f"{path}/{EMBEDDING}")
+            sizes = {Path(entry["name"]).name: int(entry["size"]) for entry in store.ls(path, detail=True)}
+        embedding = json.loads(embedding_json)
+        if embedding.get("format") != FORMAT:
+            raise UserError(f"{folder} has features in the format of another version: {_AGAIN} with a new --out.")
+        part_bytes = [sizes.get(part_name(shard), 0) for shard in range(embedding["shards"])]
+    return {"folder": folder, "embedding": embedding, "bytes": part_bytes}
+
+
+def random_crops(tables: Mapping[str, FeatureTable], crop_scale: float, seed: int) -> int:
+    """Return the number of random crops through which training cycles, so that stored features match the images.
+
+    Epoch e then uses the crops of epoch e mod N. Returns 0 if no table has features of random crops. Raises UserError
+    if these tables have different numbers of crops, or if training crops images differently.
+    """
+    counts = {name: table.crops for name, table in tables.items() if table.has_random_crops}
+    if not counts:
+        return 0
+    if len(set(counts.values())) > 1:
+        raise UserError(f"The folders of features have different numbers of crops ({counts}): embed with one --crops.")
+    for name in counts:
+        embedding = tables[name].embedding
+        if embedding["crop_scale"] != crop_scale or embedding["seed"] != seed:
+            raise UserError(
+                f"The crops of {tables[name].folder} have crop scale {embedding['crop_scale']} and seed "
+                f"{embedding['seed']}, but training has data.crop_scale={crop_scale} and run.seed={seed}: make them "
+                "equal, so that features and images are of the same crops."
+            )
+    return next(iter(counts.values()))

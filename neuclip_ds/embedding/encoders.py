@@ -1,0 +1,110 @@
+"""Functions that encode the images and the captions of a dataset: a dual encoder, or one encoder of another library."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from neuclip_ds.data.dataset import Tokenize
+from neuclip_ds.distributed.communicator import Communicator, to_device
+from neuclip_ds.errors import UserError
+from neuclip_ds.models.pretrained.base import Preprocessing
+from neuclip_ds.models.pretrained.image_encoder import ImageEncoderRef, locate_image_encoder, open_image_encoder
+from neuclip_ds.models.pretrained.text_encoder import Pooling, locate_text_encoder, open_text_encoder
+from neuclip_ds.models.tokenizer import ModelTokenizer
+from neuclip_ds.models.towers import DualEncoder
+
+Output = Literal["joint", "trunk"]
+"""Which features are stored: normalized ones in the joint space, or the towers' pooled output before the projection."""
+
+EncodeOne = Callable[[Tensor], Tensor]
+"""Function from uint8 pixels (b, 3, H, W) or int64 tokens (b, T) on the host to float32 (b, d) on the device."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureEncoders:
+    """How to encode images, captions or both."""
+
+    name: str  # of the model, for the record
+    output: Output
+    image: EncodeOne | None = None
+    preprocessing: Preprocessing | None = None  # of images
+    text: EncodeOne | None = None
+    tokenize: Tokenize | None = None
+    pooling: Pooling | None = None  # of the encoder of captions, if it is not part of a dual encoder
+
+    def image_width(self) -> int | None:
+        """Encode an empty image, and return the width of the features; None without an encoder of images."""
+        if self.image is None or self.preprocessing is None:
+            return None
+        side = self.preprocessing.size
+        return self.image(torch.zeros(1, 3, side, side, dtype=torch.uint8)).shape[1]
+
+    def text_width(self) -> int | None:
+        """Encode a letter, and return the width of the features; None without an encoder of captions."""
+        if self.text is None or self.tokenize is None:
+            return None
+        return self.text(self.tokenize(["a"])).shape[1]
+
+
+def dual_encoders(
+    name: str, model: DualEncoder, tokenizer: ModelTokenizer, preprocessing: Preprocessing, output: Output
+) -> FeatureEncoders:
+    """Return the encoders of a model on its device; raise UserError if it has no features before a projection."""
+    if output == "trunk":
+        if isinstance(model.vision.projection, nn.Identity) or isinstance(model.text.projection, nn.Identity):
+            raise UserError(f"{name} has no separate projections, so it only has joint features: set --output joint.")
+        image = _encode_with(model, model.vision.feature)
+        text = _encode_with(model, model.text.feature)
+    else:
+        image = _encode_with(model, lambda pixels: model(pixels, None)[0])
+        text = _encode_with(model, lambda tokens: model(None, tokens)[1])
+    return FeatureEncoders(
+        name=name, output=output, image=image, preprocessing=preprocessing, text=text, tokenize=tokenizer
+    )
+
+
+def image_encoders(
+    name: str, communicator: Communicator, dtype: torch.dtype, image_size: int | None = None
+) -> FeatureEncoders:
+    """Open an encoder of images on all ranks; `name` and `image_size` are as in `locate_image_encoder`.
+
+    Raises UserError if there is no such encoder.
+    """
+    fields = communicator.on_rank_zero(lambda: asdict(locate_image_encoder(name, image_size)))
+    ref = ImageEncoderRef(**fields)
+    tower = open_image_encoder(ref).to(communicator.device, dtype)
+    image = _encode_with(tower, tower)
+    return FeatureEncoders(name=f"timm:{name}", output="trunk", image=image, preprocessing=ref.preprocessing)
+
+
+def text_encoders(
+    name: str, communicator: Communicator, dtype: torch.dtype, pooling: Pooling | None = None
+) -> FeatureEncoders:
+    """Open an encoder of captions on all ranks; `name` is a folder or a name on the hub.
+
+    By default, the pooling is that of the folder's sentence-transformers config. Raises UserError if there is no such
+    encoder or no pooling.
+    """
+    folder = Path(communicator.on_rank_zero(lambda: str(locate_text_encoder(name))))
+    encoder = open_text_encoder(folder, pooling)
+    tower = encoder.tower.to(communicator.device, dtype)
+    text = _encode_with(tower, tower)
+    return FeatureEncoders(
+        name=f"hf:{name}", output="trunk", text=text, tokenize=encoder.tokenizer, pooling=encoder.tower.pooling
+    )
+
+
+def _encode_with(module: nn.Module, function: Callable[[Tensor], Tensor]) -> EncodeOne:
+    """Return a function that encodes host tensors on the module's device, without gradients, in evaluation mode."""
+    module.eval()
+    device = next(module.parameters()).device
+
+    def encode(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return function(to_device(x, device)).float()
+
+    return encode

@@ -1,0 +1,310 @@
+"""Check that batches contain the stored features of their crops and captions, and which tables are refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+from embedded_shards import DIM, SIDE, encode_captions, encode_images, write
+from ranks import run_ranks
+from tars import jpeg, manifest_of, tokenize, write_tar
+
+from neuclip_ds.data.cache import ShardCache
+from neuclip_ds.data.feature_parts import FeaturePart, map_part, part_name, write_part
+from neuclip_ds.data.feature_table import FeatureTable, find_table, random_crops
+from neuclip_ds.data.loader import RankBatch
+from neuclip_ds.data.manifest import Manifest, from_shards
+from neuclip_ds.data.training_data import TrainingData, open_training_data
+from neuclip_ds.data.training_set import interleave_settings
+from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.errors import UserError
+from neuclip_ds.models.source import FromConfig
+from neuclip_ds.recipe import parse
+
+SHARD_SIZES = [5, 7, 4]
+CAPTIONS = ["txt:lines", "json:long"]
+LAST_EPOCH = 3
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write 16 samples with one to four captions each."""
+    folder = tmp_path_factory.mktemp("data") / "shards"
+    folder.mkdir()
+    index = 0
+    for shard, size in enumerate(SHARD_SIZES):
+        members = []
+        for _ in range(size):
+            lines = "\n".join(f"{index} line {line}" for line in range(1 + index % 3))
+            members.append((f"{index:04d}.jpg", jpeg(index)))
+            members.append((f"{index:04d}.txt", lines.encode()))
+            members.append((f"{index:04d}.json", json.dumps({"long": f"long {index}"} if index % 2 else {}).encode()))
+            index += 1
+        write_tar(folder / f"{shard:05d}.tar", members)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def manifest(shards: Path) -> Manifest:
+    return manifest_of(shards)
+
+
+@pytest.fixture(scope="module")
+def features(manifest: Manifest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the features of two random crops and of all captions."""
+    out = tmp_path_factory.mktemp("features") / "out"
+    write(out, manifest, crops=2, crop_scale=0.5, seed=7, captions=CAPTIONS, all_captions=True)
+    return out
+
+
+def read_part(folder: Path, shard: int) -> FeaturePart:
+    with (folder / part_name(shard)).open("rb", buffering=0) as file:
+        return map_part(file)
+
+
+def open_table(folder: Path | str, manifest: Manifest, cache: ShardCache | None = None) -> FeatureTable:
+    return FeatureTable(find_table(str(folder)), manifest, CAPTIONS, cache)
+
+
+def open_training(
+    shards: Path,
+    features: Path,
+    staged: Path,
+    communicator: Communicator,
+    *,
+    workers: int = 0,
+    meta: dict[str, Any] | None = None,
+) -> TrainingData:
+    """Open the training data with the stored features, and with the tokenizer of the tests."""
+    arguments = [
+        "cc12m_openclip",
+        f"--data.train={shards}",
+        f"--data.captions={json.dumps(CAPTIONS)}",
+        "--data.batch_size=4",
+        "--data.val=",
+        "--data.crop_scale=0.5",
+        "--data.shard_streams=1",
+        f"--data.workers={workers}",
+        "--run.seed=7",
+        "--model.text.tokenizer=null",
+        f"--model.vision.image_size={SIDE}",
+    ]
+    config = parse(arguments).config
+    staged.mkdir(exist_ok=True)
+    folders = {"teacher": str(features)}
+    source = FromConfig(config.model)
+    data = open_training_data(config, source, communicator, staged, meta=meta, features=folders)
+    return replace(data, tokenizer=tokenize)
+
+
+def pixels_and_tokens(batch: RankBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    (piece,) = batch.pieces(slice(0, len(batch)))
+    return piece
+
+
+def _check_batches(communicator: Communicator, shards: Path, features: Path, staged: Path) -> None:
+    """Compare the rows of several epochs with the features of the batches, on a rank."""
+    data = open_training(shards, features, staged, communicator, workers=communicator.rank)
+    steps = data.order.steps_per_epoch * LAST_EPOCH
+    for begin in (0, steps - 3):  # from the start, and after a resume
+        for batch in data.batches(communicator, begin, steps - begin):
+            pixels, tokens = pixels_and_tokens(batch)
+            stored = batch.stored["teacher"]
+            assert batch.valid.all()
+            torch.testing.assert_close(stored.text, encode_captions(tokens))
+            torch.testing.assert_close(stored.image, encode_images(pixels))
+
+
+def test_batches_contain_the_features_of_their_crops_and_captions(tmp_path: Path, shards: Path, features: Path) -> None:
+    run_ranks(2, _check_batches, shards, features, tmp_path)
+
+
+def edited(features: Path, folder: Path, shard: int, edit: Callable[[FeaturePart], FeaturePart]) -> Path:
+    """Return a copy of the features in which a part was edited."""
+    copy = folder / "edited"
+    shutil.copytree(features, copy)
+    part = edit(read_part(features, shard))
+    (copy / part_name(shard)).unlink()
+    write_part(copy, part)
+    return copy
+
+
+def without_first_row(part: FeaturePart) -> FeaturePart:
+    assert part.image is not None and part.text is not None
+    assert part.text_start is not None and part.first_caption is not None
+    start = int(part.text_start[1])
+    return replace(
+        part,
+        index=part.index[1:],
+        image=part.image[1:],
+        text=part.text[start:],
+        text_start=part.text_start[1:] - start,
+        first_caption=part.first_caption[1:],
+    )
+
+
+def with_nan_in_first_row(part: FeaturePart) -> FeaturePart:
+    assert part.image is not None
+    image = part.image.copy()
+    image[0, :, 3] = np.nan
+    return replace(part, image=image)
+
+
+@pytest.mark.parametrize(
+    ("edit", "cause"),
+    [
+        (without_first_row, "no stored features: embed omitted the sample"),
+        (with_nan_in_first_row, "stored features are not finite"),
+    ],
+)
+def test_a_sample_without_usable_features_is_omitted(
+    tmp_path: Path, shards: Path, features: Path, edit: Callable[[FeaturePart], FeaturePart], cause: str
+) -> None:
+    copy = edited(features, tmp_path, 1, edit)
+    data = open_training(shards, copy, tmp_path, Communicator())
+    bad = []
+    for batch in data.batches(Communicator(), 0, data.order.steps_per_epoch):
+        pixels, _ = pixels_and_tokens(batch)
+        stored = batch.stored["teacher"]
+        assert stored.image is not None and stored.text is not None
+        is_omitted = batch.index == SHARD_SIZES[0]
+        assert batch.valid.equal(~is_omitted & (batch.index >= 0))
+        for values in (pixels.flatten(1), stored.image, stored.text):
+            assert not values[is_omitted].any()
+            assert values[batch.valid].any(dim=1).all()
+        bad += batch.bad
+    (sample,) = bad
+    assert sample.index == SHARD_SIZES[0]
+    assert cause in sample.reason and str(copy) in sample.reason
+
+
+def test_rows_of_a_remote_folder_equal_those_of_a_local_one(tmp_path: Path, manifest: Manifest, features: Path) -> None:
+    store = fsspec.filesystem("memory")
+    for path in features.iterdir():
+        store.pipe_file(f"/features/{path.name}", path.read_bytes())
+    with pytest.raises(UserError, match=r"are remote and need a cache"):
+        open_table("memory://features", manifest)
+    remote = open_table("memory://features/", manifest, ShardCache(tmp_path, 10**6, backoff=0.01))
+    index = torch.tensor([15, 0, 5, 11, 4])
+    crop = torch.tensor([1, 0, 1, 1, 0])
+    for rows in ({}, {"crop": crop}):
+        ours, problems = remote.rows(index, **rows)
+        expected, _ = open_table(features, manifest).rows(index, **rows)
+        assert not problems
+        assert torch.equal(ours.image, expected.image)
+        assert torch.equal(ours.text, expected.text)
+
+    changed = open_table("memory://features", manifest, ShardCache(tmp_path / "new", 10**6, backoff=0.01))
+    store.pipe_file(f"/features/{part_name(1)}", b"other content")
+    with pytest.raises(UserError, match=r"has changed"):
+        changed.rows(torch.tensor([5]))
+
+
+def grown(shards: Path, folder: Path) -> Manifest:
+    """Return the dataset with another shard at the end."""
+    copy = folder / "grown"
+    shutil.copytree(shards, copy)
+    write_tar(copy / "00003.tar", [("a.jpg", jpeg(99)), ("a.txt", b"a")])
+    return manifest_of(copy)
+
+
+def test_tables_that_do_not_fit_the_data_are_refused(
+    tmp_path: Path, shards: Path, manifest: Manifest, features: Path
+) -> None:
+    with pytest.raises(UserError, match=r"cannot be read .*name the --out folder"):
+        open_table(tmp_path, manifest)
+    reordered = from_shards([manifest.shards[number] for number in (1, 0, 2)])
+    for other in (reordered, Manifest(manifest.shards[:2])):
+        with pytest.raises(UserError, match=r"computed for other data, or for its shards in another order"):
+            open_table(features, other)
+    with pytest.raises(UserError, match=r"set data.captions to the same sources"):
+        FeatureTable(find_table(str(features)), manifest, CAPTIONS[::-1])
+    with pytest.raises(UserError, match=r"lacks the features of 1 of 4 shards \(00003.tar\): run neuclip-ds embed"):
+        open_table(features, grown(shards, tmp_path))
+
+    old = tmp_path / "old"
+    old.mkdir()
+    (old / "embedding.json").write_text('{"shards": 3}')
+    with pytest.raises(UserError, match=r"format of another version"):
+        open_table(old, manifest)
+
+
+def test_a_table_that_changes_during_training_ends_the_run(tmp_path: Path, manifest: Manifest, features: Path) -> None:
+    other_job = tmp_path / "other"
+    write(other_job, manifest, crops=2, crop_scale=0.5, seed=8, captions=CAPTIONS, all_captions=True)
+    copy = tmp_path / "copy"
+    shutil.copytree(features, copy)
+    table = open_table(copy, manifest)
+    shutil.copy(other_job / part_name(0), copy)
+    shutil.copy(copy / part_name(2), copy / part_name(1))
+    (copy / part_name(2)).write_bytes((copy / part_name(2)).read_bytes()[:-100])
+    with pytest.raises(UserError, match=r"has changed or is damaged: another job wrote it"):
+        table.rows(torch.tensor([0]))
+    with pytest.raises(UserError, match=r"has changed or is damaged: it has \d+ bytes"):
+        table.rows(torch.tensor([SHARD_SIZES[0]]))
+    with pytest.raises(UserError, match=r"has changed or is damaged: it has \d+ bytes"):
+        table.rows(torch.tensor([15]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"image": np.zeros((7, 2, DIM + 1), np.float32)}, "its image features are float32 .*not float32"),
+        ({"image": np.zeros((7, 2, DIM), np.float16)}, "its image features are float16"),
+        ({"image": None}, "its image features are missing"),
+        ({"index": np.arange(7)}, "its indices are 0 to 6, but the shard's start at 5"),
+        ({"index": np.array([5, 6, 8, 7, 9, 10, 11])}, "not in ascending order"),
+        ({"first_caption": None}, "lacks the numbers of the captions"),
+        ({"samples": 8}, "has shard 1 of 8 samples, not shard 1 of 7"),
+    ],
+)
+def test_a_part_of_the_wrong_shape_or_order_is_refused(
+    tmp_path: Path, manifest: Manifest, features: Path, changes: dict[str, Any], message: str
+) -> None:
+    copy = edited(features, tmp_path, 1, lambda part: replace(part, **changes))
+    with pytest.raises(UserError, match=message):
+        open_table(copy, manifest).rows(torch.tensor([SHARD_SIZES[0]]))
+
+
+def test_tables_of_one_caption_need_samples_of_one_caption(tmp_path: Path, manifest: Manifest) -> None:
+    write(tmp_path, manifest, captions=CAPTIONS, image_width=None)
+    table = open_table(tmp_path, manifest)
+    index = torch.arange(16)
+    stored, _ = table.rows(index)
+    assert stored.image is None
+    drawn = torch.cat([torch.tensor(read_part(tmp_path, shard).first_caption) for shard in range(3)])
+    assert torch.equal(table.rows(index, caption=drawn)[0].text, stored.text)
+    with pytest.raises(UserError, match="embed them with --all-captions"):
+        table.rows(index, caption=(drawn + 1) % 2)
+
+
+def test_a_run_resumes_only_with_the_same_features(
+    tmp_path: Path, shards: Path, manifest: Manifest, features: Path
+) -> None:
+    data = open_training(shards, features, tmp_path / "new", Communicator())
+    meta = {"data": data.record(), "facts": interleave_settings(data.order.interleave)}
+    same = open_training(shards, features, tmp_path / "same", Communicator(), meta=meta)
+    assert same.record() == data.record()
+    other = tmp_path / "other"
+    write(other, manifest, crops=2, crop_scale=0.5, seed=7, captions=CAPTIONS, all_captions=True, model="another")
+    with pytest.raises(UserError, match="has other features than when the run began"):
+        open_training(shards, other, tmp_path / "changed", Communicator(), meta=meta)
+
+
+def test_crops_must_be_those_of_training(tmp_path: Path, manifest: Manifest, features: Path) -> None:
+    table = open_table(features, manifest)
+    write(tmp_path, manifest, captions=CAPTIONS, text_width=None)
+    fixed = open_table(tmp_path, manifest)
+    assert random_crops({"a": fixed}, 0.9, 0) == 0
+    assert random_crops({"a": fixed, "b": table}, 0.5, 7) == 2
+    for crop_scale, seed in ((0.9, 7), (0.5, 0)):
+        with pytest.raises(UserError, match="make them equal"):
+            random_crops({"a": table}, crop_scale, seed)
