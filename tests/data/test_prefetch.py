@@ -3,7 +3,6 @@
 import logging
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -34,16 +33,18 @@ def http() -> Iterator[Files]:
 
 
 @pytest.fixture
-def log_to_stderr(capfd: pytest.CaptureFixture) -> Iterator[None]:
-    """Log warnings to stderr, also in the prefetching process, whose log pytest cannot see."""
-    handler = logging.StreamHandler(sys.stderr)
+def log_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """File with the package's log messages, also those of the prefetching process, which pytest cannot see."""
+    path = tmp_path_factory.mktemp("log") / "log.txt"
     logger = logging.getLogger("neuclip_ds")
     level_before = logger.level
     logger.setLevel(logging.INFO)  # an earlier test in this process may have silenced the package
+    handler = logging.FileHandler(path)
     logger.addHandler(handler)
-    yield
+    yield path
     logger.removeHandler(handler)
     logger.setLevel(level_before)
+    handler.close()
 
 
 def stored(http: Files) -> list[Shard]:
@@ -142,29 +143,27 @@ def test_a_start_in_the_middle_fetches_the_nodes_own_shards_that_are_still_neede
     assert held(tmp_path) <= blocks - {local}
 
 
-@pytest.mark.usefixtures("log_to_stderr")
-def test_a_failed_prefetch_is_logged_and_left_to_the_readers(http: Files, tmp_path: Path, capfd) -> None:
+def test_a_failed_prefetch_is_logged_and_left_to_the_readers(http: Files, tmp_path: Path, log_file: Path) -> None:
     cache, order = ShardCache(tmp_path, 100 * SIZE, timeout=5), order_of()
     http.faults["00003.tar"] = [404]
     shards = stored(http)
     shards[6] = Shard(path="file:///nowhere/00006.tar", start=0, n=0, bytes=SIZE)
     with prefetcher(cache, order, shards):
         wait_for(lambda: held(tmp_path) == set(range(SHARDS)) - {3, 6})
-    logged = capfd.readouterr().err
+    logged = log_file.read_text()
     assert "cannot prefetch a shard" in logged and "00003.tar" in logged and "/nowhere/00006.tar" in logged
     with pytest.raises(FetchError, match="does not exist"):
         cache.path(shards[3].path, SIZE)
 
 
-@pytest.mark.usefixtures("log_to_stderr")
-def test_a_cache_that_is_too_small_is_named_once(http: Files, tmp_path: Path, capfd) -> None:
+def test_a_cache_that_is_too_small_is_named_once(http: Files, tmp_path: Path, log_file: Path) -> None:
     order, cache = order_of(batch_size=16, streams=16), ShardCache(tmp_path, 6 * SIZE)
     later = order.steps_per_epoch + 1
     with prefetcher(cache, order, stored(http)) as ahead:
         wait_for(lambda: len(held(tmp_path)) == 6)
         ahead.advance(later)
         wait_for(lambda: len(held(tmp_path) & shards_of(order, later)) == 6)
-    assert capfd.readouterr().err.count("data.cache_gb") == 1
+    assert log_file.read_text().count("data.cache_gb") == 1
 
 
 def test_it_ends_with_the_block_even_when_it_is_stuck(http: Files, tmp_path: Path, caplog) -> None:
