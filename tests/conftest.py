@@ -45,13 +45,6 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["DS_ACCELERATOR"] = config.getoption("--device")
     if config.getoption("--device") == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a machine with GPUs runs the same tests as a machine without
-        if hasattr(config, "workerinput"):  # pytest-xdist's workers run all of the suite, so they need the server
-            from forks import start_server_as_fork
-
-            capture = config.pluginmanager.getplugin("capturemanager")
-            capture.resume_global_capture()  # output of the server's processes belongs to the test that started them
-            start_server_as_fork()
-            capture.suspend_global_capture()
         return
     import torch
 

@@ -5,9 +5,6 @@ GPUs are spawned instead, because DeepSpeed in the fork server is configured for
 """
 
 import atexit
-import faulthandler
-import gc
-import importlib
 import multiprocessing
 import os
 import runpy
@@ -16,9 +13,9 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from multiprocessing import forkserver, resource_tracker, util
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -43,46 +40,6 @@ def context() -> ForkServerContext:
         _CONTEXT.set_forkserver_preload(["warm"])
         forkserver.ensure_running()
     return _CONTEXT
-
-
-def start_server_as_fork() -> None:
-    """Import the server's modules in this process, and start the server as a fork of this process.
-
-    A server that `context` starts is a new process, which imports them again. Call this before this process starts
-    threads of torch.
-    """
-    gc.disable()  # collections during the imports would free nothing
-    importlib.import_module("warm")
-    gc.enable()
-    resource_tracker.ensure_running()
-    spawn = util.spawnv_passfds
-
-    def fork_instead(path: bytes, args: Sequence[str], fds: Sequence[int]) -> int:
-        util.spawnv_passfds = spawn  # type: ignore[assignment]  # in both processes
-        pid = os.fork()
-        if pid == 0:
-            _become_server(args[-1], fds)
-        return pid
-
-    util.spawnv_passfds = fork_instead  # type: ignore[assignment]
-    context()
-
-
-def _become_server(command: str, fds: Sequence[int]) -> None:
-    """Run the fork server's command in a new fork, with only these open files, as in a new process."""
-    try:
-        faulthandler.disable()  # it would write to a file that is closed below
-        kept = {0, 1, 2, *fds, resource_tracker.getfd()}
-        opened = [int(path.name) for path in Path("/proc/self/fd").iterdir()]
-        for fd in set(opened) - kept:
-            with suppress(OSError):  # the file from which the list was read
-                os.close(fd)
-        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115  # instead of pytest's files, which are closed
-        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
-        forkserver._forkserver.__init__()  # type: ignore[misc]  # the fork holds its lock
-        exec(command, {})
-    finally:
-        os._exit(0)
 
 
 def fork(
