@@ -120,10 +120,16 @@ class EarlySamples:
             else:  # only samples are still on their way
                 time.sleep(_POLL)
             shard = self._begun.get(number)  # None if a piece could not be fetched
-        if shard is None:
+        # another thread may have fetched the same shard for a later request
+        if shard is None or self._begun.pop(number, None) is None:
             return False
-        del self._begun[number]
         return self._cache.complete(shard, self._shards[number].crc32)
+
+    def drop(self, number: int) -> None:
+        """Abandon a shard that has been begun but is no longer needed: it would keep its space in the cache."""
+        shard = self._begun.pop(number, None)
+        if shard is not None:
+            self._cache.abandon(shard)
 
     def _fetch(self, claims: Sequence[_Claim]) -> None:
         """Fetch claimed pieces of shards on one server; abandon the shards of which a piece cannot be fetched."""

@@ -255,7 +255,11 @@ class Prefetcher(ForkProcess):
 
     def _fetch(self, request: ShardRequest) -> None:
         shard = self._shards[request.shard]
-        if request.last < self._reached.value or is_local(shard.path):
+        if is_local(shard.path):
+            return
+        if request.last < self._reached.value:  # training has overtaken the download
+            if self._early_samples is not None:
+                self._early_samples.drop(request.shard)
             return
         try:
             if self._early_samples is None or not self._early_samples.fetch_rest(request.shard):

@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 Compilation = Literal["blocks", "towers", "false"]
 """What is compiled: each block, each tower as a whole, or nothing."""
 
+_GRAPHS_PER_BLOCK = 4  # without gradients, with gradients, in evaluation, and for batches of another size
+
 
 def resolve_compilation(
     option: Literal["auto", "blocks", "towers"] | bool, device_type: str, zero_stage: int
@@ -98,11 +100,18 @@ def compile_towers(model: DualEncoder, compilation: Compilation) -> None:
         for tower in (model.vision, model.text):
             replace_forward(tower, compiler.compiled)
     elif compilation == "blocks":
-        for block in _blocks(model.vision, "vision"):
+        image_blocks = _blocks(model.vision, "vision")
+        text_blocks = _blocks(model.text, "text")
+        for block in image_blocks:
             replace_forward(block, compiler.compiled)
         # the number of tokens varies between batches of captions
-        for block in _blocks(model.text, "text"):
+        for block in text_blocks:
             replace_forward(block, partial(compiler.compiled, dynamic=True))
+        # blocks that differ in a constant, such as the rate of stochastic depth, share code but no graph; beyond the
+        # limit (8 by default), torch would run them uncompiled
+        graphs = _GRAPHS_PER_BLOCK * max(len(image_blocks), len(text_blocks))
+        dynamo_config: Any = torch._dynamo.config
+        dynamo_config.cache_size_limit = max(dynamo_config.cache_size_limit, graphs)
 
 
 def _blocks(tower: nn.Module, name: str) -> list[nn.Module]:

@@ -20,7 +20,7 @@ from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.manifest_file import load_manifest
 from neuclip_ds.data.order import GlobalOrder
 from neuclip_ds.data.partial_shard import BLOCK, PartialShard
-from neuclip_ds.data.prefetch import Prefetcher, early_samples, shards_ahead
+from neuclip_ds.data.prefetch import Prefetcher, ShardRequest, early_samples, shards_ahead
 from neuclip_ds.data.readers import ChecksumError, RawSample, TarReader
 from neuclip_ds.data.scan import ScanOptions
 from neuclip_ds.data.shards import resolve_shards
@@ -197,6 +197,21 @@ def test_a_full_cache_leaves_shards_to_the_readers(remote: Remote, tmp_path: Pat
     early.fetch_batches(0, 1, in_turn=True)
     assert [early.fetch_rest(number) for number in range(SHARDS)] == [True, True, False]
     assert remote.read(0) == remote.expected(0)
+
+
+def test_a_begun_shard_that_training_has_passed_leaves_the_cache(remote: Remote) -> None:
+    early = remote.early()
+    ahead = remote.prefetcher()
+    ahead._early_samples = early
+    early.begin(range(SHARDS))
+    early.fetch_batches(0, 1, in_turn=True)
+    waiting = remote.expected(0)
+    ahead.advance(2)
+    for number in range(SHARDS):
+        ahead._fetch(ShardRequest(first=0, last=1, shard=number))
+    assert remote.cached() == 0
+    assert remote.cache.arrived() == 0, "the space is free for other shards"
+    assert remote.read(0) == waiting, "readers can fetch the shards"
 
 
 def test_shards_without_sample_tables_are_not_fetched_in_pieces(remote: Remote) -> None:

@@ -85,6 +85,20 @@ def test_blocks_are_compiled_with_every_option(monkeypatch: pytest.MonkeyPatch) 
     assert not counters["graph_break"]
 
 
+def test_every_block_is_compiled_although_the_rates_of_stochastic_depth_differ(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    options = {"vision": {"options": {"depth": 12, "drop_path_rate": 0.2}}}
+    model = built(options)
+    compile_towers(model, "blocks")
+    image = torch.randint(0, 256, (3, 3, 16, 16), dtype=torch.uint8)
+    with torch.no_grad():
+        model(image, None)
+    model(image, None)
+    assert counters["stats"]["unique_graphs"] == 2 * 12
+
+
 @pytest.mark.parametrize("compilation", ["blocks", "towers"])
 def test_without_a_working_compiler_the_towers_run_uncompiled(
     compilation: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
