@@ -151,6 +151,7 @@ class EarlySamples:
                 self._abandon(claim, error)
 
     def _abandon(self, claim: _Claim, error: Exception) -> None:
-        if self._begun.pop(claim.number, None) is claim.shard:  # only the first failure of the shard
+        if self._begun.get(claim.number) is claim.shard:  # only the first failure of the shard
+            self._begun.pop(claim.number, None)
             log.debug("shard %s is fetched as a whole, because of %r", claim.shard.url, error)
             self._cache.abandon(claim.shard)

@@ -15,6 +15,7 @@ from neuclip_ds.data.partial_shard import Range
 log = logging.getLogger(__name__)
 
 REQUESTS = 128  # maximum number of connections to a server
+_SLOWEST = 100_000  # bytes per second of the slowest link that need not fetch whole shards instead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +59,7 @@ class RangeReader:
 
         The ranges, all from one server, are requested simultaneously. The reason is RangesIgnored if other bytes
         arrive, as from a file of another size. Raises RangesIgnored if the server ignores ranges, and any exception of
-        the backend if the requests take longer than the timeout.
+        the backend if the requests take longer than the timeout, which grows with the number of bytes.
         """
         store = self._store(files[0])
         paths = [store._strip_protocol(file.url) for file in files]
@@ -67,7 +68,9 @@ class RangeReader:
         for file, (_, end) in zip(files, ranges, strict=True):
             # at the end of the file, one more byte is requested, to notice a longer file
             ends.append(end + 1 if end == file.size else end)
-        results = store.cat_ranges(paths, starts, ends, on_error="return", timeout=self._timeout)
+        size = sum(end - start for start, end in ranges)
+        limit = self._timeout + size / _SLOWEST  # the limit is for all of them together, and not for the next bytes
+        results = store.cat_ranges(paths, starts, ends, on_error="return", timeout=limit)
         checked: list[bytes | BaseException] = []
         for file, (start, end), result in zip(files, ranges, results, strict=True):
             if isinstance(result, bytes) and len(result) != end - start:
