@@ -35,6 +35,11 @@ class StoredFeatures:
     image: Tensor | None  # (b, d)
     text: Tensor | None  # (b, d)
 
+    def pair(self) -> tuple[Tensor, Tensor]:
+        """Return the features of images and of texts; the table must have both."""
+        assert self.image is not None and self.text is not None
+        return self.image, self.text
+
     def pin_memory(self) -> "StoredFeatures":
         """Return a copy of the features in pinned memory."""
         return StoredFeatures(

@@ -79,6 +79,13 @@ class DistillConfig(Section):
             self.temperatures(len(self.features))
         return self
 
+    @property
+    def folders(self) -> list[str]:
+        """The folder of each teacher's stored features; empty without distillation."""
+        if self.features is None:
+            return []
+        return self.features if isinstance(self.features, list) else [self.features]
+
     def temperatures(self, teachers: int) -> list[float]:
         """Return the temperature of each teacher; raise `UserError` if their number differs from `teachers`."""
         if not isinstance(self.temperature, list):

@@ -12,6 +12,7 @@ from neuclip_ds.engine.device_batches import DeviceBatch, DeviceBatches
 from neuclip_ds.engine.engine import Engine
 from neuclip_ds.losses.base import Position
 from neuclip_ds.losses.contrastive_loss import ContrastiveLoss
+from neuclip_ds.losses.stored_features import REFERENCE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +48,10 @@ def train_step(
         position: position of the step in the run.
     """
     # forward: the features of one tower are sent while the other tower runs
-    pending = loss.begin(batch.host.index, batch.host.valid, position)
+    stored = {name: features.pair() for name, features in batch.host.stored.items()}
+    reference = stored.pop(REFERENCE, None)
+    teachers = list(stored.values())
+    pending = loss.begin(batch.host.index, batch.host.valid, position, reference=reference, teacher=teachers)
     image, text = engine.encode(batch, pending, position.step)
     with record_function(f"{PHASE}objective"):
         value = loss(image, text, pending=pending)
