@@ -1,6 +1,7 @@
 """One training step, from the batch to the updated weights."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,10 +49,7 @@ def train_step(
         position: position of the step in the run.
     """
     # forward: the features of one tower are sent while the other tower runs
-    stored = {name: features.pair() for name, features in batch.host.stored.items()}
-    reference = stored.pop(REFERENCE, None)
-    teachers = list(stored.values())
-    pending = loss.begin(batch.host.index, batch.host.valid, position, reference=reference, teacher=teachers)
+    pending = loss.begin(batch.host.index, batch.host.valid, position, **_stored_rows(batch.host))
     image, text = engine.encode(batch, pending, position.step)
     with record_function(f"{PHASE}objective"):
         value = loss(image, text, pending=pending)
@@ -78,6 +76,15 @@ def train_step(
         applied=update.applied,
         not_finite=not_finite,
     )
+
+
+def _stored_rows(batch: RankBatch) -> dict[str, Any]:
+    """Return the stored features of a batch, if it has any, as arguments of `ContrastiveLoss.begin`."""
+    rows = {name: features.pair() for name, features in batch.stored.items()}
+    if not rows:
+        return {}
+    reference = rows.pop(REFERENCE, None)
+    return {"reference": reference, "teacher": list(rows.values())}
 
 
 @torch.no_grad()

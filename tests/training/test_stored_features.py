@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from benchmarking.synthetic_profile import SyntheticSteps
 from ranks import run_ranks
 from small_runs import TINY, newest_checkpoint, records, tensors, train_connected, weights
 from tars import manifest_of, write_pairs
@@ -21,6 +22,7 @@ from neuclip_ds.distributed.environment import RankEnvironment
 from neuclip_ds.embedding.embed import Parts
 from neuclip_ds.errors import UserError
 from neuclip_ds.losses.stored_features import StoredRows
+from neuclip_ds.planning.dry_run import print_dry_run
 from neuclip_ds.recipe import parse
 from neuclip_ds.training.hooks import Hook
 from neuclip_ds.training.trainer import Loop, train
@@ -227,3 +229,27 @@ def test_mistakes_end_the_run_before_its_first_step(
     with pytest.raises(UserError, match=message):
         run(workspace, tmp_path, 1, *options)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def _traffic_of_a_step(communicator: Communicator, arguments: list[str]) -> dict[str, int]:
+    steps = SyntheticSteps(parse(arguments).config, communicator, batches=1)
+    assert steps.run(0).applied
+    return {purpose: traffic.bytes_sent for purpose, traffic in communicator.traffic.items()}
+
+
+def test_profiles_and_dry_runs_count_the_rows_that_are_gathered(
+    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # a dry run stores manifests in .cache
+    arguments = options_of(workspace, tmp_path, 1, *REFERENCE_AND_TEACHER)
+    traffic = run_ranks(2, _traffic_of_a_step, arguments)[0]
+    assert traffic["stored_features"] == 2 * 4 * 4 * (WIDTHS["reference"] + WIDTHS["teacher"])
+
+    print_dry_run(parse(arguments).config, RankEnvironment(0, 0, 2), None)
+    printed = capsys.readouterr().out
+    assert f"reference  {workspace}/reference, torch.float32 of width 5" in printed
+    assert f"teacher    {workspace}/teacher, torch.float32 of width 7" in printed
+    assert "stored features" in printed
+    wrong = options_of(workspace, tmp_path, 1, "objective.reference_model=trunk")
+    with pytest.raises(UserError, match="features from before the projection"):
+        print_dry_run(parse(wrong).config, RankEnvironment(0, 0, 2), None)
