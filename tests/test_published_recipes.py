@@ -56,6 +56,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "cc3m_amorlip": {"epochs_or_steps": 30},
     "cc12m_amorlip": {"weight_decay": 0.2},
     "cc12m_amorlip_released_code": {"weight_decay": 0.2},
+    "dfn192m_drrho": {"epochs_or_steps": 7, "eps_of_u": 1e-4},  # the script of DRRho-CLIP
     "cc3m_fastclip_v3_lamb": {"name": "lamb", "lr": 2e-3, "weight_decay": 0.1},
     "cc12m_fastclip_v3_lamb": {"name": "lamb", "lr": 2e-3, "weight_decay": 0.1},
     "cc3m_fastclip_v3_lion": {"name": "lion", "lr": 2e-4, "weight_decay": 0.3},
@@ -167,7 +168,9 @@ def test_temperatures_are_as_published() -> None:
     for name in PUBLISHED:
         config = config_of(name)
         tau = config.objective.temperature
-        if config.objective.method in FIXED_OR_OF_THE_ENCODERS:
+        if name == "dfn192m_drrho":
+            wanted = (0.01, None, 0.0)
+        elif config.objective.method in FIXED_OR_OF_THE_ENCODERS:
             wanted = (FIXED_OR_OF_THE_ENCODERS[config.objective.method], None, 0.0)
         else:  # a variant of a recipe has the recipe's temperature unless the table lists the variant
             wanted = TEMPERATURES.get(name) or TEMPERATURES[f"{data_of(name)}_{config.objective.method}"]
@@ -188,6 +191,13 @@ def test_gamma_is_as_published() -> None:
             average = config_of(name).objective.moving_average
             assert (average.gamma, average.gamma_min) == GAMMAS.get(name, ("cosine", 0.2)), name
             assert average.gamma_epochs == GAMMA_EPOCHS[data_of(name)], name
+
+
+def test_drrho_has_a_reference_and_a_constant_gamma() -> None:
+    objective = config_of("dfn192m_drrho").objective
+    average = objective.moving_average
+    assert (objective.method, average.gamma_min, average.gamma_epochs) == ("fastclip_v1", 1.0, 7)
+    assert objective.reference_model is not None
 
 
 def test_neuclips_network_is_as_published() -> None:

@@ -38,6 +38,10 @@ def check_run(config: Config) -> None:
         check_path("data.zero_shot", data.zero_shot)
     if data.evaluation_sets is not None:
         check_path("data.evaluation_sets", str(data.evaluation_sets))
+    if config.objective.reference_model is not None:
+        check_path("objective.reference_model", config.objective.reference_model)
+    for folder in config.objective.distill.folders:
+        check_path("objective.distill.features", folder)
     url = _URL.match(run.remote or "")
     if url:
         _require_store(f"run.remote={run.remote}", url[1])

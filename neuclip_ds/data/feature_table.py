@@ -1,7 +1,7 @@
 """Rows of features by global sample index, from a folder that `neuclip-ds embed` wrote for the same data."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from io import FileIO
@@ -34,6 +34,11 @@ class StoredFeatures:
 
     image: Tensor | None  # (b, d)
     text: Tensor | None  # (b, d)
+
+    def pair(self) -> tuple[Tensor, Tensor]:
+        """Return the features of images and of texts; the table must have both."""
+        assert self.image is not None and self.text is not None
+        return self.image, self.text
 
     def pin_memory(self) -> "StoredFeatures":
         """Return a copy of the features in pinned memory."""
@@ -308,6 +313,14 @@ def find_table(folder: str) -> Stored:
             raise UserError(f"{folder} has features in the format of another version: {_AGAIN} with a new --out.")
         part_bytes = [sizes.get(part_name(shard), 0) for shard in range(embedding["shards"])]
     return {"folder": folder, "embedding": embedding, "bytes": part_bytes}
+
+
+def cached_bytes(tables: Iterable[FeatureTable], manifest: Manifest) -> NDArray[np.int64]:
+    """Return the (n_shards,) bytes of each shard's features that the cache holds, of all tables together."""
+    total = np.zeros(manifest.n_shards, dtype=np.int64)
+    for table in tables:
+        total += table.cached_bytes
+    return total
 
 
 def random_crops(tables: Mapping[str, FeatureTable], crop_scale: float, seed: int) -> int:

@@ -9,12 +9,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from neuclip_ds.config import CLIP_BPE, Config, TextConfig
 from neuclip_ds.data.dataset import PairDataset
 from neuclip_ds.data.feature_parts import EMBEDDING
-from neuclip_ds.data.feature_table import FeatureTable, random_crops
+from neuclip_ds.data.feature_table import FeatureTable, cached_bytes, random_crops
 from neuclip_ds.data.images import DECODERS, ImageTransform, train_transform
 from neuclip_ds.data.interleave import Interleave
 from neuclip_ds.data.loader import Loader, LoaderOptions, RankBatch, join_parts, part_count, train_jobs
@@ -140,9 +138,7 @@ def open_training_data(
             CHECKED_SAMPLES,
         )
     nodes = communicator.world_size // len(communicator.ranks_of_node())
-    feature_bytes = np.zeros(manifest.n_shards, dtype=np.int64)
-    for table in tables.values():
-        feature_bytes += table.cached_bytes
+    feature_bytes = cached_bytes(tables.values(), manifest)
     order = communicator.on_every_rank(lambda: open_order(config, training_set, nodes, interleave, feature_bytes))
 
     preprocessing = source.preprocessing

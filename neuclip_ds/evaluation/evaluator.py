@@ -31,6 +31,7 @@ from neuclip_ds.evaluation.zero_shot import zero_shot
 from neuclip_ds.losses.contrastive_loss import ContrastiveLoss
 from neuclip_ds.losses.global_contrastive import GlobalContrastiveLoss
 from neuclip_ds.losses.methods import find_method
+from neuclip_ds.losses.stored_features import REFERENCE
 from neuclip_ds.models.pretrained.base import Preprocessing
 from neuclip_ds.reporting.metrics import CHANCE
 
@@ -68,6 +69,8 @@ class Evaluator:
         self._config = config
         self._communicator = communicator
         self._train_manifest = data.manifest
+        # of the reference model only: the estimates of the normalizers do not depend on teachers
+        self._tables = {name: table for name, table in data.tables.items() if name == REFERENCE}
         self._tokenizer = data.tokenizer
         self._interleave = data.order.interleave
         self._transform = EvalTransform(preprocessing.size, preprocessing.squash, DECODERS[config.data.decoder])
@@ -172,6 +175,7 @@ class Evaluator:
                 seed=caption_seeds[source],
                 captions=options.captions,
                 cache=options.cache,
+                tables=None if source == _VAL else self._tables,
             )
         return Loader(options, pairs)
 

@@ -4,9 +4,10 @@ With the current model and temperatures, an anchor's true normalizer is the mean
 
     g_i = 1/(n-1) sum_{j != i} exp(l(s_ij - s_ii) / tau_i)
 
-where an image anchor's negatives are texts, a text anchor's negatives are images, and l is the method's pair loss. The
-error is the logarithm of the method's estimate of g_i minus the logarithm of g_i. The estimate excludes the eps in
-NeuCLIP's alpha_i and the positive's contribution, c/(B-1), to AmorLIP's lambda_i.
+where an image anchor's negatives are texts, a text anchor's negatives are images, and l is the method's pair loss. With
+a reference model, s_ij stands for the similarity minus the reference's. The error is the logarithm of the method's
+estimate of g_i minus the logarithm of g_i. The estimate excludes the eps in NeuCLIP's alpha_i and the positive's
+contribution, c/(B-1), to AmorLIP's lambda_i.
 
 A fixed sample of A anchors is encoded first, in batches of the training batch size, and the method estimates their
 normalizers. Every rank then stores all anchors, in O(A d) memory, and compares its n/K samples with them, one batch at
@@ -14,34 +15,52 @@ a time. The sums over negatives are computed in the log domain, within and acros
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from neuclip_ds.data.dataset import PADDING, Batch
-from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.distributed.communicator import Communicator, to_device
 from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation.encoding import Encode, encode_batch
 from neuclip_ds.losses.arithmetic import products_exact_for
 from neuclip_ds.losses.pairs import PairLoss
+from neuclip_ds.losses.stored_features import REFERENCE, StoredBatch, StoredRows
 
-EstimateNormalizers = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Function (image features (b, d), text features (b, d), index (b,), valid (b,)) -> (log of the method's estimate of g,
-tau), both (2, local), for the valid rows of this rank's part of a batch. An estimate that does not exist yet is -inf.
 
-Direction 0 has image anchors and direction 1 text anchors. `index` and `valid` are in host memory. The function runs
-collectives, so all ranks must call it the same number of times.
-"""
+class EstimateNormalizers(Protocol):
+    """Function that returns a method's estimates; `ContrastiveLoss.estimate_normalizers`."""
+
+    def __call__(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        index: Tensor,
+        valid: Tensor,
+        *,
+        reference: StoredRows | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the log of the method's estimate of g, and tau, for the valid rows of this rank's part of a batch.
+
+        Both are (2, local): direction 0 has image anchors and direction 1 text anchors. An estimate that does not exist
+        yet is -inf. The function runs collectives, so all ranks must call it the same number of times.
+
+        Args:
+            image_features, text_features: (b, d) features.
+            index, valid: (b,) in host memory.
+            reference: (b, D) stored features of images and texts from the reference model, if there is one.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Anchors:
     """All A anchors, identical on all ranks; the first dimension of every tensor except `sample` is the direction."""
 
-    features: Tensor  # (2, A, d)
+    features: Tensor  # (2, A, d), or (2, A, d + D) with a reference model; see `_minus_reference`
     sample: Tensor  # (A,) global indices
     log_estimate: Tensor  # (2, A)
     tau: Tensor  # (2, A)
@@ -101,15 +120,18 @@ def _encode_anchors(
     """Encode the first `limit` valid rows of the batches; a batch consists of all ranks' rows in rank order."""
     gathered_rows = []  # of each batch: image features, text features, log estimates (2) and temperatures (2)
     gathered_index = []
-    encoded_parts = (encode_batch(encode, batch) for batch in batches)
-    while parts := list(islice(encoded_parts, parts_per_batch)):
+    encoded_parts = ((encode_batch(encode, batch), _reference_of(batch)) for batch in batches)
+    while parts_and_references := list(islice(encoded_parts, parts_per_batch)):
+        parts = [part for part, _ in parts_and_references]
         image = torch.cat([part.image for part in parts])
         text = torch.cat([part.text for part in parts])
         index = torch.cat([part.index for part in parts])
         valid = torch.cat([part.valid for part in parts])
+        reference = StoredBatch.concatenated([part for _, part in parts_and_references]).reference
 
-        # invalid rows have no estimate
-        log_estimate, tau = estimate(image, text, index, valid)  # both (2, number of valid rows)
+        # invalid rows have no estimate; the estimates are (2, number of valid rows)
+        log_estimate, tau = estimate(image, text, index, valid, reference=reference)
+        image, text = _minus_reference(image, text, reference)
         values = image.new_full((len(index), 4), math.nan)
         valid_rows = valid.nonzero().squeeze(1).to(image.device, non_blocking=True)
         values.index_copy_(0, valid_rows, torch.cat([log_estimate, tau]).T.to(values))
@@ -134,6 +156,20 @@ def _encode_anchors(
     )
 
 
+def _reference_of(batch: Batch) -> StoredBatch:
+    """Return the stored features of the reference model, if there is one."""
+    stored = batch.stored.get(REFERENCE)
+    return StoredBatch.of(None if stored is None else stored.pair(), None)
+
+
+def _minus_reference(image: Tensor, text: Tensor, reference: StoredRows | None) -> tuple[Tensor, Tensor]:
+    """Return (b, d + D) features whose similarities are s_ij - r_ij, if there is a reference model."""
+    if reference is None:
+        return image, text
+    reference_image, reference_text = (to_device(rows, image.device).to(image.dtype) for rows in reference)
+    return torch.cat([image, -reference_image], dim=1), torch.cat([text, reference_text], dim=1)
+
+
 def _log_sum_over_negatives(
     encode: Encode,
     anchors: _Anchors,
@@ -153,7 +189,8 @@ def _log_sum_over_negatives(
         index = encoded.index.to(samples.device, non_blocking=True)
         valid = encoded.valid.to(samples.device, non_blocking=True)
         samples += valid.sum()
-        candidates = torch.stack([encoded.text, encoded.image])  # of image anchors and of text anchors
+        image, text = _minus_reference(encoded.image, encoded.text, _reference_of(batch).reference)
+        candidates = torch.stack([text, image])  # of image anchors and of text anchors
         for rows in anchor_chunks:
             is_positive = index == anchors.sample[rows].unsqueeze(1)  # (chunk, b)
             logits = _logits(anchors, rows, candidates, pair_loss).masked_fill_(~valid | is_positive, -math.inf)

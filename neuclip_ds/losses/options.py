@@ -79,16 +79,24 @@ class DistillConfig(Section):
             self.temperatures(len(self.features))
         return self
 
+    @property
+    def folders(self) -> list[str]:
+        """The folder of each teacher's stored features; empty without distillation."""
+        if self.features is None:
+            return []
+        return self.features if isinstance(self.features, list) else [self.features]
+
     def temperatures(self, teachers: int) -> list[float]:
         """Return the temperature of each teacher; raise `UserError` if their number differs from `teachers`."""
-        if not isinstance(self.temperature, list):
-            return [self.temperature] * teachers
-        if len(self.temperature) != teachers:
+        temperatures = self.temperature if isinstance(self.temperature, list) else [self.temperature]
+        if len(temperatures) == 1:  # the command line makes a list of a single number
+            return temperatures * teachers
+        if len(temperatures) != teachers:
             raise UserError(
-                f"objective.distill.temperature has {len(self.temperature)} values for {teachers} teachers: pass one "
-                "value for each, or a single number."
+                f"objective.distill.temperature has {len(temperatures)} values for {teachers} teachers: pass one value "
+                "for each, or a single number."
             )
-        return self.temperature
+        return temperatures
 
 
 class ObjectiveConfig(Section):

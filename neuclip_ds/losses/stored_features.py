@@ -7,12 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from neuclip_ds.losses.checks import problem_with_stored
+
+if TYPE_CHECKING:
+    from neuclip_ds.losses.options import ObjectiveConfig
 
 StoredRows = tuple[Tensor, Tensor]
 """Stored features of images and of texts: two normalized (b, D) tensors; D may differ from the features' width d."""
@@ -22,6 +26,17 @@ Teachers = StoredRows | list[StoredRows]
 
 REFERENCE = "reference"
 TEACHER = "teacher"
+
+
+def stored_folders(config: ObjectiveConfig) -> dict[str, str]:
+    """Return the folders of stored features that the options name, by `reference`, `teacher`, `teacher 2` and so on."""
+    folders: dict[str, str] = {}
+    if config.reference_model is not None:
+        folders[REFERENCE] = config.reference_model
+    for number, folder in enumerate(config.distill.folders, start=1):
+        name = TEACHER if number == 1 else f"{TEACHER} {number}"
+        folders[name] = folder
+    return folders
 
 
 @dataclass(frozen=True, kw_only=True)

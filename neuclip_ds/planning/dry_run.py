@@ -9,10 +9,12 @@ import torch
 
 from neuclip_ds.config import Config
 from neuclip_ds.data.build import open_manifest
+from neuclip_ds.data.feature_table import FeatureTable, cached_bytes
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.mixture import BatchOrder
-from neuclip_ds.data.open_data import CACHE, resolve
+from neuclip_ds.data.open_data import CACHE, open_cache, open_tables, resolve
 from neuclip_ds.data.scan import ScanOptions
+from neuclip_ds.data.shards import is_local
 from neuclip_ds.data.training_set import TrainingSet, open_order
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.environment import RankEnvironment
@@ -21,11 +23,12 @@ from neuclip_ds.engine.config import load_engine_config, precision, zero_stage
 from neuclip_ds.engine.precision import resolve_comm_dtype
 from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation.evaluator import open_held_out
+from neuclip_ds.losses.stored_features import stored_folders
 from neuclip_ds.models.recompute import checkpointed_blocks
 from neuclip_ds.models.trained_parts import TOWERS, Parameters
 from neuclip_ds.planning.host_memory import FIX, loader_memory, local_ranks, shortages
 from neuclip_ds.planning.memory import MemoryQuery, account, count_towers, smallest_that_fits
-from neuclip_ds.training.checks import check_config, config_warnings
+from neuclip_ds.training.checks import check_config, check_tables, config_warnings
 from neuclip_ds.training.schedule import run_length
 
 T = TypeVar("T")
@@ -60,7 +63,12 @@ def print_dry_run(
     data = attempt(lambda: TrainingSet(config.data, lambda source: _open(config, source)))
     manifest = data.manifest if data else None
     held_out = attempt(lambda: open_held_out(config, Communicator(), CACHE, manifest))
-    order = attempt(lambda: open_order(config, data, max(len(nodes), 1))) if data else None
+    tables: dict[str, FeatureTable] = {}
+    order = None
+    if data:
+        tables = attempt(lambda: _open_tables(config, data.manifest)) or {}
+        feature_bytes = cached_bytes(tables.values(), data.manifest)
+        order = attempt(lambda: open_order(config, data, max(len(nodes), 1), feature_bytes=feature_bytes))
 
     lines = [f"method     {config.objective.method}"]
     if nodes:
@@ -75,13 +83,18 @@ def print_dry_run(
         lines += _data_lines(config, manifest, order)
     else:
         lines.append(f"data       {', '.join(config.data.train_paths) or 'not set'}: see the error below")
+    for name, table in tables.items():
+        lines.append(f"{name:<10} {table.folder}, {table.dtype} of width {table.image_width}")
     if held_out:
         lines.append(f"evaluation {held_out.describe()}")
     if model_lines:
-        bytes_per_pair = 2 * query.source.embed_dim * resolve_comm_dtype(config, engine).itemsize + 8
+        stored_widths = {name: table.image_width or 0 for name, table in tables.items()}
+        query = replace(query, stored_widths=stored_widths, samples=manifest.n if manifest else 0)
+        widths = query.source.embed_dim + sum(stored_widths.values())
+        bytes_per_pair = 2 * widths * resolve_comm_dtype(config, engine).itemsize + 8
         received = (world_size - 1) * query.rank_batch * bytes_per_pair / 1e6
         lines.append(f"traffic    {received:,.2f} MB of features received per rank and step (computed)")
-        lines += _memory_lines(replace(query, samples=manifest.n if manifest else 0), gpu_memory, nodes)
+        lines += _memory_lines(query, gpu_memory, nodes)
     if data and data.sources:
         lines += ["sources", *data.describe()]
     if environment.rank == 0:
@@ -112,6 +125,15 @@ def _model_lines(query: MemoryQuery, engine: dict[str, Any]) -> Iterator[str]:
 def _open(config: Config, source: str) -> Manifest:
     options = ScanOptions(captions=tuple(config.data.captions))
     return open_manifest(resolve(source), CACHE / "manifests", options=options)
+
+
+def _open_tables(config: Config, manifest: Manifest) -> dict[str, FeatureTable]:
+    """Open the stored features of a reference model and of teachers as a run does."""
+    folders = stored_folders(config.objective)
+    cache = None if all(map(is_local, folders.values())) else open_cache(config.data)
+    tables = open_tables(folders, manifest, config.data.captions, Communicator(), cache)
+    check_tables(tables)
+    return tables
 
 
 def _data_lines(config: Config, manifest: Manifest, order: BatchOrder) -> list[str]:

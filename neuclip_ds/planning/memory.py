@@ -8,7 +8,7 @@ libraries); host_memory.py estimates the loaders' host memory.
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ from neuclip_ds.losses.base import LossContext
 from neuclip_ds.losses.methods import find_method
 from neuclip_ds.losses.pairs import CACHED_BYTES, block_bytes, compiles
 from neuclip_ds.losses.sample_store import MAX_DEVICE_BYTES
+from neuclip_ds.losses.stored_features import REFERENCE
 from neuclip_ds.models.source import ModelSource, locate_model, model_source
 from neuclip_ds.models.tokenizer import ModelTokenizer
 from neuclip_ds.models.towers import DualEncoder
@@ -98,6 +99,7 @@ class MemoryQuery:
     world_size: int
     samples: int = 0  # n of the dataset, 0 if unknown
     device: str = "cuda"  # or `cpu`
+    stored_widths: Mapping[str, int] = field(default_factory=dict)  # D of each model with stored features, by name
 
     @cached_property
     def source(self) -> ModelSource:
@@ -267,6 +269,8 @@ def account(query: MemoryQuery, towers: Towers) -> MemoryAccount:
         "features": features,
         "u, NPN, nets": state.device,
     }
+    if query.stored_widths:
+        always_allocated["stored features"] = _stored_features(query, itemsize)
     temporary = {
         "buckets, gathered weights": engine.working,
         "activations": towers.activations.alone,
@@ -318,6 +322,22 @@ def _inputs(query: MemoryQuery) -> int:
     """Return the bytes of pixels and tokens: two micro-batches on a GPU (one is prefetched), or one batch on a CPU."""
     rows = 2 * query.micro_batch if query.device == "cuda" else query.rank_batch
     return rows * (3 * query.image_size**2 + 8 * query.tokenizer.context_length)
+
+
+def _stored_features(query: MemoryQuery, itemsize: int) -> int:
+    """Return the bytes of stored features of the whole batch, in float32 and in the dtype that was sent.
+
+    With a reference model, the loss also has a float32 copy of both models' features side by side, and a queue has
+    the reference's features, with a copy to undo a skipped step.
+    """
+    batch = query.config.data.batch_size
+    size = 2 * (4 + itemsize) * batch * sum(query.stored_widths.values())
+    width = query.stored_widths.get(REFERENCE)
+    if width is None:
+        return size
+    objective = query.config.objective
+    queued = objective.queue.size if "queue" in find_method(objective.method).sections else 0
+    return size + 2 * 4 * batch * (query.source.embed_dim + width) + 2 * 2 * 4 * queued * width
 
 
 def _similarities(query: MemoryQuery, itemsize: int) -> int:

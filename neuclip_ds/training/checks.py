@@ -5,11 +5,13 @@ from typing import Any
 
 from neuclip_ds.checkpoint.checkpoints import Fingerprint
 from neuclip_ds.config import Config, ModelConfig
+from neuclip_ds.data.feature_table import FeatureTable
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.training_set import source_settings
 from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.start import check_engine_config
 from neuclip_ds.errors import UserError
+from neuclip_ds.losses.options import DistillConfig, ObjectiveConfig
 from neuclip_ds.models.trained_parts import TOWERS
 from neuclip_ds.training.schedule import fitted_warmup
 
@@ -24,6 +26,54 @@ def check_config(config: Config, world_size: int) -> None:
     """Raise `UserError`, without communicating with other ranks, if a config would fail regardless of the data."""
     config.micro_batch(world_size)
     check_engine_config(load_engine_config(config, world_size), config.deepspeed)
+    _check_stored_features(config)
+
+
+def _check_stored_features(config: Config) -> None:
+    """Raise `UserError` if options of a reference model or of distillation have no effect or cannot be combined."""
+    objective = config.objective
+    distill = objective.distill
+    changed = [
+        f"objective.distill.{name}"
+        for name in DistillConfig.model_fields
+        if getattr(distill, name) != getattr(DistillConfig(), name)
+    ]
+    if distill.features is None and changed:
+        raise UserError(
+            f"{', '.join(changed)} has no effect without a teacher: set objective.distill.features to the folder of "
+            "its features, or remove the option."
+        )
+    if objective.reference_model is None:
+        return
+    if distill.features is not None and distill.contrastive_weight == 0:
+        raise UserError(
+            "objective.reference_model has no effect with objective.distill.contrastive_weight=0, because the "
+            "reference is part of the method's loss: remove one of them."
+        )
+    if config.recovery.epochs and config.recovery.loss == "hgcl":
+        raise UserError(
+            "recovery.loss=hgcl is a hinged loss, which has no form with objective.reference_model: set "
+            "recovery.loss=gcl."
+        )
+
+
+def check_tables(tables: Mapping[str, FeatureTable]) -> None:
+    """Raise `UserError` if stored features do not give the similarities of images and texts."""
+    for table in tables.values():
+        contents = {"images": table.image_width, "texts": table.text_width}
+        missing = [name for name, width in contents.items() if width is None]
+        if missing:
+            problem = f"no features of {' and '.join(missing)}"
+        elif table.embedding["output"] != "joint":
+            problem = "features from before the projection"
+        elif table.image_width != table.text_width:
+            problem = f"image features of width {table.image_width} and text features of width {table.text_width}"
+        else:
+            continue
+        raise UserError(
+            f"{table.folder} has {problem}, but a reference model or a teacher needs the similarities of images and "
+            "texts: embed the training data with a model of both, without --output=trunk."
+        )
 
 
 def check_data(saved: Mapping[str, Any], manifest: Manifest) -> None:
@@ -76,8 +126,23 @@ def fingerprint(config: Config) -> Fingerprint:
         "seed": config.run.seed,
         "method": config.objective.method,
         "optimizer": config.optimizer.name,
+        **_stored_features(config.objective),
         **_architecture(config.model),
     }
+
+
+def _stored_features(objective: ObjectiveConfig) -> Fingerprint:
+    """Return the use of stored features; TrainingData.record() has their models, so that folders may be moved."""
+    distill = objective.distill
+    teachers = len(distill.folders)
+    settings: dict[str, Any] = {
+        "objective.reference_model": None if objective.reference_model is None else "a folder",
+        "objective.distill.features": ["a folder"] * teachers or None,
+    }
+    for name in ("weight", "contrastive_weight"):
+        settings[f"objective.distill.{name}"] = getattr(distill, name) if teachers else None
+    settings["objective.distill.temperature"] = distill.temperatures(teachers) if teachers else None
+    return settings
 
 
 def _architecture(model: ModelConfig) -> Fingerprint:

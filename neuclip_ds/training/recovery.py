@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ from neuclip_ds.losses.batch_norm import batch_norms, kept_statistics
 from neuclip_ds.losses.contrastive_loss import ContrastiveLoss
 from neuclip_ds.losses.methods import find_method
 from neuclip_ds.losses.options import ObjectiveConfig
+from neuclip_ds.losses.stored_features import REFERENCE
 from neuclip_ds.training.checks import check_data
 from neuclip_ds.training.run_folder import RECOVERY
 
@@ -105,6 +106,7 @@ def load_recovered_state(checkpoint: Path, context: RunContext, loss: Contrastiv
                 "--recovery.restore='[\"moments\"]', or recover with --recovery.loss=gcl."
             )
         check_data(meta["data"], context.data.manifest)
+        _check_reference(checkpoint, meta["data"], context.data.record())
         files = StateFiles(checkpoint / STATE, verified=True)
         recovered_tau = float(files.replicated(OBJECTIVE).get(_TAU, torch.nan))
         tau = float(loss.function.replicated_state().get(_TAU, torch.nan))
@@ -116,6 +118,17 @@ def load_recovered_state(checkpoint: Path, context: RunContext, loss: Contrastiv
         files.fill({_TABLE: tables[_TABLE]})
         restored.append("statistics")
     log.info("%s are taken from %s", " and ".join(restored) or "no statistics", checkpoint)
+
+
+def _check_reference(checkpoint: Path, recovered: Mapping[str, Any], data: Mapping[str, Any]) -> None:
+    """Raise `UserError` if u was recovered with another reference model than this run's, or only one has one."""
+    recovered_job = recovered.get("features", {}).get(REFERENCE)
+    job = data.get("features", {}).get(REFERENCE)
+    if recovered_job != job:
+        raise UserError(
+            f"{checkpoint} contains u of another objective.reference_model than this run's: name the features that the "
+            "recovery used, or recover again."
+        )
 
 
 def gamma_epoch_offset(config: Config) -> int:

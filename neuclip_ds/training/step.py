@@ -1,6 +1,7 @@
 """One training step, from the batch to the updated weights."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from neuclip_ds.engine.device_batches import DeviceBatch, DeviceBatches
 from neuclip_ds.engine.engine import Engine
 from neuclip_ds.losses.base import Position
 from neuclip_ds.losses.contrastive_loss import ContrastiveLoss
+from neuclip_ds.losses.stored_features import REFERENCE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +49,7 @@ def train_step(
         position: position of the step in the run.
     """
     # forward: the features of one tower are sent while the other tower runs
-    pending = loss.begin(batch.host.index, batch.host.valid, position)
+    pending = loss.begin(batch.host.index, batch.host.valid, position, **_stored_rows(batch.host))
     image, text = engine.encode(batch, pending, position.step)
     with record_function(f"{PHASE}objective"):
         value = loss(image, text, pending=pending)
@@ -74,6 +76,15 @@ def train_step(
         applied=update.applied,
         not_finite=not_finite,
     )
+
+
+def _stored_rows(batch: RankBatch) -> dict[str, Any]:
+    """Return the stored features of a batch, if it has any, as arguments of `ContrastiveLoss.begin`."""
+    rows = {name: features.pair() for name, features in batch.stored.items()}
+    if not rows:
+        return {}
+    reference = rows.pop(REFERENCE, None)
+    return {"reference": reference, "teacher": list(rows.values())}
 
 
 @torch.no_grad()

@@ -46,6 +46,7 @@ from neuclip_ds.evaluation.evaluator import Evaluator
 from neuclip_ds.files import explain_disk
 from neuclip_ds.losses.base import Position
 from neuclip_ds.losses.contrastive_loss import ContrastiveLoss
+from neuclip_ds.losses.stored_features import stored_folders
 from neuclip_ds.models.compilation import Compilation, compile_towers, resolve_compilation
 from neuclip_ds.models.pretrained.base import LogitParameters
 from neuclip_ds.models.source import ModelSource, locate_on_rank_zero, model_source
@@ -55,7 +56,7 @@ from neuclip_ds.reporting.events import EventLog
 from neuclip_ds.reporting.log import configure_logging
 from neuclip_ds.reporting.metrics import MetricsLog
 from neuclip_ds.training.checkpointing import SaveCheckpoints
-from neuclip_ds.training.checks import check_config, check_data, config_warnings, fingerprint
+from neuclip_ds.training.checks import check_config, check_data, check_tables, config_warnings, fingerprint
 from neuclip_ds.training.hooks import Hook, hook_names
 from neuclip_ds.training.hooks.evaluation import EvaluateModel
 from neuclip_ds.training.hooks.health import WatchHealth
@@ -209,7 +210,9 @@ def build_run(config: Config, communicator: Communicator, folder: Path, staged: 
     meta = None
     if resumed is not None:
         meta = communicator.on_rank_zero(partial(read_meta, resumed))
-    data = open_training_data(config, source, communicator, staged, resumed, meta)
+    folders = stored_folders(config.objective)
+    data = open_training_data(config, source, communicator, staged, resumed, meta, folders)
+    check_tables(data.tables)
     data_options = {**interleave_settings(data.order.interleave), "val": find_validation(config.data, data.manifest)}
     config = config.model_copy(update={"data": config.data.model_copy(update=data_options)})
     steps = run_length(data.order, config.epochs, config.max_steps)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, field
 from typing import Any
 
 import oracle
@@ -12,6 +13,7 @@ import torch
 from build import build_loss, call, columns, pairs, position, replicated_state, table_rows
 from torch import Tensor
 
+from neuclip_ds.data.feature_table import StoredFeatures
 from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation.normalizer_error import normalizer_error
 from neuclip_ds.losses.amortization_mlp import AmortizationMlp
@@ -47,19 +49,34 @@ class Rows:
     tokens: Tensor
     index: Tensor
     valid: Tensor
+    stored: dict[str, StoredFeatures] = field(default_factory=dict)
 
     def split(self, parts: int) -> list[Rows]:
         """Split the rows into nearly equal parts."""
-        columns = {name: column.tensor_split(parts) for name, column in vars(self).items()}
-        return [Rows(**{name: column[part] for name, column in columns.items()}) for part in range(parts)]
+        return [self._rows(rows) for rows in torch.arange(len(self.index)).tensor_split(parts)]
+
+    def _rows(self, rows: Tensor) -> Rows:
+        stored: dict[str, StoredFeatures] = {}
+        for name, features in self.stored.items():
+            image, text = features.pair()
+            stored[name] = StoredFeatures(image=image[rows], text=text[rows])
+        return Rows(
+            image=self.image[rows],
+            tokens=self.tokens[rows],
+            index=self.index[rows],
+            valid=self.valid[rows],
+            stored=stored,
+        )
 
 
 def identity(image: Tensor | None, tokens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     return image, tokens
 
 
-def batches_of(samples: Tensor, features: tuple[Tensor, Tensor], rank: Any, batch: int = BATCH) -> list[Rows]:
-    """Return this rank's rows of each global batch of `samples`; invalid rows are NaN."""
+def batches_of(
+    samples: Tensor, features: tuple[Tensor, Tensor], rank: Any, batch: int = BATCH, has_reference: bool = False
+) -> list[Rows]:
+    """Return this rank's rows of each global batch of `samples`; invalid rows are NaN, and those of a reference 0."""
     steps = math.ceil(len(samples) / batch)
     index = torch.full((steps * batch,), -1)
     index[: len(samples)] = samples
@@ -70,7 +87,14 @@ def batches_of(samples: Tensor, features: tuple[Tensor, Tensor], rank: Any, batc
     for step_number in range(steps):
         start = step_number * batch + rank.rank * rows_per_rank
         local = slice(start, start + rows_per_rank)
-        batches.append(Rows(image=image[local], tokens=text[local], index=index[local], valid=valid[local]))
+        stored: dict[str, StoredFeatures] = {}
+        if has_reference:
+            is_valid = valid[local].unsqueeze(1)
+            of_rows = [torch.where(is_valid, rows[index[local].clamp(min=0)], 0.0) for rows in STORED]
+            stored["reference"] = StoredFeatures(image=of_rows[0], text=of_rows[1])
+        batches.append(
+            Rows(image=image[local], tokens=text[local], index=index[local], valid=valid[local], stored=stored)
+        )
     return batches
 
 
@@ -104,12 +128,14 @@ def measure(
     anchors: int = N,
     parts_per_batch: int = 1,
     chunk: int = 4096,
+    has_reference: bool = False,
 ) -> dict[str, float]:
     """Measure the error, by default with all samples as anchors; check that this changes no state of the loss."""
     anchor_batches: list[Any] = []
-    for rows in batches_of(ORDER if order is None else order, features, communicator):
+    for rows in batches_of(ORDER if order is None else order, features, communicator, has_reference=has_reference):
         anchor_batches += rows.split(parts_per_batch)
-    all_batches: list[Any] = [*batches_of(torch.arange(N) if samples is None else samples, features, communicator, 6)]
+    all_samples = torch.arange(N) if samples is None else samples
+    all_batches: list[Any] = [*batches_of(all_samples, features, communicator, 6, has_reference)]
 
     before = state_of(loss_fn)
     errors = normalizer_error(
@@ -146,6 +172,7 @@ def on_ranks(run_ranks: Any, world_size: int, name: str, **options: Any) -> dict
 
 ORDER = torch.randperm(N, generator=torch.Generator().manual_seed(5))
 FEATURES = pairs(N, DIM, seed=99, likeness=0.7)
+STORED = pairs(N, 4, seed=98)  # features of a reference model
 VALID = torch.tensor([i for i in range(N) if i not in BAD])
 
 
@@ -290,6 +317,20 @@ def test_the_error_is_that_of_the_estimates_in_the_methods_state(run_ranks: Any,
     for errors, errors_of_some in run_ranks(3, on_three_ranks):
         assert errors == pytest.approx(expected, rel=1e-9)
         assert errors_of_some == pytest.approx(expected_of_some, rel=1e-9)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_the_similarities_of_a_reference_are_subtracted(
+    run_ranks: Any, monkeypatch: pytest.MonkeyPatch, world_size: int
+) -> None:
+    options = {"has_reference": True, "parts_per_batch": 2, "chunk": 7}
+    results = run_ranks(world_size, lambda rank: measure(trained("openclip", rank), rank, FEATURES, **options))
+    (loss_fn,) = run_ranks(1, lambda rank: trained("openclip", rank))
+    image = torch.cat([FEATURES[0], -STORED[0]], dim=1)
+    text = torch.cat([FEATURES[1], STORED[1]], dim=1)
+    monkeypatch.setattr(sys.modules[__name__], "FEATURES", (image, text))
+    for errors in results:
+        assert errors == pytest.approx(reference(loss_fn, "openclip"), rel=1e-9)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

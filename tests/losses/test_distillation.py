@@ -269,7 +269,7 @@ def test_options_that_do_not_fit_are_refused() -> None:
     with pytest.raises(UserError, match="3 values for 2 teachers"):
         loss_fn(image, text, teacher=TEACHERS)
     for options, message in (
-        ({"temperature": [0.1], "features": ["a", "b"]}, "1 values for 2 teachers"),
+        ({"temperature": [0.1] * 3, "features": ["a", "b"]}, "3 values for 2 teachers"),
         ({"temperature": 0.0}, "must be above 0"),
         ({"weight": 0.0}, "greater than 0"),
     ):

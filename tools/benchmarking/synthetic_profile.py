@@ -12,11 +12,13 @@ from typing import cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from benchmarking.random_pairs import BATCHES, FULL, random_tokens, seed_of_batch
 from benchmarking.run_loss import LossBuilder, build_loss
 from neuclip_ds.config import Config, dump
 from neuclip_ds.data.dataset import Batch
+from neuclip_ds.data.feature_table import StoredFeatures, find_table
 from neuclip_ds.data.loader import RankBatch
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.config import load_engine_config, precision, zero_stage
@@ -26,6 +28,7 @@ from neuclip_ds.engine.start import start_engine
 from neuclip_ds.losses.base import Position
 from neuclip_ds.losses.contrastive_loss import ContrastiveLoss
 from neuclip_ds.losses.methods import find_method
+from neuclip_ds.losses.stored_features import stored_folders
 from neuclip_ds.models.compilation import compile_towers, resolve_compilation
 from neuclip_ds.models.trained_parts import Parameters
 from neuclip_ds.planning.memory import MemoryQuery
@@ -116,6 +119,18 @@ class SyntheticSteps:
         shape = (rows, 3, query.image_size, query.image_size)
         return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8), tokens
 
+    def _stored_features(self, generator: torch.Generator) -> dict[str, StoredFeatures]:
+        """Return noise in place of the stored features that the config names, with their widths and dtypes."""
+        stored: dict[str, StoredFeatures] = {}
+        for name, folder in stored_folders(self._query.config.objective).items():
+            embedding = find_table(folder)["embedding"]
+            shape = (2, self._query.rank_batch, embedding["image_width"])
+            image, text = normalize(torch.randn(shape, generator=generator), dim=2).to(
+                getattr(torch, embedding["dtype"])
+            )
+            stored[name] = StoredFeatures(image=image, text=text)
+        return stored
+
     def _endless(self, pairs: list[tuple[Tensor, Tensor]]) -> Iterator[RankBatch]:
         """Yield the pairs in turn; the indices are drawn anew, so that an epoch has every sample once."""
         on_gpu = self._communicator.device.type == "cuda"
@@ -124,7 +139,8 @@ class SyntheticSteps:
         generator = torch.Generator().manual_seed(0)
         permutation = torch.randperm(EPOCH * size, generator=generator)
         valid = torch.ones(rows, dtype=torch.bool)
-        batches = [Batch(image, tokens, permutation[:rows], valid) for image, tokens in pairs]
+        stored = self._stored_features(generator)
+        batches = [Batch(image, tokens, permutation[:rows], valid, stored=stored) for image, tokens in pairs]
         if on_gpu:
             batches = [batch.pin_memory() for batch in batches]
         for number in itertools.count():
