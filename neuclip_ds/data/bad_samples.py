@@ -77,7 +77,7 @@ class BadSampleLog:
                 )
 
     def take_new(self) -> list[Any]:
-        """Return what this rank has recorded since the last call, JSON-serializable, for `merge` on all ranks."""
+        """Return this rank's records since the last call, JSON-serializable, for `merge` on all ranks."""
         new = [self._new_seen, [asdict(sample) for sample in self._new_bad], self._recent_problem()]
         self._new_seen = 0
         self._new_bad = []

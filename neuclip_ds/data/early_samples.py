@@ -7,6 +7,7 @@ fetched in pieces: first the ranges of bytes with their samples, then everything
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -62,6 +63,7 @@ class EarlySamples:
         self._samples_of_batch = samples_of_batch
         self._ranges = RangeReader(cache.timeout)
         self._begun: dict[int, PartialShard] = {}  # by the number of the shard
+        self._mutex = threading.Lock()  # held while a shard leaves `_begun`
         self._requested_end = 0  # the samples of later batches have not been requested
         self._pool = ThreadPoolExecutor(_THREADS)
 
@@ -121,14 +123,14 @@ class EarlySamples:
                 time.sleep(_POLL)
             shard = self._begun.get(number)  # None if a piece could not be fetched
         # another thread may have fetched the same shard for a later request
-        if shard is None or self._begun.pop(number, None) is None:
+        if shard is None or not self._take(number, shard):
             return False
         return self._cache.complete(shard, self._shards[number].crc32)
 
     def drop(self, number: int) -> None:
         """Abandon a shard that has been begun but is no longer needed: it would keep its space in the cache."""
-        shard = self._begun.pop(number, None)
-        if shard is not None:
+        shard = self._begun.get(number)
+        if shard is not None and self._take(number, shard):
             self._cache.abandon(shard)
 
     def _fetch(self, claims: Sequence[_Claim]) -> None:
@@ -151,7 +153,17 @@ class EarlySamples:
                 self._abandon(claim, error)
 
     def _abandon(self, claim: _Claim, error: Exception) -> None:
-        if self._begun.get(claim.number) is claim.shard:  # only the first failure of the shard
-            self._begun.pop(claim.number, None)
+        if self._take(claim.number, claim.shard):  # only after the first failure of the shard
             log.debug("shard %s is fetched as a whole, because of %r", claim.shard.url, error)
             self._cache.abandon(claim.shard)
+
+    def _take(self, number: int, shard: PartialShard) -> bool:
+        """Remove a shard from the begun ones, for the one thread that completes or abandons it.
+
+        Returns whether it was there; a shard of the same number that has been begun since then stays.
+        """
+        with self._mutex:
+            is_begun = self._begun.get(number) is shard
+            if is_begun:
+                del self._begun[number]
+        return is_begun

@@ -52,7 +52,10 @@ def join_features(pieces: Sequence[StoredFeatures]) -> StoredFeatures:
     """Concatenate the rows of the same table's features."""
     images = [piece.image for piece in pieces if piece.image is not None]
     texts = [piece.text for piece in pieces if piece.text is not None]
-    return StoredFeatures(image=torch.cat(images) if images else None, text=torch.cat(texts) if texts else None)
+    return StoredFeatures(
+        image=torch.cat(images) if images else None,
+        text=torch.cat(texts) if texts else None,
+    )
 
 
 class FeatureTable:

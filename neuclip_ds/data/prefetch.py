@@ -153,7 +153,7 @@ class RequestWindow:
 def early_samples(
     cache: ShardCache, manifest: Manifest, captions: CaptionSources, order: BatchOrder, rows: Sequence[slice]
 ) -> EarlySamples | None:
-    """Return what a `Prefetcher` needs to fetch samples of the given rows early; None without sample tables."""
+    """Return the `early_samples` of a `Prefetcher` for the given rows; None if the manifest has no sample tables."""
     if manifest.samples is None:
         return None
     reader = TarReader(manifest, Captions(captions).extensions, cache)

@@ -59,7 +59,7 @@ class TrainingData:
     random_crops: int = 0
 
     def record(self) -> dict[str, Any]:
-        """Return what a checkpoint stores: the data's content hash, held-out counts and the jobs of stored features."""
+        """Return a checkpoint's record of the data: content hash, held-out counts, and jobs of the stored features."""
         record: dict[str, Any] = {
             "hash": self.manifest.content_hash,
             "held_out": sorted(self.manifest.held_out.items()),

@@ -19,6 +19,9 @@ from torch import Tensor
 from neuclip_ds.data.loader import RankBatch
 from neuclip_ds.models.packing import Pack, PackedCaptions
 
+MicroBatch = tuple[Tensor, Tensor | PackedCaptions]
+"""(m, 3, H, W) pixels and m captions: (m, T) tokens, or packed."""
+
 
 class DeviceBatches(Iterator["DeviceBatch"]):
     """Iterator that fetches batches and copies them to a device.
@@ -149,10 +152,8 @@ class DeviceBatch:
         fetched.synchronize()  # does not wait: the host has since read a gradient norm that was computed later
         return launched.elapsed_time(fetched) / 1e3
 
-    def micro_batches(self, passes: int) -> Iterator[tuple[Tensor, Tensor | PackedCaptions]]:
-        """Yield the (m, 3, H, W) pixels and the captions of each micro-batch, `passes` times over; call this once.
-
-        The captions are (m, T) tokens, or packed.
+    def micro_batches(self, passes: int) -> Iterator[MicroBatch]:
+        """Yield each micro-batch, `passes` times over; call this once.
 
         The current stream, not the host, waits for the copies. The last pass frees the host's pixels as they are used.
         """

@@ -22,16 +22,13 @@ from torch.profiler import record_function
 
 from neuclip_ds.distributed.communicator import PHASE, Communicator
 from neuclip_ds.engine import zero
-from neuclip_ds.engine.device_batches import DeviceBatch
+from neuclip_ds.engine.device_batches import DeviceBatch, MicroBatch
 from neuclip_ds.errors import UserError
 from neuclip_ds.losses.accumulate import MicroBatches, with_gradients
 from neuclip_ds.losses.batch_norm import batch_norms
 from neuclip_ds.losses.gather import PendingBatch
-from neuclip_ds.models.packing import Pack, PackedCaptions, pack_captions
+from neuclip_ds.models.packing import Pack, pack_captions
 from neuclip_ds.models.towers import TextTower
-
-MicroBatch = tuple[Tensor, Tensor | PackedCaptions]
-"""(m, 3, H, W) pixels and m captions: (m, T) tokens, or packed."""
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 

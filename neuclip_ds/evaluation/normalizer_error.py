@@ -29,7 +29,7 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation.encoding import Encode, encode_batch
 from neuclip_ds.losses.arithmetic import products_exact_for
 from neuclip_ds.losses.pairs import PairLoss
-from neuclip_ds.losses.stored_features import REFERENCE, StoredBatch, StoredRows
+from neuclip_ds.losses.stored_features import REFERENCE, StoredBatch, StoredRows, minus_reference
 
 
 class EstimateNormalizers(Protocol):
@@ -167,7 +167,7 @@ def _minus_reference(image: Tensor, text: Tensor, reference: StoredRows | None) 
     if reference is None:
         return image, text
     reference_image, reference_text = (to_device(rows, image.device).to(image.dtype) for rows in reference)
-    return torch.cat([image, -reference_image], dim=1), torch.cat([text, reference_text], dim=1)
+    return minus_reference((image, text), (reference_image, reference_text))
 
 
 def _log_sum_over_negatives(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from neuclip_ds.distributed.communicator import Communicator, Pending, to_device
 from neuclip_ds.errors import UserError
-from neuclip_ds.losses.stored_features import REFERENCE, TEACHER, StoredFeatures, StoredRows
+from neuclip_ds.losses.stored_features import REFERENCE, TEACHER, GatheredStored, StoredRows, minus_reference
 
 if TYPE_CHECKING:
     from neuclip_ds.losses.base import Position
@@ -266,19 +266,20 @@ class GatheredFeatures:
     def minus_reference(self) -> GatheredFeatures:
         """Return the same rows with features whose similarities are s_ij - r_ij, if there is a reference model.
 
-        They are the features of both models side by side, (e1_i, -r1_i) and (e2_i, r2_i), of width d + D.
+        The features are those of `stored_features.minus_reference`, of width d + D.
         """
         reference = self.reference
         if reference is None:
             return self
+        image, text = minus_reference((self.image, self.text), (reference.image, reference.text))
         return self._with(
-            image=torch.cat([self.image, -reference.image], dim=1),
-            text=torch.cat([self.text, reference.text], dim=1),
+            image=image,
+            text=text,
             comm_dtype=torch.promote_types(self.comm_dtype, reference.comm_dtype),
             width=self.width,
         )
 
-    def with_features(self, other: StoredFeatures) -> GatheredFeatures:
+    def with_features(self, other: GatheredStored) -> GatheredFeatures:
         """Return the same rows with other features."""
         return self._with(image=other.image, text=other.text, comm_dtype=other.comm_dtype, width=other.image.shape[1])
 
@@ -328,13 +329,13 @@ class GatheredFeatures:
         padded = _spread(rows, positions, len(ranks) * self._rows_per_rank)
         return self.compact(self._communicator.reduce_scatter_among(ranks, padded, purpose))
 
-    def _stored_features(self, padded: Sequence[StoredRows], dtype: torch.dtype) -> list[StoredFeatures]:
+    def _stored_features(self, padded: Sequence[StoredRows], dtype: torch.dtype) -> list[GatheredStored]:
         """Select the valid rows of stored features."""
-        features: list[StoredFeatures] = []
+        features: list[GatheredStored] = []
         for padded_image, padded_text in padded:
             image = self.compact_all(padded_image).to(dtype)
             text = self.compact_all(padded_text).to(dtype)
-            features.append(StoredFeatures(image=image, text=text, comm_dtype=padded_image.dtype))
+            features.append(GatheredStored(image=image, text=text, comm_dtype=padded_image.dtype))
         return features
 
     def compact_all(self, rows: Tensor) -> Tensor:

@@ -97,8 +97,8 @@ class NormalizerEstimator(Stateful):
     always_gathers = True
     """Whether every step needs the features of all ranks."""
     allows_reference = False
-    """Whether the estimate is exact if a reference model's similarities are subtracted, as an estimate is that depends
-    on the features through `log_g` alone. The features then include those of the reference
+    """Whether the estimate is exact if a reference model's similarities are subtracted. It is if it depends on the
+    features only through `log_g`. The features then include those of the reference
     (`GatheredFeatures.minus_reference`)."""
 
     def gathers(self, position: Position) -> bool:
@@ -209,6 +209,9 @@ class GlobalContrastiveLoss(LossFunction):
         log_divisor = math.log(batch.total - self.pair_loss.divisor_offset)
         # OpenCLIP's loss for the same batch and tau, comparable across methods
         infonce = torch.logaddexp(log_g + log_divisor, torch.zeros_like(log_g))
+        distillation_sums: list[Tensor] = []
+        if distillation is not None:
+            distillation_sums = [distillation.loss, distillation.grad_theta]
         sums = torch.stack(
             [
                 (local_scale * estimate.value + self._temperature.rho(position) * local_tau).sum(),
@@ -217,7 +220,7 @@ class GlobalContrastiveLoss(LossFunction):
                 local_tau_term.sum(),
                 grad_theta,
                 *(values.sum() for values in estimate.local_metrics.values()),
-                *([] if distillation is None else [distillation.loss, distillation.grad_theta]),
+                *distillation_sums,
                 image.square().sum() + text.square().sum(),
             ]
         )

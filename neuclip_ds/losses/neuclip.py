@@ -310,22 +310,26 @@ class NpnEstimator(NetworkEstimator):
             else:
                 bound = mass * (1 + (1 - residual).abs())
                 bounds = [bound[side] @ prediction.share[side][:, columns] for side in (IMAGE, TEXT)]
+                unit = prediction.unit[:, columns]
                 norm = prediction.norm[:, columns]
-                self._scaled(prototypes, gradient, torch.stack(bounds), norm, anchors.tau)
+                self._scaled(prototypes, gradient, torch.stack(bounds), unit, norm, anchors.tau)
 
-    def _scaled(self, prototype: Tensor, gradient: Tensor, bound: Tensor, norm: Tensor, tau: Tensor) -> None:
+    def _scaled(
+        self, prototype: Tensor, gradient: Tensor, bound: Tensor, unit: Tensor, norm: Tensor, tau: Tensor
+    ) -> None:
         """Move prototypes in place against the gradient, by at most lr tau on the unit sphere.
 
         Args:
             prototype: (2, columns, d) prototypes, updated in place.
             gradient: (2, columns, d) dJ/dW_k, overwritten.
             bound: (2, columns) 1/B sum_i p_ik (1 + |1 - r_i|), an upper bound on |W_k| times the gradient's norm.
+            unit: (2, columns, d) W_k/|W_k|.
             norm: (2, columns, 1) |W_k|.
             tau: 0-dim temperature.
         """
         floor = _DELTA / self._config.prototypes
         change = gradient.mul_(norm * tau * self._config.rate / (bound + floor).unsqueeze(2))
-        prototype.div_(norm).sub_(change)
+        torch.sub(unit, change, out=prototype)
         prototype.div_(torch.linalg.vector_norm(prototype, dim=2, keepdim=True))
 
     def _adagrad(self, prototype: Tensor, gradient: Tensor, accumulator: Tensor) -> None:

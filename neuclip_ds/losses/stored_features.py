@@ -39,8 +39,23 @@ def stored_folders(config: ObjectiveConfig) -> dict[str, str]:
     return folders
 
 
+def minus_reference(features: StoredRows, reference: StoredRows) -> StoredRows:
+    """Return image and text features whose similarities are s_ij - r_ij: (e1_i, -r1_i) and (e2_j, r2_j).
+
+    Args:
+        features: (b, d) features e1 of images and e2 of texts.
+        reference: (b, D) features r1 and r2 of the reference model, of the same dtype and on the same device.
+
+    Returns:
+        (b, d + D) features of both models, side by side.
+    """
+    image, text = features
+    reference_image, reference_text = reference
+    return torch.cat([image, -reference_image], dim=1), torch.cat([text, reference_text], dim=1)
+
+
 @dataclass(frozen=True, kw_only=True)
-class StoredFeatures:
+class GatheredStored:
     """Stored features of the B valid rows of all ranks; they are constants."""
 
     image: Tensor
@@ -75,8 +90,11 @@ class StoredBatch:
         if any(batch.widths() != widths for batch in batches):
             raise RuntimeError("accumulate(): pass the reference and the teachers of every micro-batch, or of none.")
         references = [batch.reference for batch in batches if batch.reference is not None]
-        teachers = [_concatenated(members) for members in zip(*(batch.teachers for batch in batches), strict=True)]
-        return cls(reference=_concatenated(references) if references else None, teachers=teachers)
+        reference = _concatenated(references) if references else None
+        teachers: list[StoredRows] = []
+        for number in range(len(batches[0].teachers)):
+            teachers.append(_concatenated([batch.teachers[number] for batch in batches]))
+        return cls(reference=reference, teachers=teachers)
 
     def __iter__(self) -> Iterator[tuple[str, StoredRows]]:
         """Yield the name and the rows of each model, in the order in which they are sent."""

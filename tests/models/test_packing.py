@@ -27,6 +27,16 @@ from neuclip_ds.training.checks import fingerprint
 
 CONTEXT, VOCABULARY, WIDTH, EOS = 20, 50, 16, 49
 CPU = torch.device("cpu")
+# options of a text config of transformers
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": WIDTH,
+    "intermediate_size": 2 * WIDTH,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "max_position_embeddings": CONTEXT,
+    "attn_implementation": "sdpa",
+}
 
 
 def captions_of(lengths: Sequence[int], eos_id: int = EOS, padding: int = 0) -> Tensor:
@@ -42,33 +52,14 @@ def captions_of(lengths: Sequence[int], eos_id: int = EOS, padding: int = 0) -> 
 
 def clip_tower(eos_id: int = EOS, pools: bool = False, **options: Any) -> TextTower:
     """Return a text tower of transformers' CLIP, pooled by the tower if `pools`, and by the trunk otherwise."""
-    config = transformers.CLIPTextConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        intermediate_size=2 * WIDTH,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        max_position_embeddings=CONTEXT,
-        eos_token_id=eos_id,
-        attn_implementation="sdpa",
-        **options,
-    )
+    config = transformers.CLIPTextConfig(**SIZES, eos_token_id=eos_id, **options)
     trunk = transformers.CLIPTextModel(config)
     pooled_id = eos_id if pools else None
     return TextTower(trunk, nn.Linear(WIDTH, 8, bias=False), pooled_id, pack_clip_text(trunk, pooled_id))
 
 
 def metaclip_tower() -> TextTower:
-    config = transformers.MetaClip2TextConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        intermediate_size=2 * WIDTH,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        max_position_embeddings=CONTEXT,
-        eos_token_id=2,
-        attn_implementation="sdpa",
-    )
+    config = transformers.MetaClip2TextConfig(**SIZES, eos_token_id=2)
     trunk = transformers.MetaClip2TextModel(config)
     return TextTower(trunk, nn.Linear(WIDTH, 8, bias=False), pack=pack_clip_text(trunk))
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from benchmarking.synthetic_profile import SyntheticSteps
+from embedded_shards import IDENTITY
 from ranks import run_ranks
 from small_runs import TINY, newest_checkpoint, records, tensors, train_connected, weights
 from tars import manifest_of, write_pairs
@@ -48,14 +49,8 @@ def write_table(folder: Path, name: str, shards: Path, **changes: Any) -> None:
     """Write the features as `neuclip-ds embed` does; `changes` are fields of embedding.json, None for absent ones."""
     image, text = features_of(name)
     identity = {
+        **IDENTITY,
         "model": name,
-        "output": "joint",
-        "dtype": "float32",
-        "captions": ["txt"],
-        "all_captions": False,
-        "crops": 0,
-        "crop_scale": None,
-        "seed": 0,
         "image_width": image.shape[1],
         "text_width": text.shape[1],
         "format": 2,

@@ -51,8 +51,16 @@ def count_launches(step: Callable[[], object]) -> int:
     return operations.count
 
 
-def write_launches(folder: Path, count: int) -> None:
-    (folder / LAUNCHES).write_text(json.dumps(count), encoding="utf-8")
+def record_launches(step: Callable[[], object], folder: Path, rank: int, compiles: bool) -> None:
+    """Run a step and write its number of launches to the folder, for `read_launches`; all ranks call this together.
+
+    Does nothing on a CPU if the towers are compiled (`compiles`), because compiled code is not counted there.
+    """
+    if compiles and not torch.cuda.is_available():
+        return
+    count = count_launches(step)
+    if rank == 0:
+        (folder / LAUNCHES).write_text(json.dumps(count), encoding="utf-8")
 
 
 def read_launches(folder: Path) -> int | None:

@@ -15,7 +15,7 @@ from contextlib import nullcontext
 
 import torch
 from benchmarking import program_parser, random_features
-from benchmarking.launches import count_launches, write_launches
+from benchmarking.launches import record_launches
 from benchmarking.run_loss import build_loss
 from benchmarking.synthetic_profile import EPOCH, SyntheticSteps, first_prediction
 
@@ -63,10 +63,7 @@ def random_steps(arguments: argparse.Namespace) -> None:
                 outcome = steps.run(number - 1)
                 if metrics is not None and number % config.run.log_every == 0:
                     metrics.write(number, {"loss": outcome.loss})
-        if communicator.device.type == "cuda" or not config.model.compile:  # a CPU counts no compiled code
-            count = count_launches(lambda: steps.run(last))
-            if communicator.rank == 0:
-                write_launches(arguments.out, count)
+        record_launches(lambda: steps.run(last), arguments.out, communicator.rank, bool(config.model.compile))
 
 
 def measure_losses(arguments: argparse.Namespace) -> None:

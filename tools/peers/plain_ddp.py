@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import webdataset as wds
 from benchmarking import clip_loss, initial_logit_scale, program_parser
-from benchmarking.launches import count_launches, write_launches
+from benchmarking.launches import record_launches
 from benchmarking.random_pairs import float_batches
 from torch import Tensor, nn
 from torch.nn.functional import normalize
@@ -114,12 +114,8 @@ def train(arguments: argparse.Namespace, environment: RankEnvironment, device: t
             writer.add_scalar("loss", loss.item(), number)
     if writer is not None:
         writer.close()
-    if arguments.random and (
-        device.type == "cuda" or not config.model.compile
-    ):  # compiled code is not counted on a CPU
-        count = count_launches(step)
-        if environment.rank == 0:
-            write_launches(arguments.out, count)
+    if arguments.random:
+        record_launches(step, arguments.out, environment.rank, bool(config.model.compile))
 
 
 def batches(
