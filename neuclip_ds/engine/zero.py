@@ -16,6 +16,7 @@ import deepspeed
 import deepspeed.utils.groups
 import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from torch import Tensor, nn
 
 from neuclip_ds.distributed.communicator import Communicator
@@ -144,6 +145,15 @@ def keep_frozen_unpartitioned(module: nn.Module, communicator: Communicator) -> 
     for parameter in module.parameters():
         if not parameter.requires_grad:
             parameter.ds_zero_partition_process_group = communicator.own_group  # type: ignore[attr-defined]
+
+
+def restore_linear() -> None:
+    """Restore `torch.nn.functional.linear`, which DeepSpeed replaces for the whole process when ZeRO 3 starts.
+
+    Otherwise an engine that the process starts later, without ZeRO 3, would launch more kernels for every linear layer.
+    """
+    if torch.nn.functional.linear is zero3_linear_wrap:
+        torch.nn.functional.linear = torch._C._nn.linear
 
 
 def share_process_group(communicator: Communicator) -> None:

@@ -164,6 +164,12 @@ def test_most_buckets_are_reduced_during_the_backward_pass() -> None:
     assert in_backward_pass == sorted(in_backward_pass, reverse=True)
 
 
+def test_an_engine_of_zero3_leaves_later_engines_unchanged() -> None:
+    launches_before = costs(False, 1, *SHALLOW).launches
+    costs(False, 1, *SHALLOW, "--deepspeed=zero3_bf16")
+    assert costs(False, 1, *SHALLOW).launches == launches_before
+
+
 @pytest.mark.slow
 def test_a_step_of_vitb16_has_half_of_deepspeeds_launches() -> None:
     lean = costs(True, 1)
