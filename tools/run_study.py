@@ -108,7 +108,12 @@ def study(options: argparse.Namespace) -> None:
 
 
 def missing(stage: str, known: Mapping[str, Any], features: Path) -> list[Job]:
-    return [job for job in jobs(stage, known, features) if not is_known(job, known)]
+    """Return the runs of a stage that have not ended, or whose heads later runs need and this folder lacks."""
+    return [job for job in jobs(stage, known, features) if not is_known(job, known) or _lacks_heads(job)]
+
+
+def _lacks_heads(job: Job) -> bool:
+    return bool(job.saved_as) and not guide_path(job.features / "guides", job.saved_as).is_file()
 
 
 def jobs(stage: str, known: Mapping[str, Any], features: Path) -> Iterator[Job]:
