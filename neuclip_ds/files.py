@@ -170,6 +170,61 @@ def json_lines(path: Path) -> list[Any]:
     return [json.loads(line) for line in complete_lines.splitlines()]
 
 
+def records(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (line, record) for each line of a JSON Lines file that is an object with an integer under `key`.
+
+    Other lines, which a crash or an editor may leave, are skipped with one warning; a partial last line, which a killed
+    program leaves, without one.
+    """
+    skipped = []
+    with path.open(encoding="utf-8-sig", errors="replace", newline="\n") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                record = None
+            if isinstance(record, dict) and type(record.get(key)) is int:
+                yield line.rstrip("\n") + "\n", record
+            elif line.endswith("\n"):
+                skipped.append(number)
+    if skipped:
+        log.warning(
+            "%s: %d lines are not records with %s and are skipped; the first is line %d",
+            path,
+            len(skipped),
+            key,
+            skipped[0],
+        )
+
+
+def append_lines(path: Path, lines: Iterable[str]) -> None:
+    """Append lines of JSON to a file, after removing a partial last line, which a killed program may have left.
+
+    If writing fails, for example because the disk is full, removes what it has written and raises `OSError`.
+    """
+    text = "".join(f"{line}\n" for line in lines)
+    with path.open("ab+", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        if size:
+            file.seek(size - 1)
+        if size and file.read(1) != b"\n":
+            content = path.read_bytes()
+            last_line = content[content.rfind(b"\n") + 1 :]
+            try:
+                json.loads(last_line)
+                text = f"\n{text}"  # only the end of the line is missing
+            except ValueError:
+                size -= len(last_line)
+                file.truncate(size)
+        data = text.encode()
+        try:
+            while data:
+                data = data[file.write(data) :]
+        except OSError:
+            file.truncate(size)
+            raise
+
+
 @contextmanager
 def explain_disk(path: Path, remedy: str = "choose another --run.output-dir") -> Iterator[None]:
     """Turn a file-system error that occurs while writing `path` into a `UserError` that ends with `remedy`."""

@@ -81,8 +81,9 @@ def open_manifest(
     """Open the manifest folder `source`, or the manifest of the local shards that `resolve_shards` finds for `source`.
 
     A manifest of local shards is stored in `cache` under a hash of the options and of the shards' paths, sizes and
-    modification times, and is reused until one of them changes. Several processes may call this function at the same
-    time. Raises UserError if a shard is unusable, is listed twice, or is remote and `source` is not a manifest folder.
+    modification times, and is reused until one of them changes or the stored manifest is damaged. Several processes may
+    call this function at the same time. Raises UserError if a shard is unusable, is listed twice, or is remote and
+    `source` is not a manifest folder.
     """
     if source and is_manifest(source):
         manifest = load_manifest(source)
@@ -100,13 +101,25 @@ def open_manifest(
         if remote is not None:
             raise UserError(f"{remote} is remote: build the manifest once (neuclip-ds build-manifest), and name it.")
         folder = cache / _fingerprint(paths, options)
-        manifest = load_manifest(folder) if is_manifest(folder) else build_manifest(paths, processes, options)
-        with explain_disk(folder):
-            if not is_manifest(folder):
+        stored = _load_stored(folder)
+        manifest = stored or build_manifest(paths, processes, options)
+        if stored is None:
+            with explain_disk(folder):
                 folder.mkdir(parents=True, exist_ok=True)
                 write_shards(manifest, folder)
     check_distinct(manifest)
     return manifest
+
+
+def _load_stored(folder: Path) -> Manifest | None:
+    """Return the manifest that an earlier launch stored, or None if it does not exist or is damaged."""
+    if not is_manifest(folder):
+        return None
+    try:
+        return load_manifest(folder)
+    except UserError as error:
+        log.warning("the stored manifest is damaged, so it is built again: %s", error)
+        return None
 
 
 def _fingerprint(paths: Sequence[str], options: ScanOptions) -> str:
