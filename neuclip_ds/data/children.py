@@ -4,7 +4,8 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from neuclip_ds.distributed.stop_signals import STOP_SIGNALS
 from neuclip_ds.errors import UserError
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_REAP_TIMEOUT = 2.0  # longest time in seconds until the exit code of a process that has ended is known
 _LIBC = ctypes.CDLL(None)
 
 
@@ -76,18 +78,25 @@ def process_pool(processes: int) -> Iterator[ProcessPoolExecutor]:
     try:
         yield pool
     except BaseException as error:
-        codes = [process.exitcode for process in context.started]
+        end = _describe_first_end(context.started) if isinstance(error, BrokenProcessPool) else ""
         for process in context.started:
-            process.kill()
-        if isinstance(error, BrokenProcessPool):
-            # the pool terminates the processes that remain, which ignore this signal once they have started
-            causes = [code for code in codes if code not in (None, 0, -signal.SIGTERM)]
-            raise UserError(
-                f"One of {processes} worker processes {describe_exit(causes[0] if causes else 1)}."
-            ) from error
+            if process.is_alive():
+                process.kill()
+        if end:
+            raise UserError(f"One of {processes} worker processes {end}.") from error
         raise
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _describe_first_end(processes: Sequence[SpawnProcess]) -> str:
+    """Describe how the process ended that broke a pool, which has sent SIGTERM to the others."""
+    deadline = time.monotonic() + _REAP_TIMEOUT
+    codes: list[int] = []
+    while not codes and time.monotonic() < deadline:  # a thread of the pool may be reading the exit code
+        time.sleep(0.01)
+        codes = [code for process in processes if (code := process.exitcode) not in (None, 0, -signal.SIGTERM)]
+    return describe_exit(min(codes)) if codes else "ended early"
 
 
 def describe_exit(code: int) -> str:
