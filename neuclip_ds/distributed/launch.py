@@ -8,6 +8,7 @@ import ctypes
 import difflib
 import hashlib
 import json
+import logging
 import os
 import secrets
 import socket
@@ -30,12 +31,16 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.environment import (
     RankEnvironment,
     complete_environment,
+    find_orphans,
     read_environment,
     refuse_missing_gpus,
+    refuse_missing_hostfile,
     use_interface_of,
 )
 from neuclip_ds.distributed.failure_detector import FailureDetector
 from neuclip_ds.errors import UserError, explained
+
+log = logging.getLogger(__name__)
 
 TIMEOUT = timedelta(minutes=5)  # longest time between the arrivals of the first rank and the last rank
 _COLLECTIVE_LIMIT = timedelta(minutes=30)
@@ -64,10 +69,13 @@ def process_group(task: str, max_outage: float = 0.0) -> Iterator[Communicator]:
     Raises:
         UserError: ranks are missing, have no GPU although others do, or run different code or a different task.
     """
+    refuse_missing_hostfile()
     complete_environment()
     if "RANK" not in os.environ:  # mpirun set no address
-        deepspeed.comm.mpi_discovery(int(os.environ.get("MASTER_PORT", "29500")), verbose=False)
+        _discover_with_mpi()
     environment = read_environment()
+    if environment.local_rank == 0:
+        _name_orphans()
     problem = ""
     try:
         _choose_device(environment.local_rank)
@@ -140,6 +148,33 @@ def join(
     # through this group, ranks exchange host data, such as which rows are valid, without waiting for the GPUs
     host_group: Any = dist.new_group(backend="gloo", timeout=timeout)
     return Communicator(device, host_group=host_group, store=store)
+
+
+def _discover_with_mpi() -> None:
+    """Let MPI find the address of rank 0; raise `UserError` if mpi4py is missing or belongs to another MPI library."""
+    launched = read_environment()
+    fix = "install mpi4py for the launcher's MPI library, or set MASTER_ADDR and MASTER_PORT on each rank"
+    with explained("The launcher sets no MASTER_ADDR, and mpi4py cannot find the address of rank 0", fix):
+        deepspeed.comm.mpi_discovery(int(os.environ.get("MASTER_PORT", "29500")), verbose=False)
+    found = read_environment()
+    if (found.rank, found.world_size) != (launched.rank, launched.world_size):
+        raise UserError(
+            f"The launcher started rank {launched.rank} of {launched.world_size}, but mpi4py finds rank {found.rank} "
+            f"of {found.world_size}, because it is built for another MPI library: {fix}."
+        )
+
+
+def _name_orphans() -> None:
+    """Log a warning that names the ranks of killed launchers, which may occupy this machine, its port or the run."""
+    orphans = " ".join(str(pid) for pid in find_orphans())
+    if orphans:
+        log.warning(
+            "These processes on %s are ranks whose launcher has ended, and may still train: %s. If nobody needs them, "
+            "run: kill %s",
+            socket.gethostname(),
+            orphans,
+            orphans,
+        )
 
 
 def leave() -> None:
