@@ -194,7 +194,7 @@ def find_orphans() -> list[int]:
     me = psutil.Process()
     orphans = []
     for process in psutil.process_iter():
-        with suppress(psutil.Error):  # the process has ended, or belongs to another user
+        with suppress(psutil.Error, OSError):  # the process has ended, or belongs to another user
             command = process.cmdline()  # empty if the process is a zombie
             if process.uids().real != me.uids().real or process == me or "python" not in "".join(command[:1]):
                 continue

@@ -122,7 +122,7 @@ def test_a_hostfile_that_does_not_exist_is_refused(options: list[str], refused: 
     (tmp_path / "deepspeed").chmod(0o755)
     (tmp_path / "hostfile").touch()
     check = "from neuclip_ds.distributed.environment import refuse_missing_hostfile as check; check(); print('fine')"
-    command = [tmp_path / "deepspeed", *options, check]
+    command = [str(tmp_path / "deepspeed"), *options, check]
     variables = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=variables, capture_output=True, text=True, cwd=tmp_path, timeout=60)
     assert ("The hostfile misspelt does not exist" in done.stderr) == refused, done.stderr
