@@ -105,8 +105,9 @@ def config_warnings(config: Config, steps: int) -> list[str]:
         is_pretrained = bool(config.model.pretrained)
         if tower == "vision":
             is_pretrained = is_pretrained or bool(config.model.vision.pretrained)
-        if config.model.trained(tower) == "frozen" and not is_pretrained:
-            warnings.append(f"model.{tower}.trainable=frozen freezes random weights: start from pretrained ones.")
+        trained = config.model.trained(tower)
+        if trained in ("frozen", "projection") and not is_pretrained:
+            warnings.append(f"model.{tower}.trainable={trained} freezes random weights: start from pretrained ones.")
     if optimizer.min_lr > 0 and optimizer.schedule == "constant":
         warnings.append("optimizer.min_lr has no effect with optimizer.schedule=constant; cooldown decays to it.")
     elif optimizer.min_lr > optimizer.lr:
