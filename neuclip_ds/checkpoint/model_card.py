@@ -60,6 +60,7 @@ def model_card(
         steps=f"{step:,}",
         weights=mixture or ("their moving average" if average else "as trained"),
         method=config.objective.method,
+        prefixes=" or ".join(map(str, sorted(config.objective.prefixes))),
         data=", ".join(map(public_name, config.data.train_paths)),
     )
     return str(card)

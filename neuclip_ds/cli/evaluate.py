@@ -244,7 +244,8 @@ def _score_model(
     for key, manifest in data.manifests.items():
         datasets[key] = PairDataset(manifest, transform, saved.tokenizer, 0, data.options.captions, loading.cache)
     with closing(Loader(loading, datasets)) as loader:
-        encoder = BatchEncoder(encode, saved.tokenizer, communicator, batch_size, transform, loader)
+        prefixes = tuple(saved.config.objective.prefixes) if saved.config else ()
+        encoder = BatchEncoder(encode, saved.tokenizer, communicator, batch_size, transform, loader, prefixes)
         for task, path in data.tasks:
             if task.key not in unscored:
                 continue
