@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_RECALLS = ("image_to_text_recall@1", "text_to_image_recall@1")
+
 
 class EvaluateModel(Hook):
     """Evaluates the model every `run.evaluate_every` steps and after the last, and its start if `evaluates_start`.
@@ -163,7 +165,8 @@ def scores_below(start: Mapping[str, float], now: Mapping[str, float], best_metr
     """
     names = [name for name in scores_among(start) if name in now]
     target_name = best_metric or "the mean recall@1"
-    target = [name for name in names if name == best_metric or (best_metric is None and name.endswith("_recall@1"))]
+    target_names = _RECALLS if best_metric is None else (best_metric,)
+    target = [name for name in names if name in target_names]
     others = [name for name in names if name == "zero_shot_top1" or name.startswith("task/")]
     others = [name for name in others if name not in target]
     losses = []
