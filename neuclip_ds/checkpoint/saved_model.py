@@ -163,7 +163,7 @@ def read_start(checkpoint: Path, communicator: Communicator) -> ModelWeights:
         source = model_source(config, locate_on_rank_zero(config, communicator))
         model, logits = source.load(run.tokenizer)
     except UserError as error:
-        raise UserError(f"The start of {checkpoint} cannot be opened. {error}") from error
+        raise UserError(f"The start of {checkpoint} cannot be opened: put it back. {error}") from error
     if not _are_close(logits, run.initial_logits):
         raise UserError(
             f"model.pretrained={name} has another temperature or bias than the model that {checkpoint} started from, "

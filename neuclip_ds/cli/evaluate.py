@@ -356,7 +356,7 @@ def _with_target(
 
     validation = str(find_validation(config.data, None))
     for task, path in data.tasks:
-        if str(path) == validation:
+        if validation and path.resolve() == Path(validation).resolve():
             return data, task
     target = Task.own(_VALIDATION, "retrieval")
     if any(task.key == target.key for task, _ in data.tasks):

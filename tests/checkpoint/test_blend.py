@@ -23,6 +23,7 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.pretrained.base import LogitParameters
 from neuclip_ds.recipe import validate
+from neuclip_ds.section import merge
 
 METRIC = "image_to_text_recall@1"
 
@@ -45,12 +46,12 @@ def fine_tune(communicator: Communicator, shards: Path, folder: Path, runs: Mapp
             "deepspeed": "zero0_fp32",
             "max_steps": 2,
         }
-        train_connected(communicator, validate({**config, **options}))
+        train_connected(communicator, validate(merge(config, options)))
 
 
 RUNS: dict[str, dict[str, Any]] = {
     "zero3": {"deepspeed": "zero3_fp32", "ema": {"decay": 0.5}},
-    "lora": {"model": {"lora": {"rank": 2}}},
+    "lora": {"model": {"lora": {"rank": 2}}, "data": {"val": 20}},  # pairs held out of the training data
 }
 
 
@@ -59,7 +60,6 @@ def folder(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a checkpoint, `clip`, and runs that two ranks have fine-tuned from it."""
     folder = tmp_path_factory.mktemp("blends")
     save_clip(folder / "clip")
-    RUNS["lora"]["model"]["pretrained"] = str(folder / "clip")
     run_ranks(2, fine_tune, shards, folder, RUNS)
     return folder
 
@@ -162,16 +162,16 @@ def test_a_start_that_is_random_missing_or_replaced_is_refused(folder: Path, sha
     vision = {"name": "test_vit", "image_size": 32}
     model = {"vision": vision, "text": text, "embed_dim": 16}
     save_clip(tmp_path / "clip")
-    run_ranks(1, fine_tune, shards, tmp_path, {"random": {"model": model}, "tuned": {}})
+    run_ranks(1, fine_tune, shards, tmp_path, {"random": {"model": {**model, "pretrained": ""}}, "tuned": {}})
     with pytest.raises(UserError, match="started from random weights"):
         export_run(tmp_path / "random", "transformers", tmp_path / "out", fraction=0.5)
     with pytest.raises(UserError, match="started from random weights"):
         export_soup([tmp_path / "random", folder / "lora"], "transformers", tmp_path / "out")
     (tmp_path / "clip").rename(tmp_path / "moved")
-    with pytest.raises(UserError, match=r"The start of .*step_000000002 cannot be opened"):
+    with pytest.raises(UserError, match=r"The start of .*step_000000002 cannot be opened: put it back"):
         export_run(tmp_path / "tuned", "transformers", tmp_path / "out", fraction=0.5)
     save_siglip(tmp_path / "clip")
-    with pytest.raises(UserError, match=r"tuned/.*"):
+    with pytest.raises(UserError, match="so it has been replaced: put the original one back"):
         export_run(tmp_path / "tuned", "transformers", tmp_path / "out", fraction=0.5)
     assert not (tmp_path / "out").exists()
 
