@@ -179,7 +179,7 @@ class DataConfig(Section):
         return [path for path in paths if path]
 
 
-Trained = Literal["all", "frozen"] | Annotated[int, Field(ge=0)]
+Trained = Literal["all", "projection", "frozen"] | Annotated[int, Field(ge=0)]
 """Trained part of a tower; a number K means the last K blocks."""
 
 
@@ -187,7 +187,8 @@ class LoraConfig(Section):
     """LoRA adapters for the linear layers in the frozen blocks of both towers."""
 
     rank: int = Field(0, ge=0, le=1 << 12)
-    """Rank of the adapters; 0 adds no adapters. A tower with `trainable=all` gets none."""
+    """Rank of the adapters; 0 adds no adapters. A tower with `trainable=all` or `projection` gets
+    none."""
     alpha: float = Field(16, gt=0)
     """Adapters are scaled by alpha / rank."""
     dropout: float = Field(0.0, ge=0, lt=1)
@@ -198,14 +199,15 @@ class TowerConfig(Section):
     """Options common to both towers."""
 
     trainable: Trained | None = None
-    """Parameters to train: `all`, none (`frozen`), or the last K blocks with the final norm, pooling and projection (0:
-    no blocks). By default, `all`, or `frozen` with LoRA. Applies to pretrained towers too."""
+    """Parameters to train: `all`, none (`frozen`), the last K blocks with the final norm, pooling and projection (0:
+    no blocks), or only the `projection` to the joint space. By default, `all`, or `frozen` with LoRA. Applies to
+    pretrained towers too."""
 
     @field_validator("trainable", mode="before")
     @classmethod
     def _names_a_part(cls, value: Any) -> Any:
-        if value not in (None, "all", "frozen") and not str(value).isdecimal():
-            raise ValueError(f"{str(value)[:50]!r} is neither all nor frozen, nor a number of blocks")
+        if value not in (None, "all", "projection", "frozen") and not str(value).isdecimal():
+            raise ValueError(f"{str(value)[:50]!r} is neither all, projection or frozen, nor a number of blocks")
         return value
 
 
@@ -315,8 +317,10 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _something_trains(self) -> ModelConfig:
         trained = {self.trained("vision"), self.trained("text")}
-        if self.lora.rank and trained == {"all"}:
-            raise ValueError("trainable=all in both towers leaves no frozen weights for lora; freeze part of a tower")
+        if self.lora.rank and trained <= {"all", "projection"}:
+            raise ValueError(
+                "trainable=all or projection in both towers leaves no weights for lora; freeze part of a tower"
+            )
         if not self.lora.rank and trained == {"frozen"}:
             raise ValueError("vision.trainable and text.trainable are frozen, so nothing trains; unfreeze part of one")
         return self
