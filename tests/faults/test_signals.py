@@ -3,11 +3,12 @@
 import os
 import random
 import signal
+import sys
 import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from subprocess import CompletedProcess
+from subprocess import PIPE, CompletedProcess, Popen
 
 import numpy as np
 import psutil
@@ -25,7 +26,7 @@ from neuclip_ds.data.manifest import Manifest, Shard
 from neuclip_ds.data.order import GlobalOrder
 from neuclip_ds.data.prefetch import Prefetcher, shards_ahead
 from neuclip_ds.data.worker_pool import PROCESS_NAME
-from neuclip_ds.distributed.stop_signals import deferring, raising_interrupted
+from neuclip_ds.distributed.stop_signals import STOP_SIGNALS, deferring, raising_interrupted
 from neuclip_ds.errors import Interrupted
 
 ENDLESS = 1_000_000
@@ -54,6 +55,29 @@ def test_a_signal_during_training_saves_a_checkpoint(ranks: int, number: int, sh
     (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step_*")
     assert f"Stopped after step {int(checkpoint.name[5:])} by" in printed
     assert "Stopped after step" in (tmp_path / "run" / "log.txt").read_text()
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_signal_while_the_interpreter_shuts_down_changes_nothing(number: int) -> None:
+    program = """
+import atexit, sys, time
+
+def slow_exit():
+    print("exiting", flush=True)
+    time.sleep(0.3)
+
+atexit.register(slow_exit)  # as libraries do, before the command runs
+from neuclip_ds.cli.main import main
+main(["unknown-command"])
+"""
+    with Popen([sys.executable, "-c", program], stdout=PIPE, stderr=PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "exiting\n"
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert errors.startswith("error: ")
+    assert "Traceback" not in errors
 
 
 def test_a_second_signal_ends_the_run_at_once(shards: Path, tmp_path: Path) -> None:
