@@ -61,6 +61,15 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message[0].upper()}{message[1:]}; see {self.prog} --help.")
 
 
+def fraction(text: str) -> float:
+    """Parse an option's number from 0 to 1."""
+    with suppress(ValueError):
+        number = float(text)
+        if 0 <= number <= 1:
+            return number
+    raise argparse.ArgumentTypeError(f"{text} is not a number from 0 to 1")
+
+
 class _Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str | None:
         has_default = action.default not in (None, False, [])
