@@ -228,7 +228,7 @@ def test_a_web_servers_folder_needs_no_listing(tmp_path: Path, manifest: Manifes
         embedding = json.loads(http.files["features/embedding.json"])
         del embedding["part_bytes"]
         http.files["features/embedding.json"] = json.dumps(embedding).encode()
-        with pytest.raises(UserError, match="does not list the sizes of the files.*let neuclip-ds embed finish"):
+        with pytest.raises(UserError, match=r"does not list the sizes of the files.*let neuclip-ds embed finish"):
             find_table(url)
 
 
