@@ -229,7 +229,7 @@ class FeatureTable:
             file_bytes = file.seek(0, 2)
             problem = f"it has {file_bytes} bytes, but had {expected_bytes} when the run started"
             if file_bytes == expected_bytes:
-                with explained(f"{path} cannot be used", _AGAIN):
+                with explained(f"{path} cannot be used", f"{_AGAIN} with a new --out"):
                     part = map_part(file)
                 problem = self._find_problem(part, shard)
         if problem:
