@@ -116,8 +116,8 @@ def score(options: argparse.Namespace, communicator: Communicator) -> str:
     from neuclip_ds.data.open_data import loader_options, open_data
     from neuclip_ds.evaluation.encoding import BatchEncoder, encoder_of
     from neuclip_ds.evaluation.results import Results, averages, summary_text
-    from neuclip_ds.evaluation.sets import open_set, open_shards
-    from neuclip_ds.evaluation.suite import measure, measure_pairs
+    from neuclip_ds.evaluation.sets import open_shards
+    from neuclip_ds.evaluation.suite import measure, measure_pairs, open_task_set
     from neuclip_ds.evaluation.tasks import Task, load_tasks
     from neuclip_ds.recipe import validate
 
@@ -144,18 +144,23 @@ def score(options: argparse.Namespace, communicator: Communicator) -> str:
     for name, source in sources:
         manifests[Task.own(name, "retrieval").key] = open_data(source, data, communicator, folder)
 
-    def contents(task: Task, path: Path) -> str | None:
-        """Return a string that identifies the data of a task, or None for a DataComp task."""
+    def contents(task: Task, path: Path) -> str:
+        """Return a string that identifies the data of a task; of a set, it includes when its files were written."""
         if task.key in manifests:
             return f"{path}: {manifests[task.key].content_hash}"
-        return f"{path.resolve()}: {open_set(path).contents}" if task.source is None else None
+        fingerprint = open_task_set(task, path).fingerprint()
+        return fingerprint if task.source is not None else f"{path.resolve()}: {fingerprint}"
 
     def find_unscored() -> list[str]:
-        """Return the keys of tasks that need a score. A user's own set is scored again if its files have changed."""
+        """Return the keys of tasks that need a score. A set is scored again if its files have changed."""
         known = Results(folder, identity)
         keys: list[str] = []
         for task, path in tasks:
-            if task.key in known.metrics and known.data.get(task.key) == contents(task, path):
+            data_of_task = contents(task, path)
+            known_data = known.data.get(task.key)
+            # DataComp's own files of scores, and old ones, do not identify the data of its tasks
+            is_current = known_data == data_of_task or (task.source is not None and known_data is None)
+            if task.key in known.metrics and is_current:
                 log.info("%s: has a score in %s", task.name, folder)
                 continue
             keys.append(task.key)
