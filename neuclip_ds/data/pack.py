@@ -144,8 +144,9 @@ def pack(
                     rows += len(group)
                 on_progress(rows, table.rows)
         lines = []
-        for row in sorted(broken):
-            lines.append(_line({"row": row.number, "image": _shown(row.image), "reason": _shown(row.reason)}))
+        for entry in sorted(broken):
+            report = {"row": entry.number, "image": _shown(entry.image), "reason": _shown(entry.reason)}
+            lines.append(_line(report))
         if not pairs:
             first = f" (the first: {lines[0].strip()})" if lines else ""
             raise UserError(f"No row of {table.name} can be used{first}; check the columns and the image paths.")
@@ -155,7 +156,7 @@ def pack(
             retry = folder / RETRY
             retry.touch(mode=0o600)  # the secrets in the URLs are needed to fetch the images
             retry.write_text("".join(lost), encoding="utf-8")
-    causes = Counter(row.reason.partition(":")[0] for row in broken)
+    causes = Counter(entry.reason.partition(":")[0] for entry in broken)
     return Packed(rows=rows, pairs=pairs, causes=causes, several=several, lost=len(lost))
 
 

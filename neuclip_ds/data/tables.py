@@ -133,8 +133,8 @@ def _find_missing_quote(batch: pa.RecordBatch, delimiter: str) -> str:
                 return (
                     f"a quote opens the cell of column {name} that begins with {first[:60]!r}, and the cell seems to "
                     f'contain {len(others)} more rows. Write the cell as "...", with two quotes in place of each '
-                    "quote in it; if no cell of the table is quoted, pack it with --quotes=off; if the cell is right, "
-                    "with --quotes=on."
+                    "quote in it, or write the table as .jsonl or .parquet. To pack a table without quoted cells, set "
+                    "--quotes=off; if the cell is right, set --quotes=on."
                 )
     return ""
 
