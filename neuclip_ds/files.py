@@ -162,6 +162,17 @@ def link_or_copy(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
+def read_text(path: Path) -> str:
+    """Return the text of a file that a user wrote, without a byte order mark; raise UserError if it is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path} is not UTF-8 text (byte 0x{error.object[error.start]:02x} at offset {error.start}); save it as "
+            "UTF-8."
+        ) from error
+
+
 def json_lines(path: Path) -> list[Any]:
     """Return the records of a JSON Lines file; first truncate the file if a killed program left a partial last line."""
     text = path.read_bytes()

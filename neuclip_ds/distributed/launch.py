@@ -4,6 +4,7 @@ The rendezvous takes place before the process group is created, because torch wo
 rank without naming it, and would deadlock if the ranks ran different configs.
 """
 
+import codecs
 import ctypes
 import difflib
 import hashlib
@@ -493,5 +494,7 @@ def read_hostfile(path: Path) -> dict[str, int]:
     """Read each node's slots from a hostfile as DeepSpeed does; raise `UserError` if the file is missing or invalid."""
     if not path.is_file():
         raise UserError(f"The hostfile {path} does not exist; hostfiles/ has examples.")
+    if path.read_bytes().startswith(codecs.BOM_UTF8):
+        raise UserError(f"DeepSpeed reads the byte order mark of {path} as part of a name; save it without the mark.")
     with explained(f"DeepSpeed cannot read the hostfile {path}", "write one line `NAME slots=N` for each node"):
         return dict(fetch_hostfile(path))
