@@ -16,12 +16,18 @@ from neuclip_ds.evaluation.metrics import (
     worst_group,
 )
 from neuclip_ds.evaluation.retrieval import caption_retrieval, retrieval
-from neuclip_ds.evaluation.sets import open_captioned, open_labeled, open_shards
+from neuclip_ds.evaluation.sets import EvaluationSet, open_captioned, open_labeled, open_shards
 from neuclip_ds.evaluation.tasks import GroupRule, Task
 from neuclip_ds.evaluation.winogavil import winogavil
 from neuclip_ds.evaluation.zero_shot import classify
 
 Metrics = dict[str, float | None]
+
+
+def open_task_set(task: Task, path: Path) -> EvaluationSet:
+    """Open the set of a task, with its prompts; raise UserError if a file is missing or malformed."""
+    openers = {"classification": open_labeled, "retrieval": open_captioned, "winogavil": open_shards}
+    return openers[task.kind](path)
 
 
 def measure(task: Task, folder: Path, encoder: BatchEncoder) -> Metrics:
@@ -30,9 +36,7 @@ def measure(task: Task, folder: Path, encoder: BatchEncoder) -> Metrics:
     `main_metric` is the task's score, and `chance` is the score of random choices, if known. Raises UserError on all
     ranks if the data is incomplete or broken.
     """
-    openers = {"classification": open_labeled, "retrieval": open_captioned, "winogavil": open_shards}
-    open_task_set = openers[task.kind]
-    evaluation_set = encoder.communicator.on_every_rank(lambda: open_task_set(folder))
+    evaluation_set = encoder.communicator.on_every_rank(lambda: open_task_set(task, folder))
     metrics: Metrics
     if task.kind == "classification":
         classes, groups = classify(encoder, evaluation_set, task.groups)
@@ -49,13 +53,12 @@ def measure_pairs(batches: Iterable[Batch], encoder: BatchEncoder) -> Metrics:
 
     Raises UserError if no pair can be read.
     """
-    recalls = retrieval(encoder.encode, batches, encoder.communicator)
+    recalls = retrieval(encoder.encode, batches, encoder.communicator, prefixes=encoder.prefixes)
     pairs = int(recalls.pop("retrieval_pairs"))
     metrics: Metrics = {"chance": chance_recall(1, pairs)}
-    datacomp_names = {"image_to_text": "text_retrieval", "text_to_image": "image_retrieval"}
     for name, recall in recalls.items():
-        direction, _, metric = name.partition("_recall")
-        metrics[f"{datacomp_names[direction]}_recall{metric}"] = recall
+        datacomp_name = name.replace("image_to_text", "text_retrieval").replace("text_to_image", "image_retrieval")
+        metrics[datacomp_name] = recall
     mean = (recalls["image_to_text_recall@1"] + recalls["text_to_image_recall@1"]) / 2
     return {**metrics, "mean_recall@1": mean, "main_metric": mean}
 

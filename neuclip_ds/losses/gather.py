@@ -279,9 +279,12 @@ class GatheredFeatures:
             width=self.width,
         )
 
-    def with_features(self, other: GatheredStored) -> GatheredFeatures:
-        """Return the same rows with other features."""
-        return self._with(image=other.image, text=other.text, comm_dtype=other.comm_dtype, width=other.image.shape[1])
+    def with_features(self, other: GatheredStored, statistics: Mapping[str, Pending] | None = None) -> GatheredFeatures:
+        """Return the same rows with other features and, if given, other reads of the samples' statistics."""
+        batch = self._with(image=other.image, text=other.text, comm_dtype=other.comm_dtype, width=other.image.shape[1])
+        if statistics is not None:
+            batch.statistics = statistics
+        return batch
 
     def _with(self, *, image: Tensor, text: Tensor, comm_dtype: torch.dtype, width: int) -> GatheredFeatures:
         batch = copy.copy(self)
@@ -301,7 +304,7 @@ class GatheredFeatures:
         if self.size < 2:
             raise UserError(
                 f"Step {step}: only {self.size} of the batch's {len(self.padded_index)} samples can be used, but a "
-                "contrastive loss needs two. Read bad_samples.jsonl and fix the shards, or use a larger batch."
+                "contrastive loss needs two. Read bad_samples.jsonl, which names the causes, and fix the shards."
             )
 
     def gather(self, values: Tensor, purpose: str) -> Tensor:
