@@ -34,6 +34,8 @@ class PrefetchShards(Hook):
         ranks_of_node = communicator.ranks_of_node()
         if data.loading.cache is None or communicator.rank != ranks_of_node[0] or loop.done == loop.total:
             return
+        if not data.reads_shards:
+            return
         order = data.order
         rank_batch = order.batch_size // communicator.world_size
         rows = [slice(rank * rank_batch, (rank + 1) * rank_batch) for rank in ranks_of_node]
