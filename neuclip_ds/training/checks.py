@@ -46,6 +46,11 @@ def _check_stored_features(config: Config) -> None:
             f"{', '.join(changed)} has no effect without a teacher: set objective.distill.features to the folder of "
             "its features, or remove the option."
         )
+    if objective.prefixes and config.recovery.epochs:
+        raise UserError(
+            "recovery.epochs cannot be combined with objective.prefixes, whose statistics are not recovered: remove "
+            "one of them."
+        )
     if objective.reference_model is None:
         return
     if distill.features is not None and distill.contrastive_weight == 0:
@@ -129,6 +134,7 @@ def fingerprint(config: Config) -> Fingerprint:
         "drop_last": data.drop_last,
         "seed": config.run.seed,
         "method": config.objective.method,
+        "objective.prefixes": {str(length): weight for length, weight in config.objective.prefixes.items()} or None,
         "optimizer": config.optimizer.name,
         **_stored_features(config.objective),
         **{f"data.{name}": "a folder" if name in tower_folders(data) else None for name in CONTENTS},
