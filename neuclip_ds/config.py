@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, PositiveFloat, SerializeAsAny, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    SerializeAsAny,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import NoDecode
 
 from neuclip_ds.errors import UserError
@@ -88,6 +96,33 @@ class SourceConfig(Section):
     """Weight of the source in each batch, relative to the other sources. By default, its number of samples."""
 
 
+class AugmentConfig(Section):
+    """Changes to the cropped images of training, in the order of the options; none by default."""
+
+    auto_augment: str | None = None
+    """Policy of timm, by name: rand-m9-mstd0.5-inc1 (RandAugment; timm's documentation explains the parts of a name),
+    augmix-m3-w3, original, v0, 3a and others."""
+    color_jitter_prob: float = Field(0.0, ge=0, le=1)
+    """Probability of `color_jitter`, as in open_clip's --aug-cfg; SimCLR's is 0.8."""
+    color_jitter: tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat, Annotated[float, Field(ge=0, le=0.5)]] = (
+        0.32,
+        0.32,
+        0.32,
+        0.08,
+    )
+    """Largest relative changes of brightness, contrast and saturation, and largest shift of the hue (1 is the whole
+    circle)."""
+    gray_scale_prob: float = Field(0.0, ge=0, le=1)
+    """Probability that an image is converted to gray, as in open_clip's --aug-cfg; SimCLR's is 0.2."""
+
+    @model_validator(mode="after")
+    def _jitter_is_used(self) -> AugmentConfig:
+        default = type(self).model_fields["color_jitter"].default
+        if self.color_jitter != default and not self.color_jitter_prob:
+            raise ValueError("color_jitter has no effect without color_jitter_prob; set the probability too")
+        return self
+
+
 class DataConfig(Section):
     train: Annotated[str | list[SourceConfig], NoDecode] = ""
     """Training pairs: a folder of tar shards, a glob or brace pattern, a manifest folder, or `demo:train`; or several
@@ -139,7 +174,8 @@ class DataConfig(Section):
     max_outage: float = Field(3600, gt=0)
     """Seconds that a batch may wait for remote storage that throttles or fails; after that, the run ends."""
     crop_scale: float = Field(0.9, gt=0, le=1)
-    """Smallest fraction of an image's area that the random resized crop keeps; 1 disables augmentation."""
+    """Smallest fraction of an image's area that the random resized crop keeps; 1 uses the evaluation crop instead."""
+    augment: AugmentConfig = Field(default_factory=AugmentConfig)
     shard_streams: int | None = Field(None, ge=1)
     """Number of shard streams that are interleaved in each batch; must divide the batch size. By default, up to 64, or
     one per node if there are more than 64 nodes."""
