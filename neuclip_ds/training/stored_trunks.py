@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from neuclip_ds.config import Config
+from neuclip_ds.config import AugmentConfig, Config
 from neuclip_ds.data.feature_table import FeatureTable
 from neuclip_ds.data.stored_towers import CONTENTS, IMAGE, TOWER_OF_TABLE, tower_folders, tower_tables
 from neuclip_ds.errors import UserError
@@ -37,6 +37,11 @@ def check_frozen_trunks(config: Config) -> None:
         raise UserError(
             f"model.vision.patch_drop={config.model.vision.patch_drop} has no effect with data.image_features, because "
             "the image trunk does not run in training: omit one of them."
+        )
+    if IMAGE in folders and config.data.augment != AugmentConfig():
+        raise UserError(
+            "data.augment has no effect with data.image_features, whose images were encoded without it: omit one of "
+            "them."
         )
     if len(folders) == len(TOWER_OF_TABLE) and config.model.activation_checkpointing:
         raise UserError(

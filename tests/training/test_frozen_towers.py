@@ -231,6 +231,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     ),
     "checkpointing": ([*HEADS, *STORED, "model.activation_checkpointing=true"], "has no effect with"),
     "patch drop": ([*LIT, "model.vision.trainable=projection", "model.vision.patch_drop=0.5", STORED[0]], "no effect"),
+    "augmentation": ([*HEADS, *STORED, "data.augment.gray_scale_prob=0.5"], r"data\.augment has no effect"),
     "random crops": ([*HEADS, *STORED, "data.crop_scale=0.9"], r"set data\.crop_scale=1, or embed .* --crops"),
     "other crops": ([*HEADS, "data.image_features=crops", "data.crop_scale=0.9"], r"crop scale 0\.5"),
     "one caption": ([*HEADS, "data.text_features=one_caption"], "has one caption of each sample.*--all-captions"),
