@@ -158,6 +158,12 @@ class DataConfig(Section):
     caption's source with these probabilities."""
     decoder: Literal["simplejpeg", "pil"] = "simplejpeg"
     """Library that decodes JPEGs: simplejpeg is faster; pil produces the same pixels as open_clip."""
+    image_features: str | None = Field(None, min_length=1)
+    """Folder with the image tower's pooled outputs before its projection, which `neuclip-ds embed` wrote for the
+    training data. Training reads them instead of decoding images and running the tower's frozen trunk
+    (docs/how-to/stored_features.md)."""
+    text_features: str | None = Field(None, min_length=1)
+    """The same for the text tower; training then tokenizes no captions."""
     cache_dir: Path | None = None
     """Folder on each node for copies of remote shards. By default, neuclip_ds_shards-UID in the system's temporary
     folder, writable only by you."""

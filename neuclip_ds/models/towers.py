@@ -18,7 +18,8 @@ from neuclip_ds.models.packing import Pack, PackedCaptions
 class Encoder(nn.Module, ABC):
     """Tower that maps b images or captions to features (b, d) in the dtype of its weights.
 
-    Its input is uint8 pixels (b, 3, H, W), int64 token ids (b, T), or packed captions.
+    Its input is uint8 pixels (b, 3, H, W), int64 token ids (b, T), packed captions, or stored outputs of the trunk:
+    floating-point (b, width), to which only the projection is applied.
 
     Args:
         trunk: the encoder.
@@ -35,7 +36,11 @@ class Encoder(nn.Module, ABC):
         """Return the trunk's (b, width) features."""
 
     def forward(self, x: Any) -> Tensor:
-        return self.projection(self.feature(x))
+        if isinstance(x, Tensor) and x.is_floating_point() and x.ndim == 2:
+            feature = x.to(next(self.projection.parameters()).dtype)
+        else:
+            feature = self.feature(x)
+        return self.projection(feature)
 
     def train(self, mode: bool = True) -> "Encoder":
         """Set training mode, but leave modules with only frozen weights in evaluation mode.
@@ -177,8 +182,9 @@ class DualEncoder(nn.Module):
         """Return the features of the images and of the captions, or None for an input that is None.
 
         Args:
-            image: (b, 3, H, W) uint8 pixels.
-            tokens: (b, T) int64 ids from the model's tokenizer, or the captions packed by `self.text.pack`.
+            image: (b, 3, H, W) uint8 pixels, or (b, width) stored outputs of the image trunk.
+            tokens: (b, T) int64 ids from the model's tokenizer, the captions packed by `self.text.pack`, or (b, width)
+                stored outputs of the text trunk.
             text_ready: function that is called with the text features as soon as the text tower has run.
             image_first: run the image tower before the text tower.
 

@@ -89,6 +89,12 @@ def check_separate_projection(tower: nn.Module, option: str, fix: str) -> None:
         )
 
 
+def projection_width(tower: nn.Module) -> int:
+    """Return the width of the features that a tower's projection takes; it must have a separate projection."""
+    layers = [layer for layer in tower.get_submodule("projection").modules() if isinstance(layer, nn.Linear)]
+    return layers[0].in_features
+
+
 def lock_projection(tower: nn.Module) -> None:
     """Set the new projection of a frozen, pretrained image tower to the identity, so that features do not change (LiT).
 

@@ -7,6 +7,7 @@ from neuclip_ds.checkpoint.checkpoints import Fingerprint
 from neuclip_ds.config import Config, ModelConfig
 from neuclip_ds.data.feature_table import FeatureTable
 from neuclip_ds.data.manifest import Manifest
+from neuclip_ds.data.stored_towers import CONTENTS, loss_tables, tower_folders
 from neuclip_ds.data.training_set import source_settings
 from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.start import check_engine_config
@@ -14,6 +15,7 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.losses.options import DistillConfig, ObjectiveConfig
 from neuclip_ds.models.trained_parts import TOWERS
 from neuclip_ds.training.schedule import fitted_warmup
+from neuclip_ds.training.stored_trunks import check_frozen_trunks
 
 # options that may change between launches, and options that the fingerprint lists separately
 _NOT_ARCHITECTURE: Any = {
@@ -27,6 +29,7 @@ def check_config(config: Config, world_size: int) -> None:
     config.micro_batch(world_size)
     check_engine_config(load_engine_config(config, world_size), config.deepspeed)
     _check_stored_features(config)
+    check_frozen_trunks(config)
 
 
 def _check_stored_features(config: Config) -> None:
@@ -63,8 +66,8 @@ def _check_stored_features(config: Config) -> None:
 
 
 def check_tables(tables: Mapping[str, FeatureTable]) -> None:
-    """Raise `UserError` if stored features do not give the similarities of images and texts."""
-    for table in tables.values():
+    """Raise `UserError` if features of a reference or teacher do not give the similarities of images and texts."""
+    for table in loss_tables(tables).values():
         contents = {"images": table.image_width, "texts": table.text_width}
         missing = [name for name, width in contents.items() if width is None]
         if missing:
@@ -134,6 +137,7 @@ def fingerprint(config: Config) -> Fingerprint:
         "objective.prefixes": {str(length): weight for length, weight in config.objective.prefixes.items()} or None,
         "optimizer": config.optimizer.name,
         **_stored_features(config.objective),
+        **{f"data.{name}": "a folder" if name in tower_folders(data) else None for name in CONTENTS},
         **_architecture(config.model),
     }
 

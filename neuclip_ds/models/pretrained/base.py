@@ -47,6 +47,10 @@ class Preprocessing:
     std: tuple[float, float, float]
     squash: bool = False  # whether to resize the whole image to a square instead of cropping its center
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as JSON, whose lists take the place of tuples."""
+        return {"size": self.size, "mean": list(self.mean), "std": list(self.std), "squash": self.squash}
+
 
 class LoadedModel(NamedTuple):
     """A dual encoder with its weights and logit parameters."""
