@@ -1,4 +1,4 @@
-"""Write a trained model in the format of transformers or open_clip, with its tokenizer and a model card.
+"""Write a trained model in the format of a library, with its tokenizer and a model card.
 
 Examples:
   neuclip-ds export runs/vitb32_tuneclip --format transformers --out exported/vitb32_tuneclip
@@ -15,7 +15,7 @@ from neuclip_ds.cli.program import Parser
 def main(arguments: Sequence[str]) -> None:
     parser = Parser(prog="neuclip-ds export", description=__doc__)
     parser.add_argument("run", type=Path, help="a run's folder (its newest checkpoint), or a checkpoint in it")
-    forms = ("transformers", "open_clip")
+    forms = ("transformers", "open_clip", "sentence_transformers")
     parser.add_argument("--format", choices=forms, default="transformers", help="library to write the model for")
     parser.add_argument("--out", type=Path, required=True, help="folder to write to; must be absent or empty")
     parser.add_argument("--best", action="store_true", help="export the run's best checkpoint (run.best_metric)")

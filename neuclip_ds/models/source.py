@@ -20,11 +20,11 @@ from neuclip_ds.models.image_models import ImageWeights, locate_image_weights
 from neuclip_ds.models.pretrained.base import (
     START_FILE,
     CheckpointRef,
-    LibraryModel,
     LoadedModel,
     LogitParameters,
     ModelSource,
     Preprocessing,
+    TrainedTowers,
 )
 from neuclip_ds.models.pretrained.files import read_json, read_tensors
 from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer
@@ -91,13 +91,16 @@ class FromConfig(ModelSource):
 
     def to_library_model(
         self, tokenizer: ModelTokenizer, weights: Mapping[str, Tensor], logits: LogitParameters
-    ) -> LibraryModel:
-        from neuclip_ds.models.conversion import towers_to_clip
-
+    ) -> TrainedTowers:
         with torch.device("meta"):
             model = self.build(tokenizer)
-        return towers_to_clip(
-            model=model, weights=weights, logits=logits, preprocessing=self.preprocessing, tokenizer=tokenizer
+        return TrainedTowers(
+            config=self.config,
+            model=model,
+            weights=weights,
+            logits=logits,
+            preprocessing=self.preprocessing,
+            tokenizer=tokenizer,
         )
 
 
