@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, PositiveFloat, SerializeAsAny, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    SerializeAsAny,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import NoDecode
 
 from neuclip_ds.errors import UserError
@@ -88,6 +96,33 @@ class SourceConfig(Section):
     """Weight of the source in each batch, relative to the other sources. By default, its number of samples."""
 
 
+class AugmentConfig(Section):
+    """Changes to the cropped images of training, in the order of the options; none by default."""
+
+    auto_augment: str | None = None
+    """Policy of timm, by name: rand-m9-mstd0.5-inc1 (RandAugment; timm's documentation explains the parts of a name),
+    augmix-m3-w3, original, v0, 3a and others."""
+    color_jitter_prob: float = Field(0.0, ge=0, le=1)
+    """Probability of `color_jitter`, as in open_clip's --aug-cfg; SimCLR's is 0.8."""
+    color_jitter: tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat, Annotated[float, Field(ge=0, le=0.5)]] = (
+        0.32,
+        0.32,
+        0.32,
+        0.08,
+    )
+    """Largest relative changes of brightness, contrast and saturation, and largest shift of the hue (1 is the whole
+    circle)."""
+    gray_scale_prob: float = Field(0.0, ge=0, le=1)
+    """Probability that an image is converted to gray, as in open_clip's --aug-cfg; SimCLR's is 0.2."""
+
+    @model_validator(mode="after")
+    def _jitter_is_used(self) -> AugmentConfig:
+        default = type(self).model_fields["color_jitter"].default
+        if self.color_jitter != default and not self.color_jitter_prob:
+            raise ValueError("color_jitter has no effect without color_jitter_prob; set the probability too")
+        return self
+
+
 class DataConfig(Section):
     train: Annotated[str | list[SourceConfig], NoDecode] = ""
     """Training pairs: a folder of tar shards, a glob or brace pattern, a manifest folder, or `demo:train`; or several
@@ -133,7 +168,8 @@ class DataConfig(Section):
     max_outage: float = Field(3600, gt=0)
     """Seconds that a batch may wait for remote storage that throttles or fails; after that, the run ends."""
     crop_scale: float = Field(0.9, gt=0, le=1)
-    """Smallest fraction of an image's area that the random resized crop keeps; 1 disables augmentation."""
+    """Smallest fraction of an image's area that the random resized crop keeps; 1 uses the evaluation crop instead."""
+    augment: AugmentConfig = Field(default_factory=AugmentConfig)
     shard_streams: int | None = Field(None, ge=1)
     """Number of shard streams that are interleaved in each batch; must divide the batch size. By default, up to 64, or
     one per node if there are more than 64 nodes."""
@@ -179,7 +215,7 @@ class DataConfig(Section):
         return [path for path in paths if path]
 
 
-Trained = Literal["all", "frozen"] | Annotated[int, Field(ge=0)]
+Trained = Literal["all", "projection", "frozen"] | Annotated[int, Field(ge=0)]
 """Trained part of a tower; a number K means the last K blocks."""
 
 Pooling = Literal["cls", "mean", "eos", "last"]
@@ -197,7 +233,8 @@ class LoraConfig(Section):
     """LoRA adapters for the linear layers in the frozen blocks of both towers."""
 
     rank: int = Field(0, ge=0, le=1 << 12)
-    """Rank of the adapters; 0 adds no adapters. A tower with `trainable=all` gets none."""
+    """Rank of the adapters; 0 adds no adapters. A tower with `trainable=all` or `projection` gets
+    none."""
     alpha: float = Field(16, gt=0)
     """Adapters are scaled by alpha / rank."""
     dropout: float = Field(0.0, ge=0, lt=1)
@@ -208,14 +245,15 @@ class TowerConfig(Section):
     """Options common to both towers."""
 
     trainable: Trained | None = None
-    """Parameters to train: `all`, none (`frozen`), or the last K blocks with the final norm, pooling and projection (0:
-    no blocks). By default, `all`, or `frozen` with LoRA. Applies to pretrained towers too."""
+    """Parameters to train: `all`, none (`frozen`), the last K blocks with the final norm, pooling and projection (0:
+    no blocks), or only the `projection` to the joint space. By default, `all`, or `frozen` with LoRA. Applies to
+    pretrained towers too."""
 
     @field_validator("trainable", mode="before")
     @classmethod
     def _names_a_part(cls, value: Any) -> Any:
-        if value not in (None, "all", "frozen") and not str(value).isdecimal():
-            raise ValueError(f"{str(value)[:50]!r} is neither all nor frozen, nor a number of blocks")
+        if value not in (None, "all", "projection", "frozen") and not str(value).isdecimal():
+            raise ValueError(f"{str(value)[:50]!r} is neither all, projection or frozen, nor a number of blocks")
         return value
 
 
@@ -351,8 +389,10 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _something_trains(self) -> ModelConfig:
         trained = {self.trained("vision"), self.trained("text")}
-        if self.lora.rank and trained == {"all"}:
-            raise ValueError("trainable=all in both towers leaves no frozen weights for lora; freeze part of a tower")
+        if self.lora.rank and trained <= {"all", "projection"}:
+            raise ValueError(
+                "trainable=all or projection in both towers leaves no weights for lora; freeze part of a tower"
+            )
         if not self.lora.rank and trained == {"frozen"}:
             raise ValueError("vision.trainable and text.trainable are frozen, so nothing trains; unfreeze part of one")
         return self

@@ -56,6 +56,7 @@ def model_card(
         steps=f"{step:,}",
         average=average,
         method=config.objective.method,
+        prefixes=" or ".join(map(str, sorted(config.objective.prefixes))),
         data=", ".join(map(public_name, config.data.train_paths)),
     )
     return str(card)

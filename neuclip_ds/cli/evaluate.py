@@ -175,7 +175,8 @@ def score(options: argparse.Namespace, communicator: Communicator) -> str:
     for key, manifest in manifests.items():
         datasets[key] = PairDataset(manifest, transform, saved.tokenizer, 0, captions, loading.cache)
     with closing(Loader(loading, datasets)) as loader:
-        encoder = BatchEncoder(encode, saved.tokenizer, communicator, batch_size, transform, loader)
+        prefixes = tuple(saved.config.objective.prefixes) if saved.config else ()
+        encoder = BatchEncoder(encode, saved.tokenizer, communicator, batch_size, transform, loader, prefixes)
         for task, path in tasks:
             if task.key not in unscored:
                 continue

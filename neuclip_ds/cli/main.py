@@ -1,5 +1,6 @@
 """The `neuclip-ds COMMAND` program, which imports and runs only that command."""
 
+import atexit
 import importlib
 import logging
 import os
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 
 from neuclip_ds.cli.program import exit_on_mistake
 from neuclip_ds.distributed.environment import let_idle_threads_sleep
+from neuclip_ds.distributed.stop_signals import ignore_stop_signals
 from neuclip_ds.errors import UserError
 from neuclip_ds.recipe import nearest
 
@@ -42,6 +44,7 @@ def main(argv: Sequence[str] | None = None, command: str = "") -> None:
     # hides DeepSpeed's advice if it finds no GPU; distributed/environment.py refuses machines with unusable GPUs
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.filename != "real_accelerator.py")
     let_idle_threads_sleep()
+    atexit.register(ignore_stop_signals)
     with exit_on_mistake():
         name = arguments[0]
         if name not in COMMANDS:

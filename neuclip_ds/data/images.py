@@ -12,6 +12,7 @@ that way. The augmentation depends only on `seed`, a hash of (data seed, epoch, 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import simplejpeg
 import torch
@@ -100,8 +101,15 @@ class RandomCrop:
         return _resize(F.crop(image, top, left, height, width), [self.image_size, self.image_size])
 
 
-ImageTransform = RandomCrop | EvalTransform
-"""Transforms an encoded image to a uint8 (3, image_size, image_size) tensor; raises DecodeError if that fails."""
+class ImageTransform(Protocol):
+    """Transforms an encoded image to a uint8 (3, image_size, image_size) tensor; raises DecodeError if that fails."""
+
+    @property
+    def image_size(self) -> int:
+        """Side length in pixels."""
+
+    def __call__(self, data: bytes, seed: int = 0) -> Tensor:
+        """Transform an image; random changes depend only on the seed."""
 
 
 def draw_crop(height: int, width: int, scale: tuple[float, float], seed: int) -> tuple[int, int, int, int]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from neuclip_ds.config import CLIP_BPE, Config, TextConfig
+from neuclip_ds.data.augment import augmented
 from neuclip_ds.data.dataset import PairDataset
 from neuclip_ds.data.feature_parts import EMBEDDING
 from neuclip_ds.data.feature_table import FeatureTable, cached_bytes, random_crops
@@ -142,7 +143,8 @@ def open_training_data(
     order = communicator.on_every_rank(lambda: open_order(config, training_set, nodes, interleave, feature_bytes))
 
     preprocessing = source.preprocessing
-    transform = train_transform(preprocessing.size, data.crop_scale, DECODERS[data.decoder], preprocessing.squash)
+    crop = train_transform(preprocessing.size, data.crop_scale, DECODERS[data.decoder], preprocessing.squash)
+    transform = augmented(crop, data.augment, preprocessing.mean)
     tokenizer = source.tokenizer(
         lambda: _create_tokenizer(config.model.text, manifest, loading, communicator, staged, resumed)
     )

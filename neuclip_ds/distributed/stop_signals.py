@@ -66,6 +66,15 @@ def raising_interrupted() -> Iterator[None]:
         _installed = None
 
 
+def ignore_stop_signals() -> None:
+    """Ignore stop signals while the interpreter shuts down; called by `atexit`, when the program's work is done.
+
+    Otherwise, Ctrl-C would print a traceback of some library's exit function.
+    """
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 @contextmanager
 def deferring(deferred: bool = True) -> Iterator[None]:
     """Record stop signals for `take_signal` during the block; in a nested `deferring(False)`, they raise `Interrupted`.

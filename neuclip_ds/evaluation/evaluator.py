@@ -98,10 +98,12 @@ class Evaluator:
             batch_size=self._rows_per_call,
             transform=self._transform,
             loader=self._loader,
+            prefixes=tuple(self._config.objective.prefixes),
         )
         results: dict[str, float] = {}
         if self._held_out.pairs is not None:
-            results.update(retrieval(encode, self._all_samples(_VAL, self._held_out.pairs), self._communicator))
+            batches = self._all_samples(_VAL, self._held_out.pairs)
+            results.update(retrieval(encode, batches, self._communicator, prefixes=encoder.prefixes))
             results.update(_chance_levels(results, candidates=int(results["retrieval_pairs"])))
         if self._held_out.zero_shot is not None:
             accuracies = zero_shot(encoder, self._held_out.zero_shot)
@@ -137,11 +139,12 @@ class Evaluator:
         rank = self._communicator.rank
         world_size = self._communicator.world_size
         anchor_jobs = train_jobs(order, rank, world_size, epoch=0, step=0, steps=steps, parts=parts_per_batch)
-        assert isinstance(loss.function, GlobalContrastiveLoss)  # the only losses with `estimates_normalizers`
+        function = loss.whole_function
+        assert isinstance(function, GlobalContrastiveLoss)  # the only losses with `estimates_normalizers`
         return normalizer_error(
             encode,
             loss.estimate_normalizers,
-            loss.function.pair_loss,
+            function.pair_loss,
             anchor_batches=self._loader.batches(_ANCHORS, anchor_jobs),
             all_batches=self._all_samples(_TRAIN, manifest),
             communicator=self._communicator,

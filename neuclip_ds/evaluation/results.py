@@ -111,8 +111,10 @@ def _recall_table(metrics: Mapping[str, Metrics]) -> list[str]:
         "|---" * 7 + "|",
     ]
     for name, row in rows.items():
-        cells = [name, *(_percent(row.get(column)) for column in columns)]
-        lines.append(f"| {' | '.join(cells)} |")
+        of_prefixes = [metric.removesuffix(columns[0]) for metric in row if metric.endswith(columns[0])]
+        for prefix in of_prefixes:  # empty for the whole features
+            cells = [prefix + name, *(_percent(row.get(prefix + column)) for column in columns)]
+            lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 

@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from neuclip_ds.data.dataset import PADDING, Batch
 from neuclip_ds.distributed.communicator import Communicator
@@ -22,6 +23,7 @@ from neuclip_ds.evaluation.encoding import BatchEncoder, Encode, encode_batch
 from neuclip_ds.evaluation.metrics import chance_recall, hit_probability
 from neuclip_ds.evaluation.sets import EvaluationSet, Sample
 from neuclip_ds.evaluation.sharded_batches import decode, sharded_batches
+from neuclip_ds.losses.options import PREFIX
 
 _QUERY_CHUNK = 4096  # queries that are compared at once
 _CANDIDATE_CHUNK = 1024  # candidates that are compared at once
@@ -34,8 +36,11 @@ def retrieval(
     communicator: Communicator,
     ks: Sequence[int] = (1, 5, 10),
     chunk: int = _CANDIDATE_CHUNK,
+    prefixes: Iterable[int] = (),
 ) -> dict[str, float]:
     """Return recall@k in both directions over the valid pairs of all ranks.
+
+    With `prefixes`, the recalls of the first p dimensions of the features follow as `prefixP/NAME`.
 
     All ranks need the same number of batches with the same shapes. For n pairs on K ranks, scores take O(n / K x chunk)
     memory per rank, and the gathered features take O(n d). Raises UserError if no rank has a valid pair.
@@ -56,23 +61,33 @@ def retrieval(
     # this rank's valid pairs are its queries
     valid_rows = all_valid.nonzero().squeeze(1).to(device, non_blocking=True)
     query_labels = labels.index_select(0, valid_rows)
-    images = all_images.index_select(0, valid_rows)
-    texts = all_texts.index_select(0, valid_rows)
-    score = inner_products(images, texts)
 
     counts = {}
-    directions = {"image_to_text": (images, all_texts), "text_to_image": (texts, all_images)}
-    for name, (query_features, candidate_features) in directions.items():
-        queries = _Queries(
-            features=query_features,
-            label=query_labels,
-            score=score,
-            matches=torch.ones_like(query_labels),
-        )
-        candidates = communicator.all_gather(candidate_features, "evaluation")
-        counts[name] = _count_hits(queries, candidates, candidate_labels, ks, chunk)
+    for prefix, (images_of_all, texts_of_all) in _with_prefixes(all_images, all_texts, prefixes).items():
+        images = images_of_all.index_select(0, valid_rows)
+        texts = texts_of_all.index_select(0, valid_rows)
+        score = inner_products(images, texts)
+        directions = {"image_to_text": (images, texts_of_all), "text_to_image": (texts, images_of_all)}
+        for name, (query_features, candidate_features) in directions.items():
+            queries = _Queries(
+                features=query_features,
+                label=query_labels,
+                score=score,
+                matches=torch.ones_like(query_labels),
+            )
+            candidates = communicator.all_gather(candidate_features, "evaluation")
+            counts[prefix + name] = _count_hits(queries, candidates, candidate_labels, ks, chunk)
     pairs, recalls = _recalls(counts, ks, communicator)
     return {**recalls, "retrieval_pairs": pairs}
+
+
+def _with_prefixes(images: Tensor, texts: Tensor, prefixes: Iterable[int]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return the features, and those of each prefix by the beginning of its metrics' names."""
+    features = {"": (images, texts)}
+    for length in prefixes:
+        of_prefix = normalize(images[:, :length], dim=1), normalize(texts[:, :length], dim=1)
+        features[f"{PREFIX}{length}/"] = of_prefix
+    return features
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,10 +111,34 @@ def caption_retrieval(
     Returns:
         Scores in [0, 1], equal on all ranks: `image_retrieval_recall@k` (captions as queries),
         `text_retrieval_recall@k` (images as queries), `mean_recall@1` and `chance`, the chance level of
-        `mean_recall@1`. Raises UserError if the set is empty, or a sample is broken or has no caption.
+        `mean_recall@1`; and the same for each of `encoder.prefixes`, as `prefixP/NAME`.
+
+    Raises UserError if the set is empty, or a sample is broken or has no caption.
     """
     communicator = encoder.communicator
-    images, captions, image_of_caption = _encode_all(encoder, folder)
+    all_images, all_captions, image_of_caption = _encode_all(encoder, folder)
+    metrics: dict[str, float] = {}
+    for prefix, features in _with_prefixes(all_images, all_captions, encoder.prefixes).items():
+        for name, value in _caption_recalls(*features, image_of_caption, communicator, ks, chunk).items():
+            metrics[prefix + name] = value
+    return metrics
+
+
+def _caption_recalls(
+    images: Tensor,
+    captions: Tensor,
+    image_of_caption: Tensor,
+    communicator: Communicator,
+    ks: Sequence[int],
+    chunk: int,
+) -> dict[str, float]:
+    """Return the metrics of `caption_retrieval`.
+
+    Args:
+        images, captions: this rank's (n, d) and (m, d) features.
+        image_of_caption: (m,) int64 row of each caption's image.
+        communicator, ks, chunk: as there.
+    """
     score = inner_products(images[image_of_caption], captions)  # score of each caption with its image
 
     # the best captions of each image

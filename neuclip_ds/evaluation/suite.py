@@ -49,13 +49,12 @@ def measure_pairs(batches: Iterable[Batch], encoder: BatchEncoder) -> Metrics:
 
     Raises UserError if no pair can be read.
     """
-    recalls = retrieval(encoder.encode, batches, encoder.communicator)
+    recalls = retrieval(encoder.encode, batches, encoder.communicator, prefixes=encoder.prefixes)
     pairs = int(recalls.pop("retrieval_pairs"))
     metrics: Metrics = {"chance": chance_recall(1, pairs)}
-    datacomp_names = {"image_to_text": "text_retrieval", "text_to_image": "image_retrieval"}
     for name, recall in recalls.items():
-        direction, _, metric = name.partition("_recall")
-        metrics[f"{datacomp_names[direction]}_recall{metric}"] = recall
+        datacomp_name = name.replace("image_to_text", "text_retrieval").replace("text_to_image", "image_retrieval")
+        metrics[datacomp_name] = recall
     mean = (recalls["image_to_text_recall@1"] + recalls["text_to_image_recall@1"]) / 2
     return {**metrics, "mean_recall@1": mean, "main_metric": mean}
 

@@ -31,6 +31,7 @@ from neuclip_ds.losses.global_contrastive import GlobalContrastiveLoss
 from neuclip_ds.losses.method import LossBuilder
 from neuclip_ds.losses.methods import DEFAULT, find_method
 from neuclip_ds.losses.options import ObjectiveConfig, objective_config
+from neuclip_ds.losses.prefixes import PrefixedLoss, build_function
 from neuclip_ds.losses.stored_features import REFERENCE, TEACHER, StoredBatch, StoredRows, Teachers
 from neuclip_ds.losses.temperature import trained_temperature
 from neuclip_ds.state.shards import INDEX, ShardFiles, replicated_shards, shard_files, table_shards
@@ -177,6 +178,11 @@ class ContrastiveLoss(nn.Module):
     def config(self) -> ObjectiveConfig:
         """The options of the method, as under `objective:` in a recipe."""
         return self._config
+
+    @property
+    def whole_function(self) -> LossFunction:
+        """The function of the whole features: `function`, without the losses of prefixes (`objective.prefixes`)."""
+        return self.function.whole if isinstance(self.function, PrefixedLoss) else self.function
 
     def begin(
         self,
@@ -395,7 +401,8 @@ class ContrastiveLoss(nn.Module):
         Returns:
             For this rank's valid rows: (2, local) log of the estimated g, or -inf if there is none, and (2, local) tau.
         """
-        if not isinstance(self.function, GlobalContrastiveLoss):
+        function = self.whole_function
+        if not isinstance(function, GlobalContrastiveLoss):
             raise UserError(f"{self._config.method} has no normalizer.")
         self._require_announced(REFERENCE, reference is not None)
         self._undo_if_scaler_skipped()
@@ -408,7 +415,7 @@ class ContrastiveLoss(nn.Module):
             pending.add_stored(REFERENCE, *reference)
         pending.begin_reads()
         with products_exact_for(torch.float32):
-            return self.function.log_normalizers(pending.gathered(self._dtype))
+            return function.log_normalizers(pending.gathered(self._dtype))
 
     @contextmanager
     def accumulate(self, model: nn.Module | None = None, scale: float = 1.0) -> Iterator[TwoPass]:
@@ -514,7 +521,7 @@ class ContrastiveLoss(nn.Module):
             adam=self._adam,
             spare_rows=self._spare_rows,
         )
-        self.function: LossFunction = self._builder(self._config, context)
+        self.function: LossFunction = build_function(self._builder, self._config, context)
 
     def _begin(self, index: Tensor, valid: Tensor, training: bool, position: Position | None) -> PendingBatch:
         """Send the indices of a batch; if `training`, prepare to revert the updates of the state."""
@@ -601,6 +608,8 @@ class ContrastiveLoss(nn.Module):
     def _require_usable(self, name: str) -> None:
         """Raise `UserError` if the loss cannot use these stored features."""
         if name not in self.function.uses_stored:
+            if self._config.prefixes:
+                raise UserError(f"objective.prefixes cannot be combined with {_OPTIONS[name]}: remove one of them.")
             raise UserError(f"{self._config.method} cannot use {_OPTIONS[name]}: {_REASONS[name]}")
 
     def _problem_with(
@@ -697,7 +706,7 @@ class ContrastiveLoss(nn.Module):
             },
         )
         for key, value in options.items():
-            if isinstance(value, dict):
+            if isinstance(value, dict) and key != "prefixes":  # whose keys are not options
                 for name, option in value.items():
                     built_with[f"{key}.{name}"] = option
             else:

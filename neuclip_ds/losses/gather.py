@@ -279,9 +279,12 @@ class GatheredFeatures:
             width=self.width,
         )
 
-    def with_features(self, other: GatheredStored) -> GatheredFeatures:
-        """Return the same rows with other features."""
-        return self._with(image=other.image, text=other.text, comm_dtype=other.comm_dtype, width=other.image.shape[1])
+    def with_features(self, other: GatheredStored, statistics: Mapping[str, Pending] | None = None) -> GatheredFeatures:
+        """Return the same rows with other features and, if given, other reads of the samples' statistics."""
+        batch = self._with(image=other.image, text=other.text, comm_dtype=other.comm_dtype, width=other.image.shape[1])
+        if statistics is not None:
+            batch.statistics = statistics
+        return batch
 
     def _with(self, *, image: Tensor, text: Tensor, comm_dtype: torch.dtype, width: int) -> GatheredFeatures:
         batch = copy.copy(self)

@@ -23,6 +23,9 @@ from neuclip_ds.losses.siglip_options import SiglipConfig
 from neuclip_ds.losses.tuneclip_options import HingeConfig
 from neuclip_ds.section import Section, merge
 
+PREFIX = "prefix"
+"""Begins the names of the metrics and the state of a prefix of the embedding, such as `prefix64/tau`."""
+
 
 class TemperatureConfig(Section):
     initial: float | None = Field(None, gt=0)
@@ -120,6 +123,9 @@ class ObjectiveConfig(Section):
     about once. By default, an epoch is one pass over the data."""
     reference_model: str | None = None
     """Folder of the stored features of a reference model, whose similarities are subtracted (DRRho-CLIP)."""
+    prefixes: dict[Annotated[int, Field(ge=1)], Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
+    """Lengths of prefixes of the embedding that are trained as embeddings too (Matryoshka), and the weight of each
+    one's loss, such as {64: 1, 128: 1}. The loss of the whole embedding has weight 1."""
     temperature: TemperatureConfig = Field(default_factory=TemperatureConfig)
     distill: DistillConfig = Field(default_factory=DistillConfig)
     siglip: SiglipConfig = Field(default_factory=SiglipConfig)
@@ -156,6 +162,19 @@ class ObjectiveConfig(Section):
         options = serialize(self)
         unread = set(method_sections()) - set(find_method(self.method).sections)
         return {name: value for name, value in options.items() if name not in unread}
+
+    @model_validator(mode="after")
+    def _prefixes_are_not_combined(self) -> ObjectiveConfig:
+        for option, is_set in (
+            ("objective.reference_model", self.reference_model is not None),
+            ("objective.distill.features", self.distill.features is not None),
+        ):
+            if self.prefixes and is_set:
+                raise UserError(
+                    f"objective.prefixes cannot be combined with {option}, whose features have no prefixes: remove one "
+                    "of them."
+                )
+        return self
 
     @property
     def needs_epochs(self) -> bool:

@@ -70,8 +70,8 @@ def apply_common_options(model: DualEncoder, config: ModelConfig) -> DualEncoder
         checkpoint_activations(model.get_submodule(name), name, config.activation_checkpointing)
     freeze(model, config)
     if config.lora.rank:
-        partly_frozen = [name for name in TOWERS if config.trained(name) != "all"]
-        add_adapters({name: model.get_submodule(name) for name in partly_frozen}, config.lora)
+        adapted = [name for name in TOWERS if config.trained(name) not in ("all", "projection")]
+        add_adapters({name: model.get_submodule(name) for name in adapted}, config.lora)
     return model
 
 

@@ -6,6 +6,9 @@ arithmetic, except that dropout inside the last block draws different masks. A V
 
 Covered are timm's `VisionTransformer` (also inside open_clip's models), transformers' CLIP and MetaCLIP 2, and
 open_clip's `VisionTransformer`. Models that pool all tokens (SigLIP, average pooling) and other architectures are not.
+
+Only the tower's forward method omits the tokens. Who calls the trunk itself, for example timm's `forward_features`,
+gets all of them.
 """
 
 from collections.abc import Callable
@@ -41,7 +44,10 @@ def compute_class_token_only(tower: nn.Module, option: Literal["auto"] | bool) -
         last_block = _last_block(module)
         if last_block is not None:
             block, function = last_block
+            block.in_tower = False
+            block.register_forward_pre_hook(_pass_in_tower, with_kwargs=True)
             replace_forward(block, partial(_only_class_token, function, only_on_cpus=option == "auto"))
+            replace_forward(tower, partial(_with_block_in_tower, block))
             return
     if option is True:
         raise UserError(
@@ -50,11 +56,33 @@ def compute_class_token_only(tower: nn.Module, option: Literal["auto"] | bool) -
         )
 
 
-def _only_class_token(function: BlockFunction, whole_block: Forward, only_on_cpus: bool) -> Forward:
-    """Return a forward method that calls `function`, or on other devices than CPUs `whole_block` if so requested."""
+def _with_block_in_tower(last_block: Any, whole_tower: Forward) -> Forward:
+    """Return a forward method of a tower during which `in_tower` of its last block is true."""
 
-    def forward(block: Any, tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if only_on_cpus and tokens.device.type != "cpu":
+    def forward(tower: Any, x: Tensor) -> Tensor:
+        last_block.in_tower = True
+        try:
+            features: Tensor = whole_tower(tower, x)
+        finally:
+            last_block.in_tower = False
+        return features
+
+    return forward
+
+
+def _pass_in_tower(block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Add `in_tower` to the arguments of a block's forward method, which may run again after the tower's has ended.
+
+    With activation checkpointing, the backward pass calls it with the same arguments.
+    """
+    return args, {**kwargs, "in_tower": block.in_tower}
+
+
+def _only_class_token(function: BlockFunction, whole_block: Forward, only_on_cpus: bool) -> Forward:
+    """Return a forward method that calls `function` in the tower (on CPUs, if so requested), else `whole_block`."""
+
+    def forward(block: Any, tokens: Tensor, *args: Any, in_tower: bool = False, **kwargs: Any) -> Any:
+        if not in_tower or (only_on_cpus and tokens.device.type != "cpu"):
             return whole_block(block, tokens, *args, **kwargs)
         return function(block, tokens)  # the other arguments are masks, which image towers do not use
 

@@ -44,11 +44,17 @@ def resolve_compilation(
 
 
 class Compiler:
-    """Compiles functions with torch.compile at their first call. If that fails once, all of them run uncompiled."""
+    """Compiles functions with torch.compile at their first call. If that fails once, all of them run uncompiled.
+
+    A copied or unpickled compiler has not compiled anything yet.
+    """
 
     def __init__(self) -> None:
         self._has_failed = False
         self._compiled: dict[tuple[Callable[..., Any], bool | None], Callable[..., Any]] = {}
+
+    def __reduce__(self) -> tuple[type["Compiler"], tuple[()]]:
+        return Compiler, ()
 
     def compiled(self, function: Callable[..., Any], dynamic: bool | None = None) -> Callable[..., Any]:
         """Return the function that runs compiled; the same one for the same arguments.

@@ -1,20 +1,59 @@
 """Replace the forward methods of modules without renaming their parameters."""
 
-from collections.abc import Callable
-from types import MethodType
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
 
 Forward = Callable[..., Any]
 """A forward method: a function of the module and of its inputs."""
+Replace = Callable[[Forward], Forward]
+"""A function of a forward method that returns another one, which may call it."""
 
 
-def replace_forward(module: nn.Module, replace: Callable[[Forward], Forward]) -> None:
+class ReplacedForward:
+    """The forward method of a module that replaces the method of its class.
+
+    It can be copied and pickled with its module if the replacements can: functions of a Python module, or `partial` of
+    them. The methods that they return need not, because a copy calls the replacements again. (A bound method would be
+    pickled as its name, which then means the method of the class.)
+
+    Args:
+        module: the module.
+        original: the forward method of its class.
+        replacements: functions that are applied to `original` one after another.
+    """
+
+    def __init__(self, module: nn.Module, original: Forward, replacements: Sequence[Replace]) -> None:
+        self.module = module
+        self.original = original
+        self.replacements = replacements
+        self._set_function()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(self.module, *args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_function"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._set_function()
+
+    def _set_function(self) -> None:
+        self._function = self.original
+        for replace in self.replacements:
+            self._function = replace(self._function)
+
+
+def replace_forward(module: nn.Module, replace: Replace) -> None:
     """Replace a module's forward method by `replace` of the current one, which may itself be a replacement.
 
     Modules of the same class get the same function if `replace` returns it for the same argument. Copies of the module
-    keep the replacement.
+    keep the replacement, also pickled ones.
     """
-    method: Any = module.forward
-    module.forward = MethodType(replace(method.__func__), module)
+    current: Any = module.forward
+    if isinstance(current, ReplacedForward):
+        module.forward = ReplacedForward(module, current.original, [*current.replacements, replace])
+    else:
+        module.forward = ReplacedForward(module, current.__func__, [replace])

@@ -63,6 +63,11 @@ class PackedCaptions:
         """int64 (b,) indices of the captions' last tokens in `ids`, in the sorted order."""
         return self.offsets[1:].long() - 1
 
+    def require_positions(self, count: int) -> None:
+        """Raise ValueError if the captions were padded to more tokens than a tower has positions."""
+        if self.context_length > count:
+            raise ValueError(f"captions have {self.context_length} tokens, but the text tower has {count} positions")
+
     def _changed(self, change: Callable[[Tensor], Tensor]) -> "PackedCaptions":
         """Return the captions with `change` applied to all tensors."""
         return replace(
@@ -198,6 +203,7 @@ def _packable_trunk(padded: Forward) -> Forward:
         if not isinstance(input_ids, PackedCaptions):
             return padded(trunk, input_ids, **options)
         captions = input_ids
+        captions.require_positions(trunk.config.max_position_embeddings)
         tokens = trunk.embeddings.token_embedding(captions.ids)
         hidden = tokens + trunk.embeddings.position_embedding(captions.positions)
         *layers, last_layer = trunk.encoder.layers

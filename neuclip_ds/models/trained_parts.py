@@ -57,13 +57,16 @@ def freeze(model: nn.Module, config: ModelConfig) -> None:
         model: model with the towers `vision` and `text`.
 
     Raises:
-        UserError: a tower has fewer blocks than the option requests.
+        UserError: a tower has fewer blocks than the option requests, or no separate projection.
     """
     for name in TOWERS:
         tower = model.get_submodule(name)
         trained = config.trained(name)
         if trained == "frozen":
             tower.requires_grad_(False)
+        elif trained == "projection":
+            check_separate_projection(tower, f"model.{name}.trainable=projection", f"set model.{name}.trainable=0")
+            tower.get_submodule("trunk").requires_grad_(False)
         elif trained != "all":
             layers = parameter_layers(tower, name)
             blocks = len(layers) - 2
@@ -75,6 +78,15 @@ def freeze(model: nn.Module, config: ModelConfig) -> None:
             for layer in layers[: blocks + 1 - trained]:
                 for parameter in layer:
                     tower.get_parameter(parameter).requires_grad_(False)
+
+
+def check_separate_projection(tower: nn.Module, option: str, fix: str) -> None:
+    """Raise UserError, naming `option` and `fix`, if a tower's trunk itself projects to the joint space."""
+    if isinstance(tower.get_submodule("projection"), nn.Identity):
+        kind = type(tower.get_submodule("trunk")).__name__
+        raise UserError(
+            f"{option} needs a tower with a separate projection to the joint space, which {kind} does not have: {fix}."
+        )
 
 
 def lock_projection(tower: nn.Module, name: str) -> None:
@@ -94,7 +106,7 @@ def lock_projection(tower: nn.Module, name: str) -> None:
             width = f"={projection.in_features}"
         raise UserError(
             f"model.{name}.trainable=frozen would freeze the random projection of the {name} tower: set "
-            f"model.{name}.trainable=0 to train it, or model.embed_dim{width}."
+            f"model.{name}.trainable=projection to train it, or model.embed_dim{width}."
         )
     nn.init.eye_(projection.weight)
 

@@ -29,6 +29,7 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.losses.base import LossContext
 from neuclip_ds.losses.methods import find_method
 from neuclip_ds.losses.pairs import CACHED_BYTES, block_bytes, compiles
+from neuclip_ds.losses.prefixes import build_function
 from neuclip_ds.losses.sample_store import MAX_DEVICE_BYTES
 from neuclip_ds.losses.stored_features import REFERENCE
 from neuclip_ds.models.source import ModelSource, locate_model, model_source
@@ -403,7 +404,7 @@ def objective_state(query: MemoryQuery) -> ObjectiveState:
     with FakeTensorMode():
         context = LossContext(dim=query.source.embed_dim, samples=max(1, query.samples), communicator=communicator)
         options = query.config.objective
-        objective = find_method(options.method).build(options, context)
+        objective = build_function(find_method(options.method).build, options, context)
         replicated = sum(tensor.nbytes for tensor in objective.replicated_state().values())
         on_device = replicated
         on_host = 0

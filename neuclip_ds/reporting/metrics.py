@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from neuclip_ds.errors import UserError
 from neuclip_ds.files import best_effort
+from neuclip_ds.losses.options import PREFIX
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +29,8 @@ _SCORE_PREFIXES = (  # in display order
     "text_to_image_recall@",
     "task/",
 )
+
+_OF_MODEL = re.compile(f"^({AVERAGED})?({PREFIX}[0-9]+/)?")
 
 Series = tuple[list[int], list[float]]
 """Steps and values of a metric."""
@@ -106,7 +110,7 @@ def scores_among(names: Iterable[str]) -> list[str]:
     distinct_names = list(dict.fromkeys(names))
     scores: list[str] = []
     for prefix in _SCORE_PREFIXES:
-        scores += [name for name in distinct_names if name.removeprefix(AVERAGED).startswith(prefix)]
+        scores += [name for name in distinct_names if _OF_MODEL.sub("", name).startswith(prefix)]
     return scores
 
 

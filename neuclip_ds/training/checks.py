@@ -43,6 +43,11 @@ def _check_stored_features(config: Config) -> None:
             f"{', '.join(changed)} has no effect without a teacher: set objective.distill.features to the folder of "
             "its features, or remove the option."
         )
+    if objective.prefixes and config.recovery.epochs:
+        raise UserError(
+            "recovery.epochs cannot be combined with objective.prefixes, whose statistics are not recovered: remove "
+            "one of them."
+        )
     if objective.reference_model is None:
         return
     if distill.features is not None and distill.contrastive_weight == 0:
@@ -98,8 +103,9 @@ def config_warnings(config: Config, steps: int) -> list[str]:
         )
     for tower in TOWERS:
         is_pretrained = bool(config.model.pretrained) or bool(getattr(config.model, tower).pretrained)
-        if config.model.trained(tower) == "frozen" and not is_pretrained:
-            warnings.append(f"model.{tower}.trainable=frozen freezes random weights: start from pretrained ones.")
+        trained = config.model.trained(tower)
+        if trained in ("frozen", "projection") and not is_pretrained:
+            warnings.append(f"model.{tower}.trainable={trained} freezes random weights: start from pretrained ones.")
     if optimizer.min_lr > 0 and optimizer.schedule == "constant":
         warnings.append("optimizer.min_lr has no effect with optimizer.schedule=constant; cooldown decays to it.")
     elif optimizer.min_lr > optimizer.lr:
@@ -123,6 +129,7 @@ def fingerprint(config: Config) -> Fingerprint:
         "drop_last": data.drop_last,
         "seed": config.run.seed,
         "method": config.objective.method,
+        "objective.prefixes": {str(length): weight for length, weight in config.objective.prefixes.items()} or None,
         "optimizer": config.optimizer.name,
         **_stored_features(config.objective),
         **_architecture(config.model),

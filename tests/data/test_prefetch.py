@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -157,12 +158,19 @@ def test_a_failed_prefetch_is_logged_and_left_to_the_readers(http: Files, tmp_pa
 
 
 def test_a_cache_that_is_too_small_is_named_once(http: Files, tmp_path: Path, log_file: Path) -> None:
+    """Each batch reads all shards, so the first six that an epoch reads fill the cache; the epochs' orders differ."""
     order, cache = order_of(batch_size=16, streams=16), ShardCache(tmp_path, 6 * SIZE)
     later = order.steps_per_epoch + 1
+    requested = [request.shard for request in islice(shards_ahead(order, 0, 0, [slice(0, 16)]), 2 * SHARDS)]
+    first, second = set(requested[:6]), set(requested[SHARDS : SHARDS + 6])
+    assert first != second
     with prefetcher(cache, order, stored(http)) as ahead:
-        wait_for(lambda: len(held(tmp_path)) == 6)
+        wait_for(lambda: held(tmp_path) == first)
+        # the shards may arrive before the warning, and then end the block too early
+        wait_for(lambda: "data.cache_gb" in log_file.read_text())
         ahead.advance(later)
-        wait_for(lambda: len(held(tmp_path) & shards_of(order, later)) == 6)
+        wait_for(lambda: held(tmp_path) == second)
+        settle(http)
     assert log_file.read_text().count("data.cache_gb") == 1
 
 

@@ -1,6 +1,7 @@
 """Compare retrieval of pairs and captions with brute-force oracles, with ties, padding and several ranks."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,21 @@ def test_one_two_and_three_ranks_agree_bit_for_bit(run_ranks):
         assert measure(run_ranks, pairs, world_size, batch_size=8, chunk=7) == single
 
 
+def test_the_recall_of_prefixes_is_that_of_cut_features(run_ranks: Any) -> None:
+    pairs = random_pairs(50)
+    recalls = measure(run_ranks, pairs, world_size=2, prefixes=[4, 7])
+    for length in (4, 7):
+        cut = Pairs(image=pairs.image[:, :length], tokens=pairs.tokens[:, :length], valid=pairs.valid)
+        normalized = Pairs(
+            image=functional.normalize(cut.image), tokens=functional.normalize(cut.tokens), valid=pairs.valid
+        )
+        for name, value in oracle(normalized, (1, 5, 10)).items():
+            if name != "retrieval_pairs":
+                assert recalls[f"prefix{length}/{name}"] == pytest.approx(value)
+    without = measure(run_ranks, pairs, world_size=2)
+    assert {name: value for name, value in recalls.items() if not name.startswith("prefix")} == without
+
+
 @pytest.mark.parametrize(("n", "world_size"), [(1, 2), (37, 1), (130, 2)])
 def test_a_collapsed_model_scores_chance(run_ranks, n, world_size):
     # odd widths reach the edge code of matmul kernels, where plain float32 sums would not be equal
@@ -141,12 +157,17 @@ CAPTIONS = [1, 5, 2, 3, 5, 4, 1, 1, 6, 5, 5, 2, 9]
 
 
 def measure_captions(
-    run_ranks: Any, path: Path, world_size: int = 1, size: int = 4, chunk: int = 1024
+    run_ranks: Any,
+    path: Path,
+    world_size: int = 1,
+    size: int = 4,
+    chunk: int = 1024,
+    prefixes: Sequence[int] = (),
 ) -> dict[str, float]:
     models = [Model() for _ in range(world_size)]
 
     def work(rank: Any) -> dict[str, float]:
-        encoder = BatchEncoder(models[rank.rank], tokenize, rank, size, transform)
+        encoder = BatchEncoder(models[rank.rank], tokenize, rank, size, transform, prefixes=prefixes)
         metrics = caption_retrieval(encoder, open_shards(path), chunk=chunk)
         assert rank.purposes <= {"evaluation"}, "all traffic is counted as that of the evaluation"
         return metrics
@@ -187,6 +208,9 @@ def test_caption_recall_equals_that_of_sorted_scores_at_any_number_of_ranks(
     assert single == pytest.approx(expected, abs=1e-12)
     for world_size, size in ((1, 64), (2, 4), (5, 8)):
         assert measure_captions(run_ranks, tmp_path, world_size, size) == single
+    with_prefix = measure_captions(run_ranks, tmp_path, 2, prefixes=[6])
+    assert {name: with_prefix[name] for name in single} == single
+    assert 0 < with_prefix["prefix6/mean_recall@1"] < single["mean_recall@1"] + 0.5
 
 
 def test_captions_of_a_collapsed_model_are_at_chance(tmp_path: Path, run_ranks: Any) -> None:

@@ -1,5 +1,6 @@
 """Computing only the class token in the last image block gives the features and gradients of the whole block."""
 
+import copy
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -123,6 +124,30 @@ def test_trunks_of_other_libraries_are_covered(name: str) -> None:
         towers[1](PIXELS)
     assert only.get_total_flops() < both.get_total_flops()
     assert_same(*towers)
+
+
+@pytest.mark.parametrize("name", ["clip", "metaclip_2"])
+def test_a_trunk_of_transformers_that_is_called_alone_returns_all_tokens(name: str) -> None:
+    tower = VisionTower(library_trunk(name), None, [0.5] * 3, [0.25] * 3).eval()
+    pixels = tower.normalize(PIXELS)
+    expected = tower.trunk(pixels).last_hidden_state
+    compute_class_token_only(tower, True)
+    tower(PIXELS)
+    torch.testing.assert_close(tower.trunk(pixels).last_hidden_state, expected)
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_trunk_of_timm_that_is_called_alone_returns_all_tokens(copied: bool) -> None:
+    expected = built(False).eval()
+    tower = built(True).eval()
+    if copied:
+        tower = copy.deepcopy(tower)
+    tokens_of_block = []
+    tower.trunk.blocks[-1].register_forward_hook(lambda block, args, output: tokens_of_block.append(output.shape[1]))
+    pixels = tower.normalize(PIXELS)
+    tower(PIXELS)
+    torch.testing.assert_close(tower.trunk.forward_features(pixels), expected.trunk.forward_features(pixels))
+    assert tokens_of_block == [1, 17]
 
 
 def test_bf16_features_are_as_exact_as_those_of_the_whole_block() -> None:

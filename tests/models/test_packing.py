@@ -188,6 +188,17 @@ def test_a_packed_batch_may_be_given_instead_of_padded_captions(name: str) -> No
 
 
 @pytest.mark.parametrize("name", ["clip", "open_clip"])
+def test_captions_that_are_too_long_are_refused_as_padded_ones_are(name: str) -> None:
+    """Without the check, a GPU would abort the process because of positions that do not exist."""
+    build, eos_id = TOWERS[name]
+    tower = built(build)
+    tokens = captions_of([3], eos_id)
+    longer = torch.cat([tokens, tokens], dim=1)
+    with pytest.raises(ValueError, match=f"have {2 * CONTEXT} tokens.*{CONTEXT} positions"):
+        tower(longer)
+
+
+@pytest.mark.parametrize("name", ["clip", "open_clip"])
 @pytest.mark.parametrize("case", ["checkpointing", "two blocks checkpointed", "frozen blocks", "frozen", "lora"])
 def test_packing_is_exact_with_model_options(name: str, case: str) -> None:
     build, eos_id = TOWERS[name]

@@ -2,19 +2,22 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import timm
 import torch
+from miniatures import save_clip, save_open_clip, save_siglip
 from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel
 
-from neuclip_ds.config import Config, LoraConfig
+from neuclip_ds.config import Config, LoraConfig, ModelConfig
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.build import build_dual_encoder
 from neuclip_ds.models.pretrained.open_clip_models import architecture
+from neuclip_ds.models.source import locate_model, model_source
 from neuclip_ds.models.towers import DualEncoder
 from neuclip_ds.models.trained_parts import (
     add_adapters,
@@ -67,6 +70,37 @@ def test_the_last_blocks_and_what_follows_them_train() -> None:
         build(vision={"trainable": 4})
 
 
+def test_only_the_projection_trains() -> None:
+    """The trunk is frozen: it has no dropout, no gradients and no adapters."""
+    model = build(vision={"trainable": "projection"}, lora={"rank": 2}).train()
+    assert trained(model.vision) == {"projection.weight"}
+    assert not any(layer.training for layer in model.vision.trunk.modules())
+    assert all("lora" not in name for name, _ in model.vision.named_parameters())
+    assert any("lora" in name for name in trained(model.text))
+    image, _ = model(torch.zeros(2, 3, 16, 16, dtype=torch.uint8), None)
+    image.sum().backward()
+    assert {name for name, parameter in model.named_parameters() if parameter.grad is not None} == {
+        "vision.projection.weight"
+    }
+
+
+@pytest.mark.parametrize("save", [save_clip, save_siglip, save_open_clip])
+@pytest.mark.parametrize("tower", ["vision", "text"])
+def test_the_projection_of_a_pretrained_tower_trains_if_it_is_separate(
+    tmp_path: Path, save: Callable[[Path], Any], tower: str
+) -> None:
+    save(tmp_path)
+    option = f"model.{tower}.trainable"
+    config = ModelConfig.model_validate({"pretrained": str(tmp_path), tower: {"trainable": "projection"}})
+    source = model_source(config, locate_model(config))
+    if save is not save_clip:
+        with pytest.raises(UserError, match=f"{option}=projection needs a tower with .*{option}=0"):
+            source.build(source.tokenizer(lambda: TOKENS))
+        return
+    names = trained(source.build(source.tokenizer(lambda: TOKENS)))
+    assert {name for name in names if name.startswith(tower)} == {f"{tower}.projection.weight"}
+
+
 def test_frozen_towers_give_the_same_features_in_training() -> None:
     """Dropout is off in a frozen tower, and on in a block that is trained."""
     tokens = torch.zeros(2, 8, dtype=torch.int64)
@@ -106,10 +140,11 @@ def test_gradients_reach_what_trains_and_nothing_else(adapters: dict[str, int], 
     ("options", "message"),
     [
         (["model.vision.trainable=frozen", "model.text.trainable=frozen"], "vision.trainable and text.trainable are"),
-        (["model.vision.trainable=some"], "model.vision.trainable: 'some' is neither all nor frozen"),
+        (["model.vision.trainable=some"], "model.vision.trainable: 'some' is neither all, projection or frozen"),
         (["model.activation_checkpointing=-1"], "'-1' is neither true nor false, nor a number of blocks"),
-        (["model.vision.trainable=-1"], "model.vision.trainable: '-1' is neither all nor frozen"),
-        (["model.lora.rank=4", "model.vision.trainable=all", "model.text.trainable=all"], "no frozen weights for lora"),
+        (["model.vision.trainable=-1"], "model.vision.trainable: '-1' is neither all, projection or frozen"),
+        (["model.lora.rank=4", "model.vision.trainable=all", "model.text.trainable=all"], "no weights for lora"),
+        (["model.lora.rank=4", "model.vision.trainable=projection", "model.text.trainable=all"], "no weights for lora"),
         (["optimizer.lr=0", "optimizer.text_lr=1e-3"], "lr=0 leaves no schedule"),
     ],
 )
@@ -126,7 +161,7 @@ def test_a_locked_pretrained_tower_has_no_projection_of_its_own() -> None:
         build(vision={"trainable": 0, "pretrained": "weights"}).vision.projection.weight, torch.eye(16)
     )
     with pytest.raises(
-        UserError, match=r"would freeze the random projection .* set model\.vision\.trainable=0 .*embed_dim=16"
+        UserError, match=r"would freeze the random projection .* set model\.vision\.trainable=projection .*embed_dim=16"
     ):
         build(vision={"trainable": "frozen", "pretrained": "weights"}, embed_dim=8)
 

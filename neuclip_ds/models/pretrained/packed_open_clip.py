@@ -44,6 +44,7 @@ def _packable_trunk(padded: Forward) -> Forward:
     def forward(trunk: Any, text: Tensor | PackedCaptions) -> Any:
         if not isinstance(text, PackedCaptions):
             return padded(trunk, text)
+        text.require_positions(trunk.num_pos)
         dtype = trunk.transformer.get_cast_dtype()
         tokens = trunk.token_embedding(text.ids).to(dtype)
         hidden = tokens + trunk.positional_embedding.to(dtype)[text.positions]

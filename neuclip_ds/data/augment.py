@@ -1,0 +1,104 @@
+"""Change the colors of cropped training images, or apply a policy of timm, as a function of the sample's seed alone.
+
+The transforms are those of torchvision and timm, on PIL images as in open_clip and timm. They draw from the global
+random states of torch, numpy and Python, which are seeded for each image and restored afterward.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torchvision.transforms import ColorJitter, RandomApply, RandomGrayscale
+from torchvision.transforms import functional as F
+
+from neuclip_ds.config import AugmentConfig, Channels
+from neuclip_ds.data.images import ImageTransform
+from neuclip_ds.errors import explained
+
+Augment = Callable[[Image.Image], Image.Image]
+
+_STREAM = 0x5851F42D4C957F2D  # the crop is drawn with the seed itself, so the augmentation uses another one
+_TRANSLATION = 0.45  # of the image's side: timm's limit of translations in pixels
+_AUGMIX_TRANSLATION = 0.3  # the same, as timm sets it for AugMix
+
+
+@dataclass(frozen=True)
+class Augmented:
+    """A transform followed by augmentations of its uint8 (3, image_size, image_size) pixels, in order."""
+
+    transform: ImageTransform
+    augmentations: Sequence[Augment]
+
+    @property
+    def image_size(self) -> int:
+        """Side length in pixels."""
+        return self.transform.image_size
+
+    def __call__(self, data: bytes, seed: int = 0) -> Tensor:
+        image = F.to_pil_image(self.transform(data, seed))
+        with seeded(seed ^ _STREAM):
+            for augment in self.augmentations:
+                image = augment(image)
+        return F.pil_to_tensor(image)
+
+
+def augmented(transform: ImageTransform, config: AugmentConfig, mean: Channels) -> ImageTransform:
+    """Return the transform with the configured augmentations, or unchanged if there are none.
+
+    Args:
+        transform: returns the cropped image.
+        config: the options under `data.augment`.
+        mean: mean per channel, in [0, 1]: the color of pixels that a policy moves into the image.
+
+    Raises:
+        UserError: timm does not know the policy.
+    """
+    augmentations: list[Augment] = []
+    if config.auto_augment is not None:
+        augmentations.append(_policy(config.auto_augment, transform.image_size, mean))
+    if config.color_jitter_prob:
+        augmentations.append(RandomApply([ColorJitter(*config.color_jitter)], p=config.color_jitter_prob))
+    if config.gray_scale_prob:
+        augmentations.append(RandomGrayscale(p=config.gray_scale_prob))
+    return Augmented(transform, augmentations) if augmentations else transform
+
+
+def _policy(name: str, image_size: int, mean: Channels) -> Augment:
+    """Return a policy of timm with the parameters that `timm.data.create_transform` gives it."""
+    from timm.data import auto_augment  # importing timm takes a second, and few runs need it
+
+    parameters = {
+        "translate_const": int(image_size * _TRANSLATION),
+        "img_mean": tuple(min(255, round(255 * channel)) for channel in mean),
+        "interpolation": Image.Resampling.BICUBIC,
+    }
+    fix = "name one of timm, such as rand-m9-mstd0.5-inc1, augmix-m3-w3, original or v0"
+    with explained(f"timm has no policy data.augment.auto_augment={name}", fix):
+        if name.startswith("rand"):
+            return auto_augment.rand_augment_transform(name, parameters)
+        if name.startswith("augmix"):
+            return auto_augment.augment_and_mix_transform(name, {**parameters, "translate_pct": _AUGMIX_TRANSLATION})
+        return auto_augment.auto_augment_transform(name, parameters)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed the global random states of torch's CPU generator, numpy and Python within the block."""
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            np.random.seed(seed % 2**32)
+            random.seed(seed)
+            yield
+    finally:
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)
