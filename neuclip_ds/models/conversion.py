@@ -26,7 +26,13 @@ from neuclip_ds.models.pretrained.base import (
     rename_prefixes,
 )
 from neuclip_ds.models.pretrained.files import SENTENCE_TRANSFORMERS
-from neuclip_ds.models.pretrained.open_clip_models import architecture, config_names, import_open_clip, write_config
+from neuclip_ds.models.pretrained.open_clip_models import (
+    architecture,
+    config_names,
+    import_open_clip,
+    with_own_encoder,
+    write_config,
+)
 from neuclip_ds.models.pretrained.text_encoder import PretrainedTextTower
 from neuclip_ds.models.pretrained.transformers_models import MODEL_TYPES
 from neuclip_ds.models.towers import DualEncoder, VisionTower
@@ -343,6 +349,6 @@ def write_open_clip(model: LibraryModel, folder: Path) -> None:
         expected = architecture(model.config, str(folder)).state_dict()
     weights = import_open_clip().model.convert_to_custom_text_state_dict(model.weights)
     check_tensors(str(folder), expected, weights)
-    write_config(folder, model.config, model.preprocessing)
+    write_config(folder, with_own_encoder(model.config, folder), model.preprocessing)
     save_file(plain_tensors(model.weights), folder / "open_clip_model.safetensors", metadata={"format": "pt"})
     model.tokenizer.save(folder)

@@ -42,6 +42,7 @@ from neuclip_ds.models.tokenizer import CaptionTokenizer
 _IMAGE = "vision.trunk."  # prefixes of our tensor names
 _TEXT = "text.trunk."
 _ANY_MODEL = f"export it with --format={SENTENCE_TRANSFORMERS}"  # which has every model that is built from the config
+_OPEN_CLIP_ENCODERS = ("bert", "roberta", "xlm-roberta")  # that open_clip's text tower builds
 # BERT's pooler is tanh(W h + b) of the first hidden state h: with W = 2^-14 and b = 0 it returns 2^-14 h, up to
 # float32 rounding, and the projection multiplies by 2^14
 _POOLER_SCALE = 2.0**-14
@@ -238,15 +239,13 @@ def _open_clip_mlp(towers: TrainedTowers) -> dict[str, Tensor]:
 
 def _open_clip_text_encoder(towers: TrainedTowers) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return open_clip's `text_cfg` for an encoder of transformers, and its tensors under open_clip's names."""
-    from open_clip.hf_configs import arch_dict
-
     tower: Any = towers.model.text
     config = _text_config(towers)
     name = towers.config.text.pretrained
     poolers = {"mean": "mean_pooler", "cls": "cls_last_hidden_state_pooler"}
     tokenizer = _tokenizer_of(towers)
     problem = ""
-    if config.model_type not in arch_dict:
+    if config.model_type not in _OPEN_CLIP_ENCODERS:
         problem = f"transformers' {config.model_type} as the text encoder"
     elif tower.pooling not in poolers:
         problem = f"model.text.pooling={tower.pooling}"
@@ -279,7 +278,7 @@ class _Module(NamedTuple):
 
 
 def write_sentence_transformers(towers: TrainedTowers, folder: Path) -> None:
-    """Write a model that sentence-transformers 5.4 or later loads, and that encodes both texts and images.
+    """Write a model that sentence-transformers loads, with one encoder for texts and images; version 6.2 was tested.
 
     Raises:
         UserError: the tokenizer cannot be made to end captions with EOS.

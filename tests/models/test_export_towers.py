@@ -13,15 +13,24 @@ from typing import Any, NamedTuple
 import huggingface_hub
 import pytest
 import torch
-from miniatures import CAPTIONS, TINY_TEXT, TINY_VIT, images, xlm_roberta_tokenizer
+from miniatures import (
+    CAPTIONS,
+    OPEN_CLIP_CONFIG,
+    TINY_TEXT,
+    TINY_VIT,
+    images,
+    save_open_clip,
+    xlm_roberta_tokenizer,
+)
 from test_encoders import save_text_encoder
-from test_model_export import TrainedModel, assert_close, export, features, open_clip_features, trained
+from test_model_export import LOGITS, TrainedModel, assert_close, bpe, export, features, open_clip_features, trained
 from torch import Tensor
 from torch.nn.functional import normalize
 from torchvision.transforms.functional import to_pil_image
 from transformers import AutoModel, AutoProcessor
 
 from neuclip_ds.errors import UserError
+from neuclip_ds.models.source import open_saved
 
 pytestmark = pytest.mark.usefixtures("quick_meta_models")
 
@@ -93,7 +102,7 @@ def transformers_features(folder: Path, size: int) -> tuple[Tensor, Tensor]:
 
 def sentence_features(folder: Path, size: int) -> tuple[Tensor, Tensor]:
     """Return features computed by sentence-transformers alone."""
-    sentence_transformers = pytest.importorskip("sentence_transformers", minversion="5.4")
+    sentence_transformers = pytest.importorskip("sentence_transformers", minversion="6")
     model = sentence_transformers.SentenceTransformer(str(folder), device="cpu")
     pictures = [to_pil_image(picture) for picture in images(size)]
     return model.encode(pictures, convert_to_tensor=True), model.encode(CAPTIONS[:2], convert_to_tensor=True)
@@ -128,12 +137,14 @@ def to_hub_cache(folder: Path, name: str, cache: Path) -> None:
     folder.rename(repository / "snapshots" / ("0" * 40))
 
 
-@pytest.mark.parametrize("head", ["linear", "mlp"])
-def test_open_clip_names_an_encoder_on_the_hub(head: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_text_encoder("xlm_roberta", tmp_path / "encoder")
+@pytest.mark.parametrize(("family", "head"), [("xlm_roberta", "linear"), ("bert", "mlp")])
+def test_open_clip_names_an_encoder_on_the_hub(
+    family: str, head: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_text_encoder(family, tmp_path / "encoder")
     to_hub_cache(tmp_path / "encoder", "someone/tiny", tmp_path / "cache")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    text = {"pretrained": "someone/tiny", "pooling": "mean", "context_length": 16, "projection": head}
+    text = {"pretrained": "someone/tiny", "pooling": POOLINGS[family], "context_length": 16, "projection": head}
     model = trained(vision=IMAGE_TOWERS["resnet"], text=text, embed_dim=40)
     folder = export(model, "open_clip", tmp_path / "out")
     config = json.loads((folder / "open_clip_config.json").read_text())
@@ -152,3 +163,40 @@ def test_attention_pooling_is_exported_to_sentence_transformers(tmp_path: Path) 
             export(model, library, tmp_path / library)
     folder = export(model, "sentence_transformers", tmp_path / "out")
     assert_close(sentence_features(folder, 32), features(model))
+
+
+def test_an_open_clip_model_with_an_encoder_in_a_folder_keeps_no_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The encoder's folder is gone when the run is reopened and when open_clip loads the export."""
+    save_text_encoder("xlm_roberta", tmp_path / "encoder")
+    config = {
+        **OPEN_CLIP_CONFIG,
+        "custom_text": True,
+        "text_cfg": {
+            "hf_model_name": str(tmp_path / "encoder"),
+            "hf_model_pretrained": False,
+            "hf_tokenizer_name": "tokenizer",
+            "hf_pooler_type": "mean_pooler",
+            "hf_proj_type": "linear",
+            "context_length": 16,
+        },
+    }
+    save_open_clip(tmp_path / "from", config)
+    xlm_roberta_tokenizer().save_pretrained(tmp_path / "from")
+    model = trained(pretrained=f"open_clip:{tmp_path}/from")
+    model.source.save(tmp_path / "run", LOGITS)
+    expected = features(model)
+    weights = model.model.state_dict()
+    (tmp_path / "encoder").rename(tmp_path / "moved")
+    (tmp_path / "from").rename(tmp_path / "moved_too")
+
+    source, _ = open_saved(model.source.config, tmp_path / "run")
+    tokenizer = source.tokenizer(bpe)
+    rebuilt = source.build(tokenizer).eval()
+    rebuilt.load_state_dict(weights)
+    assert_close(features(TrainedModel(source, tokenizer, rebuilt)), expected)
+    folder = export(TrainedModel(source, tokenizer, rebuilt), "open_clip", tmp_path / "out")
+    assert not any(str(tmp_path) in path.read_text() for path in folder.rglob("*.json"))
+    monkeypatch.chdir(folder)
+    assert_close(open_clip_features(Path(), 32), expected)

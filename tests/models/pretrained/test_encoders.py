@@ -44,7 +44,7 @@ LENGTH = 16  # tokens
 
 def new_bert() -> tuple[Any, PreTrainedTokenizerBase]:
     tokenizer = xlm_roberta_tokenizer()
-    config = BertConfig(**small(24), vocab_size=len(tokenizer), max_position_embeddings=LENGTH)
+    config = BertConfig(**small(24), vocab_size=len(tokenizer), max_position_embeddings=LENGTH, pad_token_id=1)
     return BertModel(config), tokenizer
 
 
