@@ -61,7 +61,8 @@ class RunConfig(Section):
     log_every: int = Field(10, ge=1)
     """Steps between lines of metrics.jsonl, and between points in TensorBoard and Weights & Biases."""
     evaluate_every: int = Field(0, ge=0)
-    """Steps between evaluations during training, each preceded by a checkpoint; 0 evaluates only at the end."""
+    """Steps between evaluations during training, each preceded by a checkpoint; 0 evaluates only at the end. A run that
+    starts from `model.pretrained` is also evaluated before step 1, unless this is 0 and it scores evaluation sets."""
     best_metric: str | None = None
     """Evaluation metric whose largest value selects the best checkpoint, which is kept in addition to the newest ones.
     The model is also evaluated before step 1, so that a misspelled metric fails immediately."""

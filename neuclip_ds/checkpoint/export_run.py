@@ -1,26 +1,32 @@
 """Export a run's weights, temperature and tokenizer to the file format of another library."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 
-from torch import Tensor
-
-from neuclip_ds.checkpoint.checkpoints import read_best, step_folder
+from neuclip_ds.checkpoint.blend import blend, soup
 from neuclip_ds.checkpoint.integrity import verify
-from neuclip_ds.checkpoint.model_card import model_card
-from neuclip_ds.checkpoint.saved_model import find_checkpoint, open_run
-from neuclip_ds.checkpoint.sharded_state import OBJECTIVE, STATE, StateFiles
-from neuclip_ds.config import Config
-from neuclip_ds.errors import UserError
+from neuclip_ds.checkpoint.model_card import model_card, public_name
+from neuclip_ds.checkpoint.saved_model import (
+    ModelWeights,
+    find_best_checkpoint,
+    find_checkpoint,
+    open_run,
+    read_result,
+    read_start,
+)
+from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.files import check_unused, new_folder
-from neuclip_ds.losses.temperature import trained_temperature
 from neuclip_ds.models.conversion import write_library_model
-from neuclip_ds.models.pretrained.base import LogitParameters
-from neuclip_ds.models.source import merged
 
 
 def export_run(
-    path: Path, library: str, folder: Path, best: bool = False, average: bool = False, license: str | None = None
+    path: Path,
+    library: str,
+    folder: Path,
+    best: bool = False,
+    average: bool = False,
+    license: str | None = None,
+    fraction: float = 1.0,
 ) -> Path:
     """Export a run's checkpoint to the file format of another library.
 
@@ -31,39 +37,63 @@ def export_run(
         best: whether to export the best checkpoint (by `run.best_metric`) instead of the newest.
         average: whether to export the moving average of the weights (`ema.decay`).
         license: identifier for the model card, such as apache-2.0.
+        fraction: how far from the run's start (0) to its result (1) the exported weights are.
 
-    Returns the exported checkpoint. Raises `UserError` if the checkpoint does not exist or is damaged, or if the format
-    does not support the model.
+    Returns the exported checkpoint. Raises `UserError` if the checkpoint does not exist or is damaged, if the format
+    does not support the model, or if the run's start cannot be blended with it.
     """
     check_unused(folder)  # before the checkpoint is read
-    if best:
-        best_evaluation = read_best(path / "checkpoints")
-        if best_evaluation is None:
-            raise UserError(f"{path} has no best checkpoint. Train with --run.best_metric=NAME, or omit --best.")
-        path = step_folder(path / "checkpoints", best_evaluation.step)
-    checkpoint = find_checkpoint(path)
+    checkpoint = find_best_checkpoint(path) if best else find_checkpoint(path)
     verify(checkpoint)
-    run = open_run(checkpoint)
-    state = StateFiles(checkpoint / STATE, verified=True)
-    logits = _final_logits(state.replicated(OBJECTIVE), run.config, run.initial_logits)
-    source, weights = merged(run.source, run.tokenizer, state.weights(average))
-    with new_folder(folder) as unfinished:
-        write_library_model(source.to_library_model(run.tokenizer, weights, logits), library, unfinished)
-        card = model_card(run.config, checkpoint, library, license, average)
-        (unfinished / "README.md").write_text(card, encoding="utf-8")
+    model = read_result(checkpoint, average)
+    mixture = None
+    if fraction != 1:
+        start = read_start(checkpoint, Communicator())
+        model = blend(start, model, fraction)
+        mixture = f"a blend of `{public_name(start.name)}` ({1 - fraction:g}) and this run ({fraction:g})"
+    _write(model, checkpoint, library, folder, average, license, mixture)
     return checkpoint
 
 
-def _final_logits(state: Mapping[str, Tensor], config: Config, initial: LogitParameters) -> LogitParameters:
-    """Return the temperature and bias: the final value if trained as a single scalar, else the initial value."""
-    temperature = config.objective.temperature.initial or initial.temperature
-    final_tau = trained_temperature(state)
-    if final_tau is not None:
-        temperature = final_tau.item()
+def export_soup(
+    paths: Sequence[Path],
+    library: str,
+    folder: Path,
+    best: bool = False,
+    average: bool = False,
+    license: str | None = None,
+) -> list[Path]:
+    """Export the mean of the weights of several runs, which were fine-tuned from the same checkpoint.
 
-    bias: float | None = None
-    if "bias" in state:
-        bias = state["bias"].item()
-    elif config.model.pretrained:
-        bias = initial.bias
-    return LogitParameters(temperature, bias)
+    The arguments are as in `export_run`. Returns the checkpoints. Raises `UserError` as `export_run` does, and if the
+    runs have different starts, architectures or tokenizers.
+    """
+    check_unused(folder)
+    checkpoints = []
+    for path in paths:
+        checkpoints.append(find_best_checkpoint(path) if best else find_checkpoint(path))
+    models = []
+    for checkpoint in checkpoints:
+        verify(checkpoint)
+        models.append(read_result(checkpoint, average))
+    names = ", ".join(f"`{open_run(checkpoint).config.run.name}`" for checkpoint in checkpoints)
+    mixture = f"the mean of those of {len(models)} runs ({names}), of which the last is described here"
+    _write(soup(models), checkpoints[-1], library, folder, average, license, mixture)
+    return checkpoints
+
+
+def _write(
+    model: ModelWeights,
+    checkpoint: Path,
+    library: str,
+    folder: Path,
+    average: bool,
+    license: str | None,
+    mixture: str | None,
+) -> None:
+    """Write a model to a new folder in a library's format, with the model card of a checkpoint's run."""
+    library_model = model.source.to_library_model(model.tokenizer, model.weights, model.logits)
+    card = model_card(open_run(checkpoint).config, checkpoint, library, license, average, mixture)
+    with new_folder(folder) as unfinished:
+        write_library_model(library_model, library, unfinished)
+        (unfinished / "README.md").write_text(card, encoding="utf-8")

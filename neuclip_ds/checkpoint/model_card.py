@@ -13,7 +13,12 @@ from neuclip_ds.reporting.metrics import AVERAGED, CHANCE, read_metrics, scores_
 
 
 def model_card(
-    config: Config, checkpoint: Path, library: str, license: str | None = None, average: bool = False
+    config: Config,
+    checkpoint: Path,
+    library: str,
+    license: str | None = None,
+    average: bool = False,
+    mixture: str | None = None,
 ) -> str:
     """Return the README.md of an exported checkpoint, with the metadata that the Hugging Face Hub reads.
 
@@ -23,6 +28,7 @@ def model_card(
         library: the library that can load the exported checkpoint: transformers, open_clip or sentence_transformers.
         license: the hub's identifier for the license, such as apache-2.0; `unknown` by default.
         average: whether the weights and scores are those of the moving average.
+        mixture: description of the weights if they are a mean of several models', whose scores the run did not measure.
     """
     step = read_meta(checkpoint)["step"]
     pretrained = {
@@ -31,7 +37,9 @@ def model_card(
         "text tower": config.model.text.pretrained,
     }
     pretrained_names = {part: public_name(name) for part, name in pretrained.items() if name}
-    metrics = _metrics_at(step, checkpoint.parent.parent / "metrics.jsonl")
+    metrics: dict[str, float] = {}
+    if mixture is None:
+        metrics = _metrics_at(step, checkpoint.parent.parent / "metrics.jsonl")
     scores = {}
     for name in scores_among(metrics):
         if name.startswith(AVERAGED) == average and math.isfinite(metrics[name]):
@@ -54,7 +62,7 @@ def model_card(
         library=library,
         scores=[(name, value, metrics.get(CHANCE + name)) for name, value in scores.items()],
         steps=f"{step:,}",
-        average=average,
+        weights=mixture or ("their moving average" if average else "as trained"),
         method=config.objective.method,
         prefixes=" or ".join(map(str, sorted(config.objective.prefixes))),
         data=", ".join(map(public_name, config.data.train_paths)),

@@ -1,16 +1,21 @@
 """Open the model of a run or checkpoint, or a pretrained model, without DeepSpeed."""
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from neuclip_ds.checkpoint.checkpoints import verify_together
+from torch import Tensor
+
+from neuclip_ds.checkpoint.checkpoints import read_best, step_folder, verify_together
 from neuclip_ds.checkpoint.integrity import is_complete
-from neuclip_ds.checkpoint.sharded_state import STATE, StateFiles
-from neuclip_ds.config import Config, ModelConfig
+from neuclip_ds.checkpoint.sharded_state import OBJECTIVE, STATE, StateFiles
+from neuclip_ds.config import Config, LoraConfig, ModelConfig
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
+from neuclip_ds.losses.temperature import trained_temperature
 from neuclip_ds.models.pretrained.base import LogitParameters, Preprocessing
-from neuclip_ds.models.source import ModelSource, locate_on_rank_zero, model_source, open_saved
+from neuclip_ds.models.source import ModelSource, locate_on_rank_zero, merged, model_source, open_saved
 from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer
 from neuclip_ds.models.towers import DualEncoder
 from neuclip_ds.recipe import load_saved
@@ -77,6 +82,14 @@ def find_checkpoint(path: Path) -> Path:
     return checkpoint.resolve()
 
 
+def find_best_checkpoint(run: Path) -> Path:
+    """Return a run's checkpoint with the best `run.best_metric`; raise `UserError` if there is none."""
+    best = read_best(run / "checkpoints")
+    if best is None:
+        raise UserError(f"{run} has no best checkpoint. Train with --run.best_metric=NAME, or omit --best.")
+    return find_checkpoint(step_folder(run / "checkpoints", best.step))
+
+
 @dataclass(frozen=True, kw_only=True)
 class SavedRun:
     """The config, model source, initial logit parameters and tokenizer of the run that saved a checkpoint."""
@@ -95,6 +108,100 @@ def open_run(checkpoint: Path) -> SavedRun:
         lambda: CaptionTokenizer.load(checkpoint / "tokenizer", config.model.text.context_length)
     )
     return SavedRun(config=config, source=source, initial_logits=initial_logits, tokenizer=tokenizer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelWeights:
+    """A model's weights, temperature and bias, without LoRA adapters, and what is needed to build the model."""
+
+    name: str  # the checkpoint's folder, or the pretrained model's name
+    source: ModelSource
+    tokenizer: ModelTokenizer
+    weights: dict[str, Tensor]  # parameters and buffers by name
+    logits: LogitParameters
+
+    def build(self) -> DualEncoder:
+        """Build the model in float32."""
+        model = self.source.build(self.tokenizer)
+        model.load_state_dict(self.weights)
+        return model
+
+
+def read_result(checkpoint: Path, average: bool = False) -> ModelWeights:
+    """Read the weights of a verified checkpoint, or their moving average, and merge LoRA adapters into them.
+
+    Raises `UserError` if the checkpoint has no moving average.
+    """
+    run = open_run(checkpoint)
+    state = StateFiles(checkpoint / STATE, verified=True)
+    logits = _final_logits(state.replicated(OBJECTIVE), run.config, run.initial_logits)
+    source, weights = merged(run.source, run.tokenizer, state.weights(average))
+    return ModelWeights(
+        name=f"{checkpoint} (ema)" if average else str(checkpoint),
+        source=source,
+        tokenizer=run.tokenizer,
+        weights=weights,
+        logits=logits,
+    )
+
+
+def read_start(checkpoint: Path, communicator: Communicator) -> ModelWeights:
+    """Load the weights that a checkpoint's run started from, which are those of `model.pretrained`, in float32.
+
+    A collective call in which only one rank downloads files. Raises `UserError` if the run started from random weights,
+    or if its start no longer exists or has been replaced by a different model.
+    """
+    run = open_run(checkpoint)
+    name = run.config.model.pretrained
+    if not name:
+        raise UserError(
+            f"{checkpoint} cannot be blended: its run started from random weights (model.pretrained is empty), which "
+            "a blend would bring back. Omit --blend."
+        )
+    config = run.config.model.model_copy(update={"lora": LoraConfig()})
+    try:
+        source = model_source(config, locate_on_rank_zero(config, communicator))
+        model, logits = source.load(run.tokenizer)
+    except UserError as error:
+        raise UserError(f"The start of {checkpoint} cannot be opened: put it back. {error}") from error
+    if not _are_close(logits, run.initial_logits):
+        raise UserError(
+            f"model.pretrained={name} has another temperature or bias than the model that {checkpoint} started from, "
+            "so it has been replaced: put the original one back."
+        )
+    return ModelWeights(
+        name=name,
+        source=source,
+        tokenizer=source.tokenizer(_no_tokenizer),
+        weights=model.state_dict(),
+        logits=logits,
+    )
+
+
+def _are_close(first: LogitParameters, second: LogitParameters) -> bool:
+    """Return whether two models have the same temperature and bias, up to rounding."""
+    for value, other in zip(first, second, strict=True):
+        if value is None or other is None:
+            if value != other:
+                return False
+        elif not math.isclose(value, other, rel_tol=1e-6):
+            return False
+    return True
+
+
+def _final_logits(state: Mapping[str, Tensor], config: Config, initial: LogitParameters) -> LogitParameters:
+    """Return the temperature and bias: the final value if trained as a single scalar, else the initial value."""
+    temperature = config.objective.temperature.initial or initial.temperature
+    final_tau = trained_temperature(state)
+    if final_tau is not None:
+        temperature = final_tau.item()
+
+    bias: float | None = None
+    if "bias" in state:
+        bias = state["bias"].item()
+    elif config.model.pretrained:
+        bias = initial.bias
+    return LogitParameters(temperature, bias)
 
 
 def _no_tokenizer() -> CaptionTokenizer:

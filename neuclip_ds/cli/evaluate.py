@@ -5,10 +5,14 @@ Examples:
   neuclip-ds evaluate runs/cc3m_neuclip --data /data/images_by_class /data/pairs.csv manifests/mine_val
   deepspeed --module neuclip_ds evaluate runs/cc3m_neuclip --data /data/evalsets --tasks 'imagenet*'
   mpirun -n 8 neuclip-ds evaluate openai/clip-vit-base-patch32 --data /data/evalsets --out scores/openai_b32
+  neuclip-ds evaluate runs/tuned --blend 0,0.25,0.5,0.75,1 --data /data/evalsets
 
 A set of your own is a folder with one subfolder of images per class, a file of pairs (.csv, .tsv, .jsonl, .parquet),
 or a folder of any name in CLIP_benchmark's webdataset layout. Shards of pairs are tar files, a folder of tar files or
 a manifest, as in `data.val`. Tasks with a score in the results folder are not scored again.
+
+--blend scores averages of a fine-tuned run's weights with those that it started from: 0 is the start, 1 the result. It
+compares recall on the run's validation pairs, or another --target, with the mean of all other tasks.
 docs/how-to/evaluate.md explains the tasks, their metrics and where to get the data.
 """
 
@@ -19,25 +23,30 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from neuclip_ds.cli.early_checks import check_model, check_path
-from neuclip_ds.cli.program import Parser
+from neuclip_ds.cli.program import Parser, fraction
 from neuclip_ds.distributed.environment import read_environment
 from neuclip_ds.errors import UserError
 
 if TYPE_CHECKING:  # torch and deepspeed take seconds to import
     from neuclip_ds.checkpoint.saved_model import SavedModel
+    from neuclip_ds.config import Config, DataConfig
+    from neuclip_ds.data.manifest import Manifest
     from neuclip_ds.distributed.communicator import Communicator
-    from neuclip_ds.evaluation.tasks import Task
+    from neuclip_ds.evaluation.suite import Metrics
+    from neuclip_ds.evaluation.tasks import Task, TaskList
 
 log = logging.getLogger(__name__)
 
 _TAR = ".tar"
 _SEPARATOR = "::"  # between the parts of a source of pairs, as in `data.train`
+_VALIDATION = "validation"  # name of the task of a run's validation pairs
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -49,8 +58,15 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--batch-size", type=int, default=256, help="rows that each rank encodes at once")
     parser.add_argument("--workers", type=int, default=4, help="loader processes per rank; 0 loads in the main process")
     parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32", help="dtype of the towers")
+    parser.add_argument("--best", action="store_true", help="score a run's best checkpoint (run.best_metric)")
     parser.add_argument("--ema", action="store_true", help="score the moving average of a run's weights (ema.decay)")
+    blend_help = "blends to score, such as 0,0.5,1: averages of a run's start (0) and its result (1)"
+    parser.add_argument("--blend", type=_fractions, metavar="FRACTIONS", help=blend_help)
+    target_help = "task to compare with the others in --blend (default: the run's validation pairs)"
+    parser.add_argument("--target", metavar="TASK", help=target_help)
     options = parser.parse(arguments)
+    if options.target is not None and options.blend is None:
+        raise UserError("--target has no effect without --blend.")
     check_model("MODEL", options.model)
     for path in options.data:
         check_path("--data", path)
@@ -61,9 +77,14 @@ def main(arguments: Sequence[str]) -> None:
     logging.getLogger("neuclip_ds").setLevel(logging.INFO if is_rank_zero else logging.ERROR)
     task = "\n".join(f"{name}: {value}" for name, value in vars(options).items())
     with process_group(task) as communicator:
-        summary = score(options, communicator)
+        summary = score(options, communicator) if options.blend is None else score_blends(options, communicator)
     if is_rank_zero:
         print(summary)
+
+
+def _fractions(text: str) -> list[float]:
+    """Parse a list of numbers from 0 to 1, and return them in order, each once."""
+    return sorted({fraction(part) for part in text.split(",")})
 
 
 def _partition(paths: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
@@ -95,37 +116,48 @@ def _partition(paths: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
     return named_sources, sets
 
 
-def _results_folder(out: Path | None, saved: SavedModel) -> Path:
-    """Return the folder for results: --out, or by default a folder in the run."""
+def _results_folder(out: Path | None, name: str, checkpoint: Path | None) -> Path:
+    """Return the folder for results: --out, or by default a folder in the run that is named after the checkpoint."""
     if out is not None:
         return out
-    if saved.checkpoint is None:
-        raise UserError(f"{saved.name} is not a run of this project: name a folder for its scores with --out.")
-    run = saved.checkpoint.parent.parent
-    return run / "evaluation" / Path(saved.name).name
+    if checkpoint is None:
+        raise UserError(f"{name} is not a run of this project: name a folder for its scores with --out.")
+    return checkpoint.parent.parent / "evaluation" / Path(name).name
 
 
-def score(options: argparse.Namespace, communicator: Communicator) -> str:
-    """Score a model on all unscored tasks; return the summary on rank 0. Raise UserError if an input is unusable."""
-    import torch
+@dataclass(frozen=True, kw_only=True)
+class _TaskData:
+    """The tasks to score, and the pairs of those tasks that are not evaluation sets on disk."""
 
-    from neuclip_ds.checkpoint.saved_model import open_model
-    from neuclip_ds.data.dataset import PairDataset
-    from neuclip_ds.data.images import EvalTransform
-    from neuclip_ds.data.loader import Loader, eval_jobs
-    from neuclip_ds.data.open_data import loader_options, open_data
-    from neuclip_ds.evaluation.encoding import BatchEncoder, encoder_of
-    from neuclip_ds.evaluation.results import Results, averages, summary_text
-    from neuclip_ds.evaluation.sets import open_set, open_shards
-    from neuclip_ds.evaluation.suite import measure, measure_pairs
+    task_list: TaskList
+    tasks: list[tuple[Task, Path]]  # each with the path of its data
+    manifests: dict[str, Manifest]  # of the sources of pairs, by key of the task
+    options: DataConfig  # how to read the pairs
+
+    def contents(self, task: Task, path: Path) -> str | None:
+        """Return a string that identifies the data of a task, or None for a DataComp task."""
+        from neuclip_ds.evaluation.sets import open_set
+
+        if task.key in self.manifests:
+            return f"{path}: {self.manifests[task.key].content_hash}"
+        return f"{path.resolve()}: {open_set(path).contents}" if task.source is None else None
+
+
+def _open_tasks(
+    options: argparse.Namespace, config: Config | None, folder: Path, communicator: Communicator
+) -> _TaskData:
+    """Open the tasks in --data on all ranks; raise UserError if two have the same name.
+
+    Args:
+        options: options of the command line.
+        config: config of the run that trained the model, if a run did.
+        folder: folder for the manifests that have to be built.
+        communicator: the ranks.
+    """
+    from neuclip_ds.data.open_data import open_data
     from neuclip_ds.evaluation.tasks import Task, load_tasks
     from neuclip_ds.recipe import validate
 
-    saved = open_model(options.model, communicator, options.ema)
-    device = communicator.device
-    batch_size = max(1, options.batch_size)
-
-    # the tasks, each with the path of its data: evaluation sets on disk, and sources of pairs
     task_list = load_tasks()
     sources, sets = communicator.on_rank_zero(lambda: _partition(options.data))
     tasks: list[tuple[Task, Path]] = []
@@ -136,26 +168,63 @@ def score(options: argparse.Namespace, communicator: Communicator) -> str:
     if count > 1:
         raise UserError(f"{count} of the sets and sources of pairs in --data are called {name}; rename all but one.")
 
-    folder = _results_folder(options.out, saved)
-    identity = {"model": saved.name, "precision": options.precision}
-    captions = saved.config.data.captions if saved.config else ["txt"]
+    captions = config.data.captions if config else ["txt"]
     data = validate({"data": {"workers": options.workers, "captions": captions}}).data
-    manifests = {}  # of the sources of pairs, by key of the task
+    manifests = {}
     for name, source in sources:
         manifests[Task.own(name, "retrieval").key] = open_data(source, data, communicator, folder)
+    return _TaskData(task_list=task_list, tasks=tasks, manifests=manifests, options=data)
 
-    def contents(task: Task, path: Path) -> str | None:
-        """Return a string that identifies the data of a task, or None for a DataComp task."""
-        if task.key in manifests:
-            return f"{path}: {manifests[task.key].content_hash}"
-        return f"{path.resolve()}: {open_set(path).contents}" if task.source is None else None
+
+def score(options: argparse.Namespace, communicator: Communicator) -> str:
+    """Score a model on all unscored tasks; return the summary on rank 0. Raise UserError if an input is unusable."""
+    from neuclip_ds.checkpoint.saved_model import open_model
+    from neuclip_ds.evaluation.results import summary_text
+
+    saved = open_model(_name_of_model(options, communicator), communicator, options.ema)
+    folder = _results_folder(options.out, saved.name, saved.checkpoint)
+    data = _open_tasks(options, saved.config, folder, communicator)
+    metrics = _score_model(saved, data, folder, options, communicator)
+    return summary_text(data.task_list.with_scored(metrics), metrics) if communicator.rank == 0 else ""
+
+
+def _name_of_model(options: argparse.Namespace, communicator: Communicator) -> str:
+    """Return the name of the model to open: MODEL or, with --best, the best checkpoint of that run."""
+    from neuclip_ds.checkpoint.saved_model import find_best_checkpoint
+
+    if not options.best:
+        return options.model
+    return communicator.on_rank_zero(lambda: str(find_best_checkpoint(Path(options.model))))
+
+
+def _score_model(
+    saved: SavedModel, data: _TaskData, folder: Path, options: argparse.Namespace, communicator: Communicator
+) -> dict[str, Metrics]:
+    """Score a model on all tasks that have no score in a folder, and write the scores there.
+
+    Returns the metrics of all tasks in the folder by key on rank 0, and nothing on the other ranks.
+    """
+    import torch
+
+    from neuclip_ds.data.dataset import PairDataset
+    from neuclip_ds.data.images import EvalTransform
+    from neuclip_ds.data.loader import Loader, eval_jobs
+    from neuclip_ds.data.open_data import loader_options
+    from neuclip_ds.evaluation.encoding import BatchEncoder, encoder_of
+    from neuclip_ds.evaluation.results import Results
+    from neuclip_ds.evaluation.sets import open_shards
+    from neuclip_ds.evaluation.suite import measure, measure_pairs
+
+    device = communicator.device
+    batch_size = max(1, options.batch_size)
+    identity = {"model": saved.name, "precision": options.precision}
 
     def find_unscored() -> list[str]:
         """Return the keys of tasks that need a score. A user's own set is scored again if its files have changed."""
         known = Results(folder, identity)
         keys: list[str] = []
-        for task, path in tasks:
-            if task.key in known.metrics and known.data.get(task.key) == contents(task, path):
+        for task, path in data.tasks:
+            if task.key in known.metrics and known.data.get(task.key) == data.contents(task, path):
                 log.info("%s: has a score in %s", task.name, folder)
                 continue
             keys.append(task.key)
@@ -170,32 +239,39 @@ def score(options: argparse.Namespace, communicator: Communicator) -> str:
     # the model, and one loader for the pairs of all sources
     encode = encoder_of(saved.model.to(device, getattr(torch, options.precision)), device)
     transform = EvalTransform(saved.preprocessing.size, saved.preprocessing.squash)
-    loading = loader_options(data, communicator, *manifests.values())
+    loading = loader_options(data.options, communicator, *data.manifests.values())
     datasets = {}
-    for key, manifest in manifests.items():
-        datasets[key] = PairDataset(manifest, transform, saved.tokenizer, 0, captions, loading.cache)
+    for key, manifest in data.manifests.items():
+        datasets[key] = PairDataset(manifest, transform, saved.tokenizer, 0, data.options.captions, loading.cache)
     with closing(Loader(loading, datasets)) as loader:
         prefixes = tuple(saved.config.objective.prefixes) if saved.config else ()
         encoder = BatchEncoder(encode, saved.tokenizer, communicator, batch_size, transform, loader, prefixes)
-        for task, path in tasks:
+        for task, path in data.tasks:
             if task.key not in unscored:
                 continue
             started = time.perf_counter()
-            if task.key in manifests:
-                jobs = eval_jobs(manifests[task.key], communicator.rank, communicator.world_size, batch_size)
+            if task.key in data.manifests:
+                jobs = eval_jobs(data.manifests[task.key], communicator.rank, communicator.world_size, batch_size)
                 metrics = measure_pairs(loader.batches(task.key, jobs), encoder)
             else:
                 metrics = measure(task, path, encoder)
             if results is not None:
-                results.add(task, metrics, contents(task, path))
+                results.add(task, metrics, data.contents(task, path))
                 seconds = time.perf_counter() - started
                 log.info("%s: %s %s (%.0f s)", task.name, task.metric, metrics["main_metric"], seconds)
 
     if results is None:
-        return ""
-    summary = summary_text(task_list.with_scored(results.metrics), results.metrics)
+        return {}
+    _write_summary(folder, data.task_list, results.metrics)
+    return results.metrics
+
+
+def _write_summary(folder: Path, task_list: TaskList, metrics: Mapping[str, Metrics]) -> None:
+    """Write averages.json and summary.md."""
+    from neuclip_ds.evaluation.results import averages, summary_text
+
     averages_by_name = {}
-    for name, average in averages(task_list, results.metrics).items():
+    for name, average in averages(task_list, metrics).items():
         averages_by_name[name] = {
             "value": average.value,
             "partial": average.partial,
@@ -203,5 +279,106 @@ def score(options: argparse.Namespace, communicator: Communicator) -> str:
             "tasks": average.tasks,
         }
     (folder / "averages.json").write_text(json.dumps(averages_by_name, indent=2) + "\n", encoding="utf-8")
+    summary = summary_text(task_list.with_scored(metrics), metrics)
     (folder / "summary.md").write_text(summary + "\n", encoding="utf-8")
-    return summary
+
+
+def score_blends(options: argparse.Namespace, communicator: Communicator) -> str:
+    """Score the blends in --blend, and update the run's report; return a table on rank 0.
+
+    Raises UserError if an input is unusable, or the run's start cannot be blended with its result.
+    """
+    from neuclip_ds.checkpoint.blend import blend
+    from neuclip_ds.checkpoint.saved_model import SavedModel, open_model, read_result, read_start
+    from neuclip_ds.reporting.blends import Blends, BlendScores, ScoredTask
+    from neuclip_ds.reporting.report import write_report
+
+    saved = open_model(_name_of_model(options, communicator), communicator, options.ema)
+    if saved.checkpoint is None or saved.config is None:
+        raise UserError(f"{saved.name} is not a run of this project, and has no start to blend with: omit --blend.")
+    folder = _results_folder(options.out, saved.name, saved.checkpoint)
+    data = _open_tasks(options, saved.config, folder, communicator)
+    data, target = _with_target(data, options.target, saved.config, saved.checkpoint, communicator)
+    start = read_start(saved.checkpoint, communicator)
+    result = read_result(saved.checkpoint, options.ema)
+
+    scores = []
+    for weight in options.blend:
+        model = saved
+        if weight != 1:  # the result itself keeps its LoRA adapters, which are merged in the other blends
+            blended = blend(start, result, weight)
+            model = SavedModel(
+                name=f"{saved.name}, blend {weight:g} with {start.name}",
+                model=blended.build(),
+                tokenizer=saved.tokenizer,
+                preprocessing=saved.preprocessing,
+                config=saved.config,
+                checkpoint=saved.checkpoint,
+            )
+        log.info("blend %g", weight)
+        metrics = _score_model(model, data, folder / f"blend_{weight:g}", options, communicator)
+        if communicator.rank == 0:
+            scores_by_key = {task.key: metrics[task.key]["main_metric"] for task, _ in data.tasks}
+            scores.append(BlendScores.of(weight, target.key, scores_by_key))
+
+    if communicator.rank > 0:
+        return ""
+    blends = Blends(
+        start=start.name,
+        result=saved.name,
+        target=target.key,
+        tasks={task.key: ScoredTask(name=task.name, metric=task.metric) for task, _ in data.tasks},
+        blends=scores,
+    )
+    blends.write(folder)
+    run = saved.checkpoint.parent.parent
+    if options.out is None and (run / "metrics.jsonl").is_file():
+        log.info("report: %s", write_report(run))
+    return blends.markdown()
+
+
+def _with_target(
+    data: _TaskData, name: str | None, config: Config, checkpoint: Path, communicator: Communicator
+) -> tuple[_TaskData, Task]:
+    """Return the tasks with the target, which is the task with this name or by default the run's validation pairs.
+
+    Raises UserError if there is no such task, or the run has no validation pairs.
+    """
+    from neuclip_ds.data.training_set import find_validation
+    from neuclip_ds.evaluation.tasks import Task
+
+    if name is not None:
+        matches = [task for task, _ in data.tasks if task.matches(name)]
+        if len(matches) != 1:
+            names = ", ".join(task.name for task, _ in data.tasks)
+            raise UserError(f"--target={name} names {len(matches)} tasks; name one of {names}.")
+        return data, matches[0]
+
+    validation = str(find_validation(config.data, None))
+    for task, path in data.tasks:
+        if validation and path.resolve() == Path(validation).resolve():
+            return data, task
+    target = Task.own(_VALIDATION, "retrieval")
+    if any(task.key == target.key for task, _ in data.tasks):
+        raise UserError(f"A set in --data is called {_VALIDATION}, as the run's validation pairs are: rename it.")
+    manifest = _open_validation(config, checkpoint, communicator)
+    path = Path(validation or "held out of data.train")
+    tasks = [(target, path), *data.tasks]
+    return replace(data, tasks=tasks, manifests={target.key: manifest, **data.manifests}), target
+
+
+def _open_validation(config: Config, checkpoint: Path, communicator: Communicator) -> Manifest:
+    """Open a run's validation pairs: those in `data.val`, or those held out of its training data."""
+    from neuclip_ds.checkpoint.integrity import read_meta
+    from neuclip_ds.data.open_data import open_data
+    from neuclip_ds.data.training_set import TrainingSet
+
+    data = config.data
+    run = checkpoint.parent.parent
+    if data.val == "":
+        raise UserError(f"{run} has no validation pairs: name one of the tasks in --data with --target.")
+    if isinstance(data.val, str):
+        return open_data(data.val, data, communicator, run)
+    held_out = dict(communicator.on_rank_zero(lambda: read_meta(checkpoint))["data"]["held_out"])
+    training_set = TrainingSet(data, lambda source: open_data(source, data, communicator, run), held_out)
+    return training_set.manifest.validation()

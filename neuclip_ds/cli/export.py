@@ -3,27 +3,51 @@
 Examples:
   neuclip-ds export runs/vitb32_tuneclip --format transformers --out exported/vitb32_tuneclip
   neuclip-ds export runs/vitb32_tuneclip --format open_clip --out exported/vitb32_open_clip --license mit
+  neuclip-ds export runs/tuned --blend 0.5 --out exported/blend
+  neuclip-ds export --soup runs/tuned runs/tuned_low_lr --out exported/soup
+
+A blend is an average of a run's weights with those that it was fine-tuned from, and often keeps most of what both know.
+A soup is the mean of runs that were fine-tuned from the same checkpoint. docs/tutorials/fine_tuning.md shows how to
+choose a blend.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
 
 from neuclip_ds.cli.early_checks import check_path
-from neuclip_ds.cli.program import Parser
+from neuclip_ds.cli.program import Parser, fraction
+from neuclip_ds.errors import UserError
 
 
 def main(arguments: Sequence[str]) -> None:
     parser = Parser(prog="neuclip-ds export", description=__doc__)
-    parser.add_argument("run", type=Path, help="a run's folder (its newest checkpoint), or a checkpoint in it")
+    run_help = "a run's folder (its newest checkpoint), or a checkpoint in it"
+    parser.add_argument("run", type=Path, nargs="?", help=run_help)
+    parser.add_argument("--soup", type=Path, nargs="+", metavar="RUN", help="runs whose mean to export, instead of RUN")
     forms = ("transformers", "open_clip", "sentence_transformers")
     parser.add_argument("--format", choices=forms, default="transformers", help="library to write the model for")
     parser.add_argument("--out", type=Path, required=True, help="folder to write to; must be absent or empty")
     parser.add_argument("--best", action="store_true", help="export the run's best checkpoint (run.best_metric)")
     parser.add_argument("--ema", action="store_true", help="export the moving average of the weights (ema.decay)")
+    blend_help = "how far from the run's start (0) to its result (1) the exported weights are"
+    parser.add_argument("--blend", type=fraction, metavar="FRACTION", default=1.0, help=blend_help)
     parser.add_argument("--license", help="license for the model card, as the hub names it, such as apache-2.0")
     options = parser.parse(arguments)
-    check_path("RUN", str(options.run))
-    from neuclip_ds.checkpoint.export_run import export_run  # torch and deepspeed take seconds to import
+    if (options.run is None) == (options.soup is None):
+        raise UserError("Name one run, or several runs after --soup.")
+    if options.soup is not None and options.blend != 1:
+        raise UserError("--blend applies to one run: omit it, or omit --soup.")
+    for run in options.soup or [options.run]:
+        check_path("RUN", str(run))
+    from neuclip_ds.checkpoint.export_run import export_run, export_soup  # torch and deepspeed take seconds to import
 
-    checkpoint = export_run(options.run, options.format, options.out, options.best, options.ema, options.license)
-    print(f"Wrote {checkpoint} to {options.out} in {options.format} format.")
+    settings = (options.format, options.out, options.best, options.ema, options.license)
+    if options.soup is not None:
+        checkpoints = export_soup(options.soup, *settings)
+        written = f"the mean of {', '.join(map(str, checkpoints))}"
+    else:
+        checkpoint = export_run(options.run, *settings, options.blend)
+        written = str(checkpoint)
+        if options.blend != 1:
+            written = f"a blend of {1 - options.blend:g} start and {options.blend:g} {checkpoint}"
+    print(f"Wrote {written} to {options.out} in {options.format} format.")

@@ -5,7 +5,7 @@ import logging
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 from neuclip_ds.distributed.environment import read_environment
@@ -57,6 +57,15 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message[0].upper()}{message[1:]}; see {self.prog} --help.")
+
+
+def fraction(text: str) -> float:
+    """Parse an option's number from 0 to 1."""
+    with suppress(ValueError):
+        number = float(text)
+        if 0 <= number <= 1:
+            return number
+    raise argparse.ArgumentTypeError(f"{text} is not a number from 0 to 1")
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):

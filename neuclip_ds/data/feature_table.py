@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from neuclip_ds.data.cache import ShardCache
-from neuclip_ds.data.feature_parts import EMBEDDING, FORMAT, FeaturePart, job_hash, map_part, part_name
+from neuclip_ds.data.feature_parts import EMBEDDING, FORMAT, PART_BYTES, FeaturePart, job_hash, map_part, part_name
 from neuclip_ds.data.fetch import FetchError, open_remote
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.shards import is_local
@@ -24,6 +24,8 @@ _OPEN_PARTS = 256  # maximum number of local parts that a reader keeps mapped
 _NAMED_SHARDS = 3  # missing shards that a message names
 _LISTING_TIMEOUT = 60.0  # seconds
 _AGAIN = "run neuclip-ds embed again"
+_FIELDS = ("shards", "data", "captions", "all_captions", "crops", "image_width", "text_width", "dtype", "output")
+_DTYPES = ("float16", "float32")
 
 Stored = dict[str, Any]  # JSON: a table's folder, the content of its EMBEDDING, and the size in bytes of each part
 
@@ -66,8 +68,8 @@ class FeatureTable:
     needs 8 bytes per shard. Local files are mapped in place; the page cache shares them between processes. Remote files
     are fetched as a whole into the cache of the shards, in which they need as much room for each shard that training
     reads at a time (21 MB in this example, for a shard of 10,000 samples). Training reads the samples of a shard in
-    random order within a shuffle block, so a node fetches a file when it first reads the shard, and as often as the
-    shard itself.
+    random order within a shuffle block, so a node fetches a file as often as the shard itself, and ahead of training
+    like the shard (neuclip_ds/data/prefetch.py).
 
     Attributes:
         embedding: the content of the folder's embedding.json: the model, the options and the data of the job.
@@ -171,6 +173,10 @@ class FeatureTable:
             values[list(problems)] = 0
         return features, problems
 
+    def file_of(self, shard: int) -> str:
+        """Return the path or URL of the file with a shard's features."""
+        return f"{self.folder}/{part_name(shard)}"
+
     def _zeros(self, rows: int, width: int | None) -> Tensor | None:
         return None if width is None else torch.zeros(rows, width, dtype=self.dtype)
 
@@ -199,7 +205,16 @@ class FeatureTable:
 
     def _open(self, shard: int) -> FeaturePart:
         """Map a shard's file; raise OSError if that fails, or UserError if the file has changed since the start."""
-        path = f"{self.folder}/{part_name(shard)}"
+        try:
+            return self._map(shard)
+        except UserError:
+            if self._cache is None or self._is_local:
+                raise
+            self._cache.remove(self.file_of(shard))  # the copy of an earlier run, of a file that has been replaced
+            return self._map(shard)
+
+    def _map(self, shard: int) -> FeaturePart:
+        path = self.file_of(shard)
         expected_bytes = int(self._bytes[shard])
         if self._cache is not None and not self._is_local:
             try:
@@ -214,7 +229,7 @@ class FeatureTable:
             file_bytes = file.seek(0, 2)
             problem = f"it has {file_bytes} bytes, but had {expected_bytes} when the run started"
             if file_bytes == expected_bytes:
-                with explained(f"{path} cannot be used", _AGAIN):
+                with explained(f"{path} cannot be used", f"{_AGAIN} with a new --out"):
                     part = map_part(file)
                 problem = self._find_problem(part, shard)
         if problem:
@@ -225,7 +240,7 @@ class FeatureTable:
         """Return how a part differs from the one that embed wrote for the shard, or "" if it does not."""
         listed = self._manifest.shards[shard]
         if part.job != self.job:
-            return f"another job wrote it than {EMBEDDING} describes"
+            return f"another job wrote it than {EMBEDDING} describes, which may have been edited"
         if part.shard != shard or part.samples != listed.n:
             return f"it has shard {part.shard} of {part.samples} samples, not shard {shard} of {listed.n}"
         index = part.index
@@ -302,6 +317,7 @@ def find_table(folder: str) -> Stored:
     folder = folder.rstrip("/")
     if is_local(folder):
         folder = str(Path(folder).expanduser())
+    has_no_listing = folder.startswith(("http://", "https://"))
     fix = "name the --out folder of neuclip-ds embed"
     with explained(f"The features in {folder} cannot be read", fix):
         if is_local(folder):
@@ -310,12 +326,31 @@ def find_table(folder: str) -> Stored:
         else:
             store, path = open_remote(folder, _LISTING_TIMEOUT)
             embedding_json = store.cat_file(f"{path}/{EMBEDDING}")
-            sizes = {Path(entry["name"]).name: int(entry["size"]) for entry in store.ls(path, detail=True)}
+            sizes = {}
+            if not has_no_listing:
+                sizes = {Path(entry["name"]).name: int(entry["size"]) for entry in store.ls(path, detail=True)}
         embedding = json.loads(embedding_json)
-        if embedding.get("format") != FORMAT:
-            raise UserError(f"{folder} has features in the format of another version: {_AGAIN} with a new --out.")
-        part_bytes = [sizes.get(part_name(shard), 0) for shard in range(embedding["shards"])]
+        _check_fields(folder, embedding)
+        part_bytes = embedding.pop(PART_BYTES, None)
+        if not has_no_listing:
+            part_bytes = [sizes.get(part_name(shard), 0) for shard in range(embedding["shards"])]
+        elif part_bytes is None or len(part_bytes) != embedding["shards"]:
+            raise UserError(
+                f"{folder}/{EMBEDDING} does not list the sizes of the files, which a web server does not report: let "
+                f"neuclip-ds embed finish in the original folder, and copy {EMBEDDING} again."
+            )
     return {"folder": folder, "embedding": embedding, "bytes": part_bytes}
+
+
+def _check_fields(folder: str, embedding: Mapping[str, Any]) -> None:
+    """Raise UserError if EMBEDDING lacks fields that this version reads, or has values that it does not know."""
+    if embedding.get("format") != FORMAT:
+        raise UserError(f"{folder} has features in the format of another version: {_AGAIN} with a new --out.")
+    problems = [f"lacks {name}" for name in _FIELDS if name not in embedding]
+    if not problems and embedding["dtype"] not in _DTYPES:
+        problems.append(f"has the unknown dtype {embedding['dtype']}")
+    if problems:
+        raise UserError(f"{folder}/{EMBEDDING} {' and '.join(problems)}: restore it, or {_AGAIN} with a new --out.")
 
 
 def cached_bytes(tables: Iterable[FeatureTable], manifest: Manifest) -> NDArray[np.int64]:

@@ -43,6 +43,7 @@ def compute_class_token_only(tower: nn.Module, option: Literal["auto"] | bool) -
     for module in tower.modules():
         last_block = _last_block(module)
         if last_block is not None:
+            block: Any  # of any library
             block, function = last_block
             block.in_tower = False
             block.register_forward_pre_hook(_pass_in_tower, with_kwargs=True)

@@ -26,7 +26,7 @@ from neuclip_ds.evaluation.evaluator import open_held_out
 from neuclip_ds.losses.stored_features import stored_folders
 from neuclip_ds.models.recompute import checkpointed_blocks
 from neuclip_ds.models.trained_parts import TOWERS, Parameters
-from neuclip_ds.planning.host_memory import FIX, loader_memory, local_ranks, shortages
+from neuclip_ds.planning.host_memory import FIX, loader_memory, local_ranks, shortages, stored_bytes
 from neuclip_ds.planning.memory import MemoryQuery, account, count_towers, smallest_that_fits
 from neuclip_ds.training.checks import check_config, check_tables, config_warnings
 from neuclip_ds.training.schedule import run_length
@@ -94,7 +94,7 @@ def print_dry_run(
         bytes_per_pair = 2 * widths * resolve_comm_dtype(config, engine).itemsize + 8
         received = (world_size - 1) * query.rank_batch * bytes_per_pair / 1e6
         lines.append(f"traffic    {received:,.2f} MB of features received per rank and step (computed)")
-        lines += _memory_lines(query, gpu_memory, nodes)
+        lines += _memory_lines(query, gpu_memory, nodes, stored_bytes(tables.values()))
     if data and data.sources:
         lines += ["sources", *data.describe()]
     if environment.rank == 0:
@@ -152,14 +152,19 @@ def _data_lines(config: Config, manifest: Manifest, order: BatchOrder) -> list[s
     return lines
 
 
-def _memory_lines(query: MemoryQuery, gpu_memory: float | None, nodes: dict[str, int]) -> Iterator[str]:
-    """Yield memory estimates and, given `gpu_memory`, the lowest ZeRO stage that fits; `nodes` maps hosts to ranks."""
+def _memory_lines(
+    query: MemoryQuery, gpu_memory: float | None, nodes: dict[str, int], bytes_of_features: int
+) -> Iterator[str]:
+    """Yield memory estimates and, given `gpu_memory`, the lowest ZeRO stage that fits.
+
+    `nodes` maps hosts to ranks. Each pair has `bytes_of_features` of stored features.
+    """
     towers = count_towers(query)
     estimate = account(query, towers)
     unknown = "" if query.samples else ", without u because n is unknown"
     yield f"memory     of each rank's {'GPU' if query.device == 'cuda' else 'CPU'} in MB, computed{unknown}:"
     yield from estimate.lines()
-    loaders = loader_memory(query, max(nodes.values(), default=local_ranks()))
+    loaders = loader_memory(query, max(nodes.values(), default=local_ranks()), bytes_of_features)
     yield f"loaders    {loaders.describe()}"
     if gpu_memory is None:
         if not nodes:

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import yaml
 
+from neuclip_ds.reporting.blends import FILE as BLENDS_FILE
+from neuclip_ds.reporting.blends import Blends, blends_plot
 from neuclip_ds.reporting.events import read_events
 from neuclip_ds.reporting.metrics import AVERAGED, CHANCE, Series, read_series, scores_among
 
@@ -66,7 +68,7 @@ def write_report(run: Path) -> Path:
     plots = json.dumps(list(_plots(series)), allow_nan=False)
     page = _PAGE.substitute(
         title=html.escape(title),
-        scores="\n".join(_scores(series, config["data"]["val"])),
+        scores="\n".join([*_scores(series, config["data"]["val"]), *_blends(run)]),
         tables="\n".join(tables),
         data=plots.replace("<", "\\u003c"),  # "</" would end the script
         script=_SCRIPT,
@@ -98,6 +100,16 @@ def _scores(series: Mapping[str, Series], val: str | int) -> Iterator[str]:
         yield f"<p>Recall is measured on {pair_counts[-1]:,.0f} pairs {origin}.</p>"
     elif val == "":
         yield "<p>There is no recall: no pairs were held out (data.val is empty).</p>"
+
+
+def _blends(run: Path) -> Iterator[str]:
+    """Yield a plot and a table of each checkpoint's blends with the start of the run, if they have been scored."""
+    for path in sorted((run / "evaluation").glob(f"*/{BLENDS_FILE}")):
+        blends = Blends.read(path.parent)
+        header, *rows = blends.rows()
+        yield _table(f"Blends of {path.parent.name} with its start, %", header, rows)
+        yield f"<p>0 is the start, {html.escape(blends.start)}; 1 is the result.</p>"
+        yield blends_plot(blends)
 
 
 def _percent(score: float) -> str:

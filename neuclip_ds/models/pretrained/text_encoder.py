@@ -32,6 +32,7 @@ _POOLING_OF_SENTENCE_TRANSFORMERS: dict[str, Pooling] = {
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_lasttoken": "last",
 }
+_MODULES = ("Transformer", "Pooling", "Normalize")  # of sentence-transformers, whose effect is known here
 _NO_LIMIT = 1_000_000  # transformers' `model_max_length` is larger if a tokenizer has no limit
 _POOLING_FILE = "pooling.json"  # in the folder that `TextEncoderSource.save` writes
 
@@ -255,7 +256,13 @@ def _read_pooling(folder: Path, option: str) -> Pooling:
     with explained(f"The pooling in {modules} cannot be read", fix):
         config: dict[str, Any] = {}
         for module in json.loads(modules.read_text(encoding="utf-8")):
-            if module["type"].endswith(".Pooling"):
+            kind = module["type"].rpartition(".")[2]
+            if kind not in _MODULES:
+                raise UserError(
+                    f"{folder} has a module {kind} ({module['path']}), which is not computed. To use the encoder "
+                    f"without it, {fix}."
+                )
+            if kind == "Pooling":
                 config = read_json(folder / module["path"] / "config.json")
         modes = [mode for mode, value in config.items() if mode.startswith("pooling_mode_") and value is True]
         if len(modes) != 1 or modes[0] not in _POOLING_OF_SENTENCE_TRANSFORMERS:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from neuclip_ds.checkpoint.checkpoints import Best
+from neuclip_ds.config import Config
 from neuclip_ds.distributed.stop_signals import deferring
 from neuclip_ds.engine.average import WeightAverage
 from neuclip_ds.errors import UserError
@@ -19,11 +22,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_RECALLS = ("image_to_text_recall@1", "text_to_image_recall@1")
+
 
 class EvaluateModel(Hook):
-    """Evaluates the model every `run.evaluate_every` steps and after the last; with `run.best_metric`, also at step 0.
+    """Evaluates the model every `run.evaluate_every` steps and after the last, and its start if `evaluates_start`.
 
-    A resumed run first runs any evaluation due at the checkpoint's step, unless metrics.jsonl has the results.
+    The first and the last evaluation are compared with the start's. A resumed run first runs any evaluation due at the
+    checkpoint's step, unless metrics.jsonl has the results.
 
     Args:
         evaluator: evaluates the model.
@@ -37,10 +43,9 @@ class EvaluateModel(Hook):
         self._average = average
 
     def start(self, loop: Loop) -> None:
-        run = loop.context.config.run
         self._first_step = loop.done
         if loop.done == 0:
-            is_due = run.best_metric is not None
+            is_due = evaluates_start(loop.context.config)
         else:
             is_due = self._is_due(loop)
         if is_due:
@@ -71,6 +76,7 @@ class EvaluateModel(Hook):
                 results = self._evaluate(loop)
             if loop.metrics is not None and results:
                 loop.metrics.write(loop.done, results)
+                self._compare_with_start(loop)
         for line in score_lines(results):
             log.info("step %d/%d  %s", loop.done, loop.total, line)
         if name is None:
@@ -101,13 +107,26 @@ class EvaluateModel(Hook):
             return {}
 
         def read() -> dict[str, float]:
-            results: dict[str, float] = {}
-            for record in read_metrics(loop.folder / "metrics.jsonl"):
-                if record.pop("step") == loop.done and "lr" not in record:  # training records have it
-                    results.update(record)
-            return results
+            return _evaluations(loop.folder).get(loop.done, {})
 
         return loop.context.communicator.on_rank_zero(read)
+
+    def _compare_with_start(self, loop: Loop) -> None:
+        """Warn if the first or the last evaluation is below that of the checkpoint that the run started from."""
+        if loop.done == 0 or not loop.context.config.model.pretrained:
+            return
+        evaluations = _evaluations(loop.folder)
+        start = evaluations.pop(0, None)
+        if start is None or loop.done not in (min(evaluations), loop.total):
+            return
+        losses = scores_below(start, evaluations[loop.done], loop.context.config.run.best_metric)
+        if losses:
+            message = (
+                f"Step {loop.done} is below the start: {', '.join(losses)}. Lower optimizer.lr or the number of steps, "
+                f"or blend the weights with the start's: neuclip-ds evaluate {loop.folder} --blend 0,0.25,0.5,0.75,1 "
+                "--data SETS"
+            )
+            loop.events.add(loop.done, "below_start", message)
 
     def _keep_if_best(self, loop: Loop, result: Best) -> None:
         """Save a checkpoint and record it as the best if no earlier result is better."""
@@ -123,3 +142,54 @@ class EvaluateModel(Hook):
             self._saver.save(loop)
         if loop.saved == result.step:
             loop.checkpoints.keep_best(result)
+
+
+def evaluates_start(config: Config) -> bool:
+    """Return whether a run is also evaluated before step 1.
+
+    It is with `run.best_metric`, and if it starts from a checkpoint, so that a loss of what the checkpoint knew is
+    noticed; except if it would otherwise be evaluated only at the end, on sets that may take hours.
+    """
+    run = config.run
+    if run.best_metric is not None:
+        return True
+    is_cheap = config.data.evaluation_sets is None and run.normalizer_anchors == 0
+    return bool(config.model.pretrained) and (run.evaluate_every > 0 or is_cheap)
+
+
+def scores_below(start: Mapping[str, float], now: Mapping[str, float], best_metric: str | None) -> list[str]:
+    """Describe each of two scores that is below the start's: the target's, and the mean of all other scores.
+
+    The target is `best_metric` or, by default, the mean recall@1. The other scores are the zero-shot accuracy and the
+    scores of evaluation sets. Scores that only one of the evaluations has are ignored.
+    """
+    names = [name for name in scores_among(start) if name in now]
+    target_name = best_metric or "the mean recall@1"
+    target_names = _RECALLS if best_metric is None else (best_metric,)
+    target = [name for name in names if name in target_names]
+    others = [name for name in names if name == "zero_shot_top1" or name.startswith("task/")]
+    others = [name for name in others if name not in target]
+    losses = []
+    groups = {target_name: target, _describe(others): others}
+    for description, group in groups.items():
+        if not group:
+            continue
+        before = sum(start[name] for name in group) / len(group)
+        after = sum(now[name] for name in group) / len(group)
+        if after < before:
+            losses.append(f"{description} is {after:.4g} instead of {before:.4g}")
+    return losses
+
+
+def _describe(scores: list[str]) -> str:
+    return scores[0] if len(scores) == 1 else f"the mean of {len(scores)} other scores"
+
+
+def _evaluations(folder: Path) -> dict[int, dict[str, float]]:
+    """Return the results of all evaluations in a run's metrics.jsonl, by step."""
+    results: dict[int, dict[str, float]] = {}
+    for record in read_metrics(folder / "metrics.jsonl"):
+        step = int(record.pop("step"))
+        if "lr" not in record:  # training records have it
+            results.setdefault(step, {}).update(record)
+    return results

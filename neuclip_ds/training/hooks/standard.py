@@ -46,6 +46,7 @@ class PrefetchShards(Hook):
             end=loop.total,
             ahead=order.steps_per_epoch,
             early_samples=early_samples(data.loading.cache, data.manifest, data.loading.captions, order, rows),
+            tables=data.tables.values(),
         )
         self._prefetcher = loop.resources.enter_context(prefetcher)
 

@@ -161,6 +161,20 @@ def test_pooling_and_length_come_from_a_sentence_transformers_config(tmp_path: P
     assert open_text_encoder(folder, "mean").tower.pooling == "mean"
 
 
+def test_other_modules_of_sentence_transformers_are_refused_by_name(tmp_path: Path) -> None:
+    folder = save_sentence_transformer(tmp_path / "dense", pooling_mode_mean_tokens=True)
+    path = folder / "modules.json"
+    modules = json.loads(path.read_text())
+    modules.append({"type": "sentence_transformers.models.Normalize", "path": "2_Normalize"})
+    path.write_text(json.dumps(modules))
+    assert open_text_encoder(folder).tower.pooling == "mean"
+    modules.insert(2, {"type": "sentence_transformers.models.Dense", "path": "2_Dense"})
+    path.write_text(json.dumps(modules))
+    with pytest.raises(UserError, match=r"a module Dense \(2_Dense\), which is not computed.*set --pooling"):
+        open_text_encoder(folder)
+    assert open_text_encoder(folder, "mean").tower.pooling == "mean"
+
+
 def without_weights(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 

@@ -1,0 +1,128 @@
+"""Average the weights of models with the same start: a run's start and its result (WiSE-FT), or several runs (soups).
+
+Averages are computed in float64 from float32 weights without LoRA adapters, and rounded once. Batch-norm statistics are
+averaged like weights; integers, such as batch norm's count of batches, are those of the last model. The temperature is
+averaged as log(1/tau), which is CLIP's parameter, and the bias of SigLIP's logits as it is.
+"""
+
+import math
+import string
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from neuclip_ds.checkpoint.saved_model import ModelWeights
+from neuclip_ds.errors import UserError
+from neuclip_ds.models.pretrained.base import LogitParameters
+from neuclip_ds.models.tokenizer import ModelTokenizer
+
+_PROBES = ["a photo of a cat.", string.printable, "Zwei Ärzte, 東京 и кот"]  # captions to compare tokenizers with
+
+
+def blend(start: ModelWeights, result: ModelWeights, fraction: float) -> ModelWeights:
+    """Interpolate from a run's start (fraction 0) to its result (fraction 1), both of which are reproduced exactly.
+
+    Raises:
+        UserError: the models differ in their architecture, preprocessing or tokenizer.
+    """
+    return weighted_mean([start, result], [1 - fraction, fraction])
+
+
+def soup(models: Sequence[ModelWeights]) -> ModelWeights:
+    """Return the mean of models that were fine-tuned from the same checkpoint (Wortsman et al. 2022).
+
+    Raises:
+        UserError: a model did not start from a checkpoint, the models started from different ones, or they differ in
+            their architecture, preprocessing or tokenizer.
+    """
+    first_start = models[0].source.config.pretrained
+    for model in models:
+        start = model.source.config.pretrained
+        if not start:
+            raise UserError(
+                f"{model.name} started from random weights (model.pretrained is empty), and the mean of such models is "
+                "not a trained model. Name runs that were fine-tuned from the same checkpoint."
+            )
+        if Path(start).name != Path(first_start).name:
+            raise UserError(
+                f"{models[0].name} was fine-tuned from {first_start}, but {model.name} from {start}. Name runs that "
+                "were fine-tuned from the same checkpoint."
+            )
+    return weighted_mean(models, [1 / len(models)] * len(models))
+
+
+def weighted_mean(models: Sequence[ModelWeights], shares: Sequence[float]) -> ModelWeights:
+    """Return the mean of models, weighted by shares that sum to 1; a model with share 1 is reproduced exactly.
+
+    A temperature or bias that some models lack is averaged over the others.
+
+    Raises:
+        UserError: the models differ in their architecture, preprocessing or tokenizer.
+    """
+    _check_alike(models)
+    used = [(model, share) for model, share in zip(models, shares, strict=True) if share]
+    result, _ = used[-1]
+    if len(used) == 1:
+        return replace(models[-1], weights=result.weights, logits=result.logits)
+    weights = {}
+    for name in result.weights:
+        weights[name] = _mean_tensor([(model.weights[name], share) for model, share in used])
+    log_temperature = _mean_number(
+        [(math.log(model.logits.temperature), share) for model, share in used if model.logits.temperature is not None]
+    )
+    logits = LogitParameters(
+        temperature=None if log_temperature is None else math.exp(log_temperature),
+        bias=_mean_number([(model.logits.bias, share) for model, share in used if model.logits.bias is not None]),
+    )
+    return replace(models[-1], weights=weights, logits=logits)
+
+
+def _mean_tensor(parts: Sequence[tuple[Tensor, float]]) -> Tensor:
+    """Return the weighted mean of tensors in float32, or the last tensor if they contain integers."""
+    last, _ = parts[-1]
+    if not last.is_floating_point():
+        return last
+    total = torch.zeros(last.shape, dtype=torch.float64)
+    for tensor, share in parts:
+        total.add_(tensor.double(), alpha=share)
+    return total.float()
+
+
+def _mean_number(parts: Sequence[tuple[float, float]]) -> float | None:
+    """Return the weighted mean of (number, share) pairs, whose shares may sum to less than 1; None without numbers."""
+    if not parts:
+        return None
+    return sum(number * share for number, share in parts) / sum(share for _, share in parts)
+
+
+def _check_alike(models: Sequence[ModelWeights]) -> None:
+    """Raise UserError if a model differs from the first in its architecture, preprocessing or tokenizer."""
+    first = models[0]
+    for model in models[1:]:
+        difference = _difference(first, model)
+        if difference is not None:
+            raise UserError(
+                f"{first.name} and {model.name} cannot be averaged: they differ in {difference}. Name models with the "
+                "same architecture and tokenizer."
+            )
+
+
+def _difference(first: ModelWeights, second: ModelWeights) -> str | None:
+    """Return a description of the first difference between two models, or None if they are alike."""
+    for name in sorted(first.weights.keys() | second.weights.keys()):
+        shapes = [tuple(model.weights[name].shape) if name in model.weights else None for model in (first, second)]
+        if shapes[0] != shapes[1]:
+            return f"the parameter {name} (of shape {shapes[0]} and {shapes[1]})"
+    if first.source.preprocessing != second.source.preprocessing:
+        return f"preprocessing ({first.source.preprocessing} and {second.source.preprocessing})"
+    if not _tokenize_alike(first.tokenizer, second.tokenizer):
+        return "their tokenizers"
+    return None
+
+
+def _tokenize_alike(first: ModelTokenizer, second: ModelTokenizer) -> bool:
+    """Return whether two tokenizers give the same tokens for sample captions."""
+    return torch.equal(first(_PROBES), second(_PROBES))
