@@ -111,7 +111,7 @@ class Captions:
 def json_object(data: bytes) -> dict[str, Any]:
     """Return the object in a JSON member, or an empty dictionary if the member does not contain a valid object."""
     try:
-        tree = json.loads(data.decode("utf-8", "replace"))
+        tree = json.loads(data.decode("utf-8-sig", "replace"))
     except (ValueError, RecursionError):  # ValueError also for numbers of more than 4,300 digits
         return {}
     return tree if isinstance(tree, dict) else {}
@@ -138,7 +138,7 @@ def _draw_index(weights: Sequence[float], number: int) -> int:
 def _read_texts(source: _Source, data: bytes) -> list[str]:
     """Return the texts of a source in the bytes of its member."""
     if not source.is_json:
-        text = data.decode("utf-8", "replace")
+        text = data.decode("utf-8-sig", "replace")
         return text.splitlines() if source.key == _LINES else [text]
     value = json_object(data).get(source.key)
     values = value if isinstance(value, list) else [value]

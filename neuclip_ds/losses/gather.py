@@ -304,7 +304,7 @@ class GatheredFeatures:
         if self.size < 2:
             raise UserError(
                 f"Step {step}: only {self.size} of the batch's {len(self.padded_index)} samples can be used, but a "
-                "contrastive loss needs two. Read bad_samples.jsonl and fix the shards, or use a larger batch."
+                "contrastive loss needs two. Read bad_samples.jsonl, which names the causes, and fix the shards."
             )
 
     def gather(self, values: Tensor, purpose: str) -> Tensor:
