@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from neuclip_ds.config import Projection
 from neuclip_ds.models.packing import Pack, PackedCaptions
 
 
@@ -157,11 +158,26 @@ def _pooled(output: Any) -> Tensor:
     return feature
 
 
-def new_projection(width: int, embed_dim: int) -> nn.Linear:
-    """Return a projection to the joint embedding space, initialized randomly as in CLIP."""
-    projection = nn.Linear(width, embed_dim, bias=False)
-    nn.init.normal_(projection.weight, std=width**-0.5)
-    return projection
+def new_projection(width: int, embed_dim: int, kind: Projection = "linear") -> nn.Module:
+    """Return a projection from a trunk's feature to the joint embedding space, without biases and with random weights.
+
+    Args:
+        width: width of the trunk's feature.
+        embed_dim: width d of the joint embedding space.
+        kind: `linear` as in CLIP, or `mlp`, which is open_clip's `hf_proj_type` of the same name: two linear layers
+            with (width + d) // 2 hidden units and GELU between them.
+    """
+    if kind == "linear":
+        return _linear(width, embed_dim)
+    hidden = (width + embed_dim) // 2
+    return nn.Sequential(_linear(width, hidden), nn.GELU(), _linear(hidden, embed_dim))
+
+
+def _linear(width: int, outputs: int) -> nn.Linear:
+    """Return a linear layer without bias, with CLIP's random weights."""
+    layer = nn.Linear(width, outputs, bias=False)
+    nn.init.normal_(layer.weight, std=width**-0.5)
+    return layer
 
 
 class DualEncoder(nn.Module):

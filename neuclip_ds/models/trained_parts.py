@@ -95,8 +95,12 @@ def projection_width(tower: nn.Module) -> int:
     return layers[0].in_features
 
 
-def lock_projection(tower: nn.Module) -> None:
-    """Set the new projection of a frozen, pretrained image tower to the identity, so that features do not change (LiT).
+def lock_projection(tower: nn.Module, name: str) -> None:
+    """Set the new projection of a frozen, pretrained tower to the identity, so that features do not change (LiT).
+
+    Args:
+        tower: the tower.
+        name: its name in the config and in messages, `vision` or `text`.
 
     Raises:
         UserError: the projection is not a square linear layer, so its random weights would be frozen.
@@ -107,8 +111,8 @@ def lock_projection(tower: nn.Module) -> None:
         if isinstance(projection, nn.Linear):
             width = f"={projection.in_features}"
         raise UserError(
-            "model.vision.trainable=frozen would freeze the random projection of the image tower: set "
-            f"model.vision.trainable=projection to train it, or model.embed_dim{width}."
+            f"model.{name}.trainable=frozen would freeze the random projection of the {name} tower: set "
+            f"model.{name}.trainable=projection to train it, or model.embed_dim{width}."
         )
     nn.init.eye_(projection.weight)
 

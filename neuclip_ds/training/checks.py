@@ -19,8 +19,8 @@ from neuclip_ds.training.stored_trunks import check_frozen_trunks
 
 # options that may change between launches, and options that the fingerprint lists separately
 _NOT_ARCHITECTURE: Any = {
-    "vision": {"pretrained", "patch_drop", "class_token_only", "trainable"},
-    "text": {"tokenizer", "trainable", "packed"},
+    "vision": {"pretrained", "patch_drop", "class_token_only", "trainable", "projection"},
+    "text": {"pretrained", "pooling", "tokenizer", "trainable", "packed", "projection"},
 }
 
 
@@ -105,9 +105,7 @@ def config_warnings(config: Config, steps: int) -> list[str]:
             f"shortened to {fitted_warmup(optimizer.warmup_steps, steps)}, a tenth of the run."
         )
     for tower in TOWERS:
-        is_pretrained = bool(config.model.pretrained)
-        if tower == "vision":
-            is_pretrained = is_pretrained or bool(config.model.vision.pretrained)
+        is_pretrained = bool(config.model.pretrained) or bool(getattr(config.model, tower).pretrained)
         trained = config.model.trained(tower)
         if trained in ("frozen", "projection") and not is_pretrained:
             warnings.append(f"model.{tower}.trainable={trained} freezes random weights: start from pretrained ones.")
@@ -173,4 +171,12 @@ def _architecture(model: ModelConfig) -> Fingerprint:
         for name, value in options[tower].items():
             architecture[f"model.{tower}.{name}"] = value
     architecture["model.embed_dim"] = options["embed_dim"]
+    # checkpoints of earlier versions lack these options, so their defaults are omitted
+    if model.text.pretrained:
+        architecture["model.text.pretrained"] = "an encoder"
+        architecture["model.text.pooling"] = model.text.pooling
+    for tower_name in TOWERS:
+        projection = getattr(model, tower_name).projection
+        if projection != "linear":
+            architecture[f"model.{tower_name}.projection"] = projection
     return {**architecture, **trained_parts}

@@ -70,6 +70,18 @@ class LibraryModel:
     tokenizer: ModelTokenizer
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainedTowers:
+    """The towers of a trained model that was built from the config, to be converted to a library's format."""
+
+    config: ModelConfig
+    model: DualEncoder  # on the meta device
+    weights: Mapping[str, Tensor]  # of `model`
+    logits: LogitParameters
+    preprocessing: Preprocessing
+    tokenizer: ModelTokenizer
+
+
 class ModelSource(ABC):
     """Interface through which a run builds, loads, converts and describes its model.
 
@@ -112,11 +124,13 @@ class ModelSource(ABC):
     @abstractmethod
     def to_library_model(
         self, tokenizer: ModelTokenizer, weights: Mapping[str, Tensor], logits: LogitParameters
-    ) -> LibraryModel:
-        """Convert weights to a library's file format; weight names are those of the built model without adapters.
+    ) -> LibraryModel | TrainedTowers:
+        """Return the model in its library's format, or its towers if no library has it as a whole.
 
-        Raises:
-            UserError: no library supports the model.
+        Args:
+            tokenizer: the model's tokenizer.
+            weights: tensors under the names of the built model without adapters.
+            logits: the temperature and the bias.
         """
 
     def save(self, folder: Path, logits: LogitParameters) -> None:
@@ -149,6 +163,16 @@ def logit_tensors(logits: LogitParameters, shape: Sequence[int]) -> dict[str, Te
     if logits.bias is not None:
         tensors["logit_bias"] = torch.full(shape, logits.bias)
     return tensors
+
+
+def plain_tensors(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return contiguous copies of the tensors, as safetensors requires; convert floating-point tensors to float32."""
+    plain = {}
+    for name, tensor in weights.items():
+        if tensor.is_floating_point():
+            tensor = tensor.float()
+        plain[name] = tensor.contiguous().clone()
+    return plain
 
 
 def rename_prefixes(tensors: Mapping[str, Tensor], prefixes: Mapping[str, str]) -> dict[str, Tensor]:
