@@ -74,6 +74,12 @@ class Captions:
             raise UserError("data.captions is empty; name a source of captions, such as txt.")
         self.extensions = tuple(dict.fromkeys(source.extension for source in self._sources))
 
+    @property
+    def may_be_several(self) -> bool:
+        """Whether a sample may have several captions; it has at most one if the only source is a whole text member."""
+        first = self._sources[0]
+        return len(self._sources) > 1 or first.is_json or first.key == _LINES
+
     def all_captions(self, members: Mapping[str, bytes]) -> list[str]:
         """Return a sample's captions in the order of the sources, omitting blank captions; invalid JSON has none."""
         return list(itertools.chain.from_iterable(self._captions_by_source(members)))

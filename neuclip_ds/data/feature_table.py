@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -86,7 +86,12 @@ class FeatureTable:
     """
 
     def __init__(
-        self, stored: Stored, manifest: Manifest, captions: Sequence[str], cache: ShardCache | None = None
+        self,
+        stored: Stored,
+        manifest: Manifest,
+        captions: Sequence[str],
+        cache: ShardCache | None = None,
+        only: Literal["image", "text"] | None = None,
     ) -> None:
         """
         Args:
@@ -94,13 +99,14 @@ class FeatureTable:
             manifest: the dataset.
             captions: sources of the captions, as in `data.captions`.
             cache: cache for the files of a remote folder.
+            only: serve only the features of images or of texts; by default, both.
         """
         self.folder: str = stored["folder"]
         self.embedding: Mapping[str, Any] = stored["embedding"]
-        self.has_random_crops = self.embedding["crops"] > 0
+        self.has_random_crops = self.embedding["crops"] > 0 and only != "text"
         self.crops = max(1, int(self.embedding["crops"]))
-        self.image_width: int | None = self.embedding["image_width"]
-        self.text_width: int | None = self.embedding["text_width"]
+        self.image_width: int | None = None if only == "text" else self.embedding["image_width"]
+        self.text_width: int | None = None if only == "image" else self.embedding["text_width"]
         self.dtype: torch.dtype = getattr(torch, self.embedding["dtype"])
         self.job = job_hash(self.embedding)
         self._bytes = np.array(stored["bytes"], dtype=np.int64)
@@ -172,6 +178,38 @@ class FeatureTable:
         for values in of_both:
             values[list(problems)] = 0
         return features, problems
+
+    def draw_captions(self, index: Tensor, numbers: NDArray[np.uint64]) -> Tensor:
+        """Draw a caption of each sample as `Captions.draw` does without weights; all captions must be stored.
+
+        Args:
+            index: (b,) int64 global indices.
+            numbers: (b,) random numbers.
+
+        Returns:
+            (b,) int64 numbers of the captions among all captions of the sample, as in `rows`; 0 for samples without
+            stored captions.
+
+        Raises:
+            UserError: the folder has changed.
+        """
+        indices = index.numpy()
+        drawn = np.zeros(len(indices), dtype=np.int64)
+        shards = np.searchsorted(self._manifest.starts, indices, side="right") - 1
+        for shard in np.unique(shards).tolist():
+            rows = np.flatnonzero(shards == shard)
+            try:
+                part = self._part_or_retry(shard)
+            except OSError:  # `rows` reports it
+                continue
+            assert part.text_start is not None and part.first_caption is not None
+            positions, is_stored = _find(part.index, indices[rows])
+            rows = rows[is_stored]
+            positions = positions[is_stored]
+            counts = part.text_start[positions + 1] - part.text_start[positions]
+            choices = numbers[rows] % np.maximum(counts, 1).astype(np.uint64)
+            drawn[rows] = part.first_caption[positions] + choices.astype(np.int64)
+        return torch.from_numpy(drawn)
 
     def file_of(self, shard: int) -> str:
         """Return the path or URL of the file with a shard's features."""
@@ -356,7 +394,8 @@ def _check_fields(folder: str, embedding: Mapping[str, Any]) -> None:
 def cached_bytes(tables: Iterable[FeatureTable], manifest: Manifest) -> NDArray[np.int64]:
     """Return the (n_shards,) bytes of each shard's features that the cache holds, of all tables together."""
     total = np.zeros(manifest.n_shards, dtype=np.int64)
-    for table in tables:
+    folders = {table.folder: table for table in tables}  # the tables of two towers may share a folder
+    for table in folders.values():
         total += table.cached_bytes
     return total
 

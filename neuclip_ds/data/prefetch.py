@@ -177,9 +177,10 @@ class Prefetcher(ForkProcess):
 
     `requests` is a function that returns the requests of the node's ranks, starting at batch `begin`. Remote shards are
     fetched at most `ahead` batches ahead, up to batch `end`; local shards are skipped. A shard's stored features in
-    the remote `tables` are fetched before it, because all of its samples need the same file. With `early_samples`,
-    the samples of the next two batches are fetched before the rest of their shards. Begin the `with` block before the
-    readers start: a reader that finds neither a shard nor its first pieces fetches the whole shard itself.
+    the remote `tables` are fetched before it, because all of its samples need the same file; with `reads_shards` false,
+    only the features are fetched. With `early_samples`, the samples of the next two batches are fetched before the rest
+    of their shards. Begin the `with` block before the readers start: a reader that finds neither a shard nor its first
+    pieces fetches the whole shard itself.
     """
 
     def __init__(
@@ -193,6 +194,7 @@ class Prefetcher(ForkProcess):
         ahead: int,
         early_samples: EarlySamples | None = None,
         tables: Iterable[FeatureTable] = (),
+        reads_shards: bool = True,
     ) -> None:
         super().__init__(name="prefetch", daemon=True)
         self._cache = cache
@@ -201,6 +203,7 @@ class Prefetcher(ForkProcess):
         self._end = end
         self._ahead = ahead
         self._early_samples = early_samples
+        self._reads_shards = reads_shards
         self._tables = {table.folder: table for table in tables if not is_local(table.folder)}
         self._reached = RawValue(c_longlong, begin)  # no lock: its holder may be killed, and a 64-bit write is atomic
         self._starter = os.getpid()
@@ -229,7 +232,7 @@ class Prefetcher(ForkProcess):
         """Fetch shards until the process is killed."""
         end_with_parent(self._starter)
         gc.freeze()  # garbage collections would copy the memory that is shared with the parent
-        sizes = [shard.bytes if not is_local(shard.path) else 0 for shard in self._shards]
+        sizes = [shard.bytes if self._fetches(shard) else 0 for shard in self._shards]
         for table in self._tables.values():
             sizes = [size + int(added) for size, added in zip(sizes, table.cached_bytes, strict=True)]
         window = RequestWindow(self._requests(), sizes, self._cache.capacity_bytes)
@@ -261,6 +264,9 @@ class Prefetcher(ForkProcess):
                 )
             time.sleep(_POLL)
 
+    def _fetches(self, shard: Shard) -> bool:
+        return self._reads_shards and not is_local(shard.path)
+
     def _fetch(self, request: ShardRequest) -> None:
         shard = self._shards[request.shard]
         if request.last < self._reached.value:  # training has overtaken the download
@@ -270,7 +276,7 @@ class Prefetcher(ForkProcess):
         try:
             for table in self._tables.values():
                 self._cache.path(table.file_of(request.shard), int(table.cached_bytes[request.shard]))
-            if is_local(shard.path):
+            if not self._fetches(shard):
                 return
             if self._early_samples is None or not self._early_samples.fetch_rest(request.shard):
                 self._cache.path(shard.path, shard.bytes, shard.crc32)

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 
 from neuclip_ds.data.feature_table import FeatureTable
-from neuclip_ds.data.loader import part_count
+from neuclip_ds.data.loader import part_count, parts_of_rows
+from neuclip_ds.data.stored_towers import IMAGE
 from neuclip_ds.planning.memory import MemoryAccount, MemoryQuery
 
 SHARED_MEMORY = Path("/dev/shm")  # torch shares tensors between processes here
@@ -50,17 +51,21 @@ def loader_memory(query: MemoryQuery, ranks: int, stored_bytes: int = 0) -> Load
     builds one more. If a batch is one micro-batch, it is kept while the next batch is fetched; otherwise, its rows are
     freed during the second pass over the batch. With a GPU, pinned memory contains the parts that are ready or in use.
     Training also loads `stored_bytes` of features for each pair, and joins those of a batch's parts in another copy.
+    Stored outputs of frozen trunks are not part of `stored_bytes`: they take the place of pixels or tokens.
     """
     data = query.config.data
     on_gpu = query.device == "cuda"
-    pair_bytes = 3 * query.image_size**2 + 8 * query.tokenizer.context_length + 9
-    training_pair_bytes = pair_bytes + stored_bytes
-    loaders = [(query.rank_batch, training_pair_bytes)]
+    training_pair_bytes = query.pair_bytes + 9 + stored_bytes
+    training_parts = part_count(query.rank_batch, query.image_size)
+    if IMAGE in query.trunk_widths:  # no pixels are loaded
+        training_parts = parts_of_rows(query.rank_batch, query.pair_bytes)
+    loaders = [(query.rank_batch, training_pair_bytes, training_parts)]
     if data.val or data.zero_shot or data.evaluation_sets:
-        loaders.append((query.micro_batch, pair_bytes))
+        pair_bytes = 3 * query.image_size**2 + 8 * query.tokenizer.context_length + 9
+        loaders.append((query.micro_batch, pair_bytes, part_count(query.micro_batch, query.image_size)))
     part_bytes = 0  # one part of a batch from each loader
-    for batch_size, bytes_of_pair in loaders:
-        part_bytes += bytes_of_pair * -(-batch_size // part_count(batch_size, query.image_size))
+    for batch_size, bytes_of_pair, parts in loaders:
+        part_bytes += bytes_of_pair * -(-batch_size // parts)
     ready = data.workers * data.prefetch * part_bytes
     batches_in_use = 2 if query.rank_batch == query.micro_batch else 1
     in_use = training_pair_bytes * query.rank_batch * batches_in_use

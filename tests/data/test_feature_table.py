@@ -19,11 +19,15 @@ from servers import Files, files_server, wait_for
 from tars import jpeg, manifest_of, tokenize, write_tar
 
 from neuclip_ds.data.cache import ShardCache
+from neuclip_ds.data.dataset import PADDING, PairDataset
+from neuclip_ds.data.decoders import CaptionSources
 from neuclip_ds.data.feature_parts import FeaturePart, map_part, part_name, write_part
 from neuclip_ds.data.feature_table import FeatureTable, find_table, random_crops
+from neuclip_ds.data.images import DECODERS, RandomCrop
 from neuclip_ds.data.loader import RankBatch
 from neuclip_ds.data.manifest import Manifest, from_shards
 from neuclip_ds.data.prefetch import Prefetcher, ShardRequest
+from neuclip_ds.data.stored_towers import CONTENTS, IMAGE, TEXT
 from neuclip_ds.data.training_data import TrainingData, open_training_data
 from neuclip_ds.data.training_set import interleave_settings
 from neuclip_ds.distributed.communicator import Communicator
@@ -127,6 +131,31 @@ def _check_batches(communicator: Communicator, shards: Path, features: Path, sta
 
 def test_batches_contain_the_features_of_their_crops_and_captions(tmp_path: Path, shards: Path, features: Path) -> None:
     run_ranks(2, _check_batches, shards, features, tmp_path)
+
+
+@pytest.mark.parametrize("sources", [CAPTIONS, {"txt:lines": 0.3, "json:long": 0.7}], ids=["", "weights"])
+@pytest.mark.parametrize("names", [[IMAGE, TEXT], [IMAGE], [TEXT]], ids=["both", "image", "text"])
+def test_stored_outputs_of_trunks_replace_the_inputs_of_the_same_samples(
+    manifest: Manifest, features: Path, tmp_path: Path, sources: CaptionSources, names: list[str]
+) -> None:
+    """With both, shards are not read, unless the draw of captions has weights."""
+    tables = {}
+    for name in names:
+        tables[name] = FeatureTable(find_table(str(features)), manifest, CAPTIONS, only=CONTENTS[name])
+    crop = RandomCrop(SIDE, 0.5, DECODERS["simplejpeg"])
+    plain = PairDataset(manifest, crop, tokenize, 7, sources, random_crops=2)
+    items = [(epoch, index) for epoch in range(LAST_EPOCH) for index in (*range(0, 16, 2), PADDING)]
+    expected = plain.batch(items)
+    if len(names) == 2 and isinstance(sources, list):
+        manifest = from_shards([replace(shard, path=str(tmp_path / "none.tar")) for shard in manifest.shards])
+    batch = PairDataset(manifest, crop, tokenize, 7, sources, tables=tables, random_crops=2).batch(items)
+    assert torch.equal(batch.valid, expected.valid)
+    image = encode_images(expected.image) if IMAGE in names else expected.image
+    text = encode_captions(expected.tokens) if TEXT in names else expected.tokens
+    torch.testing.assert_close(batch.image[batch.valid], image[batch.valid])
+    torch.testing.assert_close(batch.tokens[batch.valid], text[batch.valid])
+    assert not batch.image[~batch.valid].any()
+    assert batch.stored == {}
 
 
 def edited(features: Path, folder: Path, shard: int, edit: Callable[[FeaturePart], FeaturePart]) -> Path:

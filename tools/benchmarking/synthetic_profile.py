@@ -20,6 +20,7 @@ from neuclip_ds.config import Config, dump
 from neuclip_ds.data.dataset import Batch
 from neuclip_ds.data.feature_table import StoredFeatures
 from neuclip_ds.data.loader import RankBatch
+from neuclip_ds.data.stored_towers import IMAGE, TEXT
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.config import load_engine_config, precision, zero_stage
 from neuclip_ds.engine.device_batches import DeviceBatches
@@ -101,7 +102,8 @@ class SyntheticSteps:
         comm_dtype = resolve_comm_dtype(config, engine_config)
         self.loss = build(config, query.source.embed_dim, samples, communicator, comm_dtype)
         self._stored_width = stored_width
-        self._batches = DeviceBatches(communicator.device, query.micro_batch, self.engine.pack)
+        pack = None if TEXT in query.trunk_widths else self.engine.pack
+        self._batches = DeviceBatches(communicator.device, query.micro_batch, pack)
         pairs = [self._pairs(number, caption_tokens) for number in range(batches)]
         self._batches.start(self._endless(pairs))
 
@@ -112,14 +114,23 @@ class SyntheticSteps:
         return train_step(self.engine, loss, self._batches, next(self._batches), position)
 
     def _pairs(self, number: int, caption_tokens: str) -> tuple[Tensor, Tensor]:
-        """Return noise: this rank's uint8 (b, 3, H, W) pixels and (b, T) ids of global batch `number`."""
+        """Return noise: this rank's uint8 (b, 3, H, W) pixels and (b, T) ids of global batch `number`.
+
+        Stored outputs of a frozen trunk are (b, width) in float32.
+        """
         query = self._query
         rows = query.rank_batch
         seed = seed_of_batch(number, self._communicator.rank, query.world_size)
         generator = torch.Generator().manual_seed(seed)
-        tokens = random_tokens(caption_tokens, rows, query.tokenizer, generator)
+        widths = query.trunk_widths
+        if TEXT in widths:
+            captions = torch.randn(rows, widths[TEXT], generator=generator)
+        else:
+            captions = random_tokens(caption_tokens, rows, query.tokenizer, generator)
+        if IMAGE in widths:
+            return torch.randn(rows, widths[IMAGE], generator=generator), captions
         shape = (rows, 3, query.image_size, query.image_size)
-        return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8), tokens
+        return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8), captions
 
     def _stored_features(self, generator: torch.Generator) -> dict[str, StoredFeatures]:
         """Return noise in place of the stored features that the config names, with their widths and dtypes."""
