@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from datetime import date
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -99,7 +99,7 @@ def study(options: argparse.Namespace) -> None:
             # the results of some runs of a search decide which runs follow
             while todo := missing(stage, read_results(path), features):
                 for number, record in enumerate(pool.imap_unordered(do, todo), 1):
-                    record |= origin | {"date": datetime.now(UTC).date().isoformat()}
+                    record |= origin | {"date": date.today().isoformat()}
                     file.write(json.dumps(record) + "\n")
                     file.flush()
                     results = record["results"]
