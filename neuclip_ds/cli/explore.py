@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # torch takes seconds to import
 
 _PACKAGES = ("gradio", "usearch")
 _MOST_MODELS = 2
+_TEMPERATURE = 0.01  # for class probabilities of a checkpoint without a temperature; CLIP's after training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +109,7 @@ def open_models(options: argparse.Namespace) -> tuple[list[SearchableModel], Col
     from neuclip_ds.data.feature_table import find_table
     from neuclip_ds.distributed.communicator import Communicator
     from neuclip_ds.embedding.encoders import dual_encoders
-    from neuclip_ds.embedding.nearest import SearchableModel, encode_collection, read_features
+    from neuclip_ds.embedding.nearest import SearchableModel, check_features, encode_collection, read_features
 
     communicator = Communicator(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     tables = [find_table(folder) for folder in options.features or []]
@@ -130,7 +131,11 @@ def open_models(options: argparse.Namespace) -> tuple[list[SearchableModel], Col
         shown_name = name
         if saved.checkpoint is not None and saved.checkpoint.name not in name:
             shown_name = f"{name}, {saved.checkpoint.name}"
-        models.append(SearchableModel(shown_name, encoders, features))
+        temperature = saved.logits.temperature or _TEMPERATURE
+        searchable = SearchableModel(shown_name, encoders, temperature, features)
+        if tables:
+            check_features(searchable, images.collection, options.features[number])
+        models.append(searchable)
     return models, images.collection
 
 

@@ -72,13 +72,13 @@ def matches_html(model: str, images: Sequence[Match], captions: Sequence[Match],
 
 
 def scores_html(model: str, scores: Sequence[ClassScore]) -> str:
-    """Return classes and their similarities as HTML under the model's name."""
+    """Return classes with their probabilities and similarities as HTML under the model's name."""
     parts = [_heading(model), '<ol class="explore-list explore-classes">']
-    highest = max(score.similarity for score in scores)
     for score in scores:
-        share = score.similarity / highest if highest > 0 else 0
-        bar = f'<span class="explore-bar" style="width: {max(0, share):.0%}"></span>'
-        parts.append(f"<li>{_score(score.similarity)}{_text(score.name)}{bar}</li>")
+        probability = f'<span class="explore-score">{score.probability:.1%}</span>'
+        similarity = f'<span class="explore-name">cosine {score.similarity:.3f}</span>'
+        bar = f'<span class="explore-bar" style="width: {score.probability:.1%}"></span>'
+        parts.append(f"<li>{probability}{_text(score.name)} {similarity}{bar}</li>")
     parts.append("</ol>")
     return "".join(parts)
 
@@ -96,7 +96,9 @@ def _figure(match: Match, collection: Collection) -> str:
     except (OSError, DecodeError) as error:
         caption = ""
         picture = f"<em>The image cannot be read: {_text(str(error))}</em>"
-    described = f'<span class="explore-caption" title="{_text(caption)}">{_score(match.similarity)}{_text(caption)}</span>'
+    described = (
+        f'<span class="explore-caption" title="{_text(caption)}">{_score(match.similarity)}{_text(caption)}</span>'
+    )
     return f"<figure>{picture}<figcaption>{described}{_name(match.index, collection)}</figcaption></figure>"
 
 
@@ -214,11 +216,11 @@ def build_page(models: Sequence[SearchableModel], collection: Collection, source
         with gradio.Tab("Classify"):
             with gradio.Row():
                 with gradio.Column(min_width=300):
+                    classified = image_input("Image")
+                with gradio.Column(min_width=300):
                     names = gradio.Textbox(label="Class names, one per line", lines=5, placeholder="cat\ndog")
                     template = gradio.Textbox(label="Prompt", value=f"a photo of a {PLACEHOLDER}.")
                     button = gradio.Button("Classify", variant="primary")
-                with gradio.Column(min_width=300):
-                    classified = image_input("Image")
             scores = outputs()
             button.click(classify, [classified, names, template], scores, **one_at_a_time)
     return page
@@ -268,6 +270,7 @@ def make_app(page: Blocks, host: str) -> AsgiApp:
         app,
         page,
         path="/",
+        app_kwargs={"openapi_url": None},
         theme=theme,
         css=_CSS,
         footer_links=[],

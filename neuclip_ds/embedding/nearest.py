@@ -26,10 +26,12 @@ from neuclip_ds.data.worker_pool import WorkerPool
 from neuclip_ds.embedding.collection import Collection
 from neuclip_ds.embedding.embed import encode_by_length
 from neuclip_ds.embedding.encoders import FeatureEncoders
-from neuclip_ds.errors import UserError
+from neuclip_ds.errors import UserError, explained
 from neuclip_ds.evaluation.sets import PLACEHOLDER
 
 log = logging.getLogger(__name__)
+
+_REPRODUCED = 0.99  # minimum cosine similarity of a stored feature to the model's; features in bfloat16 are above it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +44,11 @@ class Match:
 
 @dataclass(frozen=True, kw_only=True)
 class ClassScore:
-    """A class, and the cosine similarity of its prompt to an image."""
+    """A class, and how well its prompt fits an image."""
 
     name: str
-    similarity: float
+    similarity: float  # cosine
+    probability: float  # among the classes, at the model's temperature
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -86,8 +89,16 @@ class SearchableModel:
         features: features of the collection.
     """
 
-    def __init__(self, name: str, encoders: FeatureEncoders, features: CollectionFeatures) -> None:
+    def __init__(self, name: str, encoders: FeatureEncoders, temperature: float, features: CollectionFeatures) -> None:
+        """
+        Args:
+            name: name to show.
+            encoders: encoders of images and of captions in one space.
+            temperature: cosine similarities are divided by it before the softmax over classes.
+            features: features of the collection.
+        """
         self.name = name
+        self._temperature = temperature
         self.features = features
         self._encoders = encoders
         self._transform = transform_of(encoders)
@@ -114,16 +125,33 @@ class SearchableModel:
             DecodeError: the image cannot be decoded.
         """
         prompts = [template.replace(PLACEHOLDER, name) for name in names]
-        similarities = (self._encode_texts(prompts) @ self.encode_image(image)).tolist()
+        similarities = self._encode_texts(prompts) @ self.encode_image(image)
+        probabilities = functional.softmax(similarities / self._temperature, dim=0)
         scores = []
-        for name, similarity in zip(names, similarities, strict=True):
-            scores.append(ClassScore(name=name, similarity=similarity))
+        for name, similarity, probability in zip(names, similarities.tolist(), probabilities.tolist(), strict=True):
+            scores.append(ClassScore(name=name, similarity=similarity, probability=probability))
         return sorted(scores, key=lambda score: score.similarity, reverse=True)
 
     def _encode_texts(self, texts: Sequence[str]) -> Tensor:
         assert self._encoders.text is not None and self._encoders.tokenize is not None
         tokens = self._encoders.tokenize(list(texts))
         return functional.normalize(encode_by_length(self._encoders.text, tokens, len(tokens)), dim=1)
+
+
+def check_features(model: SearchableModel, collection: Collection, folder: str) -> None:
+    """Raise UserError if the model does not reproduce the feature of the first image in a folder of features."""
+    images = model.features.images
+    number = int(images.index[0])
+    name = collection.name(number)
+    with explained(f"Image {name} cannot be read", "check the storage"):
+        feature = model.encode_image(collection.read(number).image).cpu()
+    stored = torch.from_numpy(images.values[0]).float()
+    similarity = float(feature @ stored) if feature.shape == stored.shape else 0
+    if similarity < _REPRODUCED:
+        raise UserError(
+            f"The features in {folder} are not those of {model.name}: the cosine similarity of the two features of "
+            f"image {name} is {similarity:.3f}. The model or the data has changed since: embed the data again."
+        )
 
 
 def transform_of(encoders: FeatureEncoders) -> EvalTransform:

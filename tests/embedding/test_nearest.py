@@ -1,5 +1,6 @@
 """Test searches and classification with features that were computed, or that `neuclip-ds embed` stored."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -166,7 +167,7 @@ def test_a_folder_without_a_usable_image_is_refused(tmp_path: Path) -> None:
 def test_queries_are_encoded_as_the_collection_is(manifest: Manifest) -> None:
     pytest.importorskip("usearch", reason="neuclip-ds explore needs usearch")
     collection = ShardImages(manifest, ["txt"])
-    model = SearchableModel("m", DUAL, encoded(collection))
+    model = SearchableModel("m", DUAL, 0.5, encoded(collection))
     best: list[Match] = model.features.images.nearest(model.encode_image(jpeg(9)), 3)
     assert best[0].index == 9 and best[0].similarity == pytest.approx(1, abs=1e-5)
     caption = collection.read(9).caption
@@ -178,11 +179,14 @@ def test_queries_are_encoded_as_the_collection_is(manifest: Manifest) -> None:
 
 
 def test_classes_are_scored_by_their_prompts(manifest: Manifest) -> None:
-    model = SearchableModel("m", DUAL, encoded(ShardImages(manifest, ["txt"])))
+    model = SearchableModel("m", DUAL, 0.5, encoded(ShardImages(manifest, ["txt"])))
     names = ["cat", "dog", "heron"]
     scores = model.classify(jpeg(2), names, "a {c}!")
     feature = encode_images(EvalTransform(SIDE)(jpeg(2)).unsqueeze(0))[0]
     expected = {name: float(encode_captions(tokenize([f"a {name}!"]))[0] @ feature) for name in names}
     assert {score.name: score.similarity for score in scores} == pytest.approx(expected, abs=1e-5)
+    weights = {name: math.exp(similarity / 0.5) for name, similarity in expected.items()}
+    probabilities = {name: weight / sum(weights.values()) for name, weight in weights.items()}
+    assert {score.name: score.probability for score in scores} == pytest.approx(probabilities, abs=1e-5)
     similarities = [score.similarity for score in scores]
     assert similarities == sorted(similarities, reverse=True)
