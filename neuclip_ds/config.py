@@ -158,6 +158,12 @@ class DataConfig(Section):
     caption's source with these probabilities."""
     decoder: Literal["simplejpeg", "pil"] = "simplejpeg"
     """Library that decodes JPEGs: simplejpeg is faster; pil produces the same pixels as open_clip."""
+    image_features: str | None = Field(None, min_length=1)
+    """Folder with the image tower's pooled outputs before its projection, which `neuclip-ds embed` wrote for the
+    training data. Training reads them instead of decoding images and running the tower's frozen trunk
+    (docs/how-to/stored_features.md)."""
+    text_features: str | None = Field(None, min_length=1)
+    """The same for the text tower; training then tokenizes no captions."""
     cache_dir: Path | None = None
     """Folder on each node for copies of remote shards. By default, neuclip_ds_shards-UID in the system's temporary
     folder, writable only by you."""
@@ -219,6 +225,16 @@ class DataConfig(Section):
 Trained = Literal["all", "projection", "frozen"] | Annotated[int, Field(ge=0)]
 """Trained part of a tower; a number K means the last K blocks."""
 
+Pooling = Literal["cls", "mean", "eos", "last"]
+"""The feature of a caption: the first token's hidden state, the mean over tokens, that of the EOS token, which is added
+if the tokenizer does not end captions with it, or that of the last token, whichever it is."""
+
+Projection = Literal["linear", "mlp"]
+"""Form of a projection to the joint space: one linear layer, or two with GELU between them."""
+
+# options of model.text that a pretrained text encoder replaces
+REPLACED_BY_TEXT_ENCODER = ("tokenizer", "vocab_size", "width", "layers", "heads")
+
 
 class LoraConfig(Section):
     """LoRA adapters for the linear layers in the frozen blocks of both towers."""
@@ -250,7 +266,7 @@ class TowerConfig(Section):
 
 class VisionConfig(TowerConfig):
     name: str = "vit_base_patch32_clip_224"
-    """Name of a timm model."""
+    """Name of a timm model, including DINOv3's (vit_*_dinov3) and SigLIP 2's (vit_*_siglip)."""
     pretrained: str = ""
     """Pretrained weights of this tower: a timm tag such as openai or augreg_in21k, or a file. Position embeddings are
     resampled to `image_size`. By default, the weights are random."""
@@ -263,6 +279,9 @@ class VisionConfig(TowerConfig):
     """Whether the last block computes only the class token, which gives the same feature with 7% fewer operations (in a
     ViT-B/16). `auto` does so on CPUs, for vision transformers that pool at the class token; `true` does so on GPUs too,
     which has not been measured yet. Applies to pretrained towers too."""
+    projection: Projection = "linear"
+    """Projection of the image model's feature to the joint space, without biases: one `linear` layer, or an `mlp` with
+    (width + d) // 2 hidden units and GELU, as open_clip's."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Additional keyword arguments of `timm.create_model`, such as patch_size, embed_dim, depth, num_heads."""
     mean: tuple[float, float, float] | None = None
@@ -284,13 +303,23 @@ class VisionConfig(TowerConfig):
 
 
 class TextConfig(TowerConfig):
+    pretrained: str = ""
+    """Text encoder of transformers, such as BERT, ModernBERT, XLM-R or a Gemma- or Qwen-style embedding model, from
+    which this tower starts, with its tokenizer: a folder or hub name. By default, the tower is CLIP's transformer with
+    random weights."""
+    pooling: Pooling | None = None
+    """Feature of a caption in the tower that `pretrained` names: the first token's hidden state (`cls`), the `mean`
+    over its tokens, or that of its EOS token (`eos`) or `last` token. By default, as in the encoder's
+    sentence-transformers config."""
+    projection: Projection = "linear"
+    """Projection of the text feature to the joint space, as `model.vision.projection`."""
     tokenizer: str | None = None
     """Folder or hub name of a transformers tokenizer, or `clip_bpe` (CLIP's English tokenizer, which needs the
     open_clip_torch package). By default, or if that package is missing, a byte-level BPE is trained on the captions."""
     vocab_size: int = Field(49408, ge=300, le=1 << 24)
     """Vocabulary size of the trained BPE; a named tokenizer keeps its vocabulary."""
     context_length: int = Field(77, ge=4, le=1 << 16)
-    """Number of tokens to which a caption is truncated or padded."""
+    """Number of tokens to which a caption is truncated or padded, with special tokens."""
     width: int = Field(512, ge=8, le=1 << 16)
     """Hidden width of the transformer."""
     layers: int = Field(12, ge=1, le=1000)
@@ -306,6 +335,16 @@ class TextConfig(TowerConfig):
     def _heads_divide_width(self) -> TextConfig:
         if self.width % self.heads:
             raise ValueError(f"heads={self.heads} does not divide width={self.width}; choose a divisor")
+        return self
+
+    @model_validator(mode="after")
+    def _options_belong_to_the_tower(self) -> TextConfig:
+        if not self.pretrained and self.pooling is not None:
+            raise ValueError("pooling has no effect without model.text.pretrained; omit it")
+        if self.pretrained:
+            for name in REPLACED_BY_TEXT_ENCODER:
+                if getattr(self, name) != TextConfig.model_fields[name].default:
+                    raise ValueError(f"{name} has no effect with pretrained, which has its own; omit it")
         return self
 
 
@@ -347,8 +386,11 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _weights_have_one_source(self) -> ModelConfig:
-        if self.pretrained and self.vision.pretrained:
-            raise ValueError("model.pretrained provides both towers; omit it or model.vision.pretrained")
+        for name, tower in (("vision", self.vision), ("text", self.text)):
+            if self.pretrained and tower.pretrained:
+                raise ValueError(f"model.pretrained provides both towers; omit it or model.{name}.pretrained")
+            if self.pretrained and tower.projection != "linear":
+                raise ValueError(f"model.{name}.projection has no effect with model.pretrained, which has its own")
         return self
 
     @model_validator(mode="after")

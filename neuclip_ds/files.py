@@ -162,12 +162,78 @@ def link_or_copy(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
+def read_text(path: Path) -> str:
+    """Return the text of a file that a user wrote, without a byte order mark; raise UserError if it is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path} is not UTF-8 text (byte 0x{error.object[error.start]:02x} at offset {error.start}); save it as "
+            "UTF-8."
+        ) from error
+
+
 def json_lines(path: Path) -> list[Any]:
     """Return the records of a JSON Lines file; first truncate the file if a killed program left a partial last line."""
     text = path.read_bytes()
     complete_lines = text[: text.rfind(b"\n") + 1]
     os.truncate(path, len(complete_lines))
     return [json.loads(line) for line in complete_lines.splitlines()]
+
+
+def records(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (line, record) for each line of a JSON Lines file that is an object with an integer under `key`.
+
+    Other lines, which a crash or an editor may leave, are skipped with one warning; a partial last line, which a killed
+    program leaves, without one.
+    """
+    skipped = []
+    with path.open(encoding="utf-8-sig", errors="replace", newline="\n") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                record = None
+            if isinstance(record, dict) and type(record.get(key)) is int:
+                yield line.rstrip("\n") + "\n", record
+            elif line.endswith("\n"):
+                skipped.append(number)
+    if skipped:
+        log.warning(
+            "%s: %d lines are not records with %s and are skipped; the first is line %d",
+            path,
+            len(skipped),
+            key,
+            skipped[0],
+        )
+
+
+def append_lines(path: Path, lines: Iterable[str]) -> None:
+    """Append lines of JSON to a file, after removing a partial last line, which a killed program may have left.
+
+    If writing fails, for example because the disk is full, removes what it has written and raises `OSError`.
+    """
+    text = "".join(f"{line}\n" for line in lines)
+    with path.open("ab+", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        if size:
+            file.seek(size - 1)
+        if size and file.read(1) != b"\n":
+            content = path.read_bytes()
+            last_line = content[content.rfind(b"\n") + 1 :]
+            try:
+                json.loads(last_line)
+                text = f"\n{text}"  # only the end of the line is missing
+            except ValueError:
+                size -= len(last_line)
+                file.truncate(size)
+        data = text.encode()
+        try:
+            while data:
+                data = data[file.write(data) :]
+        except OSError:
+            file.truncate(size)
+            raise
 
 
 @contextmanager

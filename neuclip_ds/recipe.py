@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field, ValidationError, create_model
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, CliImplicitFlag, CliPositionalArg, CliSettingsSource, SettingsError
 
-from neuclip_ds.config import Config
+from neuclip_ds.config import REPLACED_BY_TEXT_ENCODER, Config
 from neuclip_ds.errors import UserError
 from neuclip_ds.losses.methods import METHODS, REGISTERED_OPTIONS, find_method, method_of, method_sections
 from neuclip_ds.losses.options import ObjectiveConfig, objective_config
@@ -142,8 +142,11 @@ def load_recipe(name: str, within: tuple[Path, ...] = ()) -> dict[str, Any]:
 def override(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     """Return `base` overridden by the values of `over`.
 
-    If `over` names a method, sections of `base` that this method does not use are moved to `other_methods`.
+    If `over` names a method, sections of `base` that this method does not use are moved to `other_methods`. If it names
+    a text encoder, options of `base` that the encoder replaces are dropped.
     """
+    if _mapping(_mapping(over, "model"), "text").get("pretrained"):
+        base = _without_replaced_options(base)
     objective = _mapping(base, "objective")
     method = _mapping(over, "objective").get("method")
     if method is None or not objective:
@@ -155,6 +158,13 @@ def override(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
         (unused if is_unused else used)[name] = section
     used[_OTHER_METHODS] = merge(_mapping(objective, _OTHER_METHODS), unused)
     return merge({**base, "objective": used}, over)
+
+
+def _without_replaced_options(base: dict[str, Any]) -> dict[str, Any]:
+    """Return a tree without the options of `model.text` that a pretrained text encoder replaces."""
+    model = _mapping(base, "model")
+    text = {name: value for name, value in _mapping(model, "text").items() if name not in REPLACED_BY_TEXT_ENCODER}
+    return {**base, "model": {**model, "text": text}}
 
 
 def validate(tree: dict[str, Any]) -> Config:

@@ -7,7 +7,8 @@ from itertools import groupby
 from pathlib import Path
 
 from neuclip_ds.data.loader import RankBatch
-from neuclip_ds.reporting.metrics import drop_from, step_records
+from neuclip_ds.files import records
+from neuclip_ds.reporting.metrics import drop_from
 from neuclip_ds.training.hooks import Hook
 from neuclip_ds.training.trainer import Loop
 
@@ -43,5 +44,5 @@ def read_samples(folder: Path) -> Iterator[tuple[int, list[int]]]:
 
 
 def _lines(path: Path, rank: int) -> Iterator[tuple[int, int, list[int]]]:
-    for _, record in step_records(path):
+    for _, record in records(path, "step"):
         yield record["step"], rank, record["indices"]

@@ -200,6 +200,26 @@ def test_a_killed_rank_ends_both_nodes(rank: int, folder: Path) -> None:
     assert "it was killed and reported no error" in ended[1 - rank][1]
 
 
+def test_torchrun_restarts_the_ranks_of_two_nodes(folder: Path) -> None:
+    """The agent of the node whose rank was killed counts a restart, but the other node's agent does not."""
+    endpoint = f"{NODES[0]}:{free_port()}"
+    common = [TORCHRUN, "--nnodes=2", "--nproc_per_node=1", "--max-restarts=2", "--rdzv-backend=c10d"]
+    common += [f"--rdzv-endpoint={endpoint}", "--rdzv-id=one", "--monitor-interval=0.1"]
+    steps = ["--run.checkpoint_every=10", "--run.log_every=1"]
+    commands = [[*common, f"--local-addr={node}", *train("restarted", steps=60), *steps] for node in NODES]
+    nodes = start(folder, *commands)
+    deadline = time.monotonic() + LIMIT
+    checkpoints = folder / "runs" / "restarted" / "checkpoints"
+    while not list(checkpoints.glob("step_*")):
+        assert time.monotonic() < deadline and all(node.poll() is None for node in nodes), ends(nodes)
+        time.sleep(0.05)
+    os.kill(rank_process("restarted", 1), signal.SIGKILL)
+    succeed(nodes)
+    assert (checkpoints / "step_000000060").exists()
+    log = (folder / "runs" / "restarted" / "log.txt").read_text()
+    assert log.count("60 steps of which 0 are done") == 1, "the restarted ranks resume"
+
+
 def test_a_sigterm_to_a_launcher_saves_a_checkpoint_and_ends_both_nodes(folder: Path) -> None:
     nodes = endless(folder, "terminated")
     launcher = subprocess.run(["pgrep", "-P", str(nodes[1].pid)], capture_output=True, text=True).stdout.split()[0]

@@ -24,7 +24,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarking.method_config import config_for
+from benchmarking.method_config import STORED_WIDTH, config_for
 from benchmarking.openclip_reference import REFERENCES
 from benchmarking.run_loss import build_loss
 from step_costs import Call, CountedModel, Work, count_model, step_work
@@ -140,7 +140,7 @@ def step_time(work: Work, compute: Compute, cluster: Cluster) -> StepTime:
     }
     communication = dict.fromkeys(windows, 0.0)
     for call in work.calls:
-        window, hidden_calls = _window(call)
+        window, hidden_calls = _window(call, work)
         seconds = collective_seconds(call.op, call.size, cluster)
         communication[window] += hidden_calls * seconds
         communication["nothing"] += (call.times - hidden_calls) * seconds
@@ -150,14 +150,14 @@ def step_time(work: Work, compute: Compute, cluster: Cluster) -> StepTime:
     return StepTime(computation=busy, exposed=exposed, waiting=waiting, loading=loading)
 
 
-def _window(call: Call) -> tuple[str, float]:
+def _window(call: Call, work: Work) -> tuple[str, float]:
     """Return the computation that can hide a collective, and how many calls it can hide (not the last features)."""
-    if call.purpose == "state":
+    if call.purpose in ("state", "stored_features"):  # stored features are sent before the towers run
         return "image tower", call.times
     if call.purpose == "features":
         return "image tower", max(0.0, call.times - 1)
-    if call.purpose in ("gradient reduce", "parameter gather"):
-        return "backward", call.times
+    if call.purpose == "gradient reduce" or (call.purpose == "parameter gather" and work.hooks):
+        return "backward", call.times  # below ZeRO 3, weights are gathered after the update
     return "nothing", 0.0
 
 
@@ -180,7 +180,7 @@ def table(options: argparse.Namespace, overrides: Sequence[str]) -> list[str]:
         config = config_for(None if method in REFERENCES else method, [options.recipe, *batch, *overrides])
         if model is None:
             model = count_model(config)
-        work = step_work(config, model, ranks, REFERENCES.get(method, build_loss))
+        work = step_work(config, model, ranks, REFERENCES.get(method, build_loss), options.stored_width)
         low, high = time_range(work, nodes)
         received = sum(call.times * ring_bytes(call.op, call.size, ranks) for call in work.calls)
         lines.append(
@@ -196,6 +196,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", help="methods to compare (default: the recipe's)")
     parser.add_argument("--nodes", nargs="+", type=int, default=[1, 8, 64], help="numbers of nodes (1 8 64)")
     parser.add_argument("--rows", type=int, help="pairs per rank (default: the recipe's batch, divided by the ranks)")
+    parser.add_argument("--stored-width", type=int, help=STORED_WIDTH)
     with exit_on_mistake():
         options, overrides = parser.parse_with_overrides(sys.argv[1:])
         print("\n".join(table(options, overrides)))

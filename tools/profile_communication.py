@@ -22,7 +22,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarking.method_config import config_for
+from benchmarking.method_config import STORED_WIDTH, config_for
 
 from neuclip_ds.cli.program import Parser, exit_on_mistake
 from neuclip_ds.config import dump
@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--recipe", default="demo", help="recipe of the model and objective")
     parser.add_argument("--rows", type=int, default=128, help="pairs per rank")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="precision of the towers")
+    parser.add_argument("--stored-width", type=int, help=STORED_WIDTH)
     parser.add_argument("--steps", type=int, default=10, help="steps to profile")
     parser.add_argument("--out", type=Path, default=Path("runs/profile"), help="folder for the results")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -67,6 +68,8 @@ def compare(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
         folder = arguments.out / f"{method}_zero{stage}_{world_size}ranks"
         worker_options = [f"--methods={method}", f"--stages={stage}", f"--recipe={arguments.recipe}", f"--out={folder}"]
         worker_options += [f"--{name}={getattr(arguments, name)}" for name in ("rows", "precision", "steps")]
+        if arguments.stored_width is not None:
+            worker_options.append(f"--stored-width={arguments.stored_width}")
         call = [__file__, "--worker", *worker_options, *overrides]
         run_on_ranks(f"{method} with ZeRO {stage}", call, world_size, folder)
         breakdowns.append(json.loads((folder / BREAKDOWN).read_text(encoding="utf-8")))
@@ -132,7 +135,8 @@ def profile_rank(arguments: argparse.Namespace, overrides: Sequence[str]) -> Non
     config = config_for(None if name in REFERENCES else name, [arguments.recipe, *ours, *overrides])
     after = 3 if name in REFERENCES else max(3, first_prediction(config) + 1)
     with process_group(dump(config)) as communicator, deterministic_algorithms(config.run.deterministic):
-        run_synthetic_profile(config, communicator, arguments.out, name, after, REFERENCES.get(name, build_loss))
+        build = REFERENCES.get(name, build_loss)
+        run_synthetic_profile(config, communicator, arguments.out, name, after, build, arguments.stored_width)
 
 
 if __name__ == "__main__":

@@ -12,14 +12,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 from benchmarking.run_loss import LossBuilder, build_loss
+from benchmarking.stored_rows import StoredShape, stored_shapes
 from benchmarking.synthetic_profile import prototypes_of
 from torch import Tensor, nn
 from torch.nn.functional import normalize
@@ -30,12 +31,15 @@ from zero_rules import ZeroRules
 
 from neuclip_ds.config import Config, OptimizerConfig
 from neuclip_ds.distributed.communicator import Communicator, Pending
+from neuclip_ds.engine import lean_zero1
 from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.precision import resolve_comm_dtype
 from neuclip_ds.engine.start import parameter_groups
 from neuclip_ds.engine.zero import Wrapper
 from neuclip_ds.losses import amorlip
 from neuclip_ds.losses.base import Position
+from neuclip_ds.losses.contrastive_loss import ContrastiveLoss
+from neuclip_ds.losses.stored_features import REFERENCE
 from neuclip_ds.models.recompute import checkpointed_blocks
 from neuclip_ds.models.towers import Encoder
 from neuclip_ds.models.trained_parts import TOWERS, block_names
@@ -157,15 +161,25 @@ def _tower_flops(tower: Encoder, inputs: Tensor) -> TowerFlops:
     return TowerFlops(forward, counter.get_total_flops() - forward)
 
 
-def step_work(config: Config, model: CountedModel, world_size: int, build: LossBuilder = build_loss) -> Work:
-    """Return the work of one of `world_size` ranks; `build` is as in `ObjectiveQuery`.
+def step_work(
+    config: Config,
+    model: CountedModel,
+    world_size: int,
+    build: LossBuilder = build_loss,
+    stored_width: int | None = None,
+) -> Work:
+    """Return the work of one of `world_size` ranks.
+
+    `build` is as in `ObjectiveQuery`. If `stored_width` is given, stored features have this width, and their folders
+    are not read.
 
     Raises:
-        UserError: the batch cannot be divided among the ranks, or the DeepSpeed JSON is invalid.
+        UserError: the batch cannot be divided among the ranks, the DeepSpeed JSON is invalid, or a folder of stored
+            features cannot be read.
     """
     engine = load_engine_config(config, world_size)
     rules = ZeroRules.of(engine)
-    query = _objective_query(config, engine, world_size, model.dim, build)
+    query = _objective_query(config, engine, world_size, model.dim, build, stored_width)
     image_flops = model.image.of_step(query.micro_batches, model.image_checkpointed, rules.stage)
     text_flops = model.text.of_step(query.micro_batches, model.text_checkpointed, rules.stage)
     objective = objective_work(query)
@@ -176,24 +190,33 @@ def step_work(config: Config, model: CountedModel, world_size: int, build: LossB
         objective_elements=objective.elements,
         updated=model.shapes.total / (world_size if rules.stage else 1),
         hooks=len(model.shapes.sizes) if rules.stage == 3 else 0,
-        calls=step_calls(config, model.shapes, model.dim, world_size, build),
-        overlaps=rules.bucketed and bool(rules.zero["overlap_comm"]),
+        calls=step_calls(config, model.shapes, model.dim, world_size, build, stored_width),
+        overlaps=(rules.bucketed and bool(rules.zero["overlap_comm"])) or config.optimizer.lean_zero1,
         rows=query.rows,
     )
 
 
 def step_calls(
-    config: Config, shapes: TrainedShapes, dim: int, world_size: int, build: LossBuilder = build_loss
+    config: Config,
+    shapes: TrainedShapes,
+    dim: int,
+    world_size: int,
+    build: LossBuilder = build_loss,
+    stored_width: int | None = None,
 ) -> list[Call]:
     """Return all collectives of a step; arguments and errors are those of `step_work`, with d features."""
     engine = load_engine_config(config, world_size)
-    query = _objective_query(config, engine, world_size, dim, build)
+    query = _objective_query(config, engine, world_size, dim, build, stored_width)
     calls = objective_calls(query) if world_size > 1 else []
-    return [*calls, *engine_calls(engine, config.optimizer.name, shapes, world_size, query.micro_batches)]
+    optimizer = config.optimizer
+    return [
+        *calls,
+        *engine_calls(engine, optimizer.name, shapes, world_size, query.micro_batches, lean=optimizer.lean_zero1),
+    ]
 
 
 def _objective_query(
-    config: Config, engine: dict[str, Any], world_size: int, dim: int, build: LossBuilder
+    config: Config, engine: dict[str, Any], world_size: int, dim: int, build: LossBuilder, stored_width: int | None
 ) -> ObjectiveQuery:
     rows = config.rank_batch(world_size)
     return ObjectiveQuery(
@@ -204,6 +227,7 @@ def _objective_query(
         comm_dtype=resolve_comm_dtype(config, engine),
         micro_batches=rows // config.micro_batch(world_size),
         build=build,
+        stored=stored_shapes(config, stored_width) if build is build_loss else {},
     )
 
 
@@ -245,6 +269,7 @@ class ObjectiveQuery:
     comm_dtype: torch.dtype  # dtype in which features are sent
     micro_batches: int = 1  # number of parts in which features arrive
     build: LossBuilder = build_loss  # baselines have a different function
+    stored: Mapping[str, StoredShape] = field(default_factory=dict)  # stored features, by model
 
 
 def objective_calls(query: ObjectiveQuery) -> list[Call]:
@@ -340,6 +365,7 @@ class _SmallRun:
         self._micro_batches = query.micro_batches
         generator = torch.Generator().manual_seed(0)
         image, text = normalize(torch.randn(2, query.rows, query.dim, generator=generator), dim=-1)
+        self._stored = {name: shape.random_rows(query.rows, generator).pair() for name, shape in query.stored.items()}
         self._image = image.requires_grad_()
         self._text = text.requires_grad_()
         for number in range(_WARM_UP):
@@ -354,7 +380,13 @@ class _SmallRun:
         rows = len(self._image)
         index = torch.arange(rows) + number * rows  # new samples, because a queue grows only with new samples
         valid = torch.ones(rows, dtype=torch.bool)
-        pending = self._loss.begin(index, valid, Position(step=number, lr=1e-3, peak_lr=1e-3))
+        position = Position(step=number, lr=1e-3, peak_lr=1e-3)
+        if self._stored:
+            assert isinstance(self._loss, ContrastiveLoss)  # baselines have no form with stored features
+            teachers = [rows for name, rows in self._stored.items() if name != REFERENCE]
+            pending = self._loss.begin(index, valid, position, reference=self._stored.get(REFERENCE), teacher=teachers)
+        else:
+            pending = self._loss.begin(index, valid, position)
         # as the engine adds the features of each micro-batch
         texts = self._text.tensor_split(self._micro_batches)
         images = self._image.tensor_split(self._micro_batches)
@@ -430,20 +462,27 @@ class TrainedShapes(NamedTuple):
 
 
 def engine_calls(
-    engine: dict[str, Any], optimizer: str, shapes: TrainedShapes, world_size: int, micro_batches: int = 1
+    engine: dict[str, Any],
+    optimizer: str,
+    shapes: TrainedShapes,
+    world_size: int,
+    micro_batches: int = 1,
+    lean: bool = False,
 ) -> list[Call]:
-    """Return DeepSpeed's collectives in a step with `micro_batches` backward passes; one rank has none.
+    """Return the engine's collectives in a step with `micro_batches` backward passes; one rank has none.
 
-    Splitting a reduction into buckets does not change its total bytes.
+    `lean` is `optimizer.lean_zero1`. Splitting a reduction into buckets does not change its total bytes.
     """
     if world_size == 1:
         return []
     rules = ZeroRules.of(engine)
-    calls = [
-        *_reductions(rules, shapes, world_size, micro_batches),
-        *_gathers(rules, shapes, world_size, micro_batches),
-        *_norms(rules, shapes, world_size, clips=engine.get("gradient_clipping", 0) > 0),
-    ]
+    if lean:
+        reductions = _lean_reductions(shapes, world_size)
+        norms: Iterable[Call] = [Call(purpose="norm and overflow", op="all_reduce", size=_FLOAT_BYTES)]
+    else:
+        reductions = _reductions(rules, shapes, world_size, micro_batches)
+        norms = _norms(rules, shapes, world_size, clips=engine.get("gradient_clipping", 0) > 0)
+    calls = [*reductions, *_gathers(rules, shapes, world_size, micro_batches), *norms]
     if optimizer == "lamb" and rules.stage:  # squared norms of matrices and updates, once per step on matrices
         for parts in optimizer_steps(rules, shapes.adapted, world_size):
             matrices = sum(map(len, parts))
@@ -492,6 +531,39 @@ def _reductions(rules: ZeroRules, shapes: TrainedShapes, world_size: int, micro_
             bucket_elements = 0
         bucket_elements += size
     yield Call(purpose="gradient reduce", op=op, size=rules.sent * bucket_elements, times=times)
+
+
+def _lean_reductions(shapes: TrainedShapes, world_size: int) -> Iterator[Call]:
+    """Yield the reductions of `LeanZero1`, once per step whatever the number of micro-batches.
+
+    A group of at most one bucket is reduced and scattered as a whole; each bucket of a larger group is reduced to the
+    ranks whose shards contain its elements.
+    """
+    padded_sizes = _padded_groups(shapes, world_size)
+    for group, padded in zip(shapes.groups, padded_sizes, strict=True):
+        if padded <= lean_zero1.BUCKET_ELEMENTS:
+            yield Call(purpose="gradient reduce", op="reduce_scatter", size=_FLOAT_BYTES * padded)
+            continue
+        shard = padded // world_size
+        for start, stop in _lean_buckets(group):
+            while start < stop:
+                end_of_shard = (start // shard + 1) * shard
+                part_stop = min(stop, end_of_shard)
+                yield Call(purpose="gradient reduce", op="reduce", size=_FLOAT_BYTES * (part_stop - start))
+                start = part_stop
+
+
+def _lean_buckets(group: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield the first element of each bucket of a group's parameters, and the end of the bucket."""
+    start = 0
+    stop = 0
+    for size in group:
+        stop += size
+        if stop - start >= lean_zero1.BUCKET_ELEMENTS:
+            yield start, stop
+            start = stop
+    if start < stop:
+        yield start, stop
 
 
 def _gathers(rules: ZeroRules, shapes: TrainedShapes, world_size: int, micro_batches: int) -> Iterator[Call]:

@@ -61,14 +61,29 @@ class Best(NamedTuple):
 
 
 def read_best(folder: Path) -> Best | None:
-    """Read the best evaluation from a run's `checkpoints` folder; return None if none has been recorded."""
+    """Read the best evaluation from a run's `checkpoints` folder; return None if none has been recorded.
+
+    Raises `DamagedCheckpoint` if the record is damaged.
+    """
     path = folder / "best.json"
     if not path.is_file():
         return None
-    fields = read_sealed(path)
-    if fields.keys() != set(Best._fields):
-        raise DamagedCheckpoint(f"{path} is damaged. Delete it: the next evaluation writes it again.")
-    return Best(**fields)
+    fix = "Delete it: the next evaluation writes it again"
+    fields = read_sealed(path, fix)
+    best = Best(fields.get("step", 0), fields.get("metric", ""), fields.get("value", 0.0))
+    types = [type(value) for value in best]
+    if fields.keys() != set(Best._fields) or types not in ([int, str, float], [int, str, int]):
+        raise DamagedCheckpoint(f"{path} is damaged (its fields differ). {fix}.")
+    return best
+
+
+def find_best(folder: Path) -> Best | None:
+    """Return the best evaluation as `read_best` does; log a warning and return None if its record is damaged."""
+    try:
+        return read_best(folder)
+    except DamagedCheckpoint as error:
+        log.warning("%s", error)
+        return None
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -79,6 +94,20 @@ def step_folder(folder: Path, step: int) -> Path:
 def complete_checkpoints(folder: Path) -> list[Path]:
     """List the complete checkpoints in a run's `checkpoints` folder, unsorted; sort the paths to order them by step."""
     return [path for path in folder.glob("step_*") if is_complete(path)]
+
+
+def all_checkpoints(folder: Path) -> list[Path]:
+    """List all checkpoints in a run's `checkpoints` folder, intact or damaged, newest first."""
+    return sorted(folder.glob("step_*"), reverse=True)
+
+
+def set_aside(path: Path) -> None:
+    """Rename a damaged checkpoint, if it exists, so that another checkpoint can use its name."""
+    if path.exists():
+        renamed = path.with_name(f"damaged-{path.name}")
+        _delete(renamed)
+        path.rename(renamed)
+        log.warning("%s is renamed to %s; delete it when you no longer need it", path, renamed.name)
 
 
 class Checkpoints:
@@ -114,7 +143,7 @@ class Checkpoints:
         Logs a warning for each newer checkpoint that is damaged; raises `UserError` if all are damaged.
         """
         problem = None
-        names = self._communicator.on_rank_zero(lambda: [path.name for path in _newest_first(self._folder)])
+        names = self._communicator.on_rank_zero(lambda: [path.name for path in all_checkpoints(self._folder)])
         for name in names:
             path = self._folder / name
             try:
@@ -135,12 +164,9 @@ class Checkpoints:
         """Rename the damaged checkpoints of steps after `step` so that new checkpoints can use their names."""
 
         def rename() -> None:
-            for path in _newest_first(self._folder):
+            for path in all_checkpoints(self._folder):
                 if path > step_folder(self._folder, step):
-                    renamed = path.with_name(f"damaged-{path.name}")
-                    _delete(renamed)
-                    path.rename(renamed)
-                    log.warning("%s is renamed to %s; delete it when you no longer need it", path, renamed.name)
+                    set_aside(path)
 
         self._communicator.on_rank_zero(rename)
 
@@ -227,7 +253,7 @@ class Checkpoints:
             with explain_failure(self._folder):
                 self._folder.mkdir(exist_ok=True)
                 for stale in self._folder.glob(f"{_PARTIAL}*"):
-                    shutil.rmtree(stale)
+                    remove(stale)
                 free = shutil.disk_usage(self._folder).free
                 if free < needed:
                     raise SaveFailed(
@@ -248,16 +274,23 @@ class Checkpoints:
             _delete(target)  # the same step, saved by an earlier launch of this run
             partial.rename(target)
             sync(self._folder)
-            # delete old checkpoints, but not the best one
-            best = self._find_best()
-            best_path = None if best is None else step_folder(self._folder, best.step)
-            for path in _newest_first(self._folder)[self._keep :]:
-                if path != best_path and not self.in_use(path):
-                    _delete(path)
+            self._delete_old()
         log.info("checkpoint %s", target)
 
+    def _delete_old(self) -> None:
+        """Delete the oldest checkpoints beyond `keep`, except the best one; keep all while the best one is unknown."""
+        try:
+            best = read_best(self._folder)
+        except DamagedCheckpoint as error:
+            log.warning("%s Until then, no checkpoint is deleted, because any of them may be the best.", error)
+            return
+        best_path = None if best is None else step_folder(self._folder, best.step)
+        for path in all_checkpoints(self._folder)[self._keep :]:
+            if path != best_path and not self.in_use(path):
+                _delete(path)
+
     def _find_best(self) -> Best | None:
-        best = read_best(self._folder)
+        best = find_best(self._folder)
         if best is None or not is_complete(step_folder(self._folder, best.step)):
             return None
         return best
@@ -272,11 +305,6 @@ def _partial(target: Path) -> Path:
     return target.with_name(f"{_PARTIAL}{target.name}")
 
 
-def _newest_first(folder: Path) -> list[Path]:
-    """List all checkpoints, intact or damaged, newest first."""
-    return sorted(folder.glob("step_*"), reverse=True)
-
-
 def _write(folder: Path, files: Sequence[StateFile]) -> dict[str, list[int]] | str:
     """Write this rank's files; return the size and CRC-32 of each file, or the reason why writing failed."""
     try:
@@ -285,9 +313,18 @@ def _write(folder: Path, files: Sequence[StateFile]) -> dict[str, list[int]] | s
         return str(error)
 
 
-def _delete(folder: Path) -> None:
+def _delete(path: Path) -> None:
     """Delete a checkpoint; an interrupted deletion never leaves a partial folder under the checkpoint's name."""
-    if folder.exists():
-        renamed = folder.with_name(f"{_PARTIAL}deleted-{folder.name}")
-        folder.rename(renamed)
-        shutil.rmtree(renamed)
+    if path.exists():
+        renamed = path.with_name(f"{_PARTIAL}deleted-{path.name}")
+        remove(renamed)
+        path.rename(renamed)
+        remove(renamed)
+
+
+def remove(path: Path) -> None:
+    """Remove a folder or a file, if it exists."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Export a run's weights, temperature and tokenizer to the file format of Transformers or open_clip."""
+"""Export a run's weights, temperature and tokenizer to the file format of another library."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,7 +32,7 @@ def export_run(
 
     Args:
         path: a run's folder (its newest checkpoint is exported), or a checkpoint in it.
-        library: whose file format to write, transformers or open_clip.
+        library: whose file format to write: transformers, open_clip or sentence_transformers.
         folder: output folder, which must be absent or empty.
         best: whether to export the best checkpoint (by `run.best_metric`) instead of the newest.
         average: whether to export the moving average of the weights (`ema.decay`).

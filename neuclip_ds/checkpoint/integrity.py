@@ -64,21 +64,27 @@ def sealed(content: Mapping[str, Any]) -> str:
     return json.dumps({**content, "crc32": crc32}, indent=2)
 
 
-def read_sealed(path: Path) -> dict[str, Any]:
-    """Read the content of a file written with `sealed`; raise `DamagedCheckpoint` if the file is missing or damaged."""
+def read_sealed(path: Path, fix: str = _FIX) -> dict[str, Any]:
+    """Read the content of a file written with `sealed`.
+
+    Raises `DamagedCheckpoint`, whose message ends with `fix`, if the file is missing or damaged.
+    """
     try:
         text = path.read_text(encoding="utf-8")
         content = json.loads(text)
-    except (OSError, ValueError) as error:
-        raise DamagedCheckpoint(f"{path} is damaged ({error}). {_FIX}.") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise DamagedCheckpoint(f"{path} is damaged ({error}). {fix}.") from error
     if not isinstance(content, dict) or content.pop("crc32", None) is None or text != sealed(content):
-        raise DamagedCheckpoint(f"{path} is damaged (its checksum differs). {_FIX}.")
+        raise DamagedCheckpoint(f"{path} is damaged (its checksum differs). {fix}.")
     return content
 
 
 def read_meta(path: Path) -> dict[str, Any]:
     """Read a checkpoint's meta.json (`step`, `facts`, `data`, `files`); raise `DamagedCheckpoint` if it is damaged."""
-    return read_sealed(path / META)
+    meta = read_sealed(path / META)
+    if not isinstance(meta.get("files"), dict):
+        raise DamagedCheckpoint(f"{path / META} is damaged (it lists no files). {_FIX}.")
+    return meta
 
 
 def verify(path: Path, rank: int = 0, world_size: int = 1) -> None:

@@ -25,13 +25,17 @@ def model_card(
     Args:
         config: config of the run.
         checkpoint: checkpoint in the run's folder; the card lists the scores measured at the checkpoint's step.
-        library: the library that can load the exported checkpoint, transformers or open_clip.
+        library: the library that can load the exported checkpoint: transformers, open_clip or sentence_transformers.
         license: the hub's identifier for the license, such as apache-2.0; `unknown` by default.
         average: whether the weights and scores are those of the moving average.
         mixture: description of the weights if they are a mean of several models', whose scores the run did not measure.
     """
     step = read_meta(checkpoint)["step"]
-    pretrained = {"model": config.model.pretrained, "image tower": config.model.vision.pretrained}
+    pretrained = {
+        "model": config.model.pretrained,
+        "image tower": config.model.vision.pretrained,
+        "text tower": config.model.text.pretrained,
+    }
     pretrained_names = {part: public_name(name) for part, name in pretrained.items() if name}
     metrics: dict[str, float] = {}
     if mixture is None:
@@ -43,7 +47,7 @@ def model_card(
     hub_names = [name for name in pretrained_names.values() if re.fullmatch(r"[\w-]+/[\w.-]+", name)]
     metadata = ModelCardData(
         license=license or "unknown",
-        library_name=library,
+        library_name=library.replace("sentence_", "sentence-"),
         pipeline_tag="zero-shot-image-classification",
         tags=["clip", "neuclip_ds", config.objective.method],
         model_name=config.run.name if scores else None,

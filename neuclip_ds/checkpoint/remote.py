@@ -2,7 +2,7 @@
 
     URL/checkpoints/step_000000100/    the files of the checkpoint with that name; meta.json is written last
     URL/checkpoints/best.json          as in the run's folder
-    URL/metrics.jsonl, log.txt ...     the other files in the run's folder, but not its subfolders
+    URL/metrics.jsonl, log.txt ...     the other files in the run's folder, but neither its subfolders nor its lock
 
 A folder without meta.json is not a checkpoint: it is being written, or a write was interrupted. The only file
 that copying deletes is the meta.json of an old checkpoint, when a new checkpoint of the same step replaces it.
@@ -10,6 +10,7 @@ that copying deletes is the meta.json of an old checkpoint, when a new checkpoin
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,9 +21,10 @@ import fsspec
 from neuclip_ds.data.children import end_with_parent
 
 _ROOT = Path(__file__).parents[2]  # folder that contains the package, which may be a checkout that is not installed
-# repeated here because checkpoints.py imports torch
+# repeated here because the modules that define them import torch
 _META = "meta.json"
 _BEST = "checkpoints/best.json"
+_LOCK = "lock.json"
 
 
 class RemoteRun:
@@ -44,8 +46,22 @@ class RemoteRun:
         self._make_parents([probe])
         self._fs.pipe_file(probe, b"")
         self._fs.rm_file(probe)
-        paths = self._fs.find(self._checkpoints)  # not glob: a run's name may contain special characters
-        return sorted(path.split("/")[-2] for path in paths if path.endswith(f"/{_META}"))
+        names = []
+        for path in self._fs.find(self._checkpoints):  # not glob: a run's name may contain special characters
+            folder, _, file = path.rpartition("/")
+            parent, _, name = folder.rpartition("/")
+            if file == _META and parent.endswith("/checkpoints") and re.fullmatch(r"step_\d+", name):
+                names.append(name)
+        return sorted(names)
+
+    def records(self) -> list[str]:
+        """Return the names of the files in the remote run's folder, without its lock and hidden files."""
+        try:
+            entries = self._fs.ls(self._root, detail=True)
+        except FileNotFoundError:  # an object store has no empty folders
+            return []
+        names = [entry["name"].rpartition("/")[2] for entry in entries if entry["type"] == "file"]
+        return [name for name in names if _is_record(name)]
 
     def push(self, run: Path, names: Sequence[str]) -> None:
         """Copy the checkpoints in `names` that the store lacks, in the given order, and then the run's other files.
@@ -64,26 +80,29 @@ class RemoteRun:
             self._put({source / file: f"{target}/{file}" for file in json.loads(meta)["files"]})
             self._put_atomically(source / _META, f"{target}/{_META}")
 
-        paths = [path for path in run.iterdir() if not path.name.startswith(".")]
+        paths = [path for path in run.iterdir() if _is_record(path.name)]
         files = [path for path in [*paths, run / _BEST] if path.is_file()]
         self._put({path: f"{self._root}/{path.relative_to(run)}" for path in files})
 
-    def pull(self, name: str, folder: Path) -> None:
-        """Download a checkpoint without verifying it; raise `ValueError` if a file would be outside the new folder."""
-        source = f"{self._checkpoints}/{name}"
-        meta = json.loads(self._fs.cat_file(f"{source}/{_META}"))
-        files = [*meta["files"], _META]
+    def pull(self, name: str, files: Sequence[str], folder: Path) -> None:
+        """Download files of a checkpoint to `folder` without verifying them.
+
+        Raises `FileNotFoundError` if a file is missing, or `ValueError` if it would be outside `folder`.
+        """
         for file in files:
             if not (folder / file).resolve().is_relative_to(folder.resolve()):
                 raise ValueError(f"{file} would be outside the checkpoint")
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
-        self._fs.get([f"{source}/{file}" for file in files], [str(folder / file) for file in files])
+        self._fs.get([f"{self._checkpoints}/{name}/{file}" for file in files], [str(folder / file) for file in files])
 
-    def pull_records(self, run: Path) -> None:
-        """Download the remote run's files, except its checkpoints, to the local folder `run`."""
-        entries = self._fs.ls(self._root, detail=True)
-        names = [entry["name"].rpartition("/")[2] for entry in entries if entry["type"] == "file"]
-        for name in [*names, _BEST]:
+    def pull_records(self, run: Path, replace: bool) -> None:
+        """Download the remote run's files, except its checkpoints, to the local folder `run`.
+
+        Files that exist there are kept unless `replace` is true.
+        """
+        for name in [*self.records(), _BEST]:
+            if (run / name).exists() and not replace:
+                continue
             content = self._read(f"{self._root}/{name}")
             if content is not None:
                 (run / name).write_bytes(content)
@@ -114,6 +133,11 @@ class RemoteRun:
             return self._fs.cat_file(path)
         except FileNotFoundError:
             return None
+
+
+def _is_record(name: str) -> bool:
+    """Return whether a file of a run's folder is copied: the lock belongs to a process, not to the run."""
+    return name not in ("", _LOCK) and not name.startswith(".")
 
 
 def start_push(url: str, run: Path, names: Sequence[str]) -> "subprocess.Popen[str]":

@@ -29,6 +29,7 @@ def check_run(config: Config) -> None:
         require_package("peft", "model.lora.rank", "lora")
     check_model("model.pretrained", model.pretrained)
     _check_if_path("model.vision.pretrained", model.vision.pretrained)
+    _check_if_path("model.text.pretrained", model.text.pretrained)
     _check_if_path("model.text.tokenizer", model.text.tokenizer or "")
     for path in data.train_paths:
         check_path("data.train", path)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # torch and deepspeed take seconds to import
     from neuclip_ds.data.images import EvalTransform, RandomCrop
     from neuclip_ds.distributed.communicator import Communicator
     from neuclip_ds.embedding.embed import Summary
-    from neuclip_ds.embedding.encoders import FeatureEncoders
+    from neuclip_ds.embedding.encoders import FeatureEncoders, Output
 
 _IMAGE_ENCODER = "timm:"
 _TEXT_ENCODER = "hf:"
@@ -168,6 +168,9 @@ def write_features(options: argparse.Namespace) -> Summary:
             "crop_scale": data.crop_scale if options.crops else None,
             "seed": options.seed or 0,
             "image_size": None if transform is None else transform.image_size,
+            "preprocessing": None if encoders.preprocessing is None else encoders.preprocessing.to_json(),
+            "context_length": encoders.context_length,
+            "trunk_weights": dict(encoders.trunk_weights),
             "image_width": encoders.image_width(),
             "text_width": encoders.text_width(),
         }
@@ -190,7 +193,7 @@ def open_encoders(options: argparse.Namespace, communicator: Communicator) -> Fe
     import torch
 
     from neuclip_ds.checkpoint.saved_model import open_model
-    from neuclip_ds.embedding.encoders import dual_encoders, image_encoders, text_encoders
+    from neuclip_ds.embedding.encoders import dual_encoders, image_encoders, text_encoders, trunk_hashes
 
     dtype: torch.dtype = getattr(torch, options.precision)
     if options.model.startswith(_IMAGE_ENCODER):
@@ -201,8 +204,10 @@ def open_encoders(options: argparse.Namespace, communicator: Communicator) -> Fe
         return text_encoders(name, communicator, dtype, options.pooling)
     saved = open_model(options.model, communicator, options.ema)
     name = str(saved.checkpoint or saved.name)
+    trunk_weights = trunk_hashes(saved.model)
     model = saved.model.to(communicator.device, dtype)
-    return dual_encoders(name, model, saved.tokenizer, saved.preprocessing, options.output or "joint")
+    output: Output = options.output or "joint"
+    return dual_encoders(name, model, saved.tokenizer, saved.preprocessing, output, trunk_weights)
 
 
 def image_transform(encoders: FeatureEncoders, data: DataConfig, crops: int) -> EvalTransform | RandomCrop | None:

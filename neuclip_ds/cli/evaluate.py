@@ -134,13 +134,14 @@ class _TaskData:
     manifests: dict[str, Manifest]  # of the sources of pairs, by key of the task
     options: DataConfig  # how to read the pairs
 
-    def contents(self, task: Task, path: Path) -> str | None:
-        """Return a string that identifies the data of a task, or None for a DataComp task."""
-        from neuclip_ds.evaluation.sets import open_set
+    def contents(self, task: Task, path: Path) -> str:
+        """Return a string that identifies the data of a task; of a set, it includes when its files were written."""
+        from neuclip_ds.evaluation.suite import open_task_set
 
         if task.key in self.manifests:
             return f"{path}: {self.manifests[task.key].content_hash}"
-        return f"{path.resolve()}: {open_set(path).contents}" if task.source is None else None
+        fingerprint = open_task_set(task, path).fingerprint()
+        return fingerprint if task.source is not None else f"{path.resolve()}: {fingerprint}"
 
 
 def _open_tasks(
@@ -219,12 +220,18 @@ def _score_model(
     batch_size = max(1, options.batch_size)
     identity = {"model": saved.name, "precision": options.precision}
 
+    contents: dict[str, str] = {}  # of the tasks' data before it is scored, by key; only on rank 0
+
     def find_unscored() -> list[str]:
-        """Return the keys of tasks that need a score. A user's own set is scored again if its files have changed."""
+        """Return the keys of tasks that need a score. A set is scored again if its files have changed."""
         known = Results(folder, identity)
         keys: list[str] = []
         for task, path in data.tasks:
-            if task.key in known.metrics and known.data.get(task.key) == data.contents(task, path):
+            contents[task.key] = data.contents(task, path)
+            known_contents = known.data.get(task.key)
+            # DataComp's own files of scores, and old ones, do not identify the data of its tasks
+            is_current = known_contents == contents[task.key] or (task.source is not None and known_contents is None)
+            if task.key in known.metrics and is_current:
                 log.info("%s: has a score in %s", task.name, folder)
                 continue
             keys.append(task.key)
@@ -256,7 +263,7 @@ def _score_model(
             else:
                 metrics = measure(task, path, encoder)
             if results is not None:
-                results.add(task, metrics, data.contents(task, path))
+                results.add(task, metrics, contents[task.key])
                 seconds = time.perf_counter() - started
                 log.info("%s: %s %s (%.0f s)", task.name, task.metric, metrics["main_metric"], seconds)
 

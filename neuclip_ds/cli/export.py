@@ -1,4 +1,4 @@
-"""Write a trained model in the format of transformers or open_clip, with its tokenizer and a model card.
+"""Write a trained model in the format of a library, with its tokenizer and a model card.
 
 Examples:
   neuclip-ds export runs/vitb32_tuneclip --format transformers --out exported/vitb32_tuneclip
@@ -24,7 +24,7 @@ def main(arguments: Sequence[str]) -> None:
     run_help = "a run's folder (its newest checkpoint), or a checkpoint in it"
     parser.add_argument("run", type=Path, nargs="?", help=run_help)
     parser.add_argument("--soup", type=Path, nargs="+", metavar="RUN", help="runs whose mean to export, instead of RUN")
-    forms = ("transformers", "open_clip")
+    forms = ("transformers", "open_clip", "sentence_transformers")
     parser.add_argument("--format", choices=forms, default="transformers", help="library to write the model for")
     parser.add_argument("--out", type=Path, required=True, help="folder to write to; must be absent or empty")
     parser.add_argument("--best", action="store_true", help="export the run's best checkpoint (run.best_metric)")

@@ -4,9 +4,11 @@ Examples:
   neuclip-ds pack pairs.csv /data/mine
   neuclip-ds pack '/data/tables/*.parquet' /data/mine --image jpg --captions txt=alt_text syn.txt=recaption
 
-Each cell of the image column is a path (relative to the table's folder), a URL, or the encoded image itself. Rows with
-the same image become one sample with several captions, one per line. Rows that cannot be used are counted and listed in
-broken.jsonl. Train on the output folder, or build a manifest of it first (neuclip-ds build-manifest).
+Each cell of the image column is a path (relative to the folder of the table's file), a URL, or the encoded image
+itself, also in base64. Rows with the same image become one sample with several captions, one per line. Rows that cannot
+be used are counted and listed in broken.jsonl. If more than 1% of the rows are lost because their storage failed, the
+exit code is 2, and retry.jsonl is a table of these rows, which you can pack to another folder. Train on the output
+folder, or build a manifest of it first (neuclip-ds build-manifest).
 """
 
 import math
@@ -15,6 +17,8 @@ from pathlib import Path
 
 from neuclip_ds.cli.program import Parser, progress_bar
 from neuclip_ds.errors import UserError
+
+_MAX_LOST = 0.01  # largest fraction of rows that may be lost because their storage failed
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -25,13 +29,15 @@ def main(arguments: Sequence[str]) -> None:
     captions = "columns of captions, each with the member to write it to (txt if omitted); default: caption or text"
     parser.add_argument("--captions", nargs="+", default=[], metavar="[MEMBER=]COLUMN", help=captions)
     parser.add_argument("--shard-size", type=int, default=10_000, help="samples per shard")
+    quotes = "whether quotes enclose cells of CSV and TSV; auto also refuses a cell that seems to contain other rows"
+    parser.add_argument("--quotes", choices=("auto", "on", "off"), default="auto", help=quotes)
     options = parser.parse(arguments)
-    from neuclip_ds.data.pack import choose_columns, pack  # decoders import torch, which takes seconds
+    from neuclip_ds.data.pack import RETRY, choose_columns, pack  # decoders import torch, which takes seconds
     from neuclip_ds.data.tables import open_table
 
     if options.shard_size < 1:
         raise UserError(f"--shard-size={options.shard_size} must be at least 1.")
-    table = open_table(options.table)
+    table = open_table(options.table, options.quotes)
     columns = choose_columns(table, options.image, options.captions)
     with progress_bar("rows") as on_progress:
         packed = pack(table, options.out, columns, options.shard_size, on_progress)
@@ -43,3 +49,8 @@ def main(arguments: Sequence[str]) -> None:
         print(f"{packed.causes.total():,} rows could not be used ({causes}); {options.out}/broken.jsonl lists them.")
     if packed.several:
         print(f"{packed.several:,} samples have several captions: train with --data.captions=txt:lines.")
+    if packed.lost > _MAX_LOST * packed.rows:
+        raise UserError(
+            f"The storage failed for the images of {packed.lost:,} of {packed.rows:,} rows; the others are packed. "
+            f"When the storage works again, pack {options.out / RETRY} to another folder, and train on both."
+        )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
-from neuclip_ds.distributed.environment import read_environment
+from neuclip_ds.distributed.environment import RankEnvironment, read_environment
 from neuclip_ds.distributed.stop_signals import raising_interrupted
 from neuclip_ds.errors import Interrupted, TrainingDiverged, UserError, exit_code
 from neuclip_ds.recipe import nearest, respell
@@ -26,7 +26,9 @@ def exit_on_mistake() -> Iterator[None]:
         with raising_interrupted():
             yield
     except (UserError, TrainingDiverged, Interrupted) as error:
-        environment = read_environment()
+        environment = RankEnvironment(rank=0, local_rank=0, world_size=1)
+        with suppress(UserError):  # which is the error to report
+            environment = read_environment()
         host = "" if environment.rank == 0 else f"{socket.gethostname()}: "
         is_first_of_node = environment.local_rank == 0
         if is_first_of_node and isinstance(error, Interrupted):

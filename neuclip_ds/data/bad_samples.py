@@ -12,7 +12,7 @@ from typing import Any
 from neuclip_ds.data.dataset import PADDING, BadSample, Batch
 from neuclip_ds.data.loader import RankBatch
 from neuclip_ds.errors import UserError, redact
-from neuclip_ds.files import best_effort, json_lines
+from neuclip_ds.files import append_lines, best_effort, records
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class BadSampleLog:
         self._recorded = 0  # bad samples on this rank since the start
         self._listed: set[int] = set()
         if writes and self.path.is_file():
-            self._listed = {line["index"] for line in json_lines(self.path)}
+            self._listed = {record["index"] for _, record in records(self.path, "index")}
 
     @property
     def bad(self) -> int:
@@ -124,6 +124,5 @@ class BadSampleLog:
         if new:
             with best_effort(self.path):
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                with self.path.open("a", encoding="utf-8") as out:
-                    out.writelines(redact(json.dumps(asdict(sample))) + "\n" for sample in new.values())
+                append_lines(self.path, [redact(json.dumps(asdict(sample))) for sample in new.values()])
             self._listed |= new.keys()

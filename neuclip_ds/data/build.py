@@ -41,6 +41,7 @@ OnProgress = Callable[[int, int], None]  # (shards done, total shards)
 RESUME = "run the same command again, which resumes"
 
 _BUILDING = ".building"  # folder of an unfinished build's results
+_RESULTS_VERSION = 2  # of the format of the results
 _UNREADABLE = "unreadable_shards.jsonl"
 _MOST_COMPARED = 500_000_000  # maximum number of samples for which uids and images are compared
 _SHARDS_PER_PROCESS = 16  # scanning this many shards takes longer than starting a process
@@ -81,8 +82,9 @@ def open_manifest(
     """Open the manifest folder `source`, or the manifest of the local shards that `resolve_shards` finds for `source`.
 
     A manifest of local shards is stored in `cache` under a hash of the options and of the shards' paths, sizes and
-    modification times, and is reused until one of them changes. Several processes may call this function at the same
-    time. Raises UserError if a shard is unusable, is listed twice, or is remote and `source` is not a manifest folder.
+    modification times, and is reused until one of them changes or the stored manifest is damaged. Several processes may
+    call this function at the same time. Raises UserError if a shard is unusable, is listed twice, or is remote and
+    `source` is not a manifest folder.
     """
     if source and is_manifest(source):
         manifest = load_manifest(source)
@@ -100,13 +102,25 @@ def open_manifest(
         if remote is not None:
             raise UserError(f"{remote} is remote: build the manifest once (neuclip-ds build-manifest), and name it.")
         folder = cache / _fingerprint(paths, options)
-        manifest = load_manifest(folder) if is_manifest(folder) else build_manifest(paths, processes, options)
-        with explain_disk(folder):
-            if not is_manifest(folder):
+        stored = _load_stored(folder)
+        manifest = stored or build_manifest(paths, processes, options)
+        if stored is None:
+            with explain_disk(folder):
                 folder.mkdir(parents=True, exist_ok=True)
                 write_shards(manifest, folder)
     check_distinct(manifest)
     return manifest
+
+
+def _load_stored(folder: Path) -> Manifest | None:
+    """Return the manifest that an earlier launch stored, or None if it does not exist or is damaged."""
+    if not is_manifest(folder):
+        return None
+    try:
+        return load_manifest(folder)
+    except UserError as error:
+        log.warning("the stored manifest is damaged, so it is built again: %s", error)
+        return None
 
 
 def _fingerprint(paths: Sequence[str], options: ScanOptions) -> str:
@@ -208,7 +222,7 @@ def scan_shards(
         sizes: maps the path of each shard to its size in bytes, or to None if the size is unknown.
         on_progress: called with (shards done, total shards); shards finished by an interrupted scan count as done.
     """
-    key = hashlib.sha256(f"{options} {tables is not None}".encode()).hexdigest()[:16]
+    key = hashlib.sha256(f"{_RESULTS_VERSION} {options} {tables is not None}".encode()).hexdigest()[:16]
     with explain_disk(results, "name another folder"):
         (tables or results.parent).mkdir(parents=True, exist_ok=True)
         results.mkdir(mode=0o700, exist_ok=True)  # URLs may contain secrets
@@ -278,7 +292,7 @@ def _write_scans(path: Path, scans: Sequence[Scan]) -> None:
     rows: list[list[Any]] = []
     for scan in scans:
         shard = [getattr(scan.shard, name) for name in SHARD_FIELDS]
-        rows.append([shard, scan.n_images, scan.n_captions, scan.extensions, scan.lost_bytes, scan.table])
+        rows.append([shard, scan.n_images, scan.n_captions, scan.extensions, scan.lost_bytes, scan.causes, scan.table])
     with explain_disk(path, RESUME):
         path.write_text(json.dumps(rows), encoding="utf-8")
 
@@ -290,7 +304,7 @@ def _read_scans(path: Path, tables: Path | None) -> list[Scan]:
         rows = json.loads(path.read_bytes())
     except ValueError:
         return []
-    for shard, n_images, n_captions, extensions, lost_bytes, table in rows:
+    for shard, n_images, n_captions, extensions, lost_bytes, causes, table in rows:
         if tables is not None and (table is None or not (tables / table[0]).is_file()):
             continue
         scans.append(
@@ -300,6 +314,7 @@ def _read_scans(path: Path, tables: Path | None) -> list[Scan]:
                 n_captions=n_captions,
                 extensions=extensions,
                 lost_bytes=lost_bytes,
+                causes=causes,
                 table=None if table is None else tuple(table),
             )
         )

@@ -194,6 +194,10 @@ class ShardCache:
                 return True
         return False
 
+    def remove(self, url: str) -> None:
+        """Remove the copy of a shard or file, so that the next reader fetches it again; open copies stay readable."""
+        self._shard(url).unlink(missing_ok=True)
+
     def arrived(self) -> int:
         """Return the disk space of complete and partial shards; this number changes while a shard is being fetched."""
         folders = [self._folder / "shards", *(self._folder / "fetching").iterdir()]

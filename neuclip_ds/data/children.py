@@ -3,16 +3,21 @@
 import ctypes
 import os
 import signal
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from multiprocessing import active_children, get_context
+from multiprocessing.context import SpawnContext, SpawnProcess
+from types import ModuleType
+from typing import Any
 
 from neuclip_ds.distributed.stop_signals import STOP_SIGNALS
 from neuclip_ds.errors import UserError
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_REAP_TIMEOUT = 2.0  # longest time in seconds until the exit code of a process that has ended is known
 _LIBC = ctypes.CDLL(None)
 
 
@@ -29,27 +34,75 @@ def end_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+class _Process(SpawnProcess):
+    """A spawned process that does not import this program's main module.
+
+    By default, spawned processes import it, and therefore run a script again that has no main guard, and fail if
+    the program was read from standard input. Functions to call in this process must not be defined in the main module.
+    """
+
+    def start(self) -> None:
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType("__main__")
+        try:
+            super().start()
+        finally:
+            sys.modules["__main__"] = main
+
+
+class _ProcessStarter(SpawnContext):
+    """A context of multiprocessing that starts processes of the class `_Process` and keeps a list of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.started: list[SpawnProcess] = []
+
+    def Process(self, *args: Any, **kwargs: Any) -> SpawnProcess:  # type: ignore[override]
+        process = _Process(*args, **kwargs)
+        self.started.append(process)
+        return process
+
+
 @contextmanager
 def process_pool(processes: int) -> Iterator[ProcessPoolExecutor]:
     """Yield a pool of processes, which end when the block ends and are killed if it raises an exception.
 
     Processes are spawned, because forking a process with threads (NCCL, fsspec, failure detector) can cause a hang.
+    They do not import the main module, so it needs no main guard, and `pool` cannot call functions that it defines.
 
     Raises:
-        UserError: one of the processes was killed.
+        UserError: one of the processes was killed or exited.
     """
-    others = active_children()
-    pool = ProcessPoolExecutor(processes, get_context("spawn"), initializer=end_with_parent, initargs=(os.getpid(),))
+    context = _ProcessStarter()
+    pool = ProcessPoolExecutor(processes, context, initializer=end_with_parent, initargs=(os.getpid(),))
     try:
         yield pool
     except BaseException as error:
-        for process in active_children():
-            if process not in others:
+        end = _describe_first_end(context.started) if isinstance(error, BrokenProcessPool) else ""
+        for process in context.started:
+            if process.is_alive():
                 process.kill()
-        if isinstance(error, BrokenProcessPool):
-            raise UserError(
-                f"One of {processes} worker processes was killed; if memory ran out, use fewer of them."
-            ) from error
+        if end:
+            raise UserError(f"One of {processes} worker processes {end}.") from error
         raise
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _describe_first_end(processes: Sequence[SpawnProcess]) -> str:
+    """Describe how the process ended that broke a pool, which has sent SIGTERM to the others."""
+    deadline = time.monotonic() + _REAP_TIMEOUT
+    codes: list[int] = []
+    while not codes and time.monotonic() < deadline:  # a thread of the pool may be reading the exit code
+        time.sleep(0.01)
+        codes = [code for process in processes if (code := process.exitcode) not in (None, 0, -signal.SIGTERM)]
+    return describe_exit(min(codes)) if codes else "ended early"
+
+
+def describe_exit(code: int) -> str:
+    """Describe how a child process ended, given its exit code, which is negative for a signal, and what to do."""
+    if code == -signal.SIGKILL:
+        return "was killed (SIGKILL), as the kernel does if memory runs out; then use fewer processes"
+    if code < 0:
+        return f"ended by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}; its output above may name the reason"

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +16,8 @@ from neuclip_ds.data.images import ImageTransform
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.order import hash64
 from neuclip_ds.data.readers import ChecksumError, RawSample, TarReader
+from neuclip_ds.data.shards import is_local
+from neuclip_ds.data.stored_towers import IMAGE, TEXT, loss_tables, reads_captions, reads_images
 
 Tokenize = Callable[[list[str]], Tensor]  # maps b captions to int64 (b, T); picklable
 PADDING = -1  # index of a row that has no sample
@@ -40,10 +41,13 @@ class BadSample:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """A batch of b rows. An invalid row has an all-zero image and an empty caption; a row with index -1 is padding."""
+    """A batch of b rows. An invalid row has an all-zero image and an empty caption; a row with index -1 is padding.
 
-    image: Tensor  # uint8 (b, 3, H, W)
-    tokens: Tensor  # int64 (b, T)
+    Stored outputs of a frozen trunk take the place of its images or captions; they are zero in invalid rows.
+    """
+
+    image: Tensor  # uint8 (b, 3, H, W), or floating-point (b, width) if the outputs of the image trunk are stored
+    tokens: Tensor  # int64 (b, T), or floating-point (b, width) if the outputs of the text trunk are stored
     index: Tensor  # int64 (b,), global indices
     valid: Tensor  # bool (b,)
     bad: tuple[BadSample, ...] = ()
@@ -112,7 +116,9 @@ class PairDataset:
 
     `seed` seeds the augmentation and the choice among a sample's captions. Batches contain the rows of `tables`: the
     features of the drawn caption, and of the drawn crop if a table has random crops. In that case, `random_crops` is
-    their number N, and epoch e augments images as epoch e mod N does.
+    their number N, and epoch e augments images as epoch e mod N does. The tables `image_features` and `text_features`
+    replace the images and the captions, which are then not decoded or tokenized. With both, no shard is read, unless
+    the draw of a caption depends on weights.
     """
 
     def __init__(
@@ -131,9 +137,12 @@ class PairDataset:
         self._tokenize = tokenize
         self._seed = seed
         self._captions = Captions(captions)
-        self._samples = SampleReader(manifest, self._captions.extensions, cache)
         self._tables = dict(tables or {})
         self._random_crops = random_crops
+        self._reads_images = reads_images(self._tables)
+        self._reads_captions = reads_captions(self._tables, captions)
+        members = self._captions.extensions if self._reads_captions else ()
+        self._samples = SampleReader(manifest, members, cache)
 
     @property
     def folder(self) -> Path:
@@ -149,35 +158,57 @@ class PairDataset:
         epochs, indices = np.array(items, dtype=np.int64).reshape(-1, 2).T
         nonnegative_indices = np.maximum(indices, 0)  # `hash64` takes no padding
         crops = epochs % self._random_crops if self._random_crops else epochs
-        seeds = augmentation_seeds(self._seed, crops, nonnegative_indices).tolist()
-        numbers = caption_numbers(self._seed, epochs, nonnegative_indices).tolist()
+        seeds = augmentation_seeds(self._seed, crops, nonnegative_indices)
+        numbers = caption_numbers(self._seed, epochs, nonnegative_indices)
 
         side = self._transform.image_size
-        images = torch.zeros(len(items), 3, side, side, dtype=torch.uint8)
+        images = torch.zeros(len(items) if self._reads_images else 0, 3, side, side, dtype=torch.uint8)
         captions = [""] * len(items)
         drawn_captions = torch.zeros(len(items), dtype=torch.int64)
-        valid = torch.zeros(len(items), dtype=torch.bool)
+        valid = torch.from_numpy(indices != PADDING)
         reasons: dict[int, str] = {}  # by row
-        self._samples.prefetch(indices[indices != PADDING].tolist())
-        for row in np.flatnonzero(indices != PADDING).tolist():
-            pair = self._load_pair(int(indices[row]), seeds[row], numbers[row])
-            if isinstance(pair, str):
-                reasons[row] = pair
-            else:
-                images[row] = pair.pixels
-                captions[row] = pair.caption.text
-                drawn_captions[row] = pair.caption.number
-                valid[row] = True
+        if self._reads_images or self._reads_captions:
+            self._samples.prefetch(indices[indices != PADDING].tolist())
+            for row in np.flatnonzero(indices != PADDING).tolist():
+                pair = self._load_pair(int(indices[row]), int(seeds[row]), int(numbers[row]))
+                if isinstance(pair, str):
+                    reasons[row] = pair
+                    continue
+                if pair.pixels is not None:
+                    images[row] = pair.pixels
+                if pair.caption is not None:
+                    captions[row] = pair.caption.text
+                    drawn_captions[row] = pair.caption.number
+        valid[list(reasons)] = False
 
         index = torch.from_numpy(indices.copy())
+        if not self._reads_captions:
+            rows = valid.nonzero().flatten()
+            drawn_captions[rows] = self._tables[TEXT].draw_captions(index[rows], numbers[rows.numpy()])
         stored = self._stored_features(index, torch.from_numpy(crops), drawn_captions, valid, reasons)
+        stored_image = stored[IMAGE].image if IMAGE in stored else None
+        stored_text = stored[TEXT].text if TEXT in stored else None
+        if stored_image is None:
+            images[list(reasons)] = 0
         for row in reasons:
-            images[row] = 0
             captions[row] = ""
-        bad = [self._samples.bad_sample(int(indices[row]), reason) for row, reason in sorted(reasons.items())]
+        bad = [self._bad_sample(int(indices[row]), reason) for row, reason in sorted(reasons.items())]
         return Batch(
-            image=images, tokens=self._tokenize(captions), index=index, valid=valid, bad=tuple(bad), stored=stored
+            image=images if stored_image is None else stored_image,
+            tokens=self._tokenize(captions) if stored_text is None else stored_text,
+            index=index,
+            valid=valid,
+            bad=tuple(bad),
+            stored={name: stored[name] for name in loss_tables(self._tables)},
         )
+
+    def _bad_sample(self, index: int, reason: str) -> BadSample:
+        """Describe a sample that cannot be used, but do not fetch a remote shard only to find its key."""
+        shard = self._manifest.shards[self._manifest.locate(index)[0]]
+        reads_shard = self._reads_images or self._reads_captions
+        if reads_shard or self._manifest.samples is not None or is_local(shard.path):
+            return self._samples.bad_sample(index, reason)
+        return BadSample(index=index, shard=shard.path, key="", reason=reason)
 
     def _stored_features(
         self, index: Tensor, crops: Tensor, captions: Tensor, valid: Tensor, reasons: dict[int, str]
@@ -200,24 +231,31 @@ class PairDataset:
 
     def _load_pair(self, index: int, augmentation_seed: int, caption_number: int) -> "_Pair | str":
         """Return the pixels and the caption of a sample, or the reason why the sample cannot be used."""
-        raw = self._samples.read(index)
+        raw = self._samples.read(index, self._reads_images)
         if isinstance(raw, str):
             return raw
-        assert raw.image is not None
-        if not raw.texts:
-            return "no caption"
-        caption = self._captions.draw(raw.texts, caption_number)
-        if caption is None:
-            return "blank caption"
-        try:
-            return _Pair(self._transform(raw.image, augmentation_seed), caption)
-        except DecodeError as error:
-            return f"image cannot be decoded: {error}"
+        caption = None
+        if self._reads_captions:
+            if not raw.texts:
+                return "no caption"
+            caption = self._captions.draw(raw.texts, caption_number)
+            if caption is None:
+                return "blank caption"
+        pixels = None
+        if raw.image is not None:
+            try:
+                pixels = self._transform(raw.image, augmentation_seed)
+            except DecodeError as error:
+                return f"image cannot be decoded: {error}"
+        return _Pair(pixels=pixels, caption=caption)
 
 
-class _Pair(NamedTuple):
-    pixels: Tensor  # uint8 (3, H, W)
-    caption: DrawnCaption
+@dataclass(frozen=True, kw_only=True)
+class _Pair:
+    """What is read of a sample."""
+
+    pixels: Tensor | None  # uint8 (3, H, W)
+    caption: DrawnCaption | None
 
 
 def _spread(values: Tensor | None, rows: Tensor, is_kept: Tensor, size: int) -> Tensor | None:

@@ -74,6 +74,12 @@ class Captions:
             raise UserError("data.captions is empty; name a source of captions, such as txt.")
         self.extensions = tuple(dict.fromkeys(source.extension for source in self._sources))
 
+    @property
+    def may_be_several(self) -> bool:
+        """Whether a sample may have several captions; it has at most one if the only source is a whole text member."""
+        first = self._sources[0]
+        return len(self._sources) > 1 or first.is_json or first.key == _LINES
+
     def all_captions(self, members: Mapping[str, bytes]) -> list[str]:
         """Return a sample's captions in the order of the sources, omitting blank captions; invalid JSON has none."""
         return list(itertools.chain.from_iterable(self._captions_by_source(members)))
@@ -111,7 +117,7 @@ class Captions:
 def json_object(data: bytes) -> dict[str, Any]:
     """Return the object in a JSON member, or an empty dictionary if the member does not contain a valid object."""
     try:
-        tree = json.loads(data.decode("utf-8", "replace"))
+        tree = json.loads(data.decode("utf-8-sig", "replace"))
     except (ValueError, RecursionError):  # ValueError also for numbers of more than 4,300 digits
         return {}
     return tree if isinstance(tree, dict) else {}
@@ -138,7 +144,7 @@ def _draw_index(weights: Sequence[float], number: int) -> int:
 def _read_texts(source: _Source, data: bytes) -> list[str]:
     """Return the texts of a source in the bytes of its member."""
     if not source.is_json:
-        text = data.decode("utf-8", "replace")
+        text = data.decode("utf-8-sig", "replace")
         return text.splitlines() if source.key == _LINES else [text]
     value = json_object(data).get(source.key)
     values = value if isinstance(value, list) else [value]

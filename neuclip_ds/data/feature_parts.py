@@ -31,7 +31,8 @@ from neuclip_ds.files import atomic_write
 EMBEDDING = "embedding.json"  # file that marks a folder of features, and describes the job that wrote them
 PART_SUFFIX = ".safetensors"
 FORMAT = 2  # version of the part files
-_DATA_FIELDS = ("shards", "data")  # fields of EMBEDDING that change when shards are appended to the data
+PART_BYTES = "part_bytes"  # field of EMBEDDING: the size of each part, in the order of the shards
+_DATA_FIELDS = ("shards", "data", PART_BYTES)  # fields of EMBEDDING that change when shards are appended to the data
 _METADATA = "part"  # the name under which a file's header stores the fields of the part
 _HEADER_LENGTH = struct.Struct("<Q")
 _DTYPES = {"F16": np.float16, "F32": np.float32, "I64": np.int64, "I32": np.int32}

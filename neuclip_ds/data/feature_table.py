@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from neuclip_ds.data.cache import ShardCache
-from neuclip_ds.data.feature_parts import EMBEDDING, FORMAT, FeaturePart, job_hash, map_part, part_name
+from neuclip_ds.data.feature_parts import EMBEDDING, FORMAT, PART_BYTES, FeaturePart, job_hash, map_part, part_name
 from neuclip_ds.data.fetch import FetchError, open_remote
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.shards import is_local
@@ -24,6 +24,8 @@ _OPEN_PARTS = 256  # maximum number of local parts that a reader keeps mapped
 _NAMED_SHARDS = 3  # missing shards that a message names
 _LISTING_TIMEOUT = 60.0  # seconds
 _AGAIN = "run neuclip-ds embed again"
+_FIELDS = ("shards", "data", "captions", "all_captions", "crops", "image_width", "text_width", "dtype", "output")
+_DTYPES = ("float16", "float32")
 
 Stored = dict[str, Any]  # JSON: a table's folder, the content of its EMBEDDING, and the size in bytes of each part
 
@@ -66,8 +68,8 @@ class FeatureTable:
     needs 8 bytes per shard. Local files are mapped in place; the page cache shares them between processes. Remote files
     are fetched as a whole into the cache of the shards, in which they need as much room for each shard that training
     reads at a time (21 MB in this example, for a shard of 10,000 samples). Training reads the samples of a shard in
-    random order within a shuffle block, so a node fetches a file when it first reads the shard, and as often as the
-    shard itself.
+    random order within a shuffle block, so a node fetches a file as often as the shard itself, and ahead of training
+    like the shard (neuclip_ds/data/prefetch.py).
 
     Attributes:
         embedding: the content of the folder's embedding.json: the model, the options and the data of the job.
@@ -84,7 +86,12 @@ class FeatureTable:
     """
 
     def __init__(
-        self, stored: Stored, manifest: Manifest, captions: Sequence[str], cache: ShardCache | None = None
+        self,
+        stored: Stored,
+        manifest: Manifest,
+        captions: Sequence[str],
+        cache: ShardCache | None = None,
+        only: Literal["image", "text"] | None = None,
     ) -> None:
         """
         Args:
@@ -92,13 +99,14 @@ class FeatureTable:
             manifest: the dataset.
             captions: sources of the captions, as in `data.captions`.
             cache: cache for the files of a remote folder.
+            only: serve only the features of images or of texts; by default, both.
         """
         self.folder: str = stored["folder"]
         self.embedding: Mapping[str, Any] = stored["embedding"]
-        self.has_random_crops = self.embedding["crops"] > 0
+        self.has_random_crops = self.embedding["crops"] > 0 and only != "text"
         self.crops = max(1, int(self.embedding["crops"]))
-        self.image_width: int | None = self.embedding["image_width"]
-        self.text_width: int | None = self.embedding["text_width"]
+        self.image_width: int | None = None if only == "text" else self.embedding["image_width"]
+        self.text_width: int | None = None if only == "image" else self.embedding["text_width"]
         self.dtype: torch.dtype = getattr(torch, self.embedding["dtype"])
         self.job = job_hash(self.embedding)
         self._bytes = np.array(stored["bytes"], dtype=np.int64)
@@ -171,6 +179,42 @@ class FeatureTable:
             values[list(problems)] = 0
         return features, problems
 
+    def draw_captions(self, index: Tensor, numbers: NDArray[np.uint64]) -> Tensor:
+        """Draw a caption of each sample as `Captions.draw` does without weights; all captions must be stored.
+
+        Args:
+            index: (b,) int64 global indices.
+            numbers: (b,) random numbers.
+
+        Returns:
+            (b,) int64 numbers of the captions among all captions of the sample, as in `rows`; 0 for samples without
+            stored captions.
+
+        Raises:
+            UserError: the folder has changed.
+        """
+        indices = index.numpy()
+        drawn = np.zeros(len(indices), dtype=np.int64)
+        shards = np.searchsorted(self._manifest.starts, indices, side="right") - 1
+        for shard in np.unique(shards).tolist():
+            rows = np.flatnonzero(shards == shard)
+            try:
+                part = self._part_or_retry(shard)
+            except OSError:  # `rows` reports it
+                continue
+            assert part.text_start is not None and part.first_caption is not None
+            positions, is_stored = _find(part.index, indices[rows])
+            rows = rows[is_stored]
+            positions = positions[is_stored]
+            counts = part.text_start[positions + 1] - part.text_start[positions]
+            choices = numbers[rows] % np.maximum(counts, 1).astype(np.uint64)
+            drawn[rows] = part.first_caption[positions] + choices.astype(np.int64)
+        return torch.from_numpy(drawn)
+
+    def file_of(self, shard: int) -> str:
+        """Return the path or URL of the file with a shard's features."""
+        return f"{self.folder}/{part_name(shard)}"
+
     def _zeros(self, rows: int, width: int | None) -> Tensor | None:
         return None if width is None else torch.zeros(rows, width, dtype=self.dtype)
 
@@ -199,7 +243,16 @@ class FeatureTable:
 
     def _open(self, shard: int) -> FeaturePart:
         """Map a shard's file; raise OSError if that fails, or UserError if the file has changed since the start."""
-        path = f"{self.folder}/{part_name(shard)}"
+        try:
+            return self._map(shard)
+        except UserError:
+            if self._cache is None or self._is_local:
+                raise
+            self._cache.remove(self.file_of(shard))  # the copy of an earlier run, of a file that has been replaced
+            return self._map(shard)
+
+    def _map(self, shard: int) -> FeaturePart:
+        path = self.file_of(shard)
         expected_bytes = int(self._bytes[shard])
         if self._cache is not None and not self._is_local:
             try:
@@ -214,7 +267,7 @@ class FeatureTable:
             file_bytes = file.seek(0, 2)
             problem = f"it has {file_bytes} bytes, but had {expected_bytes} when the run started"
             if file_bytes == expected_bytes:
-                with explained(f"{path} cannot be used", _AGAIN):
+                with explained(f"{path} cannot be used", f"{_AGAIN} with a new --out"):
                     part = map_part(file)
                 problem = self._find_problem(part, shard)
         if problem:
@@ -225,7 +278,7 @@ class FeatureTable:
         """Return how a part differs from the one that embed wrote for the shard, or "" if it does not."""
         listed = self._manifest.shards[shard]
         if part.job != self.job:
-            return f"another job wrote it than {EMBEDDING} describes"
+            return f"another job wrote it than {EMBEDDING} describes, which may have been edited"
         if part.shard != shard or part.samples != listed.n:
             return f"it has shard {part.shard} of {part.samples} samples, not shard {shard} of {listed.n}"
         index = part.index
@@ -302,6 +355,7 @@ def find_table(folder: str) -> Stored:
     folder = folder.rstrip("/")
     if is_local(folder):
         folder = str(Path(folder).expanduser())
+    has_no_listing = folder.startswith(("http://", "https://"))
     fix = "name the --out folder of neuclip-ds embed"
     with explained(f"The features in {folder} cannot be read", fix):
         if is_local(folder):
@@ -310,18 +364,38 @@ def find_table(folder: str) -> Stored:
         else:
             store, path = open_remote(folder, _LISTING_TIMEOUT)
             embedding_json = store.cat_file(f"{path}/{EMBEDDING}")
-            sizes = {Path(entry["name"]).name: int(entry["size"]) for entry in store.ls(path, detail=True)}
+            sizes = {}
+            if not has_no_listing:
+                sizes = {Path(entry["name"]).name: int(entry["size"]) for entry in store.ls(path, detail=True)}
         embedding = json.loads(embedding_json)
-        if embedding.get("format") != FORMAT:
-            raise UserError(f"{folder} has features in the format of another version: {_AGAIN} with a new --out.")
-        part_bytes = [sizes.get(part_name(shard), 0) for shard in range(embedding["shards"])]
+        _check_fields(folder, embedding)
+        part_bytes = embedding.pop(PART_BYTES, None)
+        if not has_no_listing:
+            part_bytes = [sizes.get(part_name(shard), 0) for shard in range(embedding["shards"])]
+        elif part_bytes is None or len(part_bytes) != embedding["shards"]:
+            raise UserError(
+                f"{folder}/{EMBEDDING} does not list the sizes of the files, which a web server does not report: let "
+                f"neuclip-ds embed finish in the original folder, and copy {EMBEDDING} again."
+            )
     return {"folder": folder, "embedding": embedding, "bytes": part_bytes}
+
+
+def _check_fields(folder: str, embedding: Mapping[str, Any]) -> None:
+    """Raise UserError if EMBEDDING lacks fields that this version reads, or has values that it does not know."""
+    if embedding.get("format") != FORMAT:
+        raise UserError(f"{folder} has features in the format of another version: {_AGAIN} with a new --out.")
+    problems = [f"lacks {name}" for name in _FIELDS if name not in embedding]
+    if not problems and embedding["dtype"] not in _DTYPES:
+        problems.append(f"has the unknown dtype {embedding['dtype']}")
+    if problems:
+        raise UserError(f"{folder}/{EMBEDDING} {' and '.join(problems)}: restore it, or {_AGAIN} with a new --out.")
 
 
 def cached_bytes(tables: Iterable[FeatureTable], manifest: Manifest) -> NDArray[np.int64]:
     """Return the (n_shards,) bytes of each shard's features that the cache holds, of all tables together."""
     total = np.zeros(manifest.n_shards, dtype=np.int64)
-    for table in tables:
+    folders = {table.folder: table for table in tables}  # the tables of two towers may share a folder
+    for table in folders.values():
         total += table.cached_bytes
     return total
 

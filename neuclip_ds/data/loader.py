@@ -139,7 +139,12 @@ IN_PROCESS = Loader(LoaderOptions(workers=0))  # has no workers and no state
 
 def part_count(rows: int, image_size: int) -> int:
     """Return the number of parts into which a batch of (rows, 3, image_size, image_size) uint8 pixels is split."""
-    most_rows_per_part = max(1, PART_BYTES // (3 * image_size**2))
+    return parts_of_rows(rows, 3 * image_size**2)
+
+
+def parts_of_rows(rows: int, row_bytes: int) -> int:
+    """Return the number of parts into which a batch of `rows` rows of `row_bytes` bytes is split."""
+    most_rows_per_part = max(1, PART_BYTES // row_bytes)
     return -(-rows // most_rows_per_part)
 
 
@@ -172,7 +177,7 @@ class RankBatch:
         return self._starts[-1]
 
     def pieces(self, rows: slice) -> list[tuple[Tensor, Tensor]]:
-        """Return the rows as one (pixels, tokens) pair of views per part: uint8 (r, 3, H, W) and int64 (r, T)."""
+        """Return the rows as one (pixels, tokens) pair of views per part, of the shapes and dtypes in `Batch`."""
         views = []
         for part, start, stop in zip(self._parts, self._starts[:-1], self._starts[1:], strict=True):
             if start < rows.stop and rows.start < stop:

@@ -16,6 +16,7 @@ from neuclip_ds.data.loader import LoaderOptions
 from neuclip_ds.data.manifest import Manifest, indices_at
 from neuclip_ds.data.readers import TarReader
 from neuclip_ds.data.shards import is_local
+from neuclip_ds.data.stored_towers import CONTENTS
 from neuclip_ds.data.training_set import needs_cache
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.files import private_folder
@@ -103,7 +104,7 @@ def open_tables(
     tables = {}
     for name, folder in folders.items():
         stored = communicator.on_rank_zero(partial(find_table, folder))  # all ranks do not list the folder
-        tables[name] = FeatureTable(stored, manifest, list(captions), cache)
+        tables[name] = FeatureTable(stored, manifest, list(captions), cache, CONTENTS.get(name))
     return tables
 
 

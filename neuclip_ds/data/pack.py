@@ -2,9 +2,11 @@
 
     OUT/00000.tar       samples 000000000.jpg (or png, webp), .txt (or syn.txt ...), .json; the key is the row number
     OUT/broken.jsonl    rows that could not be used, each with the reason
+    OUT/retry.jsonl     the rows whose images could not be fetched because the storage failed: a table to pack later
 
 Rows with the same image path or bytes become one sample, because separate samples would be negatives of each other. The
 sample's key and its other columns come from the first of these rows. The image column is read twice to find these rows.
+An image whose storage fails is fetched again for 30 s, or once if its host already failed for so long.
 
 A sample's uid comes from the `uid` column or, if there is no such column, is a hash of the image and the captions. GIF
 and BMP images are converted to PNG, because shards cannot contain these formats. OUT is not created if packing fails.
@@ -16,6 +18,7 @@ import itertools
 import json
 import math
 import re
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,17 +26,32 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import numpy as np
 
 from neuclip_ds.data.decoders import JSON, TEXT, DecodeError, decode_pil
-from neuclip_ds.data.tables import CAPTION_COLUMNS, IMAGE_COLUMNS, PairTable, captions_of, image_of, read_image
-from neuclip_ds.errors import UserError
+from neuclip_ds.data.tables import (
+    CAPTION_COLUMNS,
+    IMAGE_COLUMNS,
+    Outage,
+    PairTable,
+    Row,
+    captions_of,
+    image_of,
+    read_image,
+    source_of,
+)
+from neuclip_ds.errors import UserError, redact
 from neuclip_ds.files import new_folder
 
 _MAGIC = {"jpg": re.compile(rb"\xff\xd8"), "png": re.compile(rb"\x89PNG"), "webp": re.compile(rb"RIFF....WEBP", re.S)}
 _MEMBER = re.compile(rf"([^.:/]+\.)*{TEXT}")
 _GROUPS_AT_ONCE = 256  # groups of rows that are encoded at once; few, because they may contain images
+PAUSES = (1.0, 2.0, 4.0, 8.0, 15.0)  # seconds between the attempts to fetch an image while its storage fails
+_MAX_CHARACTERS = 200  # of an image's name and of a reason in broken.jsonl, because a cell may contain an image
+RETRY = "retry.jsonl"  # name of the file with the rows whose storage failed
+_OUTAGE = "storage failed"
 
 
 class Columns(NamedTuple):
@@ -51,6 +69,7 @@ class Packed:
     pairs: int  # samples; all rows with the same image count as one
     causes: Counter[str]  # number of broken rows by cause
     several: int  # samples with several captions, one per line of a text member
+    lost: int  # broken rows that retry.jsonl lists, because the storage of their images failed
 
 
 def choose_columns(table: PairTable, image: str | None = None, captions: Sequence[str] = ()) -> Columns:
@@ -76,10 +95,12 @@ def pack(
     columns: Columns,
     shard_size: int = 10_000,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
+    pauses: Sequence[float] = PAUSES,
 ) -> Packed:
     """Write a table's samples to `out`, `shard_size` per shard; `on_progress` is called with (rows done, total rows).
 
-    Raises UserError if `out` is not empty or cannot be written, the table cannot be read, or no row can be used.
+    While the storage of an image fails, the image is fetched again after each of the `pauses`, in seconds. Raises
+    UserError if `out` is not empty or cannot be written, the table cannot be read, or no row can be used.
     """
     import webdataset  # imports torch, which takes seconds
 
@@ -93,18 +114,23 @@ def pack(
     rows = 0
     pairs = 0
     several = 0
-    broken: list[tuple[int, str, str]] = []  # row, image, reason
+    broken: list[_Broken] = []
+    lost: list[str] = []  # lines of retry.jsonl
+    images = _ImageReader(pauses)
     with new_folder(out) as folder, ThreadPoolExecutor() as threads:
         pattern = f"{folder.absolute()}/".replace("%", "%%") + "%05d.tar"
         # a fixed time, so that equal tables give equal files
         with webdataset.ShardWriter(pattern, shard_size, math.inf, verbose=0, encoder=False, mtime=0) as shards:
             while batch := list(itertools.islice(groups, _GROUPS_AT_ONCE)):
                 captions = [_captions(columns, group.values()) for group in batch]
-                encoded = threads.map(partial(_encode, columns, table.folder), batch, captions)
+                encoded = threads.map(partial(_encode, columns, images), batch, captions)
                 for group, texts, sample in zip(batch, captions, encoded, strict=True):
                     first_row = min(group)
+                    image = image_of(group[first_row].cells[columns.image])
                     if isinstance(sample, str):
                         reasons = dict.fromkeys(group, sample)  # of each row that cannot be used
+                        if sample.startswith(_OUTAGE):
+                            lost += [_line({**row.cells, columns.image: image}) for row in group.values()]
                     else:
                         shards.write({"__key__": f"{first_row:09d}", **sample})
                         pairs += 1
@@ -113,51 +139,98 @@ def pack(
                         for number, row in group.items():
                             if not any(_captions(columns, [row]).values()):
                                 reasons[number] = "no caption"
-                    source = image_of(group[first_row][columns.image])
-                    image = source if isinstance(source, str) else ""
-                    broken += [(number, image, reason) for number, reason in reasons.items()]
+                    name = image if isinstance(image, str) else ""
+                    broken += [_Broken(number, name, reason) for number, reason in reasons.items()]
                     rows += len(group)
                 on_progress(rows, table.rows)
         lines = []
-        for number, image, reason in sorted(broken):
-            lines.append(json.dumps({"row": number, "image": image, "reason": reason}) + "\n")
+        for entry in sorted(broken):
+            report = {"row": entry.number, "image": _shown(entry.image), "reason": _shown(entry.reason)}
+            lines.append(_line(report))
         if not pairs:
             first = f" (the first: {lines[0].strip()})" if lines else ""
             raise UserError(f"No row of {table.name} can be used{first}; check the columns and the image paths.")
         if lines:
             (folder / "broken.jsonl").write_text("".join(lines), encoding="utf-8")
-    causes = Counter(reason.partition(":")[0] for _, _, reason in broken)
-    return Packed(rows=rows, pairs=pairs, causes=causes, several=several)
+        if lost:
+            retry = folder / RETRY
+            retry.touch(mode=0o600)  # the secrets in the URLs are needed to fetch the images
+            retry.write_text("".join(lost), encoding="utf-8")
+    causes = Counter(entry.reason.partition(":")[0] for entry in broken)
+    return Packed(rows=rows, pairs=pairs, causes=causes, several=several, lost=len(lost))
 
 
-def _group_rows(table: PairTable, image: str, columns: Sequence[str]) -> Iterator[dict[int, dict[str, Any]]]:
+class _Broken(NamedTuple):
+    """A row that cannot be used, with the path or URL of its image, if any, and the reason."""
+
+    number: int
+    image: str
+    reason: str
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    """Return a line of a JSON Lines file."""
+    return json.dumps(record, default=str) + "\n"
+
+
+def _shown(text: str) -> str:
+    """Return a text for a report: without secrets, and short even if it contains an image."""
+    shown = redact(text)
+    return shown if len(shown) <= _MAX_CHARACTERS else f"{shown[:_MAX_CHARACTERS]}..."
+
+
+class _ImageReader:
+    """Reads images, again after each of the `pauses` while their storage fails; several threads may use it."""
+
+    def __init__(self, pauses: Sequence[float]) -> None:
+        self._pauses = tuple(pauses)
+        self._failing: set[str] = set()  # hosts that failed after all pauses and have not answered since
+
+    def read(self, source: bytes | str) -> bytes:
+        """Return the image's bytes; raise the same errors as `read_image`."""
+        host = urlsplit(source).netloc if isinstance(source, str) else ""
+        pauses = [] if host in self._failing else list(self._pauses)
+        while True:
+            try:
+                data = read_image(source)
+            except Outage:
+                if not pauses:
+                    self._failing.add(host)
+                    raise
+                time.sleep(pauses.pop(0))
+            else:
+                self._failing.discard(host)
+                return data
+
+
+def _group_rows(table: PairTable, image: str, columns: Sequence[str]) -> Iterator[dict[int, Row]]:
     """Group rows by image path or bytes; yield each group as {row number: row} after its last row has been read."""
 
-    def hash_of(row: Mapping[str, Any]) -> int:
-        source = image_of(row[image]) or b""
+    def hash_of(row: Row) -> int:
+        source = source_of(row, image) or b""
         data = source if isinstance(source, bytes) else source.encode("utf-8", "surrogatepass")
         return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
     hashes, counts = np.unique(np.fromiter(map(hash_of, table.read([image])), np.uint64), return_counts=True)
     is_repeated = counts > 1
     repeated = dict(zip(hashes[is_repeated].tolist(), counts[is_repeated].tolist(), strict=True))
-    unfinished = defaultdict[int, dict[int, dict[str, Any]]](dict)
+    unfinished = defaultdict[int, dict[int, Row]](dict)
     for number, row in enumerate(table.read(columns)):
         key = hash_of(row)
-        if image_of(row[image]) is None or key not in repeated:
+        if image_of(row.cells[image]) is None or key not in repeated:
             yield {number: row}
             continue
         group = unfinished[key]
-        group[number] = {**row, image: None} if group else row  # the image may be large
+        group[number] = row._replace(cells={**row.cells, image: None}) if group else row  # the image may be large
         if len(group) == repeated[key]:
             yield unfinished.pop(key)
 
 
-def _captions(columns: Columns, rows: Collection[Mapping[str, Any]]) -> dict[str, list[str]]:
+def _captions(columns: Columns, rows: Collection[Row]) -> dict[str, list[str]]:
     """Return the distinct captions from all rows of an image, keyed by member."""
     by_member = {}
     for member, column in columns.captions.items():
-        captions_of_rows = [captions_of(row[column]) for row in rows]
+        captions_of_rows = [captions_of(row.cells[column]) for row in rows]
         if len(captions_of_rows) == 1:
             by_member[member] = captions_of_rows[0]
         else:
@@ -167,16 +240,18 @@ def _captions(columns: Columns, rows: Collection[Mapping[str, Any]]) -> dict[str
 
 
 def _encode(
-    columns: Columns, folder: Path, group: Mapping[int, Mapping[str, Any]], captions: Mapping[str, list[str]]
+    columns: Columns, images: _ImageReader, group: Mapping[int, Row], captions: Mapping[str, list[str]]
 ) -> dict[str, bytes] | str:
     """Return a sample's members, or the reason why the sample cannot be used, such as a missing or unreadable image."""
     row = group[min(group)]
-    source = image_of(row[columns.image])
+    source = source_of(row, columns.image)
     texts = {member: "\n".join(lines) for member, lines in captions.items()}
     if source is None or not any(texts.values()):
         return "no caption" if source else "no image"
     try:
-        extension, data = _image_member(read_image(source, folder))
+        extension, data = _image_member(images.read(source))
+    except Outage as error:
+        return f"{_OUTAGE}: {error}"
     except (OSError, ValueError) as error:
         return f"image cannot be read: {error}"
     except DecodeError as error:
@@ -195,7 +270,7 @@ def _encode(
 
     # the other columns; a `uid` column replaces the hash
     metadata: dict[str, Any] = {"uid": content.hexdigest()}
-    for name, value in row.items():
+    for name, value in row.cells.items():
         if name not in (columns.image, *columns.captions.values()):
             metadata[name] = value
     return {**members, JSON: json.dumps(metadata, default=str, ensure_ascii=False).encode("utf-8", "replace")}

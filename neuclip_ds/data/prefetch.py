@@ -1,4 +1,4 @@
-"""Fill a node's cache with the shards that its ranks will read next, in one process per node.
+"""Fill a node's cache with the shards and stored features that its ranks will read next, in one process per node.
 
 The sample order is a pure function (neuclip_ds/data/order.py), so the process needs to know only the step that training
 has reached.
@@ -10,7 +10,7 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_longlong
 from functools import partial
@@ -27,6 +27,7 @@ from neuclip_ds.data.cache import ShardCache
 from neuclip_ds.data.children import end_with_parent
 from neuclip_ds.data.decoders import Captions, CaptionSources
 from neuclip_ds.data.early_samples import EarlySamples
+from neuclip_ds.data.feature_table import FeatureTable
 from neuclip_ds.data.interleave import FULL
 from neuclip_ds.data.manifest import Manifest, Shard
 from neuclip_ds.data.mixture import BatchOrder, MixtureOrder
@@ -175,9 +176,11 @@ class Prefetcher(ForkProcess):
     at once and does not import modules again.
 
     `requests` is a function that returns the requests of the node's ranks, starting at batch `begin`. Remote shards are
-    fetched at most `ahead` batches ahead, up to batch `end`; local shards are skipped. With `early_samples`, the
-    samples of the next two batches are fetched before the rest of their shards. Begin the `with` block before the
-    readers start: a reader that finds neither a shard nor its first pieces fetches the whole shard itself.
+    fetched at most `ahead` batches ahead, up to batch `end`; local shards are skipped. A shard's stored features in
+    the remote `tables` are fetched before it, because all of its samples need the same file; with `reads_shards` false,
+    only the features are fetched. With `early_samples`, the samples of the next two batches are fetched before the rest
+    of their shards. Begin the `with` block before the readers start: a reader that finds neither a shard nor its first
+    pieces fetches the whole shard itself.
     """
 
     def __init__(
@@ -190,6 +193,8 @@ class Prefetcher(ForkProcess):
         end: int,
         ahead: int,
         early_samples: EarlySamples | None = None,
+        tables: Iterable[FeatureTable] = (),
+        reads_shards: bool = True,
     ) -> None:
         super().__init__(name="prefetch", daemon=True)
         self._cache = cache
@@ -198,6 +203,8 @@ class Prefetcher(ForkProcess):
         self._end = end
         self._ahead = ahead
         self._early_samples = early_samples
+        self._reads_shards = reads_shards
+        self._tables = {table.folder: table for table in tables if not is_local(table.folder)}
         self._reached = RawValue(c_longlong, begin)  # no lock: its holder may be killed, and a 64-bit write is atomic
         self._starter = os.getpid()
         self._warned = False
@@ -225,7 +232,9 @@ class Prefetcher(ForkProcess):
         """Fetch shards until the process is killed."""
         end_with_parent(self._starter)
         gc.freeze()  # garbage collections would copy the memory that is shared with the parent
-        sizes = [shard.bytes if not is_local(shard.path) else 0 for shard in self._shards]
+        sizes = [shard.bytes if self._fetches(shard) else 0 for shard in self._shards]
+        for table in self._tables.values():
+            sizes = [size + int(added) for size, added in zip(sizes, table.cached_bytes, strict=True)]
         window = RequestWindow(self._requests(), sizes, self._cache.capacity_bytes)
         pool = ThreadPoolExecutor(self._cache.downloads)
         is_first = True
@@ -234,7 +243,9 @@ class Prefetcher(ForkProcess):
             admitted = window.move(reached, min(reached + self._ahead, self._end))
             if admitted:
                 for number in window.shards:  # marks them as used, so that new shards evict only others
-                    self._cache.touch(self._shards[number].path, sizes[number])
+                    self._cache.touch(self._shards[number].path, self._shards[number].bytes)
+                    for table in self._tables.values():
+                        self._cache.touch(table.file_of(number), int(table.cached_bytes[number]))
             early_end = min(reached + _EARLY_BATCHES, self._end)
             if self._early_samples is not None:
                 self._early_samples.begin({request.shard for request in admitted if request.first < early_end})
@@ -253,16 +264,21 @@ class Prefetcher(ForkProcess):
                 )
             time.sleep(_POLL)
 
+    def _fetches(self, shard: Shard) -> bool:
+        return self._reads_shards and not is_local(shard.path)
+
     def _fetch(self, request: ShardRequest) -> None:
         shard = self._shards[request.shard]
-        if is_local(shard.path):
-            return
         if request.last < self._reached.value:  # training has overtaken the download
             if self._early_samples is not None:
                 self._early_samples.drop(request.shard)
             return
         try:
+            for table in self._tables.values():
+                self._cache.path(table.file_of(request.shard), int(table.cached_bytes[request.shard]))
+            if not self._fetches(shard):
+                return
             if self._early_samples is None or not self._early_samples.fetch_rest(request.shard):
                 self._cache.path(shard.path, shard.bytes, shard.crc32)
         except (OSError, UserError) as error:
-            log.warning("cannot prefetch a shard: %s", error)
+            log.warning("cannot prefetch a shard or its features: %s", error)

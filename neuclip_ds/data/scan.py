@@ -5,6 +5,7 @@ from the page cache.
 """
 
 import logging
+import os
 import tempfile
 import time
 import zlib
@@ -22,7 +23,7 @@ from neuclip_ds.data.manifest import Shard
 from neuclip_ds.data.readers import TooLarge, read_at
 from neuclip_ds.data.sample_table import IMAGE_EXTENSIONS, SampleTable, tabulate
 from neuclip_ds.data.shards import is_local
-from neuclip_ds.data.tar import read_index
+from neuclip_ds.data.tar import ShardIndex, is_blank, read_index
 from neuclip_ds.data.uids import UID, UidFiles, uid_of, uid_of_location
 from neuclip_ds.errors import UserError
 from neuclip_ds.files import checksum_of
@@ -31,6 +32,16 @@ log = logging.getLogger(__name__)
 
 _STALL_TIMEOUT = 300.0  # seconds without new data after which a remote shard is fetched again
 _MAX_OUTAGE = 30.0  # seconds for which a fetch is retried while the storage fails
+_OTHER_FORMATS = {  # first bytes -> what a file is that is not a tar, and what to do
+    b"\x1f\x8b": "is compressed with gzip; decompress it (gunzip)",
+    b"\x28\xb5\x2f\xfd": "is compressed with zstd; decompress it (unzstd)",
+    b"\xfd7zXZ": "is compressed with xz; decompress it (unxz)",
+    b"BZh": "is compressed with bzip2; decompress it (bunzip2)",
+    b"PK": "is a zip archive; write its files to a tar",
+    b"<": "is a web page, not a tar; the server may have answered with an error: download the shard again",
+    b"{": "is a JSON text, not a tar; the server may have answered with an error: download the shard again",
+    b"version https://git-lfs": "is a pointer of Git LFS, not a tar; download its content (git lfs pull)",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +69,7 @@ class Scan:
     n_captions: int
     extensions: Sequence[str] = ()  # extensions of the first samples, for messages
     lost_bytes: int = 0  # bytes in damaged regions
+    causes: Sequence[str] = ()  # other reasons for which samples or members cannot be used, each with a fix
     table: tuple[str, int] | None = None  # (file name, row group) of the sample table
 
 
@@ -101,6 +113,8 @@ def _scan(path: str, file: Path, options: ScanOptions) -> tuple[Scan, SampleTabl
     with file.open("rb") as opened:
         fd = opened.fileno()
         index = read_index(fd)
+        _check_tar(path, fd, index)
+        blank_gaps = [gap for gap in index.gaps if is_blank(fd, gap)]
         table = tabulate(index.samples, text_members)
         layout = table.layout
         if options.has_tables:
@@ -136,9 +150,49 @@ def _scan(path: str, file: Path, options: ScanOptions) -> tuple[Scan, SampleTabl
         n_images=int(has_image.sum()),
         n_captions=int(has_caption.sum()),
         extensions=sorted(extensions),
-        lost_bytes=sum(gap.size for gap in index.gaps),
+        lost_bytes=sum(gap.size for gap in index.gaps if gap not in blank_gaps),
+        causes=_causes_of(index, sum(gap.size for gap in blank_gaps)),
     )
     return scan, table
+
+
+def _check_tar(path: str, fd: int, index: ShardIndex) -> None:
+    """Raise UserError if a file has no tar header; an empty tar consists of zeros."""
+    size = os.fstat(fd).st_size
+    if size and index.gaps != [(0, size)]:
+        return
+    problem = "is empty (0 bytes); download it again"
+    if size:
+        start = os.pread(fd, 512, 0).lstrip(b"\xef\xbb\xbf \t\r\n")
+        problem = "is not a tar: it has no valid header; download it again"
+        problem = next((text for magic, text in _OTHER_FORMATS.items() if start.startswith(magic)), problem)
+    raise UserError(f"Shard {path} {problem}.")
+
+
+def _causes_of(index: ShardIndex, blank_bytes: int) -> list[str]:
+    """Return the problems of a shard that is not damaged, each with a fix."""
+    causes = []
+    if index.split:
+        causes.append(
+            f"{index.split} samples have the key of an earlier sample, because the members of a sample are not "
+            "adjacent: write the tar again, sorted by name (tar --sort=name)"
+        )
+    if index.repeated:
+        causes.append(
+            f"{index.repeated} members are ignored, because their sample has a member with the same extension: give "
+            "each sample its own key"
+        )
+    if index.unreadable:
+        causes.append(
+            f"{index.unreadable} members are ignored, because they are sparse or are links to other files: write the "
+            "tar again with their contents (tar --dereference --hard-dereference, without --sparse)"
+        )
+    if blank_bytes:
+        causes.append(
+            f"{blank_bytes} bytes between members are zeros: it may consist of several tars, all of which are used; "
+            "if it does not, download it again"
+        )
+    return causes
 
 
 def _member_checksums(fd: int, table: SampleTable) -> NDArray[np.uint32]:
@@ -160,7 +214,7 @@ def _read(fd: int, table: SampleTable, row: int, member: str) -> bytes:
 
 
 def log_loss(scan: Scan) -> None:
-    """Log a warning if a shard is damaged or has bad samples."""
+    """Log warnings if a shard is damaged, has bad samples, or has members that are ignored."""
     shard = scan.shard
     if scan.lost_bytes:
         log.warning(
@@ -168,10 +222,12 @@ def log_loss(scan: Scan) -> None:
         )
     elif shard.n_bad or (shard.n == 0 and shard.selection is None):
         log.warning("Shard %s: only %d of %d samples can be used", shard.path, shard.n - shard.n_bad, shard.n)
+    for cause in scan.causes:
+        log.warning("Shard %s: %s", shard.path, cause)
 
 
 def check_usable(scans: Sequence[Scan], paths: Sequence[str]) -> None:
-    """Raise UserError if the shards at `paths` together have no samples, no images or no captions."""
+    """Raise UserError if the shards at `paths` together have no sample with an image and a caption."""
     source = paths[0] if len(paths) == 1 else f"{len(paths)} tars in {paths[0].rpartition('/')[0]}"
     all_extensions = sorted(set().union(*(scan.extensions for scan in scans)))
     extensions = ", ".join(all_extensions[:10])
@@ -190,3 +246,7 @@ def check_usable(scans: Sequence[Scan], paths: Sequence[str]) -> None:
         raise UserError(
             f"No captions in {source} (extensions found: {extensions}); add .txt members, or set data.captions."
         )
+    if not any(scan.shard.n > scan.shard.n_bad for scan in scans):
+        causes = [cause for scan in scans for cause in scan.causes]
+        cause = causes[0] if causes else "give the image and the caption of a sample the same key"
+        raise UserError(f"No sample in {source} has both an image and a caption: {cause}.")

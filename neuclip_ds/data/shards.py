@@ -8,12 +8,15 @@ from pathlib import Path
 import fsspec
 from braceexpand import braceexpand
 
+from neuclip_ds.data.listing import files_below, is_visible, matching_files
 from neuclip_ds.errors import UserError, explained, install_command
+from neuclip_ds.files import read_text
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://")
 _GLOB = re.compile(r"[*[]")  # in a URL, ? starts the query
 _BETWEEN = "::"
 _LIST = ".txt"
+_TAR = ".tar"
 _RANGE = re.compile(r"\{(-?\d{1,18})\.\.(-?\d{1,18})")
 _MAX_NAMES = 10_000_000
 
@@ -26,10 +29,10 @@ def is_local(path: str) -> bool:
 def resolve_shards(source: str) -> list[str]:
     """Return the absolute paths or URLs of the tars that `source` names; raise UserError if it names none.
 
-    A source is a tar; a folder, whose *.tar files (or, if it has none, those in its subfolders) are sorted by name; a
-    glob (`/data/*.tar`); a brace pattern (`/data/{00000..00127}.tar`), whose order is kept and which may contain globs;
-    a URL that fsspec supports, with or without globs or braces (`s3://bucket/{00000..00127}.tar`); a text file
-    (`shards.txt`) with one source per line; or several sources joined by `::`.
+    A source is a tar; a folder, whose visible *.tar files (or, if it has none, those in its subfolders) are sorted by
+    name; a glob (`/data/*.tar`); a brace pattern (`/data/{00000..00127}.tar`), whose order is kept and which may
+    contain globs; a URL that fsspec supports, with or without globs or braces (`s3://bucket/{00000..00127}.tar`); a
+    text file (`shards.txt`) with one source per line; or several sources joined by `::`.
     """
     try:
         return _resolve(source)
@@ -54,7 +57,8 @@ def _resolve(source: str) -> list[str]:
         return urls
     path = Path(source).expanduser()
     if path.is_dir():
-        tars = sorted(path.glob("*.tar")) or sorted(path.rglob("*.tar"))
+        tars = sorted(file for file in path.iterdir() if file.suffix == _TAR and is_visible(file.name))
+        tars = tars or files_below(path, [_TAR])
         if not tars:
             raise UserError(f"No *.tar in {path} or its subfolders; name the folder that holds the shards.")
         return [str(tar.absolute()) for tar in tars]
@@ -66,7 +70,7 @@ def _resolve(source: str) -> list[str]:
 def _listed(path: Path) -> list[str]:
     """Return the shards that the lines of a text file name."""
     shards = []
-    for line in map(str.strip, path.read_text(encoding="utf-8").splitlines()):
+    for line in map(str.strip, read_text(path).splitlines()):
         if line and not line.startswith("#"):
             for source in line.split(_BETWEEN):
                 shards += _resolve(source)
@@ -89,7 +93,7 @@ def _matches(pattern: str) -> list[str]:
     paths: list[Path] = []
     for name in _braces(pattern):
         if glob.has_magic(name):
-            paths += map(Path, sorted(glob.glob(name, recursive=True)))  # noqa: PTH207 - absolute
+            paths += map(Path, matching_files(name))
         else:
             paths.append(Path(name))
     missing = [path for path in paths if not path.exists()]

@@ -1,25 +1,46 @@
 """Read tables of image-caption pairs: CSV, TSV, JSON Lines or Parquet files with a column of images and of captions."""
 
-import glob
+import base64
+import binascii
+import csv
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import fsspec
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.dataset
 
+from neuclip_ds.data.fetch import explain
+from neuclip_ds.data.listing import files_below, matching_files
 from neuclip_ds.data.shards import is_local
 from neuclip_ds.errors import UserError, explained
 
 IMAGE_COLUMNS = ("image", "filepath", "file_name", "filename", "image_path", "image_file", "path", "file", "jpg", "png")
 CAPTION_COLUMNS = ("caption", "text", "title", "captions", "sentence", "sentences", "txt", "alt_text")
 TABLES = (".csv", ".tsv", ".jsonl", ".parquet")
+Quotes = Literal["auto", "on", "off"]
+"""Whether quotes enclose cells in CSV and TSV files; `auto` also refuses a cell that seems to contain other rows."""
+
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _BATCH = 256  # rows read at once; few, because they may contain images
 _FIX = "fix or remove that file"
+_FIX_QUOTES = "fix that file, or pack with --quotes=off if quotes are ordinary characters in it"
+_LINE_BREAK = re.compile(r"\r\n|\r|\n")
+_DATA_URI = "data:"
+# JPEG, PNG, WebP, GIF and BMP in base64; so many characters are not a path
+_BASE64_IMAGE = re.compile(r"(?:/9j/|iVBORw0KGgo|UklGR|R0lGOD|Qk)[A-Za-z0-9+/\s]{80,}=*\s*")
+
+
+class Row(NamedTuple):
+    """A row of a table, and the folder of its file, which relative image paths start from."""
+
+    folder: Path
+    cells: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,13 +50,28 @@ class PairTable:
     name: str  # for messages
     data: pyarrow.dataset.Dataset
     rows: int
-    folder: Path  # base of relative image paths
+    delimiter: str | None  # of CSV and TSV files whose quotes are checked, otherwise None
 
-    def read(self, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """Yield every row with only the given columns; raise UserError if the table cannot be read."""
-        with explained(f"The table {self.name} cannot be read", _FIX):
-            for batch in self.data.to_batches(columns=list(columns), batch_size=_BATCH, fragment_readahead=1):
-                yield from batch.to_pylist()
+    def read(self, columns: Sequence[str]) -> Iterator[Row]:
+        """Yield every row with only the given columns, in order.
+
+        Raises UserError if the table cannot be read, or if a stray quote seems to put other rows into a cell.
+        """
+        read_columns = list(columns) if self.delimiter is None else None  # a stray quote may be in any
+        for fragment in self.data.get_fragments():
+            with explained(f"The table {self.name} cannot be read", _FIX if self.delimiter is None else _FIX_QUOTES):
+                batches = fragment.to_batches(
+                    schema=self.data.schema, columns=read_columns, batch_size=_BATCH, fragment_readahead=1
+                )
+                folder = Path(fragment.path).parent.absolute()
+                checks_quotes = self.delimiter is not None
+                for batch in batches:
+                    if checks_quotes and (problem := _find_missing_quote(batch, str(self.delimiter))):
+                        if self.delimiter != "," or not _is_strict_csv(fragment.path):
+                            raise UserError(f"{fragment.path}: {problem}")
+                        checks_quotes = False  # captions with commas and line breaks
+                    for cells in batch.select(list(columns)).to_pylist():
+                        yield Row(folder, cells)
 
     def find_column(self, usual: Sequence[str], what: str, advice: str) -> str:
         """Return the first column in `usual` that exists, ignoring case; raise UserError with `advice` if none does."""
@@ -49,54 +85,127 @@ class PairTable:
         )
 
 
-def open_table(source: str) -> PairTable:
+def open_table(source: str, quotes: Quotes = "auto") -> PairTable:
     """Open a table of image-caption pairs; raise UserError if there is no table or it cannot be read.
 
     `source` is a CSV, TSV, JSON Lines or Parquet file, or a folder or glob of such files, all of the same format.
     """
     path = Path(source).expanduser()
-    if path.is_dir():
-        paths = sorted(str(file) for file in path.rglob("*") if file.suffix.lower() in TABLES)
-    else:
-        paths = [str(path)] if path.is_file() else sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207 - absolute
+    try:
+        if path.is_dir():
+            paths = list(map(str, files_below(path, TABLES)))
+        else:
+            paths = [str(path)] if path.is_file() else matching_files(str(path))
+    except OSError as error:
+        raise UserError(f"{source} cannot be listed ({error}); check the folders and their permissions.") from error
     extensions = {Path(file).suffix.lower() for file in paths}
     if len(extensions) != 1 or not extensions <= set(TABLES):
         raise UserError(f"{source} is not a table; name files of one kind ({', '.join(TABLES)}).")
     (extension,) = extensions
-    with explained(f"The table {source} cannot be read", _FIX):
-        data = _open_files(paths, extension)
-        return PairTable(name=source, data=data, rows=data.count_rows(), folder=Path(paths[0]).parent.absolute())
+    delimiter = _DELIMITERS.get(extension)
+    with explained(f"The table {source} cannot be read", _FIX if delimiter is None else _FIX_QUOTES):
+        if delimiter is None:
+            data = pyarrow.dataset.dataset(paths, format="json" if extension == ".jsonl" else "parquet")
+        else:
+            data = _open_delimited(paths, delimiter, quotes)
+        rows = data.count_rows()
+    return PairTable(name=source, data=data, rows=rows, delimiter=delimiter if quotes == "auto" else None)
 
 
-def _open_files(paths: list[str], extension: str) -> pyarrow.dataset.Dataset:
-    if extension not in _DELIMITERS:
-        return pyarrow.dataset.dataset(paths, format="json" if extension == ".jsonl" else "parquet")
-    parsing = pyarrow.csv.ParseOptions(delimiter=_DELIMITERS[extension], newlines_in_values=True)
+def _open_delimited(paths: list[str], delimiter: str, quotes: Quotes) -> pyarrow.dataset.Dataset:
+    quote = False if quotes == "off" else '"'
+    parsing = pyarrow.csv.ParseOptions(delimiter=delimiter, quote_char=quote, newlines_in_values=quotes != "off")
     with pyarrow.csv.open_csv(paths[0], parse_options=parsing) as first:
         schema = pa.schema([(name, pa.string()) for name in first.schema.names])  # so that the caption "7" is text
     return pyarrow.dataset.dataset(paths, schema=schema, format=pyarrow.dataset.CsvFileFormat(parsing))
 
 
+def _find_missing_quote(batch: pa.RecordBatch, delimiter: str) -> str:
+    """Return a description of a cell that looks like several rows, because a stray quote opens it, or an empty text.
+
+    A cell that contains k more rows has at least k line breaks, and as many delimiters as k rows.
+    """
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        cells = column.filter(pc.fill_null(pc.match_substring_regex(column, "[\r\n]"), False))
+        for cell in cells.to_pylist():
+            first, *others = _LINE_BREAK.split(cell.strip("\r\n"))
+            if others and cell.count(delimiter) >= len(others) * (batch.num_columns - 1) > 0:
+                return (
+                    f"a quote opens the cell of column {name} that begins with {first[:60]!r}, and the cell seems to "
+                    f'contain {len(others)} more rows. Write the cell as "...", with two quotes in place of each '
+                    "quote in it, or write the table as .jsonl or .parquet. To pack a table without quoted cells, set "
+                    "--quotes=off; if the cell is right, set --quotes=on."
+                )
+    return ""
+
+
+def _is_strict_csv(file: str) -> bool:
+    """Return whether every quoted cell of a CSV file ends at a delimiter or a line break, as CSV writers write it."""
+    try:
+        with Path(file).open(encoding="utf-8-sig", errors="replace", newline="") as lines:
+            for _ in csv.reader(lines, strict=True):
+                pass
+    except csv.Error:
+        return False
+    return True
+
+
 def image_of(value: Any) -> bytes | str | None:
-    """Return the encoded image in a table cell, or the path or URL of the image; None if the cell has neither."""
+    """Return the encoded image in a table cell, or the path or URL of the image; None if the cell has neither.
+
+    Images in base64, alone or in a data: URI, are decoded.
+    """
     if isinstance(value, dict):
         value = value.get("bytes") or value.get("path")
     if isinstance(value, str):
-        value = value.strip()
+        value = _decode_base64(value.strip())
     return value if value and isinstance(value, bytes | str) else None
 
 
-def read_image(source: bytes | str, folder: Path) -> bytes:
-    """Return the image bytes for a result of `image_of`, with paths relative to `folder`; raise OSError on failure."""
+def _decode_base64(text: str) -> bytes | str:
+    """Return the bytes of a data: URI or of an image in base64; return any other text as it is."""
+    encoded = text
+    if text.startswith(_DATA_URI):
+        header, _, encoded = text.partition(",")
+        if not header.endswith(";base64"):
+            return text
+    elif not _BASE64_IMAGE.fullmatch(text):
+        return text
+    try:
+        return base64.b64decode("".join(encoded.split()), validate=True)
+    except binascii.Error:
+        return text
+
+
+def source_of(row: Row, column: str) -> bytes | str | None:
+    """Return `image_of` for a row's cell, with a path joined to the folder of the row's file."""
+    image = image_of(row.cells[column])
+    if isinstance(image, str) and is_local(image) and not image.startswith(_DATA_URI):
+        return str(row.folder / image)
+    return image
+
+
+class Outage(OSError):
+    """Raised if the storage of an image fails, which a later attempt may not."""
+
+
+def read_image(source: bytes | str) -> bytes:
+    """Return the image bytes for a result of `source_of`.
+
+    Raises Outage if the image may be readable later, and OSError or ValueError if it cannot be read.
+    """
     if isinstance(source, bytes):
         return source
+    if source.startswith(_DATA_URI):
+        raise ValueError("the data: URI does not contain valid base64")
     if is_local(source):
-        return (folder / source).read_bytes()
+        return Path(source).read_bytes()
     try:
-        with fsspec.open(source, "rb") as file:
-            return bytes(file.read())
+        file_system, path = fsspec.core.url_to_fs(source)
+        return bytes(file_system.cat_file(path))
     except Exception as error:  # backends raise many types: botocore's, aiohttp's, OSError
-        raise OSError(f"{source}: {type(error).__name__}: {error}") from error
+        problem = f"{source}: {type(error).__name__}: {error}"
+        raise (Outage if explain(error).kind == "outage" else OSError)(problem) from error
 
 
 def captions_of(value: Any) -> list[str]:

@@ -4,6 +4,9 @@ For well-formed shards, the samples are the same as in webdataset 1.0.2. After a
 thus webdataset, silently drops the rest of the shard. This module continues at the next valid header and records the
 gap. It reads POSIX.1-1988 ustar, POSIX.1-2001 pax and GNU tars (long names, base-256 numbers); it skips sparse members.
 
+Two things differ from webdataset: hard links are followed to the member of the same tar that they name, as GNU tar
+stores files with equal inodes; and the files that macOS adds (`._NAME`, `__MACOSX/`) are ignored.
+
 A name ends at its first NUL and is never used as a path. The running time is linear in the size of the tar.
 """
 
@@ -18,6 +21,8 @@ _BLOCK = 512
 _SCAN_CHUNK = 1 << 20
 _MAX_EXTENSION = 2 << 20  # maximum bytes of a long name or of pax records
 _REGULAR = b"0\x007"  # type flags of regular files: "0", NUL (before POSIX) and "7" (contiguous)
+_HARD_LINK = b"1"
+_SYMBOLIC_LINK = b"2"
 _WITHOUT_DATA = b"123456"  # links, devices, folders, pipes: tarfile ignores their sizes, because they have no data
 _GNU_NAME = b"L"
 _GNU_LINK = b"K"
@@ -46,10 +51,13 @@ class SampleEntry(NamedTuple):
 
 
 class ShardIndex(NamedTuple):
-    """The samples of a shard in order, including incomplete samples, and the damaged regions of the shard."""
+    """The samples of a shard in order, including incomplete samples, and the problems of the shard."""
 
     samples: list[SampleEntry]
-    gaps: list[Extent]
+    gaps: list[Extent]  # damaged regions
+    split: int = 0  # samples whose key an earlier sample has, because the members of a sample are not adjacent
+    repeated: int = 0  # members that are ignored, because an earlier member of the sample has their extension
+    unreadable: int = 0  # members that are ignored, because they are sparse, or links to other files
 
 
 class _Blocks:
@@ -82,6 +90,15 @@ class _Header(NamedTuple):
     name: str
     size: int
     kind: bytes
+    target: str = ""  # name of the member that a hard link refers to
+
+
+class _Member(NamedTuple):
+    """A member that belongs to a sample: its extent, or None for a link or a sparse file, or the target of a link."""
+
+    name: str
+    extent: Extent | None
+    target: str = ""
 
 
 def read_index(fd: int) -> ShardIndex:
@@ -90,22 +107,52 @@ def read_index(fd: int) -> ShardIndex:
     A damaged or truncated member is omitted from its sample, and its bytes are recorded in `gaps`.
     """
     gaps: list[Extent] = []
-    samples = _group_members(_walk(fd, os.fstat(fd).st_size, gaps))
-    return ShardIndex(samples, gaps)
+    index = _group_members(_walk(fd, os.fstat(fd).st_size, gaps))
+    return index._replace(gaps=gaps)
 
 
-def _group_members(members: Iterator[tuple[str, Extent]]) -> list[SampleEntry]:
+def is_blank(fd: int, extent: Extent) -> bool:
+    """Return whether a region contains only zeros, as the end of a tar does that another tar was appended to."""
+    end = extent.offset + extent.size
+    for offset in range(extent.offset, end, _SCAN_CHUNK):
+        if os.pread(fd, min(_SCAN_CHUNK, end - offset), offset).strip(b"\0"):
+            return False
+    return True
+
+
+def _group_members(members: Iterator[_Member]) -> ShardIndex:
     """Group consecutive members with the same key into samples, keeping only the first member per extension."""
     samples: list[SampleEntry] = []
-    for name, extent in members:
+    first_of_key: dict[str, SampleEntry] = {}
+    split = 0
+    repeated = 0
+    unreadable = 0
+    for name, extent, target in members:
         key, extension = _split(name)
         # webdataset's metadata: a top-level file named `__*__`, or any file in a top-level folder named `__*__`
         if not key or _META_MEMBER.match(name) or ("/" not in name and name[:2] == "__" == name[-2:]):
             continue
+        if _is_from_mac(name):
+            continue
+        if extent is None:
+            target_key, target_extension = _split(target)
+            entry = first_of_key.get(target_key)
+            extent = entry.members.get(target_extension.lower()) if entry is not None else None
+            if extent is None:
+                unreadable += 1
+                continue
         if not samples or samples[-1].key != key:
-            samples.append(SampleEntry(key, {}))
-        samples[-1].members.setdefault(extension.lower(), extent)
-    return samples
+            sample = SampleEntry(key, {})
+            samples.append(sample)
+            split += first_of_key.setdefault(key, sample) is not sample
+        if samples[-1].members.setdefault(extension.lower(), extent) is not extent:
+            repeated += 1
+    return ShardIndex(samples, [], split, repeated, unreadable)
+
+
+def _is_from_mac(name: str) -> bool:
+    """Return whether a member holds metadata that macOS adds to archives."""
+    return name.rpartition("/")[2].startswith("._") or "/__MACOSX/" in f"/{name}"
 
 
 def _split(name: str) -> tuple[str, str]:
@@ -120,8 +167,8 @@ def _split(name: str) -> tuple[str, str]:
     return f"{folder}{slash}{stem}", extension
 
 
-def _walk(fd: int, end: int, gaps: list[Extent]) -> Iterator[tuple[str, Extent]]:
-    """Yield the (name, extent) of each regular member in order; append damaged regions to `gaps`."""
+def _walk(fd: int, end: int, gaps: list[Extent]) -> Iterator[_Member]:
+    """Yield each regular, linked or sparse member in order; append damaged regions to `gaps`."""
     shared: dict[str, str] = {}  # pax records for all following members
     blocks = _Blocks(fd)
     offset = 0
@@ -136,7 +183,11 @@ def _walk(fd: int, end: int, gaps: list[Extent]) -> Iterator[tuple[str, Extent]]
             offset = next_header
             continue
         if header.kind in _REGULAR and _SPARSE not in pax_records:
-            yield header.name, Extent(data_offset, header.size)
+            yield _Member(header.name, Extent(data_offset, header.size))
+        elif header.kind == _HARD_LINK:
+            yield _Member(header.name, None, header.target)
+        elif header.kind in _REGULAR or header.kind in (_GNU_SPARSE, _SYMBOLIC_LINK):
+            yield _Member(header.name, None)
         offset = data_offset
         if header.kind not in _WITHOUT_DATA:
             offset += _padded(header.size)
@@ -157,6 +208,7 @@ def _member(
     Extension headers (long names, pax) precede a member's header; if two contain a name, the first wins, as in tarfile.
     """
     long_name: str | None = None
+    long_target = ""
     local: dict[str, str] = {}  # pax records of this member
     resume = offset + _BLOCK
     try:
@@ -167,6 +219,8 @@ def _member(
             offset = resume = offset + _BLOCK + _padded(header.size)  # so that nothing is read twice
             if header.kind == _GNU_NAME:
                 long_name = long_name or local.get("path") or _text(payload)
+            elif header.kind == _GNU_LINK:
+                long_target = long_target or _text(payload)
             elif header.kind == _PAX_GLOBAL:
                 shared.update(_pax_records(payload))
             elif header.kind in _PAX_LOCAL:
@@ -178,7 +232,9 @@ def _member(
             if "path" in records:
                 name = records["path"].rstrip("/")
             size = _size(records["size"]) if "size" in records else header.size
-            header = _Header(long_name or name, size, header.kind)
+            header = _Header(long_name or name, size, header.kind, records.get("linkpath", header.target))
+        if long_target:
+            header = header._replace(target=long_target)
         if header.size < 0 or (header.kind not in _WITHOUT_DATA and data_offset + header.size > end):
             raise _BadHeader
     except _BadHeader as bad:
@@ -199,7 +255,8 @@ def _parse(block: bytes) -> _Header:
         name = f"{prefix}/{name}"
     if kind == b"\0" and name.endswith("/"):  # pre-POSIX tars mark folders this way
         kind = b"5"
-    return _Header(name, _number(block[124:136]), kind)
+    target = _text(block[157:257]) if kind == _HARD_LINK else ""
+    return _Header(name, _number(block[124:136]), kind, target)
 
 
 def _verify_checksum(block: bytes) -> None:
@@ -238,7 +295,7 @@ def _text(field: bytes) -> str:
 
 
 def _pax_records(payload: bytes) -> dict[str, str]:
-    """Parse `LENGTH KEYWORD=VALUE\\n` records (LENGTH covers the whole record); keep only path, size and sparse."""
+    """Parse `LENGTH KEYWORD=VALUE\\n` records (LENGTH covers the whole record); keep the keywords used here."""
     records: dict[str, str] = {}
     start = 0
     end = len(payload.rstrip(b"\0"))
@@ -248,7 +305,7 @@ def _pax_records(payload: bytes) -> dict[str, str]:
         if match is None or not match.end() < stop <= end or payload[stop - 1 : stop] != b"\n":
             raise _BadHeader
         keyword = match[2].decode("utf-8", "replace")
-        if keyword in ("path", "size"):
+        if keyword in ("path", "size", "linkpath"):
             records[keyword] = _text(payload[match.end() : stop - 1])
         elif keyword.startswith(f"{_SPARSE}."):
             records[_SPARSE] = ""

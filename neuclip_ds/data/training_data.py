@@ -16,7 +16,7 @@ from neuclip_ds.data.feature_parts import EMBEDDING
 from neuclip_ds.data.feature_table import FeatureTable, cached_bytes, random_crops
 from neuclip_ds.data.images import DECODERS, ImageTransform, train_transform
 from neuclip_ds.data.interleave import Interleave
-from neuclip_ds.data.loader import Loader, LoaderOptions, RankBatch, join_parts, part_count, train_jobs
+from neuclip_ds.data.loader import Loader, LoaderOptions, RankBatch, join_parts, parts_of_rows, train_jobs
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.manifest_file import check_distinct
 from neuclip_ds.data.mixture import BatchOrder
@@ -30,6 +30,7 @@ from neuclip_ds.data.open_data import (
     unused_sources,
 )
 from neuclip_ds.data.shards import is_local
+from neuclip_ds.data.stored_towers import check_views, reads_captions, reads_images, tower_tables
 from neuclip_ds.data.training_set import FEWEST_PAIRS, TrainingSet, find_validation, open_order
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
@@ -48,7 +49,8 @@ _TOKENIZER_CAPTIONS = 200_000  # enough for a vocabulary of CLIP's size
 class TrainingData:
     """The training samples of a run, their order, and how to load them.
 
-    `tables` are stored features, which batches contain by name; `random_crops` is as in `PairDataset`.
+    `tables` are stored features, which batches contain by name, or in place of the input of a tower; `random_crops` is
+    as in `PairDataset`.
     """
 
     manifest: Manifest
@@ -58,6 +60,11 @@ class TrainingData:
     tokenizer: ModelTokenizer
     tables: Mapping[str, FeatureTable] = field(default_factory=dict)
     random_crops: int = 0
+
+    @property
+    def reads_shards(self) -> bool:
+        """Whether training reads samples from the shards, in addition to the stored features."""
+        return reads_images(self.tables) or reads_captions(self.tables, self.loading.captions)
 
     def record(self) -> dict[str, Any]:
         """Return a checkpoint's record of the data: content hash, held-out counts, and jobs of the stored features."""
@@ -74,7 +81,7 @@ class TrainingData:
         order = self.order
         epoch, step = divmod(begin, order.steps_per_epoch)
         rank_batch = order.batch_size // communicator.world_size
-        parts = part_count(rank_batch, self.transform.image_size)
+        parts = parts_of_rows(rank_batch, self._row_bytes())
         jobs = train_jobs(order, communicator.rank, communicator.world_size, epoch, step, steps, parts)
         options = self.loading
         pairs = PairDataset(
@@ -90,6 +97,15 @@ class TrainingData:
         with closing(Loader(options, {"train": pairs})) as loader:
             yield from join_parts(loader.batches("train", jobs), parts)
 
+    def _row_bytes(self) -> int:
+        """Return the bytes of a row's pixels, or of the stored outputs of the trunks if there are no pixels."""
+        if reads_images(self.tables):
+            return 3 * self.transform.image_size**2
+        size = 0
+        for table in tower_tables(self.tables).values():
+            size += ((table.image_width or 0) + (table.text_width or 0)) * table.dtype.itemsize
+        return size
+
 
 def open_training_data(
     config: Config,
@@ -104,7 +120,7 @@ def open_training_data(
 
     New files are written to `staged` instead of the run's folder. If the run resumes from the checkpoint `resumed`,
     the content `meta` of the checkpoint's meta.json determines the held-out pairs and the order of the samples.
-    `features` are folders that `neuclip-ds embed` wrote for the same data; batches contain their rows by name.
+    `features` are folders that `neuclip-ds embed` wrote for the same data, by the name of their tables.
     """
     data = config.data
     held_out = None
@@ -130,6 +146,7 @@ def open_training_data(
     if loading.cache is None and not all(map(is_local, folders.values())):
         loading = replace(loading, cache=open_cache(data))
     tables = open_tables(folders, manifest, data.captions, communicator, loading.cache)
+    check_views(tables, data.crop_scale, data.captions)
     if meta is not None:
         _check_same_features(tables, meta["data"].get("features", {}))
     if communicator.rank == 0 and (unused := unused_sources(manifest, data.captions, loading.cache)):
@@ -140,7 +157,10 @@ def open_training_data(
         )
     nodes = communicator.world_size // len(communicator.ranks_of_node())
     feature_bytes = cached_bytes(tables.values(), manifest)
-    order = communicator.on_every_rank(lambda: open_order(config, training_set, nodes, interleave, feature_bytes))
+    reads_shards = reads_images(tables) or reads_captions(tables, data.captions)
+    order = communicator.on_every_rank(
+        lambda: open_order(config, training_set, nodes, interleave, feature_bytes, reads_shards)
+    )
 
     preprocessing = source.preprocessing
     crop = train_transform(preprocessing.size, data.crop_scale, DECODERS[data.decoder], preprocessing.squash)

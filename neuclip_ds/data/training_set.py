@@ -153,10 +153,12 @@ def open_order(
     nodes: int = 1,
     saved: Interleave | None = None,
     feature_bytes: NDArray[np.int64] | None = None,
+    reads_shards: bool = True,
 ) -> BatchOrder:
     """Return the order of a run's samples, with the `saved` interleave if the run resumes.
 
-    `feature_bytes` (n_shards,) are the bytes of remote features that the cache must hold in addition to each shard.
+    `feature_bytes` (n_shards,) are the bytes of remote features that the cache must hold in addition to each shard, or
+    instead of it if training reads only stored features (`reads_shards` is false).
 
     Raises:
         UserError: the batch size is incompatible with the data or `data.shard_streams`, or the shards that a new run
@@ -166,7 +168,7 @@ def open_order(
     seed = config.run.seed
     manifest = training_set.manifest
     cached_bytes = np.zeros(manifest.n_shards, dtype=np.int64)
-    if needs_cache(manifest):
+    if reads_shards and needs_cache(manifest):
         cached_bytes += [shard.bytes for shard in manifest.shards]
     if feature_bytes is not None:
         cached_bytes += feature_bytes

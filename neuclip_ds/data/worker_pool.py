@@ -168,9 +168,10 @@ class _Worker:
             if code is None:
                 raise connection_error
             cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-            raise _WorkerFailure(
-                f"A loader process died while waiting for {waited_for}: {cause}; lower data.workers if memory ran out"
-            )
+            advice = ""
+            if code in (-signal.SIGKILL, -signal.SIGBUS):
+                advice = "; lower data.workers if memory ran out"
+            raise _WorkerFailure(f"A loader process died while waiting for {waited_for}: {cause}{advice}")
         self.unfinished.popleft()
         if isinstance(result, Exception):
             raise result

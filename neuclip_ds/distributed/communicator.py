@@ -99,6 +99,16 @@ class Communicator:
         self.collectives_started = 0
         self._counter = TrafficCounter()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Communicator":
+        """Return the communicator itself: process groups cannot be copied, and copies of a loss share theirs."""
+        return self
+
+    def __reduce__(self) -> tuple[Callable[..., "Communicator"], tuple[torch.device, int, int]]:
+        """Pickle the device and the place among the ranks; raise `TypeError` for a group other than torch's default."""
+        if self._group is not None and self._group is not dist.group.WORLD:
+            raise TypeError("A process group cannot be pickled. Use the loss's save() and load(), or state_dict().")
+        return _unpickled, (self.device, self.rank, self.world_size)
+
     def single_rank(self) -> "Communicator":
         """Return a communicator for this rank alone; its calls send nothing."""
         single = copy.copy(self)
@@ -287,6 +297,17 @@ class Communicator:
         return Pending(result, work, timed)
 
 
+def _unpickled(device: torch.device, rank: int, world_size: int) -> Communicator:
+    """Return the communicator of this process; raise `UserError` if it is not the rank that was pickled."""
+    communicator = Communicator(device)
+    if (communicator.rank, communicator.world_size) != (rank, world_size):
+        raise UserError(
+            f"A loss that was pickled on rank {rank} of {world_size} cannot be used on rank {communicator.rank} of "
+            f"{communicator.world_size}. Use its save() and load(), which allow another number of ranks."
+        )
+    return communicator
+
+
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor to a device, through pinned memory if the tensor is large and in host memory.
 
@@ -305,7 +326,7 @@ class HostCopy:
         self._copy = tensor
         self._arrived: torch.cuda.Event | None = None
         if tensor.device.type != "cpu":
-            self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
             self._copy.copy_(tensor, non_blocking=True)
             self._arrived = torch.cuda.Event()
             self._arrived.record()

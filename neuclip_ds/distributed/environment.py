@@ -3,7 +3,7 @@
 import os
 import re
 import socket
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
@@ -13,15 +13,21 @@ import psutil
 
 from neuclip_ds.errors import UserError
 
-# Variables for rank, local rank and world size, set by DeepSpeed's and torch's launchers, Open MPI, and SLURM's srun.
+# Variables for rank, local rank and world size.
+_TORCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # of DeepSpeed's and torch's launchers
 # SLURM_NTASKS does not identify an srun step, because it is also set in a batch script, which is a single process.
 _SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS")
-_LAUNCHERS = (
-    ("RANK", "LOCAL_RANK", "WORLD_SIZE"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
-    _SLURM,
+_MPI = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),  # Open MPI
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_SIZE"),  # MVAPICH
+    ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE"),  # MPICH and Intel MPI
+    ("PMI_RANK", "PMI_LOCAL_RANK", "PMI_SIZE"),  # HPE Cray
 )
+_BARE_PMI = ("PMI_RANK", "LOCAL_RANK", "PMI_SIZE")  # older process managers do not set a local rank
+# variables of launchers that do not tell the number of ranks under a name that this module knows
+_OTHER_RANKS = ("PMI_RANK", "PMIX_RANK", "MPI_LOCALRANKID", "ALPS_APP_PE", "FLUX_TASK_RANK", "JSM_NAMESPACE_RANK")
 
+_LAUNCHER_NAMES = ("deepspeed", "ds", "deepspeed.launcher.runner")
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -37,6 +43,12 @@ def read_environment(env: MutableMapping[str, str] = os.environ) -> RankEnvironm
     """Return the rank, local rank and world size; without a launcher, return (0, 0, 1)."""
     names = _variables_of_launcher(env)
     if names is None:
+        for name in _OTHER_RANKS:
+            if name in env:
+                raise UserError(
+                    f"{name}={env[name]} shows that a launcher started this process, but not how many ranks there are: "
+                    f"set {', '.join(_TORCH)}, MASTER_ADDR and MASTER_PORT in a script that each rank runs."
+                )
         return RankEnvironment(rank=0, local_rank=0, world_size=1)
     values = [env.get(name, "0") for name in names]
     are_numbers = all(value.isdigit() for value in values)
@@ -54,7 +66,7 @@ def complete_environment(env: MutableMapping[str, str] = os.environ) -> None:
     missing address, so nothing is set; under other launchers, a missing address raises `UserError`.
     """
     names = _variables_of_launcher(env)
-    if names is None:
+    if names is None or (names not in (_TORCH, _SLURM) and read_environment(env).world_size == 1):
         env.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
         return
     if names == _SLURM:
@@ -64,11 +76,13 @@ def complete_environment(env: MutableMapping[str, str] = os.environ) -> None:
         env.setdefault("MASTER_ADDR", first_of_each_range.split(",")[0])
         env.setdefault("MASTER_PORT", str(20_000 + job % 10_000))
     if env.get("MASTER_ADDR") and env.get("MASTER_PORT", "").isdigit():
+        if names == _BARE_PMI and "LOCAL_RANK" not in env:
+            raise UserError("The launcher sets PMI_RANK, but no rank within the node: set LOCAL_RANK on each rank.")
         environment = read_environment(env)
         env["RANK"] = str(environment.rank)
         env["LOCAL_RANK"] = str(environment.local_rank)
         env["WORLD_SIZE"] = str(environment.world_size)
-    elif names[0].startswith(("RANK", "SLURM")):
+    elif names in (_TORCH, _SLURM):
         raise UserError("MASTER_ADDR and MASTER_PORT, the address of rank 0, are not set: start with a launcher.")
 
 
@@ -144,10 +158,75 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _variables_of_launcher(env: MutableMapping[str, str]) -> tuple[str, str, str] | None:
+def refuse_missing_hostfile() -> None:
+    """Raise `UserError` if DeepSpeed's launcher was given a hostfile that does not exist.
+
+    The launcher only warns, and starts this node alone.
+    """
+    for parent in psutil.Process().parents():
+        with suppress(psutil.Error):  # the process has ended
+            hostfile = _hostfile_of(parent.cmdline())
+            folder = parent.cwd()
+            if hostfile and not (Path(folder) / hostfile).is_file():
+                raise UserError(
+                    f"The hostfile {hostfile} does not exist (in {folder}), so deepspeed has started only this node: "
+                    "correct --hostfile, or omit it to train on one node."
+                )
+
+
+def _hostfile_of(command: Sequence[str]) -> str:
+    """Return the hostfile that a command gives to DeepSpeed's launcher, or "" if it is another command."""
+    starts = [number for number, word in enumerate(command[:3]) if Path(word).name in _LAUNCHER_NAMES]
+    if not starts:
+        return ""
+    words = command[starts[0] + 1 :]
+    for number, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name in ("-H", "--hostfile"):
+            return value if equals else words[number + 1]
+        if word.endswith(".py") or word == "--module":  # the options of the script follow
+            break
+    return ""
+
+
+def find_orphans() -> list[int]:
+    """Return the IDs of this user's processes that are ranks of a launcher that has ended, on this machine."""
+    me = psutil.Process()
+    orphans = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):  # the process has ended, or belongs to another user
+            command = process.cmdline()  # empty if the process is a zombie
+            if process.uids().real != me.uids().real or process == me or "python" not in "".join(command[:1]):
+                continue
+            if _variables_of_launcher(process.environ()) is not None and _is_orphan(process):
+                orphans.append(process.pid)
+    return orphans
+
+
+def _is_orphan(rank: psutil.Process) -> bool:
+    """Return whether a rank's launcher has ended, so that the system's first process has adopted the rank.
+
+    DeepSpeed starts ranks from a second process, which stays if the first one is killed.
+    """
+    parent = rank.parent()
+    if parent is not None and "deepspeed.launcher.launch" in parent.cmdline():
+        parent = parent.parent()
+    if parent is None:
+        return True
+    is_first = parent.pid == 1 or parent.name() == "systemd"
+    # in a container, a launcher may be the first process
+    return is_first and not re.search("deepspeed|torchrun|torch.distributed|mpi|slurm", " ".join(parent.cmdline()))
+
+
+def _variables_of_launcher(env: Mapping[str, str]) -> tuple[str, str, str] | None:
     """Return the launcher's variables for rank, local rank and world size, or None without a launcher."""
-    for names in _LAUNCHERS:
-        rank, _, world_size = names
-        if rank in env and world_size in env:
-            return names
-    return None
+    if "RANK" in env and "WORLD_SIZE" in env:
+        return _TORCH
+    mpi = next((names for names in _MPI if all(name in env for name in names)), None)
+    if mpi is None and "PMI_RANK" in env and "PMI_SIZE" in env:
+        mpi = _BARE_PMI
+    if all(name in env for name in _SLURM):
+        # mpirun may start its ranks through srun, whose variables then describe mpirun's own processes
+        is_step_of_mpi = mpi is not None and (env[mpi[0]], env[mpi[2]]) != (env[_SLURM[0]], env[_SLURM[2]])
+        return mpi if is_step_of_mpi and mpi != _BARE_PMI else _SLURM
+    return mpi

@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -76,6 +76,7 @@ class _Address:
     host: str  # name for messages
     address: str
     port: int
+    local_rank: int
 
 
 class FailureDetector:
@@ -83,7 +84,7 @@ class FailureDetector:
 
     The exit code is 2 for a `UserError`, 128 + the signal's number for `Interrupted`, and otherwise 1. Rank 0 reports
     `UserError`, `Interrupted` or `TrainingDiverged` in one line. For any other exception, the rank that failed first
-    logs the traceback, and local rank 0 of each node logs one line.
+    logs the traceback, and local rank 0 of each node logs one line; if it was the one that failed, the next rank does.
 
     Args:
         environment: rank and world size of this process; all ranks (at least two) must enter the block.
@@ -118,6 +119,8 @@ class FailureDetector:
         # what this rank knows about the others
         self._previous_rank_ended = False
         self._polls_without_answer = 0  # since the store last answered
+        self._last_poll = self._started_at
+        self._longest_pause = 0.0  # seconds for which this process did not run
 
         # whether this rank is stuck
         self._position: list[object] = []  # collectives started and call stack of the main thread since `_moved_at`
@@ -129,11 +132,13 @@ class FailureDetector:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server(("", 0), family=family)
         os.register_at_fork(after_in_child=self._listener.close)  # a loader process must not keep the socket open
-        listening = _Address(host=self._host, address=address, port=self._listener.getsockname()[1])
+        port = self._listener.getsockname()[1]
+        listening = _Address(host=self._host, address=address, port=port, local_rank=self._local_rank)
         store.set(f"rank/{self._rank}", json.dumps(asdict(listening)))
         self._host_of_rank_0 = self._address_of(0).host
         previous = self._address_of(self._previous_rank)
         self._host_of_previous_rank = previous.host
+        self._logs_for_previous_rank = previous.local_rank == 0
         self._connection = _connect(previous)
 
     def __enter__(self) -> "FailureDetector":
@@ -158,9 +163,14 @@ class FailureDetector:
 
     def _find_failure(self) -> Failure | None:
         """Return the failure of this rank or of the previous rank, or None; called repeatedly."""
-        if self._previous_rank_ended and not self._store.check([f"left/{self._previous_rank}"]):
-            return Failure(rank=self._previous_rank, host=self._host_of_previous_rank, text=_DIED)
         now = time.monotonic()
+        self._longest_pause = max(self._longest_pause, now - self._last_poll)
+        self._last_poll = now
+        if self._previous_rank_ended and not self._store.check([f"left/{self._previous_rank}"]):
+            if self._rank == 0 and self._longest_pause > _STORE_TIMEOUT:
+                text = f"it did not run for {self._longest_pause:.0f} s (suspended?), so the other ranks ended"
+                return Failure(rank=0, host=self._host, text=text)
+            return Failure(rank=self._previous_rank, host=self._host_of_previous_rank, text=_DIED)
         error = self._error
         if error is None:
             is_connected = self.communicator is not None
@@ -199,7 +209,7 @@ class FailureDetector:
                     self._watch_progress(self.communicator)
                 self._wake.wait(0.05 if self._leaving else _POLL_INTERVAL)
                 self._wake.clear()
-            failure = Failure(**json.loads(self._store.get("error")))
+            failure = _read_failure(self._store.get("error"))
             # launchers stop all ranks if one exits, so rank 0 reports first; it exits last, so that all read `error`
             wait = 3 * _POLL_INTERVAL if self._rank == 0 else 2 * _POLL_INTERVAL
         except dist.DistError:
@@ -279,9 +289,10 @@ class FailureDetector:
         if failure.is_message:
             if self._rank == 0:
                 self._print_message(failure)
-        elif failure.rank == self._rank:
+        elif failure.rank == self._rank and self._error is not None:
             log.error("rank %d on %s failed; ending all ranks:", failure.rank, failure.host, exc_info=self._error)
-        elif self._local_rank == 0:  # once per node, because each node may have a separate log
+        elif self._local_rank == 0 or (self._logs_for_previous_rank and failure.rank == self._previous_rank):
+            # once per node, because each node may have a separate log
             log.error("ended because rank %d on %s failed: %s", failure.rank, failure.host, failure.text)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -299,6 +310,18 @@ class FailureDetector:
             log.warning("%s", text)
         else:
             print(f"error: {text}", file=sys.stderr)
+
+
+def _read_failure(content: bytes) -> Failure:
+    """Read a failure that a rank has stored; an exit code of 0 or an unreadable message never makes a run a success."""
+    try:
+        failure = Failure(**json.loads(content))
+        types = [type(value) for value in asdict(failure).values()]
+        if types == [int, str, str, int, bool]:
+            return failure if 1 <= failure.code <= 255 else replace(failure, code=1)
+    except (ValueError, TypeError):
+        pass
+    return Failure(rank=-1, host="an unknown host", text=f"its message is unreadable: {content[:100]!r}")
 
 
 def _stack_of_main_thread() -> Iterator[str]:

@@ -4,15 +4,17 @@ The rendezvous takes place before the process group is created, because torch wo
 rank without naming it, and would deadlock if the ranks ran different configs.
 """
 
+import codecs
 import ctypes
 import difflib
 import hashlib
 import json
+import logging
 import os
 import secrets
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -30,12 +32,16 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.environment import (
     RankEnvironment,
     complete_environment,
+    find_orphans,
     read_environment,
     refuse_missing_gpus,
+    refuse_missing_hostfile,
     use_interface_of,
 )
 from neuclip_ds.distributed.failure_detector import FailureDetector
 from neuclip_ds.errors import UserError, explained
+
+log = logging.getLogger(__name__)
 
 TIMEOUT = timedelta(minutes=5)  # longest time between the arrivals of the first rank and the last rank
 _COLLECTIVE_LIMIT = timedelta(minutes=30)
@@ -64,10 +70,13 @@ def process_group(task: str, max_outage: float = 0.0) -> Iterator[Communicator]:
     Raises:
         UserError: ranks are missing, have no GPU although others do, or run different code or a different task.
     """
+    refuse_missing_hostfile()
     complete_environment()
     if "RANK" not in os.environ:  # mpirun set no address
-        deepspeed.comm.mpi_discovery(int(os.environ.get("MASTER_PORT", "29500")), verbose=False)
+        _discover_with_mpi()
     environment = read_environment()
+    if environment.local_rank == 0:
+        _name_orphans()
     problem = ""
     try:
         _choose_device(environment.local_rank)
@@ -77,19 +86,23 @@ def process_group(task: str, max_outage: float = 0.0) -> Iterator[Communicator]:
         problem = str(error)  # rank 0 reports it, so that the other nodes do not wait for this rank
     with ExitStack() as stack:
         store: dist.Store | None = None
+        group_store: dist.Store | None = None
         detector: FailureDetector | None = None
         if environment.world_size > 1:
-            store = open_store(environment.rank)
-            address = rendezvous(store, environment, _fingerprint(task), problem)
-            use_interface_of(address)
-            detector = FailureDetector(environment, open_store(environment.rank, serve=False), address)
+            shared_store = open_store(environment.rank)
+            joined = rendezvous(shared_store, environment, _fingerprint(task), problem)
+            use_interface_of(joined.address)
+            store = dist.PrefixStore(joined.attempt, shared_store)
+            connections = [open_store(environment.rank, serve=False) for _ in range(2)]
+            detector_store, group_store = [dist.PrefixStore(joined.attempt, connection) for connection in connections]
+            detector = FailureDetector(environment, detector_store, joined.address)
             stack.enter_context(detector)
         else:
             stack.callback(leave)
         flushed_before = bool(torch.tensor(2.0**-126).div(2) == 0)
         stack.callback(torch.set_flush_denormal, flushed_before)
         torch.set_flush_denormal(True)
-        communicator = join(max_outage, store)
+        communicator = join(max_outage, store, group_store)
         communicator.barrier()  # NCCL connects some ranks only in their first collective
         if detector is not None:
             detector.communicator = communicator
@@ -97,8 +110,17 @@ def process_group(task: str, max_outage: float = 0.0) -> Iterator[Communicator]:
         leave()  # not after a failure: the other ranks would fail before they learned the reason
 
 
-def join(max_outage: float = 0.0, store: dist.Store | None = None) -> Communicator:
-    """Join the launcher's process group, or reuse one that exists; DeepSpeed's engine uses the same group."""
+def join(
+    max_outage: float = 0.0, store: dist.Store | None = None, group_store: dist.Store | None = None
+) -> Communicator:
+    """Join the launcher's process group, or reuse one that exists; DeepSpeed's engine uses the same group.
+
+    Args:
+        max_outage: as for `process_group`.
+        store: store for the communicator's counters.
+        group_store: a dedicated connection to the store through which the group connects; by default, a new connection
+            to MASTER_ADDR.
+    """
     accelerator = get_accelerator()
     device = torch.device(accelerator.current_device_name())
     timeout = _COLLECTIVE_LIMIT + timedelta(seconds=max_outage)
@@ -106,7 +128,20 @@ def join(max_outage: float = 0.0, store: dist.Store | None = None) -> Communicat
         bound_device = None
         if device.type == "cuda" and read_environment().world_size > 1:
             bound_device = device  # NCCL connects a rank at once if the group is bound to the rank's GPU
-        dist.init_process_group(accelerator.communication_backend_name(), timeout=timeout, device_id=bound_device)
+        backend = accelerator.communication_backend_name()
+        if group_store is None:
+            dist.init_process_group(backend, timeout=timeout, device_id=bound_device)
+        else:
+            group_store.set_timeout(timeout)
+            environment = read_environment()
+            dist.init_process_group(
+                backend,
+                store=dist.PrefixStore("process_group", group_store),
+                rank=environment.rank,
+                world_size=environment.world_size,
+                timeout=timeout,
+                device_id=bound_device,
+            )
     if device.type == "cpu":
         return Communicator("cpu", store=store)
     if dist.get_world_size() == 1:
@@ -114,6 +149,33 @@ def join(max_outage: float = 0.0, store: dist.Store | None = None) -> Communicat
     # through this group, ranks exchange host data, such as which rows are valid, without waiting for the GPUs
     host_group: Any = dist.new_group(backend="gloo", timeout=timeout)
     return Communicator(device, host_group=host_group, store=store)
+
+
+def _discover_with_mpi() -> None:
+    """Let MPI find the address of rank 0; raise `UserError` if mpi4py is missing or belongs to another MPI library."""
+    launched = read_environment()
+    fix = "install mpi4py for the launcher's MPI library, or set MASTER_ADDR and MASTER_PORT on each rank"
+    with explained("The launcher sets no MASTER_ADDR, and mpi4py cannot find the address of rank 0", fix):
+        deepspeed.comm.mpi_discovery(int(os.environ.get("MASTER_PORT", "29500")), verbose=False)
+    found = read_environment()
+    if (found.rank, found.world_size) != (launched.rank, launched.world_size):
+        raise UserError(
+            f"The launcher started rank {launched.rank} of {launched.world_size}, but mpi4py finds rank {found.rank} "
+            f"of {found.world_size}, because it is built for another MPI library: {fix}."
+        )
+
+
+def _name_orphans() -> None:
+    """Log a warning that names the ranks of killed launchers, which may occupy this machine, its port or the run."""
+    orphans = " ".join(str(pid) for pid in find_orphans())
+    if orphans:
+        log.warning(
+            "These processes on %s are ranks whose launcher has ended, and may still train: %s. If nobody needs them, "
+            "run: kill %s",
+            socket.gethostname(),
+            orphans,
+            orphans,
+        )
 
 
 def leave() -> None:
@@ -198,8 +260,7 @@ def open_store(rank: int, timeout: timedelta = TIMEOUT, serve: bool = True) -> d
     """
     host = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
-    torchrun_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    is_server = serve and rank == 0 and not torchrun_serves
+    is_server = serve and rank == 0 and not _torchrun_serves()
     try:
         if not is_server:
             _wait_for_server(host, port, timeout)
@@ -213,8 +274,12 @@ def open_store(rank: int, timeout: timedelta = TIMEOUT, serve: bool = True) -> d
             fix = "rank 0's log, the address (the launcher's --master_addr) and the firewall"
         reason = " ".join(str(error).split("\n")[0].split())
         raise UserError(f"Rank {rank} {problem} at {host}:{port} ({reason}). Check {fix}.") from error
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives the ranks
-    return dist.PrefixStore(f"neuclip_ds/{attempt}", store)
+    return dist.PrefixStore("neuclip_ds", store)
+
+
+def _torchrun_serves() -> bool:
+    """Return whether torchrun serves the ranks' store, which then outlives the ranks that torchrun restarts."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _wait_for_server(host: str, port: int, timeout: timedelta) -> None:
@@ -239,8 +304,19 @@ class _Arrival:
 
     rank: int
     host: str
+    process: str  # random name of the process
     fingerprint: dict[str, str]  # must be equal on all ranks
     problem: str  # reason why the rank cannot take part, or ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joined:
+    """What a rank knows after the rendezvous."""
+
+    address: str
+    """Address of this machine on the network over which ranks reach rank 0."""
+    attempt: str
+    """Random name of this start of the ranks, which prefixes their keys in the store."""
 
 
 def rendezvous(
@@ -249,11 +325,8 @@ def rendezvous(
     fingerprint: Mapping[str, str],
     problem: str = "",
     timeout: timedelta = TIMEOUT,
-) -> str:
+) -> Joined:
     """Wait for all ranks and compare their fingerprints, which must be equal.
-
-    Returns:
-        The address of this machine on the network over which ranks reach rank 0.
 
     Raises:
         UserError: a rank has a `problem`, is missing or appears twice, or the fingerprints differ; raised on every rank
@@ -263,41 +336,77 @@ def rendezvous(
         address = probe.getsockname()[0]
         address_of_rank_0 = probe.getpeername()[0]
     is_loopback = ip_address(address).is_loopback  # if so, other nodes cannot reach it; MASTER_ADDR names this machine
-    if not is_loopback:
-        store.set("address of rank 0", address_of_rank_0)
     arrival = _Arrival(
         rank=environment.rank,
         host=socket.gethostname(),
+        process=secrets.token_hex(8),
         fingerprint={"number of ranks": str(environment.world_size), **fingerprint},
         problem=problem,
     )
-    store.set(f"arrival/{store.add('arrivals', 1)}", json.dumps(asdict(arrival)))
 
-    # rank 0 compares the arrivals, and all ranks raise its verdict
+    def arrive(attempt: str) -> dist.Store:
+        attempt_store = dist.PrefixStore(attempt, store)
+        if not is_loopback:
+            attempt_store.set("address of rank 0", address_of_rank_0)
+        number = attempt_store.add("arrivals", 1)
+        attempt_store.set(f"arrival/{number}", json.dumps(asdict(arrival)))
+        return attempt_store
+
+    # rank 0 names the attempt and compares the arrivals, and all ranks raise its verdict
     if environment.rank == 0:
-        problem = _find_problem(store, environment.world_size, timeout)
-        store.set("verdict", problem)
-        if problem:
-            _wait_for_readers(store)
+        attempt = secrets.token_hex(8)
+        attempt_store = arrive(attempt)
+        store.set("attempt", attempt)
+        verdict = _compare(attempt_store, environment.world_size, timeout)
+        attempt_store.set("verdict", json.dumps(asdict(verdict)))
+        if verdict.problem:
+            _wait_for_readers(attempt_store)
     else:
-        # rank 0 may have started to wait later than this rank
-        deadline = time.monotonic() + 2 * timeout.total_seconds()
         try:
-            while not store.check(["verdict"]):  # a signal could not end the rank during `store.wait`
-                if time.monotonic() > deadline:
-                    raise UserError(f"Rank {environment.rank} waited in vain for rank 0: check rank 0's log.")
-                time.sleep(_POLL_INTERVAL)
-            problem = store.get("verdict").decode()
-            store.add("read", 1)
+            attempt, verdict = _wait_for_verdict(store, arrival, arrive, timeout)
         except dist.DistError as error:
             raise UserError(
                 f"Rank {environment.rank} reached rank 0, which ended before all ranks had arrived: check rank 0's log."
             ) from error
-    if problem:
-        raise UserError(problem)
-    if is_loopback and store.check(["address of rank 0"]):
-        return store.get("address of rank 0").decode()
-    return address
+        attempt_store = dist.PrefixStore(attempt, store)
+    if verdict.problem:
+        raise UserError(verdict.problem)
+    if is_loopback and attempt_store.check(["address of rank 0"]):
+        address = attempt_store.get("address of rank 0").decode()
+    return Joined(address=address, attempt=attempt)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Verdict:
+    """What rank 0 tells all ranks after the comparison."""
+
+    problem: str  # reason why the ranks cannot run together, or ""
+    processes: list[str]  # names of the processes that had arrived
+
+
+def _wait_for_verdict(
+    store: dist.Store, arrival: _Arrival, arrive: Callable[[str], dist.Store], timeout: timedelta
+) -> tuple[str, _Verdict]:
+    """Arrive at the attempt that rank 0 names, and return its name and rank 0's verdict.
+
+    torchrun's store also has the name and the verdict of earlier attempts, in which this process does not occur. This
+    rank therefore arrives again whenever the name changes. The restart counts of torchrun differ between nodes.
+    """
+    deadline = time.monotonic() + 2 * timeout.total_seconds()  # rank 0 may have started to wait later than this rank
+    attempt = ""
+    attempt_store = store
+    while time.monotonic() < deadline:  # a signal could not end the rank during `store.wait`
+        named = store.get("attempt").decode() if store.check(["attempt"]) else ""
+        if named != attempt:
+            attempt = named
+            attempt_store = arrive(attempt)
+        if attempt and attempt_store.check(["verdict"]):
+            verdict = _Verdict(**json.loads(attempt_store.get("verdict")))
+            if arrival.process in verdict.processes or not _torchrun_serves():
+                attempt_store.add("read", 1)
+                return attempt, verdict
+        time.sleep(_POLL_INTERVAL)
+    raise UserError(f"Rank {arrival.rank} waited in vain for rank 0: check rank 0's log.")
 
 
 def _wait_for_readers(store: dist.Store) -> None:
@@ -307,37 +416,42 @@ def _wait_for_readers(store: dist.Store) -> None:
         time.sleep(_POLL_INTERVAL)
 
 
-def _find_problem(store: dist.Store, world_size: int, timeout: timedelta) -> str:
-    """Return the reason why the ranks cannot run together, or "" if they can; called on rank 0."""
-    hosts: dict[int, str] = {}  # by rank
+def _compare(store: dist.Store, world_size: int, timeout: timedelta) -> _Verdict:
+    """Wait for all ranks, and find the reason why they cannot run together, if any; called on rank 0."""
+    arrivals: dict[int, _Arrival] = {}  # by rank
+
+    def verdict(problem: str) -> _Verdict:
+        return _Verdict(problem=problem, processes=[arrival.process for arrival in arrivals.values()])
+
     first: _Arrival | None = None
     number = 0
     deadline = time.monotonic() + timeout.total_seconds()
-    while len(hosts) < world_size:
+    while len(arrivals) < world_size:
         number += 1
         while not store.check([f"arrival/{number}"]):  # a wait that times out prints a warning
             if time.monotonic() > deadline:
-                missing = ", ".join(str(rank) for rank in range(world_size) if rank not in hosts)
-                return (
+                missing = ", ".join(str(rank) for rank in range(world_size) if rank not in arrivals)
+                return verdict(
                     f"Of {world_size} ranks, these did not arrive within {timeout.total_seconds():.0f} s: {missing}. "
                     "Check the logs of their nodes."
                 )
             time.sleep(_POLL_INTERVAL)
         arrival = _Arrival(**json.loads(store.get(f"arrival/{number}")))
         rank = arrival.rank
+        former = arrivals.get(rank)
+        arrivals[rank] = arrival
         if arrival.problem:
-            return f"rank {rank} on {arrival.host}: {arrival.problem}"
-        if rank in hosts:
-            return (
-                f"Two processes are rank {rank}, on {hosts[rank]} and {arrival.host}: give each node its own "
+            return verdict(f"rank {rank} on {arrival.host}: {arrival.problem}")
+        if former is not None and not _torchrun_serves():  # torchrun may have restarted the rank
+            return verdict(
+                f"Two processes are rank {rank}, on {former.host} and {arrival.host}: give each node its own "
                 "--node_rank."
             )
-        hosts[rank] = arrival.host
         first = first or arrival
         difference = _find_difference(first, arrival)
         if difference:
-            return difference
-    return ""
+            return verdict(difference)
+    return verdict("")
 
 
 def _find_difference(first: _Arrival, other: _Arrival) -> str:
@@ -380,5 +494,7 @@ def read_hostfile(path: Path) -> dict[str, int]:
     """Read each node's slots from a hostfile as DeepSpeed does; raise `UserError` if the file is missing or invalid."""
     if not path.is_file():
         raise UserError(f"The hostfile {path} does not exist; hostfiles/ has examples.")
+    if path.read_bytes().startswith(codecs.BOM_UTF8):
+        raise UserError(f"DeepSpeed reads the byte order mark of {path} as part of a name; save it without the mark.")
     with explained(f"DeepSpeed cannot read the hostfile {path}", "write one line `NAME slots=N` for each node"):
         return dict(fetch_hostfile(path))

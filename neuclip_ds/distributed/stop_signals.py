@@ -6,10 +6,13 @@ a collective therefore reacts only when the collective ends, or when another ran
 
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 from neuclip_ds.errors import Interrupted
 
@@ -45,6 +48,15 @@ class _StopSignals:
 _installed: _StopSignals | None = None
 
 
+def _report_unless_interrupted(report: Callable[[Any], object], unraisable: Any) -> None:
+    """Report an exception that Python ignores, but not `Interrupted`: the signal is recorded and acted on later.
+
+    Python ignores exceptions in finalizers and in functions that run at a fork, and would print a traceback.
+    """
+    if not isinstance(unraisable.exc_value, Interrupted):
+        report(unraisable)
+
+
 @contextmanager
 def raising_interrupted() -> Iterator[None]:
     """Raise `Interrupted` in the main thread when a stop signal arrives during the block.
@@ -58,9 +70,12 @@ def raising_interrupted() -> Iterator[None]:
         return
     _installed = _StopSignals()
     handlers = {number: signal.signal(number, _installed.receive) for number in STOP_SIGNALS}
+    report_unraisable = sys.unraisablehook
+    sys.unraisablehook = partial(_report_unless_interrupted, report_unraisable)
     try:
         yield
     finally:
+        sys.unraisablehook = report_unraisable
         for number, handler in handlers.items():
             signal.signal(number, handler)
         _installed = None

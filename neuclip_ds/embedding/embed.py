@@ -30,7 +30,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from neuclip_ds.data.feature_parts import EMBEDDING, FORMAT, FeaturePart, job_hash, write_part
+from neuclip_ds.data.feature_parts import (
+    EMBEDDING,
+    FORMAT,
+    PART_BYTES,
+    PART_SUFFIX,
+    FeaturePart,
+    job_hash,
+    part_name,
+    write_part,
+)
 from neuclip_ds.data.loader import LoaderOptions
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.worker_pool import WorkerPool
@@ -84,15 +93,23 @@ class Parts:
         self._job = job_hash(self._identity)
         self._views = max(1, int(identity["crops"]))
 
+    def finish(self, manifest: Manifest) -> None:
+        """Record the sizes of the parts, which readers need if the folder is copied to a server that cannot list it."""
+        sizes = {path.name: path.stat().st_size for path in self.folder.glob(f"part-*{PART_SUFFIX}")}
+        part_bytes = [sizes.get(part_name(shard), 0) for shard in range(manifest.n_shards)]
+        _write_json(self.folder / EMBEDDING, {**self._identity_for(manifest), PART_BYTES: part_bytes})
+
+    def _identity_for(self, manifest: Manifest) -> dict[str, Any]:
+        return {**self._identity, "shards": manifest.n_shards, "data": manifest.content_hash}
+
     def create(self, manifest: Manifest) -> list[int]:
         """Open or create the folder, and return the numbers of its parts; raise UserError if another job wrote them."""
-        identity = {**self._identity, "shards": manifest.n_shards, "data": manifest.content_hash}
+        identity = self._identity_for(manifest)
         path = self.folder / EMBEDDING
         if path.is_file():
             self._check_identity(path, identity, manifest)
         self.folder.mkdir(parents=True, exist_ok=True)
-        with atomic_write(path) as temporary:
-            temporary.write_text(json.dumps(identity, indent=2) + "\n", encoding="utf-8")
+        _write_json(path, identity)
         matches = [_PART_NAME.fullmatch(table.name) for table in feature_tables(self.folder)]
         return [int(match[1]) for match in matches if match]
 
@@ -168,6 +185,11 @@ class Parts:
         return stored
 
 
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    with atomic_write(path) as temporary:
+        temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
 def embed(
     encoders: FeatureEncoders,
     reader: RowReader,
@@ -229,6 +251,8 @@ def embed(
 
     counts: dict[str, Any] = {"shards": written, "samples": samples, "bad": bad, "unreadable": unreadable}
     counts_of_ranks = communicator.gather_objects(counts)
+    with explain_disk(parts.folder, "choose another --out"):
+        communicator.on_rank_zero(lambda: parts.finish(manifest))
     return Summary(
         shards=sum(counts["shards"] for counts in counts_of_ranks),
         samples=sum(counts["samples"] for counts in counts_of_ranks),

@@ -1,7 +1,7 @@
 """Functions that encode the images and the captions of a dataset: a dual encoder, or one encoder of another library."""
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +16,7 @@ from neuclip_ds.models.pretrained.image_encoder import ImageEncoderRef, locate_i
 from neuclip_ds.models.pretrained.text_encoder import Pooling, locate_text_encoder, open_text_encoder
 from neuclip_ds.models.tokenizer import ModelTokenizer
 from neuclip_ds.models.towers import DualEncoder
+from neuclip_ds.models.weights_hash import weights_hash
 
 Output = Literal["joint", "trunk"]
 """Which features are stored: normalized ones in the joint space, or the towers' pooled output before the projection."""
@@ -35,6 +36,8 @@ class FeatureEncoders:
     text: EncodeOne | None = None
     tokenize: Tokenize | None = None
     pooling: Pooling | None = None  # of the encoder of captions, if it is not part of a dual encoder
+    context_length: int | None = None  # maximum number of tokens per caption
+    trunk_weights: Mapping[str, str] = field(default_factory=dict)  # `weights_hash` of the trunks of `image` and `text`
 
     def image_width(self) -> int | None:
         """Encode an empty image, and return the width of the features; None without an encoder of images."""
@@ -51,9 +54,17 @@ class FeatureEncoders:
 
 
 def dual_encoders(
-    name: str, model: DualEncoder, tokenizer: ModelTokenizer, preprocessing: Preprocessing, output: Output
+    name: str,
+    model: DualEncoder,
+    tokenizer: ModelTokenizer,
+    preprocessing: Preprocessing,
+    output: Output,
+    trunk_weights: Mapping[str, str],
 ) -> FeatureEncoders:
-    """Return the encoders of a model on its device; raise UserError if it has no features before a projection."""
+    """Return the encoders of a model on its device.
+
+    `trunk_weights` are as in `FeatureEncoders`. Raises UserError if the model has no features before a projection.
+    """
     if output == "trunk":
         if isinstance(model.vision.projection, nn.Identity) or isinstance(model.text.projection, nn.Identity):
             raise UserError(f"{name} has no separate projections, so it only has joint features: set --output joint.")
@@ -63,8 +74,20 @@ def dual_encoders(
         image = _encode_with(model, lambda pixels: model(pixels, None)[0])
         text = _encode_with(model, lambda tokens: model(None, tokens)[1])
     return FeatureEncoders(
-        name=name, output=output, image=image, preprocessing=preprocessing, text=text, tokenize=tokenizer
+        name=name,
+        output=output,
+        image=image,
+        preprocessing=preprocessing,
+        text=text,
+        tokenize=tokenizer,
+        context_length=tokenizer.context_length,
+        trunk_weights=trunk_weights,
     )
+
+
+def trunk_hashes(model: DualEncoder) -> dict[str, str]:
+    """Return the `weights_hash` of a model's trunks, by `image` and `text`."""
+    return {"image": weights_hash(model.vision.trunk), "text": weights_hash(model.text.trunk)}
 
 
 def image_encoders(
@@ -76,9 +99,16 @@ def image_encoders(
     """
     fields = communicator.on_rank_zero(lambda: asdict(locate_image_encoder(name, image_size)))
     ref = ImageEncoderRef(**fields)
-    tower = open_image_encoder(ref).to(communicator.device, dtype)
-    image = _encode_with(tower, tower)
-    return FeatureEncoders(name=f"timm:{name}", output="trunk", image=image, preprocessing=ref.preprocessing)
+    tower = open_image_encoder(ref)
+    trunk_weights = {"image": weights_hash(tower.trunk)}
+    tower = tower.to(communicator.device, dtype)
+    return FeatureEncoders(
+        name=f"timm:{name}",
+        output="trunk",
+        image=_encode_with(tower, tower),
+        preprocessing=ref.preprocessing,
+        trunk_weights=trunk_weights,
+    )
 
 
 def text_encoders(
@@ -91,10 +121,16 @@ def text_encoders(
     """
     folder = Path(communicator.on_rank_zero(lambda: str(locate_text_encoder(name))))
     encoder = open_text_encoder(folder, pooling)
+    trunk_weights = {"text": weights_hash(encoder.tower.trunk)}
     tower = encoder.tower.to(communicator.device, dtype)
-    text = _encode_with(tower, tower)
     return FeatureEncoders(
-        name=f"hf:{name}", output="trunk", text=text, tokenize=encoder.tokenizer, pooling=encoder.tower.pooling
+        name=f"hf:{name}",
+        output="trunk",
+        text=_encode_with(tower, tower),
+        tokenize=encoder.tokenizer,
+        pooling=encoder.tower.pooling,
+        context_length=encoder.tokenizer.context_length,
+        trunk_weights=trunk_weights,
     )
 
 

@@ -14,9 +14,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from neuclip_ds.data.feature_parts import EMBEDDING
+from neuclip_ds.data.listing import files_below
 from neuclip_ds.data.uids import UID, UidArray, UidFiles, parse_uids
 from neuclip_ds.errors import UserError, explained
 from neuclip_ds.files import atomic_write
@@ -63,7 +65,7 @@ def select(
     files: list[Path] = []
     for source in sources:
         files += _files(source)
-    data = ds.dataset([str(file) for file in files], format="parquet")
+    data = _open(files)
     for name, option in ((column, "--column"), (uid_column, "--uid-column")):
         if name not in data.schema.names:
             raise UserError(f"{files[0]} has no column {name}: choose {option} from {', '.join(data.schema.names)}.")
@@ -104,6 +106,17 @@ def select(
         minimum=minimum,
         refined=len(uids) - len(refined_uids),
     )
+
+
+def _open(files: Sequence[Path]) -> ds.Dataset:
+    """Open parquet files as one table; raise UserError that names the first file that cannot be read."""
+    try:
+        return ds.dataset([str(file) for file in files], format="parquet")
+    except (OSError, ValueError, pa.ArrowException):
+        for file in files:
+            with explained(f"{file} cannot be read as parquet", "fix it, or omit it from the files to filter"):
+                pq.read_schema(file)
+        raise
 
 
 def _sorted_distinct(uids: UidArray) -> UidArray:
@@ -147,7 +160,8 @@ def _files(source: Path) -> list[Path]:
         return feature_tables(source)
     files = []
     if source.is_dir():
-        files = sorted(source.rglob("*.parquet"))
+        with explained(f"{source} cannot be listed", "check the folders and their permissions"):
+            files = files_below(source, [".parquet"])
     elif source.is_file():
         files = [source]
     if not files:

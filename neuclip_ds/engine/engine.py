@@ -76,7 +76,8 @@ class Engine:
         self.device = communicator.device
         self.wrapper = zero.wrapper_of(deepspeed_engine.optimizer)
 
-        self._batch_norms = batch_norms(self.module)
+        self.module.train()  # frozen parts of the towers stay in evaluation mode
+        self._batch_norms = [layer for layer in batch_norms(self.module) if layer.training]
         self._statistics = [buffer for layer in self._batch_norms for buffer in layer.buffers()]
         self._statistics_before: list[Tensor] = []  # before the forward pass
         # With several ranks, the gather of the text features overlaps the image tower. With one, nothing is gathered; a

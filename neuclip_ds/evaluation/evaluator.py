@@ -1,7 +1,7 @@
 """Evaluate a run's model: held-out retrieval, zero-shot accuracy, evaluation sets, and normalizer estimation error."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from neuclip_ds.evaluation.normalizer_error import normalizer_error
 from neuclip_ds.evaluation.results import averages
 from neuclip_ds.evaluation.retrieval import retrieval
 from neuclip_ds.evaluation.sets import EvaluationSet, open_labeled
-from neuclip_ds.evaluation.suite import Metrics, measure
+from neuclip_ds.evaluation.suite import Metrics, measure, open_task_set
 from neuclip_ds.evaluation.tasks import Task, load_tasks
 from neuclip_ds.evaluation.zero_shot import zero_shot
 from neuclip_ds.losses.contrastive_loss import ContrastiveLoss
@@ -233,7 +233,8 @@ class HeldOut:
 def open_held_out(config: Config, communicator: Communicator, folder: Path, train: Manifest | None) -> HeldOut:
     """Open the held-out sets of a run on all ranks: validation pairs, zero-shot images, and evaluation sets on disk.
 
-    Raises `UserError` if a named set does not exist, or if the validation pairs are in shards of the training data.
+    Raises `UserError` if a set does not exist or one of its files is damaged, or if the validation pairs are in shards
+    of the training data.
     """
     options = config.data
     validation = find_validation(options, train)  # a path or a number of training pairs
@@ -258,4 +259,17 @@ def open_held_out(config: Config, communicator: Communicator, folder: Path, trai
     task_sets: list[tuple[Task, Path]] = []
     if options.evaluation_sets is not None:
         task_sets = load_tasks().on_disk_of_all([options.evaluation_sets], options.evaluation_tasks, communicator)
+    for task, path in task_sets:
+        communicator.on_every_rank(partial(open_task_set, task, path))
+    communicator.on_rank_zero(partial(_read_sets, zero_shot_set, task_sets))
     return HeldOut(pairs=pairs, origin_of_pairs=origin_of_pairs, zero_shot=zero_shot_set, task_sets=task_sets)
+
+
+def _read_sets(zero_shot_set: EvaluationSet | None, task_sets: Sequence[tuple[Task, Path]]) -> None:
+    """Read the tables and the headers of all shards, so that a run with a damaged set ends before its first step."""
+    evaluation_sets = [open_task_set(task, path) for task, path in task_sets]
+    if zero_shot_set is not None:
+        evaluation_sets.append(zero_shot_set)
+    for evaluation_set in evaluation_sets:
+        for _ in evaluation_set.samples():
+            pass

@@ -1,8 +1,8 @@
 """Scores on disk in the layout of DataComp's evaluation, averages over tasks, and a summary in Markdown.
 
 `eval_results.jsonl` has one line per task, {"key": ..., "dataset": ..., "metrics": {..., "main_metric": ...}}, appended
-when the task is done. `model.json` identifies the model, so that scores of different models are never mixed. Lines for
-your own sets also have a "data" field, which distinguishes sets with the same name.
+when the task is done. `model.json` identifies the model, so that scores of different models are never mixed. A line
+also has a "data" field, which identifies the set and its files; DataComp's own files lack it.
 """
 
 import json
@@ -30,7 +30,7 @@ class Average(NamedTuple):
 class Results:
     """The scores of one model, stored in a folder; raises UserError if the folder has a different model's scores.
 
-    `metrics` maps task keys to the latest metrics; `data` maps them to the identities of your own sets, or to None.
+    `metrics` maps task keys to the latest metrics; `data` maps them to the identities of the sets, None if unknown.
     """
 
     def __init__(self, folder: Path, model: Mapping[str, Any]) -> None:
@@ -52,7 +52,7 @@ class Results:
         self._model_path.write_text(json.dumps(model, indent=2) + "\n", encoding="utf-8")
 
     def add(self, task: Task, metrics: Metrics, data: str | None = None) -> None:
-        """Append a task's line; `data` distinguishes your own sets with the same name."""
+        """Append a task's line; `data` identifies the set and its files."""
         self.metrics[task.key] = metrics
         self.data[task.key] = data
         line = {"key": task.key, "dataset": task.name, "metrics": metrics}

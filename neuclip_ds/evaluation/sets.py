@@ -5,7 +5,8 @@
     SET/test/nshards.txt  0.tar  1.tar ...                       samples KEY.jpg (png, webp), KEY.cls, KEY.txt ...
 
     SET/red_fox/a.jpg  SET/red_fox/more/b.png  SET/wolf/1.webp   one folder per class, as in torchvision's ImageFolder
-    SET/classnames.txt  zeroshot_classification_templates.txt    optional: names in the folders' order, prompts with {c}
+    SET/classnames.txt  zeroshot_classification_templates.txt    optional: names in the folders' order (by number if all
+                                                                 are numbers), prompts with {c}
 
     SET.csv (.tsv, .jsonl, .parquet)                             a column of images and a column of captions
 
@@ -13,19 +14,36 @@ A shard is indexed when iteration reaches it, and samples are read on demand. A 
 scores on an incomplete set are not comparable.
 """
 
+import hashlib
+import logging
+import os
+import re
 import zlib
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from torchvision.datasets.folder import make_dataset
-
+from neuclip_ds.data.listing import files_below, is_visible
 from neuclip_ds.data.readers import read_at
 from neuclip_ds.data.sample_table import IMAGE_EXTENSIONS
-from neuclip_ds.data.tables import CAPTION_COLUMNS, IMAGE_COLUMNS, TABLES, captions_of, image_of, open_table, read_image
-from neuclip_ds.data.tar import Extent, read_index
+from neuclip_ds.data.shards import is_local
+from neuclip_ds.data.tables import (
+    CAPTION_COLUMNS,
+    IMAGE_COLUMNS,
+    TABLES,
+    captions_of,
+    image_of,
+    open_table,
+    read_image,
+    source_of,
+)
+from neuclip_ds.data.tar import Extent, is_blank, read_index
 from neuclip_ds.errors import UserError, explained
+from neuclip_ds.files import read_text
+
+log = logging.getLogger(__name__)
 
 _SHARD_COUNT = "test/nshards.txt"
 _TEMPLATES = "zeroshot_classification_templates.txt"
@@ -67,7 +85,7 @@ class Sample:
 
     def text(self, extension: str) -> str:
         """Return the stripped text of a member; raise UserError if the member is missing or cannot be read."""
-        return self.read(extension).decode("utf-8", "replace").strip()
+        return self.read(extension).decode("utf-8-sig", "replace").strip()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +96,7 @@ class EvaluationSet:
     kind: str  # `classification`, `retrieval` or `multilabel`
     contents: Hashable  # fingerprint for detecting copies with different contents
     samples: Callable[[], Iterator[Sample]]  # iterates over all samples, in order; raises UserError
+    files: Callable[[], Iterator[Path]]  # iterates over all local files of the set; raises UserError
     class_names: tuple[str, ...] = ()  # label -> name, for labeled sets
     templates: tuple[str, ...] = ()  # prompts with `{c}` in place of the class name, for labeled sets
 
@@ -86,25 +105,46 @@ class EvaluationSet:
         label, template = divmod(index, len(self.templates))
         return self.templates[template].replace(PLACEHOLDER, self.class_names[label])
 
+    def fingerprint(self) -> str:
+        """Return a string that changes if a file of the set is added, removed or written; raise UserError as `files`.
+
+        Files are not read: their sizes and modification times count.
+        """
+        digest = hashlib.sha256(self.kind.encode())
+        with explained(f"{self.path} cannot be read", "check the storage"):
+            for file in self.files():
+                name = os.path.relpath(file, self.path)
+                status = file.stat() if file.exists() else None
+                stamp = (status.st_size, status.st_mtime_ns) if status is not None else None
+                digest.update(f"{name}\0{stamp}\n".encode("utf-8", "surrogateescape"))
+        return digest.hexdigest()[:32]
+
 
 def is_set(path: Path) -> bool:
-    """Return whether a path is an evaluation set rather than a folder of sets."""
-    if path.is_file():
-        return path.suffix.lower() in TABLES
-    return path.is_dir() and ((path / _SHARD_COUNT).is_file() or _is_image_folder(path))
+    """Return whether a path is an evaluation set rather than a folder of sets; raise UserError if it is unreadable."""
+    with _listed(path):
+        if path.is_file():
+            return path.suffix.lower() in TABLES and is_visible(path.name)
+        return path.is_dir() and ((path / _SHARD_COUNT).is_file() or _is_image_folder(path))
 
 
 def open_set(path: Path) -> EvaluationSet:
     """Open an evaluation set of any form; raise UserError if a file is missing or malformed."""
-    if path.is_file():
-        return _open_pairs(path)
-    if not path.is_dir():
-        raise UserError(f"{path} does not exist; name an evaluation set: {FORMS}.")
-    if (path / _SHARD_COUNT).is_file():
-        return open_shards(path)
-    if _is_image_folder(path):
-        return _open_images(path)
-    return open_shards(path)  # explains which file is missing
+    with _listed(path):
+        if path.is_file():
+            return _open_pairs(path)
+        if not path.is_dir():
+            raise UserError(f"{path} does not exist; name an evaluation set: {FORMS}.")
+        if (path / _SHARD_COUNT).is_file():
+            return open_shards(path)
+        if _is_image_folder(path):
+            return _open_images(path)
+        return open_shards(path)  # explains which file is missing
+
+
+def _listed(path: Path) -> AbstractContextManager[None]:
+    """Return a context in which file-system errors, such as a folder that cannot be listed, become UserErrors."""
+    return explained(f"The evaluation set {path} cannot be read", "check the folders and their permissions")
 
 
 def open_captioned(path: Path) -> EvaluationSet:
@@ -128,7 +168,10 @@ def open_labeled(path: Path) -> EvaluationSet:
     for template in labeled_set.templates:
         if PLACEHOLDER not in template:
             raise UserError(f"{path / _TEMPLATES}: the template '{template}' lacks {PLACEHOLDER} for the class name.")
-    return labeled_set
+    # ranks with different numbers of prompts would wait for each other forever
+    prompts = "\0".join([*labeled_set.class_names, *labeled_set.templates])
+    contents = (labeled_set.contents, len(labeled_set.class_names), zlib.crc32(prompts.encode("utf-8", "replace")))
+    return replace(labeled_set, contents=contents)
 
 
 def open_shards(path: Path) -> EvaluationSet:
@@ -150,16 +193,33 @@ def open_shards(path: Path) -> EvaluationSet:
         for shard in shards:
             yield from _samples_of_shard(shard)
 
+    def files() -> Iterator[Path]:
+        texts = [shards_file, kind_file, path / _CLASS_NAMES, path / _TEMPLATES]
+        yield from filter(Path.is_file, texts)
+        yield from shards
+
     total_bytes = sum(shard.stat().st_size for shard in shards)
-    return EvaluationSet(path=path, kind=kind, contents=(total_bytes, len(shards)), samples=samples)
+    return EvaluationSet(path=path, kind=kind, contents=(total_bytes, len(shards)), samples=samples, files=files)
 
 
 def _samples_of_shard(shard: Path) -> Iterator[Sample]:
     with explained(f"{shard} cannot be read", "check the storage"), shard.open("rb") as file:
-        entries, gaps = read_index(file.fileno())
-    if gaps:
-        raise UserError(f"{shard} is damaged at byte {gaps[0].offset}; download it again.")
-    for entry in entries:
+        index = read_index(file.fileno())
+        are_blank = [is_blank(file.fileno(), gap) for gap in index.gaps]
+    if index.gaps and all(are_blank):
+        raise UserError(
+            f"{shard} has zeros between its members at byte {index.gaps[0].offset}: several tars may have been joined. "
+            "Write their files to one tar, or download it again."
+        )
+    if index.gaps:
+        raise UserError(f"{shard} is damaged at byte {index.gaps[0].offset}; download it again.")
+    if index.split or index.repeated or index.unreadable:
+        raise UserError(
+            f"{shard} has {index.split} samples whose members are not adjacent, {index.repeated} members with the key "
+            f"and the extension of another one, and {index.unreadable} links or sparse members; write it again with "
+            "webdataset, or with tar --sort=name --dereference --hard-dereference."
+        )
+    for entry in index.samples:
         members = {name: partial(_read_extent, shard, extent) for name, extent in entry.members.items()}
         yield Sample(f"{shard}: sample {entry.key}", members)
 
@@ -172,36 +232,71 @@ def _read_extent(shard: Path, extent: Extent) -> bytes:
 def _open_images(path: Path) -> EvaluationSet:
     """Open a set with one image folder per class; raise UserError if classnames.txt does not match the folders."""
     folders = _class_folders(path)
+    images_of_folder = {folder: files_below(folder, _IMAGE_SUFFIXES) for folder in folders}
     class_names_file = path / _CLASS_NAMES
-    if class_names_file.is_file():
-        class_names = _read_lines(class_names_file)
-    else:
+    class_names = _read_lines(class_names_file) if class_names_file.is_file() else None
+
+    # a folder without images is a class only if classnames.txt counts it
+    if class_names is None or len(class_names) != len(folders):
+        without_images = [folder.name for folder in folders if not images_of_folder[folder]]
+        folders = [folder for folder in folders if images_of_folder[folder]]
+        if without_images:
+            log.warning("%s: folders without images are not classes: %s", path, ", ".join(without_images))
+    if class_names is None:
         class_names = tuple(folder.name.replace("_", " ") for folder in folders)
-    if len(class_names) != len(folders):
+    elif len(class_names) != len(folders):
         raise UserError(
             f"{class_names_file} has {len(class_names)} names for {len(folders)} folders of classes; "
             "write one for each, in order."
         )
+    else:
+        _warn_of_numbers(path, folders, class_names)
+    for folder in folders:
+        with explained(f"The name of the folder {str(folder)!a} is not UTF-8 text", "rename it"):
+            folder.name.encode()
     templates_file = path / _TEMPLATES
     templates = _read_lines(templates_file) if templates_file.is_file() else (f"a photo of a {PLACEHOLDER}.",)
 
-    labels = {folder.name: label for label, folder in enumerate(folders)}
-    # a class may have no images
-    images = make_dataset(str(path), labels, is_valid_file=lambda file: _is_image(Path(file)), allow_empty=True)
+    images: list[tuple[Path, int]] = []
+    for label, folder in enumerate(folders):
+        images += [(image, label) for image in images_of_folder[folder]]
 
     def samples() -> Iterator[Sample]:
         for image, label in images:
-            yield Sample(image, {"jpg": partial(Path.read_bytes, Path(image)), "cls": str(label).encode()})
+            yield Sample(str(image), {"jpg": partial(Path.read_bytes, image), "cls": str(label).encode()})
 
-    file_names = "\0".join(image.removeprefix(str(path)) for image, _ in images)
+    def files() -> Iterator[Path]:
+        yield from filter(Path.is_file, [class_names_file, templates_file])
+        yield from (image for image, _ in images)
+
+    file_names = "\0".join(str(image).removeprefix(str(path)) for image, _ in images)
     return EvaluationSet(
         path=path,
         kind="classification",
         contents=zlib.crc32(file_names.encode("utf-8", "replace")),
         samples=samples,
+        files=files,
         class_names=class_names,
         templates=templates,
     )
+
+
+def _warn_of_numbers(path: Path, folders: Sequence[Path], class_names: Sequence[str]) -> None:
+    """Log a warning if folders such as class_2 and class_10 are in a different order as text and by number."""
+
+    def by_number(folder: Path) -> list[tuple[int, str]]:
+        parts = re.split("([0-9]+)", folder.name)
+        return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
+
+    for folder, other, name in zip(folders, sorted(folders, key=by_number), class_names, strict=True):
+        if folder != other:
+            log.warning(
+                "%s: folders are sorted as text, so the class of %s is '%s'; if that is wrong, pad the numbers",
+                path,
+                folder.name,
+                name,
+            )
+            return
 
 
 def _open_pairs(path: Path) -> EvaluationSet:
@@ -217,33 +312,44 @@ def _open_pairs(path: Path) -> EvaluationSet:
 
     def sample_of(name: str, image: bytes | str, captions: list[str]) -> Sample:
         lines = "\n".join(" ".join(caption.split()) for caption in captions)
-        return Sample(f"{path}: {name}", {"jpg": partial(read_image, image, path.parent), "txt": lines.encode()})
+        return Sample(f"{path}: {name}", {"jpg": partial(read_image, image), "txt": lines.encode()})
 
     def samples() -> Iterator[Sample]:
-        captions_of_file: dict[str, list[str]] = {}  # keyed by image file name
-        for row, values in enumerate(open_table(str(path)).read([image_column, caption_column])):
-            image = image_of(values[image_column])
-            captions = captions_of(values[caption_column])
+        names: dict[str, str] = {}  # image file -> its name in the table
+        captions_of_file: dict[str, list[str]] = {}  # image file -> its captions
+        for number, row in enumerate(open_table(str(path)).read([image_column, caption_column])):
+            image = source_of(row, image_column)
+            captions = captions_of(row.cells[caption_column])
             if image is None:
-                raise UserError(f"{path}: row {row} has no image in the column {image_column}; remove the row.")
+                raise UserError(f"{path}: row {number} has no image in the column {image_column}; remove the row.")
             if isinstance(image, str):
+                names.setdefault(image, str(image_of(row.cells[image_column])))
                 captions_of_file.setdefault(image, []).extend(captions)
             else:
-                yield sample_of(f"row {row}", image, captions)
-        for file_name, captions in captions_of_file.items():
-            yield sample_of(file_name, file_name, captions)
+                yield sample_of(f"row {number}", image, captions)
+        for image_file, captions in captions_of_file.items():
+            yield sample_of(names[image_file], image_file, captions)
 
-    return EvaluationSet(path=path, kind="retrieval", contents=path.stat().st_size, samples=samples)
+    def files() -> Iterator[Path]:
+        yield path
+        images = (source_of(row, image_column) for row in open_table(str(path)).read([image_column]))
+        names = (image for image in images if isinstance(image, str) and is_local(image))
+        yield from map(Path, dict.fromkeys(names))
+
+    return EvaluationSet(path=path, kind="retrieval", contents=path.stat().st_size, samples=samples, files=files)
 
 
 def _read_lines(path: Path) -> tuple[str, ...]:
-    """Return the stripped lines of a file; raise UserError if it is missing or a line is blank."""
+    """Return the stripped lines of a file, of which some may be blank; raise UserError if it is missing or empty.
+
+    CLEVR Distance has a class without a name.
+    """
     if not path.is_file():
         raise UserError(f"{path} is missing; {LAYOUT}.")
-    lines = tuple(line.strip() for line in path.read_text(encoding="utf-8").rstrip().split("\n"))
-    if "" in lines:
-        raise UserError(f"{path}: line {lines.index('') + 1} is blank; write an entry on every line.")
-    return lines
+    text = read_text(path).rstrip()
+    if not text:
+        raise UserError(f"{path} is empty; write an entry on each line.")
+    return tuple(line.strip() for line in text.split("\n"))
 
 
 def _is_image_folder(path: Path) -> bool:
@@ -254,8 +360,12 @@ def _is_image_folder(path: Path) -> bool:
 
 
 def _class_folders(path: Path) -> list[Path]:
-    return sorted(folder for folder in path.iterdir() if folder.is_dir() and not folder.name.startswith("."))
+    """Return the folders of classes, sorted by name, or by number if all of their names are numbers."""
+    folders = [folder for folder in path.iterdir() if folder.is_dir() and is_visible(folder.name)]
+    if all(folder.name.isdecimal() for folder in folders):
+        return sorted(folders, key=lambda folder: (int(folder.name), folder.name))
+    return sorted(folders)
 
 
 def _is_image(path: Path) -> bool:
-    return path.suffix.lower() in _IMAGE_SUFFIXES and not path.name.startswith(".")
+    return path.suffix.lower() in _IMAGE_SUFFIXES and is_visible(path.name)

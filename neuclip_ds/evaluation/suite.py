@@ -16,12 +16,18 @@ from neuclip_ds.evaluation.metrics import (
     worst_group,
 )
 from neuclip_ds.evaluation.retrieval import caption_retrieval, retrieval
-from neuclip_ds.evaluation.sets import open_captioned, open_labeled, open_shards
+from neuclip_ds.evaluation.sets import EvaluationSet, open_captioned, open_labeled, open_shards
 from neuclip_ds.evaluation.tasks import GroupRule, Task
 from neuclip_ds.evaluation.winogavil import winogavil
 from neuclip_ds.evaluation.zero_shot import classify
 
 Metrics = dict[str, float | None]
+
+
+def open_task_set(task: Task, path: Path) -> EvaluationSet:
+    """Open the set of a task, with its prompts; raise UserError if a file is missing or malformed."""
+    openers = {"classification": open_labeled, "retrieval": open_captioned, "winogavil": open_shards}
+    return openers[task.kind](path)
 
 
 def measure(task: Task, folder: Path, encoder: BatchEncoder) -> Metrics:
@@ -30,9 +36,7 @@ def measure(task: Task, folder: Path, encoder: BatchEncoder) -> Metrics:
     `main_metric` is the task's score, and `chance` is the score of random choices, if known. Raises UserError on all
     ranks if the data is incomplete or broken.
     """
-    openers = {"classification": open_labeled, "retrieval": open_captioned, "winogavil": open_shards}
-    open_task_set = openers[task.kind]
-    evaluation_set = encoder.communicator.on_every_rank(lambda: open_task_set(folder))
+    evaluation_set = encoder.communicator.on_every_rank(lambda: open_task_set(task, folder))
     metrics: Metrics
     if task.kind == "classification":
         classes, groups = classify(encoder, evaluation_set, task.groups)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict
 
+from neuclip_ds.data.listing import is_visible
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation.sets import FORMS, is_set, open_set
@@ -173,7 +174,8 @@ def _sets_in(path: Path) -> list[Path]:
         return [path.absolute()]
     if not path.is_dir():
         raise UserError(f"{path} is not a folder; name the one that contains the evaluation sets, or a set.")
-    return sorted(entry for entry in path.iterdir() if entry.is_dir() or is_set(entry))
+    entries = [entry for entry in path.iterdir() if is_visible(entry.name)]
+    return sorted(entry for entry in entries if entry.is_dir() or is_set(entry))
 
 
 def _user_task(path: Path) -> Task:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 
 from neuclip_ds.losses.batch_norm import BatchNorm, batch_norms, kept_statistics
 from neuclip_ds.losses.stored_features import StoredBatch, StoredRows, Teachers
@@ -140,7 +141,7 @@ class TwoPass(MicroBatches):
     missing, extra or out-of-order call raises `RuntimeError`.
     """
 
-    def __init__(self, loss_fn: ContrastiveLoss, model: nn.Module | None, scale: float) -> None:
+    def __init__(self, loss_fn: ContrastiveLoss, model: nn.Module | None, scale: float | GradScaler) -> None:
         super().__init__([] if model is None else batch_norms(model))
         self._loss_fn = loss_fn
         self._model = model
@@ -165,7 +166,7 @@ class TwoPass(MicroBatches):
         super().add(image_features, text_features)
         self._indices.append(index)
         if valid is None:
-            valid = torch.ones(len(image_features), dtype=torch.bool)
+            valid = torch.ones(len(image_features), dtype=torch.bool, device="cpu")
         self._valid.append(valid.cpu())
         self._stored.append(StoredBatch.of(reference, teacher))
         self._ends.append(sum(len(image) for image, _ in self._features))
@@ -186,7 +187,11 @@ class TwoPass(MicroBatches):
             image = image.detach().requires_grad_()
             text = text.detach().requires_grad_()
             loss = self._loss_fn(image, text, index, valid, reference=stored.reference, teacher=stored.teachers or None)
-            (loss * self._scale).backward()
+            if self._loss_fn.scaler is not None:
+                # creates the scaler's scale, which does not exist before its first use
+                self._loss_fn.scaler.scale(loss.detach())
+            scaled = loss * self._scale if isinstance(self._scale, float | int) else self._scale.scale(loss)
+            scaled.backward()
         assert image.grad is not None and text.grad is not None
         self.set_feature_gradients(image.grad, text.grad)
         return loss.detach()
@@ -245,7 +250,10 @@ def _without_reduction(model: Any, last: bool) -> Iterator[None]:
         finally:
             model.set_requires_gradient_sync(True)
     else:
-        defers = not last and hasattr(model, "no_sync")
+        # with a static graph, DDP fails if its first backward pass does not reduce the gradients; reducing them after
+        # each micro-batch gives the same sum
+        has_static_graph = getattr(model, "static_graph", False)
+        defers = not last and hasattr(model, "no_sync") and not has_static_graph
         with model.no_sync() if defers else nullcontext():
             yield
 

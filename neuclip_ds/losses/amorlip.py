@@ -333,8 +333,8 @@ class AmortizedEstimator(NormalizerEstimator):
 
     def replicated_state(self) -> dict[str, Tensor]:
         state = {
-            "epoch": torch.tensor(self._epoch),
-            "steps": torch.tensor(self._steps),
+            "epoch": torch.tensor(self._epoch, device="cpu"),
+            "steps": torch.tensor(self._steps, device="cpu"),
             "online": self._online.detach(),
             "target": self._target,
         }

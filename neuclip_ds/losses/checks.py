@@ -122,7 +122,9 @@ def raise_if_ranks_disagree(
     if communicator.world_size > 1:
         dtypes = [*_DTYPES, dtype]
         stored = hash(tuple(stored_widths))  # of integers, so that it is the same in all processes
-        call = torch.tensor([[rows, int(problem is not None), int(training), dtypes.index(dtype), stored]])
+        call = torch.tensor(
+            [[rows, int(problem is not None), int(training), dtypes.index(dtype), stored]], device="cpu"
+        )
         calls = communicator.begin_host_gather(call, "control").wait()
         rows = int(calls[:, 0].max())
         if problem is None:

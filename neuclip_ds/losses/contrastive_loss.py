@@ -26,6 +26,7 @@ from neuclip_ds.losses.checks import (
     problem_with_rows,
     raise_if_ranks_disagree,
 )
+from neuclip_ds.losses.eager import not_compiled
 from neuclip_ds.losses.gather import PendingBatch
 from neuclip_ds.losses.global_contrastive import GlobalContrastiveLoss
 from neuclip_ds.losses.method import LossBuilder
@@ -151,7 +152,6 @@ class ContrastiveLoss(nn.Module):
         self.lr = lr
         self._adam = AdamSettings(betas, adam_eps)
         self._averages_gradients = reduction == "ddp_mean"
-        self._group = group
         self._given_communicator = communicator
         self._spare_rows = int(spare_row)
         self._encoder_temperature = encoder_temperature
@@ -184,6 +184,7 @@ class ContrastiveLoss(nn.Module):
         """The function of the whole features: `function`, without the losses of prefixes (`objective.prefixes`)."""
         return self.function.whole if isinstance(self.function, PrefixedLoss) else self.function
 
+    @not_compiled
     def begin(
         self,
         index: Tensor,
@@ -236,7 +237,7 @@ class ContrastiveLoss(nn.Module):
             if problem is not None:
                 raise ValueError(problem)
         if valid is None:
-            valid = torch.ones(len(index), dtype=torch.bool)
+            valid = torch.ones(len(index), dtype=torch.bool, device="cpu")
         training = self._is_training
         self._move(self._communicator.device, self._dtype, keep=True)
         with torch.no_grad():
@@ -251,6 +252,7 @@ class ContrastiveLoss(nn.Module):
         self._pending = None
         self._next_undo = None
 
+    @not_compiled
     def forward(
         self,
         image_features: Tensor,
@@ -380,7 +382,7 @@ class ContrastiveLoss(nn.Module):
             UserError: the method has no normalizers, such as SigLIP.
         """
         if index is None:
-            index = torch.full((len(image_features),), self._samples)
+            index = torch.full((len(image_features),), self._samples, device="cpu")
         log_g, _ = self.estimate_normalizers(image_features, text_features, index, reference=reference)
         return log_g
 
@@ -407,7 +409,7 @@ class ContrastiveLoss(nn.Module):
         self._require_announced(REFERENCE, reference is not None)
         self._undo_if_scaler_skipped()
         if valid is None:
-            valid = torch.ones(len(index), dtype=torch.bool)
+            valid = torch.ones(len(index), dtype=torch.bool, device="cpu")
         pending = self._pending_batch(index.long(), valid, self._dtype)
         pending.add_text(text_features)
         pending.add_image(image_features)
@@ -418,13 +420,14 @@ class ContrastiveLoss(nn.Module):
             return function.log_normalizers(pending.gathered(self._dtype))
 
     @contextmanager
-    def accumulate(self, model: nn.Module | None = None, scale: float = 1.0) -> Iterator[TwoPass]:
+    def accumulate(self, model: nn.Module | None = None, scale: float | GradScaler | None = None) -> Iterator[TwoPass]:
         """Compute the exact gradient of a batch in micro-batches, using two passes as in GradCache.
 
         Args:
             model: the encoders, plain or wrapped in DDP or FSDP2. Gradients are reduced over ranks in the last
                 micro-batch only, and running statistics of batch normalization change in the second pass only.
-            scale: factor by which all gradients are multiplied, such as the scale of a `GradScaler`.
+            scale: factor by which all gradients are multiplied, or the `GradScaler` that has it; by default, that of
+                `scaler`, if the loss has one.
 
         Example:
             ```python
@@ -438,6 +441,8 @@ class ContrastiveLoss(nn.Module):
                         passes.backward(*model(images, texts))
             ```
         """
+        if scale is None:
+            scale = 1.0 if self.scaler is None else self.scaler
         passes = TwoPass(self, model, scale)
         yield passes
         passes.finish()
@@ -467,6 +472,14 @@ class ContrastiveLoss(nn.Module):
         self._prepare_to_load(files.metadata, str(folder))
         files.fill(self.function.row_tables())
         self.function.load_replicated_state(files.replicated(_REPLICATED))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for `copy.deepcopy` and `pickle`, at the start of a step.
+
+        A deep copy, such as that of `torch.optim.swa_utils.AveragedModel`, shares the process group and has no scaler.
+        """
+        self._undo_if_scaler_skipped()
+        return {**self.__dict__, "scaler": None, "_pending": None, "_next_undo": None, "_undo": None}
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return this rank's state, for `state_dict()`."""
@@ -563,9 +576,9 @@ class ContrastiveLoss(nn.Module):
 
         # ranks with fewer rows than others add invalid rows
         if index is None:
-            index = torch.full((len(image),), self._samples)
+            index = torch.full((len(image),), self._samples, device="cpu")
         if valid is None:
-            valid = torch.ones(len(image), dtype=torch.bool)
+            valid = torch.ones(len(image), dtype=torch.bool, device="cpu")
         missing = rows - len(image)
         if missing:
             image = pad(image, (0, 0, 0, missing))
@@ -665,7 +678,7 @@ class ContrastiveLoss(nn.Module):
         before = self._communicator
         ranks = self._given_communicator
         if ranks is None:
-            ranks = Communicator(device, self._group)
+            ranks = Communicator(device, before.group)
         same_ranks = (before.rank, before.world_size) == (ranks.rank, ranks.world_size)
         if same_ranks and before.device == ranks.device and self._dtype == dtype:
             return

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from neuclip_ds.distributed.communicator import Communicator, Pending, to_device
 from neuclip_ds.errors import UserError
+from neuclip_ds.losses.eager import not_compiled
 from neuclip_ds.losses.stored_features import REFERENCE, TEACHER, GatheredStored, StoredRows, minus_reference
 
 if TYPE_CHECKING:
@@ -77,11 +78,13 @@ class PendingBatch:
         else:
             self._valid_counts = communicator.begin_host_gather(valid.sum().view(1), "features")
 
+    @not_compiled
     def add_text(self, rows: Tensor) -> None:
         """Start sending the next rows of this rank's (b, d) text features."""
         self._texts.append(self._begin_gather(rows))
         self._text_rows += len(rows)
 
+    @not_compiled
     def add_image(self, rows: Tensor) -> None:
         """Start sending the next rows of this rank's (b, d) image features."""
         self._images.append(self._begin_gather(rows))
@@ -107,6 +110,7 @@ class PendingBatch:
         texts = self._begin_gather(to_device(text, device), "stored_features")
         self._stored[name].append((images, texts))
 
+    @not_compiled
     def begin_reads(self) -> None:
         """Start reading the samples' statistics, if the loss has any; the host waits for the indices of all ranks.
 
@@ -304,7 +308,7 @@ class GatheredFeatures:
         if self.size < 2:
             raise UserError(
                 f"Step {step}: only {self.size} of the batch's {len(self.padded_index)} samples can be used, but a "
-                "contrastive loss needs two. Read bad_samples.jsonl and fix the shards, or use a larger batch."
+                "contrastive loss needs two. Read bad_samples.jsonl, which names the causes, and fix the shards."
             )
 
     def gather(self, values: Tensor, purpose: str) -> Tensor:
@@ -318,7 +322,7 @@ class GatheredFeatures:
         stop = ranks.stop * self._rows_per_rank
         if self._host_rows is None:
             return slice(start, stop)
-        first, end = torch.searchsorted(self._host_rows, torch.tensor([start, stop])).tolist()
+        first, end = torch.searchsorted(self._host_rows, torch.tensor([start, stop], device="cpu")).tolist()
         return slice(first, end)
 
     def sum_local(self, rows: Tensor, ranks: range, purpose: str) -> Tensor:

@@ -3,13 +3,14 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 
 class IndexedDataset(Dataset[Any]):
     """A map-style dataset that wraps another one and adds each sample's index to the sample.
 
-    A sample that is a mapping gets the key `index`; a tuple or list gets the index as its last element.
+    A sample that is a mapping gets the key `index`; a tuple or list gets the index as its last element; any other
+    sample, such as a tensor, becomes a pair of the sample and the index. Other attributes are those of the dataset.
 
     Example:
         ```python
@@ -19,7 +20,19 @@ class IndexedDataset(Dataset[Any]):
     """
 
     def __init__(self, dataset: Any) -> None:
+        """Raise `TypeError` if the dataset is iterable, because its samples have no index."""
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+            raise TypeError(
+                f"{type(dataset).__name__} is an iterable dataset, whose samples have no index: yield each sample's "
+                "index from the dataset, or use neuclip_ds.add_index for webdataset shards."
+            )
         self._dataset = dataset
+
+    def __getattr__(self, name: str) -> Any:
+        # `_dataset` is missing in a copy under construction; __getitems__ of the dataset would omit the index
+        if name == "_dataset" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -28,7 +41,9 @@ class IndexedDataset(Dataset[Any]):
         sample = self._dataset[index]
         if isinstance(sample, Mapping):
             return {**sample, "index": index}
-        return (*sample, index)
+        if isinstance(sample, tuple | list):
+            return (*sample, index)
+        return sample, index
 
 
 def add_index(samples: Iterable[dict[str, Any]], starts: Mapping[str, int]) -> Iterator[dict[str, Any]]:

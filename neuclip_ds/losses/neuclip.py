@@ -399,9 +399,9 @@ class NpnEstimator(NetworkEstimator):
         self._seen = end
 
     def replicated_state(self) -> dict[str, Tensor]:
-        state = {"seen": torch.tensor(self._seen), "drawn": torch.tensor(self._drawn)}
+        state = {"seen": torch.tensor(self._seen, device="cpu"), "drawn": torch.tensor(self._drawn, device="cpu")}
         if self._is_joint:
-            state["updates"] = torch.tensor(self._steps)
+            state["updates"] = torch.tensor(self._steps, device="cpu")
         return state
 
     def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:

@@ -109,7 +109,7 @@ class MlpEstimator(NetworkEstimator):
             self._adam.step()
 
     def replicated_state(self) -> dict[str, Tensor]:
-        state = {"weights": self._weights.detach(), "started": torch.tensor(self._started)}
+        state = {"weights": self._weights.detach(), "started": torch.tensor(self._started, device="cpu")}
         return state | adam_state(self._adam, self._weights)
 
     def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:

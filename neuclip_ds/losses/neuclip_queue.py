@@ -89,7 +89,7 @@ class PooledQueueEstimator(NormalizerEstimator):
         self._texts = self._images.clone()
         # running means of images and texts, with zeros in the columns of a reference
         self._means = self._images.new_zeros((2, context.dim))
-        self._index = torch.full((self._size,), -1)  # sample indices of the entries, in host memory
+        self._index = torch.full((self._size,), -1, device="cpu")  # sample indices of the entries, in host memory
         self._seen = 0  # samples added to the queue so far
 
     def __call__(
@@ -161,7 +161,9 @@ class PooledQueueEstimator(NormalizerEstimator):
             return log_ghat, entry_means
         # entries from an anchor's own sample are masked; the other entries number m_i
         owners, copies = self._copies(batch, count)
-        first = torch.searchsorted(owners, torch.arange(anchors.shape[1] + 1))  # start of each anchor's copies
+        first = torch.searchsorted(
+            owners, torch.arange(anchors.shape[1] + 1, device="cpu")
+        )  # start of each anchor's copies
         others = to_device(count - first.diff(), anchors.device)
         owners = to_device(owners, anchors.device)
         copies = to_device(copies, anchors.device)
@@ -188,9 +190,9 @@ class PooledQueueEstimator(NormalizerEstimator):
         entries = self._index[:count]
         first = torch.searchsorted(index, entries)
         copies = torch.searchsorted(index, entries, right=True) - first  # number of anchors from each entry's sample
-        positions = torch.arange(count).repeat_interleave(copies)
+        positions = torch.arange(count, device="cpu").repeat_interleave(copies)
         # number of each pair among the pairs of its entry
-        number = torch.arange(len(positions)) - torch.searchsorted(positions, positions)
+        number = torch.arange(len(positions), device="cpu") - torch.searchsorted(positions, positions)
         anchors, by_anchor = order[first[positions] + number].sort(stable=True)
         return anchors, positions[by_anchor]
 
@@ -202,7 +204,7 @@ class PooledQueueEstimator(NormalizerEstimator):
         if not self._seen:
             self._resize(batch.image.shape[1])
         added = min(batch.size, self._size)
-        positions = torch.arange(self._seen - added, self._seen) % self._size
+        positions = torch.arange(self._seen - added, self._seen, device="cpu") % self._size
         index = batch.index[-added:]
         if not torch.equal(self._index[positions], index):
             self._seen += batch.size
@@ -215,7 +217,7 @@ class PooledQueueEstimator(NormalizerEstimator):
 
     def replicated_state(self) -> dict[str, Tensor]:
         return {
-            "seen": torch.tensor(self._seen),
+            "seen": torch.tensor(self._seen, device="cpu"),
             "queue_image": self._images,
             "queue_text": self._texts,
             "queue_index": self._index,

@@ -19,7 +19,10 @@ from neuclip_ds.models.trained_parts import TOWERS, add_adapters, freeze, lock_p
 
 
 def build_dual_encoder(
-    config: ModelConfig, tokenizer: CaptionTokenizer, image_weights: Mapping[str, Tensor] | None = None
+    config: ModelConfig,
+    tokenizer: CaptionTokenizer | None,
+    image_weights: Mapping[str, Tensor] | None = None,
+    text: TextTower | None = None,
 ) -> DualEncoder:
     """Build the dual encoder that a config describes; random weights depend only on torch's seed.
 
@@ -28,18 +31,24 @@ def build_dual_encoder(
 
     Args:
         config: the model config, which describes both towers.
-        tokenizer: the tokenizer of the text tower.
+        tokenizer: the tokenizer of a new text tower.
         image_weights: initial weights of the image tower; random by default.
+        text: the text tower of `model.text.pretrained`; by default, CLIP's text transformer with random weights.
 
     Raises:
         UserError: a tower cannot be built or does not support an option in the config.
     """
     vision = new_vision_tower(config.vision, config.embed_dim, image_weights)
-    activation = "quick_gelu" if "quickgelu" in config.vision.name else "gelu"
-    text = new_text_tower(config.text, tokenizer, config.embed_dim, activation)
+    if text is None:
+        assert tokenizer is not None
+        activation = "quick_gelu" if "quickgelu" in config.vision.name else "gelu"
+        text = new_text_tower(config.text, tokenizer, config.embed_dim, activation)
+    model = DualEncoder(vision, text)
     if config.vision.pretrained and config.trained("vision") == "frozen":
-        lock_projection(vision)
-    return apply_common_options(DualEncoder(vision, text), config)
+        lock_projection(vision, "vision")
+    if config.text.pretrained and config.trained("text") == "frozen":
+        lock_projection(text, "text")
+    return apply_common_options(model, config)
 
 
 def apply_common_options(model: DualEncoder, config: ModelConfig) -> DualEncoder:
@@ -94,7 +103,8 @@ def new_text_tower(
     _init_attention(trunk)
     # TextTower pools, because with EOS id 2 the trunk would pool at the largest id (to support old checkpoints)
     pack = pack_clip_text(trunk, tokenizer.eos_id)
-    return TextTower(trunk, new_projection(config.width, embed_dim), tokenizer.eos_id, pack)
+    projection = new_projection(config.width, embed_dim, config.projection)
+    return TextTower(trunk, projection, tokenizer.eos_id, pack)
 
 
 @torch.no_grad()

@@ -8,24 +8,33 @@ projections transposed.
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
 from timm.models.vision_transformer import VisionTransformer
-from torch import Tensor, nn
+from torch import Tensor
 
 from neuclip_ds.errors import UserError
+from neuclip_ds.models.export_towers import to_open_clip, write_sentence_transformers, write_vision_text_model
 from neuclip_ds.models.pretrained.base import (
     LibraryModel,
-    LogitParameters,
-    Preprocessing,
+    TrainedTowers,
     check_tensors,
     logit_tensors,
+    plain_tensors,
+    rename_prefixes,
 )
-from neuclip_ds.models.pretrained.open_clip_models import architecture, config_names, import_open_clip, write_config
+from neuclip_ds.models.pretrained.files import SENTENCE_TRANSFORMERS
+from neuclip_ds.models.pretrained.open_clip_models import (
+    architecture,
+    config_names,
+    import_open_clip,
+    with_own_encoder,
+    write_config,
+)
+from neuclip_ds.models.pretrained.text_encoder import PretrainedTextTower
 from neuclip_ds.models.pretrained.transformers_models import MODEL_TYPES
-from neuclip_ds.models.tokenizer import ModelTokenizer
 from neuclip_ds.models.towers import DualEncoder, VisionTower
 
 _ACTIVATIONS = {"quick_gelu": True, "gelu": False}  # transformers' name -> open_clip's `quick_gelu`
@@ -199,39 +208,51 @@ def _open_clip_options(tower_config: Mapping[str, Any], options: Mapping[str, st
     return converted
 
 
-def towers_to_clip(
-    model: DualEncoder,
-    weights: Mapping[str, Tensor],
-    logits: LogitParameters,
-    preprocessing: Preprocessing,
-    tokenizer: ModelTokenizer,
-) -> LibraryModel:
-    """Convert a model built from a run's config to CLIPModel or MetaClip2Model; `model` may be on the meta device.
+def towers_to_clip(towers: TrainedTowers) -> LibraryModel | None:
+    """Convert a model built from a run's config to CLIPModel or MetaClip2Model; return None if it is none of them.
 
-    Any logit bias is kept for conversion to open_clip. Raises `UserError` if the image tower is not a CLIP ViT.
+    Any logit bias is kept for conversion to open_clip.
     """
-    image_tower = model.vision
-    vision = _clip_vision_config(image_tower, preprocessing.size)
-    if vision is None:
-        name = image_tower.trunk.pretrained_cfg["architecture"]
-        raise UserError(
-            f"A CLIP model of transformers or open_clip cannot express timm's image model {name!r}: open the run with "
-            "neuclip_ds.load, or train one of timm's vit_*_clip_* models."
-        )
-    text = {**model.text.trunk.config.to_dict(), "eos_token_id": model.text.eos_id}
-    del text["model_type"]
+    model = towers.model
+    vision = _clip_vision_config(model.vision, towers.preprocessing.size)
+    heads = {towers.config.vision.projection, towers.config.text.projection}
+    if vision is None or isinstance(model.text, PretrainedTextTower) or heads != {"linear"}:
+        return None
     model_type = "metaclip_2" if model.text.eos_id == _LEGACY_EOS else "clip"  # CLIPModel cannot pool at EOS id 2
-    projection = cast(nn.Linear, image_tower.projection)
     config = MODEL_TYPES[model_type].config_class(
-        projection_dim=projection.out_features, vision_config=vision, text_config=text
+        projection_dim=towers.config.embed_dim, vision_config=vision, text_config=_clip_text_options(model)
     )
     return LibraryModel(
         library="transformers",
         config=config.to_dict(),
-        weights=tower_to_clip_tensors(config, weights) | logit_tensors(logits, ()),
-        preprocessing=preprocessing,
-        tokenizer=tokenizer,
+        weights=tower_to_clip_tensors(config, towers.weights) | logit_tensors(towers.logits, ()),
+        preprocessing=towers.preprocessing,
+        tokenizer=towers.tokenizer,
     )
+
+
+def _clip_text_options(model: DualEncoder) -> dict[str, Any]:
+    """Return the options of CLIP's text transformer in a model for transformers' CLIPTextConfig."""
+    options = {**model.text.trunk.config.to_dict(), "eos_token_id": model.text.eos_id}
+    del options["model_type"]
+    return options
+
+
+def _timm_towers_to_open_clip(towers: TrainedTowers) -> LibraryModel:
+    """Convert a model whose towers are not both CLIP's to open_clip; raise UserError if open_clip cannot express it."""
+    if isinstance(towers.model.text, PretrainedTextTower):
+        return to_open_clip(towers, {}, {})
+    options = _clip_text_options(towers.model)
+    text_config = {
+        **_open_clip_options(options, _TEXT_OPTIONS),
+        "pool_type": "eos",
+        "eos_id": options["eos_token_id"],
+        "hf_tokenizer_name": "tokenizer",  # open_clip reads the tokenizer from the local folder
+        "quick_gelu": _ACTIVATIONS[options["hidden_act"]],
+    }
+    clip_names = {"text.trunk.": "text_model.", "text.projection.": "text_projection."}
+    weights = clip_to_open_clip_tensors(rename_prefixes(towers.weights, clip_names))
+    return to_open_clip(towers, text_config, weights)
 
 
 def _clip_vision_config(tower: VisionTower, image_size: int) -> dict[str, Any] | None:
@@ -260,18 +281,25 @@ def _clip_vision_config(tower: VisionTower, image_size: int) -> dict[str, Any] |
     return sizes if names == clip_names else None
 
 
-def write_library_model(model: LibraryModel, library: str, folder: Path) -> None:
+def write_library_model(model: LibraryModel | TrainedTowers, library: str, folder: Path) -> None:
     """Write a model to a folder in a library's file format, converted if needed.
 
     Args:
-        model: the model in its own library's format.
-        library: whose format to write, `transformers` or `open_clip`.
+        model: the model in its own library's format, or the towers of a model that was built from the config.
+        library: whose format to write, `transformers`, `open_clip` or `sentence_transformers`.
         folder: an empty folder.
 
     Raises:
         UserError: the format does not support the model.
     """
-    if library == model.library == "transformers":
+    if isinstance(model, TrainedTowers):
+        _write_towers(model, library, folder)
+    elif library == SENTENCE_TRANSFORMERS:
+        raise UserError(
+            f"A {model.library} model cannot be converted to sentence-transformers; export it with "
+            f"--format={model.library}."
+        )
+    elif library == model.library == "transformers":
         write_transformers(model, folder)
     elif library == model.library == "open_clip":
         write_open_clip(model, folder)
@@ -279,6 +307,20 @@ def write_library_model(model: LibraryModel, library: str, folder: Path) -> None
         write_open_clip(clip_to_open_clip(model), folder)
     else:
         raise UserError("An open_clip model cannot be converted to transformers; export it with --format=open_clip.")
+
+
+def _write_towers(towers: TrainedTowers, library: str, folder: Path) -> None:
+    """Write a model that was built from the config; as a CLIP model if it is one and the library has CLIP models."""
+    if library == SENTENCE_TRANSFORMERS:
+        write_sentence_transformers(towers, folder)
+        return
+    clip = towers_to_clip(towers)
+    if clip is not None:
+        write_library_model(clip, library, folder)
+    elif library == "transformers":
+        write_vision_text_model(towers, folder)
+    else:
+        write_open_clip(_timm_towers_to_open_clip(towers), folder)
 
 
 def write_transformers(model: LibraryModel, folder: Path) -> None:
@@ -296,7 +338,7 @@ def write_transformers(model: LibraryModel, folder: Path) -> None:
         weights.pop("logit_bias", None)
     check_tensors(str(folder), expected, weights)
     config.save_pretrained(folder)
-    save_file(_plain(weights), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(plain_tensors(weights), folder / "model.safetensors", metadata={"format": "pt"})
     model_type.processor(model.preprocessing).save_pretrained(folder)
     model.tokenizer.save(folder)
 
@@ -307,16 +349,6 @@ def write_open_clip(model: LibraryModel, folder: Path) -> None:
         expected = architecture(model.config, str(folder)).state_dict()
     weights = import_open_clip().model.convert_to_custom_text_state_dict(model.weights)
     check_tensors(str(folder), expected, weights)
-    write_config(folder, model.config, model.preprocessing)
-    save_file(_plain(model.weights), folder / "open_clip_model.safetensors", metadata={"format": "pt"})
+    write_config(folder, with_own_encoder(model.config, folder), model.preprocessing)
+    save_file(plain_tensors(model.weights), folder / "open_clip_model.safetensors", metadata={"format": "pt"})
     model.tokenizer.save(folder)
-
-
-def _plain(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return contiguous copies of the tensors, as safetensors requires; convert floating-point tensors to float32."""
-    plain = {}
-    for name, tensor in weights.items():
-        if tensor.is_floating_point():
-            tensor = tensor.float()
-        plain[name] = tensor.contiguous().clone()
-    return plain

@@ -17,7 +17,7 @@ from neuclip_ds.models.towers import VisionTower, new_projection
 
 
 def new_vision_tower(config: VisionConfig, embed_dim: int, weights: Mapping[str, Tensor] | None = None) -> VisionTower:
-    """Build an image tower from a timm model, followed by a linear projection without bias.
+    """Build an image tower from a timm model, followed by the projection that the config names.
 
     Models with attention pooling (CLIP's ResNets) instead use the pooling layer's projection, which has a bias (Radford
     et al. 2021, sec. 2.4).
@@ -28,13 +28,19 @@ def new_vision_tower(config: VisionConfig, embed_dim: int, weights: Mapping[str,
         weights: initial weights, trained at any image resolution; random by default.
 
     Raises:
-        UserError: timm lacks the model or rejects its options, or the image size or the weights do not fit the model.
+        UserError: timm lacks the model or rejects its options, the image size or the weights do not fit the model, or
+            the model's own projection leaves no place for an MLP.
     """
     width = _checked_width(config)
     mean, std = config.statistics()
     trunk = _create(config) if weights is None else _create_with_weights(config, weights)
     if not isinstance(getattr(trunk, "head", None), AttentionPool2d | RotAttentionPool2d):
-        return VisionTower(trunk, new_projection(width, embed_dim), mean, std)
+        return VisionTower(trunk, new_projection(width, embed_dim, config.projection), mean, std)
+    if config.projection != "linear":
+        raise UserError(
+            f"model.vision.projection={config.projection} has no effect on {config.name!r}, whose attention pooling "
+            "projects by itself: omit it."
+        )
     trunk.reset_classifier(embed_dim)
     nn.init.zeros_(trunk.head.proj.bias)
     nn.init.normal_(trunk.head.proj.weight, std=width**-0.5)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from copy import copy
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -20,25 +20,38 @@ from neuclip_ds.models.image_models import ImageWeights, locate_image_weights
 from neuclip_ds.models.pretrained.base import (
     START_FILE,
     CheckpointRef,
-    LibraryModel,
     LoadedModel,
     LogitParameters,
     ModelSource,
     Preprocessing,
+    TrainedTowers,
 )
 from neuclip_ds.models.pretrained.files import read_json, read_tensors
 from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer
 from neuclip_ds.models.towers import DualEncoder
 from neuclip_ds.models.trained_parts import merge_adapters
 
+if TYPE_CHECKING:
+    from neuclip_ds.models.pretrained.text_encoder import TextEncoderSource
+
+TEXT_ENCODER = "text"  # folder of a pretrained text encoder's files, without weights, in a run's folder of the model
 INITIAL_LOGITS = LogitParameters(temperature=0.07, bias=-10.0)  # initial values of CLIP's temperature and SigLIP's bias
 
 
 class FromConfig(ModelSource):
-    """Source of a model built from the config, with random weights (from torch's seed) or pretrained image weights."""
+    """Source of a model built from the config, whose towers have random weights (from torch's seed) or pretrained ones.
 
-    def __init__(self, config: ModelConfig, image: ImageWeights | None = None) -> None:
+    Args:
+        config: the model config.
+        image: pretrained weights of the image tower, if any.
+        text: the pretrained text encoder, if any.
+    """
+
+    def __init__(
+        self, config: ModelConfig, image: ImageWeights | None = None, text: TextEncoderSource | None = None
+    ) -> None:
         self._image = image
+        self._text = text
         if image is None:
             mean, std = config.vision.statistics()
         else:
@@ -52,6 +65,8 @@ class FromConfig(ModelSource):
 
     def tokenizer(self, train_tokenizer: Callable[[], CaptionTokenizer]) -> ModelTokenizer:
         text = self.config.text
+        if self._text is not None:
+            return self._text.tokenizer()
         if text.tokenizer in (None, CLIP_BPE):
             return train_tokenizer()
         return CaptionTokenizer.load(text.tokenizer, text.context_length)
@@ -60,6 +75,9 @@ class FromConfig(ModelSource):
         image_weights = None
         if weights and self._image is not None:
             image_weights = read_tensors(Path(self._image.path))
+        if self._text is not None:
+            text = self._text.build(self.config.embed_dim, weights)
+            return build_dual_encoder(self.config, None, image_weights, text)
         caption_tokenizer = cast(CaptionTokenizer, tokenizer)  # from `tokenizer` above
         return build_dual_encoder(self.config, caption_tokenizer, image_weights)
 
@@ -67,56 +85,86 @@ class FromConfig(ModelSource):
         return LoadedModel(self.build(tokenizer, weights=True), INITIAL_LOGITS)
 
     def save_files(self, folder: Path) -> None:
-        pass  # the config describes the model
+        if self._text is not None:
+            self._text.save(folder / TEXT_ENCODER)
+        # the config describes the rest of the model
 
     def to_library_model(
         self, tokenizer: ModelTokenizer, weights: Mapping[str, Tensor], logits: LogitParameters
-    ) -> LibraryModel:
-        from neuclip_ds.models.conversion import towers_to_clip
-
+    ) -> TrainedTowers:
         with torch.device("meta"):
             model = self.build(tokenizer)
-        return towers_to_clip(
-            model=model, weights=weights, logits=logits, preprocessing=self.preprocessing, tokenizer=tokenizer
+        return TrainedTowers(
+            config=self.config,
+            model=model,
+            weights=weights,
+            logits=logits,
+            preprocessing=self.preprocessing,
+            tokenizer=tokenizer,
         )
 
 
-ModelRef = CheckpointRef | ImageWeights | None
+class TowerRefs(NamedTuple):
+    """Locations of the pretrained towers of a model that is built from the config; can be sent to other ranks."""
+
+    image: ImageWeights | None = None  # None for random weights
+    text: str | None = None  # folder of the text encoder; None for CLIP's transformer with random weights
+
+
+ModelRef = CheckpointRef | TowerRefs
 
 
 def locate_model(config: ModelConfig, weights: bool = True) -> ModelRef:
     """Locate the initial weights of the config's model, downloading them if needed; call on one rank only.
 
+    Args:
+        config: the model config.
+        weights: whether to locate the weights as well; planning needs only the architecture.
+
     Returns:
-        A reference to pass to `model_source` on every rank; None if no files are needed.
+        A reference to pass to `model_source` on every rank.
+
+    Raises:
+        UserError: a checkpoint or a tower does not exist, or cannot be downloaded.
     """
     if config.pretrained:
         from neuclip_ds.models.pretrained.locate import locate
 
         return locate(config.pretrained, weights)
+    image = None
+    text = None
     if config.vision.pretrained and weights:
-        return locate_image_weights(config.vision)
-    return None
+        image = locate_image_weights(config.vision)
+    if config.text.pretrained:
+        from neuclip_ds.models.pretrained.text_encoder import locate_text_encoder
+
+        text = str(locate_text_encoder(config.text.pretrained, "model.text.pretrained", weights))
+    return TowerRefs(image, text)
 
 
 def locate_on_rank_zero(config: ModelConfig, communicator: Communicator) -> ModelRef:
     """Call `locate_model`, which may download weights, on rank 0 and return its result on all ranks."""
     fields: Any = communicator.on_rank_zero(lambda: locate_model(config))  # JSON makes the reference a list
-    if fields is None:
-        return None
     if config.pretrained:
         return CheckpointRef(*fields)
-    path, mean, std = fields
-    return ImageWeights(path, tuple(mean), tuple(std))
+    image, text = fields
+    if image is not None:
+        path, mean, std = image
+        image = ImageWeights(path, tuple(mean), tuple(std))
+    return TowerRefs(image, text)
 
 
 def model_source(config: ModelConfig, ref: ModelRef) -> ModelSource:
-    """Open the source that `locate_model` found; raise UserError if the checkpoint's config is incomplete."""
-    if not isinstance(ref, CheckpointRef):
-        return FromConfig(config, ref)
-    from neuclip_ds.models.pretrained.locate import open_checkpoint
+    """Open the source that `locate_model` found; raise UserError if the config of a checkpoint or tower is unusable."""
+    if isinstance(ref, CheckpointRef):
+        from neuclip_ds.models.pretrained.locate import open_checkpoint
 
-    return open_checkpoint(ref, config)
+        return open_checkpoint(ref, config)
+    if ref.text is None:
+        return FromConfig(config, ref.image)
+    from neuclip_ds.models.pretrained.text_encoder import TextEncoderSource
+
+    return FromConfig(config, ref.image, TextEncoderSource(config.text, Path(ref.text)))
 
 
 def merged(
@@ -145,4 +193,5 @@ def open_saved(config: ModelConfig, folder: Path) -> tuple[ModelSource, LogitPar
         return model_source(config, locate_model(saved_config, weights=False)), logits
     preprocessing = start["preprocessing"]
     statistics = ImageWeights("", tuple(preprocessing["mean"]), tuple(preprocessing["std"]))
-    return FromConfig(config, statistics), logits
+    text = str(folder / TEXT_ENCODER) if config.text.pretrained else None
+    return model_source(config, TowerRefs(statistics, text)), logits

@@ -12,13 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from neuclip_ds.config import Projection
 from neuclip_ds.models.packing import Pack, PackedCaptions
 
 
 class Encoder(nn.Module, ABC):
     """Tower that maps b images or captions to features (b, d) in the dtype of its weights.
 
-    Its input is uint8 pixels (b, 3, H, W), int64 token ids (b, T), or packed captions.
+    Its input is uint8 pixels (b, 3, H, W), int64 token ids (b, T), packed captions, or stored outputs of the trunk:
+    floating-point (b, width), to which only the projection is applied.
 
     Args:
         trunk: the encoder.
@@ -35,7 +37,11 @@ class Encoder(nn.Module, ABC):
         """Return the trunk's (b, width) features."""
 
     def forward(self, x: Any) -> Tensor:
-        return self.projection(self.feature(x))
+        if isinstance(x, Tensor) and x.is_floating_point() and x.ndim == 2:
+            feature = x.to(next(self.projection.parameters()).dtype)
+        else:
+            feature = self.feature(x)
+        return self.projection(feature)
 
     def train(self, mode: bool = True) -> "Encoder":
         """Set training mode, but leave modules with only frozen weights in evaluation mode.
@@ -152,11 +158,26 @@ def _pooled(output: Any) -> Tensor:
     return feature
 
 
-def new_projection(width: int, embed_dim: int) -> nn.Linear:
-    """Return a projection to the joint embedding space, initialized randomly as in CLIP."""
-    projection = nn.Linear(width, embed_dim, bias=False)
-    nn.init.normal_(projection.weight, std=width**-0.5)
-    return projection
+def new_projection(width: int, embed_dim: int, kind: Projection = "linear") -> nn.Module:
+    """Return a projection from a trunk's feature to the joint embedding space, without biases and with random weights.
+
+    Args:
+        width: width of the trunk's feature.
+        embed_dim: width d of the joint embedding space.
+        kind: `linear` as in CLIP, or `mlp`, which is open_clip's `hf_proj_type` of the same name: two linear layers
+            with (width + d) // 2 hidden units and GELU between them.
+    """
+    if kind == "linear":
+        return _linear(width, embed_dim)
+    hidden = (width + embed_dim) // 2
+    return nn.Sequential(_linear(width, hidden), nn.GELU(), _linear(hidden, embed_dim))
+
+
+def _linear(width: int, outputs: int) -> nn.Linear:
+    """Return a linear layer without bias, with CLIP's random weights."""
+    layer = nn.Linear(width, outputs, bias=False)
+    nn.init.normal_(layer.weight, std=width**-0.5)
+    return layer
 
 
 class DualEncoder(nn.Module):
@@ -177,8 +198,9 @@ class DualEncoder(nn.Module):
         """Return the features of the images and of the captions, or None for an input that is None.
 
         Args:
-            image: (b, 3, H, W) uint8 pixels.
-            tokens: (b, T) int64 ids from the model's tokenizer, or the captions packed by `self.text.pack`.
+            image: (b, 3, H, W) uint8 pixels, or (b, width) stored outputs of the image trunk.
+            tokens: (b, T) int64 ids from the model's tokenizer, the captions packed by `self.text.pack`, or (b, width)
+                stored outputs of the text trunk.
             text_ready: function that is called with the text features as soon as the text tower has run.
             image_first: run the image tower before the text tower.
 

@@ -89,8 +89,18 @@ def check_separate_projection(tower: nn.Module, option: str, fix: str) -> None:
         )
 
 
-def lock_projection(tower: nn.Module) -> None:
-    """Set the new projection of a frozen, pretrained image tower to the identity, so that features do not change (LiT).
+def projection_width(tower: nn.Module) -> int:
+    """Return the width of the features that a tower's projection takes; it must have a separate projection."""
+    layers = [layer for layer in tower.get_submodule("projection").modules() if isinstance(layer, nn.Linear)]
+    return layers[0].in_features
+
+
+def lock_projection(tower: nn.Module, name: str) -> None:
+    """Set the new projection of a frozen, pretrained tower to the identity, so that features do not change (LiT).
+
+    Args:
+        tower: the tower.
+        name: its name in the config and in messages, `vision` or `text`.
 
     Raises:
         UserError: the projection is not a square linear layer, so its random weights would be frozen.
@@ -101,8 +111,8 @@ def lock_projection(tower: nn.Module) -> None:
         if isinstance(projection, nn.Linear):
             width = f"={projection.in_features}"
         raise UserError(
-            "model.vision.trainable=frozen would freeze the random projection of the image tower: set "
-            f"model.vision.trainable=projection to train it, or model.embed_dim{width}."
+            f"model.{name}.trainable=frozen would freeze the random projection of the {name} tower: set "
+            f"model.{name}.trainable=projection to train it, or model.embed_dim{width}."
         )
     nn.init.eye_(projection.weight)
 

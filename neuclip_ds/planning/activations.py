@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # described in torch's
 from torch.utils._python_dispatch import TorchDispatchMode  # as above
 from torch.utils._pytree import tree_leaves  # as above
 
+from neuclip_ds.data.stored_towers import IMAGE, TEXT
 from neuclip_ds.models.towers import DualEncoder
 
 
@@ -26,18 +27,29 @@ class Activations(NamedTuple):
 
 
 def count_activations(
-    model: DualEncoder, rows: int, image_size: int, context_length: int, dtype: torch.dtype
+    model: DualEncoder,
+    rows: int,
+    image_size: int,
+    context_length: int,
+    dtype: torch.dtype,
+    trunk_widths: Mapping[str, int] = {},
 ) -> Activations:
     """Count the activations of a model on the meta device, for captions that fill the context.
 
     Padded captions are counted; packed captions that fill the context need no more. The model is unusable afterward.
+    The trunks in `trunk_widths` (`image_features`, `text_features`) do not run: their outputs of these widths are
+    stored.
     """
     model = model.to(dtype).train()
     model.text.packed = False
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = model.to_empty(device="cpu")
         image = torch.empty(rows, 3, image_size, image_size, dtype=torch.uint8)
+        if IMAGE in trunk_widths:
+            image = torch.empty(rows, trunk_widths[IMAGE])
         tokens = torch.empty(rows, context_length, dtype=torch.int64)
+        if TEXT in trunk_widths:
+            tokens = torch.empty(rows, trunk_widths[TEXT])
         live = LiveBytes()
         for parameter in model.parameters():
             if parameter.requires_grad:

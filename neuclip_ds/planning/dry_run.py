@@ -15,6 +15,14 @@ from neuclip_ds.data.mixture import BatchOrder
 from neuclip_ds.data.open_data import CACHE, open_cache, open_tables, resolve
 from neuclip_ds.data.scan import ScanOptions
 from neuclip_ds.data.shards import is_local
+from neuclip_ds.data.stored_towers import (
+    check_views,
+    loss_tables,
+    reads_captions,
+    reads_images,
+    tower_folders,
+    tower_tables,
+)
 from neuclip_ds.data.training_set import TrainingSet, open_order
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.environment import RankEnvironment
@@ -26,10 +34,11 @@ from neuclip_ds.evaluation.evaluator import open_held_out
 from neuclip_ds.losses.stored_features import stored_folders
 from neuclip_ds.models.recompute import checkpointed_blocks
 from neuclip_ds.models.trained_parts import TOWERS, Parameters
-from neuclip_ds.planning.host_memory import FIX, loader_memory, local_ranks, shortages
+from neuclip_ds.planning.host_memory import FIX, loader_memory, local_ranks, shortages, stored_bytes
 from neuclip_ds.planning.memory import MemoryQuery, account, count_towers, smallest_that_fits
 from neuclip_ds.training.checks import check_config, check_tables, config_warnings
 from neuclip_ds.training.schedule import run_length
+from neuclip_ds.training.stored_trunks import check_trunk_outputs
 
 T = TypeVar("T")
 
@@ -67,8 +76,13 @@ def print_dry_run(
     order = None
     if data:
         tables = attempt(lambda: _open_tables(config, data.manifest)) or {}
+        if tower_tables(tables):
+            attempt(lambda: check_trunk_outputs(tables, query.build(), query.source.preprocessing, query.tokenizer))
         feature_bytes = cached_bytes(tables.values(), data.manifest)
-        order = attempt(lambda: open_order(config, data, max(len(nodes), 1), feature_bytes=feature_bytes))
+        reads_shards = reads_images(tables) or reads_captions(tables, config.data.captions)
+        order = attempt(
+            lambda: open_order(config, data, max(len(nodes), 1), feature_bytes=feature_bytes, reads_shards=reads_shards)
+        )
 
     lines = [f"method     {config.objective.method}"]
     if nodes:
@@ -84,17 +98,17 @@ def print_dry_run(
     else:
         lines.append(f"data       {', '.join(config.data.train_paths) or 'not set'}: see the error below")
     for name, table in tables.items():
-        lines.append(f"{name:<10} {table.folder}, {table.dtype} of width {table.image_width}")
+        lines.append(f"{name:<10} {table.folder}, {table.dtype} of width {table.image_width or table.text_width}")
     if held_out:
         lines.append(f"evaluation {held_out.describe()}")
     if model_lines:
-        stored_widths = {name: table.image_width or 0 for name, table in tables.items()}
+        stored_widths = {name: table.image_width or 0 for name, table in loss_tables(tables).items()}
         query = replace(query, stored_widths=stored_widths, samples=manifest.n if manifest else 0)
         widths = query.source.embed_dim + sum(stored_widths.values())
         bytes_per_pair = 2 * widths * resolve_comm_dtype(config, engine).itemsize + 8
         received = (world_size - 1) * query.rank_batch * bytes_per_pair / 1e6
         lines.append(f"traffic    {received:,.2f} MB of features received per rank and step (computed)")
-        lines += _memory_lines(query, gpu_memory, nodes)
+        lines += _memory_lines(query, gpu_memory, nodes, stored_bytes(loss_tables(tables).values()))
     if data and data.sources:
         lines += ["sources", *data.describe()]
     if environment.rank == 0:
@@ -128,11 +142,12 @@ def _open(config: Config, source: str) -> Manifest:
 
 
 def _open_tables(config: Config, manifest: Manifest) -> dict[str, FeatureTable]:
-    """Open the stored features of a reference model and of teachers as a run does."""
-    folders = stored_folders(config.objective)
+    """Open the stored features of a reference model, of teachers and of frozen trunks as a run does."""
+    folders = {**stored_folders(config.objective), **tower_folders(config.data)}
     cache = None if all(map(is_local, folders.values())) else open_cache(config.data)
     tables = open_tables(folders, manifest, config.data.captions, Communicator(), cache)
     check_tables(tables)
+    check_views(tables, config.data.crop_scale, config.data.captions)
     return tables
 
 
@@ -152,14 +167,19 @@ def _data_lines(config: Config, manifest: Manifest, order: BatchOrder) -> list[s
     return lines
 
 
-def _memory_lines(query: MemoryQuery, gpu_memory: float | None, nodes: dict[str, int]) -> Iterator[str]:
-    """Yield memory estimates and, given `gpu_memory`, the lowest ZeRO stage that fits; `nodes` maps hosts to ranks."""
+def _memory_lines(
+    query: MemoryQuery, gpu_memory: float | None, nodes: dict[str, int], bytes_of_features: int
+) -> Iterator[str]:
+    """Yield memory estimates and, given `gpu_memory`, the lowest ZeRO stage that fits.
+
+    `nodes` maps hosts to ranks. Each pair has `bytes_of_features` of stored features.
+    """
     towers = count_towers(query)
     estimate = account(query, towers)
     unknown = "" if query.samples else ", without u because n is unknown"
     yield f"memory     of each rank's {'GPU' if query.device == 'cuda' else 'CPU'} in MB, computed{unknown}:"
     yield from estimate.lines()
-    loaders = loader_memory(query, max(nodes.values(), default=local_ranks()))
+    loaders = loader_memory(query, max(nodes.values(), default=local_ranks()), bytes_of_features)
     yield f"loaders    {loaders.describe()}"
     if gpu_memory is None:
         if not nodes:

@@ -1,13 +1,16 @@
 """Estimate the host memory of a run's loaders, and warn if this machine has too little memory."""
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from shutil import disk_usage
 from typing import NamedTuple
 
 import torch
 
-from neuclip_ds.data.loader import part_count
+from neuclip_ds.data.feature_table import FeatureTable
+from neuclip_ds.data.loader import part_count, parts_of_rows
+from neuclip_ds.data.stored_towers import IMAGE
 from neuclip_ds.planning.memory import MemoryAccount, MemoryQuery
 
 SHARED_MEMORY = Path("/dev/shm")  # torch shares tensors between processes here
@@ -33,30 +36,45 @@ class LoaderMemory(NamedTuple):
         return f"--shm-size={-(-self.shared // 10**9)}g"
 
 
-def loader_memory(query: MemoryQuery, ranks: int) -> LoaderMemory:
+def stored_bytes(tables: Iterable[FeatureTable]) -> int:
+    """Return the bytes of a pair's stored features in all tables together."""
+    total = 0
+    for table in tables:
+        total += table.dtype.itemsize * ((table.image_width or 0) + (table.text_width or 0))
+    return total
+
+
+def loader_memory(query: MemoryQuery, ranks: int, stored_bytes: int = 0) -> LoaderMemory:
     """Estimate the memory of the loaders on a node with `ranks` ranks.
 
     For training and concurrent evaluation, each worker keeps `data.prefetch` parts of batches in shared memory and
     builds one more. If a batch is one micro-batch, it is kept while the next batch is fetched; otherwise, its rows are
     freed during the second pass over the batch. With a GPU, pinned memory contains the parts that are ready or in use.
+    Training also loads `stored_bytes` of features for each pair, and joins those of a batch's parts in another copy.
+    Stored outputs of frozen trunks are not part of `stored_bytes`: they take the place of pixels or tokens.
     """
     data = query.config.data
     on_gpu = query.device == "cuda"
-    batch_sizes = [query.rank_batch]  # of each loader
+    training_pair_bytes = query.pair_bytes + 9 + stored_bytes
+    training_parts = part_count(query.rank_batch, query.image_size)
+    if IMAGE in query.trunk_widths:  # no pixels are loaded
+        training_parts = parts_of_rows(query.rank_batch, query.pair_bytes)
+    loaders = [(query.rank_batch, training_pair_bytes, training_parts)]
     if data.val or data.zero_shot or data.evaluation_sets:
-        batch_sizes.append(query.micro_batch)
-    pair_bytes = 3 * query.image_size**2 + 8 * query.tokenizer.context_length + 9
+        pair_bytes = 3 * query.image_size**2 + 8 * query.tokenizer.context_length + 9
+        loaders.append((query.micro_batch, pair_bytes, part_count(query.micro_batch, query.image_size)))
     part_bytes = 0  # one part of a batch from each loader
-    for batch_size in batch_sizes:
-        part_bytes += pair_bytes * -(-batch_size // part_count(batch_size, query.image_size))
+    for batch_size, bytes_of_pair, parts in loaders:
+        part_bytes += bytes_of_pair * -(-batch_size // parts)
     ready = data.workers * data.prefetch * part_bytes
     batches_in_use = 2 if query.rank_batch == query.micro_batch else 1
-    in_use = pair_bytes * query.rank_batch * batches_in_use
+    in_use = training_pair_bytes * query.rank_batch * batches_in_use
+    joined = 2 * stored_bytes * query.rank_batch  # of the batch in use and of the next one
     shared = ready
     if data.workers and not on_gpu:
         shared += in_use
-    private = data.workers * (len(batch_sizes) * _PROCESS_BYTES + part_bytes)
-    pinned = ready + in_use if on_gpu else 0
+    private = data.workers * (len(loaders) * _PROCESS_BYTES + part_bytes) + joined
+    pinned = ready + in_use + joined if on_gpu else 0
     return LoaderMemory(ranks * shared, ranks * (shared + private + pinned), ranks)
 
 

@@ -16,6 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode  # described in torch's docs, but without a public name
 
 from neuclip_ds.config import Config, TextConfig
+from neuclip_ds.data.stored_towers import IMAGE, TEXT, TOWER_OF_TABLE, tower_folders
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.config import (
     accumulates_in_float32,
@@ -35,7 +36,7 @@ from neuclip_ds.losses.stored_features import REFERENCE
 from neuclip_ds.models.source import ModelSource, locate_model, model_source
 from neuclip_ds.models.tokenizer import ModelTokenizer
 from neuclip_ds.models.towers import DualEncoder
-from neuclip_ds.models.trained_parts import Parameters
+from neuclip_ds.models.trained_parts import Parameters, projection_width
 from neuclip_ds.planning.activations import Activations, count_activations
 
 _MOMENTS = {"adamw": 2, "lamb": 2, "lion": 1, "sgd": 1}
@@ -126,6 +127,23 @@ class MemoryQuery:
         stand_in: Any = StandInTokenizer(self.config.model.text)
         return self.source.tokenizer(lambda: stand_in)
 
+    @cached_property
+    def trunk_widths(self) -> dict[str, int]:
+        """Widths of the stored outputs of frozen trunks that a batch has, by the name of their option."""
+        folders = tower_folders(self.config.data)
+        if not folders:
+            return {}
+        model = self.build()
+        return {name: projection_width(model.get_submodule(TOWER_OF_TABLE[name])) for name in folders}
+
+    @property
+    def pair_bytes(self) -> int:
+        """Bytes of a pair in a batch: of its pixels and tokens, or of the stored outputs of trunks in float32."""
+        widths = self.trunk_widths
+        pixels = 4 * widths[IMAGE] if IMAGE in widths else 3 * self.image_size**2
+        tokens = 4 * widths[TEXT] if TEXT in widths else 8 * self.tokenizer.context_length
+        return pixels + tokens
+
     def build(self) -> DualEncoder:
         """Build the towers on the meta device, without allocating memory."""
         with torch.device("meta"):
@@ -151,7 +169,9 @@ def count_towers(query: MemoryQuery) -> Towers:
     parameters = Parameters.of(model)
     dtype = towers_dtype(load_engine_config(query.config, query.world_size))
     context_length = query.tokenizer.context_length
-    activations = count_activations(model, query.micro_batch, query.image_size, context_length, dtype)
+    activations = count_activations(
+        model, query.micro_batch, query.image_size, context_length, dtype, query.trunk_widths
+    )
     return Towers(parameters, activations)
 
 
@@ -320,9 +340,9 @@ def smallest_that_fits(query: MemoryQuery, towers: Towers, gigabytes: float) -> 
 
 
 def _inputs(query: MemoryQuery) -> int:
-    """Return the bytes of pixels and tokens: two micro-batches on a GPU (one is prefetched), or one batch on a CPU."""
+    """Return the bytes of pairs: two micro-batches on a GPU (one is prefetched), or one batch on a CPU."""
     rows = 2 * query.micro_batch if query.device == "cuda" else query.rank_batch
-    return rows * (3 * query.image_size**2 + 8 * query.tokenizer.context_length)
+    return rows * query.pair_bytes
 
 
 def _stored_features(query: MemoryQuery, itemsize: int) -> int:

@@ -8,12 +8,13 @@ Steps are numbered from 1, as in metrics.jsonl; `message` is the logged text; `i
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from neuclip_ds.files import best_effort
-from neuclip_ds.reporting.metrics import drop_from, step_records
+from neuclip_ds.files import append_lines, best_effort, records
+from neuclip_ds.reporting.metrics import drop_from
 
 log = logging.getLogger(__name__)
 
@@ -75,13 +76,21 @@ class EventLog:
 
     def _append(self, events: Sequence[Event]) -> None:
         if events:
-            with best_effort(self._path), self._path.open("a", encoding="utf-8", newline="\n") as file:
-                file.writelines(json.dumps(event._asdict()) + "\n" for event in events)
+            with best_effort(self._path):
+                append_lines(self._path, [json.dumps(event._asdict()) for event in events])
 
 
 def read_events(folder: Path) -> Iterator[Event]:
-    """Yield the events of a run in step order, and the events of a step in rank order."""
+    """Yield the events of a run in step order, and the events of a step in rank order; damaged lines are skipped."""
     path = folder / FILE
     if path.is_file():
-        events = [Event(**record) for _, record in step_records(path)]
+        events = []
+        for _, record in records(path, "step"):
+            with suppress(TypeError, ValueError):
+                events.append(_event(**record))
         yield from sorted(events)
+
+
+def _event(step: int, rank: int, kind: str, message: str, indices: list[int]) -> Event:
+    """Return an event whose fields have been converted to their types; raise `TypeError` or `ValueError` if not."""
+    return Event(int(step), int(rank), str(kind), str(message), [int(index) for index in indices])

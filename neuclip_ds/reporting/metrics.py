@@ -9,13 +9,13 @@ import os
 import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
 from neuclip_ds.errors import UserError
-from neuclip_ds.files import best_effort
+from neuclip_ds.files import best_effort, records
 from neuclip_ds.losses.options import PREFIX
 
 log = logging.getLogger(__name__)
@@ -85,9 +85,19 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, float]]:
-    """Yield the records of a metrics.jsonl file, restoring NaN and infinities and omitting a partial last line."""
-    for _, record in step_records(path):
-        yield {name: float(value) if isinstance(value, str) else value for name, value in record.items()}
+    """Yield the records of a metrics.jsonl file, restoring NaN and infinities.
+
+    Damaged lines, a partial last line and values that are not numbers are omitted.
+    """
+    for _, record in records(path, "step"):
+        numbers: dict[str, float] = {}
+        for name, value in record.items():
+            if isinstance(value, int | float):
+                numbers[name] = value
+            elif isinstance(value, str):
+                with suppress(ValueError):
+                    numbers[name] = float(value)
+        yield numbers
 
 
 def read_series(run: Path) -> dict[str, Series]:
@@ -126,29 +136,11 @@ def score_lines(results: Mapping[str, float]) -> Iterator[str]:
         yield line
 
 
-def step_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (line, record) for every complete line of a file whose records have a `step`.
-
-    Lines that a crash has corrupted are skipped with a warning.
-    """
-    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith("\n"):
-                return  # the writer was killed while writing the line
-            try:
-                record = json.loads(line)
-                record["step"]
-            except (ValueError, TypeError, KeyError):
-                log.warning("%s: line %d is not a record of a step and is skipped", path, number)
-                continue
-            yield line, record
-
-
 def drop_from(path: Path, first_step: int) -> None:
     """Drop the records with step >= first_step, replacing the file atomically."""
     partial = path.with_suffix(".jsonl.partial")
     with partial.open("w", encoding="utf-8", newline="\n") as kept:
-        kept.writelines(line for line, record in step_records(path) if record["step"] < first_step)
+        kept.writelines(line for line, record in records(path, "step") if record["step"] < first_step)
         kept.flush()
         os.fsync(kept.fileno())
     partial.replace(path)

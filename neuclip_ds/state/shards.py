@@ -150,7 +150,7 @@ class ShardFiles:
                 "settings, or files are missing; start a new run, or restore the folder."
             )
         if not pieces:
-            return torch.empty(0)
+            return torch.empty(0, device="cpu")
         if len(pieces) == 1:
             return pieces[0]
         return torch.cat(pieces)

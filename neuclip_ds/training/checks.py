@@ -7,6 +7,7 @@ from neuclip_ds.checkpoint.checkpoints import Fingerprint
 from neuclip_ds.config import Config, ModelConfig
 from neuclip_ds.data.feature_table import FeatureTable
 from neuclip_ds.data.manifest import Manifest
+from neuclip_ds.data.stored_towers import CONTENTS, loss_tables, tower_folders
 from neuclip_ds.data.training_set import source_settings
 from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.start import check_engine_config
@@ -14,11 +15,12 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.losses.options import DistillConfig, ObjectiveConfig
 from neuclip_ds.models.trained_parts import TOWERS
 from neuclip_ds.training.schedule import fitted_warmup
+from neuclip_ds.training.stored_trunks import check_frozen_trunks
 
 # options that may change between launches, and options that the fingerprint lists separately
 _NOT_ARCHITECTURE: Any = {
-    "vision": {"pretrained", "patch_drop", "class_token_only", "trainable"},
-    "text": {"tokenizer", "trainable", "packed"},
+    "vision": {"pretrained", "patch_drop", "class_token_only", "trainable", "projection"},
+    "text": {"pretrained", "pooling", "tokenizer", "trainable", "packed", "projection"},
 }
 
 
@@ -27,6 +29,7 @@ def check_config(config: Config, world_size: int) -> None:
     config.micro_batch(world_size)
     check_engine_config(load_engine_config(config, world_size), config.deepspeed)
     _check_stored_features(config)
+    check_frozen_trunks(config)
 
 
 def _check_stored_features(config: Config) -> None:
@@ -63,8 +66,8 @@ def _check_stored_features(config: Config) -> None:
 
 
 def check_tables(tables: Mapping[str, FeatureTable]) -> None:
-    """Raise `UserError` if stored features do not give the similarities of images and texts."""
-    for table in tables.values():
+    """Raise `UserError` if features of a reference or teacher do not give the similarities of images and texts."""
+    for table in loss_tables(tables).values():
         contents = {"images": table.image_width, "texts": table.text_width}
         missing = [name for name, width in contents.items() if width is None]
         if missing:
@@ -102,9 +105,7 @@ def config_warnings(config: Config, steps: int) -> list[str]:
             f"shortened to {fitted_warmup(optimizer.warmup_steps, steps)}, a tenth of the run."
         )
     for tower in TOWERS:
-        is_pretrained = bool(config.model.pretrained)
-        if tower == "vision":
-            is_pretrained = is_pretrained or bool(config.model.vision.pretrained)
+        is_pretrained = bool(config.model.pretrained) or bool(getattr(config.model, tower).pretrained)
         trained = config.model.trained(tower)
         if trained in ("frozen", "projection") and not is_pretrained:
             warnings.append(f"model.{tower}.trainable={trained} freezes random weights: start from pretrained ones.")
@@ -134,6 +135,7 @@ def fingerprint(config: Config) -> Fingerprint:
         "objective.prefixes": {str(length): weight for length, weight in config.objective.prefixes.items()} or None,
         "optimizer": config.optimizer.name,
         **_stored_features(config.objective),
+        **{f"data.{name}": "a folder" if name in tower_folders(data) else None for name in CONTENTS},
         **_architecture(config.model),
     }
 
@@ -169,4 +171,12 @@ def _architecture(model: ModelConfig) -> Fingerprint:
         for name, value in options[tower].items():
             architecture[f"model.{tower}.{name}"] = value
     architecture["model.embed_dim"] = options["embed_dim"]
+    # checkpoints of earlier versions lack these options, so their defaults are omitted
+    if model.text.pretrained:
+        architecture["model.text.pretrained"] = "an encoder"
+        architecture["model.text.pooling"] = model.text.pooling
+    for tower_name in TOWERS:
+        projection = getattr(model, tower_name).projection
+        if projection != "linear":
+            architecture[f"model.{tower_name}.projection"] = projection
     return {**architecture, **trained_parts}

@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import platform
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from neuclip_ds.training.run_folder import RECOVERY
 
 LOCK = "lock.json"
 _LOCK_IS_HELD = (errno.EACCES, errno.EAGAIN)
+_WHOLE_FILE = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)  # struct flock of Linux
 _HEARTBEAT_INTERVAL = 10.0  # seconds between heartbeats
 _HEARTBEAT_TIMEOUT = 25.0  # seconds without a heartbeat after which a process on another host is considered dead
 _EXIT_TIMEOUT = 5.0  # seconds that a stopped process has to exit
@@ -45,8 +47,10 @@ def locked(folder: Path, communicator: Communicator) -> Iterator[None]:
 def _lock(folder: Path) -> Iterator[None]:
     """Hold a kernel lock on FOLDER/lock.json, and record this host and process in the file.
 
-    The kernel releases the lock of a process that dies. Hosts that share a file system might not see each other's
-    locks, so the file's modification time is a heartbeat. After a clean exit, the empty file marks a run's folder.
+    The kernel releases the lock of a process that dies. The lock belongs to the open file, so it is kept if other code
+    in this process opens and closes the file, such as a hook that copies the folder. Hosts that share a file system
+    might not see each other's locks, so the file's modification time is a heartbeat. After a clean exit, the empty file
+    marks a run's folder.
     """
     path = folder / LOCK
     _check_is_run(folder)
@@ -54,8 +58,10 @@ def _lock(folder: Path) -> Iterator[None]:
     is_new = not folder.exists()
     with explain_disk(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
+        file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0)
+    os.register_at_fork(after_in_child=file.close)  # a loader process must not keep the lock after this process
+    with file:
+        handle = file.fileno()
         _acquire(handle, path)
         ended = threading.Event()
         heartbeat = threading.Thread(target=_send_heartbeats, args=(handle, ended), daemon=True)
@@ -70,8 +76,6 @@ def _lock(folder: Path) -> Iterator[None]:
                 if is_new and list(folder.iterdir()) == [path]:  # the launch was refused
                     path.unlink()
                     folder.rmdir()
-    finally:
-        os.close(handle)
 
 
 def _check_is_run(folder: Path) -> None:
@@ -93,7 +97,7 @@ def _acquire(handle: int, path: Path) -> None:
     deadline = time.monotonic() + _EXIT_TIMEOUT
     while True:
         try:
-            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # loader processes would inherit a flock, but not this
+            _lock_file(handle)
             break
         except OSError as error:
             if error.errno not in _LOCK_IS_HELD:  # a file system without locks
@@ -104,6 +108,17 @@ def _acquire(handle: int, path: Path) -> None:
     with explain_disk(path):
         os.ftruncate(handle, 0)
         os.pwrite(handle, json.dumps({"host": platform.node(), "pid": os.getpid()}).encode(), 0)
+
+
+def _lock_file(handle: int) -> None:
+    """Lock an open file; raise `OSError` if another process holds a lock, or the file system has no locks."""
+    try:
+        fcntl.fcntl(handle, fcntl.F_OFD_SETLK, _WHOLE_FILE)
+    except OSError as error:
+        if error.errno in _LOCK_IS_HELD:
+            raise
+        # a kernel with only the older locks, which a process loses when it closes the file, wherever it opened it
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _wait_for_other_hosts(path: Path) -> None:

@@ -23,6 +23,7 @@ from neuclip_ds.checkpoint.checkpoints import Checkpoints, Fingerprint
 from neuclip_ds.checkpoint.integrity import read_meta
 from neuclip_ds.config import Config, dump
 from neuclip_ds.data.loader import RankBatch
+from neuclip_ds.data.stored_towers import TEXT, tower_folders
 from neuclip_ds.data.training_data import TrainingData, open_training_data
 from neuclip_ds.data.training_set import find_validation, interleave_settings
 from neuclip_ds.distributed.communicator import Communicator
@@ -50,7 +51,6 @@ from neuclip_ds.losses.stored_features import stored_folders
 from neuclip_ds.models.compilation import Compilation, compile_towers, resolve_compilation
 from neuclip_ds.models.pretrained.base import LogitParameters
 from neuclip_ds.models.source import ModelSource, locate_on_rank_zero, model_source
-from neuclip_ds.models.tokenizer import ModelTokenizer
 from neuclip_ds.models.trained_parts import Parameters
 from neuclip_ds.reporting.events import EventLog
 from neuclip_ds.reporting.log import configure_logging
@@ -84,6 +84,7 @@ from neuclip_ds.training.run_folder import (
 from neuclip_ds.training.run_lock import locked
 from neuclip_ds.training.schedule import is_partial_batch, learning_rate, run_length
 from neuclip_ds.training.step import train_step
+from neuclip_ds.training.stored_trunks import check_trunk_outputs, check_trunk_weights
 
 log = logging.getLogger(__name__)
 
@@ -210,7 +211,7 @@ def build_run(config: Config, communicator: Communicator, folder: Path, staged: 
     meta = None
     if resumed is not None:
         meta = communicator.on_rank_zero(partial(read_meta, resumed))
-    folders = stored_folders(config.objective)
+    folders = {**stored_folders(config.objective), **tower_folders(config.data)}
     data = open_training_data(config, source, communicator, staged, resumed, meta, folders)
     check_tables(data.tables)
     data_options = {**interleave_settings(data.order.interleave), "val": find_validation(config.data, data.manifest)}
@@ -226,9 +227,7 @@ def build_run(config: Config, communicator: Communicator, folder: Path, staged: 
     set_matmul_precision(config, engine_config, communicator.device)
     device_type = communicator.device.type
     compilation = resolve_compilation(config.model.compile, device_type, zero_stage(engine_config))
-    engine, logits, parameters = start_encoders(
-        config, engine_config, source, data.tokenizer, communicator, staged, compilation
-    )
+    engine, logits, parameters = start_encoders(config, engine_config, source, data, communicator, staged, compilation)
     context = RunContext(
         config=config,
         communicator=communicator,
@@ -280,17 +279,20 @@ def start_encoders(
     config: Config,
     engine_config: dict[str, Any],
     source: ModelSource,
-    tokenizer: ModelTokenizer,
+    data: TrainingData,
     communicator: Communicator,
     staged: Path,
     compilation: Compilation,
 ) -> tuple[Engine, LogitParameters, int]:
     """Build or load the encoders, write a description of them to `staged`, and start DeepSpeed's engine.
 
-    Returns the engine, the encoders' temperature and bias, and the number of parameters.
+    Returns the engine, the encoders' temperature and bias, and the number of parameters. Raises `UserError` if the
+    stored outputs of frozen trunks are those of another model.
     """
     torch.manual_seed(config.run.seed)  # the same weights on every rank
-    model, logits = source.load(tokenizer)
+    model, logits = source.load(data.tokenizer)
+    check_trunk_outputs(data.tables, model, source.preprocessing, data.tokenizer)
+    communicator.on_rank_zero(lambda: check_trunk_weights(data.tables, model))
 
     def save() -> None:
         with explain_disk(staged / MODEL):
@@ -403,7 +405,8 @@ class Loop:
         self._config = config
         self._epoch_offset = epoch_offset
         micro_batch = config.micro_batch(communicator.world_size)
-        self._batches = DeviceBatches(communicator.device, micro_batch, context.engine.pack)
+        self._pack = None if TEXT in context.data.tables else context.engine.pack
+        self._batches = DeviceBatches(communicator.device, micro_batch, self._pack)
         self._done_at_rollback = -1  # number of steps done at the last rollback
         self._hooks: dict[str, Hook] = {}  # by the name of their state in a checkpoint, in the order of their calls
         self._hook_states: Mapping[str, Any] = {}  # from the checkpoint, by the hook's name
@@ -501,7 +504,9 @@ class Loop:
                     hook.before_step(self)
                 start_time = time.perf_counter()
                 batch = next(self._batches)
-                if not end_times and _may_run_out_of_memory(context.engine):
+                # a batch of long captions may exhaust a GPU's memory after shorter ones have fit; a CPU's has no such
+                # limit, and the trial would take as long as a step
+                if not end_times and self._pack is not None and context.engine.device.type == "cuda":
                     context.engine.try_full_captions(batch)
                 for hook in self._hooks.values():
                     hook.on_batch(self, batch.host)
@@ -596,14 +601,6 @@ class Loop:
             lr=learning_rate(self.done, self.total, self._config.optimizer),
             peak_lr=self.context.config.optimizer.lr,
         )
-
-
-def _may_run_out_of_memory(engine: Engine) -> bool:
-    """Return whether a batch of long captions may exhaust the device's memory after shorter captions have fit.
-
-    On a CPU, memory has no such limit, and the trial would take as long as a step.
-    """
-    return engine.pack is not None and engine.device.type == "cuda"
 
 
 def _build_loss(context: RunContext, config: Config, steps_per_epoch: int) -> ContrastiveLoss:

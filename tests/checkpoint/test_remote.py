@@ -6,24 +6,28 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import fsspec
 import pytest
+from forks import fork
+from ranks import run_ranks
 from small_checkpoints import DATA, FACTS, PlainEngine, keeper, trained
-from small_runs import contents
+from small_runs import contents, environment
 
 from neuclip_ds.checkpoint.checkpoints import Best
-from neuclip_ds.checkpoint.integrity import META, verify
+from neuclip_ds.checkpoint.integrity import META, sealed, verify
 from neuclip_ds.checkpoint.remote import RemoteRun, start_push
 from neuclip_ds.config import RunConfig
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
+from neuclip_ds.training import run_lock
 from neuclip_ds.training.hooks import remote as module
 from neuclip_ds.training.hooks.remote import CopyRun, restore
+from neuclip_ds.training.run_lock import LOCK, locked
 
 STEPS = ["step_000000001", "step_000000002", "step_000000003"]
 NAME = "run [1] * of?{a,b}"  # contains glob wildcards
@@ -88,9 +92,9 @@ def test_a_run_is_restored_elsewhere_as_it_was_last_copied(store: str, run: Path
     remote.push(run, [STEPS[2], STEPS[0]])
     assert remote.names() == [STEPS[0], STEPS[2]]
     restored = tmp_path / "there" / NAME
-    restore(config(restored.parent, store), restored)
+    restore(config(restored.parent, store), Communicator(), restored)
     assert contents(restored) == {name: data for name, data in contents(run).items() if STEPS[1] not in name}
-    restore(config(restored.parent, store), restored)  # finds nothing newer
+    restore(config(restored.parent, store), Communicator(), restored)  # finds nothing newer
 
 
 def test_the_newest_intact_checkpoint_of_a_damaged_copy_is_restored(run: Path, tmp_path: Path) -> None:
@@ -101,16 +105,143 @@ def test_the_newest_intact_checkpoint_of_a_damaged_copy_is_restored(run: Path, t
     (copies / STEPS[1] / META).write_text('{"files": {"../../../outside": [0, 0]}}')
     (copies / "best.json").write_text("{")
     restored = tmp_path / "there" / NAME
-    restore(config(restored.parent, str(store)), restored)
-    assert [path.name for path in (restored / "checkpoints").iterdir()] == [STEPS[0]]
+    restore(config(restored.parent, str(store)), Communicator(), restored)
+    assert [path.name for path in (restored / "checkpoints").glob("step_*")] == [STEPS[0]]
     assert not list(tmp_path.rglob("outside"))
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "no meta.json": lambda checkpoint: (checkpoint / META).unlink(),
+    "a list": lambda checkpoint: (checkpoint / META).write_text("[1]"),
+    "no files": lambda checkpoint: (checkpoint / META).write_text(sealed({"step": 3, "files": None})),
+    "no JSON": lambda checkpoint: (checkpoint / META).write_bytes(b"\xff{"),
+    "a flipped bit": lambda checkpoint: flip(checkpoint / "state" / "00000-of-00001.safetensors"),
+    "a lost file": lambda checkpoint: (checkpoint / "state" / "index.json").unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(
+    ("local", "copied", "newest"),
+    [
+        pytest.param("3!", "3", 3, id="only the local one is damaged"),
+        pytest.param("1 2! 3!", "2 3!", 2, id="the newest is damaged in both places"),
+        pytest.param("1 3!", "2", 2, id="the copy has one between two local ones"),
+        pytest.param("2 3!", "1 3!", 2, id="the local fallback is newer"),
+        pytest.param("1! 2!", "1 3", 3, id="the run continued elsewhere"),
+    ],
+)
+def test_a_run_resumes_from_the_newest_checkpoint_that_is_intact_in_either_place(
+    damage: str, local: str, copied: str, newest: int, checkpoints: Path, tmp_path: Path
+) -> None:
+    """Checkpoints are given by their steps; an exclamation mark means that the checkpoint is damaged."""
+    folder = tmp_path / "here" / "run"
+    store = tmp_path / "store"
+    for place, steps in ((folder, local), (store / "run", copied)):
+        for step in steps.split():
+            name = STEPS[int(step[0]) - 1]
+            shutil.copytree(checkpoints / "checkpoints" / name, place / "checkpoints" / name)
+            if step.endswith("!"):
+                DAMAGES[damage](place / "checkpoints" / name)
+        (place / "metrics.jsonl").write_text(str(place))
+    (store / "run" / "log.txt").touch()
+    restore(config(folder.parent, str(store)), Communicator(), folder)
+    chosen = keeper(folder).newest()
+    assert chosen is not None and chosen.name == STEPS[newest - 1]
+    is_continued_elsewhere = newest > max(int(step[0]) for step in local.split())
+    assert (folder / "metrics.jsonl").read_text() == str(store / "run" if is_continued_elsewhere else folder)
+    assert (folder / "log.txt").exists() == (chosen.name not in contents_of_intact(local))
+
+
+def contents_of_intact(local: str) -> list[str]:
+    """Return the names of the undamaged checkpoints among steps such as `1 2!`."""
+    return [STEPS[int(step) - 1] for step in local.split() if not step.endswith("!")]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("local", [[], STEPS[:1]])
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_again(
+    damage: str, local: list[str], run: Path, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    RemoteRun(f"file://{store}/{NAME}").push(run, STEPS[1:])
+    for name in STEPS[1:]:
+        DAMAGES[damage](store / NAME / "checkpoints" / name)
+    restored = tmp_path / "there" / NAME
+    for name in local:
+        shutil.copytree(run / "checkpoints" / name, restored / "checkpoints" / name)
+        DAMAGES[damage](restored / "checkpoints" / name)
+    before = contents(store)
+    with pytest.raises(UserError, match=r"No checkpoint of this run is intact, neither in .* nor in its copy"):
+        restore(config(restored.parent, str(store)), Communicator(), restored)
+    assert contents(store) == before
+
+
+def restored_names(communicator: Communicator, store: str, folder: Path) -> str:
+    restore(config(folder.parent, store), communicator, folder)
+    newest = keeper(folder, communicator=communicator).newest()
+    return "" if newest is None else newest.name
+
+
+def test_all_ranks_restore_the_same_checkpoint(run: Path, tmp_path: Path) -> None:
+    store = f"file://{tmp_path}/store"
+    RemoteRun(f"{store}/{NAME}").push(run, STEPS[1:])
+    flip(tmp_path / "store" / NAME / "checkpoints" / STEPS[2] / "config.yaml")
+    flip(run / "checkpoints" / STEPS[2] / "config.yaml")
+    flip(run / "checkpoints" / STEPS[1] / "config.yaml")
+    assert run_ranks(2, restored_names, store, run) == [STEPS[1]] * 2
+
+
+def test_a_store_with_only_an_interrupted_first_copy_is_no_run(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "store" / NAME / "checkpoints" / STEPS[0]).mkdir(parents=True)
+    (tmp_path / "store" / NAME / "checkpoints" / STEPS[0] / "config.yaml").touch()
+    new = tmp_path / "there" / NAME
+    restore(config(new.parent, f"file://{tmp_path}/store"), Communicator(), new)
+    assert keeper(new).newest() is None
+
+
+def refused(folder: Path) -> bool:
+    try:
+        with locked(folder, Communicator()):
+            return False
+    except UserError:
+        return True
+
+
+def write_refused(folder: Path, answer: Path) -> None:
+    run_lock._EXIT_TIMEOUT = 0.1
+    answer.write_text(str(refused(folder)))
+
+
+def test_a_restored_run_keeps_its_lock(run: Path, tmp_path: Path) -> None:
+    """A store may also have the lock of another process, which an earlier version has copied."""
+    store = f"file://{tmp_path}/store"
+    with locked(run, Communicator()):
+        RemoteRun(f"{store}/{NAME}").push(run, STEPS[2:])
+        assert not (tmp_path / "store" / NAME / LOCK).exists()
+    (tmp_path / "store" / NAME / LOCK).write_text('{"host": "another", "pid": 7}')
+    restored = tmp_path / "there" / NAME
+    with locked(restored, Communicator()):
+        restore(config(restored.parent, store), Communicator(), restored)
+        shutil.copytree(restored, tmp_path / "backup")  # as a hook may do
+        assert (restored / "checkpoints" / STEPS[2]).exists()
+        process = fork(write_refused, restored, tmp_path / "answer", variables=environment())
+        process.join()
+        assert (tmp_path / "answer").read_text() == "True"
+    assert not refused(restored)
 
 
 def test_a_store_that_cannot_be_used_is_refused(bucket: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for store in (f"{tmp_path}/file/store", "nowhere://store", "s3://misspelled/runs"):
         with pytest.raises(UserError, match=r"run\.remote: the copy in .* cannot be read or written"):
-            restore(config(tmp_path / "runs", store), tmp_path / "runs" / "run")
+            restore(config(tmp_path / "runs", store), Communicator(), tmp_path / "runs" / "run")
     fs = fsspec.filesystem("s3", use_listings_cache=False, skip_instance_cache=True)
     assert fs.ls("") == [bucket.removeprefix("s3://")], "no bucket is created"
 

@@ -77,6 +77,13 @@ def test_only_tasks_without_a_score_are_scored(tmp_path: Path) -> None:
     assert averages["datacomp"]["value"] is None
     assert len(averages["datacomp"]["missing"]) == 36
 
+    # a set is scored again if its files have changed, even if their sizes have not
+    shard = tmp_path / "data/wds_flickr30k/test/0.tar"
+    shard.write_bytes(shard.read_bytes().replace(b"red dog 0", b"red dog 9"))
+    again = call("tools/evaluate.py", "model", "--data", "data", "pets", *options[-3:], folder=tmp_path)
+    assert "pets: has a score" in again.stderr and "CIFAR-10: has a score" in again.stderr
+    assert "Flickr: mean_recall@1" in again.stderr
+
 
 @pytest.mark.slow
 def test_scores_are_the_same_during_a_run_and_on_one_or_two_ranks(tmp_path: Path) -> None:

@@ -1,9 +1,11 @@
 """Write and load small shards for the tests of data loading."""
 
 import io
+import os
 import tarfile
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +19,8 @@ from neuclip_ds.data.loader import Jobs, Loader, LoaderOptions, eval_jobs, train
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.order import GlobalOrder
 from neuclip_ds.data.shards import resolve_shards
+
+_NOBODY = 65534  # the number of the user without rights
 
 
 def write_tar(path: Path, members: Iterable[tuple[str, bytes]], tar_format: int = tarfile.USTAR_FORMAT) -> Path:
@@ -107,3 +111,18 @@ def _load(
     pairs = PairDataset(manifest, transform, tokenize, seed, options.captions, options.cache)
     with closing(Loader(options, {"pairs": pairs})) as loader:
         yield from loader.batches("pairs", jobs)
+
+
+@contextmanager
+def unprivileged_folder() -> Iterator[Path]:
+    """Yield a folder in which this process has no more rights than an ordinary user, even if it runs as root."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o777)
+        user = os.geteuid()
+        if user == 0:
+            os.seteuid(_NOBODY)
+        try:
+            yield folder
+        finally:
+            os.seteuid(user)

@@ -10,6 +10,7 @@ import torch
 from neuclip_ds.data.bad_samples import BadSampleLog
 from neuclip_ds.data.dataset import BadSample, Batch
 from neuclip_ds.errors import UserError
+from neuclip_ds.files import records
 
 
 def bad_batch(indices: list[int], size: int = 10, reason: str = "no image") -> Batch:
@@ -115,3 +116,13 @@ def test_zero_tolerance_names_the_cause_met_most_often(tmp_path):
     reasons = ["read failed: a", "read failed: b", "no image"]
     with pytest.raises(UserError, match=r"3 of 30 .*most often, 2 times: read failed"):
         merged(log, *(bad_batch([index], reason=reason) for index, reason in enumerate(reasons)))
+
+
+@pytest.mark.parametrize(
+    "end", ["", '{"index": 7, "sh', '{"index": 7, "sh{"index": 8}\n', "[1]\n", '{"index": null}\n', "\xff\n"]
+)
+def test_a_damaged_list_is_continued(end: str, tmp_path: Path) -> None:
+    (tmp_path / "bad_samples.jsonl").write_text('{"index": 3}\n' + end, encoding="latin-1")
+    merged(BadSampleLog(tmp_path, 0.5), bad_batch([3, 4]))
+    merged(BadSampleLog(tmp_path, 0.5), bad_batch([3, 4, 5]))
+    assert [record["index"] for _, record in records(tmp_path / "bad_samples.jsonl", "index")] == [3, 4, 5]

@@ -1,6 +1,9 @@
 """Check manifests built in memory or on disk, interrupted builds, subsets selected by uid, and sorted files of uids."""
 
+import bz2
+import gzip
 import json
+import lzma
 import os
 import uuid
 from collections.abc import Callable
@@ -160,6 +163,67 @@ def test_an_unreadable_shard_costs_no_other_and_may_be_omitted(folder, tmp_path,
     (listed,) = (target / "unreadable_shards.jsonl").read_text().splitlines()
     assert json.loads(listed)["shard"] == paths[1] and "Is a directory" in json.loads(listed)["reason"]
     assert f"1 shards cannot be used and are omitted; {target}/unreadable_shards.jsonl lists them" in caplog.text
+
+
+NOT_TARS = {
+    "a web page": (b"<!DOCTYPE html><html>Not found</html>" * 40, "is a web page"),
+    "a short answer": (b'\n{"error": "expired"}', "is a JSON text"),
+    "nothing": (b"", r"is empty \(0 bytes\)"),
+    "noise": (b"\x01" * 5000, "has no valid header"),
+    "gzip": (gzip.compress, r"gunzip"),
+    "xz": (lzma.compress, r"unxz"),
+    "bzip2": (bz2.compress, r"bunzip2"),
+    "a pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_TARS)
+def test_a_file_that_is_not_a_tar_is_unusable(tmp_path, case):
+    """Neither a build on disk nor one in memory omits its samples silently."""
+    content, message = NOT_TARS[case]
+    paths = paths_of(write_pairs(tmp_path / "shards", [2, 2]))
+    if callable(content):
+        content = content((tmp_path / "shards/00001.tar").read_bytes())
+    (tmp_path / "shards/00001.tar").write_bytes(content)
+    with pytest.raises(UserError, match=rf"1 of 2 shards cannot be used.*00001\.tar.*{message}"):
+        write_manifest(tmp_path / "m", paths, Worker())
+    with pytest.raises(UserError, match=rf"00001\.tar.*{message}"):
+        build_manifest(paths, 1)
+    assert write_manifest(tmp_path / "m", paths, Worker(), skip_unreadable=True).n == 2
+
+
+def test_shards_without_a_complete_sample_are_refused_with_the_cause(tmp_path):
+    names = [f"{i}.{extension}" for extension in ("jpg", "txt") for i in range(5)]
+    paths = [str(write_tar(tmp_path / "0.tar", [(name, b"x") for name in names]))]
+    message = r"No sample in .*0\.tar has both .*not adjacent: .*--sort=name"
+    with pytest.raises(UserError, match=message):
+        build_manifest(paths, 1)
+    with pytest.raises(UserError, match=message):
+        write_manifest(tmp_path / "m", paths, Worker())
+    write_tar(tmp_path / "0.tar", [("a.jpg", b"x"), ("b.txt", b"x")])
+    with pytest.raises(UserError, match=r"has both an image and a caption: .*the same key"):
+        build_manifest(paths, 1)
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_lost_members_are_counted_with_their_cause(tmp_path, caplog, resumes):
+    names = ["a.jpg", "a.txt", "a.jpg", "a.txt", "b.jpg", "c.txt", "b.txt"]
+    paths = [str(write_tar(tmp_path / "0.tar", [(name, b"x") for name in names]))]
+    both = (tmp_path / "0.tar").read_bytes() + write_tar(tmp_path / "1.tar", [("d.jpg", b"x")]).read_bytes()
+    (tmp_path / "0.tar").write_bytes(both)
+    if resumes:
+        with pytest.raises(UserError, match="cannot be used"):
+            write_manifest(tmp_path / "m", [*paths, str(tmp_path)], Worker())
+        caplog.clear()
+    worker = Worker()
+    manifest = write_manifest(tmp_path / "m", paths, worker)
+    assert worker.groups == (0 if resumes else 1)
+    assert (manifest.n, manifest.n_bad) == (5, 4)
+    assert "only 1 of 5 samples can be used" in caplog.text
+    assert "1 samples have the key of an earlier sample" in caplog.text
+    assert "2 members are ignored, because their sample has a member with the same extension" in caplog.text
+    assert "bytes between members are zeros: it may consist of several tars" in caplog.text
+    assert "is damaged" not in caplog.text
 
 
 def test_a_shard_that_changes_while_it_is_scanned_is_not_lost(folder, tmp_path):

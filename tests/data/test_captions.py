@@ -43,6 +43,12 @@ def test_each_source_yields_its_captions_in_order(sources, expected):
     assert set(captions.extensions) == {source.partition(":")[0].lower() for source in sources}
 
 
+@pytest.mark.parametrize("source", ["txt", "txt:lines", "json:a"])
+def test_a_byte_order_mark_is_no_part_of_a_caption(source):
+    members = {"txt": "one".encode("utf-8-sig"), "json": '{"a": "one"}'.encode("utf-8-sig")}
+    assert Captions([source]).all_captions(members) == ["one"]
+
+
 @pytest.mark.parametrize("source", ["", "text", "json", "json:", "txt:words", "jpg", ".txt", "a/b.txt"])
 def test_unknown_sources_are_refused(source):
     with pytest.raises(UserError, match="a source is txt, txt:lines or json:KEY"):

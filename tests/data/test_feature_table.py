@@ -15,13 +15,19 @@ import pytest
 import torch
 from embedded_shards import DIM, SIDE, encode_captions, encode_images, write
 from ranks import run_ranks
+from servers import Files, files_server, wait_for
 from tars import jpeg, manifest_of, tokenize, write_tar
 
 from neuclip_ds.data.cache import ShardCache
+from neuclip_ds.data.dataset import PADDING, PairDataset
+from neuclip_ds.data.decoders import CaptionSources
 from neuclip_ds.data.feature_parts import FeaturePart, map_part, part_name, write_part
 from neuclip_ds.data.feature_table import FeatureTable, find_table, random_crops
+from neuclip_ds.data.images import DECODERS, RandomCrop
 from neuclip_ds.data.loader import RankBatch
 from neuclip_ds.data.manifest import Manifest, from_shards
+from neuclip_ds.data.prefetch import Prefetcher, ShardRequest
+from neuclip_ds.data.stored_towers import CONTENTS, IMAGE, TEXT
 from neuclip_ds.data.training_data import TrainingData, open_training_data
 from neuclip_ds.data.training_set import interleave_settings
 from neuclip_ds.distributed.communicator import Communicator
@@ -127,6 +133,31 @@ def test_batches_contain_the_features_of_their_crops_and_captions(tmp_path: Path
     run_ranks(2, _check_batches, shards, features, tmp_path)
 
 
+@pytest.mark.parametrize("sources", [CAPTIONS, {"txt:lines": 0.3, "json:long": 0.7}], ids=["", "weights"])
+@pytest.mark.parametrize("names", [[IMAGE, TEXT], [IMAGE], [TEXT]], ids=["both", "image", "text"])
+def test_stored_outputs_of_trunks_replace_the_inputs_of_the_same_samples(
+    manifest: Manifest, features: Path, tmp_path: Path, sources: CaptionSources, names: list[str]
+) -> None:
+    """With both, shards are not read, unless the draw of captions has weights."""
+    tables = {}
+    for name in names:
+        tables[name] = FeatureTable(find_table(str(features)), manifest, CAPTIONS, only=CONTENTS[name])
+    crop = RandomCrop(SIDE, 0.5, DECODERS["simplejpeg"])
+    plain = PairDataset(manifest, crop, tokenize, 7, sources, random_crops=2)
+    items = [(epoch, index) for epoch in range(LAST_EPOCH) for index in (*range(0, 16, 2), PADDING)]
+    expected = plain.batch(items)
+    if len(names) == 2 and isinstance(sources, list):
+        manifest = from_shards([replace(shard, path=str(tmp_path / "none.tar")) for shard in manifest.shards])
+    batch = PairDataset(manifest, crop, tokenize, 7, sources, tables=tables, random_crops=2).batch(items)
+    assert torch.equal(batch.valid, expected.valid)
+    image = encode_images(expected.image) if IMAGE in names else expected.image
+    text = encode_captions(expected.tokens) if TEXT in names else expected.tokens
+    torch.testing.assert_close(batch.image[batch.valid], image[batch.valid])
+    torch.testing.assert_close(batch.tokens[batch.valid], text[batch.valid])
+    assert not batch.image[~batch.valid].any()
+    assert batch.stored == {}
+
+
 def edited(features: Path, folder: Path, shard: int, edit: Callable[[FeaturePart], FeaturePart]) -> Path:
     """Return a copy of the features in which a part was edited."""
     copy = folder / "edited"
@@ -206,6 +237,85 @@ def test_rows_of_a_remote_folder_equal_those_of_a_local_one(tmp_path: Path, mani
     store.pipe_file(f"/features/{part_name(1)}", b"other content")
     with pytest.raises(UserError, match=r"has changed"):
         changed.rows(torch.tensor([5]))
+
+
+def served(http: Files, features: Path) -> str:
+    """Serve the folder's files over HTTP, without a listing that names their sizes; return its URL."""
+    for path in features.iterdir():
+        http.files[f"features/{path.name}"] = path.read_bytes()
+    return http.url("features")
+
+
+def test_a_web_servers_folder_needs_no_listing(tmp_path: Path, manifest: Manifest, features: Path) -> None:
+    index = torch.tensor([15, 0, 5, 11, 4])
+    expected, _ = open_table(features, manifest).rows(index)
+    with files_server() as http:
+        url = served(http, features)
+        ours, problems = open_table(url, manifest, ShardCache(tmp_path, 10**6, backoff=0.01)).rows(index)
+        assert not problems
+        assert torch.equal(ours.image, expected.image) and torch.equal(ours.text, expected.text)
+        embedding = json.loads(http.files["features/embedding.json"])
+        del embedding["part_bytes"]
+        http.files["features/embedding.json"] = json.dumps(embedding).encode()
+        with pytest.raises(UserError, match=r"does not list the sizes of the files.*let neuclip-ds embed finish"):
+            find_table(url)
+
+
+def test_remote_features_are_prefetched_and_replaced_files_are_fetched_again(
+    tmp_path: Path, manifest: Manifest, features: Path
+) -> None:
+    """The shards are local, so that only the features are fetched."""
+    cache = ShardCache(tmp_path / "cache", 10**6, timeout=5, backoff=0.01)
+    index = torch.tensor([0, 5, 12])
+    parts = [part_name(shard) for shard in range(3)]
+    with files_server() as http:
+        url = served(http, features)
+        table = open_table(url, manifest, cache)
+        requests = [ShardRequest(0, 2, shard) for shard in range(3)]
+        with Prefetcher(cache, lambda: iter(requests), manifest.shards, begin=0, end=3, ahead=3, tables=[table]):
+            wait_for(lambda: all(cache.touch(f"{url}/{name}", len(http.files[f"features/{name}"])) for name in parts))
+        table.rows(index)
+        assert [http.gets[f"features/{name}"] for name in parts] == [1, 1, 1]
+
+        # another job's files of the same size at the same address: the cached copies are of no use to a new run
+        other = tmp_path / "other"
+        write(other, manifest, crops=2, crop_scale=0.5, seed=8, captions=CAPTIONS, all_captions=True)
+        served(http, other)
+        assert [len(http.files[f"features/{name}"]) for name in parts] == table.cached_bytes.tolist()
+        ours, problems = open_table(url, manifest, cache).rows(index)
+        assert not problems
+        assert torch.equal(ours.image, open_table(other, manifest).rows(index)[0].image)
+        # and a run that reads them after it began with the first files ends
+        begun = FeatureTable({**find_table(str(features)), "folder": url}, manifest, CAPTIONS, cache)
+        with pytest.raises(UserError, match="has changed or is damaged: another job wrote it"):
+            begun.rows(index)
+
+
+def edit_embedding(folder: Path, features: Path, **changes: Any) -> Path:
+    """Return a copy of the features with other fields in embedding.json, None for fields that are removed."""
+    shutil.copytree(features, folder)
+    path = folder / "embedding.json"
+    embedding = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({name: value for name, value in embedding.items() if value is not None}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": 3}, "format of another version"),
+        ({"crops": None, "output": None}, "lacks crops and lacks output: restore it"),
+        ({"dtype": "int8"}, "has the unknown dtype int8"),
+        ({"shards": "three"}, "cannot be read"),
+        ({"model": "another"}, "another job wrote it than embedding.json describes, which may have been edited"),
+    ],
+)
+def test_an_edited_description_is_refused(
+    tmp_path: Path, manifest: Manifest, features: Path, changes: dict[str, Any], message: str
+) -> None:
+    folder = edit_embedding(tmp_path / "edited", features, **changes)
+    with pytest.raises(UserError, match=message):
+        open_table(folder, manifest).rows(torch.tensor([0]))
 
 
 def grown(shards: Path, folder: Path) -> Manifest:

@@ -1,5 +1,6 @@
 """Check that each row of a table is packed or listed as broken, and that the output folder is complete or absent."""
 
+import base64
 import io
 import json
 from pathlib import Path
@@ -13,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import webdataset
 from PIL import Image
+from servers import files_server
 from tars import jpeg
 
 from neuclip_ds.cli.main import main
@@ -20,7 +22,7 @@ from neuclip_ds.data.build import build_manifest
 from neuclip_ds.data.pack import Packed, choose_columns, pack
 from neuclip_ds.data.readers import TarReader
 from neuclip_ds.data.shards import resolve_shards
-from neuclip_ds.data.tables import captions_of, image_of, open_table, read_image
+from neuclip_ds.data.tables import Row, captions_of, image_of, open_table, read_image, source_of
 from neuclip_ds.data.uids import parse_uid
 from neuclip_ds.errors import UserError
 
@@ -50,9 +52,9 @@ def test_every_form_gives_the_same_rows(tmp_path: Path, form: str) -> None:
     table = open_table(named)
     columns = ["filepath", "title", "id"]
     assert (table.rows, table.data.schema.names) == (25, columns)
-    assert list(table.read(columns)) == list(table.read(columns)) == ROWS
-    assert next(table.read(["title"])) == {"title": ROWS[0]["title"]}
-    assert list(open_table(f"{named}/part1.*").read(columns)) == ROWS[13:]
+    assert [row.cells for row in table.read(columns)] == [row.cells for row in table.read(columns)] == ROWS
+    assert next(table.read(["title"])).cells == {"title": ROWS[0]["title"]}
+    assert [row.cells for row in open_table(f"{named}/part1.*").read(columns)] == ROWS[13:]
 
 
 def encoded(seed: int, form: str) -> bytes:
@@ -66,7 +68,8 @@ def write_csv(folder: Path) -> Path:
     images = [jpeg(0), encoded(1, "PNG"), encoded(2, "WEBP"), encoded(3, "BMP"), b"no image", jpeg(5)[:200]]
     for number, data in enumerate(images):
         (folder / f"{number}.img").write_bytes(data)
-    names = [*(f"{number}.img" for number in range(6)), "absent.img", "8.img", "", str(folder / "0.img")]
+    (folder / "9.img").write_bytes(jpeg(9))
+    names = [*(f"{number}.img" for number in range(6)), "absent.img", "8.img", "", str(folder / "9.img")]
     captions = [f"caption, {number}" for number in range(7)] + [" ", "nine", "last\nline"]
     frame = pandas.DataFrame(
         {"filepath": names, "title": captions, "uid": [f"{n:032x}" for n in range(10)], "n": range(10)}
@@ -179,16 +182,23 @@ def test_the_folder_is_complete_or_absent(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
+def read(cell: object, folder: Path) -> bytes:
+    """Read the image of a cell in a table in `folder`."""
+    source = source_of(Row(folder, {"image": cell}), "image")
+    assert source is not None
+    return read_image(source)
+
+
 def test_images_and_captions_of_cells(tmp_path: Path) -> None:
     assert image_of(" a.jpg") == image_of({"bytes": None, "path": "a.jpg"}) == "a.jpg"
     assert image_of({"bytes": b"bytes", "path": "a.jpg"}) == b"bytes"
     assert image_of({"bytes": None, "path": None}) == image_of(" ") == image_of(3) is None
     (tmp_path / "a.jpg").write_bytes(b"here")
-    for name in ("a.jpg", str(tmp_path / "a.jpg"), f"file://{tmp_path}/a.jpg", b"here"):
-        assert read_image(name, tmp_path) == b"here"
-    for name in ("b.jpg", f"file://{tmp_path}/b.jpg", "nowhere://b.jpg"):
+    for cell in ("a.jpg", str(tmp_path / "a.jpg"), f"file://{tmp_path}/a.jpg", b"here"):
+        assert read(cell, tmp_path) == b"here"
+    for cell in ("b.jpg", f"file://{tmp_path}/b.jpg", "nowhere://b.jpg"):
         with pytest.raises(OSError):
-            read_image(name, tmp_path)
+            read(cell, tmp_path)
     assert captions_of(" one\ntwo ") == ["one\ntwo"]
     assert captions_of(["one\ntwo", " ", None, "three"]) == ["one two", "three"]
     assert captions_of(None) == captions_of("  ") == captions_of(7) == []
@@ -225,3 +235,159 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit):
         main([*command, "--shard-size=0"])
     assert "must be at least 1" in capsys.readouterr().err
+
+
+def write_images(folder: Path, count: int, first: int = 0) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(count):
+        (folder / f"{number}.jpg").write_bytes(jpeg(first + number))
+
+
+@pytest.mark.parametrize("form", ["csv", "jsonl", "parquet"])
+def test_paths_start_from_the_folder_of_their_own_file(tmp_path: Path, form: str) -> None:
+    for first, name in ((0, "cats"), (10, "dogs")):
+        write_images(tmp_path / "set" / name, 3, first)
+        frame = pandas.DataFrame(
+            {"file_name": [f"{n}.jpg" for n in range(3)], "text": [f"{name} {n}" for n in range(3)]}
+        )
+        path = tmp_path / "set" / name / f"metadata.{form}"
+        if form == "csv":
+            frame.to_csv(path, index=False)
+        elif form == "jsonl":
+            frame.to_json(path, orient="records", lines=True)
+        else:
+            frame.to_parquet(path, index=False)
+    for source, out in ((tmp_path / "set", tmp_path / "a"), (tmp_path / "set" / "*" / f"*.{form}", tmp_path / "b")):
+        assert run(source, out).pairs == 6
+        pairs = [(sample["txt"].decode(), sample["jpg"]) for sample in samples_of(out)]
+        assert pairs == [(f"cats {n}", jpeg(n)) for n in range(3)] + [(f"dogs {n}", jpeg(10 + n)) for n in range(3)]
+
+
+def test_the_same_image_under_two_paths_is_one_sample(tmp_path: Path) -> None:
+    write_images(tmp_path / "images", 1)
+    (tmp_path / "pairs.csv").write_text(f"path,text\nimages/0.jpg,one\n{tmp_path}/images/0.jpg,two\n")
+    assert run(tmp_path / "pairs.csv", tmp_path / "out").pairs == 1
+    assert samples_of(tmp_path / "out")[0]["txt"] == b"one\ntwo"
+
+
+def test_hidden_copies_of_a_table_are_not_packed(tmp_path: Path) -> None:
+    write_images(tmp_path / "set", 2)
+    old = "".join(f"{tmp_path}/set/{n}.jpg,wrong {n}\n" for n in range(2))
+    for name in (".ipynb_checkpoints/pairs-checkpoint.csv", "__MACOSX/pairs.csv", ".trash.csv"):
+        path = tmp_path / "set" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("path,caption\n" + old)
+    (tmp_path / "set" / "._pairs.csv").write_bytes(b"\0\5\x16\7")
+    (tmp_path / "set" / "pairs.csv").write_text("path,caption\n" + old.replace("wrong", "right"))
+    assert run(tmp_path / "set", tmp_path / "out").rows == 2
+    assert [sample["txt"] for sample in samples_of(tmp_path / "out")] == [b"right 0", b"right 1"]
+
+
+STRAY_QUOTES = {
+    "at the end": ["a dog", 'a "big" dog', '"a cat', "a bird", 'a 5" pipe', "last"],
+    "never closed": ['"a dog', "a cat", "a bird"],
+    "closed at the end of a line": ['"a dog', "a cat", 'a screen of 12"', "a bird"],
+}
+
+
+@pytest.mark.parametrize("case", STRAY_QUOTES)
+@pytest.mark.parametrize("layout", ["image, caption", "caption, image", "image, caption, id"])
+def test_a_stray_quote_does_not_swallow_rows(tmp_path: Path, case: str, layout: str) -> None:
+    captions = STRAY_QUOTES[case]
+    write_images(tmp_path, len(captions))
+    names = layout.split(", ")
+    rows = [{"image": f"{n}.jpg", "caption": text, "id": str(n)} for n, text in enumerate(captions)]
+    lines = ["\t".join(row[name] for name in names) for row in rows]
+    (tmp_path / "pairs.tsv").write_text("\n".join(["\t".join(names), *lines]) + "\n")
+    with pytest.raises(UserError, match=r"pairs\.tsv.* --quotes=off"):
+        run(tmp_path / "pairs.tsv", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    opened = open_table(str(tmp_path / "pairs.tsv"), "off")
+    assert pack(opened, tmp_path / "out", choose_columns(opened)).pairs == len(captions)
+    assert [sample["txt"].decode() for sample in samples_of(tmp_path / "out")] == captions
+
+
+def test_captions_with_line_breaks_and_delimiters_are_kept(tmp_path: Path) -> None:
+    captions = ["a dog, red\na cat, blue", 'a "quoted" word,\nand, more', "plain"]
+    write_images(tmp_path, 3)
+    frame = pandas.DataFrame({"image": [f"{n}.jpg" for n in range(3)], "caption": captions})
+    frame.to_csv(tmp_path / "pairs.csv", index=False)
+    run(tmp_path / "pairs.csv", tmp_path / "out")
+    assert [sample["txt"].decode() for sample in samples_of(tmp_path / "out")] == captions
+    tabbed = [text.replace(",", "\t") for text in captions]
+    pandas.DataFrame({"image": frame.image, "caption": tabbed}).to_csv(tmp_path / "pairs.tsv", index=False, sep="\t")
+    opened = open_table(str(tmp_path / "pairs.tsv"), "on")
+    assert pack(opened, tmp_path / "tabs", choose_columns(opened)).pairs == 3
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "GIF", "BMP"])
+def test_images_in_base64_are_decoded(tmp_path: Path, form: str) -> None:
+    data = encoded(0, form)
+    text = base64.b64encode(data).decode()
+    cells = [text, f"data:image/{form.lower()};base64,{text}", base64.encodebytes(data).decode()]
+    assert [image_of(cell) for cell in cells] == [data] * 3
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps({"image": c, "caption": "x"}) + "\n" for c in cells))
+    assert run(tmp_path / "pairs.jsonl", tmp_path / "out").pairs == 1, "the same image three times"
+
+
+def test_reports_are_short_even_if_a_cell_is_not(tmp_path: Path) -> None:
+    write_images(tmp_path, 1)
+    cells = ["0.jpg", "data:image/jpeg;base64," + "!" * 50_000, "x" * 50_000]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps({"image": c, "caption": "x"}) + "\n" for c in cells))
+    assert run(tmp_path / "pairs.jsonl", tmp_path / "out").causes == {"image cannot be read": 2}
+    assert (tmp_path / "out/broken.jsonl").stat().st_size < 2000
+
+
+def test_secrets_of_urls_are_in_no_report(tmp_path: Path) -> None:
+    with files_server() as server:
+        query = "X-Amz-Signature=SECRET123"
+        server.files[f"0.jpg?{query}"] = jpeg(0)
+        rows = [f"{server.url(name)}?{query},text\n" for name in ("0.jpg", "1.jpg")]
+        (tmp_path / "pairs.csv").write_text("url,text\n" + "".join(rows))
+        opened = open_table(str(tmp_path / "pairs.csv"))
+        assert pack(opened, tmp_path / "out", choose_columns(opened, "url")).causes == {"image cannot be read": 1}
+    report = (tmp_path / "out/broken.jsonl").read_text()
+    assert "1.jpg" in report and "SECRET123" not in report
+
+
+def test_rows_lost_in_an_outage_can_be_packed_later(tmp_path: Path) -> None:
+    """The storage fails once for one image and always for another one, which two rows share."""
+    with files_server() as server:
+        server.files = {f"{n}.jpg": jpeg(n) for n in range(4)}
+        server.faults = {"1.jpg": [503], "2.jpg": [503] * 3}
+        names = ["0.jpg", "1.jpg", "2.jpg", "3.jpg", "2.jpg"]
+        rows = [f"{server.url(name)},caption {n},{n}\n" for n, name in enumerate(names)]
+        (tmp_path / "pairs.csv").write_text("image,caption,id\n" + "".join(rows))
+        packed = run(tmp_path / "pairs.csv", tmp_path / "out", pauses=[0.0, 0.0])
+        assert (packed.pairs, packed.lost, packed.causes) == (3, 2, {"storage failed": 2})
+        assert (tmp_path / "out/retry.jsonl").stat().st_mode & 0o777 == 0o600
+        assert run(tmp_path / "out/retry.jsonl", tmp_path / "later").pairs == 1
+        (sample,) = samples_of(tmp_path / "later")
+        assert (sample["txt"], sample["jpg"]) == (b"caption 2\ncaption 4", jpeg(2))
+        assert json.loads(sample["json"])["id"] == "2"
+
+
+def test_rows_are_not_waited_for_while_their_host_fails(tmp_path: Path) -> None:
+    rows = 200
+    with files_server() as server:
+        server.refuses = 503
+        (tmp_path / "pairs.csv").write_text("image,text\n" + "".join(f"{server.url(str(n))},x\n" for n in range(rows)))
+        with pytest.raises(UserError, match=r"No row of .* can be used .*storage failed"):
+            run(tmp_path / "pairs.csv", tmp_path / "out", pauses=[0.05, 0.05])
+        assert rows <= server.refused < 1.5 * rows, "one attempt for each row but the first ones"
+
+
+def test_the_command_fails_if_the_storage_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    with files_server() as server:
+        server.files = {f"{n}.jpg": jpeg(n) for n in range(3)}
+        server.faults = {"2.jpg": [503] * 6}
+        (tmp_path / "pairs.csv").write_text("image,text\n" + "".join(f"{server.url(f'{n}.jpg')},x\n" for n in range(3)))
+        with pytest.raises(SystemExit) as ended:
+            main(["pack", str(tmp_path / "pairs.csv"), str(tmp_path / "out")])
+    assert ended.value.code == 2
+    printed = capsys.readouterr()
+    assert "2 of 3 rows as 2 samples" in printed.out
+    assert f"pack {tmp_path}/out/retry.jsonl to another folder" in printed.err

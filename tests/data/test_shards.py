@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tars import write_pairs
+from tars import unprivileged_folder, write_pairs
 
 from neuclip_ds.data.shards import is_local, resolve_shards
 from neuclip_ds.errors import UserError
@@ -84,5 +84,59 @@ def test_endless_lists_and_ranges_are_refused(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"cannot be looked up|Nothing matches"):
             resolve_shards(name)
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UserError, match="cannot be looked up"):
+    with pytest.raises(UserError, match="is not UTF-8 text"):
         resolve_shards(str(tmp_path / "binary.txt"))
+
+
+def test_symlinked_folders_are_followed_once(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    write_pairs(root / "real" / "deep", [1])
+    write_pairs(tmp_path / "elsewhere", [1, 1])
+    for name, target in {
+        "a": root / "real",  # listed under its real path
+        "b": tmp_path / "elsewhere",
+        "c": tmp_path / "elsewhere",
+        "loop": root,
+        "up": tmp_path,
+    }.items():
+        (root / name).symlink_to(target)
+    found = resolve_shards(str(root))
+    expected = [root / "b/00000.tar", root / "b/00001.tar", root / "real/deep/00000.tar"]
+    assert found == list(map(str, expected))
+
+
+def test_a_folder_of_links_has_shards(tmp_path: Path) -> None:
+    write_pairs(tmp_path / "elsewhere", [1, 1])
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / "part").symlink_to(tmp_path / "elsewhere")
+    assert len(resolve_shards(str(tmp_path / "root"))) == 2
+
+
+def test_hidden_files_and_folders_of_archivers_are_not_shards(folder: Path, tmp_path: Path) -> None:
+    for name in ("._00000.tar", "below/._00000.tar", ".cache/0.tar", "__MACOSX/0.tar", "lost+found/0.tar"):
+        for root in (folder, tmp_path / "deep"):
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / name).write_bytes(b"\0\5\x16\7")
+    shutil.move(folder, tmp_path / "deep" / "shards")
+    tars = [str(tmp_path / "deep" / "shards" / f"{i:05d}.tar") for i in range(3)]
+    assert resolve_shards(str(tmp_path / "deep" / "shards")) == tars
+    assert resolve_shards(str(tmp_path / "deep")) == tars
+
+
+@pytest.mark.parametrize("locked", ["shards", "shards/locked"])
+@pytest.mark.parametrize("pattern", ["shards", "shards/*/*.tar", "shards/**/*.tar"])
+def test_a_folder_that_cannot_be_listed_is_an_error(locked: str, pattern: str) -> None:
+    with unprivileged_folder() as folder:
+        write_pairs(folder / "shards" / "open", [1])
+        write_pairs(folder / "shards" / "locked", [1])
+        (folder / locked).chmod(0)
+        try:
+            with pytest.raises(UserError, match=f"cannot be looked up.*Permission denied: '{folder / locked}"):
+                resolve_shards(str(folder / pattern))
+        finally:
+            (folder / locked).chmod(0o700)
+
+
+def test_a_byte_order_mark_does_not_belong_to_a_path(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "shards.txt").write_text(f"{folder}/00001.tar\n", encoding="utf-8-sig")
+    assert resolve_shards(str(tmp_path / "shards.txt")) == [str(folder / "00001.tar")]

@@ -1,20 +1,24 @@
 """Check launchers' environment variables, the refusal of GPUs that torch cannot use, and gloo's interface."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
+from servers import wait_for
 from small_runs import ROOT
 
 from neuclip_ds.distributed import environment
 from neuclip_ds.distributed.environment import (
     complete_environment,
     find_gpus,
+    find_orphans,
     let_idle_threads_sleep,
     read_environment,
     refuse_missing_gpus,
@@ -51,6 +55,104 @@ def test_ranks_of_deepspeed_and_open_mpi_are_read() -> None:
     mpi.update(MASTER_ADDR="10.0.0.1", MASTER_PORT="29501")
     complete_environment(mpi)
     assert (mpi["RANK"], mpi["LOCAL_RANK"], mpi["WORLD_SIZE"]) == ("3", "1", "4")
+
+
+MPICH = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+CRAY = {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_LOCAL_RANK": "1", "PALS_LOCAL_RANKID": "1"}
+MVAPICH = {"MV2_COMM_WORLD_RANK": "3", "MV2_COMM_WORLD_LOCAL_RANK": "1", "MV2_COMM_WORLD_SIZE": "4"}
+STEP = {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NODELIST": "n[1-2]"}
+PROXY = {"SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "n[1-2]"}
+ADDRESS = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29501"}
+
+
+@pytest.mark.parametrize(
+    ("env", "has_address"),
+    [
+        (MPICH, False),
+        (CRAY, False),
+        (MVAPICH, False),
+        ({**MPICH, **PROXY}, False),  # mpiexec starts its proxies with srun
+        ({**CRAY, **STEP}, True),  # srun with Cray's PMI
+        ({"PMI_RANK": "3", "PMI_SIZE": "4", **STEP}, True),  # srun --mpi=pmi2
+        ({"PMI_RANK": "3", "PMI_SIZE": "4", "LOCAL_RANK": "1"}, False),
+    ],
+)
+def test_ranks_of_other_launchers_are_read(env: dict[str, str], has_address: bool) -> None:
+    assert read_environment(dict(env)) == (3, 1, 4)
+    completed = dict(env)
+    complete_environment(completed)
+    assert ("RANK" in completed) == has_address, "left to MPI, unless SLURM names the first node"
+    completed = {**env, **ADDRESS}
+    complete_environment(completed)
+    assert (completed["RANK"], completed["LOCAL_RANK"], completed["WORLD_SIZE"]) == ("3", "1", "4")
+
+
+@pytest.mark.parametrize("env", [MPICH, MVAPICH, CRAY])
+def test_one_rank_of_mpi_needs_no_mpi(env: dict[str, str]) -> None:
+    single = {name: "1" if name.endswith("SIZE") else "0" for name in env}
+    complete_environment(single)
+    assert (single["RANK"], single["WORLD_SIZE"], single["MASTER_ADDR"]) == ("0", "1", "127.0.0.1")
+
+
+@pytest.mark.parametrize("name", ["PMIX_RANK", "ALPS_APP_PE", "FLUX_TASK_RANK", "JSM_NAMESPACE_RANK", "PMI_RANK"])
+def test_a_launcher_that_does_not_tell_the_number_of_ranks_is_refused(name: str) -> None:
+    """Otherwise, every rank would train alone."""
+    with pytest.raises(UserError, match=f"{name}=0 shows that a launcher .* set RANK, LOCAL_RANK, WORLD_SIZE"):
+        read_environment({name: "0"})
+
+
+def test_ranks_of_one_gpu_are_not_confused() -> None:
+    with pytest.raises(UserError, match="set LOCAL_RANK on each rank"):
+        complete_environment({"PMI_RANK": "3", "PMI_SIZE": "4", **ADDRESS})
+
+
+@pytest.mark.parametrize(
+    ("options", "refused"),
+    [
+        (["--hostfile", "misspelt"], True),
+        (["--hostfile=misspelt"], True),
+        (["-H", "misspelt", "--num_nodes", "2"], True),
+        (["--hostfile", "hostfile"], False),
+        (["train.py", "--hostfile", "misspelt"], False),
+        ([], False),
+    ],
+)
+def test_a_hostfile_that_does_not_exist_is_refused(options: list[str], refused: bool, tmp_path: Path) -> None:
+    (tmp_path / "deepspeed").write_text(LAUNCHER)
+    (tmp_path / "deepspeed").chmod(0o755)
+    (tmp_path / "hostfile").touch()
+    check = "from neuclip_ds.distributed.environment import refuse_missing_hostfile as check; check(); print('fine')"
+    command = [str(tmp_path / "deepspeed"), *options, check]
+    variables = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert ("The hostfile misspelt does not exist" in done.stderr) == refused, done.stderr
+    assert (done.stdout == "fine\n") != refused
+
+
+def test_ranks_of_a_killed_launcher_are_found(tmp_path: Path) -> None:
+    """The launcher of the other rank still runs."""
+    rank = f"import time, pathlib, os; pathlib.Path('{tmp_path}', str(os.getpid())).touch(); time.sleep(60)"
+    launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}])"
+    variables = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+    launchers = []
+    ranks: list[int] = []
+    try:
+        for _ in range(2):
+            launchers.append(subprocess.Popen([sys.executable, "-c", launcher], env=variables))
+            wait_for(lambda: len(list(tmp_path.iterdir())) == len(launchers))
+            ranks += [int(path.name) for path in tmp_path.iterdir() if int(path.name) not in ranks]
+        assert not {*ranks, *(launcher.pid for launcher in launchers)} & set(find_orphans())
+        launchers[0].kill()
+        launchers[0].wait()
+        parent = psutil.Process(ranks[0]).parent()
+        if parent is not None and parent.pid != 1 and parent.name() != "systemd":
+            pytest.skip(f"orphans are adopted by {parent.name()}")
+        assert set(ranks) & set(find_orphans()) == {ranks[0]}
+    finally:
+        for pid in ranks:
+            os.kill(pid, signal.SIGKILL)
+        for process in launchers:
+            process.wait()
 
 
 @pytest.mark.parametrize("env", [{"RANK": "x", "WORLD_SIZE": "2"}, {"RANK": "2", "WORLD_SIZE": "2"}])

@@ -30,6 +30,10 @@ def in_a_collective() -> None:
     time.sleep(60)
 
 
+def wait_for_the_end(rank: int) -> None:
+    in_a_collective()
+
+
 def killed_zero(rank: int) -> None:
     if rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -93,7 +97,14 @@ def done(rank: int) -> None:
     time.sleep(0.3 * rank)
 
 
-def one_rank(rank: int, folder: str, work: str) -> None:
+def stopped_long_enough(rank: int) -> None:
+    """Suspend rank 0 until the other ranks have ended."""
+    if rank == 0:
+        stop(os.getpid(), 15.0)
+    in_a_collective()
+
+
+def one_rank(rank: int, folder: str, work: str, local_rank: int = 0, message: bytes = b"") -> None:
     os.chdir(folder)
     sys.stderr = Path(f"{rank}.txt").open("w")  # noqa: SIM115, open until the process ends
     socket.gethostname = lambda: f"node{rank}"
@@ -101,16 +112,26 @@ def one_rank(rank: int, folder: str, work: str) -> None:
     failure_detector._POLL_INTERVAL = 0.25
     failure_detector._REPORT_DELAY = 0.5
     failure_detector._STORE_TIMEOUT = 4.0
-    with failure_detector.FailureDetector(RankEnvironment(rank, 0, RANKS), open_store(rank, serve=False), "127.0.0.1"):
+    with failure_detector.FailureDetector(
+        RankEnvironment(rank, local_rank, RANKS), open_store(rank, serve=False), "127.0.0.1"
+    ):
         store.set(f"in {rank}", "")  # as the process group does, which a run creates next
         store.wait([f"in {other}" for other in range(RANKS)])
+        if message and rank == 1:
+            store.set("error", message)
         globals()[work](rank)
 
 
-def ends(folder: Path, work: str) -> Ends:
-    """Return the exit codes of all ranks and what each one logged."""
+def ends(folder: Path, work: str, one_node: bool = False, message: bytes = b"") -> Ends:
+    """Return the exit codes of all ranks and what each one logged.
+
+    Each rank has its own node unless `one_node` is true. Rank 1 stores `message` as the failure of a rank.
+    """
     variables = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    processes = [fork(one_rank, rank, str(folder), work, variables=variables) for rank in range(RANKS)]
+    processes = []
+    for rank in range(RANKS):
+        local_rank = rank if one_node else 0
+        processes.append(fork(one_rank, rank, str(folder), work, local_rank, message, variables=variables))
     for process in processes:
         process.join(40)
         process.kill()
@@ -133,6 +154,44 @@ def test_the_death_of_rank_zero_ends_all(tmp_path: Path) -> None:
     ended = ends(tmp_path, "killed_zero")
     assert ended.codes == [-signal.SIGKILL, 1, 1]
     assert all("rank 0 on node0 failed: it was killed" in log for log in ended.logs[1:])
+
+
+@pytest.mark.parametrize("work", ["killed_zero", "killed_with_a_loader_process"])
+def test_one_rank_of_a_node_names_a_killed_rank_whichever_it_is(work: str, tmp_path: Path) -> None:
+    ended = ends(tmp_path, work, one_node=True)
+    killed = 0 if work == "killed_zero" else 1
+    if killed:
+        os.kill(int((tmp_path / "loader").read_text()), signal.SIGKILL)
+    assert ended.codes == [-signal.SIGKILL if rank == killed else 1 for rank in range(RANKS)]
+    logs = [log for rank, log in enumerate(ended.logs) if rank != killed]
+    assert "".join(logs).count(f"rank {killed} on node{killed} failed: it was killed") == 1, logs
+
+
+@pytest.mark.parametrize(
+    ("message", "code"),
+    [
+        (b'{"rank": 2, "host": "h", "text": "t", "code": 0}', 1),
+        (b'{"rank": 2, "host": "h", "text": "t", "code": 256}', 1),
+        (b'{"rank": 2, "host": "h", "text": "t", "code": -1}', 1),
+        (b'{"rank": 2, "host": "h", "text": "t", "code": false}', 1),
+        (b'{"rank": 2, "host": "h", "text": "t", "code": 0, "is_message": true}', 1),
+        (b'{"rank": 2, "host": "h", "text": "t", "code": 143}', 143),
+        (b"\xff", 1),
+        (b"[1]", 1),
+        (b"{}", 1),
+    ],
+)
+def test_no_message_ends_an_unfinished_run_with_success(message: bytes, code: int, tmp_path: Path) -> None:
+    ended = ends(tmp_path, "wait_for_the_end", message=message)
+    assert ended.codes == [code] * RANKS
+    assert not any("Traceback" in log for log in ended.logs)
+
+
+@pytest.mark.slow
+def test_a_suspended_rank_zero_blames_itself(tmp_path: Path) -> None:
+    ended = ends(tmp_path, "stopped_long_enough")
+    assert ended.codes == [1, 1, 1]
+    assert "rank 0 on node0 failed: it did not run for" in ended.logs[0]
 
 
 @pytest.mark.slow

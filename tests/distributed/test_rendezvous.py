@@ -39,10 +39,10 @@ def outcomes(ranks: Sequence[tuple[Any, ...]], seconds: float = 20) -> list[Any]
         try:
             limit = timedelta(seconds=seconds)
             store = open_store(rank, limit)
-            rendezvous(store, RankEnvironment(rank, 0, world_size), fingerprint, problem, limit)
+            joined = rendezvous(store, RankEnvironment(rank, 0, world_size), fingerprint, problem, limit)
         except UserError as error:
             return str(error)
-        return store
+        return dist.PrefixStore(joined.attempt, store)
 
     with ThreadPoolExecutor(len(ranks)) as pool:
         futures = [pool.submit(outcome, *rank) for rank in ranks]
@@ -134,3 +134,22 @@ def test_a_signal_ends_a_rank_that_waits_for_the_others(has_server: bool) -> Non
         store = open_store(1, limit)
         rendezvous(store, RankEnvironment(1, 0, 2), FINGERPRINT, timeout=limit)
     assert time.monotonic() - started < limit.total_seconds() / 2, "the signal ends the wait, not the limit"
+
+
+def test_ranks_that_torchrun_restarts_do_not_read_what_earlier_ranks_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun's store outlives the ranks, and its restart count may differ between nodes.
+
+    Rank 0 arrives first or last, after a rendezvous that succeeded or failed.
+    """
+    server = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), None, True, wait_for_workers=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    others = [(1, 3, FINGERPRINT), (2, 3, FINGERPRINT)]
+    failing = (1, 3, FINGERPRINT, "no GPU here")
+    for ranks in ([(0, 3, FINGERPRINT), *others], [*others, (0, 3, FINGERPRINT)]):
+        stores = outcomes(ranks)
+        assert all(isinstance(store, dist.Store) for store in stores), stores
+        assert not any(store.check(["rank/0"]) for store in stores)
+        stores[0].set("rank/0", "address")
+        assert all(store.check(["rank/0"]) for store in stores)
+        assert outcomes([(0, 3, FINGERPRINT), failing])[0] == f"rank 1 on {socket.gethostname()}: no GPU here"
+    assert server.num_keys() > 0

@@ -96,6 +96,23 @@ def test_a_wrong_column_or_an_empty_selection_is_an_error(
         select([pool], column, rule, tmp_path / "kept.npy", uid_column)
 
 
+@pytest.mark.parametrize("content", [b"uid,score\n", b"", b"<html>", b"PAR1"])
+@pytest.mark.parametrize("name", ["a.csv", "0.parquet", "z.parquet"])
+def test_a_file_that_is_not_parquet_is_named(tmp_path: Path, pool: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=rf"{name} cannot be read"):
+        select([tmp_path / name, pool], "score", Rule(minimum=0.0), tmp_path / "kept.npy")
+    with pytest.raises(UserError, match=rf"cannot be read.*{name}"):
+        select([pool, tmp_path / name], "score", Rule(minimum=0.0), tmp_path / "kept.npy")
+
+
+def test_linked_folders_count_and_hidden_files_do_not(tmp_path: Path, pool: Path) -> None:
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / "._a.parquet").write_bytes(b"\0\5\x16\7")
+    (tmp_path / "root" / "link").symlink_to(pool)
+    assert select([tmp_path / "root"], "score", Rule(minimum=0.0), tmp_path / "kept.npy").samples == 8
+
+
 def noisy_clusters(count: int, dtype: str) -> np.ndarray:
     """Return (count, 8) unit vectors near a third as many centers."""
     random = np.random.default_rng(0)

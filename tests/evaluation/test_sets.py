@@ -1,5 +1,6 @@
 """Read evaluation sets in all supported forms: CLIP_benchmark's layout, images by class, and tables of pairs."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from evaluation_sets import (
     words_of,
     write_shards,
 )
+from tars import unprivileged_folder, write_tar
 
 from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation.encoding import BatchEncoder
@@ -116,10 +118,169 @@ def test_scores_of_an_image_folder_equal_those_of_the_same_images_in_shards(tmp_
 def test_without_text_files_folders_name_the_classes(tmp_path: Path) -> None:
     names = ["wolf/1.webp", "red_fox/b/2.JPG", "red_fox/a.png", "red_fox/notes.txt", ".hidden/x.jpg", "empty/y.txt"]
     image_set = open_labeled(write(tmp_path, names))
-    assert image_set.class_names == ("empty", "red fox", "wolf")
-    assert image_set.prompt(1) == "a photo of a red fox."
+    assert image_set.class_names == ("red fox", "wolf")
+    assert image_set.prompt(0) == "a photo of a red fox."
     labels = [(sample.text("cls"), Path(sample.name).name) for sample in image_set.samples()]
-    assert labels == [("1", "a.png"), ("1", "2.JPG"), ("2", "1.webp")]
+    assert labels == [("0", "a.png"), ("0", "2.JPG"), ("1", "1.webp")]
+
+
+def classes_of_images(path: Path) -> dict[str, str]:
+    """Return the class name of each image, by the image's path in the set."""
+    image_set = open_labeled(path)
+    names = {}
+    for sample in image_set.samples():
+        names[str(Path(sample.name).relative_to(path))] = image_set.class_names[int(sample.text("cls"))]
+    return names
+
+
+@pytest.mark.parametrize("width", [1, 4])
+@pytest.mark.parametrize("first", [0, 1])
+def test_folders_of_numbers_are_sorted_by_number(tmp_path: Path, width: int, first: int) -> None:
+    """As in ImageNetV2, whose folders are 0 to 999 without leading zeros."""
+    folders = [f"{number:0{width}d}" for number in range(first, first + 12)]
+    write(tmp_path, [f"{name}/a.jpg" for name in folders])
+    (tmp_path / "classnames.txt").write_text("".join(f"class {number}\n" for number in range(12)))
+    expected = {f"{name}/a.jpg": f"class {number}" for number, name in enumerate(folders)}
+    assert classes_of_images(tmp_path) == expected
+
+
+def test_numbers_in_names_that_sort_as_text_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path, [f"class_{number}/a.jpg" for number in (1, 2, 10)])
+    (tmp_path / "classnames.txt").write_text("one\ntwo\nten\n")
+    assert classes_of_images(tmp_path)["class_10/a.jpg"] == "two"
+    assert "class of class_10 is 'two'" in caplog.text
+    caplog.clear()
+    (tmp_path / "class_10").rename(tmp_path / "class_3")
+    assert classes_of_images(tmp_path)["class_3/a.jpg"] == "ten"
+    assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    "extra", ["__MACOSX/._a.jpg", "lost+found/x", ".cache/a.jpg", "notes/readme.md", "masks/deep/x.npy"]
+)
+@pytest.mark.parametrize("named", [False, True])
+def test_other_folders_are_no_classes(tmp_path: Path, extra: str, named: bool) -> None:
+    write(tmp_path, ["cat/1.jpg", "cat/._1.jpg", "dog/deep/2.jpg", "fox/3.png", extra])
+    if named:
+        (tmp_path / "classnames.txt").write_text("cat\ndog\nfox\n")
+    assert is_set(tmp_path)
+    assert open_labeled(tmp_path).class_names == ("cat", "dog", "fox")
+    assert classes_of_images(tmp_path) == {"cat/1.jpg": "cat", "dog/deep/2.jpg": "dog", "fox/3.png": "fox"}
+
+
+def test_a_class_without_images_counts_if_it_has_a_name(tmp_path: Path) -> None:
+    write(tmp_path, ["a/1.jpg", "b/notes.txt", "c/2.jpg"])
+    (tmp_path / "classnames.txt").write_text("cat\ndog\nfox\n")
+    assert classes_of_images(tmp_path) == {"a/1.jpg": "cat", "c/2.jpg": "fox"}
+
+
+def test_a_class_may_have_no_name(tmp_path: Path) -> None:
+    """CLEVR Distance, in CLIP_benchmark and DataComp, has a blank line in its classnames.txt."""
+    labeled_set(tmp_path, 12, classes=3)
+    (tmp_path / "classnames.txt").write_text("very nearby\n\ndistant\n")
+    image_set = open_labeled(tmp_path)
+    assert image_set.class_names == ("very nearby", "", "distant")
+    assert image_set.prompt(2) == "a photo of "
+
+
+@pytest.mark.parametrize("name", ["classnames.txt", "zeroshot_classification_templates.txt", "test/nshards.txt"])
+def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path, name: str) -> None:
+    labeled_set(tmp_path, 12)
+    expected = open_labeled(tmp_path)
+    text = (tmp_path / name).read_text()
+    (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    image_set = open_labeled(tmp_path)
+    assert (image_set.class_names, image_set.templates) == (expected.class_names, expected.templates)
+    for encoding in ("latin-1", "utf-16"):
+        (tmp_path / name).write_text(f"{text}ä\n", encoding=encoding)
+        with pytest.raises(UserError, match=rf"{Path(name).name} is not UTF-8 text"):
+            open_labeled(tmp_path)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_kind_or_caption(tmp_path: Path) -> None:
+    captioned_set(tmp_path, [1, 1])
+    (tmp_path / "dataset_type.txt").write_text("retrieval\n", encoding="utf-8-sig")
+    assert open_captioned(tmp_path).kind == "retrieval"
+    write_shards(tmp_path, [{"txt": "one\n".encode("utf-8-sig")}], 1)
+    assert [sample.text("txt") for sample in open_captioned(tmp_path).samples()] == ["one"]
+
+
+def test_names_of_folders_that_are_not_utf8_are_refused(tmp_path: Path) -> None:
+    for name in (b"k\xe4fer", b"maus"):
+        folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name))
+        folder.mkdir()
+        (folder / "1.jpg").write_bytes(b"")
+    with pytest.raises(UserError, match="not UTF-8 text"):
+        open_labeled(tmp_path)
+
+
+def test_a_set_that_cannot_be_listed_is_an_error() -> None:
+    with unprivileged_folder() as folder:
+        write(folder, ["a/1.jpg", "b/2.jpg", "c/3.jpg"])
+        (folder / "b").chmod(0)
+        try:
+            with pytest.raises(UserError, match=r"cannot be read .*Permission denied"):
+                is_set(folder)
+        finally:
+            (folder / "b").chmod(0o700)
+
+
+def change_caption(folder: Path) -> None:
+    """Rewrite a tar with one other letter, as large as before."""
+    path = folder / "test/0.tar"
+    path.write_bytes(path.read_bytes().replace(b"128", b"129", 1))
+
+
+CHANGES = {
+    "a class name": lambda folder: (folder / "classnames.txt").write_text("name 1\nname 0\nname 2\n"),
+    "a template": lambda folder: (folder / "zeroshot_classification_templates.txt").write_text("art of {c}"),
+    "a file is removed": lambda folder: (folder / "zeroshot_classification_templates.txt").unlink(),
+    "a kind": lambda folder: (folder / "dataset_type.txt").write_text("retrieval"),
+    "a caption": change_caption,
+    "an image": lambda folder: (folder / "b/2.jpg").write_bytes(b"y"),
+    "a name": lambda folder: (folder / "b/2.jpg").rename(folder / "b/3.jpg"),
+    "an image of a table": lambda folder: (folder / "pairs/images/1.jpg").write_bytes(b"y"),
+    "a table": lambda folder: (folder / "pairs/pairs.csv").write_text("path,text\nimages/1.jpg,two\n"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_fingerprint_changes_with_each_file(tmp_path: Path, change: str) -> None:
+    if "table" in change:
+        write(tmp_path / "pairs", ["images/1.jpg"])
+        (tmp_path / "pairs/pairs.csv").write_text("path,text\nimages/1.jpg,one\n")
+        path = tmp_path / "pairs/pairs.csv"
+    else:
+        path = tmp_path
+        if change in ("an image", "a name"):
+            write(tmp_path, ["a/1.jpg", "b/2.jpg"])
+        else:
+            labeled_set(tmp_path, 12, classes=3)
+    before = open_set(path).fingerprint()
+    assert open_set(path).fingerprint() == before
+    for file in tmp_path.rglob("*"):
+        os.utime(file, ns=(0, 0))
+    stale = open_set(path).fingerprint()
+    CHANGES[change](tmp_path)
+    assert open_set(path).fingerprint() not in (before, stale)
+
+
+@pytest.mark.parametrize("problem", ["joined", "not adjacent", "repeated"])
+def test_shards_that_lose_members_are_refused_with_the_cause(tmp_path: Path, problem: str) -> None:
+    folder = numbered(tmp_path, 3, 1)
+    path = tmp_path / "test/0.tar"
+    names = {
+        "joined": ["a.txt"],
+        "not adjacent": ["a.cls", "b.cls", "a.txt", "b.txt"],
+        "repeated": ["a.txt", "a.txt"],
+    }
+    tar = write_tar(path, [(name, b"0") for name in names[problem]]).read_bytes()
+    message = "2 samples whose members are not adjacent, 0" if problem == "not adjacent" else "0 samples .* 1 members"
+    if problem == "joined":
+        path.write_bytes(tar + write_tar(tmp_path / "b.tar", [("b.txt", b"1")]).read_bytes())
+        message = "several tars may have been joined"
+    with pytest.raises(UserError, match=message):
+        list(folder.samples())
 
 
 def test_a_folder_without_two_folders_of_images_is_not_an_image_folder(tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 The disks are real in-memory file systems, which only root can mount.
 """
 
+import json
 import resource
 import shutil
 import subprocess
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,10 @@ from small_checkpoints import DATA, FACTS, PlainEngine, fresh, keeper, trained
 from small_runs import newest_checkpoint, train
 
 from neuclip_ds.checkpoint.integrity import SaveFailed, verify
+from neuclip_ds.data.bad_samples import BadSampleLog
+from neuclip_ds.data.dataset import BadSample
 from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.reporting.events import EventLog, read_events
 from neuclip_ds.reporting.metrics import MetricsLog
 
 EVERY = ("--run.checkpoint_every=2", "--run.log_every=1")
@@ -107,6 +112,27 @@ def test_metrics_on_a_full_disk_raise_an_error(disk: Path) -> None:
     fill(disk, 0)
     with pytest.raises(OSError, match="No space left on device"):
         MetricsLog(disk)
+
+
+def test_a_full_disk_leaves_no_partial_line(disk: Path) -> None:
+    lists = [disk / "bad_samples.jsonl", disk / "events.jsonl"]
+    bad_samples = BadSampleLog(disk, 1.0)
+    events = EventLog(disk, rank=0)
+
+    def add(step: int) -> None:
+        samples = tuple(BadSample(index=100 * step + i, shard="s.tar", key="k" * 99, reason="none") for i in range(99))
+        bad_samples.merge([[99, [asdict(sample) for sample in samples], None]])
+        events.add(step, "kind", "message" * 2000)
+
+    add(1)
+    filler = fill(disk, 4096)
+    add(2)
+    filler.unlink()
+    add(3)
+    for path in lists:
+        assert all(json.loads(line) for line in path.read_text().splitlines())
+    assert [event.step for event in read_events(disk)] == [1, 3]
+    assert len(lists[0].read_text().splitlines()) == 2 * 99
 
 
 @pytest.mark.slow

@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
 import pytest
+from evaluation_sets import labeled_set
 from small_runs import SMALL, newest_checkpoint, train, training
 from tars import write_pairs
 
@@ -118,6 +120,40 @@ def test_missing_held_out_sets_and_impossible_deviations_are_refused(
         option.format(tmp=tmp_path),
     ]
     with pytest.raises(UserError, match=words):
+        print_dry_run(parse(options).config, ONE_RANK, None)
+
+
+SETS = {
+    "a damaged shard": ("0.tar is damaged at byte", lambda folder: damage(folder / "test/0.tar")),
+    "a template": (
+        "lacks {c}",
+        lambda folder: (folder / "zeroshot_classification_templates.txt").write_text("a photo"),
+    ),
+    "the last shard": ("2.tar is missing", lambda folder: (folder / "test/nshards.txt").write_text("3")),
+}
+
+
+def damage(path: Path) -> None:
+    """Overwrite the header of the second member of a tar."""
+    data = bytearray(path.read_bytes())
+    second = data.index(b"s0000000.cls")
+    data[second : second + 512] = b"x" * 512
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("option", ["zero_shot", "evaluation_sets"])
+@pytest.mark.parametrize("case", SETS)
+def test_a_set_that_cannot_be_scored_is_found_before_the_first_step(
+    option: str, case: str, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    message, spoil = SETS[case]
+    labeled_set(tmp_path / "sets/good", 6)
+    labeled_set(tmp_path / "sets/spoiled", 6)
+    spoil(tmp_path / "sets/spoiled")
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "sets" if option == "evaluation_sets" else tmp_path / "sets/spoiled"
+    options = ["demo", *SMALL, f"--data.train={shards}", "--data.val=", "--data.zero_shot=", f"--data.{option}={path}"]
+    with pytest.raises(UserError, match=re.escape(message)):
         print_dry_run(parse(options).config, ONE_RANK, None)
 
 

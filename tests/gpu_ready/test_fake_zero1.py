@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from benchmarking.run_loss import build_loss
+from benchmarking.stored_rows import stored_shapes
 from fake_cuda import DEVICE, FakeGpu, fake_cuda, fake_ranks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -39,6 +40,7 @@ class EngineMeter(TorchDispatchMode):
     Attributes:
         active: whether the engine runs.
         bytes_moved: bytes that operations read and write; a tensor that one operation updates counts twice.
+        bytes_of_step: the same of all operations, also outside the engine and in the backward pass.
         collectives: names of torch's collectives, and whether each starts during the backward pass.
     """
 
@@ -47,6 +49,7 @@ class EngineMeter(TorchDispatchMode):
         self._gpu = gpu
         self.active = False
         self.bytes_moved = 0
+        self.bytes_of_step = 0
         self.collectives: list[tuple[str, bool]] = []
 
     def __torch_dispatch__(
@@ -57,8 +60,11 @@ class EngineMeter(TorchDispatchMode):
         is_in_backward_pass = self._gpu.differentiates
         if self.active and func.namespace == "c10d":
             self.collectives.append((func.overloadpacket.__name__, is_in_backward_pass))
-        elif self.active and not is_in_backward_pass and self._gpu.launches > launches_before:
-            self.bytes_moved += _bytes_moved(func, args, kwargs or {}, result)
+        elif self._gpu.launches > launches_before:
+            size = _bytes_moved(func, args, kwargs or {}, result)
+            self.bytes_of_step += size
+            if self.active and not is_in_backward_pass:
+                self.bytes_moved += size
         return result
 
     @contextmanager
@@ -98,15 +104,19 @@ class StepCosts:
     """Costs of a training step."""
 
     launches: int  # of the whole step
+    bytes_moved: int  # in the whole step
     bytes_per_parameter: float  # moved by the engine after the backward pass and in the step
     collectives: list[tuple[str, bool]]  # of the engine: names, and whether each starts during the backward pass
     waits: int  # of the host for the device, in the whole step
 
 
-def costs(lean: bool, ranks: int, *options: str) -> StepCosts:
-    """Return the costs of the second step of `openclip` with the model ViT-B/16."""
+def costs(lean: bool, ranks: int, *options: str, rows: int = ROWS, stored_width: int | None = None) -> StepCosts:
+    """Return the costs of the second step of `openclip` with the model ViT-B/16.
+
+    `rows` is the number of pairs per rank. With `stored_width`, the step has a reference model of this width.
+    """
     switch = f"--optimizer.lean_zero1={'true' if lean else 'false'}"
-    batch = f"--data.batch_size={ROWS * ranks}"
+    batch = f"--data.batch_size={rows * ranks}"
     model_options = ["models/vitb16", "--objective.method=openclip", "--deepspeed=zero1_bf16", batch, switch, *options]
     query = MemoryQuery(parse(model_options).config, ranks)
     config = query.config
@@ -116,17 +126,22 @@ def costs(lean: bool, ranks: int, *options: str) -> StepCosts:
         model.to = lambda *_: model  # has references, so must not move again
         communicator = Communicator(DEVICE)
         engine = start_engine(model, config.optimizer, load_engine_config(config, ranks), communicator)
-        loss = build_loss(config, query.source.embed_dim, 1000, communicator, torch.bfloat16)
+        loss = build_loss(config, query.source.embed_dim, 100_000, communicator, torch.bfloat16)
         batches = DeviceBatches(DEVICE, query.micro_batch)
-        image = torch.zeros(ROWS, 3, query.image_size, query.image_size, dtype=torch.uint8).pin_memory()
-        tokens = torch.zeros(ROWS, query.tokenizer.context_length, dtype=torch.int64).pin_memory()
-        batch_of_rank = Batch(image, tokens, torch.arange(ROWS), torch.ones(ROWS, dtype=torch.bool))
+        image = torch.zeros(rows, 3, query.image_size, query.image_size, dtype=torch.uint8).pin_memory()
+        tokens = torch.zeros(rows, query.tokenizer.context_length, dtype=torch.int64).pin_memory()
+        shapes = stored_shapes(config, stored_width)
+        generator = torch.Generator().manual_seed(0)
+        stored = {name: shape.random_rows(rows, generator) for name, shape in shapes.items()}
+        valid = torch.ones(rows, dtype=torch.bool)
+        batch_of_rank = Batch(image, tokens, torch.arange(rows), valid, stored=stored)
         meter = EngineMeter(gpu)
         with meter.watching(engine):
             for number in range(2):
                 gpu.launches = 0
                 gpu.syncs.clear()
                 meter.bytes_moved = 0
+                meter.bytes_of_step = 0
                 meter.collectives.clear()
                 batches.start(iter([RankBatch([batch_of_rank])]))
                 position = Position(step=number, lr=1e-3, peak_lr=1e-3)
@@ -135,6 +150,7 @@ def costs(lean: bool, ranks: int, *options: str) -> StepCosts:
     waits = gpu.syncs.total()
     return StepCosts(
         launches=gpu.launches,
+        bytes_moved=meter.bytes_of_step,
         bytes_per_parameter=meter.bytes_moved / size,
         collectives=meter.collectives,
         waits=waits,
@@ -175,3 +191,22 @@ def test_a_step_of_vitb16_has_half_of_deepspeeds_launches() -> None:
     lean = costs(True, 1)
     assert lean.launches <= 1_060  # with DeepSpeed's step: 2,115
     assert lean.bytes_per_parameter <= 50
+
+
+REFERENCE = ("--objective.method=fastclip_v1", "--objective.reference_model=not-read")
+
+
+def test_a_reference_model_adds_few_launches_and_bytes_to_a_step() -> None:
+    """What it adds does not depend on the towers' depth; a whole ViT-B/16 has about 2,100 launches per step."""
+    plain = costs(False, 8, *SHALLOW, "--objective.method=fastclip_v1", rows=640)
+    steered = costs(False, 8, *SHALLOW, *REFERENCE, rows=640, stored_width=512)
+    assert steered.launches - plain.launches <= 0.03 * 2_100
+    assert steered.bytes_moved <= 1.03 * plain.bytes_moved
+
+
+@pytest.mark.slow
+def test_a_reference_model_adds_at_most_3_percent_to_a_step_of_vitb16() -> None:
+    plain = costs(False, 8, "--objective.method=fastclip_v1", rows=640)
+    steered = costs(False, 8, *REFERENCE, rows=640, stored_width=512)
+    assert steered.launches <= 1.03 * plain.launches
+    assert steered.bytes_moved <= 1.03 * plain.bytes_moved

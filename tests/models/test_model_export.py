@@ -204,14 +204,10 @@ def test_single_towers_and_the_pipeline_of_transformers_load_exports(family: str
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize(("name", "size"), [("test_resnet", 64), ("test_vit", 160)])
-def test_timm_models_that_are_no_clip_vits_cannot_be_exported(name: str, size: int) -> None:
-    model = trained(vision={"name": name, "image_size": size}, text=TINY_TEXT, embed_dim=16)
-    with pytest.raises(UserError, match=rf"cannot express timm's image model '{name}': .* neuclip_ds\.load"):
-        model.source.to_library_model(model.tokenizer, model.model.state_dict(), LOGITS)
-
-
-@pytest.mark.parametrize(("family", "library"), [("open_clip", "transformers"), ("siglip", "open_clip")])
+@pytest.mark.parametrize(
+    ("family", "library"),
+    [("open_clip", "transformers"), ("siglip", "open_clip"), ("clip", "sentence_transformers")],
+)
 def test_a_model_that_a_format_cannot_express_is_refused_with_its_own_format(
     family: str, library: str, tmp_path: Path
 ) -> None:

@@ -3,6 +3,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import timm
 import torch
 from torch import Tensor, nn
 
@@ -245,3 +246,29 @@ def test_a_named_tokenizer_gives_its_own_vocabulary() -> None:
     text = TEXT.model_copy(update={"tokenizer": "somewhere", "vocab_size": 49408})
     model = build_dual_encoder(TINY.model_copy(update={"text": text}), TOKENIZE)
     assert model.text.trunk.embeddings.token_embedding.num_embeddings == TOKENIZE.vocab_size
+
+
+@pytest.mark.parametrize(
+    ("name", "image_size", "statistics"),
+    [("vit_small_patch16_dinov3", 64, (0.485, 0.456, 0.406)), ("vit_base_patch16_siglip_256", 256, (0.5, 0.5, 0.5))],
+)
+def test_towers_of_dinov3_and_siglip_2_are_built(name: str, image_size: int, statistics: tuple[float, ...]) -> None:
+    """DINOv3 pools the mean of its patches, SigLIP 2 with attention: all tokens of the last block count."""
+    sizes = {"embed_dim": 48, "depth": 2, "num_heads": 2}
+    vision = VisionConfig(name=name, image_size=image_size, options=sizes)
+    pretrained_cfg = timm.get_pretrained_cfg(name)
+    assert any(marker in tag for tag in timm.list_pretrained(f"{name}.*") for marker in ("lvd1689m", "v2_webli"))
+    assert tuple(pretrained_cfg.mean) == statistics
+    config = TINY.model_copy(update={"vision": vision})
+    features = []
+    for only_class_token in ("auto", False):
+        torch.manual_seed(0)
+        options = {"vision": vision.model_copy(update={"class_token_only": only_class_token})}
+        model = build_dual_encoder(config.model_copy(update=options), TOKENIZE).eval()
+        with torch.no_grad():
+            features.append(model(pixels(image_size), None)[0])
+    assert torch.equal(*features)
+    assert not torch.allclose(features[0][0], features[0][1], atol=1e-3)
+    with pytest.raises(UserError, match="class_token_only=true has no effect"):
+        needs_class_token = vision.model_copy(update={"class_token_only": True})
+        build_dual_encoder(config.model_copy(update={"vision": needs_class_token}), TOKENIZE)

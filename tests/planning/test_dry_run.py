@@ -123,7 +123,15 @@ def test_hostfiles_have_as_many_nodes_as_their_names_say(path: Path) -> None:
     assert str(len(read_hostfile(path))) == path.name[0]
 
 
-@pytest.mark.parametrize(("text", "words"), [("node1 8\n", "node1 8"), ("", "is empty"), (None, "not exist")])
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("node1 8\n", "node1 8"),
+        ("", "is empty"),
+        ("\ufeffnode1 slots=8\n", "byte order mark"),
+        (None, "not exist"),
+    ],
+)
 def test_hostfile_mistakes(text: str | None, words: str, tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     if text is not None:

@@ -16,7 +16,7 @@ from neuclip_ds.config import Config, OptimizerConfig
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.start import start_engine
-from neuclip_ds.models.source import model_source
+from neuclip_ds.models.source import TowerRefs, model_source
 from neuclip_ds.models.trained_parts import Parameters
 from neuclip_ds.planning.activations import Activations, count_activations
 from neuclip_ds.planning.memory import (
@@ -147,7 +147,7 @@ def test_a_real_pass_allocates_the_counted_activations(checkpointing: str, packe
     """Packed captions need no more: even if they fill the context, the last block computes one token of each."""
     options = [f"--model.activation_checkpointing={checkpointing}", f"--model.text.packed={packed}", part]
     config = parse(["demo", *SMALL, *options]).config
-    source = model_source(config.model, None)
+    source = model_source(config.model, TowerRefs())
     tokenizer: Any = StandInTokenizer(config.model.text)
     with torch.device("meta"):
         weightless = source.build(tokenizer)

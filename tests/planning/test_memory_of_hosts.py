@@ -104,6 +104,11 @@ def test_loaders_of_eight_gpus_keep_640_images_of_150_kb_per_part() -> None:
     assert on_gpu.shared == pytest.approx(8 * 32 * 640 * PIXELS, rel=0.01)
     assert on_gpu.total == pytest.approx(8 * ((32 + 34 + 8) * 640 * PIXELS + 8 * 300e6), rel=0.01)
     assert "--shm-size=25g" in on_gpu.describe()
+    features = 2 * 512 * 2  # bytes of a pair, in float16
+    with_features = loader_memory(query(*options, "--data.val=", world_size=8, device="cuda"), 8, features)
+    assert with_features.shared - on_gpu.shared == 8 * 32 * 640 * features
+    # queues in shared and pinned memory, a part that each worker builds, the batches in use, and joined copies
+    assert with_features.total - on_gpu.total == 8 * (32 + 32 + 8 + 2 + 4) * 640 * features
     with_evaluation = loader_memory(query(*options, world_size=8, device="cuda"), ranks=8)
     assert with_evaluation.shared == 2 * on_gpu.shared
     on_cpu = loader_memory(query(*options, "--data.val=", world_size=8), ranks=8)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from benchmarking.openclip_reference import REFERENCES
@@ -17,6 +18,7 @@ from step_costs import TrainedShapes, step_calls
 from test_step import MODEL
 
 from neuclip_ds.distributed.communicator import STEP, Communicator
+from neuclip_ds.engine import lean_zero1
 from neuclip_ds.planning.memory import MemoryQuery
 from neuclip_ds.profiling.recorder import BREAKDOWN, TRACE
 from neuclip_ds.profiling.trace import read_trace
@@ -26,6 +28,7 @@ from neuclip_ds.section import merge
 RANKS = 2
 ROWS = 8
 DIM = 16
+WIDTH = 6  # of the reference's features
 STEPS = 2
 UPDATES = 3
 FLOAT = 4
@@ -77,6 +80,14 @@ TREE: dict[str, Any] = {
 }
 
 
+def settings_of(communicator: Communicator, name: str, stage: int, precision: str, micro: int) -> dict[str, Any]:
+    return {
+        "deepspeed": f"zero{stage}_{precision}",
+        "data": {"batch_size": communicator.world_size * ROWS, "micro_batch": micro},
+        "objective": {} if name in REFERENCES else {"method": name},
+    }
+
+
 def profiles(
     communicator: Communicator,
     folder: Path,
@@ -86,11 +97,7 @@ def profiles(
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     for name, stage in combinations:
-        settings: dict[str, Any] = {
-            "deepspeed": f"zero{stage}_{precision}",
-            "data": {"batch_size": communicator.world_size * ROWS, "micro_batch": micro},
-            "objective": {} if name in REFERENCES else {"method": name},
-        }
+        settings = settings_of(communicator, name, stage, precision, micro)
         config = validate(merge(merge(TREE, settings), options))
         build = REFERENCES.get(name, build_loss)
         run_synthetic_profile(config, communicator, folder / f"{name}{stage}", name, 2, build)
@@ -135,14 +142,14 @@ def check_bytes(folder: Path, name: str) -> None:
     assert received == {**PREDICTED[name], **engine}
 
 
-def check_collectives(folder: Path, name: str, stage: int) -> None:
+def check_collectives(folder: Path, name: str, stage: int, stored_width: int | None = None) -> None:
     """Check that the purposes, operations, sizes and counts of all collectives match tools/step_costs.py."""
     breakdown = breakdown_of(folder, name, stage)
     config = parse([str(folder / f"{name}{stage}" / CONFIG)]).config
     shapes = TrainedShapes.of(MemoryQuery(config, 1).build(), config.optimizer)
     build = REFERENCES.get(name, build_loss)
     predicted: Counter[tuple[str, str, int]] = Counter()
-    for call in step_calls(config, shapes, DIM, breakdown["world_size"], build):
+    for call in step_calls(config, shapes, DIM, breakdown["world_size"], build, stored_width):
         predicted[call.purpose, call.op, call.size] += call.times
     profiled = {(one["purpose"], one["op"], one["size"]): one["calls"] for one in breakdown["collectives"]}
     assert profiled == predicted
@@ -201,6 +208,36 @@ def test_frozen_parts_send_nothing_and_groups_are_counted(
         if options is PARTS:  # the final norm and the projection of the image tower, in each of two micro-batches
             reduced = breakdown_of(tmp_path, name, stage)["purposes"]["gradient reduce"]
             assert reduced["bytes_sent"] <= 2 * ALL_REDUCE * FLOAT * (2 * 32 + 32 * DIM)
+
+
+REFERENCE = {"objective": {"reference_model": "not read", "temperature": {"initial": 0.05}}}
+LEAN = {"optimizer": {"lean_zero1": True}}
+SMALL_BUCKET = 3_000  # elements, fewer than a group of matrices has and more than a group of vectors
+
+
+def profile_stored_and_lean(communicator: Communicator, folder: Path) -> None:
+    """Profile a step with a reference whose width is given, and lean steps with small and with large buckets."""
+    config = validate(merge(TREE, merge(REFERENCE, settings_of(communicator, "fastclip_v1", 1, "fp32", ROWS // 2))))
+    run_synthetic_profile(config, communicator, folder / "reference1", "reference", 2, stored_width=WIDTH)
+    profiles(communicator, folder / "large", [("openclip", 1)], "bf16", ROWS // 2, LEAN)
+    with patch.object(lean_zero1, "BUCKET_ELEMENTS", SMALL_BUCKET):
+        profiles(communicator, folder / "small", [("openclip", 1)], "bf16", ROWS // 2, LEAN)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_stored_features_and_lean_steps_send_what_is_predicted(tmp_path: Path, ranks: int) -> None:
+    run_ranks(ranks, profile_stored_and_lean, tmp_path)
+    check_collectives(tmp_path, "reference", 1, WIDTH)
+    check_complete(tmp_path, "reference", 1)
+    sent = breakdown_of(tmp_path, "reference")["purposes"]["stored_features"]["bytes_sent"]
+    assert sent == 2 * WIDTH * (ranks - 1) * ROWS * FLOAT
+    check_collectives(tmp_path / "large", "openclip", 1)
+    check_complete(tmp_path / "large", "openclip", 1)
+    with patch.object(lean_zero1, "BUCKET_ELEMENTS", SMALL_BUCKET):
+        check_collectives(tmp_path / "small", "openclip", 1)
+    check_complete(tmp_path / "small", "openclip", 1)
+    ops = {one["op"] for one in breakdown_of(tmp_path / "small", "openclip")["collectives"]}
+    assert {"reduce", "reduce_scatter", "all_gather"} <= ops
 
 
 def test_times_add_up_and_the_report_has_them(folder: Path) -> None:

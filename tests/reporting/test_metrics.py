@@ -79,13 +79,38 @@ def test_resumed_file_equals_an_uninterrupted_one(tmp_path_factory, uninterrupte
     assert {path.name for path in folder.iterdir()} == {"metrics.jsonl", "tensorboard"}
 
 
-@pytest.mark.parametrize("garbled", [b"\0\0\0\n", b"[1, 2]\n", b"12\n", b'{"loss": 1}\n', b"\xff\xfe\n"])
+@pytest.mark.parametrize(
+    "garbled",
+    [
+        b"\0\0\0\n",
+        b"[1, 2]\n",
+        b"12\n",
+        b'{"loss": 1}\n',
+        b"\xff\xfe\n",
+        b'{"step": null}\n',
+        b'{"step": "20"}\n',
+        b'{"step": [20]}\n',
+        b"[" * 5000 + b"\n",
+    ],
+)
 def test_garbled_lines_are_skipped_with_a_warning(tmp_path, caplog, garbled):
     written = run(tmp_path, last=20)
     (tmp_path / "metrics.jsonl").write_bytes(garbled + written)
     with caplog.at_level(logging.WARNING, logger="neuclip_ds"):
         assert run(tmp_path, resume_step=20, last=20) == written
-    assert "line 1 is not a record of a step" in caplog.text
+    assert "1 lines are not records with step" in caplog.text
+
+
+def test_edited_records_are_read(tmp_path):
+    """An editor may add a byte order mark, remove the last newline, and write null for missing values."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"step": 1, "loss": 2.0, "tau": null, "note": "mine"}\r\n{"step": 2, "loss": "nan"}')
+    first, second = read_metrics(path)
+    assert first == {"step": 1, "loss": 2.0}
+    assert second["step"] == 2 and math.isnan(second["loss"])
+    with MetricsLog(tmp_path, 2) as metrics:
+        metrics.write(3, {"loss": 1.0})
+    assert [record["step"] for record in read_metrics(path)] == [1, 2, 3]
 
 
 @pytest.mark.parametrize(("resume_step", "kept"), [(20, [(0, 100.0), (10, 110.0), (20, 120.0)]), (None, [])])

@@ -7,6 +7,7 @@ import pytest
 import torch
 from benchmarking.openclip_reference import REFERENCES
 from benchmarking.run_loss import build_loss
+from benchmarking.stored_rows import StoredShape
 from step_costs import Call, ObjectiveQuery, SimulatedRank, objective_calls, objective_work
 from torch.nn.functional import normalize
 
@@ -33,6 +34,21 @@ def config_of(method: str) -> Config:
     return validate(override({"objective": {"other_methods": options}}, named))
 
 
+STORED = {
+    "reference": StoredShape(width=5, dtype=torch.float32),
+    "teacher": StoredShape(width=7, dtype=torch.float16),
+    "teacher 2": StoredShape(width=8, dtype=torch.float16),
+}
+
+
+def with_stored_features(query: ObjectiveQuery) -> ObjectiveQuery:
+    """Return the query with the rows of a reference and two teachers."""
+    distill = {"features": ["first", "second"], "temperature": 0.1}
+    options = {"objective": {"reference_model": "reference", "distill": distill}}
+    config = validate(override(options, query.config.model_dump(exclude_unset=True)))
+    return replace(query, config=config, stored=STORED)
+
+
 def query_of(method: str, micro_batches: int = 1) -> ObjectiveQuery:
     return ObjectiveQuery(
         config=config_of(method),
@@ -52,14 +68,19 @@ def calls_of_late_steps(query: ObjectiveQuery) -> list[Call]:
     image, text = normalize(torch.randn(2, ROWS, DIM), dim=-1)
     image.requires_grad_()
     text.requires_grad_()
+    generator = torch.Generator().manual_seed(0)
+    rows = {name: shape.random_rows(ROWS, generator).pair() for name, shape in query.stored.items()}
+    stored = {}
+    if rows:
+        stored = {"reference": rows.pop("reference"), "teacher": list(rows.values())}
     for number in range(WARM_UP + COUNTED):
         if number == WARM_UP:
             rank.calls.clear()
-        pending = loss.begin(torch.arange(ROWS), None, Position(step=number, lr=1e-3, peak_lr=1e-3))
-        for rows in text.chunk(query.micro_batches):
-            pending.add_text(rows)
-        for rows in image.chunk(query.micro_batches):
-            pending.add_image(rows)
+        pending = loss.begin(torch.arange(ROWS), None, Position(step=number, lr=1e-3, peak_lr=1e-3), **stored)
+        for piece in text.chunk(query.micro_batches):
+            pending.add_text(piece)
+        for piece in image.chunk(query.micro_batches):
+            pending.add_image(piece)
         pending.begin_reads()
         loss(image, text, pending=pending)
     return rank.calls
@@ -81,6 +102,19 @@ def test_small_runs_predict_the_collectives_of_a_larger_size(method: str, micro_
     real = Counter((call.purpose, call.op, call.size) for call in calls_of_late_steps(query))
     predicted = {(call.purpose, call.op, call.size): COUNTED * call.times for call in objective_calls(query)}
     assert predicted == real
+
+
+@pytest.mark.parametrize("method", ["fastclip_v1", "neuclip_queue"])
+def test_stored_features_are_predicted(method: str) -> None:
+    """The rows of each model are gathered once, and a reference makes the products of pairs D wider."""
+    plain = query_of(method, 3)
+    query = with_stored_features(plain)
+    real = Counter((call.purpose, call.op, call.size) for call in calls_of_late_steps(query))
+    predicted = {(call.purpose, call.op, call.size): COUNTED * call.times for call in objective_calls(query)}
+    assert predicted == real
+    sent = {size: times for (purpose, _, size), times in predicted.items() if purpose == "stored_features"}
+    assert sent == {4 * ROWS * shape.width: 2 * COUNTED for shape in STORED.values()}
+    assert objective_work(query).flops > 1.5 * objective_work(plain).flops
 
 
 @pytest.mark.parametrize(

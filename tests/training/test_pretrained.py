@@ -1,5 +1,6 @@
 """Pretrained models train under DeepSpeed as in plain PyTorch, and a dry run reports their sizes."""
 
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import torch
 from miniatures import CAPTIONS, images, save_clip, save_open_clip, save_siglip
 from ranks import run_ranks
 from test_checkpoints import saved_timm
+from test_encoders import save_text_encoder
 from test_step import Trainee
 
 from neuclip_ds.config import Config
@@ -27,6 +29,7 @@ from neuclip_ds.planning.dry_run import print_dry_run
 
 ROWS, STEPS, LR = 8, 3, 1e-3
 TOWERS = "towers"  # pretrained image weights and a new text tower
+TEXT_ENCODER = "text_encoder"  # pretrained image weights and a pretrained text encoder
 TEXT = {"vocab_size": 300, "context_length": 16, "width": 24, "layers": 2, "heads": 2}
 
 
@@ -34,11 +37,17 @@ def save_towers(folder: Path) -> None:
     saved_timm(folder / "image.safetensors")
 
 
+def save_with_text_encoder(folder: Path) -> None:
+    save_towers(folder)
+    save_text_encoder("modernbert", folder / "text")
+
+
 FAMILIES = {
     "clip": save_clip,
     "siglip": save_siglip,
     "open_clip": save_open_clip,
     TOWERS: save_towers,
+    TEXT_ENCODER: save_with_text_encoder,
 }
 ENGINES = ["zero0_fp32", "zero3_fp32"]
 
@@ -49,9 +58,12 @@ def bpe() -> CaptionTokenizer:
 
 def config_of(folder: Path, engine: str = "zero0_fp32") -> Config:
     model: dict[str, object] = {"pretrained": str(folder)}
-    if folder.name == TOWERS:
+    if folder.name in (TOWERS, TEXT_ENCODER):
         vision = {"name": "test_vit", "image_size": 32, "pretrained": f"{folder}/image.safetensors"}
-        model = {"vision": vision, "text": TEXT, "embed_dim": 16}
+        text = TEXT
+        if folder.name == TEXT_ENCODER:
+            text = {"pretrained": f"{folder}/text", "pooling": "mean", "context_length": 16, "projection": "mlp"}
+        model = {"vision": vision, "text": text, "embed_dim": 16}
     return Config.model_validate(
         {
             "data": {"batch_size": ROWS},
@@ -110,11 +122,13 @@ def plain(folder: Path) -> dict[str, torch.Tensor]:
     return {name: value.detach() for name, value in model.named_parameters()}
 
 
-def under_deepspeed(communicator: Communicator, folder: Path) -> dict[tuple[str, str], dict[str, torch.Tensor]]:
+def under_deepspeed(
+    communicator: Communicator, folder: Path, families: Sequence[str], engines: Sequence[str]
+) -> dict[tuple[str, str], dict[str, torch.Tensor]]:
     import deepspeed
 
     results = {}
-    for family, name in product(FAMILIES, ENGINES):
+    for family, name in product(families, engines):
         config = config_of(folder / family, name)
         source = model_source(config.model, locate_on_rank_zero(config.model, communicator))
         torch.manual_seed(0)
@@ -137,13 +151,21 @@ def under_deepspeed(communicator: Communicator, folder: Path) -> dict[tuple[str,
     return results
 
 
-@pytest.mark.slow
-def test_zero_stages_with_micro_batches_equal_plain_pytorch(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("families", "engines"),
+    [
+        pytest.param(list(FAMILIES), ENGINES, marks=pytest.mark.slow, id="all_families"),
+        pytest.param([TEXT_ENCODER], [f"zero{stage}_fp32" for stage in range(4)], id=TEXT_ENCODER),
+    ],
+)
+def test_zero_stages_with_micro_batches_equal_plain_pytorch(
+    families: Sequence[str], engines: Sequence[str], tmp_path: Path
+) -> None:
     """Two ranks use TuneCLIP at the checkpoint's temperature, activation checkpointing and micro-batches of 2 rows."""
-    for family, save in FAMILIES.items():
-        save(tmp_path / family)
-    wanted = {family: plain(tmp_path / family) for family in FAMILIES}
-    for rank in run_ranks(2, under_deepspeed, tmp_path):
+    for family in families:
+        FAMILIES[family](tmp_path / family)
+    wanted = {family: plain(tmp_path / family) for family in families}
+    for rank in run_ranks(2, under_deepspeed, tmp_path, families, engines):
         for (family, name), weights in rank.items():
             for key, value in weights.items():
                 if key.endswith(("k_proj.bias", "in_proj_bias", "key.bias", "qkv.bias")):
@@ -157,7 +179,7 @@ def test_zero_stages_with_micro_batches_equal_plain_pytorch(tmp_path: Path) -> N
                 )
 
 
-@pytest.mark.parametrize("family", ["siglip", "open_clip", TOWERS])
+@pytest.mark.parametrize("family", ["siglip", "open_clip", TOWERS, TEXT_ENCODER])
 def test_a_dry_run_reports_the_size_of_pretrained_models(
     family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

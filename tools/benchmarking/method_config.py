@@ -6,6 +6,9 @@ from neuclip_ds.config import Config
 from neuclip_ds.losses.methods import find_method, method_of, reads_option
 from neuclip_ds.recipe import load_recipe, parse
 
+# help of an option
+STORED_WIDTH = "width of the stored features of a reference model and of teachers (default: read from their folders)"
+
 
 def config_for(method: str | None, argv: Sequence[str]) -> Config:
     """Return the config of a recipe with options NAME=VALUE, omitting options that the method does not read.

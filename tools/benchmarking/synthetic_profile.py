@@ -12,14 +12,15 @@ from typing import cast
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
 
 from benchmarking.random_pairs import BATCHES, FULL, random_tokens, seed_of_batch
 from benchmarking.run_loss import LossBuilder, build_loss
+from benchmarking.stored_rows import stored_shapes
 from neuclip_ds.config import Config, dump
 from neuclip_ds.data.dataset import Batch
-from neuclip_ds.data.feature_table import StoredFeatures, find_table
+from neuclip_ds.data.feature_table import StoredFeatures
 from neuclip_ds.data.loader import RankBatch
+from neuclip_ds.data.stored_towers import IMAGE, TEXT
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.config import load_engine_config, precision, zero_stage
 from neuclip_ds.engine.device_batches import DeviceBatches
@@ -28,7 +29,6 @@ from neuclip_ds.engine.start import start_engine
 from neuclip_ds.losses.base import Position
 from neuclip_ds.losses.contrastive_loss import ContrastiveLoss
 from neuclip_ds.losses.methods import find_method
-from neuclip_ds.losses.stored_features import stored_folders
 from neuclip_ds.models.compilation import compile_towers, resolve_compilation
 from neuclip_ds.models.trained_parts import Parameters
 from neuclip_ds.planning.memory import MemoryQuery
@@ -68,6 +68,7 @@ class SyntheticSteps:
         build: function that builds the loss.
         batches: number of batches whose pixels and tokens are repeated.
         caption_tokens: lengths of the captions, as in `random_pairs.caption_lengths`.
+        stored_width: width of all stored features, whose folders are then not read.
 
     Attributes:
         engine: the engine around the towers.
@@ -84,6 +85,7 @@ class SyntheticSteps:
         *,
         batches: int = BATCHES,
         caption_tokens: str = FULL,
+        stored_width: int | None = None,
     ) -> None:
         engine_config = load_engine_config(config, communicator.world_size)
         query = MemoryQuery(config, communicator.world_size)
@@ -99,7 +101,9 @@ class SyntheticSteps:
         samples = EPOCH * config.data.batch_size
         comm_dtype = resolve_comm_dtype(config, engine_config)
         self.loss = build(config, query.source.embed_dim, samples, communicator, comm_dtype)
-        self._batches = DeviceBatches(communicator.device, query.micro_batch, self.engine.pack)
+        self._stored_width = stored_width
+        pack = None if TEXT in query.trunk_widths else self.engine.pack
+        self._batches = DeviceBatches(communicator.device, query.micro_batch, pack)
         pairs = [self._pairs(number, caption_tokens) for number in range(batches)]
         self._batches.start(self._endless(pairs))
 
@@ -110,26 +114,30 @@ class SyntheticSteps:
         return train_step(self.engine, loss, self._batches, next(self._batches), position)
 
     def _pairs(self, number: int, caption_tokens: str) -> tuple[Tensor, Tensor]:
-        """Return noise: this rank's uint8 (b, 3, H, W) pixels and (b, T) ids of global batch `number`."""
+        """Return noise: this rank's uint8 (b, 3, H, W) pixels and (b, T) ids of global batch `number`.
+
+        Stored outputs of a frozen trunk are (b, width) in float32.
+        """
         query = self._query
         rows = query.rank_batch
         seed = seed_of_batch(number, self._communicator.rank, query.world_size)
         generator = torch.Generator().manual_seed(seed)
-        tokens = random_tokens(caption_tokens, rows, query.tokenizer, generator)
+        widths = query.trunk_widths
+        if TEXT in widths:
+            captions = torch.randn(rows, widths[TEXT], generator=generator)
+        else:
+            captions = random_tokens(caption_tokens, rows, query.tokenizer, generator)
+        if IMAGE in widths:
+            return torch.randn(rows, widths[IMAGE], generator=generator), captions
         shape = (rows, 3, query.image_size, query.image_size)
-        return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8), tokens
+        return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8), captions
 
     def _stored_features(self, generator: torch.Generator) -> dict[str, StoredFeatures]:
         """Return noise in place of the stored features that the config names, with their widths and dtypes."""
-        stored: dict[str, StoredFeatures] = {}
-        for name, folder in stored_folders(self._query.config.objective).items():
-            embedding = find_table(folder)["embedding"]
-            shape = (2, self._query.rank_batch, embedding["image_width"])
-            image, text = normalize(torch.randn(shape, generator=generator), dim=2).to(
-                getattr(torch, embedding["dtype"])
-            )
-            stored[name] = StoredFeatures(image=image, text=text)
-        return stored
+        if not isinstance(self.loss, ContrastiveLoss):  # baselines have no form with stored features
+            return {}
+        shapes = stored_shapes(self._query.config, self._stored_width)
+        return {name: shape.random_rows(self._query.rank_batch, generator) for name, shape in shapes.items()}
 
     def _endless(self, pairs: list[tuple[Tensor, Tensor]]) -> Iterator[RankBatch]:
         """Yield the pairs in turn; the indices are drawn anew, so that an epoch has every sample once."""
@@ -159,9 +167,13 @@ def run_synthetic_profile(
     name: str,
     after: int,
     build: LossBuilder = build_loss,
+    stored_width: int | None = None,
 ) -> None:
-    """Profile `run.profile_steps` steps after the first `after` steps; write tables with `name` to `folder`."""
-    steps = SyntheticSteps(config, communicator, build=build)
+    """Profile `run.profile_steps` steps after the first `after` steps; write tables with `name` to `folder`.
+
+    `stored_width` is as in `SyntheticSteps`.
+    """
+    steps = SyntheticSteps(config, communicator, build=build, stored_width=stored_width)
     count = config.run.profile_steps
     engine_config = load_engine_config(config, communicator.world_size)
     description = {

@@ -47,6 +47,10 @@ class Preprocessing:
     std: tuple[float, float, float]
     squash: bool = False  # whether to resize the whole image to a square instead of cropping its center
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as JSON, whose lists take the place of tuples."""
+        return {"size": self.size, "mean": list(self.mean), "std": list(self.std), "squash": self.squash}
+
 
 class LoadedModel(NamedTuple):
     """A dual encoder with its weights and logit parameters."""
@@ -62,6 +66,18 @@ class LibraryModel:
     library: str  # `transformers` or `open_clip`
     config: dict[str, Any]  # config of the architecture
     weights: dict[str, Tensor]  # under the library's names, including logit scale and bias
+    preprocessing: Preprocessing
+    tokenizer: ModelTokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedTowers:
+    """The towers of a trained model that was built from the config, to be converted to a library's format."""
+
+    config: ModelConfig
+    model: DualEncoder  # on the meta device
+    weights: Mapping[str, Tensor]  # of `model`
+    logits: LogitParameters
     preprocessing: Preprocessing
     tokenizer: ModelTokenizer
 
@@ -108,11 +124,13 @@ class ModelSource(ABC):
     @abstractmethod
     def to_library_model(
         self, tokenizer: ModelTokenizer, weights: Mapping[str, Tensor], logits: LogitParameters
-    ) -> LibraryModel:
-        """Convert weights to a library's file format; weight names are those of the built model without adapters.
+    ) -> LibraryModel | TrainedTowers:
+        """Return the model in its library's format, or its towers if no library has it as a whole.
 
-        Raises:
-            UserError: no library supports the model.
+        Args:
+            tokenizer: the model's tokenizer.
+            weights: tensors under the names of the built model without adapters.
+            logits: the temperature and the bias.
         """
 
     def save(self, folder: Path, logits: LogitParameters) -> None:
@@ -145,6 +163,16 @@ def logit_tensors(logits: LogitParameters, shape: Sequence[int]) -> dict[str, Te
     if logits.bias is not None:
         tensors["logit_bias"] = torch.full(shape, logits.bias)
     return tensors
+
+
+def plain_tensors(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return contiguous copies of the tensors, as safetensors requires; convert floating-point tensors to float32."""
+    plain = {}
+    for name, tensor in weights.items():
+        if tensor.is_floating_point():
+            tensor = tensor.float()
+        plain[name] = tensor.contiguous().clone()
+    return plain
 
 
 def rename_prefixes(tensors: Mapping[str, Tensor], prefixes: Mapping[str, str]) -> dict[str, Tensor]:

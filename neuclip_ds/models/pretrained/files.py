@@ -13,6 +13,7 @@ from torch import Tensor
 
 from neuclip_ds.errors import UserError, explained
 
+SENTENCE_TRANSFORMERS = "sentence_transformers"  # name of the format
 SMALL_FILES = ("*.json", "*.txt", "*.model")  # configs and tokenizers, but no weights
 
 

@@ -5,6 +5,7 @@ parameter when its module runs. For exported files, `config_names` restores the 
 """
 
 import json
+import shutil
 from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -43,6 +44,7 @@ _WEIGHTS = (
     "open_clip_pytorch_model.bin",
     "model.safetensors",
 )
+_ENCODER = "encoder"  # folder with the config of a text encoder that is not on the hub
 _PREFIXES = {"vision.trunk.": "visual.", "text.trunk.": "text."}
 
 
@@ -135,6 +137,8 @@ class OpenClipCheckpoint(ModelSource):
             )
         self.embed_dim = int(self._model_config["embed_dim"])
         self._model_config.setdefault("vision_cfg", {})["timm_model_pretrained"] = False
+        if not ref.name:
+            _use_own_encoder(self._model_config, Path(ref.path))
         self.preprocessing = _read_preprocessing(self._model_config["vision_cfg"], preprocess_config, self._where)
 
     def tokenizer(self, train_tokenizer: Any = None) -> ModelTokenizer:
@@ -180,7 +184,7 @@ class OpenClipCheckpoint(ModelSource):
         )
 
     def save_files(self, folder: Path) -> None:
-        write_config(folder, self._model_config, self.preprocessing)
+        write_config(folder, with_own_encoder(self._model_config, folder), self.preprocessing)
         self.tokenizer().save(folder)
 
     def _to_dual_encoder(self, model: Any) -> DualEncoder:
@@ -260,6 +264,27 @@ def to_transformers_tokenizer(tokenizer: Any) -> Any:
         merges=list(tokenizer.bpe_ranks),
         model_max_length=tokenizer.context_length,
     )
+
+
+def with_own_encoder(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return a config that names no text encoder in a folder of this machine; copy the encoder's config to `folder`.
+
+    A name on the hub stays. Another encoder is then `encoder`, a folder that open_clip finds if it is run in `folder`.
+    """
+    text = config.get("text_cfg", {})
+    encoder = Path(text.get("hf_model_name") or "").expanduser()
+    if not text.get("hf_model_name") or not encoder.is_dir():
+        return config
+    (folder / _ENCODER).mkdir()
+    shutil.copy(encoder / "config.json", folder / _ENCODER)
+    return {**config, "text_cfg": {**text, "hf_model_name": _ENCODER}}
+
+
+def _use_own_encoder(config: dict[str, Any], folder: Path) -> None:
+    """Name the text encoder in a folder that `with_own_encoder` wrote by its full path."""
+    text = config.get("text_cfg", {})
+    if text.get("hf_model_name") == _ENCODER and (folder / _ENCODER).is_dir():
+        text["hf_model_name"] = str(folder / _ENCODER)
 
 
 def _read_configs(ref: CheckpointRef) -> tuple[dict[str, Any], dict[str, Any]]:

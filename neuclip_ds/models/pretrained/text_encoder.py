@@ -6,26 +6,24 @@ ids alone give the attention mask, even if the tokenizer pads with its EOS token
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import MODEL_FOR_TEXT_ENCODING_MAPPING, AutoConfig, AutoModel, AutoModelForTextEncoding
 from transformers.utils import logging
 
+from neuclip_ds.config import Pooling, TextConfig
 from neuclip_ds.errors import UserError, explained
+from neuclip_ds.models.pretrained.attention_masks import use_static_masks
 from neuclip_ds.models.pretrained.base import raise_on_mismatch
-from neuclip_ds.models.pretrained.files import SMALL_FILES, download, first_file, read_json
+from neuclip_ds.models.pretrained.files import SMALL_FILES, download, first_file, read_json, save_small_files
 from neuclip_ds.models.pretrained.transformers_models import WEIGHT_PATTERNS, WEIGHTS
 from neuclip_ds.models.tokenizer import load_tokenizer
-from neuclip_ds.models.towers import Encoder
-
-Pooling = Literal["cls", "mean", "eos", "last"]
-"""The feature of a caption: the first token's hidden state, the mean over tokens, that of the EOS token, which is added
-if the tokenizer does not end captions with it, or that of the last token, whichever it is."""
+from neuclip_ds.models.towers import TextTower, new_projection
 
 POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
 PADDING = -1  # id of positions after the end of a caption
@@ -34,23 +32,42 @@ _POOLING_OF_SENTENCE_TRANSFORMERS: dict[str, Pooling] = {
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_lasttoken": "last",
 }
+_MODULES = ("Transformer", "Pooling", "Normalize")  # of sentence-transformers, whose effect is known here
 _NO_LIMIT = 1_000_000  # transformers' `model_max_length` is larger if a tokenizer has no limit
+_POOLING_FILE = "pooling.json"  # in the folder that `TextEncoderSource.save` writes
 
 
-class PretrainedTextTower(Encoder):
-    """Text tower around a transformers encoder without a projection.
+class PretrainedTextTower(TextTower):
+    """Text tower around a transformers encoder.
 
     Args:
         trunk: an encoder that takes `input_ids` and `attention_mask`, and returns `last_hidden_state`.
         pooling: how a caption's feature is computed from its hidden states.
+        projection: maps the feature to the joint embedding space; None to return the feature.
     """
 
-    def __init__(self, trunk: Any, pooling: Pooling) -> None:
-        super().__init__(trunk, None)
+    def __init__(self, trunk: Any, pooling: Pooling, projection: nn.Module | None = None) -> None:
+        super().__init__(trunk, projection)
         self.pooling = pooling
 
-    def feature(self, x: Tensor) -> Tensor:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PretrainedTextTower":
+        """Keep the dtype of constants, such as the frequencies of rotary positions, which bf16 would round.
+
+        torch calls this for `to` and `bfloat16`. transformers keeps these buffers in float32 too.
+        """
+        constants = list(_constants(self.trunk))
+        super()._apply(fn, recurse)
+        for module, name, before in constants:
+            after = module.get_buffer(name)
+            if after.dtype != before.dtype:
+                setattr(module, name, before.to(after.device))
+        return self
+
+    def feature(self, x: Any) -> Tensor:
         """Return the (b, width) features of int64 ids (b, T), which end with PADDING in rows of fewer than T tokens."""
+        # as `packed` of other towers: on a CPU, the host need not wait to know the lengths
+        if self.packed == "auto" and x.device.type == "cpu" and not torch.compiler.is_compiling():
+            x = _without_common_padding(x)
         is_token = x != PADDING
         hidden = self.trunk(input_ids=x.clamp_min(0), attention_mask=is_token.long()).last_hidden_state
         if self.pooling == "cls":
@@ -64,6 +81,21 @@ class PretrainedTextTower(Encoder):
         return hidden[rows, last]
 
 
+def _constants(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Yield the floating-point buffers that are not part of the state: the module of each, its name, and the tensor."""
+    for child in module.modules():
+        for name in child._non_persistent_buffers_set:
+            buffer = child._buffers[name]
+            if buffer is not None and buffer.is_floating_point():
+                yield child, name, buffer
+
+
+def _without_common_padding(tokens: Tensor) -> Tensor:
+    """Return token ids (b, T) on the host without the columns that are padding in all rows."""
+    is_used = (tokens != PADDING).any(dim=0)
+    return tokens[:, : max(1, int(is_used.sum()))]
+
+
 class TextEncoderTokenizer:
     """The tokenizer of a transformers text encoder; can be pickled.
 
@@ -71,30 +103,36 @@ class TextEncoderTokenizer:
         tokenizer: the transformers tokenizer.
         context_length: maximum number of tokens per caption, including special tokens.
         ends_with_eos: whether the last token of every caption must be EOS (or BERT's SEP), also if it is truncated.
+        pads_to_context: whether captions are padded to `context_length` instead of the longest one.
 
     Raises UserError if captions must end with EOS, but the tokenizer has no such token.
     """
 
-    def __init__(self, tokenizer: Any, context_length: int, ends_with_eos: bool) -> None:
+    def __init__(self, tokenizer: Any, context_length: int, ends_with_eos: bool, pads_to_context: bool = False) -> None:
         self.context_length = context_length
         self.inner = tokenizer
+        self._pads_to_context = pads_to_context
         self._last_id: int | None = None
         if ends_with_eos:
             eos_id = tokenizer.eos_token_id
             self._last_id = tokenizer.sep_token_id if eos_id is None else eos_id
             if self._last_id is None:
                 raise UserError(
-                    f"Tokenizer {tokenizer.name_or_path!r} has no EOS or SEP token: choose another --pooling."
+                    f"Tokenizer {tokenizer.name_or_path!r} has no EOS or SEP token, at which `eos` pools: choose "
+                    "another pooling."
                 )
 
     def __call__(self, captions: list[str]) -> Tensor:
-        """Return (b, T) int64 ids, padded on the right with PADDING to the longest caption; T is 1 without captions."""
+        """Return (b, T) int64 ids, padded on the right with PADDING.
+
+        T is the context length if captions are padded to it, else the length of the longest, or 1 without captions.
+        """
         rows: list[list[int]] = []
         if captions:  # transformers raises IndexError for an empty list
             options = {"truncation": True, "split_special_tokens": True, "return_attention_mask": False}
             rows = self.inner(captions, max_length=self.context_length, padding=False, **options)["input_ids"]
         rows = [self._ended(row) for row in rows]
-        width = max(map(len, rows), default=1)
+        width = self.context_length if self._pads_to_context else max(map(len, rows), default=1)
         padded = [row + [PADDING] * (width - len(row)) for row in rows]
         return torch.tensor(padded, dtype=torch.int64).reshape(len(rows), width)
 
@@ -120,16 +158,22 @@ class PretrainedTextEncoder:
     tokenizer: TextEncoderTokenizer
 
 
-def locate_text_encoder(name: str) -> Path:
+def locate_text_encoder(name: str, option: str = "MODEL", weights: bool = True) -> Path:
     """Return the folder of a text encoder, downloading its files from the hub if needed; call on one rank only.
 
-    `name` is a folder, or a name on the hub. Raises UserError if there is neither.
+    Args:
+        name: a folder, or a name on the hub.
+        option: the option whose value is `name`, for messages.
+        weights: whether to locate the weights as well.
+
+    Raises:
+        UserError: there is neither such a folder nor such a repository.
     """
     folder = Path(name).expanduser()
     if not folder.is_dir():
-        folder = download(name, SMALL_FILES, "MODEL")
-        for pattern in WEIGHT_PATTERNS:
-            if any(download(name, [pattern], "MODEL").glob(pattern)):
+        folder = download(name, SMALL_FILES, option)
+        for pattern in WEIGHT_PATTERNS if weights else ():
+            if any(download(name, [pattern], option).glob(pattern)):
                 break
     return folder.resolve()
 
@@ -140,7 +184,7 @@ def open_text_encoder(folder: Path, pooling: Pooling | None = None) -> Pretraine
     By default, the pooling is the one in the folder's sentence-transformers config. Raises UserError if there is no
     such config, or if the weights or the tokenizer are missing or unsupported.
     """
-    chosen = pooling or _read_pooling(folder)
+    chosen = pooling or _read_pooling(folder, "--pooling")
     tower = PretrainedTextTower(_load_trunk(folder), chosen)
     vocabulary = tower.trunk.get_input_embeddings().num_embeddings
     inner = load_tokenizer(folder, vocabulary)
@@ -148,21 +192,101 @@ def open_text_encoder(folder: Path, pooling: Pooling | None = None) -> Pretraine
     return PretrainedTextEncoder(tower=tower, tokenizer=tokenizer)
 
 
-def _read_pooling(folder: Path) -> Pooling:
-    """Return the pooling in a sentence-transformers config."""
-    fix = f"set --pooling to one of {', '.join(POOLINGS)}"
+class TextEncoderSource:
+    """The pretrained text encoder of a model that is built from the config.
+
+    Args:
+        config: the text tower's config.
+        folder: the encoder's files, or a folder that `save` wrote, which has no weights.
+
+    Raises:
+        UserError: neither the config nor the folder gives the pooling.
+    """
+
+    def __init__(self, config: TextConfig, folder: Path) -> None:
+        self.folder = folder
+        self.pooling: Pooling = config.pooling or _read_pooling(folder, "model.text.pooling")
+        self._config = config
+
+    def tokenizer(self) -> TextEncoderTokenizer:
+        """Return the encoder's tokenizer, which pads captions to `model.text.context_length`.
+
+        Raises:
+            UserError: the tokenizer is missing or does not fit, or the encoder takes fewer tokens.
+        """
+        with torch.device("meta"):
+            trunk = _new_trunk(self.folder)
+        length = self._config.context_length
+        limit = _positions(trunk)
+        if length > limit:
+            raise UserError(
+                f"model.text.context_length={length} is more than the {limit} tokens that {self._config.pretrained} "
+                f"takes: set it to at most {limit}."
+            )
+        inner = load_tokenizer(self.folder, trunk.get_input_embeddings().num_embeddings)
+        return TextEncoderTokenizer(inner, length, self.pooling == "eos", pads_to_context=True)
+
+    def build(self, embed_dim: int, weights: bool) -> PretrainedTextTower:
+        """Build the text tower, with the encoder's weights if `weights`, else random ones; the projection is random.
+
+        Raises:
+            UserError: the encoder cannot be built, or its weights are missing or do not fit.
+        """
+        trunk = _load_trunk(self.folder) if weights else _new_trunk(self.folder)
+        use_static_masks(trunk)
+        projection = new_projection(trunk.config.hidden_size, embed_dim, self._config.projection)
+        return PretrainedTextTower(trunk, self.pooling, projection)
+
+    def save(self, folder: Path) -> None:
+        """Save the files that another `TextEncoderSource` needs, except the weights, to a new folder."""
+        folder.mkdir()
+        save_small_files(self.folder, folder)
+        (folder / _POOLING_FILE).write_text(json.dumps({"pooling": self.pooling}), encoding="utf-8")
+
+
+def _read_pooling(folder: Path, option: str) -> Pooling:
+    """Return the pooling that `TextEncoderSource.save` or sentence-transformers wrote; `option` is for messages."""
+    fix = f"set {option} to one of {', '.join(POOLINGS)}"
+    if (folder / _POOLING_FILE).is_file():
+        saved: Pooling = read_json(folder / _POOLING_FILE)["pooling"]
+        return saved
     modules = folder / "modules.json"
     if not modules.is_file():
         raise UserError(f"{folder} has no modules.json of sentence-transformers, which gives the pooling: {fix}.")
     with explained(f"The pooling in {modules} cannot be read", fix):
         config: dict[str, Any] = {}
         for module in json.loads(modules.read_text(encoding="utf-8")):
-            if module["type"].endswith(".Pooling"):
+            kind = module["type"].rpartition(".")[2]
+            if kind not in _MODULES:
+                raise UserError(
+                    f"{folder} has a module {kind} ({module['path']}), which is not computed. To use the encoder "
+                    f"without it, {fix}."
+                )
+            if kind == "Pooling":
                 config = read_json(folder / module["path"] / "config.json")
         modes = [mode for mode, value in config.items() if mode.startswith("pooling_mode_") and value is True]
         if len(modes) != 1 or modes[0] not in _POOLING_OF_SENTENCE_TRANSFORMERS:
             raise UserError(f"{folder} pools with {', '.join(modes) or 'nothing'}, which is not supported: {fix}.")
         return _POOLING_OF_SENTENCE_TRANSFORMERS[modes[0]]
+
+
+def _read_config(folder: Path) -> tuple[Any, Any]:
+    """Return an encoder's config and the class of transformers that builds it, without a decoder."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    if hasattr(config, "vision_config"):
+        raise UserError(f"{folder} encodes images too: name it without hf:, or with model.pretrained.")
+    has_text_encoder = type(config) in MODEL_FOR_TEXT_ENCODING_MAPPING
+    if config.is_encoder_decoder and not has_text_encoder:
+        raise UserError(f"{folder} has an encoder and a decoder, of which the encoder cannot be loaded separately.")
+    return config, AutoModelForTextEncoding if has_text_encoder else AutoModel
+
+
+def _new_trunk(folder: Path) -> Any:
+    """Build the encoder in a folder with random weights, as `_load_trunk` loads it."""
+    with explained(f"transformers cannot build the text encoder in {folder}", "name another model"):
+        config, model_class = _read_config(folder)
+        trunk = model_class.from_config(config, trust_remote_code=False, dtype=torch.float32)
+    return _only_hidden_states(trunk)
 
 
 def _load_trunk(folder: Path) -> Any:
@@ -171,11 +295,7 @@ def _load_trunk(folder: Path) -> Any:
         raise UserError(f"{folder} has no weights; put {WEIGHTS[0]} (or pytorch_model.bin) there.")
     logging.disable_progress_bar()  # one bar per rank would flood the log
     with explained(f"transformers cannot load a text encoder from {folder}", "name another model"):
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        if hasattr(config, "vision_config"):
-            raise UserError(f"{folder} encodes images too: name it without hf:.")
-        has_text_encoder = type(config) in MODEL_FOR_TEXT_ENCODING_MAPPING
-        model_class = AutoModelForTextEncoding if has_text_encoder else AutoModel
+        config, model_class = _read_config(folder)
         trunk, info = model_class.from_pretrained(
             folder,
             config=config,
@@ -185,10 +305,15 @@ def _load_trunk(folder: Path) -> Any:
             dtype=torch.float32,
             output_loading_info=True,
         )
-    if config.is_encoder_decoder and not has_text_encoder:
-        raise UserError(f"{folder} has an encoder and a decoder, of which the encoder cannot be loaded separately.")
     missing = sorted(name for name in info["missing_keys"] if not name.startswith("pooler."))
     raise_on_mismatch(str(folder), missing, [], [])
+    return _only_hidden_states(trunk)
+
+
+def _only_hidden_states(trunk: Any) -> Any:
+    """Remove what a tower does not use: BERT's pooler, the cache of decoders, and the module around T5's encoder."""
+    if getattr(trunk, "shared", None) is not None:
+        trunk = trunk.get_encoder()  # the module around it has the token embeddings under a second name
     if getattr(trunk, "pooler", None) is not None:
         trunk.pooler = None  # not used, and often absent from the weights
     trunk.config.use_cache = False
@@ -201,9 +326,14 @@ def _context_length(folder: Path, tokenizer: Any, trunk: Any) -> int:
     sentence_config = folder / "sentence_bert_config.json"
     if sentence_config.is_file():
         limits.append(int(read_json(sentence_config).get("max_seq_length") or _NO_LIMIT))
+    return min(*limits, _positions(trunk))
+
+
+def _positions(trunk: Any) -> int:
+    """Return the number of tokens for which an encoder has positions."""
     positions = getattr(trunk.config, "max_position_embeddings", None)
-    if isinstance(positions, int) and positions > 0:
-        embeddings = getattr(getattr(trunk, "embeddings", None), "position_embeddings", None)
-        unused = getattr(embeddings, "padding_idx", None)  # RoBERTa's positions start after it
-        limits.append(positions if unused is None else positions - unused - 1)
-    return min(limits)
+    if not isinstance(positions, int) or positions <= 0:
+        return _NO_LIMIT
+    embeddings = getattr(getattr(trunk, "embeddings", None), "position_embeddings", None)
+    unused = getattr(embeddings, "padding_idx", None)  # RoBERTa's positions start after it
+    return positions if unused is None else positions - unused - 1

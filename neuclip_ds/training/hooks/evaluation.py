@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from neuclip_ds.checkpoint.checkpoints import Best
+from neuclip_ds.checkpoint.checkpoints import Best, step_folder
+from neuclip_ds.checkpoint.integrity import is_complete
 from neuclip_ds.config import Config
 from neuclip_ds.distributed.stop_signals import deferring
 from neuclip_ds.engine.average import WeightAverage
@@ -44,6 +45,11 @@ class EvaluateModel(Hook):
 
     def start(self, loop: Loop) -> None:
         self._first_step = loop.done
+        metric = loop.context.config.run.best_metric
+        if metric is not None and loop.done > 0:
+            best = self._best_so_far(loop, metric)
+            if best is not None and loop.checkpoints.best() != best:
+                loop.checkpoints.keep_best(best)
         if loop.done == 0:
             is_due = evaluates_start(loop.context.config)
         else:
@@ -130,7 +136,7 @@ class EvaluateModel(Hook):
 
     def _keep_if_best(self, loop: Loop, result: Best) -> None:
         """Save a checkpoint and record it as the best if no earlier result is better."""
-        best = loop.checkpoints.best()
+        best = self._best_so_far(loop, result.metric)
         if best == result:
             return
         is_better = (
@@ -142,6 +148,30 @@ class EvaluateModel(Hook):
             self._saver.save(loop)
         if loop.saved == result.step:
             loop.checkpoints.keep_best(result)
+
+    def _best_so_far(self, loop: Loop, metric: str) -> Best | None:
+        """Return the best evaluation so far, or None if there is none.
+
+        If best.json is lost or damaged, metrics.jsonl still has the scores of the steps whose checkpoints exist.
+        """
+        best = loop.checkpoints.best()
+        if best is not None:
+            return best
+
+        def read() -> Best | None:
+            bests = []
+            for record in read_metrics(loop.folder / "metrics.jsonl"):
+                step = int(record["step"])
+                if (
+                    metric in record
+                    and step < loop.done
+                    and is_complete(step_folder(loop.folder / "checkpoints", step))
+                ):
+                    bests.append(Best(step, metric, record[metric]))
+            return max(bests, key=lambda best: (best.value, best.step), default=None)
+
+        fields = loop.context.communicator.on_rank_zero(read)
+        return None if fields is None else Best(*fields)  # JSON makes it a list
 
 
 def evaluates_start(config: Config) -> bool:

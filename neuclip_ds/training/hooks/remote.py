@@ -6,16 +6,27 @@ import logging
 import shutil
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from neuclip_ds.checkpoint.checkpoints import complete_checkpoints, read_best, step_folder
-from neuclip_ds.checkpoint.integrity import DamagedCheckpoint, verify
+from neuclip_ds.checkpoint.checkpoints import (
+    all_checkpoints,
+    complete_checkpoints,
+    find_best,
+    remove,
+    set_aside,
+    step_folder,
+    verify_together,
+)
+from neuclip_ds.checkpoint.integrity import META, DamagedCheckpoint, is_complete, read_meta, verify
 from neuclip_ds.checkpoint.remote import RemoteRun, start_push
 from neuclip_ds.config import Config, RunConfig
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.stop_signals import deferring
-from neuclip_ds.errors import UserError
+from neuclip_ds.errors import UserError, explained
 from neuclip_ds.files import sync_folders
 from neuclip_ds.training.hooks import Hook
 from neuclip_ds.training.run_folder import RECOVERY
@@ -33,7 +44,8 @@ class CopyRun(Hook):
     """Copies metrics, logs, and the newest and best checkpoints from rank 0, one copy at a time.
 
     A checkpoint saved during a copy is skipped unless it is the newest or best. A failure is recorded as an event and
-    does not end the run. A run starts by fetching checkpoints newer than its own, and ends by copying its final files.
+    does not end the run. A run starts from the newest intact checkpoint in its folder and its copy, and ends by copying
+    its final files.
     """
 
     in_recovery = True
@@ -49,7 +61,7 @@ class CopyRun(Hook):
         folders = [folder]
         if config.recovery.epochs:
             folders.append(folder / RECOVERY)
-        communicator.on_rank_zero(lambda: restore(config.run, *folders))
+        restore(config.run, communicator, *folders)
 
     def start(self, loop: Loop) -> None:
         loop.checkpoints.in_use = lambda path: self._push is not None and path.name in self._names
@@ -100,10 +112,10 @@ class CopyRun(Hook):
         newest = max(complete_checkpoints(checkpoints), default=None)
         if newest is not None:
             self._names.append(newest.name)
-        best = read_best(checkpoints)
+        best = find_best(checkpoints)
         if best is not None:
             best_checkpoint = step_folder(checkpoints, best.step)
-            if best_checkpoint != newest and best_checkpoint.is_dir():
+            if best_checkpoint != newest and is_complete(best_checkpoint):
                 self._names.append(best_checkpoint.name)
         self._push = start_push(_url_of_copy(loop.context.config.run, loop.folder), loop.folder, self._names)
 
@@ -128,66 +140,118 @@ class CopyRun(Hook):
         self._push = None
 
 
-def restore(run: RunConfig, *folders: Path) -> None:
-    """If a run's copy is newer than the run, fetch the copy's best and newest intact checkpoints; called on one rank.
+def restore(run: RunConfig, communicator: Communicator, *folders: Path) -> None:
+    """Make the newest checkpoint that is intact in a run's folder or in its copy the newest intact one in the folder.
+
+    A checkpoint fetched from the copy comes with the best checkpoint, and with the records that the folder lacks or, if
+    the copy is of a later step, with all records. A damaged checkpoint that it replaces is renamed. All ranks call this
+    together.
 
     Args:
         run: section of the config with the store's URL.
-        folders: the run's folder, then folders to fetch only if the run's folder still has no checkpoint.
+        communicator: connects the ranks.
+        folders: the run's folder, then folders to restore only if the run's folder and its copy have no checkpoint.
 
     Raises:
-        UserError: the store cannot be read or written.
+        UserError: the store cannot be read or written, or all checkpoints are damaged.
     """
     for folder in folders:
-        url = _url_of_copy(run, folder)
-        try:
-            _restore_folder(RemoteRun(url), folder)
-        except Exception as error:  # raised by fsspec's backend or the disk
-            raise UserError(
-                f"run.remote: the copy in {url} cannot be read or written ({type(error).__name__}: {error}). Check "
-                "the address, and your access to it."
-            ) from error
-        if complete_checkpoints(folder / "checkpoints"):
+        if _restore_folder(_url_of_copy(run, folder), communicator, folder):
             return
 
 
-def _restore_folder(remote: RemoteRun, folder: Path) -> None:
-    """If a folder's copy has newer checkpoints, fetch the newest intact one, the records and the best checkpoint."""
+def _restore_folder(url: str, communicator: Communicator, folder: Path) -> bool:
+    """Restore one folder; return whether it has an intact checkpoint now, or False if there are no checkpoints."""
+
+    def list_both() -> tuple[list[str], list[str], list[str]]:
+        local_names = [path.name for path in all_checkpoints(folder / "checkpoints")]
+        with _explained(url):
+            remote = RemoteRun(url)
+            return local_names, remote.names(), remote.records()
+
+    local_names, remote_names, records = communicator.on_rank_zero(list_both)
+    if not remote_names and not records:
+        return bool(local_names)  # the run itself chooses among its local checkpoints
+    newest_local = max(local_names, default="")
+    problem = f"the copy in {url} has records but no complete checkpoint"
+    for name in sorted({*local_names, *remote_names}, reverse=True):
+        if name in local_names:
+            try:
+                verify_together(folder / "checkpoints" / name, communicator)
+                return True
+            except UserError as error:
+                problem = str(error)
+                if communicator.rank == 0:
+                    log.warning("%s is not used: %s", name, problem)
+        if name in remote_names:
+            fetched = partial(_fetch, url, name, folder, is_newer=name > newest_local)
+            remote_problem = communicator.on_rank_zero(fetched)
+            if not remote_problem:
+                return True
+            problem = remote_problem
+    raise UserError(
+        f"No checkpoint of this run is intact, neither in {folder} nor in its copy {url} ({problem.rstrip('.')}). "
+        "Restore one, start a new run under a new --run.name, or delete both folders to start again at step 0."
+    )
+
+
+def _fetch(url: str, name: str, folder: Path, is_newer: bool) -> str:
+    """Fetch a checkpoint, records and the best checkpoint; return why the checkpoint is damaged, or "" if it is not.
+
+    Called on one rank. `is_newer` is whether the checkpoint's step is later than that of all local checkpoints.
+    """
     checkpoints = folder / "checkpoints"
-    remote_names = remote.names()
-    newest_local = max((path.name for path in complete_checkpoints(checkpoints)), default="")
-    newer = [name for name in reversed(remote_names) if name > newest_local]
-    if not any(_fetch_checkpoint(remote, name, checkpoints) for name in newer):  # stops after the first intact one
-        return
-    remote.pull_records(folder)
-    try:
-        best = read_best(checkpoints)
-    except DamagedCheckpoint as error:  # the copy was interrupted
-        log.warning("the copy of best.json is not used: %s", error)
-        (checkpoints / "best.json").unlink()
-        return
-    if best is not None:
+    with _explained(url):
+        remote = RemoteRun(url)
+        with _partial_folder(checkpoints, name) as downloaded:
+            problem = _download(remote, name, downloaded)
+            if problem:
+                return problem
+            # before the checkpoint: a launch that is killed in between fetches both again
+            remote.pull_records(folder, replace=is_newer)
+            set_aside(checkpoints / name)
+            downloaded.rename(checkpoints / name)
+        log.info("fetched %s from the copy", name)
+
+        best = find_best(checkpoints)
+        if best is None or step_folder(checkpoints, best.step).exists():
+            return ""
         best_checkpoint = step_folder(checkpoints, best.step)
-        if not best_checkpoint.exists():
-            _fetch_checkpoint(remote, best_checkpoint.name, checkpoints)
+        with _partial_folder(checkpoints, best_checkpoint.name) as downloaded:
+            if not _download(remote, best_checkpoint.name, downloaded):
+                downloaded.rename(best_checkpoint)
+    return ""
 
 
-def _fetch_checkpoint(remote: RemoteRun, name: str, checkpoints: Path) -> bool:
-    """Fetch a checkpoint atomically; log a warning and return False if the copy is damaged."""
-    partial = checkpoints / f".partial-fetched-{name}"
+@contextmanager
+def _partial_folder(checkpoints: Path, name: str) -> Iterator[Path]:
+    """Yield a new folder next to a run's checkpoints, and remove it at the end, unless it has been renamed."""
+    folder = checkpoints / f".partial-fetched-{name}"
+    remove(folder)  # left by a launch that was killed
+    folder.mkdir(parents=True)
     try:
-        partial.mkdir(parents=True, exist_ok=True)
-        remote.pull(name, partial)
-        verify(partial)
-        sync_folders(partial)
-        partial.rename(checkpoints / name)
-    except (DamagedCheckpoint, FileNotFoundError, ValueError, KeyError) as error:
-        log.warning("the copy of %s is not used: %s", name, error)
-        return False
+        yield folder
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    log.info("fetched %s from the copy", name)
-    return True
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _download(remote: RemoteRun, name: str, folder: Path) -> str:
+    """Download a checkpoint; log a warning and return the problem if it is damaged, otherwise return ""."""
+    try:
+        remote.pull(name, [META], folder)
+        remote.pull(name, list(read_meta(folder)["files"]), folder)
+        verify(folder)
+        sync_folders(folder)
+    except (DamagedCheckpoint, FileNotFoundError, ValueError) as error:
+        log.warning("the copy of %s is not used: %s", name, error)
+        return f"the copy of {name}: {error}"
+    return ""
+
+
+def _explained(url: str) -> AbstractContextManager[None]:
+    """Turn any exception of fsspec's backend or the disk into a `UserError` that names the store."""
+    problem = f"run.remote: the copy in {url} cannot be read or written"
+    return explained(problem, "check the address, and your access to it")
 
 
 def _url_of_copy(run: RunConfig, folder: Path) -> str:

@@ -38,6 +38,9 @@ class PrefetchShards(Hook):
         rank_batch = order.batch_size // communicator.world_size
         rows = [slice(rank * rank_batch, (rank + 1) * rank_batch) for rank in ranks_of_node]
         epoch, step = divmod(loop.done, order.steps_per_epoch)
+        samples = None
+        if data.reads_shards:
+            samples = early_samples(data.loading.cache, data.manifest, data.loading.captions, order, rows)
         prefetcher = Prefetcher(
             data.loading.cache,
             partial(shards_ahead, order, epoch, step, rows),
@@ -45,7 +48,9 @@ class PrefetchShards(Hook):
             begin=loop.done,
             end=loop.total,
             ahead=order.steps_per_epoch,
-            early_samples=early_samples(data.loading.cache, data.manifest, data.loading.captions, order, rows),
+            early_samples=samples,
+            tables=data.tables.values(),
+            reads_shards=data.reads_shards,
         )
         self._prefetcher = loop.resources.enter_context(prefetcher)
 

@@ -16,6 +16,10 @@ from torch import Tensor
 from transformers import (
     BertConfig,
     BertModel,
+    Gemma3TextConfig,
+    Gemma3TextModel,
+    ModernBertConfig,
+    ModernBertModel,
     PreTrainedTokenizerBase,
     Qwen2Config,
     Qwen2Model,
@@ -40,7 +44,7 @@ LENGTH = 16  # tokens
 
 def new_bert() -> tuple[Any, PreTrainedTokenizerBase]:
     tokenizer = xlm_roberta_tokenizer()
-    config = BertConfig(**small(24), vocab_size=len(tokenizer), max_position_embeddings=LENGTH)
+    config = BertConfig(**small(24), vocab_size=len(tokenizer), max_position_embeddings=LENGTH, pad_token_id=1)
     return BertModel(config), tokenizer
 
 
@@ -65,18 +69,47 @@ def new_t5() -> tuple[Any, PreTrainedTokenizerBase]:
     return T5EncoderModel(config), tokenizer
 
 
-FAMILIES = {"bert": new_bert, "xlm_roberta": new_xlm_roberta, "qwen": new_qwen, "t5": new_t5}
+def new_modernbert() -> tuple[Any, PreTrainedTokenizerBase]:
+    """Layers with global attention alternate with layers that attend to 4 tokens on each side."""
+    tokenizer = xlm_roberta_tokenizer()
+    ids = {"pad_token_id": 1, "bos_token_id": 0, "cls_token_id": 0, "eos_token_id": 2, "sep_token_id": 2}
+    sizes = small(24, local_attention=8, global_attn_every_n_layers=2, max_position_embeddings=LENGTH)
+    return ModernBertModel(ModernBertConfig(**sizes, **ids, vocab_size=len(tokenizer))), tokenizer
+
+
+def new_gemma() -> tuple[Any, PreTrainedTokenizerBase]:
+    """Return a model like EmbeddingGemma: a decoder with bidirectional attention, in a window in the first layer."""
+    tokenizer = siglip_tokenizer()
+    sizes = small(24, head_dim=12, num_key_value_heads=1, sliding_window=8, max_position_embeddings=LENGTH)
+    kinds = ["sliding_attention", "full_attention"]
+    config = Gemma3TextConfig(**sizes, layer_types=kinds, use_bidirectional_attention=True, vocab_size=len(tokenizer))
+    return Gemma3TextModel(config), tokenizer
+
+
+FAMILIES = {
+    "bert": new_bert,
+    "modernbert": new_modernbert,
+    "xlm_roberta": new_xlm_roberta,
+    "qwen": new_qwen,
+    "gemma": new_gemma,
+    "t5": new_t5,
+}
+
+
+def save_text_encoder(family: str, folder: Path) -> Any:
+    """Save a model and its tokenizer in a folder, and return the model."""
+    torch.manual_seed(0)
+    model, tokenizer = FAMILIES[family]()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model.eval()
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """Save a model of each family, and return its folder and the model."""
     folder = tmp_path_factory.mktemp(request.param)
-    torch.manual_seed(0)
-    model, tokenizer = FAMILIES[request.param]()
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder, model.eval()
+    return folder, save_text_encoder(request.param, folder)
 
 
 def pooled(hidden: Tensor, pooling: Pooling) -> Tensor:
@@ -124,6 +157,20 @@ def test_pooling_and_length_come_from_a_sentence_transformers_config(tmp_path: P
     assert encoder.tokenizer(CAPTIONS).shape[1] == 7
     folder = save_sentence_transformer(tmp_path / "max", pooling_mode_max_tokens=True)
     with pytest.raises(UserError, match=r"pools with pooling_mode_max_tokens, which is not supported: set --pooling"):
+        open_text_encoder(folder)
+    assert open_text_encoder(folder, "mean").tower.pooling == "mean"
+
+
+def test_other_modules_of_sentence_transformers_are_refused_by_name(tmp_path: Path) -> None:
+    folder = save_sentence_transformer(tmp_path / "dense", pooling_mode_mean_tokens=True)
+    path = folder / "modules.json"
+    modules = json.loads(path.read_text())
+    modules.append({"type": "sentence_transformers.models.Normalize", "path": "2_Normalize"})
+    path.write_text(json.dumps(modules))
+    assert open_text_encoder(folder).tower.pooling == "mean"
+    modules.insert(2, {"type": "sentence_transformers.models.Dense", "path": "2_Dense"})
+    path.write_text(json.dumps(modules))
+    with pytest.raises(UserError, match=r"a module Dense \(2_Dense\), which is not computed.*set --pooling"):
         open_text_encoder(folder)
     assert open_text_encoder(folder, "mean").tower.pooling == "mean"
 

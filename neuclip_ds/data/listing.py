@@ -1,0 +1,66 @@
+"""List the files that a user names by a folder or a glob, without losing any of them silently.
+
+Symlinked folders are followed, hidden files and folders are skipped, and a folder that cannot be listed is an error:
+`pathlib` and `glob` ignore the files in it.
+"""
+
+import errno
+import glob
+import os
+from collections.abc import Collection
+from pathlib import Path
+
+_NOT_DATA = ("__MACOSX", "lost+found")  # folders that archivers and file systems add
+
+
+def is_visible(name: str) -> bool:
+    """Return whether a file or folder may contain data: it is not hidden, such as `._0.tar` or `.ipynb_checkpoints`."""
+    return not name.startswith(".") and name not in _NOT_DATA
+
+
+def files_below(folder: Path, extensions: Collection[str]) -> list[Path]:
+    """Return the visible files with one of the extensions (lowercase, with the dot) at any depth, sorted by path.
+
+    A symlinked folder is listed once, even if several links lead to it, and not at all if it is also below `folder`.
+    Raises OSError if a folder cannot be listed.
+    """
+    files: list[Path] = []
+    seen: set[tuple[int, int]] = set()
+    pending = [folder]
+    while pending:
+        links: list[Path] = []  # followed after all real folders, so that files keep their real paths
+        for root in pending:
+            for parent, folders, names in os.walk(root, onerror=_fail):
+                status = Path(parent).stat()
+                identity = (status.st_dev, status.st_ino)
+                if identity in seen:
+                    folders.clear()
+                    continue
+                seen.add(identity)
+                folders[:] = filter(is_visible, folders)
+                links += [path for path in (Path(parent, name) for name in folders) if path.is_symlink()]
+                for name in filter(is_visible, names):
+                    path = Path(parent, name)
+                    if path.suffix.lower() in extensions:
+                        files.append(path)
+        pending = sorted(links)
+    return sorted(files)
+
+
+def matching_files(pattern: str) -> list[str]:
+    """Return the sorted paths that match a glob, in which `**` stands for folders at any depth.
+
+    Raises OSError if a folder that the pattern matches cannot be listed.
+    """
+    parent = os.path.dirname(pattern)  # noqa: PTH120 - a pattern, not a path
+    while glob.has_magic(parent):
+        for folder in glob.iglob(f"{parent}/", recursive=True):  # noqa: PTH207 - absolute
+            is_data = is_visible(Path(folder).name)
+            if is_data and not os.access(folder, os.R_OK | os.X_OK, effective_ids=True):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), folder)
+        parent = os.path.dirname(parent)  # noqa: PTH120
+    return sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207 - absolute
+
+
+def _fail(error: OSError) -> None:
+    raise error

@@ -1,0 +1,71 @@
+"""Stored outputs of the towers' frozen trunks, which training reads in place of pixels and captions.
+
+They come from the folders of `data.image_features` and `data.text_features`. Their tables have these options' names,
+which differ from the names of a reference model and of teachers.
+"""
+
+from collections.abc import Mapping
+from typing import Literal
+
+from neuclip_ds.config import DataConfig
+from neuclip_ds.data.decoders import Captions, CaptionSources
+from neuclip_ds.data.feature_table import FeatureTable
+from neuclip_ds.errors import UserError
+
+IMAGE = "image_features"
+TEXT = "text_features"
+CONTENTS: dict[str, Literal["image", "text"]] = {IMAGE: "image", TEXT: "text"}
+"""The features that a tower's table serves, by its name."""
+TOWER_OF_TABLE: dict[str, Literal["vision", "text"]] = {IMAGE: "vision", TEXT: "text"}
+"""The name of the tower whose trunk's outputs a table has, by the table's name."""
+
+
+def tower_folders(data: DataConfig) -> dict[str, str]:
+    """Return the folders that `data.image_features` and `data.text_features` name, by the names of their tables."""
+    folders: dict[str, str] = {}
+    if data.image_features is not None:
+        folders[IMAGE] = data.image_features
+    if data.text_features is not None:
+        folders[TEXT] = data.text_features
+    return folders
+
+
+def loss_tables(tables: Mapping[str, FeatureTable]) -> dict[str, FeatureTable]:
+    """Return the tables of a reference model and of teachers, without those of frozen trunks."""
+    return {name: table for name, table in tables.items() if name not in CONTENTS}
+
+
+def tower_tables(tables: Mapping[str, FeatureTable]) -> dict[str, FeatureTable]:
+    """Return the tables of frozen trunks."""
+    return {name: table for name, table in tables.items() if name in CONTENTS}
+
+
+def reads_images(tables: Mapping[str, FeatureTable]) -> bool:
+    """Return whether training decodes images."""
+    return IMAGE not in tables
+
+
+def reads_captions(tables: Mapping[str, FeatureTable], captions: CaptionSources) -> bool:
+    """Return whether training reads the captions of samples.
+
+    A table knows the number of a sample's captions, but not how many each source has, which a weighted draw depends on.
+    """
+    return TEXT not in tables or isinstance(captions, Mapping)
+
+
+def check_views(tables: Mapping[str, FeatureTable], crop_scale: float, captions: CaptionSources) -> None:
+    """Raise UserError if the tables lack crops or captions that training would draw."""
+    image = tables.get(IMAGE)
+    if image is not None and not image.has_random_crops and crop_scale < 1:
+        raise UserError(
+            f"{image.folder} has features of the evaluation crop, but data.crop_scale={crop_scale} draws random crops: "
+            "set data.crop_scale=1, or embed the data with --crops."
+        )
+    text = tables.get(TEXT)
+    if text is None or text.text_width is None:  # reported when the model has been built
+        return
+    if Captions(captions).may_be_several and not text.embedding["all_captions"]:
+        raise UserError(
+            f"{text.folder} has one caption of each sample, but training draws from all captions of "
+            f"{', '.join(captions)}: embed the data with --all-captions."
+        )

@@ -1,0 +1,107 @@
+"""Check that stored outputs of frozen trunks are those of a run's towers."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from neuclip_ds.config import AugmentConfig, Config
+from neuclip_ds.data.feature_table import FeatureTable
+from neuclip_ds.data.stored_towers import CONTENTS, IMAGE, TOWER_OF_TABLE, tower_folders, tower_tables
+from neuclip_ds.errors import UserError
+from neuclip_ds.models.pretrained.base import Preprocessing
+from neuclip_ds.models.tokenizer import ModelTokenizer
+from neuclip_ds.models.towers import DualEncoder, Encoder
+from neuclip_ds.models.trained_parts import check_separate_projection, projection_width
+from neuclip_ds.models.weights_hash import weights_hash
+
+_FIX = "embed the training data with the model that the run starts from, and --output=trunk."
+
+
+def check_frozen_trunks(config: Config) -> None:
+    """Raise `UserError` if the trunk of a tower with stored outputs is trained, or an option then has no effect."""
+    folders = tower_folders(config.data)
+    for table in folders:
+        tower = TOWER_OF_TABLE[table]
+        trained = config.model.trained(tower)
+        if trained not in ("frozen", "projection"):
+            raise UserError(
+                f"data.{table} has the outputs of a frozen trunk, but model.{tower}.trainable={trained} trains the "
+                f"trunk: set model.{tower}.trainable=projection, or omit data.{table}."
+            )
+        if trained == "frozen" and config.model.lora.rank:
+            raise UserError(
+                f"data.{table} has the outputs of a frozen trunk, but model.lora.rank={config.model.lora.rank} adds "
+                f"adapters to it: set model.{tower}.trainable=projection to adapt only the other tower, or omit one of "
+                "them."
+            )
+    if IMAGE in folders and config.model.vision.patch_drop:
+        raise UserError(
+            f"model.vision.patch_drop={config.model.vision.patch_drop} has no effect with data.image_features, because "
+            "the image trunk does not run in training: omit one of them."
+        )
+    if IMAGE in folders and config.data.augment != AugmentConfig():
+        raise UserError(
+            "data.augment has no effect with data.image_features, whose images were encoded without it: omit one of "
+            "them."
+        )
+    if len(folders) == len(TOWER_OF_TABLE) and config.model.activation_checkpointing:
+        raise UserError(
+            "model.activation_checkpointing has no effect with data.image_features and data.text_features, because no "
+            "trunk runs in training: omit it."
+        )
+
+
+def check_trunk_weights(tables: Mapping[str, FeatureTable], model: DualEncoder) -> None:
+    """Raise `UserError` unless the tables have outputs of the model's trunks, whose weights are in float32."""
+    for name, table in tower_tables(tables).items():
+        kind = CONTENTS[name]
+        trunk = model.get_submodule(TOWER_OF_TABLE[name]).get_submodule("trunk")
+        if table.embedding.get("trunk_weights", {}).get(kind) != weights_hash(trunk):
+            raise UserError(
+                f"{table.folder} has outputs of {table.embedding['model']}, whose weights differ from those of the "
+                f"{kind} tower: {_FIX}"
+            )
+
+
+def check_trunk_outputs(
+    tables: Mapping[str, FeatureTable], model: DualEncoder, preprocessing: Preprocessing, tokenizer: ModelTokenizer
+) -> None:
+    """Raise `UserError` unless the tables fit the model's projections, and have features of the same pixels and tokens.
+
+    Args:
+        tables: the tables of the run, by name.
+        model: the model, with any weights.
+        preprocessing: the preprocessing of the model's images.
+        tokenizer: the model's tokenizer.
+    """
+    for name, table in tower_tables(tables).items():
+        tower: Encoder = model.vision if name == IMAGE else model.text
+        check_separate_projection(tower, f"data.{name}", "omit the option")
+        _check_contents(name, table, tower)
+        embedding = table.embedding
+        settings: dict[str, tuple[Any, Any]] = {}  # of the table, and of the run
+        if name == IMAGE:
+            settings["preprocessing"] = embedding.get("preprocessing"), preprocessing.to_json()
+        else:
+            settings["context length"] = embedding.get("context_length"), tokenizer.context_length
+            settings["pooling"] = embedding.get("pooling"), getattr(tower, "pooling", None)
+        for setting, (of_table, of_run) in settings.items():
+            if of_table != of_run:
+                raise UserError(
+                    f"{table.folder} was computed with the {setting} {of_table}, but this run has {of_run}: embed the "
+                    "training data with the run's model and settings."
+                )
+
+
+def _check_contents(name: str, table: FeatureTable, tower: Encoder) -> None:
+    """Raise `UserError` unless a table has outputs of a tower's trunk."""
+    kind = CONTENTS[name]
+    width = table.image_width if name == IMAGE else table.text_width
+    if width is None:
+        raise UserError(f"{table.folder} has no features of {kind}s, which data.{name} needs: {_FIX}")
+    if table.embedding["output"] != "trunk":
+        raise UserError(f"{table.folder} has joint features, but data.{name} needs those before the projection: {_FIX}")
+    expected_width = projection_width(tower)
+    if width != expected_width:
+        raise UserError(
+            f"{table.folder} has features of width {width}, but the {kind} tower's trunk has {expected_width}: {_FIX}"
+        )
