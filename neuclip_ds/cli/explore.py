@@ -19,13 +19,14 @@ import importlib.util
 import logging
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from neuclip_ds.cli.early_checks import check_model, check_path
 from neuclip_ds.cli.program import Parser, progress_bar
-from neuclip_ds.errors import UserError, install_command
+from neuclip_ds.errors import Interrupted, UserError, install_command
 
 if TYPE_CHECKING:  # torch takes seconds to import
     from neuclip_ds.data.loader import LoaderOptions
@@ -71,7 +72,9 @@ def main(arguments: Sequence[str]) -> None:
             page = build_page(models, collection, options.images)
             port = listener.getsockname()[1]
             print(f"Open http://{options.host}:{port} in a browser; Ctrl-C stops the server.", flush=True)
-            make_server(page, options.host).run(sockets=[listener])
+            server = make_server(page, options.host)
+            with suppress(Interrupted):  # a stop signal is the usual end, after which the folder of images is deleted
+                server.run(sockets=[listener])
 
 
 def check_options(options: argparse.Namespace) -> None:

@@ -186,7 +186,8 @@ def build_page(models: Sequence[SearchableModel], collection: Collection, source
             raise fail(f"The image cannot be used: {error}.") from error
 
     def image_input(label: str) -> Any:
-        image = gradio.Image(label=label, type="filepath", format="png", sources=["upload", "clipboard"], height=240)
+        # with a mode, Gradio would convert some images, and encode them again
+        image = gradio.Image(label=label, type="filepath", image_mode=None, sources=["upload", "clipboard"], height=240)
         image.async_move_resource_to_block_cache = _refuse_urls(image.async_move_resource_to_block_cache)
         return image
 
