@@ -122,7 +122,7 @@ def open_models(options: argparse.Namespace) -> tuple[list[SearchableModel], Col
         saved = open_model(name, communicator)
         full_name = str(saved.checkpoint or saved.name)
         model = saved.model.to(communicator.device)
-        encoders = dual_encoders(full_name, model, saved.tokenizer, saved.preprocessing, "joint")
+        encoders = dual_encoders(full_name, model, saved.tokenizer, saved.preprocessing, "joint", trunk_weights={})
         if tables:
             assert images.manifest is not None
             features = read_features(tables[number], full_name, images.manifest, images.loading.cache)
@@ -162,13 +162,14 @@ def open_images(
         takes_first = embedding["all_captions"]
     data_options = {"train": options.images, "workers": options.workers, "captions": captions}
     data = validate({"data": data_options}).data
-    if _is_image_folder(Path(options.images)):
+    folder = Path(options.images).expanduser()
+    if _is_image_folder(folder):
         if embeddings:
             raise UserError(f"--features are for shards, but {options.images} has image files: omit --features.")
         loading = loader_options(data, communicator)
-        return _Images(collection=FolderImages(Path(options.images), captions), manifest=None, loading=loading)
-    with tempfile.TemporaryDirectory() as folder:
-        manifest = open_data(options.images, data, communicator, Path(folder))
+        return _Images(collection=FolderImages(folder, captions), manifest=None, loading=loading)
+    with tempfile.TemporaryDirectory() as scratch:
+        manifest = open_data(options.images, data, communicator, Path(scratch))
     loading = loader_options(data, communicator, manifest)
     collection = ShardImages(manifest, captions, takes_first, loading.cache)
     return _Images(collection=collection, manifest=manifest, loading=loading)

@@ -44,7 +44,7 @@ from neuclip_ds.models.pretrained.base import Preprocessing
 CHROMIUM = Path("/usr/bin/chromium")
 HOST = "127.0.0.1"
 COLORS = ["red", "lime", "blue"]
-CAPTION = 'A <b>red</b> "square" & more <script>document.title = "attacked"</script>'
+CAPTION = 'A <b>red</b> "square" & more ${1 + 1} {{ value }} <script>document.title = "attacked"</script>'
 IMAGES = 5
 
 
