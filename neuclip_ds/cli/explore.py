@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from neuclip_ds.cli.early_checks import check_model, check_path
 from neuclip_ds.cli.program import Parser, progress_bar
+from neuclip_ds.data.shards import is_local
 from neuclip_ds.errors import Interrupted, UserError, install_command
 
 if TYPE_CHECKING:  # torch takes seconds to import
@@ -86,6 +87,8 @@ def check_options(options: argparse.Namespace) -> None:
     check_path("--images", options.images)
     for folder in options.features or []:
         check_path("--features", folder)
+        if not is_local(folder):
+            raise UserError(f"--features={folder} is remote: copy the folder to this machine.")
     if options.features is not None and len(options.features) != len(options.models):
         raise UserError(
             f"--features names {len(options.features)} folders for {len(options.models)} models: name one for each "
@@ -125,7 +128,7 @@ def open_models(options: argparse.Namespace) -> tuple[list[SearchableModel], Col
         encoders = dual_encoders(full_name, model, saved.tokenizer, saved.preprocessing, "joint", trunk_weights={})
         if tables:
             assert images.manifest is not None
-            features = read_features(tables[number], full_name, images.manifest, images.loading.cache)
+            features = read_features(tables[number], full_name, images.manifest)
         else:
             with progress_bar(f"Encode with {name}") as report:
                 features = encode_collection(

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from neuclip_ds.data.cache import ShardCache
 from neuclip_ds.data.decoders import DecodeError
 from neuclip_ds.data.feature_table import FeatureTable, Stored
 from neuclip_ds.data.images import EvalTransform
@@ -251,7 +250,7 @@ def encode_collection(
         reasons = "; ".join(f"{count} x {reason}" for reason, count in unusable.most_common(3))
         log.warning("%d of %d images are omitted: %s", unusable.total(), total, reasons)
     if not index:
-        raise UserError(f"None of the {total} images can be used: {next(iter(unusable))}.")
+        raise UserError(f"None of the {total} images can be used: {next(iter(unusable), 'there are none')}.")
     return CollectionFeatures(images=_features(index, images), captions=_features(caption_index, captions))
 
 
@@ -261,14 +260,13 @@ def _features(index: list[int], rows: list[Tensor]) -> Features:
     return Features(index=np.array(index, dtype=np.int64), values=values.numpy())
 
 
-def read_features(stored: Stored, model: str, manifest: Manifest, cache: ShardCache | None) -> CollectionFeatures:
+def read_features(stored: Stored, model: str, manifest: Manifest) -> CollectionFeatures:
     """Read the features of a dataset that `neuclip-ds embed` wrote.
 
     Args:
-        stored: result of `find_table`.
+        stored: result of `find_table` for a local folder.
         model: the model's name as `embed` records it.
         manifest: the dataset.
-        cache: cache for the files of a remote folder.
 
     Raises:
         UserError: the features are of another model or other data, are not of images and captions in a joint space,
@@ -287,7 +285,7 @@ def read_features(stored: Stored, model: str, manifest: Manifest, cache: ShardCa
         raise UserError(f"The features in {folder} are not in a joint space: embed the data without --output=trunk.")
     if embedding["crops"]:
         raise UserError(f"The features in {folder} are of random crops: embed the data without --crops.")
-    table = FeatureTable(stored, manifest, embedding["captions"], cache)
+    table = FeatureTable(stored, manifest, embedding["captions"])
     numbers = torch.arange(manifest.n)
     rows, problems = table.rows(numbers)
     is_usable = np.ones(manifest.n, dtype=bool)

@@ -51,7 +51,7 @@ def encoded(collection: Collection, workers: int = 0, batch_size: int = 4) -> Co
 
 def stored(folder: Path, manifest: Manifest, model: str = "m", **changes: object) -> CollectionFeatures:
     write(folder, manifest, **{"ema": False, **changes})
-    return read_features(find_table(str(folder)), model, manifest, None)
+    return read_features(find_table(str(folder)), model, manifest)
 
 
 def write_folder(folder: Path, numbers: Sequence[int]) -> Path:
@@ -142,7 +142,7 @@ def test_features_of_other_data_are_refused(manifest: Manifest, tmp_path: Path) 
     other = write_samples(tmp_path / "more")
     fewer = Manifest(other.shards[:2])
     with pytest.raises(UserError, match="computed for other data"):
-        read_features(find_table(str(tmp_path / "features")), "m", fewer, None)
+        read_features(find_table(str(tmp_path / "features")), "m", fewer)
 
 
 def test_files_of_a_folder_are_images_with_captions_in_text_files(tmp_path: Path) -> None:
