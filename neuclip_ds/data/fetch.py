@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from http import HTTPStatus
+from inspect import getattr_static
 from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
@@ -40,6 +41,7 @@ _WAITED_OUT_CODE = re.compile(
     r"timeout|throttl|slow_?down|limit_?exceeded|prior_?request|busy|aborted|timed_?out", re.I
 )
 _HTTP_ERROR = re.compile("[345][0-9][0-9]")
+_PARSER = "aiohttp.http_exceptions"  # its errors have a status for clients, although a client has raised them
 _LONGEST_CHAIN = 5  # errors that wrap each other
 # types of errors of botocore, azure and google about credentials and settings, some of which say "not found"
 _REFUSED_TYPE = re.compile(
@@ -51,7 +53,7 @@ _MISSING_TEXT = re.compile(
     _STATUS + r"(?:404|410)\b|no ?such ?(?:key|file|object|bucket)|not ?found|does not exist", re.I
 )
 _REFUSED_TEXT = re.compile(
-    _STATUS + r"(?:400|401|403|407)\b|credential|expired ?token|token (?:has|is) expired|access ?denied|forbidden|"
+    _STATUS + r"(?:401|403|407)\b|credential|expired ?token|token (?:has|is) expired|access ?denied|forbidden|"
     r"unauthorized|bad request|requester ?pays|authorization ?header|permission ?mismatch|authentication ?failed|"
     r"invalid[ _]?(?:token|grant|access ?key)|signature ?does ?not ?match|time ?too ?skewed",
     re.I,
@@ -228,8 +230,11 @@ def _kind_of_answer(error: BaseException) -> Kind | None:
     The names of these attributes differ: `status` (aiohttp), `status_code` (azure), `code` (gcsfs, google, urllib) and
     `response` (botocore, requests and huggingface_hub).
     """
-    response = getattr(error, "response", None)
-    values = [getattr(error, name, None) for name in ("status", "status_code", "code", "error_code")]
+    if type(error).__module__ == _PARSER:
+        return None
+    response = getattr_static(error, "response", None)
+    # aiohttp's `code` is a deprecated property, which `getattr` would warn of
+    values = [getattr_static(error, name, None) for name in ("status", "status_code", "code", "error_code")]
     if isinstance(response, dict):  # botocore's
         values += [response.get("ResponseMetadata", {}).get("HTTPStatusCode"), response.get("Error", {}).get("Code")]
     else:

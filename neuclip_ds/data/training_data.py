@@ -35,8 +35,8 @@ from neuclip_ds.data.training_set import FEWEST_PAIRS, TrainingSet, find_validat
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.environment import local_ranks, read_environment
 from neuclip_ds.errors import UserError
-from neuclip_ds.limits import shared_memory_shortage
 from neuclip_ds.files import explain_disk, link_or_copy
+from neuclip_ds.limits import shared_memory_shortage
 from neuclip_ds.models.bpe import train_bpe
 from neuclip_ds.models.source import ModelSource
 from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer
