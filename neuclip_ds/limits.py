@@ -60,11 +60,8 @@ def shared_memory_shortage(needed: int) -> str | None:
 
 def low_limit() -> str | None:
     """Return a message about a limit that is too low for loader processes, with its fix; None if there is none."""
-    files = open_files()
-    if files < _FEWEST_FILES:
-        return (
-            f"{files} open files are too few for loader processes, which need {_FEWEST_FILES}: {_fix_of_open_files()}."
-        )
+    if open_files() < _FEWEST_FILES:
+        return f"Loader processes need {_FEWEST_FILES} open files: {_fix_of_open_files()}."
     folder = tempfile.gettempdir()
     if len(os.fsencode(folder + _SOCKET)) > _LONGEST_SOCKET:
         return f"The path of the temporary folder {folder} is too long: {_FIX_OF_SOCKETS}."

@@ -59,7 +59,9 @@ class PairTable:
         """
         read_columns = list(columns) if self.delimiter is None else None  # a stray quote may be in any
         for fragment in self.data.get_fragments():
-            with explained(f"The table {self.name} cannot be read", _FIX if self.delimiter is None else _FIX_QUOTES):
+            with explained(
+                f"The table {fragment.path} cannot be read", _FIX if self.delimiter is None else _FIX_QUOTES
+            ):
                 batches = fragment.to_batches(
                     schema=self.data.schema, columns=read_columns, batch_size=_BATCH, fragment_readahead=1
                 )
@@ -108,8 +110,21 @@ def open_table(source: str, quotes: Quotes = "auto") -> PairTable:
             data = pyarrow.dataset.dataset(paths, format="json" if extension == ".jsonl" else "parquet")
         else:
             data = _open_delimited(paths, delimiter, quotes)
-        rows = data.count_rows()
+        rows = _count_rows(data)
     return PairTable(name=source, data=data, rows=rows, delimiter=delimiter if quotes == "auto" else None)
+
+
+def _count_rows(data: pyarrow.dataset.Dataset) -> int:
+    """Return the number of rows; if a file cannot be read, raise ValueError that names it, as pyarrow may not."""
+    try:
+        return int(data.count_rows())
+    except (OSError, ValueError):
+        for fragment in data.get_fragments():
+            try:
+                fragment.count_rows()
+            except (OSError, ValueError) as error:
+                raise ValueError(f"{fragment.path}: {error}") from error
+        raise
 
 
 def _open_delimited(paths: list[str], delimiter: str, quotes: Quotes) -> pyarrow.dataset.Dataset:
