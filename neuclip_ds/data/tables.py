@@ -130,8 +130,12 @@ def _count_rows(data: pyarrow.dataset.Dataset) -> int:
 def _open_delimited(paths: list[str], delimiter: str, quotes: Quotes) -> pyarrow.dataset.Dataset:
     quote = False if quotes == "off" else '"'
     parsing = pyarrow.csv.ParseOptions(delimiter=delimiter, quote_char=quote, newlines_in_values=quotes != "off")
-    with pyarrow.csv.open_csv(paths[0], parse_options=parsing) as first:
-        schema = pa.schema([(name, pa.string()) for name in first.schema.names])  # so that the caption "7" is text
+    with (
+        explained(f"The table {paths[0]} cannot be read", _FIX_QUOTES),
+        pyarrow.csv.open_csv(paths[0], parse_options=parsing) as first,
+    ):
+        names = first.schema.names
+    schema = pa.schema([(name, pa.string()) for name in names])  # so that the caption "7" is text
     return pyarrow.dataset.dataset(paths, schema=schema, format=pyarrow.dataset.CsvFileFormat(parsing))
 
 
