@@ -15,7 +15,7 @@ from neuclip_ds.models.packing import pack_clip_text
 from neuclip_ds.models.recompute import checkpoint_activations
 from neuclip_ds.models.tokenizer import CaptionTokenizer
 from neuclip_ds.models.towers import DualEncoder, TextTower, new_projection
-from neuclip_ds.models.trained_parts import TOWERS, add_adapters, freeze, lock_projection
+from neuclip_ds.models.trained_parts import TOWERS, add_adapters, check_separate_projection, freeze, lock_projection
 
 
 def build_dual_encoder(
@@ -54,7 +54,8 @@ def build_dual_encoder(
 def apply_common_options(model: DualEncoder, config: ModelConfig) -> DualEncoder:
     """Apply the options common to all models in place.
 
-    These are `vision.class_token_only`, `text.packed`, activation checkpointing, freezing and LoRA adapters.
+    These are `vision.class_token_only`, `text.packed`, activation checkpointing, dropout on the projections, freezing
+    and LoRA adapters.
 
     Raises:
         UserError: a tower does not support an option.
@@ -68,6 +69,10 @@ def apply_common_options(model: DualEncoder, config: ModelConfig) -> DualEncoder
     model.text.packed = config.text.packed
     for name in TOWERS:
         checkpoint_activations(model.get_submodule(name), name, config.activation_checkpointing)
+    if config.projection_dropout:
+        for tower in (model.vision, model.text):
+            check_separate_projection(tower, "model.projection_dropout", "omit the option")
+            tower.projection_dropout = config.projection_dropout
     freeze(model, config)
     if config.lora.rank:
         adapted = [name for name in TOWERS if config.trained(name) not in ("all", "projection")]

@@ -25,7 +25,12 @@ class Encoder(nn.Module, ABC):
     Args:
         trunk: the encoder.
         projection: maps the trunk's feature to the joint embedding space; None if the trunk does so itself.
+
+    Attributes:
+        projection_dropout: dropout on the projection's inputs in training.
     """
+
+    projection_dropout = 0.0
 
     def __init__(self, trunk: Any, projection: nn.Module | None) -> None:
         super().__init__()
@@ -41,6 +46,8 @@ class Encoder(nn.Module, ABC):
             feature = x.to(next(self.projection.parameters()).dtype)
         else:
             feature = self.feature(x)
+        if self.projection_dropout:
+            feature = functional.dropout(feature, self.projection_dropout, self.training)
         return self.projection(feature)
 
     def train(self, mode: bool = True) -> "Encoder":
