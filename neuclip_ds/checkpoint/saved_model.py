@@ -105,7 +105,7 @@ def open_run(checkpoint: Path) -> SavedRun:
     config = load_saved(checkpoint / "config.yaml")
     source, initial_logits = open_saved(config.model, checkpoint / "model")
     tokenizer = source.tokenizer(
-        lambda: CaptionTokenizer.load(checkpoint / "tokenizer", config.model.text.context_length)
+        lambda: CaptionTokenizer.load(checkpoint / "tokenizer", config.model.text.resolved_context_length())
     )
     return SavedRun(config=config, source=source, initial_logits=initial_logits, tokenizer=tokenizer)
 

@@ -82,7 +82,7 @@ def new_text_tower(
 
     Args:
         config: the config of the text tower.
-        tokenizer: the caption tokenizer, with a context length of at most `config.context_length`.
+        tokenizer: the caption tokenizer, with a context length of at most that of `config`.
         embed_dim: width of the joint embedding space.
         activation: activation function of the MLPs; `quick_gelu` is OpenAI's x sigmoid(1.702 x).
     """
@@ -92,7 +92,7 @@ def new_text_tower(
         intermediate_size=4 * config.width,
         num_hidden_layers=config.layers,
         num_attention_heads=config.heads,
-        max_position_embeddings=config.context_length,
+        max_position_embeddings=config.resolved_context_length(),
         hidden_act=activation,
         bos_token_id=tokenizer.bos_id,
         eos_token_id=tokenizer.eos_id,

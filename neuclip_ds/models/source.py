@@ -60,7 +60,7 @@ class FromConfig(ModelSource):
         vision = config.vision.model_copy(update={"mean": mean, "std": std})
         self.config = config.model_copy(update={"vision": vision})
         self.name = config.vision.name
-        self.preprocessing = Preprocessing(size=config.vision.image_size, mean=mean, std=std)
+        self.preprocessing = Preprocessing(size=config.vision.resolved_image_size(), mean=mean, std=std)
         self.embed_dim = config.embed_dim
 
     def tokenizer(self, train_tokenizer: Callable[[], CaptionTokenizer]) -> ModelTokenizer:
@@ -69,7 +69,7 @@ class FromConfig(ModelSource):
             return self._text.tokenizer()
         if text.tokenizer in (None, CLIP_BPE):
             return train_tokenizer()
-        return CaptionTokenizer.load(text.tokenizer, text.context_length)
+        return CaptionTokenizer.load(text.tokenizer, text.resolved_context_length())
 
     def build(self, tokenizer: ModelTokenizer, weights: bool = False) -> DualEncoder:
         image_weights = None

@@ -87,7 +87,7 @@ class StandInTokenizer:
 
     def __init__(self, text: TextConfig) -> None:
         self.vocab_size = text.vocab_size
-        self.context_length = text.context_length
+        self.context_length = text.resolved_context_length()
         self.bos_id = 0
         self.eos_id = 1
         self.pad_id = 1

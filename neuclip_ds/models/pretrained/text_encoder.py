@@ -216,7 +216,7 @@ class TextEncoderSource:
         """
         with torch.device("meta"):
             trunk = _new_trunk(self.folder)
-        length = self._config.context_length
+        length = self._config.resolved_context_length()
         limit = _positions(trunk)
         if length > limit:
             raise UserError(
