@@ -15,7 +15,7 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
 from neuclip_ds.losses.temperature import trained_temperature
 from neuclip_ds.models.pretrained.base import LogitParameters, Preprocessing
-from neuclip_ds.models.source import ModelSource, locate_on_rank_zero, merged, model_source, open_saved
+from neuclip_ds.models.source import ModelSource, locate_on_rank_zero, merged, model_source, open_saved, with_sizes
 from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer
 from neuclip_ds.models.towers import DualEncoder
 from neuclip_ds.recipe import load_saved
@@ -159,6 +159,8 @@ def read_start(checkpoint: Path, communicator: Communicator) -> ModelWeights:
             "a blend would bring back. Omit --blend."
         )
     config = run.config.model.model_copy(update={"lora": LoraConfig()})
+    # the start at the run's sizes; configs of earlier versions have sizes without effect
+    config = with_sizes(config, run.source.preprocessing.size, run.tokenizer.context_length)
     try:
         source = model_source(config, locate_on_rank_zero(config, communicator))
         model, logits = source.load(run.tokenizer)

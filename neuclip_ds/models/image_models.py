@@ -157,13 +157,17 @@ def _check_size(size: int, model: Any) -> None:
             f"position; use {reduction} or more."
         )
     if isinstance(getattr(model, "patch_embed", None), PatchEmbed):
-        patch = model.patch_embed.patch_size[0]
-        if size % patch:
-            next_smaller = size // patch * patch
-            raise UserError(
-                f"model.vision.image_size={size} is not divisible into patches of {patch} pixels; use "
-                f"{max(next_smaller, patch)} or {next_smaller + patch}."
-            )
+        check_patches(size, model.patch_embed.patch_size[0])
+
+
+def check_patches(size: int, patch: int) -> None:
+    """Raise UserError if images with sides of `size` pixels are not divisible into patches of `patch` pixels."""
+    if size % patch:
+        next_smaller = size // patch * patch
+        raise UserError(
+            f"model.vision.image_size={size} is not divisible into patches of {patch} pixels; use "
+            f"{max(next_smaller, patch)} or {next_smaller + patch}."
+        )
 
 
 class ImageWeights(NamedTuple):

@@ -184,8 +184,23 @@ def merged(
 def open_saved(config: ModelConfig, folder: Path) -> tuple[ModelSource, LogitParameters]:
     """Return a saved run's model source and initial logit parameters, without reading pretrained weights.
 
-    The folder must have been written by `ModelSource.save`. Raises UserError if files are missing.
+    The folder must have been written by `ModelSource.save`, and determines the image size and the context length of a
+    run that started from a checkpoint. Raises UserError if files are missing.
     """
+    if config.pretrained:
+        config = with_sizes(config, None, None)
+    return open_resized(config, folder)
+
+
+def with_sizes(config: ModelConfig, image_size: int | None, context_length: int | None) -> ModelConfig:
+    """Return a config with another image size and context length; None stands for the checkpoint's."""
+    vision = config.vision.model_copy(update={"image_size": image_size})
+    text = config.text.model_copy(update={"context_length": context_length})
+    return config.model_copy(update={"vision": vision, "text": text})
+
+
+def open_resized(config: ModelConfig, folder: Path) -> tuple[ModelSource, LogitParameters]:
+    """Call `open_saved` for a model with the image size and the context length of the config, if they are set."""
     start = read_json(folder / START_FILE)
     logits = LogitParameters(**start["logits"])
     if config.pretrained:

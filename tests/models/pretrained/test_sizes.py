@@ -1,12 +1,22 @@
 """Image size and context length of checkpoints, and options that a checkpoint replaces."""
 
+import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import open_clip
 import pytest
+import torch
 import yaml
+from miniatures import CAPTIONS, OPEN_CLIP_CONFIG, SAVERS, images, save_open_clip
+from torch import Tensor
+from torch.nn.functional import normalize
 
-from neuclip_ds.config import dump
+from neuclip_ds.config import ModelConfig, dump
 from neuclip_ds.errors import UserError
+from neuclip_ds.models.conversion import write_library_model
+from neuclip_ds.models.source import locate_model, model_source, open_saved
 from neuclip_ds.recipe import load_saved, parse
 
 REPLACED = {
@@ -44,3 +54,88 @@ def test_configs_of_earlier_runs_with_such_options_can_be_read(tmp_path: Path) -
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
     model = load_saved(tmp_path / "config.yaml").model
     assert (model.pretrained, model.embed_dim) == ("x", 512)
+
+
+def opened(folder: Path, image_size: int | None = None, context_length: int | None = None) -> Any:
+    sizes = {"vision": {"image_size": image_size}, "text": {"context_length": context_length}}
+    config = ModelConfig.model_validate({"pretrained": str(folder), **sizes})
+    return model_source(config, locate_model(config))
+
+
+@pytest.mark.parametrize("family", SAVERS)
+def test_resized_checkpoints(family: str, tmp_path: Path) -> None:
+    """Embeddings equal open_clip's; preprocessing, tokenizer, saved source and export have the new sizes."""
+    SAVERS[family](tmp_path / "model")
+    before = opened(tmp_path / "model").load().model.state_dict()
+    source = opened(tmp_path / "model", image_size=48, context_length=24)
+    tokenizer = source.tokenizer()
+    tokens = tokenizer(CAPTIONS)
+    assert (source.preprocessing.size, tokens.shape[1]) == (48, 24)
+    model, logits = source.load(tokenizer)
+    after = model.state_dict()
+    changed = [name for name in after if after[name].shape != before[name].shape]
+    assert len(changed) == 2
+    image, text = changed
+    torch.testing.assert_close(after[image], open_clip_patches(before[image], 6), rtol=0, atol=1e-6)
+    torch.testing.assert_close(after[text], open_clip_tokens(before[text], 24), rtol=0, atol=1e-6)
+    for name in after.keys() - set(changed):
+        assert torch.equal(after[name], before[name])
+    with torch.no_grad():
+        features = model.eval()(images(48), tokens)
+
+    source.save(tmp_path / "saved", logits)
+    saved, _ = open_saved(source.config, tmp_path / "saved")
+    rebuilt = saved.build(saved.tokenizer(lambda: tokenizer)).eval()
+    rebuilt.load_state_dict(after)
+    assert saved.preprocessing == source.preprocessing
+    library = saved.to_library_model(tokenizer, after, logits)
+    (tmp_path / "export").mkdir()
+    write_library_model(library, library.library, tmp_path / "export")
+    exported = opened(tmp_path / "export").load().model.eval()
+    with torch.no_grad():
+        for other in (rebuilt, exported):
+            for mine, theirs in zip(features, other(images(48), tokens), strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+
+
+def open_clip_patches(table: Tensor, side: int) -> Tensor:
+    """Return open_clip's result, which requires a class token: models without one get a temporary one."""
+    rows = table if math.isqrt(len(table)) ** 2 != len(table) else torch.cat([table[:1], table])
+    state = {"visual.positional_embedding": rows}
+    open_clip.model.resize_pos_embed(state, SimpleNamespace(visual=SimpleNamespace(grid_size=side)))
+    return state["visual.positional_embedding"][len(rows) - len(table) :]
+
+
+def open_clip_tokens(table: Tensor, length: int) -> Tensor:
+    state = {"positional_embedding": table}
+    new = SimpleNamespace(positional_embedding=torch.empty(length, table.shape[1]))
+    open_clip.model.resize_text_pos_embed(state, new)
+    return state["positional_embedding"]
+
+
+@pytest.mark.parametrize("family", ["clip", "open_clip"])
+def test_sizes_that_are_no_whole_patches_are_refused(family: str, tmp_path: Path) -> None:
+    SAVERS[family](tmp_path)
+    with pytest.raises(UserError, match=r"image_size=50 .*patches of 8 pixels; use 48 or 56"):
+        opened(tmp_path, image_size=50)
+
+
+def test_resized_timm_towers_of_open_clip(tmp_path: Path) -> None:
+    """open_clip builds timm's models only at their own size, so the result cannot be exported to it."""
+    vision = {"image_size": 160, "timm_model_name": "test_vit", "timm_pool": "", "timm_proj": "linear"}
+    save_open_clip(tmp_path / "model", {**OPEN_CLIP_CONFIG, "custom_text": True, "vision_cfg": vision})
+    source = opened(tmp_path / "model", image_size=64)
+    model, logits = source.load()
+    tower = open_clip.create_model(f"local-dir:{tmp_path}/model", force_image_size=64).visual.eval()
+    pixels = images(64)
+    statistics = (torch.tensor(values).reshape(3, 1, 1) for values in ([0.4, 0.5, 0.6], [0.2, 0.25, 0.3]))
+    mean, std = statistics
+    with torch.no_grad():
+        expected = normalize(tower((pixels / 255 - mean) / std), dim=1)
+        image, _ = model.eval()(pixels, source.tokenizer()(CAPTIONS))
+    torch.testing.assert_close(image, expected, rtol=0, atol=1e-6)
+    source.save(tmp_path / "saved", logits)
+    saved, _ = open_saved(source.config, tmp_path / "saved")
+    saved.build().load_state_dict(model.state_dict())
+    with pytest.raises(UserError, match="with images of 64 instead of 160 pixels"):
+        saved.to_library_model(source.tokenizer(), model.state_dict(), logits)
