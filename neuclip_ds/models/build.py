@@ -44,10 +44,11 @@ def build_dual_encoder(
         activation = "quick_gelu" if "quickgelu" in config.vision.name else "gelu"
         text = new_text_tower(config.text, tokenizer, config.embed_dim, activation)
     model = DualEncoder(vision, text)
-    if config.vision.pretrained and config.trained("vision") == "frozen":
-        lock_projection(vision, "vision")
-    if config.text.pretrained and config.trained("text") == "frozen":
-        lock_projection(text, "text")
+    if not config.pretrained:  # else the projections are those of a run
+        if config.vision.pretrained and config.trained("vision") == "frozen":
+            lock_projection(vision, "vision")
+        if config.text.pretrained and config.trained("text") == "frozen":
+            lock_projection(text, "text")
     return apply_common_options(model, config)
 
 
@@ -70,9 +71,14 @@ def apply_common_options(model: DualEncoder, config: ModelConfig) -> DualEncoder
         checkpoint_activations(model.get_submodule(name), name, config.activation_checkpointing)
     freeze(model, config)
     if config.lora.rank:
-        adapted = [name for name in TOWERS if config.trained(name) not in ("all", "projection")]
-        add_adapters({name: model.get_submodule(name) for name in adapted}, config.lora)
+        add_configured_adapters(model, config)
     return model
+
+
+def add_configured_adapters(model: DualEncoder, config: ModelConfig) -> None:
+    """Add LoRA adapters to the towers with frozen blocks, in place; raise UserError if no tower can have any."""
+    adapted = [name for name in TOWERS if config.trained(name) not in ("all", "projection")]
+    add_adapters({name: model.get_submodule(name) for name in adapted}, config.lora)
 
 
 def new_text_tower(
