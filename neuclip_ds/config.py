@@ -369,8 +369,8 @@ class TextConfig(TowerConfig):
 class ModelConfig(Section):
     pretrained: str = ""
     """Checkpoint from which both towers start; it sets their architecture and tokenizer. Give the folder or hub name of
-    a transformers model (CLIP, MetaCLIP 2, SigLIP, SigLIP 2) or of an open_clip model, or
-    open_clip:ARCHITECTURE/TAG_OR_FILE."""
+    a transformers model (CLIP, MetaCLIP 2, SigLIP, SigLIP 2) or of an open_clip model,
+    open_clip:ARCHITECTURE/TAG_OR_FILE, or the folder of a run or of a checkpoint in it."""
     vision: VisionConfig = Field(default_factory=VisionConfig)
     text: TextConfig = Field(default_factory=TextConfig)
     lora: LoraConfig = Field(default_factory=LoraConfig)
