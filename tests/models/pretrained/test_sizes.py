@@ -9,13 +9,24 @@ import open_clip
 import pytest
 import torch
 import yaml
-from miniatures import CAPTIONS, OPEN_CLIP_CONFIG, SAVERS, images, save_open_clip
+from miniatures import (
+    CAPTIONS,
+    OPEN_CLIP_CONFIG,
+    SAVERS,
+    images,
+    save_clip,
+    save_open_clip,
+    small,
+    xlm_roberta_tokenizer,
+)
 from torch import Tensor
 from torch.nn.functional import normalize
+from transformers import XLMRobertaConfig, XLMRobertaModel
 
 from neuclip_ds.config import ModelConfig, dump
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.conversion import write_library_model
+from neuclip_ds.models.pretrained.base import LogitParameters
 from neuclip_ds.models.source import locate_model, model_source, open_saved
 from neuclip_ds.recipe import load_saved, parse
 
@@ -139,3 +150,25 @@ def test_resized_timm_towers_of_open_clip(tmp_path: Path) -> None:
     saved.build().load_state_dict(model.state_dict())
     with pytest.raises(UserError, match="with images of 64 instead of 160 pixels"):
         saved.to_library_model(source.tokenizer(), model.state_dict(), logits)
+
+
+def test_a_saved_checkpoint_keeps_its_size(tmp_path: Path) -> None:
+    """Configs of earlier versions have sizes that had no effect."""
+    save_clip(tmp_path / "model")
+    source = opened(tmp_path / "model")
+    source.save(tmp_path / "saved", LogitParameters(None, None))
+    config = ModelConfig.model_validate({"pretrained": str(tmp_path / "model"), "vision": {"image_size": 224}})
+    saved, _ = open_saved(config, tmp_path / "saved")
+    assert saved.preprocessing.size == 32
+
+
+def test_captions_longer_than_an_encoders_positions_are_refused(tmp_path: Path) -> None:
+    tokenizer = xlm_roberta_tokenizer()
+    config = small(32, vocab_size=len(tokenizer), max_position_embeddings=66, bos_token_id=0, pad_token_id=1)
+    XLMRobertaModel(XLMRobertaConfig(**config, eos_token_id=2, type_vocab_size=1)).save_pretrained(tmp_path / "text")
+    tokenizer.save_pretrained(tmp_path / "text")
+    text = {"hf_model_name": str(tmp_path / "text"), "hf_pooler_type": "mean_pooler", "hf_proj_type": "linear"}
+    save_open_clip(tmp_path / "model", {**OPEN_CLIP_CONFIG, "custom_text": True, "text_cfg": text})
+    opened(tmp_path / "model", context_length=64).build()
+    with pytest.raises(UserError, match=r"context_length=65 is more than the 64 tokens"):
+        opened(tmp_path / "model", context_length=65).build()
