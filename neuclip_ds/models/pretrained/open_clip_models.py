@@ -145,7 +145,7 @@ class OpenClipCheckpoint(ModelSource):
         self.embed_dim = int(self._model_config["embed_dim"])
         vision = self._model_config.setdefault("vision_cfg", {})
         vision["timm_model_pretrained"] = False
-        if config.vision.image_size is not None:
+        if config.vision.image_size not in (None, vision.get("image_size", _IMAGE_SIZE)):
             if "timm_model_name" not in vision:
                 has_blocks = isinstance(vision.get("layers"), int)
                 check_patches(config.vision.image_size, vision.get("patch_size", 16) if has_blocks else _RESNET_STRIDE)
@@ -179,7 +179,9 @@ class OpenClipCheckpoint(ModelSource):
         logits = read_logit_parameters(tensors)
         model = architecture(self._model_config, self._where)
         expected = _without_logit_parameters(model.state_dict())
-        state = resample_positions(_without_logit_parameters(tensors), expected)
+        state = _without_logit_parameters(tensors)
+        if self.config.vision.image_size is not None or self.config.text.context_length is not None:
+            state = resample_positions(state, expected)
         check_tensors(self._where, expected, state)
         model.load_state_dict(state, strict=False)
         return LoadedModel(self._to_dual_encoder(model), logits)

@@ -112,7 +112,7 @@ class TransformersCheckpoint(ModelSource):
         self._original_config = deepcopy(self._library_config)  # of the weights
         vision = self._library_config.vision_config
         text = self._library_config.text_config
-        if config.vision.image_size is not None:
+        if config.vision.image_size not in (None, vision.image_size):
             check_patches(config.vision.image_size, vision.patch_size)
             vision.image_size = config.vision.image_size
         if config.text.context_length is not None:

@@ -129,6 +129,9 @@ def test_sizes_that_are_no_whole_patches_are_refused(family: str, tmp_path: Path
     SAVERS[family](tmp_path)
     with pytest.raises(UserError, match=r"image_size=50 .*patches of 8 pixels; use 48 or 56"):
         opened(tmp_path, image_size=50)
+    file = next(path for path in tmp_path.glob("*config.json") if "image_size" in path.read_text())
+    file.write_text(file.read_text().replace('"image_size": 32', '"image_size": 33'))
+    assert opened(tmp_path, image_size=33).preprocessing.size == 33, "the checkpoint's own"
 
 
 def test_resized_timm_towers_of_open_clip(tmp_path: Path) -> None:
