@@ -234,6 +234,13 @@ Projection = Literal["linear", "mlp"]
 
 # options of model.text that a pretrained text encoder replaces
 REPLACED_BY_TEXT_ENCODER = ("tokenizer", "vocab_size", "width", "layers", "heads")
+# options of the towers that model.pretrained replaces, as well as model.embed_dim
+REPLACED_BY_CHECKPOINT = {
+    "vision": ("name", "options", "patch_drop", "mean", "std"),
+    "text": REPLACED_BY_TEXT_ENCODER,
+}
+# options that keep the checkpoint's values unless they are set: position embeddings are then resampled
+SIZES = {"vision": "image_size", "text": "context_length"}
 
 
 class LoraConfig(Section):
@@ -270,8 +277,9 @@ class VisionConfig(TowerConfig):
     pretrained: str = ""
     """Pretrained weights of this tower: a timm tag such as openai or augreg_in21k, or a file. Position embeddings are
     resampled to `image_size`. By default, the weights are random."""
-    image_size: int = Field(224, ge=8, le=1 << 14)
-    """Side length of the square input images, in pixels."""
+    image_size: int | None = Field(None, ge=8, le=1 << 14)
+    """Side length of the square input images, in pixels. By default, that of `model.pretrained`, else 224. Another size
+    than the checkpoint's resamples its position embeddings, as open_clip does."""
     patch_drop: float = Field(0.0, ge=0, lt=1)
     """Fraction of an image's patches that training drops at random (FLIP), in timm models that support dropping them.
     Evaluation uses all patches."""
@@ -288,6 +296,10 @@ class VisionConfig(TowerConfig):
     """Mean per channel, subtracted from pixels in [0, 1]. By default, that of `pretrained` or of OpenAI's CLIP."""
     std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] | None = None
     """Standard deviation per channel; it divides the pixels. By default, that of `pretrained` or of OpenAI's CLIP."""
+
+    def resolved_image_size(self) -> int:
+        """Return the image size of a tower that is built from the config, by default 224."""
+        return self.image_size or 224
 
     def statistics(self) -> tuple[Channels, Channels]:
         """Return the per-channel mean and standard deviation, by default those of OpenAI's CLIP."""
@@ -318,8 +330,10 @@ class TextConfig(TowerConfig):
     open_clip_torch package). By default, or if that package is missing, a byte-level BPE is trained on the captions."""
     vocab_size: int = Field(49408, ge=300, le=1 << 24)
     """Vocabulary size of the trained BPE; a named tokenizer keeps its vocabulary."""
-    context_length: int = Field(77, ge=4, le=1 << 16)
-    """Number of tokens to which a caption is truncated or padded, with special tokens."""
+    context_length: int | None = Field(None, ge=4, le=1 << 16)
+    """Number of tokens to which a caption is truncated or padded, with special tokens. By default, that of
+    `model.pretrained`, else 77. Another length than the checkpoint's resamples its position embeddings, as open_clip
+    does."""
     width: int = Field(512, ge=8, le=1 << 16)
     """Hidden width of the transformer."""
     layers: int = Field(12, ge=1, le=1000)
@@ -330,6 +344,10 @@ class TextConfig(TowerConfig):
     """Compute on the tokens of captions without their padding, which changes features only by rounding. `true` needs a
     causal tower that is pooled at EOS, such as CLIP's; `auto` packs such captions on CPUs, unless model.compile is
     `blocks` or `towers`. On GPUs, packing has been tested only with a simulated GPU so far."""
+
+    def resolved_context_length(self) -> int:
+        """Return the context length of a tower that is built from the config, by default 77."""
+        return self.context_length or 77
 
     @model_validator(mode="after")
     def _heads_divide_width(self) -> TextConfig:
@@ -350,9 +368,9 @@ class TextConfig(TowerConfig):
 
 class ModelConfig(Section):
     pretrained: str = ""
-    """Checkpoint from which both towers start; its architecture and tokenizer replace the configured ones. Give the
-    folder or hub name of a transformers model (CLIP, MetaCLIP 2, SigLIP, SigLIP 2) or of an open_clip model, or
-    open_clip:ARCHITECTURE/TAG_OR_FILE."""
+    """Checkpoint from which both towers start; it sets their architecture and tokenizer. Give the folder or hub name of
+    a transformers model (CLIP, MetaCLIP 2, SigLIP, SigLIP 2) or of an open_clip model,
+    open_clip:ARCHITECTURE/TAG_OR_FILE, or the folder of a run or of a checkpoint in it."""
     vision: VisionConfig = Field(default_factory=VisionConfig)
     text: TextConfig = Field(default_factory=TextConfig)
     lora: LoraConfig = Field(default_factory=LoraConfig)
@@ -394,6 +412,22 @@ class ModelConfig(Section):
                 raise ValueError(f"model.pretrained provides both towers; omit it or model.{name}.pretrained")
             if self.pretrained and tower.projection != "linear":
                 raise ValueError(f"model.{name}.projection has no effect with model.pretrained, which has its own")
+        return self
+
+    @model_validator(mode="after")
+    def _checkpoint_sets_the_architecture(self) -> ModelConfig:
+        if not self.pretrained:
+            return self
+        changed = []
+        for tower, names in REPLACED_BY_CHECKPOINT.items():
+            options = getattr(self, tower)
+            for name in names:
+                if getattr(options, name) != type(options).model_fields[name].get_default(call_default_factory=True):
+                    changed.append(f"model.{tower}.{name}")
+        if self.embed_dim != ModelConfig.model_fields["embed_dim"].default:
+            changed.append("model.embed_dim")
+        if changed:
+            raise ValueError(f"{', '.join(changed)}: no effect with model.pretrained, which has its own; omit it")
         return self
 
     @model_validator(mode="after")

@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field, ValidationError, create_model
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, CliImplicitFlag, CliPositionalArg, CliSettingsSource, SettingsError
 
-from neuclip_ds.config import REPLACED_BY_TEXT_ENCODER, Config
+from neuclip_ds.config import REPLACED_BY_CHECKPOINT, REPLACED_BY_TEXT_ENCODER, SIZES, Config
 from neuclip_ds.errors import UserError
 from neuclip_ds.losses.methods import METHODS, REGISTERED_OPTIONS, find_method, method_of, method_sections
 from neuclip_ds.losses.options import ObjectiveConfig, objective_config
@@ -143,9 +143,13 @@ def override(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     """Return `base` overridden by the values of `over`.
 
     If `over` names a method, sections of `base` that this method does not use are moved to `other_methods`. If it names
-    a text encoder, options of `base` that the encoder replaces are dropped.
+    a checkpoint or a text encoder, options of `base` that this replaces are dropped. The image size and the context
+    length of `base` are dropped too, unless they belong to a checkpoint that `base` names.
     """
-    if _mapping(_mapping(over, "model"), "text").get("pretrained"):
+    model = _mapping(over, "model")
+    if model.get("pretrained"):
+        base = _without_architecture(base, keep_sizes=bool(_mapping(base, "model").get("pretrained")))
+    if _mapping(model, "text").get("pretrained"):
         base = _without_replaced_options(base)
     objective = _mapping(base, "objective")
     method = _mapping(over, "objective").get("method")
@@ -165,6 +169,18 @@ def _without_replaced_options(base: dict[str, Any]) -> dict[str, Any]:
     model = _mapping(base, "model")
     text = {name: value for name, value in _mapping(model, "text").items() if name not in REPLACED_BY_TEXT_ENCODER}
     return {**base, "model": {**model, "text": text}}
+
+
+def _without_architecture(base: dict[str, Any], keep_sizes: bool) -> dict[str, Any]:
+    """Return a tree without the options of `model` that a checkpoint replaces."""
+    if "model" not in base:
+        return base
+    model = {name: value for name, value in _mapping(base, "model").items() if name != "embed_dim"}
+    for tower, names in REPLACED_BY_CHECKPOINT.items():
+        dropped = names if keep_sizes else (*names, SIZES[tower])
+        if tower in model:
+            model[tower] = {name: value for name, value in _mapping(model, tower).items() if name not in dropped}
+    return {**base, "model": model}
 
 
 def validate(tree: dict[str, Any]) -> Config:
@@ -187,6 +203,8 @@ def load_saved(path: Path) -> Config:
     tree = read_options(path)
     if not (isinstance(tree, dict) and _mapping(tree, "objective")):
         raise UserError(f"{path} is not the config of a run: restore it from a copy.")
+    if _mapping(tree, "model").get("pretrained"):  # earlier versions ignored these options
+        tree = _without_architecture(tree, keep_sizes=True)
     objective = tree["objective"]
     method = objective.get("method")
     if isinstance(method, str) and method not in METHODS:  # of a plugin, which is not imported

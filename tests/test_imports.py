@@ -77,6 +77,7 @@ OPTIONAL_IMPORTS = {
     "data/training_data.py: _new_tokenizer": "the tokenizer of open_clip",
     "models/source.py: locate_model": "models of other libraries",
     "models/source.py: model_source": "models of other libraries",
+    "models/source.py: _text_encoder": "text encoders of transformers",
 }
 # modules that the trainer must not import, because they are commands or hooks outside of it
 OUTSIDE_THE_TRAINER = (

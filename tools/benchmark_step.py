@@ -254,7 +254,7 @@ def measure(arguments: argparse.Namespace) -> None:
 
 def require_captions(arguments: argparse.Namespace) -> None:
     """Raise `UserError` if --caption-tokens is wrong, or has no effect."""
-    context_length = config_for(None, [arguments.recipe, *arguments.overrides]).model.text.context_length
+    context_length = config_for(None, [arguments.recipe, *arguments.overrides]).model.text.resolved_context_length()
     caption_lengths(arguments.caption_tokens, 1, context_length, torch.Generator())
     if arguments.caption_tokens != FULL and RANDOM not in arguments.data and "throughput" not in arguments.parts:
         raise UserError("--caption-tokens sets the length of random captions; add --data random.")
@@ -439,7 +439,7 @@ def make_tokenizer(arguments: argparse.Namespace, source: str) -> tuple[Path, in
     if text.tokenizer not in (None, CLIP_BPE):
         return None
     manifest = open_manifest(source, arguments.out / "manifests")
-    tokenizer = train_bpe(iter_captions(manifest, _CAPTIONS), text.vocab_size, text.context_length)
+    tokenizer = train_bpe(iter_captions(manifest, _CAPTIONS), text.vocab_size, text.resolved_context_length())
     tokenizer.save(arguments.out / "tokenizer")
     return arguments.out / "tokenizer", tokenizer.vocab_size
 

@@ -1,9 +1,11 @@
 """Open the model of a run or checkpoint, or a pretrained model, without DeepSpeed."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -14,10 +16,29 @@ from neuclip_ds.config import Config, LoraConfig, ModelConfig
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
 from neuclip_ds.losses.temperature import trained_temperature
-from neuclip_ds.models.pretrained.base import LogitParameters, Preprocessing
-from neuclip_ds.models.source import ModelSource, locate_on_rank_zero, merged, model_source, open_saved
+from neuclip_ds.models.build import add_configured_adapters
+from neuclip_ds.models.pretrained.base import (
+    LibraryModel,
+    LoadedModel,
+    LogitParameters,
+    Preprocessing,
+    TrainedTowers,
+    check_tensors,
+)
+from neuclip_ds.models.pretrained.positions import resample_positions
+from neuclip_ds.models.source import (
+    ModelSource,
+    locate_model,
+    locate_on_rank_zero,
+    merged,
+    model_source,
+    open_resized,
+    open_saved,
+    with_sizes,
+)
 from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer
 from neuclip_ds.models.towers import DualEncoder
+from neuclip_ds.models.trained_parts import TOWERS
 from neuclip_ds.recipe import load_saved
 
 
@@ -44,7 +65,7 @@ def open_model(name: str, communicator: Communicator, average: bool = False) -> 
     Raises `UserError` if the model does not exist or if its files are inconsistent.
     """
     path = Path(name)
-    if (path / "checkpoints").is_dir() or is_complete(path):
+    if is_run(path):
         checkpoint = Path(communicator.on_rank_zero(lambda: str(find_checkpoint(path))))
         verify_together(checkpoint, communicator)
         run = open_run(checkpoint)
@@ -75,6 +96,11 @@ def open_model(name: str, communicator: Communicator, average: bool = False) -> 
         config=None,
         checkpoint=None,
     )
+
+
+def is_run(path: Path) -> bool:
+    """Return whether a path is a run's folder or a checkpoint."""
+    return (path / "checkpoints").is_dir() or is_complete(path)
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -110,7 +136,7 @@ def open_run(checkpoint: Path) -> SavedRun:
     config = load_saved(checkpoint / "config.yaml")
     source, initial_logits = open_saved(config.model, checkpoint / "model")
     tokenizer = source.tokenizer(
-        lambda: CaptionTokenizer.load(checkpoint / "tokenizer", config.model.text.context_length)
+        lambda: CaptionTokenizer.load(checkpoint / "tokenizer", config.model.text.resolved_context_length())
     )
     return SavedRun(config=config, source=source, initial_logits=initial_logits, tokenizer=tokenizer)
 
@@ -164,8 +190,10 @@ def read_start(checkpoint: Path, communicator: Communicator) -> ModelWeights:
             "a blend would bring back. Omit --blend."
         )
     config = run.config.model.model_copy(update={"lora": LoraConfig()})
+    # the start at the run's sizes; configs of earlier versions have sizes without effect
+    config = with_sizes(config, run.source.preprocessing.size, run.tokenizer.context_length)
     try:
-        source = model_source(config, locate_on_rank_zero(config, communicator))
+        source = initial_source(config, communicator)
         model, logits = source.load(run.tokenizer)
     except UserError as error:
         raise UserError(f"The start of {checkpoint} cannot be opened: put it back. {error}") from error
@@ -181,6 +209,87 @@ def read_start(checkpoint: Path, communicator: Communicator) -> ModelWeights:
         weights=model.state_dict(),
         logits=logits,
     )
+
+
+class RunStart(ModelSource):
+    """Source of a model that starts from the weights of an earlier run, with its temperature and bias.
+
+    LoRA adapters of that run are merged, and position embeddings are resampled to the config's sizes.
+
+    Args:
+        config: model config of the new run; its `pretrained` names the earlier one.
+        checkpoint: checkpoint of the earlier run.
+
+    Raises:
+        UserError: a file is missing, or a size does not fit the model.
+    """
+
+    def __init__(self, config: ModelConfig, checkpoint: Path) -> None:
+        self._checkpoint = checkpoint
+        saved = load_saved(checkpoint / "config.yaml").model
+        self._source, _ = open_resized(config, checkpoint / "model", None if saved.pretrained else saved)
+        self.config = self._source.config
+        self.name = config.pretrained
+        self.preprocessing = self._source.preprocessing
+        self.embed_dim = self._source.embed_dim
+
+    def tokenizer(self, train_tokenizer: Callable[[], CaptionTokenizer] | None = None) -> ModelTokenizer:
+        return self._source.tokenizer(_no_tokenizer)
+
+    def build(self, tokenizer: ModelTokenizer) -> DualEncoder:
+        return self._source.build(tokenizer)
+
+    def load(self, tokenizer: ModelTokenizer) -> LoadedModel:
+        result = read_result(self._checkpoint)
+        source, config = self._source, self.config
+        if config.lora.rank:  # adapters are added to the loaded weights
+            trained: dict[str, Any] = {}
+            for name in TOWERS:
+                trained[name] = getattr(config, name).model_copy(update={"trainable": config.trained(name)})
+            source = copy(source)
+            source.config = config.model_copy(update={**trained, "lora": LoraConfig()})
+        model = source.build(tokenizer)
+        expected = model.state_dict()
+        weights = resample_positions(result.weights, expected)
+        check_tensors(str(self._checkpoint), expected, weights)
+        model.load_state_dict(weights)
+        if config.lora.rank:
+            add_configured_adapters(model, config)
+        return LoadedModel(model, result.logits)
+
+    def to_library_model(
+        self, tokenizer: ModelTokenizer, weights: Mapping[str, Tensor], logits: LogitParameters
+    ) -> LibraryModel | TrainedTowers:
+        return self._source.to_library_model(tokenizer, weights, logits)
+
+    def save_files(self, folder: Path) -> None:
+        self._source.save_files(folder)
+
+
+def initial_source(config: ModelConfig, communicator: Communicator) -> ModelSource:
+    """Open the source of a run's initial model; a collective call in which only one rank downloads files.
+
+    Raises `UserError` if `model.pretrained` or a pretrained tower cannot be used.
+    """
+    checkpoint = communicator.on_rank_zero(lambda: _initial_checkpoint(config))
+    if not checkpoint:
+        return model_source(config, locate_on_rank_zero(config, communicator))
+    verify_together(Path(checkpoint), communicator)
+    return RunStart(config, Path(checkpoint))
+
+
+def planned_source(config: ModelConfig) -> ModelSource:
+    """Open the source of a run's initial model without its weights, on one rank; raise `UserError` as above."""
+    checkpoint = _initial_checkpoint(config)
+    if checkpoint:
+        return RunStart(config, Path(checkpoint))
+    return model_source(config, locate_model(config, weights=False))
+
+
+def _initial_checkpoint(config: ModelConfig) -> str:
+    """Return the checkpoint of the run that `model.pretrained` names, or an empty string if it names no run."""
+    path = Path(config.pretrained).expanduser()
+    return str(find_checkpoint(path)) if config.pretrained and is_run(path) else ""
 
 
 def _are_close(first: LogitParameters, second: LogitParameters) -> bool:

@@ -218,7 +218,7 @@ def _create_tokenizer(
                 _new_tokenizer(text, captions).save(folder)
 
     communicator.on_rank_zero(save)
-    return CaptionTokenizer.load(folder, text.context_length)
+    return CaptionTokenizer.load(folder, text.resolved_context_length())
 
 
 def _new_tokenizer(text: TextConfig, captions: Iterator[str]) -> CaptionTokenizer:
@@ -228,7 +228,7 @@ def _new_tokenizer(text: TextConfig, captions: Iterator[str]) -> CaptionTokenize
         if find_spec("open_clip"):
             from neuclip_ds.models.pretrained.open_clip_models import clip_bpe  # optional dependency
 
-            return clip_bpe(text.context_length)
+            return clip_bpe(text.resolved_context_length())
         reason = "open_clip_torch, which has CLIP's vocabulary, is not installed"
     log.info("a BPE of up to %d tokens is trained on the captions: %s", text.vocab_size, reason)
-    return train_bpe(captions, text.vocab_size, text.context_length)
+    return train_bpe(captions, text.vocab_size, text.resolved_context_length())

@@ -44,10 +44,11 @@ def build_dual_encoder(
         activation = "quick_gelu" if "quickgelu" in config.vision.name else "gelu"
         text = new_text_tower(config.text, tokenizer, config.embed_dim, activation)
     model = DualEncoder(vision, text)
-    if config.vision.pretrained and config.trained("vision") == "frozen":
-        lock_projection(vision, "vision")
-    if config.text.pretrained and config.trained("text") == "frozen":
-        lock_projection(text, "text")
+    if not config.pretrained:  # else the projections are those of a run
+        if config.vision.pretrained and config.trained("vision") == "frozen":
+            lock_projection(vision, "vision")
+        if config.text.pretrained and config.trained("text") == "frozen":
+            lock_projection(text, "text")
     return apply_common_options(model, config)
 
 
@@ -75,9 +76,14 @@ def apply_common_options(model: DualEncoder, config: ModelConfig) -> DualEncoder
             tower.projection_dropout = config.projection_dropout
     freeze(model, config)
     if config.lora.rank:
-        adapted = [name for name in TOWERS if config.trained(name) not in ("all", "projection")]
-        add_adapters({name: model.get_submodule(name) for name in adapted}, config.lora)
+        add_configured_adapters(model, config)
     return model
+
+
+def add_configured_adapters(model: DualEncoder, config: ModelConfig) -> None:
+    """Add LoRA adapters to the towers with frozen blocks, in place; raise UserError if no tower can have any."""
+    adapted = [name for name in TOWERS if config.trained(name) not in ("all", "projection")]
+    add_adapters({name: model.get_submodule(name) for name in adapted}, config.lora)
 
 
 def new_text_tower(
@@ -87,7 +93,7 @@ def new_text_tower(
 
     Args:
         config: the config of the text tower.
-        tokenizer: the caption tokenizer, with a context length of at most `config.context_length`.
+        tokenizer: the caption tokenizer, with a context length of at most that of `config`.
         embed_dim: width of the joint embedding space.
         activation: activation function of the MLPs; `quick_gelu` is OpenAI's x sigmoid(1.702 x).
     """
@@ -97,7 +103,7 @@ def new_text_tower(
         intermediate_size=4 * config.width,
         num_hidden_layers=config.layers,
         num_attention_heads=config.heads,
-        max_position_embeddings=config.context_length,
+        max_position_embeddings=config.resolved_context_length(),
         hidden_act=activation,
         bos_token_id=tokenizer.bos_id,
         eos_token_id=tokenizer.eos_id,

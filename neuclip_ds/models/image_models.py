@@ -62,7 +62,7 @@ def _create(config: VisionConfig, **options: Any) -> Any:
     """Create the timm model without a classifier; `options` are passed to `timm.create_model`."""
     arguments: dict[str, Any] = {}
     if timm.get_pretrained_cfg(config.name).fixed_input_size:
-        arguments["img_size"] = config.image_size
+        arguments["img_size"] = config.resolved_image_size()
     if config.patch_drop:
         arguments["patch_drop_rate"] = config.patch_drop
     return timm.create_model(_weights_name(config), num_classes=0, **arguments, **config.options, **options)
@@ -110,11 +110,12 @@ def _checked_width(config: VisionConfig) -> int:
     """Return the width of the pooled feature, found by a trial run on the meta device."""
     _check_names(config)
     drop = f", patch_drop={config.patch_drop}" if config.patch_drop else ""
-    attempt = f"{config.name!r} with model.vision.image_size={config.image_size}{drop} and options={config.options}"
+    size = config.resolved_image_size()
+    attempt = f"{config.name!r} with model.vision.image_size={size}{drop} and options={config.options}"
     with explained(f"timm cannot build {attempt}", "correct these options"), torch.device("meta"):
         trial = _create(config).eval()
-        _check_size(config.image_size, trial)
-        feature = trial(torch.empty(2, 3, config.image_size, config.image_size))
+        _check_size(size, trial)
+        feature = trial(torch.empty(2, 3, size, size))
     if any(parameter.ndim == 0 for parameter in trial.parameters()):
         raise UserError(
             f"{config.name!r} has 0-dimensional parameters, which DeepSpeed does not support; use a different model."
@@ -156,13 +157,17 @@ def _check_size(size: int, model: Any) -> None:
             f"position; use {reduction} or more."
         )
     if isinstance(getattr(model, "patch_embed", None), PatchEmbed):
-        patch = model.patch_embed.patch_size[0]
-        if size % patch:
-            next_smaller = size // patch * patch
-            raise UserError(
-                f"model.vision.image_size={size} is not divisible into patches of {patch} pixels; use "
-                f"{max(next_smaller, patch)} or {next_smaller + patch}."
-            )
+        check_patches(size, model.patch_embed.patch_size[0])
+
+
+def check_patches(size: int, patch: int) -> None:
+    """Raise UserError if images with sides of `size` pixels are not divisible into patches of `patch` pixels."""
+    if size % patch:
+        next_smaller = size // patch * patch
+        raise UserError(
+            f"model.vision.image_size={size} is not divisible into patches of {patch} pixels; use "
+            f"{max(next_smaller, patch)} or {next_smaller + patch}."
+        )
 
 
 class ImageWeights(NamedTuple):

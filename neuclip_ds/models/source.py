@@ -5,6 +5,7 @@ Code that reads or writes other libraries' models is imported only when used, be
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping
 from copy import copy
 from pathlib import Path
@@ -34,6 +35,8 @@ from neuclip_ds.models.trained_parts import merge_adapters
 if TYPE_CHECKING:
     from neuclip_ds.models.pretrained.text_encoder import TextEncoderSource
 
+ARCHITECTURE = "architecture.json"  # config of a model that started from a run, in a run's folder of the model
+TOKENIZER = "tokenizer"  # folder of the tokenizer of such a model, in that folder; of another one, in the checkpoint
 TEXT_ENCODER = "text"  # folder of a pretrained text encoder's files, without weights, in a run's folder of the model
 INITIAL_LOGITS = LogitParameters(temperature=0.07, bias=-10.0)  # initial values of CLIP's temperature and SigLIP's bias
 
@@ -45,13 +48,19 @@ class FromConfig(ModelSource):
         config: the model config.
         image: pretrained weights of the image tower, if any.
         text: the pretrained text encoder, if any.
+        tokenizer: folder of the tokenizer, if it was trained on the captions of an earlier run.
     """
 
     def __init__(
-        self, config: ModelConfig, image: ImageWeights | None = None, text: TextEncoderSource | None = None
+        self,
+        config: ModelConfig,
+        image: ImageWeights | None = None,
+        text: TextEncoderSource | None = None,
+        tokenizer: Path | None = None,
     ) -> None:
         self._image = image
         self._text = text
+        self._tokenizer = tokenizer
         if image is None:
             mean, std = config.vision.statistics()
         else:
@@ -60,16 +69,18 @@ class FromConfig(ModelSource):
         vision = config.vision.model_copy(update={"mean": mean, "std": std})
         self.config = config.model_copy(update={"vision": vision})
         self.name = config.vision.name
-        self.preprocessing = Preprocessing(size=config.vision.image_size, mean=mean, std=std)
+        self.preprocessing = Preprocessing(size=config.vision.resolved_image_size(), mean=mean, std=std)
         self.embed_dim = config.embed_dim
 
     def tokenizer(self, train_tokenizer: Callable[[], CaptionTokenizer]) -> ModelTokenizer:
         text = self.config.text
         if self._text is not None:
             return self._text.tokenizer()
+        if self._tokenizer is not None:
+            return CaptionTokenizer.load(self._tokenizer, text.resolved_context_length())
         if text.tokenizer in (None, CLIP_BPE):
             return train_tokenizer()
-        return CaptionTokenizer.load(text.tokenizer, text.context_length)
+        return CaptionTokenizer.load(text.tokenizer, text.resolved_context_length())
 
     def build(self, tokenizer: ModelTokenizer, weights: bool = False) -> DualEncoder:
         image_weights = None
@@ -87,7 +98,12 @@ class FromConfig(ModelSource):
     def save_files(self, folder: Path) -> None:
         if self._text is not None:
             self._text.save(folder / TEXT_ENCODER)
-        # the config describes the rest of the model
+        if not self.config.pretrained:
+            return  # the run's config describes the rest of the model
+        architecture = self.config.model_copy(update={"pretrained": ""})
+        (folder / ARCHITECTURE).write_text(architecture.model_dump_json(), encoding="utf-8")
+        if self._tokenizer is not None:
+            shutil.copytree(self._tokenizer, folder / TOKENIZER)
 
     def to_library_model(
         self, tokenizer: ModelTokenizer, weights: Mapping[str, Tensor], logits: LogitParameters
@@ -160,11 +176,14 @@ def model_source(config: ModelConfig, ref: ModelRef) -> ModelSource:
         from neuclip_ds.models.pretrained.locate import open_checkpoint
 
         return open_checkpoint(ref, config)
-    if ref.text is None:
-        return FromConfig(config, ref.image)
+    text = None if ref.text is None else _text_encoder(config, Path(ref.text))
+    return FromConfig(config, ref.image, text)
+
+
+def _text_encoder(config: ModelConfig, folder: Path) -> TextEncoderSource:
     from neuclip_ds.models.pretrained.text_encoder import TextEncoderSource
 
-    return FromConfig(config, ref.image, TextEncoderSource(config.text, Path(ref.text)))
+    return TextEncoderSource(config.text, folder)
 
 
 def merged(
@@ -184,14 +203,71 @@ def merged(
 def open_saved(config: ModelConfig, folder: Path) -> tuple[ModelSource, LogitParameters]:
     """Return a saved run's model source and initial logit parameters, without reading pretrained weights.
 
-    The folder must have been written by `ModelSource.save`. Raises UserError if files are missing.
+    The folder must have been written by `ModelSource.save`, and determines the image size and the context length of a
+    run that started from a checkpoint. Raises UserError if files are missing.
+    """
+    if config.pretrained:
+        config = with_sizes(config, None, None)
+    return open_resized(config, folder)
+
+
+def with_sizes(config: ModelConfig, image_size: int | None, context_length: int | None) -> ModelConfig:
+    """Return a config with another image size and context length; None stands for the checkpoint's."""
+    vision = config.vision.model_copy(update={"image_size": image_size})
+    text = config.text.model_copy(update={"context_length": context_length})
+    return config.model_copy(update={"vision": vision, "text": text})
+
+
+def with_architecture(config: ModelConfig, architecture: ModelConfig) -> ModelConfig:
+    """Return a config with the towers of another one, at the image size and context length of `config` if it has any.
+
+    The trained parts, adapters and all options that do not change the features remain those of `config`.
+    """
+    vision = architecture.vision.model_copy(
+        update={
+            "image_size": config.vision.image_size or architecture.vision.resolved_image_size(),
+            "trainable": config.vision.trainable,
+            "class_token_only": config.vision.class_token_only,
+            "patch_drop": config.vision.patch_drop,
+        }
+    )
+    text = architecture.text.model_copy(
+        update={
+            "context_length": config.text.context_length or architecture.text.resolved_context_length(),
+            "trainable": config.text.trainable,
+            "packed": config.text.packed,
+        }
+    )
+    return config.model_copy(update={"vision": vision, "text": text, "embed_dim": architecture.embed_dim})
+
+
+def open_resized(
+    config: ModelConfig, folder: Path, architecture: ModelConfig | None = None
+) -> tuple[ModelSource, LogitParameters]:
+    """Open a saved run's model source with the image size and the context length of the config, if they are set.
+
+    Args:
+        config: the model config.
+        folder: as in `open_saved`.
+        architecture: model config of the run that wrote the folder, if its model was built from this config and
+            `config` is another run's.
     """
     start = read_json(folder / START_FILE)
     logits = LogitParameters(**start["logits"])
-    if config.pretrained:
+    tokenizer = None
+    if architecture is not None:
+        tokenizer = folder.parent / TOKENIZER
+    elif config.pretrained and (folder / ARCHITECTURE).is_file():
+        architecture = ModelConfig.model_validate(read_json(folder / ARCHITECTURE))
+        tokenizer = folder / TOKENIZER
+    if architecture is not None:
+        config = with_architecture(config, architecture)
+    elif config.pretrained:
         saved_config = config.model_copy(update={"pretrained": str(folder)})
         return model_source(config, locate_model(saved_config, weights=False)), logits
     preprocessing = start["preprocessing"]
     statistics = ImageWeights("", tuple(preprocessing["mean"]), tuple(preprocessing["std"]))
-    text = str(folder / TEXT_ENCODER) if config.text.pretrained else None
-    return model_source(config, TowerRefs(statistics, text)), logits
+    text = _text_encoder(config, folder / TEXT_ENCODER) if config.text.pretrained else None
+    if tokenizer is not None and not tokenizer.is_dir():
+        tokenizer = None  # the model's tokenizer was not trained on captions
+    return FromConfig(config, statistics, text, tokenizer), logits

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode  # described in torch's docs, but without a public name
 
+from neuclip_ds.checkpoint.saved_model import planned_source
 from neuclip_ds.config import Config, TextConfig
 from neuclip_ds.data.stored_towers import IMAGE, TEXT, TOWER_OF_TABLE, tower_folders
 from neuclip_ds.distributed.communicator import Communicator
@@ -33,7 +34,7 @@ from neuclip_ds.losses.pairs import CACHED_BYTES, block_bytes, compiles
 from neuclip_ds.losses.prefixes import build_function
 from neuclip_ds.losses.sample_store import MAX_DEVICE_BYTES
 from neuclip_ds.losses.stored_features import REFERENCE
-from neuclip_ds.models.source import ModelSource, locate_model, model_source
+from neuclip_ds.models.source import ModelSource
 from neuclip_ds.models.tokenizer import ModelTokenizer
 from neuclip_ds.models.towers import DualEncoder
 from neuclip_ds.models.trained_parts import Parameters, projection_width
@@ -87,7 +88,7 @@ class StandInTokenizer:
 
     def __init__(self, text: TextConfig) -> None:
         self.vocab_size = text.vocab_size
-        self.context_length = text.context_length
+        self.context_length = text.resolved_context_length()
         self.bos_id = 0
         self.eos_id = 1
         self.pad_id = 1
@@ -105,7 +106,7 @@ class MemoryQuery:
 
     @cached_property
     def source(self) -> ModelSource:
-        return model_source(self.config.model, locate_model(self.config.model, weights=False))
+        return planned_source(self.config.model)
 
     @property
     def rank_batch(self) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from neuclip_ds.checkpoint.checkpoints import Fingerprint
-from neuclip_ds.config import Config, ModelConfig
+from neuclip_ds.config import SIZES, Config, ModelConfig
 from neuclip_ds.data.feature_table import FeatureTable
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.stored_towers import CONTENTS, loss_tables, tower_folders
@@ -159,13 +159,16 @@ def _architecture(model: ModelConfig) -> Fingerprint:
     trained_parts: dict[str, Any] = {f"model.{tower}.trainable": model.trained(tower) for tower in TOWERS}
     if model.lora.rank:
         trained_parts["model.lora"] = model.lora.model_dump()
-    if model.pretrained:  # the checkpoint determines the architecture
-        return trained_parts
+    if model.pretrained:  # the checkpoint determines the rest of the architecture
+        sizes = {f"model.{tower}.{name}": getattr(getattr(model, tower), name) for tower, name in SIZES.items()}
+        return {**{name: size for name, size in sizes.items() if size is not None}, **trained_parts}
 
     options = model.model_dump(mode="json", include={"vision", "text", "embed_dim"}, exclude=_NOT_ARCHITECTURE)
     mean, std = model.vision.statistics()
     options["vision"]["mean"] = list(mean)
     options["vision"]["std"] = list(std)
+    options["vision"]["image_size"] = model.vision.resolved_image_size()
+    options["text"]["context_length"] = model.text.resolved_context_length()
     architecture: dict[str, Any] = {}
     for tower in ("vision", "text"):
         for name, value in options[tower].items():

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from neuclip_ds.checkpoint.checkpoints import Checkpoints, Fingerprint
 from neuclip_ds.checkpoint.integrity import read_meta
+from neuclip_ds.checkpoint.saved_model import initial_source
 from neuclip_ds.config import Config, dump
 from neuclip_ds.data.loader import RankBatch
 from neuclip_ds.data.stored_towers import TEXT, tower_folders
@@ -50,7 +51,7 @@ from neuclip_ds.losses.contrastive_loss import ContrastiveLoss
 from neuclip_ds.losses.stored_features import stored_folders
 from neuclip_ds.models.compilation import Compilation, compile_towers, resolve_compilation
 from neuclip_ds.models.pretrained.base import LogitParameters
-from neuclip_ds.models.source import ModelSource, locate_on_rank_zero, model_source
+from neuclip_ds.models.source import ModelSource
 from neuclip_ds.models.trained_parts import Parameters
 from neuclip_ds.reporting.events import EventLog
 from neuclip_ds.reporting.log import configure_logging
@@ -207,7 +208,7 @@ def build_run(config: Config, communicator: Communicator, folder: Path, staged: 
     resumed = newest_checkpoint(config, communicator, folder)
 
     # data: its order, and the settings that the config leaves open
-    source = model_source(config.model, locate_on_rank_zero(config.model, communicator))
+    source = initial_source(config.model, communicator)
     meta = None
     if resumed is not None:
         meta = communicator.on_rank_zero(partial(read_meta, resumed))

@@ -109,7 +109,7 @@ def float_batches(config: Config, rows: int, caption_tokens: str, rank: int, ran
         rank: this rank.
         ranks: number of ranks.
     """
-    size = config.model.vision.image_size
+    size = config.model.vision.resolved_image_size()
     tokenizer = StandInTokenizer(config.model.text)
     batches = []
     for number in range(BATCHES):

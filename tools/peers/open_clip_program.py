@@ -88,10 +88,10 @@ def add_model(config: Config, folder: Path, variable_text: bool = False) -> None
             "timm_model_name": benchmark_vision.__name__,
             "timm_pool": "",
             "timm_proj": "linear" if isinstance(tower.projection, nn.Linear) else "",
-            "image_size": vision.image_size,
+            "image_size": vision.resolved_image_size(),
         },
         "text_cfg": {
-            "context_length": text.context_length,
+            "context_length": text.resolved_context_length(),
             "vocab_size": text.vocab_size,
             "width": text.width,
             "heads": text.heads,

@@ -73,7 +73,7 @@ def train(arguments: argparse.Namespace, environment: RankEnvironment, device: t
     text = config.model.text
     tokenizer: Any = StandInTokenizer(text)
     if text.tokenizer:
-        tokenizer = CaptionTokenizer.load(text.tokenizer, text.context_length)
+        tokenizer = CaptionTokenizer.load(text.tokenizer, text.resolved_context_length())
     torch.manual_seed(config.run.seed)
     towers = FloatTowers(build_dual_encoder(config.model, tokenizer), initial_logit_scale(config)).to(device)
     model: Any = DistributedDataParallel(towers) if environment.world_size > 1 else towers
@@ -125,7 +125,7 @@ def batches(
     vision = config.model.vision
     data = config.data
     crop = transforms.RandomResizedCrop(
-        vision.image_size, (data.crop_scale, 1.0), interpolation=transforms.InterpolationMode.BICUBIC
+        vision.resolved_image_size(), (data.crop_scale, 1.0), interpolation=transforms.InterpolationMode.BICUBIC
     )
     transform = transforms.Compose([crop, transforms.ToTensor(), transforms.Normalize(*vision.statistics())])
     pipeline = wds.DataPipeline(

@@ -11,13 +11,16 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import timm
 import torch
+from timm.layers import PatchEmbed
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from neuclip_ds.config import OPENAI_MEAN, OPENAI_STD, ModelConfig
 from neuclip_ds.errors import UserError, explained, require_package
 from neuclip_ds.models.build import apply_common_options
+from neuclip_ds.models.image_models import check_patches
 from neuclip_ds.models.pretrained.attention_masks import use_static_masks
 from neuclip_ds.models.pretrained.base import (
     CheckpointRef,
@@ -33,6 +36,8 @@ from neuclip_ds.models.pretrained.base import (
 )
 from neuclip_ds.models.pretrained.files import first_file, read_json, read_tensors
 from neuclip_ds.models.pretrained.packed_open_clip import pack_open_clip_text
+from neuclip_ds.models.pretrained.positions import resample_positions
+from neuclip_ds.models.pretrained.text_encoder import position_count
 from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer
 from neuclip_ds.models.towers import DualEncoder, TextTower, VisionTower
 
@@ -44,6 +49,8 @@ _WEIGHTS = (
     "open_clip_pytorch_model.bin",
     "model.safetensors",
 )
+_IMAGE_SIZE = 224  # open_clip's default
+_RESNET_STRIDE = 32  # pixels per position of CLIP's ResNets
 _ENCODER = "encoder"  # folder with the config of a text encoder that is not on the hub
 _PREFIXES = {"vision.trunk.": "visual.", "text.trunk.": "text."}
 
@@ -136,13 +143,21 @@ class OpenClipCheckpoint(ModelSource):
                 f"{CONFIG_FILE} in {self._where} has no model_cfg.embed_dim, the width of the joint space; add it."
             )
         self.embed_dim = int(self._model_config["embed_dim"])
-        self._model_config.setdefault("vision_cfg", {})["timm_model_pretrained"] = False
+        vision = self._model_config.setdefault("vision_cfg", {})
+        vision["timm_model_pretrained"] = False
+        if config.vision.image_size not in (None, vision.get("image_size", _IMAGE_SIZE)):
+            if "timm_model_name" not in vision:
+                has_blocks = isinstance(vision.get("layers"), int)
+                check_patches(config.vision.image_size, vision.get("patch_size", 16) if has_blocks else _RESNET_STRIDE)
+            vision["image_size"] = config.vision.image_size
+        if config.text.context_length is not None:
+            self._model_config.setdefault("text_cfg", {})["context_length"] = config.text.context_length
         if not ref.name:
             _use_own_encoder(self._model_config, Path(ref.path))
         self.preprocessing = _read_preprocessing(self._model_config["vision_cfg"], preprocess_config, self._where)
 
     def tokenizer(self, train_tokenizer: Any = None) -> ModelTokenizer:
-        options = {}
+        options = {"context_length": self._model_config.get("text_cfg", {}).get("context_length")}
         if self._model_config.get("text_cfg", {}).get("hf_tokenizer_name"):
             options["trust_remote_code"] = False  # open_clip passes the options on to transformers' tokenizer
         with explained(
@@ -163,14 +178,27 @@ class OpenClipCheckpoint(ModelSource):
         tensors = import_open_clip().model.convert_to_custom_text_state_dict(read_tensors(weights))
         logits = read_logit_parameters(tensors)
         model = architecture(self._model_config, self._where)
+        expected = _without_logit_parameters(model.state_dict())
         state = _without_logit_parameters(tensors)
-        check_tensors(self._where, _without_logit_parameters(model.state_dict()), state)
+        if self.config.vision.image_size is not None or self.config.text.context_length is not None:
+            state = resample_positions(state, expected)
+        check_tensors(self._where, expected, state)
         model.load_state_dict(state, strict=False)
         return LoadedModel(self._to_dual_encoder(model), logits)
 
     def to_library_model(
         self, tokenizer: ModelTokenizer, weights: Mapping[str, Tensor], logits: LogitParameters
     ) -> LibraryModel:
+        vision = self._model_config["vision_cfg"]
+        image_size = self.preprocessing.size
+        if "timm_model_name" in vision:
+            own_size = _fixed_size(vision["timm_model_name"])
+            if own_size not in (None, image_size):
+                raise UserError(
+                    f"open_clip cannot express timm's image model {vision['timm_model_name']!r} with images of "
+                    f"{image_size} instead of {own_size} pixels; use the run's folder with evaluate, embed or "
+                    "model.pretrained."
+                )
         tensors = rename_prefixes(weights, _PREFIXES) | logit_tensors(logits, ())
         config = deepcopy(self._model_config)
         if logits.bias is not None:
@@ -191,6 +219,12 @@ class OpenClipCheckpoint(ModelSource):
         encoder = getattr(model.text, "transformer", None)
         if isinstance(encoder, PreTrainedModel):
             use_static_masks(encoder)
+            length = self.config.text.context_length or 0
+            if length > position_count(encoder):
+                raise UserError(
+                    f"model.text.context_length={length} is more than the {position_count(encoder)} tokens that the "
+                    f"text encoder of {self._where} has positions for; lower it."
+                )
         vision = VisionTower(model.visual, None, self.preprocessing.mean, self.preprocessing.std)
         text = TextTower(model.text, None, pack=pack_open_clip_text(model.text))
         return apply_common_options(DualEncoder(vision, text), self.config)
@@ -210,7 +244,32 @@ def architecture(config: Mapping[str, Any], where: str) -> Any:
         options["text_cfg"] = {**text, "hf_model_pretrained": False}  # the checkpoint has the weights
     problem = f"open_clip {open_clip.__version__} cannot build {where}"
     with explained(problem, "correct its model_cfg, or update open_clip_torch"):
-        return open_clip.CustomTextCLIP(**options)
+        model = open_clip.CustomTextCLIP(**options)
+    if "timm_model_name" in options["vision_cfg"]:
+        _set_timm_image_size(model.visual, options["vision_cfg"])
+    return model
+
+
+def _set_timm_image_size(visual: Any, vision_config: Mapping[str, Any]) -> None:
+    """Set the image size of timm's model, which open_clip builds with timm's own size."""
+    name = vision_config["timm_model_name"]
+    size = vision_config.get("image_size", _IMAGE_SIZE)
+    own_size = _fixed_size(name)
+    if own_size in (None, size):
+        return
+    if not hasattr(visual.trunk, "set_input_size"):
+        raise UserError(f"model.vision.image_size={size} does not fit timm's {name!r}, which takes only {own_size}.")
+    if isinstance(getattr(visual.trunk, "patch_embed", None), PatchEmbed):
+        check_patches(size, visual.trunk.patch_embed.patch_size[0])
+    visual.set_input_size(size)
+
+
+def _fixed_size(timm_name: str) -> int | None:
+    """Return the image size of a timm model that is built for one size, or None for other models."""
+    config = timm.get_pretrained_cfg(timm_name)
+    if config is None or not config.fixed_input_size:
+        return None
+    return int(config.input_size[-1])
 
 
 def _refuse_foreign_code(name: str, where: str) -> None:
@@ -303,7 +362,7 @@ def _read_preprocessing(
     vision_config: Mapping[str, Any], preprocess_config: Mapping[str, Any], where: str
 ) -> Preprocessing:
     """Return a checkpoint's preprocessing; raise UserError if it is not supported."""
-    size = vision_config.get("image_size", 224)  # open_clip's default
+    size = vision_config.get("image_size", _IMAGE_SIZE)
     sides = set(size) if isinstance(size, list | tuple) else {size}
     mean = tuple(preprocess_config.get("mean", OPENAI_MEAN))
     std = tuple(preprocess_config.get("std", OPENAI_STD))

@@ -216,8 +216,8 @@ class TextEncoderSource:
         """
         with torch.device("meta"):
             trunk = _new_trunk(self.folder)
-        length = self._config.context_length
-        limit = _positions(trunk)
+        length = self._config.resolved_context_length()
+        limit = position_count(trunk)
         if length > limit:
             raise UserError(
                 f"model.text.context_length={length} is more than the {limit} tokens that {self._config.pretrained} "
@@ -326,10 +326,10 @@ def _context_length(folder: Path, tokenizer: Any, trunk: Any) -> int:
     sentence_config = folder / "sentence_bert_config.json"
     if sentence_config.is_file():
         limits.append(int(read_json(sentence_config).get("max_seq_length") or _NO_LIMIT))
-    return min(*limits, _positions(trunk))
+    return min(*limits, position_count(trunk))
 
 
-def _positions(trunk: Any) -> int:
+def position_count(trunk: Any) -> int:
     """Return the number of tokens for which an encoder has positions."""
     positions = getattr(trunk.config, "max_position_embeddings", None)
     if not isinstance(positions, int) or positions <= 0:

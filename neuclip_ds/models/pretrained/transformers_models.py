@@ -5,6 +5,7 @@ Fixed-resolution SigLIP 2 models have the model type `siglip`.
 """
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from transformers.utils import logging
 from neuclip_ds.config import ModelConfig
 from neuclip_ds.errors import UserError, explained
 from neuclip_ds.models.build import apply_common_options
+from neuclip_ds.models.image_models import check_patches
 from neuclip_ds.models.packing import pack_clip_text
 from neuclip_ds.models.pretrained.base import (
     CheckpointRef,
@@ -32,6 +34,7 @@ from neuclip_ds.models.pretrained.base import (
     rename_prefixes,
 )
 from neuclip_ds.models.pretrained.files import first_file, read_json, save_small_files
+from neuclip_ds.models.pretrained.positions import resample_positions
 from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer, load_tokenizer
 from neuclip_ds.models.towers import DualEncoder, TextTower, VisionTower
 
@@ -106,7 +109,18 @@ class TransformersCheckpoint(ModelSource):
         self._model_type = MODEL_TYPES[config_json["model_type"]]
         self._library_config = self._model_type.config_class.from_dict(config_json)
         self._library_config._attn_implementation = "sdpa"
+        self._original_config = deepcopy(self._library_config)  # of the weights
         vision = self._library_config.vision_config
+        text = self._library_config.text_config
+        if config.vision.image_size not in (None, vision.image_size):
+            check_patches(config.vision.image_size, vision.patch_size)
+            vision.image_size = config.vision.image_size
+        if config.text.context_length is not None:
+            text.max_position_embeddings = config.text.context_length
+        self._is_resized = (vision.image_size, text.max_position_embeddings) != (
+            self._original_config.vision_config.image_size,
+            self._original_config.text_config.max_position_embeddings,
+        )
         self.embed_dim = vision.hidden_size if self._model_type.siglip else self._library_config.projection_dim
         self.preprocessing = _read_preprocessing(self._folder, vision.image_size)
 
@@ -140,7 +154,7 @@ class TransformersCheckpoint(ModelSource):
         with explained(f"transformers cannot read the weights in {self._folder}", "put the model's file there"):
             model, info = self._model_type.model_class.from_pretrained(
                 self._folder,
-                config=self._library_config,
+                config=self._original_config,
                 local_files_only=True,
                 weights_only=True,
                 trust_remote_code=False,
@@ -155,7 +169,10 @@ class TransformersCheckpoint(ModelSource):
             wrong_shapes.append(f"{name} is {tuple(shape)} instead of {tuple(expected)}")
         raise_on_mismatch(str(self._folder), missing_weights, sorted(info["unexpected_keys"]), wrong_shapes)
         state = {name: value for name, value in model.named_parameters() if name not in missing}
-        return LoadedModel(self._to_dual_encoder(model), read_logit_parameters(state))
+        logits = read_logit_parameters(state)
+        if self._is_resized:
+            model = self._resized(model)
+        return LoadedModel(self._to_dual_encoder(model), logits)
 
     def to_library_model(
         self, tokenizer: ModelTokenizer, weights: Mapping[str, Tensor], logits: LogitParameters
@@ -175,6 +192,15 @@ class TransformersCheckpoint(ModelSource):
 
     def save_files(self, folder: Path) -> None:
         save_small_files(self._folder, folder)
+        if self._is_resized:
+            self._library_config.save_pretrained(folder)
+
+    def _resized(self, model: Any) -> Any:
+        """Return transformers' model with the image size and context length of the config."""
+        with torch.random.fork_rng(devices=[]):  # its random weights are replaced
+            resized = self._model_type.model_class(self._library_config)
+        resized.load_state_dict(resample_positions(model.state_dict(), resized.state_dict()))
+        return resized
 
     def _to_dual_encoder(self, model: Any) -> DualEncoder:
         """Make transformers' model a dual encoder; SigLIP's has no projections."""
