@@ -164,7 +164,7 @@ class OpenClipCheckpoint(ModelSource):
         logits = read_logit_parameters(tensors)
         model = architecture(self._model_config, self._where)
         state = _without_logit_parameters(tensors)
-        check_tensors(self._where, _without_logit_parameters(model.state_dict()), state)
+        check_tensors(str(weights), _without_logit_parameters(model.state_dict()), state)
         model.load_state_dict(state, strict=False)
         return LoadedModel(self._to_dual_encoder(model), logits)
 

@@ -31,7 +31,7 @@ from neuclip_ds.models.pretrained.base import (
     read_logit_parameters,
     rename_prefixes,
 )
-from neuclip_ds.models.pretrained.files import first_file, read_json, save_small_files
+from neuclip_ds.models.pretrained.files import first_file, read_json, refuse_adapter, save_small_files
 from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer, load_tokenizer
 from neuclip_ds.models.towers import DualEncoder, TextTower, VisionTower
 
@@ -136,6 +136,7 @@ class TransformersCheckpoint(ModelSource):
     def load(self, tokenizer: Any = None) -> LoadedModel:
         if first_file(self._folder, WEIGHTS) is None:
             raise UserError(f"{self._folder} has no weights; put {WEIGHTS[0]} (or pytorch_model.bin) there.")
+        refuse_adapter(self._folder)
         logging.disable_progress_bar()  # one bar per rank would flood the log
         with explained(f"transformers cannot read the weights in {self._folder}", "put the model's file there"):
             model, info = self._model_type.model_class.from_pretrained(
