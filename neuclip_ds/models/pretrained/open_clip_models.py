@@ -33,7 +33,12 @@ from neuclip_ds.models.pretrained.base import (
 )
 from neuclip_ds.models.pretrained.files import first_file, read_json, read_tensors
 from neuclip_ds.models.pretrained.packed_open_clip import pack_open_clip_text
-from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer
+from neuclip_ds.models.tokenizer import (
+    CLEAN_CAPTIONS,
+    CaptionTokenizer,
+    ModelTokenizer,
+    make_readable_by_transformers_4,
+)
 from neuclip_ds.models.towers import DualEncoder, TextTower, VisionTower
 
 CONFIG_FILE = "open_clip_config.json"
@@ -109,7 +114,9 @@ class OpenClipTokenizer:
 
     def save(self, folder: Path | str) -> None:
         """Save the tokenizer's files for `transformers.AutoTokenizer`."""
-        to_transformers_tokenizer(self.inner).save_pretrained(folder)
+        tokenizer = to_transformers_tokenizer(self.inner)
+        tokenizer.save_pretrained(folder)
+        make_readable_by_transformers_4(tokenizer, Path(folder))
 
 
 class OpenClipCheckpoint(ModelSource):
@@ -246,12 +253,20 @@ def write_config(folder: Path, config: Mapping[str, Any], preprocessing: Preproc
 
 
 def clip_bpe(context_length: int) -> CaptionTokenizer:
-    """Return CLIP's BPE tokenizer, with the vocabulary from the open_clip package."""
-    return CaptionTokenizer.closed(to_transformers_tokenizer(import_open_clip().SimpleTokenizer()), context_length)
+    """Return CLIP's BPE tokenizer, with the vocabulary from the open_clip package, whose ids it returns.
+
+    Two differences remain: padding, and special tokens in a caption, which are plain text here.
+    """
+    tokenizer = to_transformers_tokenizer(import_open_clip().SimpleTokenizer())
+    tokenizer.init_kwargs[CLEAN_CAPTIONS] = True
+    return CaptionTokenizer.closed(tokenizer, context_length)
 
 
 def to_transformers_tokenizer(tokenizer: Any) -> Any:
-    """Convert an open_clip tokenizer to a transformers tokenizer that returns the same ids, except for padding."""
+    """Convert an open_clip tokenizer to a transformers tokenizer.
+
+    It returns the same ids for cleaned captions, except for padding.
+    """
     inner = getattr(tokenizer, "tokenizer", None)
     if inner is not None:
         return inner
