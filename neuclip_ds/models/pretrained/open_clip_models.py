@@ -245,7 +245,7 @@ def write_config(folder: Path, config: Mapping[str, Any], preprocessing: Preproc
     preprocess = {
         "mean": list(preprocessing.mean),
         "std": list(preprocessing.std),
-        "interpolation": "bicubic",
+        "interpolation": preprocessing.interpolation,
         "resize_mode": "squash" if preprocessing.squash else "shortest",
     }
     content = {"model_cfg": config, "preprocess_cfg": preprocess}
@@ -320,12 +320,29 @@ def _read_preprocessing(
     """Return a checkpoint's preprocessing; raise UserError if it is not supported."""
     size = vision_config.get("image_size", 224)  # open_clip's default
     sides = set(size) if isinstance(size, list | tuple) else {size}
-    mean = tuple(preprocess_config.get("mean", OPENAI_MEAN))
-    std = tuple(preprocess_config.get("std", OPENAI_STD))
+    mean = _channels(preprocess_config.get("mean") or OPENAI_MEAN)
+    std = _channels(preprocess_config.get("std") or OPENAI_STD)
     if len(sides) != 1 or len(mean) != 3 or len(std) != 3:
         raise UserError(
             f"{where} takes images of {size} pixels with mean {mean} and std {std}; only square images with three "
             "channels are supported."
         )
-    squash = preprocess_config.get("resize_mode") == "squash"
-    return Preprocessing(size=int(sides.pop()), mean=mean, std=std, squash=squash)
+    resize_mode = preprocess_config.get("resize_mode") or "shortest"
+    interpolation = preprocess_config.get("interpolation") or "bicubic"
+    if resize_mode not in ("shortest", "squash") or interpolation not in ("bicubic", "bilinear", "random"):
+        raise UserError(
+            f"{where} resizes images with resize_mode={resize_mode} and interpolation={interpolation}; only "
+            "resize_mode shortest and squash, with bicubic or bilinear interpolation, are supported."
+        )
+    return Preprocessing(
+        size=int(sides.pop()),
+        mean=mean,
+        std=std,
+        squash=resize_mode == "squash",
+        interpolation="bilinear" if interpolation == "bilinear" else "bicubic",  # open_clip evaluates random as bicubic
+    )
+
+
+def _channels(value: Any) -> tuple[Any, ...]:
+    """Return a statistic for each channel; a number is that of all three."""
+    return tuple(value) if isinstance(value, list | tuple) else (value,) * 3
