@@ -19,6 +19,7 @@ COMMANDS = {
     "evaluate": "score a model on DataComp's evaluation sets or your own",
     "export": "write a trained model for transformers or open_clip",
     "embed": "write the features of all samples of a dataset",
+    "explore": "search and classify images on a local page",
     "filter": "select samples by similarity or another column",
     "pack": "pack tables of pairs into shards",
     "build-manifest": "index the shards of a dataset",
