@@ -1,9 +1,7 @@
 """Compare ids with those of the libraries, for tokenizers as they and their older versions write them."""
 
 import json
-import os
 import pickle
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import torch
 from miniatures import CAPTIONS, LETTERS, SAVERS, clip_tokenizer, save_siglip, siglip_tokenizer, xlm_roberta_tokenizer
 from torch import Tensor
 from transformers import AutoTokenizer, GemmaTokenizer
+from transformers_4 import needs_transformers_4, run_transformers_4
 
 from neuclip_ds.models.bpe import train_bpe
 from neuclip_ds.models.pretrained.locate import locate, open_checkpoint
@@ -32,7 +31,6 @@ UNCLEAN = [
     "  A  Dog\nruns ",
     "a dog &copy",
 ]
-PYTHON_4 = os.environ.get("NEUCLIP_TRANSFORMERS_4_PYTHON")  # python of an environment with transformers 4.57
 
 
 def edit_config(folder: Path, **options: Any) -> None:
@@ -128,7 +126,7 @@ def test_exported_tokenizers_return_the_same_ids_in_transformers(name: str, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(PYTHON_4 is None, reason="NEUCLIP_TRANSFORMERS_4_PYTHON names no python with transformers 4.57")
+@needs_transformers_4
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_exported_tokenizers_return_the_same_ids_in_transformers_4(name: str, tmp_path: Path) -> None:
     tokenize = exported(name, tmp_path)
@@ -138,15 +136,7 @@ def test_exported_tokenizers_return_the_same_ids_in_transformers_4(name: str, tm
         f"ids = tokenizer(captions, padding='max_length', truncation=True, max_length={LENGTH})['input_ids'];"
         "print(json.dumps(ids))"
     )
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    output = subprocess.run(
-        [str(PYTHON_4), "-c", program, str(tmp_path / "out")],
-        input=json.dumps([*CAPTIONS, "A Dog"]),
-        capture_output=True,
-        text=True,
-        check=True,
-        env=environment,
-    ).stdout
+    output = run_transformers_4(program, str(tmp_path / "out"), text=json.dumps([*CAPTIONS, "A Dog"]))
     assert json.loads(output.splitlines()[-1]) == tokenize([*CAPTIONS, "A Dog"]).tolist()
 
 
