@@ -25,7 +25,7 @@ CLEAN_CAPTIONS = "clean_captions"  # key in tokenizer_config.json: whether capti
 _CONFIG_FILE = "tokenizer_config.json"
 _FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model")
 # Classes of transformers 5 that transformers 4 does not have or reads with other special tokens.
-_CLASSES_OF_VERSION_5 = ("TokenizersBackend", "GemmaTokenizer", "Siglip2Tokenizer")
+_CLASSES_OF_VERSION_5 = ("TokenizersBackend", "GemmaTokenizer", "LlamaTokenizer", "Siglip2Tokenizer")
 
 
 class ModelTokenizer(Protocol):
@@ -115,6 +115,9 @@ class CaptionTokenizer:
             self.inner.backend_tokenizer.no_padding()
         # text towers take no padding mask, and SigLIP's features would change with one
         self.inner.model_input_names = self.inner.init_kwargs["model_input_names"] = ["input_ids"]
+        # the default of some classes is left
+        self.inner.init_kwargs["padding_side"] = self.inner.padding_side
+        self.inner.init_kwargs["truncation_side"] = self.inner.truncation_side
         try:
             self.inner.save_pretrained(folder)
         except Exception as error:

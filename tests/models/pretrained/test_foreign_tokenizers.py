@@ -10,7 +10,7 @@ import pytest
 import torch
 from miniatures import CAPTIONS, LETTERS, SAVERS, clip_tokenizer, save_siglip, siglip_tokenizer, xlm_roberta_tokenizer
 from torch import Tensor
-from transformers import AutoTokenizer, GemmaTokenizer
+from transformers import AutoTokenizer, GemmaTokenizer, LlamaTokenizer
 from transformers_4 import needs_transformers_4, run_transformers_4
 
 from neuclip_ds.models.bpe import train_bpe
@@ -51,8 +51,8 @@ def test_captions_are_padded_and_truncated_on_the_right(family: str, tmp_path: P
     assert torch.equal(ids_of(tmp_path), right)
 
 
-def siglip_2_tokenizer(padding_side: str = "right") -> GemmaTokenizer:
-    """Return a tokenizer with the options of fixed-resolution SigLIP 2's published tokenizers."""
+def siglip_2_tokenizer(**options: Any) -> GemmaTokenizer:
+    """Return a tokenizer with the options of fixed-resolution SigLIP 2's published tokenizers, and other options."""
     tokens = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "▁", *LETTERS[:30], "▁d"]
     return GemmaTokenizer(
         vocab={token: number for number, token in enumerate(tokens)},
@@ -60,17 +60,19 @@ def siglip_2_tokenizer(padding_side: str = "right") -> GemmaTokenizer:
         add_bos_token=False,
         add_eos_token=True,
         do_lower_case=True,
-        padding_side=padding_side,
+        **options,
     )
 
 
-@pytest.mark.parametrize("padding_side", ["left", "right"])  # left is the class's default
-def test_siglip_2_lower_cases_captions(padding_side: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{}, {"padding_side": "right"}], ids=str)  # the class pads on the left
+def test_siglip_2_lower_cases_captions(options: dict[str, Any], tmp_path: Path) -> None:
     save_siglip(tmp_path)
     for path in tmp_path.glob("tokenizer*"):
         path.unlink()
-    siglip_2_tokenizer(padding_side).save_pretrained(tmp_path)
-    lower = siglip_2_tokenizer()(["a dog runs"], max_length=LENGTH, padding="max_length")["input_ids"]
+    siglip_2_tokenizer(**options).save_pretrained(tmp_path)
+    lower = siglip_2_tokenizer(padding_side="right")(["a dog runs"], max_length=LENGTH, padding="max_length")[
+        "input_ids"
+    ]
     assert ids_of(tmp_path, ["A Dog RUNS", "a dog runs"]).tolist() == [*lower, *lower]
 
 
@@ -108,12 +110,20 @@ def with_special_tokens(folder: Path) -> Any:
     return tokenizer
 
 
+def llama(folder: Path) -> Any:
+    """Return a tokenizer whose class ends captions without EOS, as `model.text.tokenizer` makes it."""
+    tokens = ["<unk>", "<s>", "</s>", "▁", *LETTERS]
+    tokenizer = LlamaTokenizer(vocab={token: number for number, token in enumerate(tokens)}, merges=[])
+    return CaptionTokenizer.closed(tokenizer, LENGTH).inner
+
+
 TOKENIZERS = {
     "own": lambda folder: train_bpe(["a dog runs", *CAPTIONS], 300, LENGTH).inner,
     "clip": lambda folder: clip_tokenizer(),
     "metaclip_2": lambda folder: xlm_roberta_tokenizer(),
     "siglip": with_special_tokens,
     "siglip_2": lower_casing,
+    "llama": llama,
 }
 
 
