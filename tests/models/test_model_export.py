@@ -1,5 +1,6 @@
 """Check that exported models, loaded by transformers and open_clip, compute the trained model's features."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -252,3 +253,11 @@ def test_a_model_that_a_format_cannot_express_is_refused_with_its_own_format(
     own_library = "open_clip" if family == "open_clip" else "transformers"
     with pytest.raises(UserError, match=f"export it with --format={own_library}"):
         export(trained(pretrained=str(tmp_path / "from")), library, tmp_path / "out")
+
+
+def test_open_clip_cannot_resize_to_more_pixels_than_it_crops_to(tmp_path: Path) -> None:
+    SAVERS["clip"](tmp_path / "from")
+    path = tmp_path / "from" / "preprocessor_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "size": {"shortest_edge": 40}}))
+    with pytest.raises(UserError, match=r"resize images to 40 pixels and crop them to 32; .*--format=transformers"):
+        export(trained(pretrained=str(tmp_path / "from")), "open_clip", tmp_path / "out")
