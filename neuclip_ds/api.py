@@ -112,7 +112,7 @@ class Model:
         self.module = saved.model.to(device)
         self.device = device
         self._size = saved.preprocessing.size
-        self._transform = EvalTransform(self._size, saved.preprocessing.squash)
+        self._transform = EvalTransform.of(saved.preprocessing)
         encode = encoder_of(self.module, device)
         communicator = Communicator(device)
         self._encoder = BatchEncoder(encode, saved.tokenizer, communicator, _ENCODED_AT_ONCE, self._transform)

@@ -216,7 +216,6 @@ def image_transform(encoders: FeatureEncoders, data: DataConfig, crops: int) -> 
 
     if encoders.preprocessing is None:
         return None
-    size = encoders.preprocessing.size
     if crops:
-        return RandomCrop(size, data.crop_scale, DECODERS[data.decoder])
-    return EvalTransform(size, encoders.preprocessing.squash)
+        return RandomCrop(encoders.preprocessing.size, data.crop_scale, DECODERS[data.decoder])
+    return EvalTransform.of(encoders.preprocessing)

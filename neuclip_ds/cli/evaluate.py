@@ -245,7 +245,7 @@ def _score_model(
 
     # the model, and one loader for the pairs of all sources
     encode = encoder_of(saved.model.to(device, getattr(torch, options.precision)), device)
-    transform = EvalTransform(saved.preprocessing.size, saved.preprocessing.squash)
+    transform = EvalTransform.of(saved.preprocessing)
     loading = loader_options(data.options, communicator, *data.manifests.values())
     datasets = {}
     for key, manifest in data.manifests.items():

@@ -4,15 +4,18 @@ By default, simplejpeg decodes JPEGs to tensors, which PyTorch resizes several t
 kernel; pixels differ only by rounding. PIL decodes other formats and the JPEGs that simplejpeg rejects. Both decoders
 can scale a large JPEG down to 1/2, 1/4 or 1/8 in the DCT domain, which is much faster but changes pixels slightly.
 
-The geometry matches open_clip's, with antialiased bicubic interpolation. Training takes a random resized crop.
-Evaluation takes the center of the resized image, or squashes the whole image to a square for models that were trained
-that way. The augmentation depends only on `seed`, a hash of (data seed, epoch, index).
+The geometry matches open_clip's, with antialiased interpolation. Training takes a random resized crop, always with
+bicubic interpolation. Evaluation takes the center of the resized image, or squashes the whole image to a square for
+models that were trained that way, with the model's interpolation. The augmentation depends only on `seed`, a hash of
+(data seed, epoch, index).
 """
+
+from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import simplejpeg
 import torch
@@ -23,6 +26,9 @@ from torchvision.transforms import InterpolationMode, RandomResizedCrop
 from torchvision.transforms import functional as F
 
 from neuclip_ds.data.decoders import Decode, Decoded, decode_header, decode_pil, read_header
+
+if TYPE_CHECKING:  # the models' module imports transformers
+    from neuclip_ds.models.pretrained.base import Interpolation, Preprocessing
 
 _JPEG = ("JPEG", "MPO")  # MPO: several JPEGs in one file, written by some cameras
 _RATIO = (3 / 4, 4 / 3)
@@ -50,23 +56,31 @@ DECODERS: dict[str, Decode] = {"simplejpeg": decode_simplejpeg, "pil": decode_pi
 
 @dataclass(frozen=True)
 class EvalTransform:
-    """Resize the shorter side to `image_size` and crop the center or, with `squash`, resize the image to a square.
+    """Resize the shorter side and crop the center or, with `squash`, resize the whole image to a square.
 
-    SigLIP and DFN models were trained on squashed images.
+    The shorter side becomes `image_size + margin` pixels. SigLIP and DFN models were trained on squashed images.
     """
 
     image_size: int
     squash: bool = False
     decode: Decode = decode_pil
+    margin: int = 0
+    interpolation: Interpolation = "bicubic"
+
+    @classmethod
+    def of(cls, preprocessing: Preprocessing, decode: Decode = decode_pil) -> EvalTransform:
+        """Return the transform of a model's images."""
+        return cls(preprocessing.size, preprocessing.squash, decode, preprocessing.margin, preprocessing.interpolation)
 
     def __call__(self, data: bytes, seed: int = 0) -> Tensor:
         image = self.decode(data, None).image
         square = [self.image_size, self.image_size]
         if self.squash:
-            return _resize(image, square)
+            return _resize(image, square, self.interpolation)
         width, height = F.get_image_size(image)
-        size = [int(self.image_size * side / min(width, height)) for side in (height, width)]
-        return F.center_crop(_resize(image, size), square)
+        shorter_side = self.image_size + self.margin
+        size = [int(shorter_side * side / min(width, height)) for side in (height, width)]
+        return F.center_crop(_resize(image, size, self.interpolation), square)
 
 
 @dataclass(frozen=True)
@@ -120,17 +134,24 @@ def draw_crop(height: int, width: int, scale: tuple[float, float], seed: int) ->
         return RandomResizedCrop.get_params(image, list(scale), list(_RATIO))
 
 
-def _resize(image: Image.Image | Tensor, size: list[int]) -> Tensor:
+def _resize(image: Image.Image | Tensor, size: list[int], interpolation: Interpolation = "bicubic") -> Tensor:
     """Resize an image to `size` (H, W) and return it as a tensor."""
     if isinstance(image, Tensor):
-        return interpolate(image.unsqueeze(0), size, mode="bicubic", antialias=True).squeeze(0)
-    return F.pil_to_tensor(F.resize(image, size, InterpolationMode.BICUBIC))
+        return interpolate(image.unsqueeze(0), size, mode=interpolation, antialias=True).squeeze(0)
+    return F.pil_to_tensor(F.resize(image, size, InterpolationMode(interpolation)))
 
 
 def train_transform(
-    image_size: int, crop_scale: float, decode: Decode = decode_pil, squash: bool = False
+    image_size: int, crop_scale: float, decode: Decode = decode_pil, whole: EvalTransform | None = None
 ) -> ImageTransform:
-    """Return a `RandomCrop` or, if `crop_scale` is 1, an `EvalTransform`, which does not augment images."""
+    """Return a `RandomCrop` or, if `crop_scale` is 1, an `EvalTransform`, which does not augment images.
+
+    Args:
+        image_size: side of the square output in pixels.
+        crop_scale: smallest relative area of a crop.
+        decode: the decoder.
+        whole: the transform if `crop_scale` is 1; by default, one of `image_size` pixels with usual options.
+    """
     if crop_scale < 1:
         return RandomCrop(image_size, crop_scale, decode)
-    return EvalTransform(image_size, squash, decode)
+    return whole or EvalTransform(image_size, decode=decode)

@@ -14,7 +14,7 @@ from neuclip_ds.data.augment import augmented
 from neuclip_ds.data.dataset import PairDataset
 from neuclip_ds.data.feature_parts import EMBEDDING
 from neuclip_ds.data.feature_table import FeatureTable, cached_bytes, random_crops
-from neuclip_ds.data.images import DECODERS, ImageTransform, train_transform
+from neuclip_ds.data.images import DECODERS, EvalTransform, ImageTransform, train_transform
 from neuclip_ds.data.interleave import Interleave
 from neuclip_ds.data.loader import Loader, LoaderOptions, RankBatch, join_parts, parts_of_rows, train_jobs
 from neuclip_ds.data.manifest import Manifest
@@ -171,7 +171,9 @@ def open_training_data(
     )
 
     preprocessing = source.preprocessing
-    crop = train_transform(preprocessing.size, data.crop_scale, DECODERS[data.decoder], preprocessing.squash)
+    decode = DECODERS[data.decoder]
+    whole = EvalTransform.of(preprocessing, decode)
+    crop = train_transform(preprocessing.size, data.crop_scale, decode, whole)
     transform = augmented(crop, data.augment, preprocessing.mean)
     tokenizer = source.tokenizer(
         lambda: _create_tokenizer(config.model.text, manifest, loading, communicator, staged, resumed)

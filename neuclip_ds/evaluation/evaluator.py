@@ -73,7 +73,7 @@ class Evaluator:
         self._tables = {name: table for name, table in data.tables.items() if name == REFERENCE}
         self._tokenizer = data.tokenizer
         self._interleave = data.order.interleave
-        self._transform = EvalTransform(preprocessing.size, preprocessing.squash, DECODERS[config.data.decoder])
+        self._transform = EvalTransform.of(preprocessing, DECODERS[config.data.decoder])
         self._rank_batch_size = config.rank_batch(communicator.world_size)
         micro_batch_size = config.micro_batch(communicator.world_size)
         parts_per_micro_batch = part_count(micro_batch_size, preprocessing.size)

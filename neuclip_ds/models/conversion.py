@@ -145,13 +145,21 @@ def clip_to_open_clip(model: LibraryModel) -> LibraryModel:
     """Convert transformers' CLIPModel or MetaClip2Model to open_clip.
 
     Raises:
-        UserError: the model is a SiglipModel, or its towers do not both use GELU or both use quick GELU.
+        UserError: the model is a SiglipModel, its towers do not both use GELU or both use quick GELU, or its images
+            are resized to more pixels than they are cropped to.
     """
     clip_config = model.config
     if clip_config["model_type"] not in ("clip", "metaclip_2"):
         raise UserError(
             "A SiglipModel of transformers uses tanh GELU, which open_clip's config cannot set for its "
             "timm tower; export it with --format=transformers."
+        )
+    size = model.preprocessing.size
+    margin = model.preprocessing.margin
+    if margin:
+        raise UserError(
+            f"open_clip's config cannot resize images to {size + margin} pixels and crop them to {size}; export the "
+            "model with --format=transformers."
         )
     vision = clip_config["vision_config"]
     text = clip_config["text_config"]

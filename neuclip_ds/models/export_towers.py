@@ -37,7 +37,7 @@ from neuclip_ds.models.pretrained.base import (
 from neuclip_ds.models.pretrained.files import SENTENCE_TRANSFORMERS
 from neuclip_ds.models.pretrained.text_encoder import PretrainedTextTower, TextEncoderTokenizer
 from neuclip_ds.models.pretrained.transformers_models import MODEL_TYPES
-from neuclip_ds.models.tokenizer import CaptionTokenizer
+from neuclip_ds.models.tokenizer import CaptionTokenizer, make_readable_by_transformers_4
 
 _IMAGE = "vision.trunk."  # prefixes of our tensor names
 _TEXT = "text.trunk."
@@ -412,6 +412,7 @@ def _save_tokenizer(towers: TrainedTowers, folder: Path) -> None:
         tokenizer.backend_tokenizer.no_truncation()
         tokenizer.backend_tokenizer.no_padding()
     tokenizer.save_pretrained(folder)
+    make_readable_by_transformers_4(tokenizer, folder)
 
 
 def _tokenizer_of(towers: TrainedTowers) -> Any:

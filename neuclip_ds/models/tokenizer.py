@@ -5,21 +5,27 @@ Special tokens that are spelled out in a caption are treated as plain text.
 
 from __future__ import annotations
 
+import html
+import json
 import os
 from pathlib import Path
 from typing import Protocol
 
 import torch
-from tokenizers import processors
+from tokenizers import normalizers, processors
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from neuclip_ds.errors import UserError, explained, install_command
+from neuclip_ds.errors import UserError, explained, install_command, require_package
 
 # Loader processes are forked after the tokenizer's threads may have started; without this setting, each process warns.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+CLEAN_CAPTIONS = "clean_captions"  # key in tokenizer_config.json: whether captions are cleaned as open_clip does
+_CONFIG_FILE = "tokenizer_config.json"
 _FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model")
+# Classes of transformers 5 that transformers 4 does not have or reads with other special tokens.
+_CLASSES_OF_VERSION_5 = ("TokenizersBackend", "GemmaTokenizer", "LlamaTokenizer", "Siglip2Tokenizer")
 
 
 class ModelTokenizer(Protocol):
@@ -41,9 +47,15 @@ class ModelTokenizer(Protocol):
 class CaptionTokenizer:
     """A transformers tokenizer that adds its special tokens and pads captions to a fixed length; can be pickled.
 
+    Captions are padded and truncated on the right, whichever side the tokenizer's config names: the text towers read
+    their features there.
+
     Args:
         tokenizer: the transformers tokenizer; if it lacks a `pad_token`, its EOS or SEP token becomes the `pad_token`.
         context_length: number T of tokens per caption, including special tokens and padding.
+
+    Raises:
+        UserError: the tokenizer's config has `clean_captions`, and ftfy is not installed.
 
     Example:
         >>> tokenize = train_bpe(["a dog", "a cat"], vocab_size=300, context_length=8)
@@ -54,12 +66,19 @@ class CaptionTokenizer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, context_length: int) -> None:
         self.context_length = context_length
         self.inner = tokenizer
+        self._cleans_captions = bool(tokenizer.init_kwargs.get(CLEAN_CAPTIONS))
+        if self._cleans_captions:
+            require_package("ftfy", "model.text.tokenizer=clip_bpe", "open_clip")
+        tokenizer.padding_side = "right"
+        tokenizer.truncation_side = "right"
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token or tokenizer.sep_token
 
     def __call__(self, captions: list[str]) -> Tensor:
         """Return (b, context_length) int64 ids; long captions are truncated, but their special tokens are kept."""
         ids: list[list[int]] = []
+        if self._cleans_captions:
+            captions = [clean_caption(caption) for caption in captions]
         if captions:  # transformers raises IndexError for an empty list
             options = {"truncation": True, "split_special_tokens": True, "return_attention_mask": False}
             ids = self.inner(captions, max_length=self.context_length, padding="max_length", **options)["input_ids"]
@@ -96,12 +115,16 @@ class CaptionTokenizer:
             self.inner.backend_tokenizer.no_padding()
         # text towers take no padding mask, and SigLIP's features would change with one
         self.inner.model_input_names = self.inner.init_kwargs["model_input_names"] = ["input_ids"]
+        # the default of some classes is left
+        self.inner.init_kwargs["padding_side"] = self.inner.padding_side
+        self.inner.init_kwargs["truncation_side"] = self.inner.truncation_side
         try:
             self.inner.save_pretrained(folder)
         except Exception as error:
             if type(error) is Exception:  # the tokenizers library raises this for file-system errors
                 raise OSError(str(error)) from error
             raise
+        make_readable_by_transformers_4(self.inner, Path(folder))
 
     @classmethod
     def load(cls, name_or_folder: Path | str, context_length: int) -> CaptionTokenizer:
@@ -121,7 +144,6 @@ class CaptionTokenizer:
                 f"Tokenizer {tokenizer.name_or_path!r} has neither an EOS nor a SEP token, at which the text tower "
                 "reads its feature; add `eos_token` to its tokenizer_config.json or choose a different tokenizer."
             )
-        tokenizer.padding_side = "right"
         start_ids = [] if closed.bos_id is None else [closed.bos_id]
         caption_ids = tokenizer("a", add_special_tokens=False)["input_ids"]
         if tokenizer("a")["input_ids"] != [*start_ids, *caption_ids, closed.eos_id]:
@@ -131,6 +153,33 @@ class CaptionTokenizer:
                 single=[*names[:-1], "$A", names[-1]], special_tokens=list(zip(names, special_ids, strict=True))
             )
         return closed
+
+
+def clean_caption(caption: str) -> str:
+    """Repair encoding errors, decode HTML entities and lower-case a caption, as open_clip does before CLIP's BPE."""
+    import ftfy  # of an extra
+
+    text = html.unescape(html.unescape(ftfy.fix_text(caption)))
+    return " ".join(text.split()).lower()
+
+
+def make_readable_by_transformers_4(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Edit a saved tokenizer's tokenizer_config.json so that transformers 4 returns the same ids as transformers 5.
+
+    A fast tokenizer of a class that only transformers 5 reads as intended becomes a PreTrainedTokenizerFast, which uses
+    tokenizer.json as it is in both versions.
+    """
+    path = folder / _CONFIG_FILE
+    config = json.loads(path.read_text(encoding="utf-8"))
+    if tokenizer.is_fast and config.get("tokenizer_class") in _CLASSES_OF_VERSION_5:
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+        pre_tokenizer = tokenizer.backend_tokenizer.pre_tokenizer
+        pre_tokenizer_state = {} if pre_tokenizer is None else json.loads(pre_tokenizer.__getstate__())
+        if "add_prefix_space" in pre_tokenizer_state:  # transformers 4 sets it to False if the config has no value
+            config["add_prefix_space"] = pre_tokenizer_state["add_prefix_space"]
+    if isinstance(config.get("extra_special_tokens"), list):  # a dictionary in transformers 4
+        config["additional_special_tokens"] = config.pop("extra_special_tokens")
+    path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def load_tokenizer(name_or_folder: Path | str, vocab_size: int | None = None) -> PreTrainedTokenizerBase:
@@ -150,9 +199,24 @@ def load_tokenizer(name_or_folder: Path | str, vocab_size: int | None = None) ->
             raise FileNotFoundError("it has no tokenizer files")
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, local_files_only=folder.is_dir())
         largest = max(tokenizer.get_vocab().values())
+        _apply_lower_case(tokenizer)
     if vocab_size is not None and largest >= vocab_size:
         raise UserError(
             f"The tokenizer in {name} has ids up to {largest}, but the model's vocabulary ends at {vocab_size - 1}; "
             "put the model's tokenizer files there."
         )
     return tokenizer
+
+
+def _apply_lower_case(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Make a fast tokenizer lower-case captions if its config has `do_lower_case`, which GemmaTokenizer ignores.
+
+    SigLIP 2 was trained on lower-cased captions, and its published tokenizer is a GemmaTokenizer with that option.
+    """
+    if not (tokenizer.is_fast and tokenizer.init_kwargs.get("do_lower_case")):
+        return
+    if tokenizer("A DOG")["input_ids"] == tokenizer("a dog")["input_ids"]:
+        return
+    backend = tokenizer.backend_tokenizer
+    own_normalizers = [] if backend.normalizer is None else [backend.normalizer]
+    backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *own_normalizers])

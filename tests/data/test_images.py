@@ -155,7 +155,7 @@ def test_squashing_keeps_the_whole_image():
     image = image.convert("RGB")
     wanted = reference.Compose([reference.Resize((32, 32), InterpolationMode.BICUBIC), reference.PILToTensor()])(image)
     assert torch.equal(pixels.byte(), wanted)
-    assert torch.equal(train_transform(32, 1.0, squash=True)(data), wanted)
+    assert torch.equal(train_transform(32, 1.0, whole=EvalTransform(32, squash=True))(data), wanted)
 
 
 RAMP = np.linspace(0, 65535, 40 * 30).reshape(30, 40)

@@ -42,7 +42,7 @@ def ours(model: Path, key: str, data: Path) -> dict[str, float | None]:
         with torch.no_grad():
             return saved.model.eval()(image, tokens)
 
-    transform = EvalTransform(saved.preprocessing.size, saved.preprocessing.squash)
+    transform = EvalTransform.of(saved.preprocessing)
     encoder = BatchEncoder(encode, saved.tokenizer, communicator, 16, transform)
     (task,) = load_tasks().choose([key])
     return measure(task, data, encoder)

@@ -1,5 +1,6 @@
 """Check that exported models, loaded by transformers and open_clip, compute the trained model's features."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from transformers import (
     CLIPVisionModelWithProjection,
     pipeline,
 )
+from transformers_4 import needs_transformers_4, run_transformers_4
 
 from neuclip_ds.config import ModelConfig
 from neuclip_ds.errors import UserError
@@ -148,6 +150,42 @@ def test_exported_pretrained_models_keep_their_features(family: str, tmp_path: P
             assert all(torch.equal(state[name], tensor) for name, tensor in model.model.state_dict().items())
 
 
+PROGRAM_OF_TRANSFORMERS_4 = """
+import sys
+import torch
+from torchvision.transforms.functional import to_pil_image
+from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
+options = {"padding": "max_length", "truncation": True, "max_length": 16, "return_tensors": "pt"}
+for folder in sys.argv[1:]:
+    inputs = torch.load(folder + "/inputs.pt")
+    pictures = [to_pil_image(picture) for picture in inputs["images"]]
+    pixels = AutoImageProcessor.from_pretrained(folder)(images=pictures, return_tensors="pt")["pixel_values"]
+    ids = AutoTokenizer.from_pretrained(folder)(inputs["captions"], **options)["input_ids"]
+    model = AutoModel.from_pretrained(folder).eval()
+    with torch.no_grad():
+        features = [model.get_image_features(pixel_values=pixels), model.get_text_features(input_ids=ids)]
+    torch.save([torch.nn.functional.normalize(feature, dim=1) for feature in features], folder + "/features.pt")
+"""
+
+
+@pytest.mark.slow
+@needs_transformers_4
+def test_transformers_4_computes_the_same_features_from_exports(tmp_path: Path) -> None:
+    expected: dict[Path, tuple[Tensor, Tensor]] = {}
+    for family in ("scratch", "clip", "metaclip_2", "siglip"):
+        if family == "scratch":
+            model = trained(vision=TINY_VIT, text=TINY_TEXT, embed_dim=16)
+        else:
+            SAVERS[family](tmp_path / "from" / family)
+            model = trained(pretrained=str(tmp_path / "from" / family))
+        folder = export(model, "transformers", tmp_path / family)
+        torch.save({"images": images(32), "captions": CAPTIONS[:2]}, folder / "inputs.pt")
+        expected[folder] = features(model)
+    run_transformers_4(PROGRAM_OF_TRANSFORMERS_4, *map(str, expected))
+    for folder, model_features in expected.items():
+        assert_close(tuple(torch.load(folder / "features.pt")), model_features)
+
+
 def options_of(case: str, folder: Path) -> dict[str, Any]:
     """Return the model options of a case; the model is built from the config."""
     if case == "eos of 2":  # XLM-R's ids; for EOS 2, CLIPModel would read the feature elsewhere
@@ -215,3 +253,11 @@ def test_a_model_that_a_format_cannot_express_is_refused_with_its_own_format(
     own_library = "open_clip" if family == "open_clip" else "transformers"
     with pytest.raises(UserError, match=f"export it with --format={own_library}"):
         export(trained(pretrained=str(tmp_path / "from")), library, tmp_path / "out")
+
+
+def test_open_clip_cannot_resize_to_more_pixels_than_it_crops_to(tmp_path: Path) -> None:
+    SAVERS["clip"](tmp_path / "from")
+    path = tmp_path / "from" / "preprocessor_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "size": {"shortest_edge": 40}}))
+    with pytest.raises(UserError, match=r"resize images to 40 pixels and crop them to 32; .*--format=transformers"):
+        export(trained(pretrained=str(tmp_path / "from")), "open_clip", tmp_path / "out")

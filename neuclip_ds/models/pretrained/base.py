@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from neuclip_ds.config import ModelConfig
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer
 from neuclip_ds.models.towers import DualEncoder
+
+Interpolation = Literal["bicubic", "bilinear"]  # of images, antialiased
 
 START_FILE = "start.json"  # a run's initial logit parameters and preprocessing, next to the library's files
 
@@ -40,16 +42,23 @@ class LogitParameters(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Preprocessing:
-    """The image size and normalization that a model expects."""
+    """The image size, geometry and normalization that a model expects."""
 
     size: int  # side of the square image, in pixels
     mean: tuple[float, float, float]  # per channel, of pixels in [0, 1]
     std: tuple[float, float, float]
     squash: bool = False  # whether to resize the whole image to a square instead of cropping its center
+    margin: int = 0  # pixels by which the shorter side of the resized image exceeds `size`, before cropping
+    interpolation: Interpolation = "bicubic"  # used for resizing
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as JSON, whose lists take the place of tuples."""
-        return {"size": self.size, "mean": list(self.mean), "std": list(self.std), "squash": self.squash}
+        """Return the fields as JSON, whose lists take the place of tuples; the last two only if they are not usual."""
+        fields = {"size": self.size, "mean": list(self.mean), "std": list(self.std), "squash": self.squash}
+        if self.margin:
+            fields["margin"] = self.margin
+        if self.interpolation != "bicubic":
+            fields["interpolation"] = self.interpolation
+        return fields
 
 
 class LoadedModel(NamedTuple):

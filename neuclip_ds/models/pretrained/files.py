@@ -2,10 +2,11 @@
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from huggingface_hub import snapshot_download
 from safetensors.torch import load_file
@@ -15,6 +16,9 @@ from neuclip_ds.errors import UserError, explained
 
 SENTENCE_TRANSFORMERS = "sentence_transformers"  # name of the format
 SMALL_FILES = ("*.json", "*.txt", "*.model")  # configs and tokenizers, but no weights
+ADAPTER_FILE = "adapter_config.json"  # of the peft library
+_STATE_KEYS = ("state_dict", "model_state_dict", "model", "module")  # of the weights in a training checkpoint
+_NUMPY_SCALARS = (np.bool_, np.int32, np.int64, np.float32, np.float64)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -26,7 +30,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Read tensors from a safetensors or torch file; raise UserError if it is missing, is corrupt or contains code."""
+    """Read a state dict from a safetensors file, a torch file or a training checkpoint.
+
+    Numbers of numpy, which some training checkpoints have in the optimizer's state, are accepted. The prefixes that
+    DDP, torch.compile and Lightning put before names are removed.
+
+    Raises:
+        UserError: the file is missing, is corrupt, contains code or has no state dict.
+    """
     if not path.is_file():
         raise UserError(f"The weights file {path} does not exist; put it there or name a different one.")
     with explained(
@@ -34,9 +45,50 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     ):
         if path.suffix == ".safetensors":
             return load_file(path)
-        content = torch.load(path, map_location="cpu", weights_only=True)
-        state = content.get("state_dict", content)
-        return {str(name).removeprefix("module."): tensor.detach() for name, tensor in state.items()}
+        with torch.serialization.safe_globals(_numpy_scalar_globals()):
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    return _unwrapped_names(_state_dict(content, path))
+
+
+def _numpy_scalar_globals() -> list[Any]:
+    """Return the functions and types in a pickled numpy scalar; none of them runs code from the file."""
+    scalar, _ = np.float64().__reduce__()[:2]
+    functions = [(scalar, f"numpy.{module}.multiarray.scalar") for module in ("core", "_core")]  # numpy 1 and 2
+    dtypes = [type(np.dtype(scalar_type)) for scalar_type in _NUMPY_SCALARS]
+    return [*functions, np.dtype, *dtypes]
+
+
+def _state_dict(content: Any, path: Path) -> dict[str, Tensor]:
+    """Return the tensors by name in the content of a file; raise UserError if it has something else."""
+    if isinstance(content, Mapping):
+        nested = [content[key] for key in _STATE_KEYS if isinstance(content.get(key), Mapping)]
+        state = nested[0] if nested else content
+        if state and all(isinstance(value, Tensor) for value in state.values()):
+            return {str(name): tensor.detach() for name, tensor in state.items()}
+        contents = ", ".join(str(key) for key in list(state)[:5]) or "nothing"
+    else:
+        contents = type(content).__name__
+    raise UserError(
+        f"The weights file {path} has no state dict, but {contents}; save the model's state_dict(), alone or under "
+        "the key state_dict."
+    )
+
+
+def _unwrapped_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors under the names that they have without DDP, torch.compile and Lightning."""
+    unwrapped = {name.replace("_orig_mod.", "").removeprefix("module."): tensor for name, tensor in state.items()}
+    if all(name.startswith("model.") for name in unwrapped):
+        return {name.removeprefix("model."): tensor for name, tensor in unwrapped.items()}
+    return unwrapped
+
+
+def refuse_adapter(folder: Path) -> None:
+    """Raise UserError if a model's folder has an adapter of peft, which transformers would add to the model."""
+    if (folder / ADAPTER_FILE).is_file():
+        raise UserError(
+            f"{folder} has a model and an adapter of peft ({ADAPTER_FILE}), which transformers would add to the model: "
+            "merge it with peft's merge_and_unload and save the result, or remove the adapter's files."
+        )
 
 
 def first_file(folder: Path, names: Sequence[str]) -> Path | None:

@@ -38,7 +38,12 @@ from neuclip_ds.models.pretrained.files import first_file, read_json, read_tenso
 from neuclip_ds.models.pretrained.packed_open_clip import pack_open_clip_text
 from neuclip_ds.models.pretrained.positions import resample_positions
 from neuclip_ds.models.pretrained.text_encoder import position_count
-from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer
+from neuclip_ds.models.tokenizer import (
+    CLEAN_CAPTIONS,
+    CaptionTokenizer,
+    ModelTokenizer,
+    make_readable_by_transformers_4,
+)
 from neuclip_ds.models.towers import DualEncoder, TextTower, VisionTower
 
 CONFIG_FILE = "open_clip_config.json"
@@ -116,7 +121,9 @@ class OpenClipTokenizer:
 
     def save(self, folder: Path | str) -> None:
         """Save the tokenizer's files for `transformers.AutoTokenizer`."""
-        to_transformers_tokenizer(self.inner).save_pretrained(folder)
+        tokenizer = to_transformers_tokenizer(self.inner)
+        tokenizer.save_pretrained(folder)
+        make_readable_by_transformers_4(tokenizer, Path(folder))
 
 
 class OpenClipCheckpoint(ModelSource):
@@ -182,7 +189,7 @@ class OpenClipCheckpoint(ModelSource):
         state = _without_logit_parameters(tensors)
         if self.config.vision.image_size is not None or self.config.text.context_length is not None:
             state = resample_positions(state, expected)
-        check_tensors(self._where, expected, state)
+        check_tensors(str(weights), expected, state)
         model.load_state_dict(state, strict=False)
         return LoadedModel(self._to_dual_encoder(model), logits)
 
@@ -297,7 +304,7 @@ def write_config(folder: Path, config: Mapping[str, Any], preprocessing: Preproc
     preprocess = {
         "mean": list(preprocessing.mean),
         "std": list(preprocessing.std),
-        "interpolation": "bicubic",
+        "interpolation": preprocessing.interpolation,
         "resize_mode": "squash" if preprocessing.squash else "shortest",
     }
     content = {"model_cfg": config, "preprocess_cfg": preprocess}
@@ -305,12 +312,20 @@ def write_config(folder: Path, config: Mapping[str, Any], preprocessing: Preproc
 
 
 def clip_bpe(context_length: int) -> CaptionTokenizer:
-    """Return CLIP's BPE tokenizer, with the vocabulary from the open_clip package."""
-    return CaptionTokenizer.closed(to_transformers_tokenizer(import_open_clip().SimpleTokenizer()), context_length)
+    """Return CLIP's BPE tokenizer, with the vocabulary from the open_clip package, whose ids it returns.
+
+    Two differences remain: padding, and special tokens in a caption, which are plain text here.
+    """
+    tokenizer = to_transformers_tokenizer(import_open_clip().SimpleTokenizer())
+    tokenizer.init_kwargs[CLEAN_CAPTIONS] = True
+    return CaptionTokenizer.closed(tokenizer, context_length)
 
 
 def to_transformers_tokenizer(tokenizer: Any) -> Any:
-    """Convert an open_clip tokenizer to a transformers tokenizer that returns the same ids, except for padding."""
+    """Convert an open_clip tokenizer to a transformers tokenizer.
+
+    It returns the same ids for cleaned captions, except for padding.
+    """
     inner = getattr(tokenizer, "tokenizer", None)
     if inner is not None:
         return inner
@@ -364,12 +379,29 @@ def _read_preprocessing(
     """Return a checkpoint's preprocessing; raise UserError if it is not supported."""
     size = vision_config.get("image_size", _IMAGE_SIZE)
     sides = set(size) if isinstance(size, list | tuple) else {size}
-    mean = tuple(preprocess_config.get("mean", OPENAI_MEAN))
-    std = tuple(preprocess_config.get("std", OPENAI_STD))
+    mean = _channels(preprocess_config.get("mean") or OPENAI_MEAN)
+    std = _channels(preprocess_config.get("std") or OPENAI_STD)
     if len(sides) != 1 or len(mean) != 3 or len(std) != 3:
         raise UserError(
             f"{where} takes images of {size} pixels with mean {mean} and std {std}; only square images with three "
             "channels are supported."
         )
-    squash = preprocess_config.get("resize_mode") == "squash"
-    return Preprocessing(size=int(sides.pop()), mean=mean, std=std, squash=squash)
+    resize_mode = preprocess_config.get("resize_mode") or "shortest"
+    interpolation = preprocess_config.get("interpolation") or "bicubic"
+    if resize_mode not in ("shortest", "squash") or interpolation not in ("bicubic", "bilinear", "random"):
+        raise UserError(
+            f"{where} resizes images with resize_mode={resize_mode} and interpolation={interpolation}; only "
+            "resize_mode shortest and squash, with bicubic or bilinear interpolation, are supported."
+        )
+    return Preprocessing(
+        size=int(sides.pop()),
+        mean=mean,
+        std=std,
+        squash=resize_mode == "squash",
+        interpolation="bilinear" if interpolation == "bilinear" else "bicubic",  # open_clip evaluates random as bicubic
+    )
+
+
+def _channels(value: Any) -> tuple[Any, ...]:
+    """Return a statistic for each channel; a number is that of all three."""
+    return tuple(value) if isinstance(value, list | tuple) else (value,) * 3

@@ -20,7 +20,14 @@ from neuclip_ds.config import Pooling, TextConfig
 from neuclip_ds.errors import UserError, explained
 from neuclip_ds.models.pretrained.attention_masks import use_static_masks
 from neuclip_ds.models.pretrained.base import raise_on_mismatch
-from neuclip_ds.models.pretrained.files import SMALL_FILES, download, first_file, read_json, save_small_files
+from neuclip_ds.models.pretrained.files import (
+    SMALL_FILES,
+    download,
+    first_file,
+    read_json,
+    refuse_adapter,
+    save_small_files,
+)
 from neuclip_ds.models.pretrained.transformers_models import WEIGHT_PATTERNS, WEIGHTS
 from neuclip_ds.models.tokenizer import load_tokenizer
 from neuclip_ds.models.towers import TextTower, new_projection
@@ -293,6 +300,7 @@ def _load_trunk(folder: Path) -> Any:
     """Load the encoder, without the decoder of an encoder-decoder model and without BERT's pooler."""
     if first_file(folder, WEIGHTS) is None:
         raise UserError(f"{folder} has no weights; put {WEIGHTS[0]} (or pytorch_model.bin) there.")
+    refuse_adapter(folder)
     logging.disable_progress_bar()  # one bar per rank would flood the log
     with explained(f"transformers cannot load a text encoder from {folder}", "name another model"):
         config, model_class = _read_config(folder)

@@ -4,11 +4,12 @@ A checkpoint is a folder with config.json, the weights, and the preprocessor and
 Fixed-resolution SigLIP 2 models have the model type `siglip`.
 """
 
+import math
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -16,13 +17,14 @@ from torch import Tensor
 from transformers.image_utils import PILImageResampling
 from transformers.utils import logging
 
-from neuclip_ds.config import ModelConfig
+from neuclip_ds.config import Channels, ModelConfig
 from neuclip_ds.errors import UserError, explained
 from neuclip_ds.models.build import apply_common_options
 from neuclip_ds.models.image_models import check_patches
 from neuclip_ds.models.packing import pack_clip_text
 from neuclip_ds.models.pretrained.base import (
     CheckpointRef,
+    Interpolation,
     LibraryModel,
     LoadedModel,
     LogitParameters,
@@ -33,7 +35,7 @@ from neuclip_ds.models.pretrained.base import (
     read_logit_parameters,
     rename_prefixes,
 )
-from neuclip_ds.models.pretrained.files import first_file, read_json, save_small_files
+from neuclip_ds.models.pretrained.files import first_file, read_json, refuse_adapter, save_small_files
 from neuclip_ds.models.pretrained.positions import resample_positions
 from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer, load_tokenizer
 from neuclip_ds.models.towers import DualEncoder, TextTower, VisionTower
@@ -41,6 +43,10 @@ from neuclip_ds.models.towers import DualEncoder, TextTower, VisionTower
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 WEIGHT_PATTERNS = ("model*.safetensors", "pytorch_model*.bin")  # only the first that matches is downloaded
 _PROCESSOR = "preprocessor_config.json"
+_INTERPOLATIONS: dict[Any, Interpolation] = {  # values of `resample`
+    PILImageResampling.BILINEAR.value: "bilinear",
+    PILImageResampling.BICUBIC.value: "bicubic",
+}
 _LEGACY_EOS = 2  # EOS id in old CLIP configs, for which transformers pools at the largest token id
 
 
@@ -58,10 +64,10 @@ class ModelType:
         """Return transformers' image processor for the given preprocessing."""
         square = {"height": preprocessing.size, "width": preprocessing.size}
         return self.image_processor_class(
-            size=square if preprocessing.squash else {"shortest_edge": preprocessing.size},
+            size=square if preprocessing.squash else {"shortest_edge": preprocessing.size + preprocessing.margin},
             crop_size=square,
             do_center_crop=not preprocessing.squash,
-            resample=PILImageResampling.BICUBIC,
+            resample=PILImageResampling[preprocessing.interpolation.upper()],
             image_mean=list(preprocessing.mean),
             image_std=list(preprocessing.std),
         )
@@ -122,7 +128,7 @@ class TransformersCheckpoint(ModelSource):
             self._original_config.text_config.max_position_embeddings,
         )
         self.embed_dim = vision.hidden_size if self._model_type.siglip else self._library_config.projection_dim
-        self.preprocessing = _read_preprocessing(self._folder, vision.image_size)
+        self.preprocessing = _read_preprocessing(self._folder, vision.image_size, self._model_type.siglip)
 
     def tokenizer(self, train_tokenizer: Any = None) -> CaptionTokenizer:
         text = self._library_config.text_config
@@ -150,6 +156,7 @@ class TransformersCheckpoint(ModelSource):
     def load(self, tokenizer: Any = None) -> LoadedModel:
         if first_file(self._folder, WEIGHTS) is None:
             raise UserError(f"{self._folder} has no weights; put {WEIGHTS[0]} (or pytorch_model.bin) there.")
+        refuse_adapter(self._folder)
         logging.disable_progress_bar()  # one bar per rank would flood the log
         with explained(f"transformers cannot read the weights in {self._folder}", "put the model's file there"):
             model, info = self._model_type.model_class.from_pretrained(
@@ -211,19 +218,92 @@ class TransformersCheckpoint(ModelSource):
         return apply_common_options(DualEncoder(vision, text), self.config)
 
 
-def _read_preprocessing(folder: Path, image_size: Any) -> Preprocessing:
-    """Read the preprocessing from a checkpoint's image processor; raise UserError if it is not supported."""
+def _read_preprocessing(folder: Path, image_size: Any, siglip: bool) -> Preprocessing:
+    """Read the preprocessing from a checkpoint's image processor; raise UserError if it is not supported.
+
+    Args:
+        folder: the checkpoint's folder.
+        image_size: side of the model's images in pixels.
+        siglip: whether the image processor squashes images by default, as SigLIP's does.
+    """
+    path = folder / _PROCESSOR
     nested = folder / "processor_config.json"  # where transformers 5 stores the image processor
-    if nested.is_file() and not (folder / _PROCESSOR).is_file():
+    if nested.is_file() and not path.is_file():
         processor = read_json(nested).get("image_processor", {})
+        path = nested
     else:
-        processor = read_json(folder / _PROCESSOR)
+        processor = read_json(path)
+    if not isinstance(image_size, int):
+        raise UserError(f"config.json in {folder} has images of {image_size} pixels; only square images work.")
+    mean, std = _read_statistics(processor, path)
+    resample = processor.get("resample", PILImageResampling.BICUBIC.value)
+    if resample not in _INTERPOLATIONS:
+        raise UserError(f"{path} has resample={resample}; only 2 (bilinear) and 3 (bicubic) are supported.")
+    geometry = _read_geometry(processor, path, siglip)
+    return Preprocessing(
+        size=image_size,
+        mean=mean,
+        std=std,
+        squash=geometry.squash,
+        margin=geometry.margin,
+        interpolation=_INTERPOLATIONS[resample],
+    )
+
+
+def _read_statistics(processor: Mapping[str, Any], path: Path) -> tuple[Channels, Channels]:
+    """Return the mean and the standard deviation of pixels in [0, 1] with which images are normalized."""
+    factor = processor.get("rescale_factor", 1 / 255)
+    if not (processor.get("do_rescale", True) and math.isclose(factor, 1 / 255, rel_tol=1e-6)):
+        raise UserError(f"{path} does not rescale pixels by 1/255, so the model takes other images than ours.")
+    if not processor.get("do_normalize", True):
+        return (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
     mean = processor.get("image_mean")
     std = processor.get("image_std")
     if not (isinstance(mean, list) and isinstance(std, list) and len(mean) == len(std) == 3):
-        raise UserError(f"{folder}/{_PROCESSOR} has no image_mean and image_std of three channels; add them.")
-    if not isinstance(image_size, int):
-        raise UserError(f"config.json in {folder} has images of {image_size} pixels; only square images work.")
+        raise UserError(f"{path} has no image_mean and image_std of three channels; add them.")
+    return (mean[0], mean[1], mean[2]), (std[0], std[1], std[2])
+
+
+class _Geometry(NamedTuple):
+    """How images become square; the fields are those of `Preprocessing`."""
+
+    squash: bool
+    margin: int
+
+
+def _read_geometry(processor: Mapping[str, Any], path: Path, siglip: bool) -> _Geometry:
+    """Return how an image processor resizes and crops; raise UserError if images would not be square or be padded."""
+    crops = processor.get("do_center_crop", not siglip)
     size = processor.get("size")
-    squash = isinstance(size, dict) and "height" in size and not processor.get("do_center_crop", False)
-    return Preprocessing(size=image_size, mean=tuple(mean), std=tuple(std), squash=squash)
+    if isinstance(size, int):  # in files of old versions
+        size = {"height": size, "width": size} if siglip else {"shortest_edge": size}
+    size = size or {}
+    height = size.get("height")
+    width = size.get("width")
+    edge = size.get("shortest_edge")
+    crop_size = processor.get("crop_size") or height or edge
+    if not isinstance(crop_size, dict):
+        crop_size = {"height": crop_size, "width": crop_size}
+    crop_height = crop_size.get("height")
+    crop_width = crop_size.get("width")
+    problem = ""
+    squash = siglip if edge is None and height is None else height is not None
+    if not processor.get("do_resize", True):
+        problem = "does not resize images"
+    elif size and edge is None and height is None:
+        problem = f"resizes images to size {size}"
+    elif not squash and not crops:
+        problem = "does not crop images to a square (do_center_crop)"
+    elif crops and crop_height != crop_width:
+        problem = f"crops images to {crop_height} x {crop_width} pixels"
+    elif height != width or (squash and crops and crop_height != height):
+        problem = f"resizes whole images to {height} x {width} pixels and does not keep a square of them"
+    elif edge is not None and edge < crop_height:
+        problem = f"pads images of {edge} pixels to {crop_height}"
+    if problem:
+        raise UserError(
+            f"{path} {problem}; only images that are resized to a square, or resized by their shorter side and then "
+            "cropped to a square, are supported."
+        )
+    margin = 0 if squash or edge is None else edge - crop_height
+    return _Geometry(squash, margin)

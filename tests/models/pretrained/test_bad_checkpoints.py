@@ -118,6 +118,11 @@ DAMAGED: dict[str, tuple[str, Callable[[Path], object], str]] = {
         f"has ids up to {SIZE - 1}, but the model's vocabulary ends at {SIZE - 2}",
     ),
     "no weights": ("clip", without("model.safetensors"), "has no weights; put model.safetensors"),
+    "left-over adapter": (
+        "clip",
+        lambda folder: (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}'),
+        "merge it with peft's merge_and_unload and save the result, or remove the adapter's files",
+    ),
     "other width": ("clip", config(lambda tree: tree.update(projection_dim=24)), "2 tensors have the wrong shape"),
     "no weights of open_clip": ("open_clip", without(OPEN_CLIP_FILE), f"has no weights; put {OPEN_CLIP_FILE} there"),
     "weights left over": (

@@ -179,6 +179,9 @@ def test_an_open_clip_file_takes_its_architecture_by_name(tmp_path: Path) -> Non
         with torch.no_grad():
             _, text = checkpoint.load().model.eval()(None, ids)
             torch.testing.assert_close(text, model.encode_text(ids, normalize=True), rtol=0, atol=1e-6)
+        torch.save({f"clip.{name}": value for name, value in model.state_dict().items()}, tmp_path / "epoch_1.pt")
+        with pytest.raises(UserError, match=r"The weights of \S+/epoch_1.pt do not match"):
+            checkpoint.load()
     finally:
         del open_clip.factory._MODEL_CONFIGS["miniature"]
 
