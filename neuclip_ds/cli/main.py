@@ -20,6 +20,7 @@ COMMANDS = {
     "export": "write a trained model for transformers or open_clip",
     "embed": "write the features of all samples of a dataset",
     "filter": "select samples by similarity or another column",
+    "inspect": "show what is in a dataset before training",
     "pack": "pack tables of pairs into shards",
     "build-manifest": "index the shards of a dataset",
     "make-demo-data": "render the demo dataset",
