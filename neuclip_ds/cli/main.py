@@ -17,6 +17,7 @@ from neuclip_ds.recipe import nearest
 COMMANDS = {
     "train": "train a model from a recipe",
     "evaluate": "score a model on DataComp's evaluation sets or your own",
+    "report": "write the report of a run, or compare runs",
     "export": "write a trained model for transformers or open_clip",
     "embed": "write the features of all samples of a dataset",
     "filter": "select samples by similarity or another column",
