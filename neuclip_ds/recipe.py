@@ -50,6 +50,9 @@ class TrainCommand(Config):
     """With --dry-run: plan for the nodes in this hostfile instead of the ranks of this launch."""
     gpu_memory: float | None = Field(None, gt=0)
     """With --dry-run: memory of one GPU in GB; the smallest ZeRO stage that fits is printed."""
+    measured: Path | None = None
+    """With --dry-run: folder of a run of at least 20 steps with the same model, from whose speed the hours of this run
+    are estimated."""
     profile: CliImplicitFlag[bool] = False
     """Profile ten steps of the run, as --run.profile-steps=10 does."""
 
@@ -71,8 +74,10 @@ def parse(argv: Sequence[str]) -> Invocation:
     switches = {key: value for key, value in options.items() if key not in Config.model_fields}
     overrides = {key: value for key, value in options.items() if key in Config.model_fields}
     command = _validate(TrainCommand, switches)
-    if (command.hostfile or command.gpu_memory) and not command.dry_run:
-        raise UserError("--hostfile and --gpu-memory belong to --dry-run; pass the hosts for training to the launcher.")
+    if (command.hostfile or command.gpu_memory or command.measured) and not command.dry_run:
+        raise UserError(
+            "--hostfile, --gpu-memory and --measured belong to --dry-run; pass the hosts for training to the launcher."
+        )
     if command.profile:
         overrides = {"run.profile_steps": _PROFILED_STEPS, **overrides}
     return Invocation(command, recipe_config(command.recipe or DEMO, overrides, command.plugin))

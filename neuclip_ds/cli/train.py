@@ -93,7 +93,7 @@ def main(arguments: Sequence[str], hooks: Sequence[Any] = ()) -> None:
     if command.dry_run:
         from neuclip_ds.planning.dry_run import print_dry_run
 
-        print_dry_run(config, environment, command.hostfile, command.gpu_memory)
+        print_dry_run(config, environment, command.hostfile, command.gpu_memory, command.measured)
         return
     check_run(config)
     # torch and deepspeed take seconds to import, so the config is checked first
