@@ -29,6 +29,7 @@ class SavedModel:
     model: DualEncoder
     tokenizer: ModelTokenizer
     preprocessing: Preprocessing
+    logits: LogitParameters  # temperature and bias; the initial temperature if each sample has its own
     config: Config | None  # config of the run that trained the model; None for a pretrained model
     checkpoint: Path | None  # None for a pretrained model
 
@@ -48,12 +49,14 @@ def open_model(name: str, communicator: Communicator, average: bool = False) -> 
         verify_together(checkpoint, communicator)
         run = open_run(checkpoint)
         model = run.source.build(run.tokenizer)
-        model.load_state_dict(StateFiles(checkpoint / STATE, verified=True).weights(average))
+        state = StateFiles(checkpoint / STATE, verified=True)
+        model.load_state_dict(state.weights(average))
         return SavedModel(
             name=f"{checkpoint} (ema)" if average else str(checkpoint),
             model=model,
             tokenizer=run.tokenizer,
             preprocessing=run.source.preprocessing,
+            logits=_final_logits(state.replicated(OBJECTIVE), run.config, run.initial_logits),
             config=run.config,
             checkpoint=checkpoint,
         )
@@ -62,11 +65,13 @@ def open_model(name: str, communicator: Communicator, average: bool = False) -> 
     config = ModelConfig(pretrained=name)
     source = model_source(config, locate_on_rank_zero(config, communicator))
     tokenizer = source.tokenizer(_no_tokenizer)
+    model, logits = source.load(tokenizer)
     return SavedModel(
         name=name,
-        model=source.load(tokenizer).model,
+        model=model,
         tokenizer=tokenizer,
         preprocessing=source.preprocessing,
+        logits=logits,
         config=None,
         checkpoint=None,
     )

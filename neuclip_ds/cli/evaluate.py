@@ -348,6 +348,7 @@ def score_blends(options: argparse.Namespace, communicator: Communicator) -> str
                 model=blended.build(),
                 tokenizer=saved.tokenizer,
                 preprocessing=saved.preprocessing,
+                logits=blended.logits,
                 config=saved.config,
                 checkpoint=saved.checkpoint,
             )
