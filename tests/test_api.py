@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import neuclip_ds
+from neuclip_ds.checkpoint.saved_model import open_model, read_result
+from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.stop_signals import STOP_SIGNALS
 
 SMALL = {
@@ -75,6 +77,13 @@ def test_the_model_encodes_images_and_texts(run: neuclip_ds.Run, tmp_path: Path)
     assert torch.equal(run.model("cpu").encode_texts("a red cat"), texts[:1])
     with pytest.raises(ValueError, match=r"must be torch.uint8 \(3, 16, 16\)"):
         model.encode_images(pixels.float())
+
+
+def test_an_opened_run_has_the_temperature_that_it_exports(run: neuclip_ds.Run) -> None:
+    saved = open_model(str(run.folder), Communicator())
+    assert saved.checkpoint is not None and saved.config is not None
+    assert saved.logits == read_result(saved.checkpoint).logits
+    assert saved.logits.temperature != saved.config.objective.temperature.initial
 
 
 def test_images_are_read_from_files_and_bytes(run: neuclip_ds.Run, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ resumes a study that was interrupted. tools/study/plan.yaml has the arms and the
 Examples:
   python tools/run_study.py /data/flickr8k --stages gate oracles
   python tools/run_study.py demo:20000 --out runs/scenes --grid 2
+  python tools/run_study.py demo:12000 --out runs/towers --pixels
   python tools/run_study.py --tables tools/study/flickr8k.jsonl
 """
 
@@ -14,11 +15,14 @@ import itertools
 import json
 import math
 import multiprocessing
+import platform
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from datetime import date
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,7 +31,9 @@ import torch
 import yaml
 from study.features import Splits, cache_features, load_splits
 from study.fine_tuning import fine_tune
+from study.guides import guide_path, save_guide
 from study.loop import Run, train
+from study.pixels import cache_pixels
 from study.tables import tables
 
 from neuclip_ds.cli.program import Parser, exit_on_mistake
@@ -44,6 +50,7 @@ class Job:
     run: Run
     split: str
     features: Path
+    saved_as: str = ""  # name under which later runs use its heads as a reference or a teacher
 
 
 def main() -> None:
@@ -51,6 +58,7 @@ def main() -> None:
     parser.add_argument("source", nargs="?", help="folder with shards in train/ and val/, or demo:N for N scenes")
     parser.add_argument("--out", type=Path, default=Path("runs/study"), help="folder for features and results")
     parser.add_argument("--grid", type=int, default=1, help="image features are means over GRID x GRID parts")
+    parser.add_argument("--pixels", action="store_true", help="train small towers on pixels and words instead of heads")
     parser.add_argument("--stages", nargs="+", help="stages of plan.yaml, in order; by default all for this data")
     parser.add_argument("--processes", type=int, default=2, help="runs at a time, each on one core")
     parser.add_argument("--tables", type=Path, help="print the tables of a results.jsonl instead of running")
@@ -59,7 +67,10 @@ def main() -> None:
         options = parser.parse(sys.argv[1:])
         if not options.stages:
             scenes = str(options.source).startswith("demo:")
-            options.stages = [stage for stage, plan in PLAN["stages"].items() if plan.get("scenes", False) == scenes]
+            options.stages = []
+            for stage, plan in PLAN["stages"].items():
+                if plan.get("scenes", False) == scenes and plan.get("pixels", False) == options.pixels:
+                    options.stages.append(stage)
         if options.tables is None:
             if options.source is None:
                 raise UserError("Name the data: a folder with shards in train/ and val/, or demo:N.")
@@ -76,13 +87,19 @@ def study(options: argparse.Namespace) -> None:
     """Do the runs of the stages that have not ended yet."""
     features = options.out / "features"
     path = options.out / "results.jsonl"
-    cache_features(options.source, features, options.grid)
+    if options.pixels:
+        cache_pixels(options.source, features)
+    else:
+        cache_features(options.source, features, options.grid)
     options.out.mkdir(parents=True, exist_ok=True)
+    hardware = f"{_processor()}, {options.processes} runs at a time, torch {torch.__version__}"
+    origin = {"commit": _commit(), "hardware": hardware}
     with multiprocessing.get_context("spawn").Pool(options.processes, _one_core) as pool, path.open("a") as file:
         for stage in options.stages:
             # the results of some runs of a search decide which runs follow
             while todo := missing(stage, read_results(path), features):
                 for number, record in enumerate(pool.imap_unordered(do, todo), 1):
+                    record |= origin | {"date": date.today().isoformat()}
                     file.write(json.dumps(record) + "\n")
                     file.flush()
                     results = record["results"]
@@ -91,7 +108,12 @@ def study(options: argparse.Namespace) -> None:
 
 
 def missing(stage: str, known: Mapping[str, Any], features: Path) -> list[Job]:
-    return [job for job in jobs(stage, known, features) if not is_known(job, known)]
+    """Return the runs of a stage that have not ended, or whose heads later runs need and this folder lacks."""
+    return [job for job in jobs(stage, known, features) if not is_known(job, known) or _lacks_heads(job)]
+
+
+def _lacks_heads(job: Job) -> bool:
+    return bool(job.saved_as) and not guide_path(job.features / "guides", job.saved_as).is_file()
 
 
 def jobs(stage: str, known: Mapping[str, Any], features: Path) -> Iterator[Job]:
@@ -120,6 +142,7 @@ def jobs(stage: str, known: Mapping[str, Any], features: Path) -> Iterator[Job]:
                     run=Run(batch=batch, seed=seed, **with_settings(settings, point)),
                     split=plan.get("split", "test"),
                     features=features,
+                    saved_as=plan.get("saved_as", ""),
                 )
 
 
@@ -198,9 +221,27 @@ def do(job: Job) -> dict[str, Any]:
     if job.run.fine_tunes:
         results = fine_tune(splits.train, held_out, job.run)
     else:
-        results = train(splits.train, held_out, job.run).results
+        guides = job.features / "guides"
+        trained = train(splits.train, held_out, job.run, guides=guides)
+        if job.saved_as:
+            save_guide(guide_path(guides, job.saved_as), trained, job.run)
+        results = trained.results
     results["seconds"] = time.process_time() - began
     return {"name": job.name, "run": asdict(job.run), "results": _rounded(results)}
+
+
+def _commit() -> str:
+    """Return the commit of this repository, or an empty string outside one."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def _processor() -> str:
+    """Return the name of this machine's processor."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
 
 
 def _rounded(value: Any) -> Any:

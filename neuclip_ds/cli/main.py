@@ -22,6 +22,7 @@ COMMANDS = {
     "report": "write the report of a run, or compare runs",
     "export": "write a trained model for transformers or open_clip",
     "embed": "write the features of all samples of a dataset",
+    "explore": "search and classify images on a local page",
     "filter": "select samples by similarity or another column",
     "inspect": "show what is in a dataset before training",
     "pack": "pack tables of pairs into shards",

@@ -48,6 +48,7 @@ log = logging.getLogger(__name__)
 _SHARD_COUNT = "test/nshards.txt"
 _TEMPLATES = "zeroshot_classification_templates.txt"
 _CLASS_NAMES = "classnames.txt"
+_WORDNET_ID = re.compile(r"n[0-9]{8}")  # ImageNet's name of a class
 PLACEHOLDER = "{c}"  # replaced by the class name in a template
 LAYOUT = (
     "a zero-shot set is a folder with classnames.txt, zeroshot_classification_templates.txt, test/nshards.txt "
@@ -242,7 +243,10 @@ def _open_images(path: Path) -> EvaluationSet:
         folders = [folder for folder in folders if images_of_folder[folder]]
         if without_images:
             log.warning("%s: folders without images are not classes: %s", path, ", ".join(without_images))
-    if class_names is None:
+    templates: tuple[str, ...] = (f"a photo of a {PLACEHOLDER}.",)
+    if class_names is None and all(_WORDNET_ID.fullmatch(folder.name) for folder in folders):
+        class_names, templates = _imagenet_prompts(path, [folder.name for folder in folders])
+    elif class_names is None:
         class_names = tuple(folder.name.replace("_", " ") for folder in folders)
     elif len(class_names) != len(folders):
         raise UserError(
@@ -255,7 +259,8 @@ def _open_images(path: Path) -> EvaluationSet:
         with explained(f"The name of the folder {str(folder)!a} is not UTF-8 text", "rename it"):
             folder.name.encode()
     templates_file = path / _TEMPLATES
-    templates = _read_lines(templates_file) if templates_file.is_file() else (f"a photo of a {PLACEHOLDER}.",)
+    if templates_file.is_file():
+        templates = _read_lines(templates_file)
 
     images: list[tuple[Path, int]] = []
     for label, folder in enumerate(folders):
@@ -279,6 +284,32 @@ def _open_images(path: Path) -> EvaluationSet:
         class_names=class_names,
         templates=templates,
     )
+
+
+def _imagenet_prompts(path: Path, wordnet_ids: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return OpenAI's names of ImageNet classes and its 80 templates, as open_clip has them.
+
+    Raises UserError if open_clip is not installed, or a class is not one of ImageNet-1k's.
+    """
+    fix = f"write the names to {path / _CLASS_NAMES}, one for each folder in order"
+    try:
+        from open_clip.zero_shot_metadata import IMAGENET_CLASSNAMES, OPENAI_IMAGENET_TEMPLATES
+    except ImportError as error:
+        raise UserError(
+            f"The folders in {path} are WordNet ids, such as {wordnet_ids[0]}, whose names open_clip has: "
+            f"pip install open_clip_torch, or {fix}."
+        ) from error
+    from timm.data import ImageNetInfo
+
+    names = dict(zip(ImageNetInfo("imagenet-1k").label_names(), IMAGENET_CLASSNAMES, strict=True))
+    unknown = [wordnet_id for wordnet_id in wordnet_ids if wordnet_id not in names]
+    if unknown:
+        raise UserError(
+            f"{path} has {len(unknown)} folders with WordNet ids that ImageNet-1k does not have, such as {unknown[0]}: "
+            f"{fix}."
+        )
+    templates = tuple(template(PLACEHOLDER) for template in OPENAI_IMAGENET_TEMPLATES)
+    return tuple(names[wordnet_id] for wordnet_id in wordnet_ids), templates
 
 
 def _warn_of_numbers(path: Path, folders: Sequence[Path], class_names: Sequence[str]) -> None:

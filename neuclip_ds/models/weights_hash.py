@@ -9,11 +9,13 @@ from torch import Tensor, nn
 def weights_hash(module: nn.Module) -> str:
     """Return a hash (32 hex digits) of a module's parameters and floating-point buffers, regardless of their names.
 
-    Names and their order differ between libraries that load the same weights. Call this before the weights are cast,
-    moved or partitioned.
+    Names and their order differ between libraries that load the same weights. The hash of a timm model includes its
+    architecture, because some differ only in their padding, such as efficientnet_lite0 and tf_efficientnet_lite0. Call
+    this before the weights are cast, moved or partitioned.
     """
     hashes = sorted(_hash(value) for value in module.state_dict().values() if value.is_floating_point())
-    return hashlib.sha256("".join(hashes).encode()).hexdigest()[:32]
+    architecture = getattr(module, "pretrained_cfg", {}).get("architecture", "")  # of timm
+    return hashlib.sha256("".join([architecture, *hashes]).encode()).hexdigest()[:32]
 
 
 def _hash(value: Tensor) -> str:

@@ -78,17 +78,18 @@ def check_trunk_outputs(
         check_separate_projection(tower, f"data.{name}", "omit the option")
         _check_contents(name, table, tower)
         embedding = table.embedding
-        settings: dict[str, tuple[Any, Any]] = {}  # of the table, and of the run
+        settings: dict[str, tuple[Any, Any]] = {}  # by option: of the table, and of the run
         if name == IMAGE:
-            settings["preprocessing"] = embedding.get("preprocessing"), preprocessing.to_json()
+            options = "model.vision.image_size, mean and std"
+            settings[options] = embedding.get("preprocessing"), preprocessing.to_json()
         else:
-            settings["context length"] = embedding.get("context_length"), tokenizer.context_length
-            settings["pooling"] = embedding.get("pooling"), getattr(tower, "pooling", None)
-        for setting, (of_table, of_run) in settings.items():
+            settings["model.text.context_length"] = embedding.get("context_length"), tokenizer.context_length
+            settings["model.text.pooling"] = embedding.get("pooling"), getattr(tower, "pooling", None)
+        for option, (of_table, of_run) in settings.items():
             if of_table != of_run:
                 raise UserError(
-                    f"{table.folder} was computed with the {setting} {of_table}, but this run has {of_run}: embed the "
-                    "training data with the run's model and settings."
+                    f"{table.folder} was computed with {option} {of_table}, but this run has {of_run}: "
+                    "set the table's values in this run, or embed the training data again."
                 )
 
 

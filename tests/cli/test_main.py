@@ -36,6 +36,10 @@ MISTAKES |= {
     ("evaluate", "nope", "--data=."): "MODEL=nope does not exist",
     ("evaluate", ".", "--data", ".", "/nope"): "--data=/nope: /nope does not exist",
     ("export", "runs/nope", "--out=out"): "RUN=runs/nope: runs/nope does not exist",
+    ("explore", "nope", "--images=."): "MODEL=nope does not exist",
+    ("explore", "a/b", "--images=/nope"): "--images=/nope: /nope does not exist",
+    ("explore", "a/b", "--images=.", "--features", "/nope"): "--features=/nope: /nope does not exist",
+    ("explore", "a/b", "--images=."): "gradio, which is not installed: run pip install 'neuclip_ds[explore]'",
     ("embed", "a/b/c", ".", "--out=out"): "MODEL=a/b/c does not exist",
     ("embed", "openai/clip", "/nope", "--out=out"): "SHARDS=/nope: /nope does not exist",
     ("embed", "timm:a", ".", "--out=out", "--output=joint"): "timm:a has no joint space of images and texts",
@@ -55,7 +59,7 @@ import neuclip_ds, neuclip_ds.losses
 from neuclip_ds.cli.main import COMMANDS, main
 
 find_spec = importlib.util.find_spec
-importlib.util.find_spec = lambda name: None if name in ("wandb", "peft", "open_clip") else find_spec(name)
+importlib.util.find_spec = lambda name: None if name in ("wandb", "peft", "open_clip", "gradio") else find_spec(name)
 neuclip_ds.UserError
 for command in ["", *COMMANDS]:
     with contextlib.suppress(SystemExit):

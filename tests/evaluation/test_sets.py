@@ -1,6 +1,7 @@
 """Read evaluation sets in all supported forms: CLIP_benchmark's layout, images by class, and tables of pairs."""
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,37 @@ def classes_of_images(path: Path) -> dict[str, str]:
     for sample in image_set.samples():
         names[str(Path(sample.name).relative_to(path))] = image_set.class_names[int(sample.text("cls"))]
     return names
+
+
+def folders_of_images(path: Path, names: list[str]) -> None:
+    write(path, [f"{name}/a.png" for name in names])
+
+
+def test_folders_of_imagenet_have_its_names_and_templates(tmp_path: Path) -> None:
+    metadata = pytest.importorskip("open_clip.zero_shot_metadata")
+    folders_of_images(tmp_path, ["n01440764", "n15075141", "n02123045"])
+    image_set = open_labeled(tmp_path)
+    assert image_set.class_names == ("tench", "tabby cat", "toilet paper")
+    assert image_set.templates == tuple(make("{c}") for make in metadata.OPENAI_IMAGENET_TEMPLATES)
+    (tmp_path / "classnames.txt").write_text("fish\ncat\npaper\n")
+    image_set = open_labeled(tmp_path)
+    assert (image_set.class_names, image_set.templates) == (("fish", "cat", "paper"), ("a photo of a {c}.",))
+
+
+def test_other_wordnet_ids_are_refused_and_other_names_are_not(tmp_path: Path) -> None:
+    pytest.importorskip("open_clip")
+    folders_of_images(tmp_path / "ids", ["n01440764", "n00000001"])
+    with pytest.raises(UserError, match="n00000001"):
+        open_labeled(tmp_path / "ids")
+    folders_of_images(tmp_path / "names", ["n01440764", "cat"])
+    assert open_labeled(tmp_path / "names").class_names == ("cat", "n01440764")
+
+
+def test_imagenet_without_open_clip_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "open_clip.zero_shot_metadata", None)
+    folders_of_images(tmp_path, ["n01440764", "n15075141"])
+    with pytest.raises(UserError, match="open_clip_torch"):
+        open_labeled(tmp_path)
 
 
 @pytest.mark.parametrize("width", [1, 4])

@@ -14,10 +14,13 @@ from safetensors.torch import save_file
 from study import fine_tuning
 from study.features import load_splits
 from study.figures import draw
+from study.guides import guide_path, load_guide, save_guide
 from study.loop import Heads, Run, train
 from study.measures import normalizers, scores
+from study.pixels import cache_pixels
 from study.tables import difference, tables
 
+from neuclip_ds.data.demo import make_demo_data
 from neuclip_ds.errors import UserError
 
 
@@ -52,6 +55,49 @@ def test_a_loss_raises_the_recall(features: Path, loss: str, options: dict[str, 
     assert ("error_std" in results) == (loss in ("openclip", "fastclip_v3"))
     assert results["recall"] > results["curve"][0]["recall"]
     assert results["recall"] > 2 * scores(Heads(splits.train, run), splits.test)["recall"]
+
+
+def test_a_reference_and_a_teacher_of_other_pairs_raise_the_recall(features: Path, tmp_path: Path) -> None:
+    splits = load_splits(features, validation=250)
+    few = {"temperature": {"initial": 0.05}}
+    guide_run = Run("openclip", batch=20, seed=0, epochs=8, lr=3e-3, width=24, last=0.8, options=few)
+    guide = train(splits.train, splits.test, guide_run)
+    save_guide(guide_path(tmp_path, "guide"), guide, guide_run)
+    run = Run("openclip", batch=10, seed=1, epochs=6, lr=3e-3, width=16, first=0.8, options=few)
+    recalls = {}
+    for arguments in ({}, {"reference": "guide", "temperature_rate": 0.0}, {"teacher": "guide"}):
+        guided_run = replace(run, **arguments)
+        results = train(splits.train, splits.test, guided_run, guides=tmp_path).results
+        assert results["step"] == 60  # a fifth of the 250 images, each with two captions
+        recalls[" ".join(arguments)] = results["recall"]
+    assert recalls["teacher"] > recalls[""]
+    assert recalls["reference temperature_rate"] > recalls[""]
+    with pytest.raises(UserError, match="first run the stage that saves it"):
+        train(splits.train, splits.test, replace(run, teacher="other"), guides=tmp_path)
+
+
+def test_a_guide_computes_the_features_of_the_heads_that_were_saved(features: Path, tmp_path: Path) -> None:
+    splits = load_splits(features, validation=250)
+    run = Run("openclip", batch=50, seed=0, epochs=1, width=24)
+    trained = train(splits.train, splits.test, run)
+    save_guide(tmp_path / "guide.safetensors", trained, run)
+    guide = load_guide(tmp_path / "guide.safetensors", splits.train)
+    image, text = trained.heads.encode(splits.train)
+    index = torch.tensor([3, 40])
+    rows = guide.rows(torch.zeros(2, dtype=torch.int64), index)
+    torch.testing.assert_close(rows, (image[splits.train.image_of[index]], text[index]))
+    assert guide.tau == trained.results["tau"]
+
+
+def test_towers_learn_from_the_pixels_and_words_of_scenes(tmp_path: Path) -> None:
+    make_demo_data(tmp_path / "scenes", pairs=600, held_out=60, zero_shot=80, size=32, processes=1)
+    cache_pixels(str(tmp_path / "scenes"), tmp_path / "features")
+    splits = load_splits(tmp_path / "features", validation=100)
+    assert splits.test.text.shape[1] == splits.train.text.shape[1]
+    run = Run("openclip", batch=25, seed=1, epochs=4, width=32, trains_towers=True)
+    results = train(splits.train, splits.test, run).results
+    untrained = scores(Heads(splits.train, run), splits.test)
+    assert results["recall"] > 1.5 * untrained["recall"]
 
 
 def test_recovery_leaves_the_weights_as_they_are(features: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,3 +197,12 @@ def test_intervals_are_those_of_paired_seeds() -> None:
     mean, half_width = difference([2.0, 3.0, 4.0], [1.0, 1.0, 3.0])
     assert mean == pytest.approx(4 / 3)
     assert half_width == pytest.approx(4.303 * (1 / 3) ** 0.5 / 3**0.5, rel=1e-3)
+
+
+def test_guided_arms_are_also_compared_with_their_loss_alone() -> None:
+    recalls = {"openclip, few": 1.0, "sogclr, few": 3.0, "sogclr + teacher, few": 5.0}
+    records = {f"map/{arm}/B9/seed1": {"results": {"recall": recall}} for arm, recall in recalls.items()}
+    rows = [line.split(" | ") for line in tables(records).splitlines() if line.startswith("| ")]
+    gains = {row[0].removeprefix("| "): (row[2], row[3]) for row in rows[2:]}
+    assert gains["sogclr + teacher, few"] == ("+4.00 ± inf", "+2.00 ± inf")
+    assert gains["sogclr, few"] == ("+2.00 ± inf", "-")

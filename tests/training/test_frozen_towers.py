@@ -250,7 +250,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
             "model.vision.trainable=frozen",
             "data.image_features=images",
         ],
-        "was computed with the preprocessing",
+        "was computed with model.vision.image_size",
     ),
     "other data": ([*HEADS, *STORED, "data.train=other_shards"], "were computed for other data"),
 }

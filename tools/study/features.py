@@ -45,6 +45,14 @@ class Pairs(NamedTuple):
         pairs = kept[self.image_of]
         return Pairs(self.image[:, kept], self.text[pairs], (kept.cumsum(0) - 1)[self.image_of[pairs]])
 
+    def between(self, first: float, last: float) -> "Pairs":
+        """Return the pairs of the images whose position is between two fractions of all images."""
+        images = self.image.shape[1]
+        if (first, last) == (0.0, 1.0):
+            return self
+        position = torch.arange(images) / images
+        return self.of_images((position >= first) & (position < last))
+
     def with_noise(self, share: float, generator: torch.Generator) -> "Pairs":
         """Return the pairs with a share of the captions permuted among themselves."""
         moved = torch.randperm(len(self.text), generator=generator)[: round(share * len(self.text))]
@@ -114,17 +122,28 @@ def cache_features(source: str, folder: Path, grid: int = 1) -> None:
     missing = {path: settings for path, settings in files.items() if not path.is_file()}
     if not missing:
         return
-    if source.startswith("demo:"):
-        scenes = folder / "scenes"
-        if not scenes.exists():
-            make_demo_data(scenes, pairs=int(source.removeprefix("demo:")), held_out=1000, zero_shot=80)
-        source = str(scenes)
+    data = shards_of(source, folder)
     towers = _Towers(grid)
     for path, (shards, crops) in missing.items():
-        save_file(towers.encode(_samples(Path(source) / shards), crops)._asdict(), path)
+        save_file(towers.encode(read_samples(data / shards), crops)._asdict(), path)
 
 
-def _samples(folder: Path) -> Iterator[tuple[Image.Image, list[str]]]:
+def shards_of(source: str, folder: Path) -> Path:
+    """Return the folder with the shards of a source; scenes are rendered into FOLDER/scenes."""
+    if not source.startswith("demo:"):
+        return Path(source)
+    scenes = folder / "scenes"
+    if not scenes.exists():
+        make_demo_data(scenes, pairs=int(source.removeprefix("demo:")), held_out=1000, zero_shot=80)
+    return scenes
+
+
+def read_samples(folder: Path) -> Iterator[tuple[Image.Image, list[str]]]:
+    """Yield the image and the captions of each sample in a folder of shards.
+
+    Raises:
+        UserError: the folder has no shards.
+    """
     shards = sorted(str(path) for path in folder.glob("*.tar"))
     if not shards:
         raise UserError(f"{folder} holds no tar files; name a folder with shards in train/ and val/.")

@@ -5,7 +5,8 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,8 +17,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from neuclip_ds.losses import ContrastiveLoss
 from study.features import Pairs
+from study.guides import Guide, guide_path, load_guide
 from study.measures import normalizers, scores
 from study.oracle import OracleLoss
+from study.pixels import image_tower, text_tower
 
 WARMUP = 0.02  # fraction of the run
 RECORDS = (0.1, 0.3, 0.6, 1.0)  # records of the learning curve, as fractions of the run
@@ -42,6 +45,11 @@ class Run:
     copies: float = 0.0  # share of pairs replaced by copies of the others, as false negatives
     fine_tunes: bool = False  # start from a checkpoint of other photographs; see fine_tuning.py
     recovery: float = 0.0  # epochs that recover Adam's moments and u with frozen weights before fine-tuning
+    first: float = 0.0  # the run trains on the images from this fraction of all images
+    last: float = 1.0  # to this one
+    trains_towers: bool = False  # train small towers on pixels and words instead of heads on features; see pixels.py
+    reference: str = ""  # name of the saved run that is the reference model; see guides.py
+    teacher: str = ""  # name of the saved run that is the teacher
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)  # of the loss
 
 
@@ -50,8 +58,12 @@ class Heads(nn.Module):
 
     def __init__(self, pairs: Pairs, run: Run) -> None:
         super().__init__()
-        self.image = self._head(pairs.image.shape[-1], run)
-        self.text = self._head(pairs.text.shape[-1], run)
+        if run.trains_towers:
+            self.image = image_tower(run.width)
+            self.text = text_tower(pairs.text.shape[-1], run.width)
+        else:
+            self.image = self._head(pairs.image.shape[-1], run)
+            self.text = self._head(pairs.text.shape[-1], run)
 
     @staticmethod
     def _head(width: int, run: Run) -> nn.Module:
@@ -103,15 +115,25 @@ def build_loss(run: Run, pairs: Pairs, heads: Heads, steps_per_epoch: int) -> Co
     return ContrastiveLoss(run.loss, lr=run.lr, betas=(0.9, 0.999), adam_eps=1e-12, validate=False, **options)
 
 
-def train(pairs: Pairs, held_out: Pairs, run: Run, start: Callable[..., None] | None = None) -> Trained:
+def train(
+    pairs: Pairs,
+    held_out: Pairs,
+    run: Run,
+    start: Callable[..., None] | None = None,
+    guides: Path | None = None,
+) -> Trained:
     """Train on pairs, with records of the scores on held-out pairs.
 
     Args:
         start: sets the initial state of the heads, the loss, and the optimizer.
+        guides: the folder of the saved runs that the reference and the teacher name.
     """
-    torch.manual_seed(run.seed)
     order = torch.Generator().manual_seed(run.seed)
-    pairs = pairs.with_noise(run.noise, order).with_copies(run.copies)
+    pairs = pairs.between(run.first, run.last).with_noise(run.noise, order).with_copies(run.copies)
+    stored = _stored(pairs, run, guides)
+    if "teacher" in stored:
+        run = _with_teacher(run, stored["teacher"].tau)
+    torch.manual_seed(run.seed)  # the heads of runs with and without a guide start equal
     heads = Heads(pairs, run)
     per_epoch = len(pairs.text) // run.batch
     total = round(run.epochs * per_epoch)
@@ -133,8 +155,10 @@ def train(pairs: Pairs, held_out: Pairs, run: Run, start: Callable[..., None] | 
             crops = torch.randint(len(pairs.image), (len(permutation),), generator=order)
         index = permutation[step % per_epoch * run.batch :][: run.batch]
         loss_fn.lr = optimizer.param_groups[0]["lr"]
-        image, text = heads(pairs.image[crops[index], pairs.image_of[index]], pairs.text[index])
-        loss = loss_fn(image, text, index)
+        crop = crops[index]
+        image, text = heads(pairs.image[crop, pairs.image_of[index]], pairs.text[index])
+        stored_rows = {name: guide.rows(crop, index) for name, guide in stored.items()}
+        loss = loss_fn(image, text, index, **stored_rows)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -144,3 +168,20 @@ def train(pairs: Pairs, held_out: Pairs, run: Run, start: Callable[..., None] | 
             record = {"step": step + 1, "tau": tau, **scores(heads, held_out)}
             records.append(record | normalizers(heads, pairs, run, tau, loss_fn))
     return Trained(results={**records[-1], "curve": records}, heads=heads, loss=loss_fn, optimizer=optimizer)
+
+
+def _stored(pairs: Pairs, run: Run, folder: Path | None) -> dict[str, Guide]:
+    """Return the features of the run's reference and teacher, by the names of the loss's arguments."""
+    names = {"reference": run.reference, "teacher": run.teacher}
+    guides: dict[str, Guide] = {}
+    for argument, name in names.items():
+        if name:
+            assert folder is not None, "a run with a reference or a teacher needs the folder of the saved runs"
+            guides[argument] = load_guide(guide_path(folder, name), pairs)
+    return guides
+
+
+def _with_teacher(run: Run, tau: float) -> Run:
+    """Return the run with the teacher's temperature, that of the end of its training, in the loss's options."""
+    distill = {"temperature": tau, **run.options.get("distill", {})}
+    return replace(run, options={**run.options, "distill": distill})

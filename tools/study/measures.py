@@ -63,7 +63,8 @@ def normalizers(
         "ratio_max": float(ratio.max()),
     }
 
-    if isinstance(loss_fn, ContrastiveLoss) and run.loss != "siglip":  # SigLIP has no normalizer
+    # SigLIP has no normalizer, and those with a reference are of other exponents
+    if isinstance(loss_fn, ContrastiveLoss) and run.loss != "siglip" and not run.reference:
         estimates = []
         batches = zip(image.split(run.batch), text.split(run.batch), rows.split(run.batch), strict=True)
         for batch_image, batch_text, batch_rows in batches:

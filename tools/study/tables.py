@@ -50,6 +50,9 @@ def _table(stage: str, batch: int, rows: Mapping[str, Mapping[int, Any]]) -> str
     peers = [name for name in rows if name.split(",")[0].removeprefix("tune ") == PEER]
     best = PEER if PEER in rows else max(peers, key=lambda name: _mean(rows[name], "recall"), default=None)
     header = ["arm", "recall %", f"minus {PEER}", *_COLUMNS, "lowest", "seeds"]
+    has_guides = any(_unguided(name) in rows for name in rows if name != _unguided(name))
+    if has_guides:
+        header.insert(3, "minus the loss alone")
     lines = [header, ["---"] * len(header)]
     for name, seeds in sorted(rows.items(), key=lambda row: -_mean(row[1], "recall")):
         # the peer in the same setting, or else the best peer
@@ -59,11 +62,19 @@ def _table(stage: str, batch: int, rows: Mapping[str, Mapping[int, Any]]) -> str
         if peer is not None and name != peer:
             gain = _gain(seeds, rows[peer])
         line = [name, f"{_mean(seeds, 'recall'):.2f}", gain]
+        if has_guides:
+            alone = rows.get(_unguided(name), {})
+            line.append("-" if name == _unguided(name) else _gain(seeds, alone))
         for key in _COLUMNS:
             line.append(f"{_mean(seeds, key):.3g}" if key in next(iter(seeds.values())) else "-")
         lowest = min(results["recall"] for results in seeds.values())
         lines.append([*line, f"{lowest:.2f}", str(len(seeds))])
     return "\n".join([f"## {stage}, B = {batch}", "", *("| " + " | ".join(line) + " |" for line in lines)])
+
+
+def _unguided(name: str) -> str:
+    """Return the setting of the same loss without a reference or a teacher."""
+    return re.sub(r" \+ [^,]+", "", name)
 
 
 def _gain(seeds: Mapping[int, Any], peer_seeds: Mapping[int, Any]) -> str:

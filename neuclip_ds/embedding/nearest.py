@@ -1,0 +1,300 @@
+"""Find the images and captions that are nearest to a text or an image, and classify images against names.
+
+Searches are exact: usearch compares the query with all features, without an index that has to be built or tuned.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from neuclip_ds.data.decoders import DecodeError
+from neuclip_ds.data.feature_table import FeatureTable, Stored
+from neuclip_ds.data.images import EvalTransform
+from neuclip_ds.data.loader import LoaderOptions
+from neuclip_ds.data.manifest import Manifest
+from neuclip_ds.data.worker_pool import WorkerPool
+from neuclip_ds.embedding.collection import Collection
+from neuclip_ds.embedding.embed import encode_by_length
+from neuclip_ds.embedding.encoders import FeatureEncoders
+from neuclip_ds.errors import UserError, explained
+from neuclip_ds.evaluation.sets import PLACEHOLDER
+
+log = logging.getLogger(__name__)
+
+_REPRODUCED = 0.99  # minimum cosine similarity of a stored feature to the model's; features in bfloat16 are above it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Match:
+    """An image or caption, and its cosine similarity to a query."""
+
+    index: int  # number of the image in the collection
+    similarity: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassScore:
+    """A class, and how well its prompt fits an image."""
+
+    name: str
+    similarity: float  # cosine
+    probability: float  # among the classes, at the model's temperature
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Features:
+    """L2-normalized features of n images or captions of a collection."""
+
+    index: NDArray[np.int64]  # (n,), numbers of the images
+    values: NDArray[np.floating]  # (n, d), float16 or float32
+
+    def nearest(self, query: Tensor, count: int) -> list[Match]:
+        """Return the at most `count` rows with the largest cosine similarity to a (d,) query, the largest first."""
+        from usearch.index import MetricKind, search  # an optional package
+
+        count = min(count, len(self.index))
+        if not count:
+            return []
+        query_values = query.cpu().numpy().astype(self.values.dtype)
+        result = search(self.values, query_values, count, MetricKind.IP, exact=True)
+        matches = []
+        for row, distance in zip(result.keys.tolist(), result.distances.tolist(), strict=True):
+            matches.append(Match(index=int(self.index[row]), similarity=1 - distance))
+        return matches
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CollectionFeatures:
+    """A model's features of the images and captions of a collection; unusable images and captions have none."""
+
+    images: Features
+    captions: Features
+
+
+class SearchableModel:
+    """A model and its features of a collection.
+
+    Attributes:
+        name: name to show.
+        features: features of the collection.
+    """
+
+    def __init__(self, name: str, encoders: FeatureEncoders, temperature: float, features: CollectionFeatures) -> None:
+        """
+        Args:
+            name: name to show.
+            encoders: encoders of images and of captions in one space.
+            temperature: cosine similarities are divided by it before the softmax over classes.
+            features: features of the collection.
+        """
+        self.name = name
+        self._temperature = temperature
+        self.features = features
+        self._encoders = encoders
+        self._transform = transform_of(encoders)
+
+    def encode_text(self, text: str) -> Tensor:
+        """Return the L2-normalized feature (d,) of a text."""
+        return self._encode_texts([text])[0]
+
+    def encode_image(self, image: bytes) -> Tensor:
+        """Return the L2-normalized feature (d,) of an encoded image; raise DecodeError if it cannot be decoded."""
+        assert self._encoders.image is not None
+        pixels = self._transform(image).unsqueeze(0)
+        return functional.normalize(self._encoders.image(pixels), dim=1)[0]
+
+    def classify(self, image: bytes, names: Sequence[str], template: str) -> list[ClassScore]:
+        """Return the scores of at least one class, the highest first.
+
+        Args:
+            image: encoded image.
+            names: names of the classes.
+            template: prompt, with `{c}` in place of the name.
+
+        Raises:
+            DecodeError: the image cannot be decoded.
+        """
+        prompts = [template.replace(PLACEHOLDER, name) for name in names]
+        similarities = self._encode_texts(prompts) @ self.encode_image(image)
+        probabilities = functional.softmax(similarities / self._temperature, dim=0)
+        scores = []
+        for name, similarity, probability in zip(names, similarities.tolist(), probabilities.tolist(), strict=True):
+            scores.append(ClassScore(name=name, similarity=similarity, probability=probability))
+        return sorted(scores, key=lambda score: score.similarity, reverse=True)
+
+    def _encode_texts(self, texts: Sequence[str]) -> Tensor:
+        assert self._encoders.text is not None and self._encoders.tokenize is not None
+        tokens = self._encoders.tokenize(list(texts))
+        return functional.normalize(encode_by_length(self._encoders.text, tokens, len(tokens)), dim=1)
+
+
+def check_features(model: SearchableModel, collection: Collection, folder: str) -> None:
+    """Raise UserError if the model does not reproduce the feature of the first image in a folder of features."""
+    images = model.features.images
+    number = int(images.index[0])
+    name = collection.name(number)
+    with explained(f"Image {name} cannot be read", "check the storage"):
+        feature = model.encode_image(collection.read(number).image).cpu()
+    stored = torch.from_numpy(images.values[0]).float()
+    similarity = float(feature @ stored) if feature.shape == stored.shape else 0
+    if similarity < _REPRODUCED:
+        raise UserError(
+            f"The features in {folder} are not those of {model.name}: the cosine similarity of the two features of "
+            f"image {name} is {similarity:.3f}. The model or the data has changed since: embed the data again."
+        )
+
+
+def transform_of(encoders: FeatureEncoders) -> EvalTransform:
+    """Return the transform of a model's images."""
+    assert encoders.preprocessing is not None
+    return EvalTransform(encoders.preprocessing.size, encoders.preprocessing.squash)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _EncoderInput:
+    """The usable images of a range of a collection, and their captions."""
+
+    pixels: Tensor  # uint8 (b, 3, H, W)
+    index: list[int]  # numbers of the b images
+    captions: list[str]
+    caption_index: list[int]  # numbers of the images with a caption
+    unusable: list[str]  # reasons why images are omitted
+
+
+class _RangeReader:
+    """Reads ranges of a collection in loader processes."""
+
+    def __init__(self, collection: Collection, transform: EvalTransform) -> None:
+        self._collection = collection
+        self._transform = transform
+
+    def __call__(self, numbers: range) -> _EncoderInput:
+        pixels = []
+        index = []
+        captions = []
+        caption_index = []
+        unusable = []
+        for number in numbers:
+            try:
+                sample = self._collection.read(number)
+                pixels.append(self._transform(sample.image))
+            except (OSError, DecodeError) as error:
+                unusable.append(str(error))
+                continue
+            index.append(number)
+            if sample.caption is not None:
+                captions.append(sample.caption)
+                caption_index.append(number)
+        side = self._transform.image_size
+        return _EncoderInput(
+            pixels=torch.stack(pixels) if pixels else torch.empty(0, 3, side, side, dtype=torch.uint8),
+            index=index,
+            captions=captions,
+            caption_index=caption_index,
+            unusable=unusable,
+        )
+
+
+def encode_collection(
+    collection: Collection,
+    encoders: FeatureEncoders,
+    options: LoaderOptions,
+    batch_size: int,
+    report: Callable[[int, int], None],
+) -> CollectionFeatures:
+    """Encode all images and captions of a collection; images that cannot be decoded are omitted with a warning.
+
+    Args:
+        collection: the images.
+        encoders: a model with encoders of images and of captions in one space.
+        options: options of the loader processes.
+        batch_size: images that are encoded at once.
+        report: function that is called with the number of images done and the number of all images.
+
+    Raises:
+        UserError: no image can be decoded, or a shard differs from its manifest.
+    """
+    assert encoders.image is not None and encoders.text is not None and encoders.tokenize is not None
+    images: list[Tensor] = []
+    captions: list[Tensor] = []
+    index: list[int] = []
+    caption_index: list[int] = []
+    unusable: Counter[str] = Counter()
+    total = len(collection)
+
+    def ranges() -> Iterator[range]:
+        for start in range(0, total, batch_size):
+            yield range(start, min(start + batch_size, total))
+
+    with closing(WorkerPool(_RangeReader(collection, transform_of(encoders)), options)) as pool:
+        for number, batch in enumerate(pool.run(ranges(), "batch {} of the images".format, Path())):
+            if batch.index:
+                images.append(encoders.image(batch.pixels).cpu())
+            if batch.captions:
+                tokens = encoders.tokenize(batch.captions)
+                captions.append(encode_by_length(encoders.text, tokens, batch_size).cpu())
+            index += batch.index
+            caption_index += batch.caption_index
+            unusable.update(batch.unusable)
+            report(min((number + 1) * batch_size, total), total)
+    if unusable:
+        reasons = "; ".join(f"{count} x {reason}" for reason, count in unusable.most_common(3))
+        log.warning("%d of %d images are omitted: %s", unusable.total(), total, reasons)
+    if not index:
+        raise UserError(f"None of the {total} images can be used: {next(iter(unusable), 'there are none')}.")
+    return CollectionFeatures(images=_features(index, images), captions=_features(caption_index, captions))
+
+
+def _features(index: list[int], rows: list[Tensor]) -> Features:
+    """Join the rows of features, which may be none, and normalize them."""
+    values = functional.normalize(torch.cat(rows), dim=1) if rows else torch.empty(0, 0)
+    return Features(index=np.array(index, dtype=np.int64), values=values.numpy())
+
+
+def read_features(stored: Stored, model: str, manifest: Manifest) -> CollectionFeatures:
+    """Read the features of a dataset that `neuclip-ds embed` wrote.
+
+    Args:
+        stored: result of `find_table` for a local folder.
+        model: the model's name as `embed` records it.
+        manifest: the dataset.
+
+    Raises:
+        UserError: the features are of another model or other data, are not of images and captions in a joint space,
+            or are of random crops.
+    """
+    folder = stored["folder"]
+    embedding = stored["embedding"]
+    of_average = embedding["ema"]
+    if embedding["model"] != model or of_average:
+        average = "the moving average of " if of_average else ""
+        raise UserError(
+            f"The features in {folder} are of {average}{embedding['model']}, not of {model}: name the folders in "
+            "--features in the order of the models, or embed the data with this model."
+        )
+    if embedding["output"] != "joint":
+        raise UserError(f"The features in {folder} are not in a joint space: embed the data without --output=trunk.")
+    if embedding["crops"]:
+        raise UserError(f"The features in {folder} are of random crops: embed the data without --crops.")
+    table = FeatureTable(stored, manifest, embedding["captions"])
+    numbers = torch.arange(manifest.n)
+    rows, problems = table.rows(numbers)
+    is_usable = np.ones(manifest.n, dtype=bool)
+    is_usable[list(problems)] = False
+    if not is_usable.any():
+        raise UserError(f"{folder} has no usable features: {next(iter(problems.values()), 'the dataset is empty')}.")
+    index = numbers.numpy()[is_usable]
+    image, text = rows.pair()
+    return CollectionFeatures(
+        images=Features(index=index, values=image.numpy()[is_usable]),
+        captions=Features(index=index, values=text.numpy()[is_usable]),
+    )
