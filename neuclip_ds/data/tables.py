@@ -3,6 +3,8 @@
 A folder of images with texts of the same names (dog.jpg and dog.txt) is read as such a table too.
 """
 
+from __future__ import annotations
+
 import base64
 import binascii
 import csv
@@ -10,18 +12,20 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import fsspec
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
-import pyarrow.dataset
 
 from neuclip_ds.data.fetch import explain
 from neuclip_ds.data.listing import IMAGES, TABLES, files_below, matching_files
 from neuclip_ds.data.shards import is_local
 from neuclip_ds.errors import UserError, explained
+
+if TYPE_CHECKING:
+    import pyarrow.dataset
 
 IMAGE_COLUMNS = ("image", "filepath", "file_name", "filename", "image_path", "image_file", "path", "file", "jpg", "png")
 CAPTION_COLUMNS = ("caption", "text", "title", "captions", "sentence", "sentences", "txt", "alt_text")
@@ -97,6 +101,8 @@ def open_table(source: str, quotes: Quotes = "auto") -> PairTable:
     `source` is a CSV, TSV, JSON Lines or Parquet file, a folder or glob of such files, all of the same format, or a
     folder of images with a .txt file of the same name next to each.
     """
+    from pyarrow import dataset  # slow to import, because it imports pandas
+
     path = Path(source).expanduser()
     try:
         if path.is_dir():
@@ -118,7 +124,7 @@ def open_table(source: str, quotes: Quotes = "auto") -> PairTable:
         delimiter = _find_delimiter(Path(paths[0]), _DELIMITERS[extension])
     with explained(f"The table {source} cannot be read", _FIX if delimiter is None else _FIX_QUOTES):
         if delimiter is None:
-            data = pyarrow.dataset.dataset(paths, format="json" if extension == ".jsonl" else "parquet")
+            data = dataset.dataset(paths, format="json" if extension == ".jsonl" else "parquet")
         else:
             data = _open_delimited(paths, delimiter, quotes)
         rows = data.count_rows()
@@ -130,6 +136,8 @@ def _open_folder(folder: Path, images: Sequence[Path]) -> PairTable:
 
     Raises UserError if there is no text.
     """
+    from pyarrow import dataset  # slow to import
+
     texts = {path.with_suffix(""): path for path in files_below(folder, [_TEXT])}
     if not texts:
         raise UserError(
@@ -149,7 +157,7 @@ def _open_folder(folder: Path, images: Sequence[Path]) -> PairTable:
         IMAGE_COLUMNS[0]: pa.array([image for image, _ in rows], pa.string()),
         CAPTION_COLUMNS[0]: pa.array([caption for _, caption in rows], pa.string()),
     }
-    data = pyarrow.dataset.dataset(pa.table(columns))
+    data = dataset.dataset(pa.table(columns))
     return PairTable(name=str(folder), data=data, rows=len(rows), delimiter=None, folder=folder.absolute())
 
 
@@ -164,11 +172,13 @@ def _find_delimiter(file: Path, usual: str) -> str:
 
 
 def _open_delimited(paths: list[str], delimiter: str, quotes: Quotes) -> pyarrow.dataset.Dataset:
+    from pyarrow import dataset  # slow to import
+
     quote = False if quotes == "off" else '"'
     parsing = pyarrow.csv.ParseOptions(delimiter=delimiter, quote_char=quote, newlines_in_values=quotes != "off")
     with pyarrow.csv.open_csv(paths[0], parse_options=parsing) as first:
         schema = pa.schema([(name, pa.string()) for name in first.schema.names])  # so that the caption "7" is text
-    return pyarrow.dataset.dataset(paths, schema=schema, format=pyarrow.dataset.CsvFileFormat(parsing))
+    return dataset.dataset(paths, schema=schema, format=dataset.CsvFileFormat(parsing))
 
 
 def _find_missing_quote(batch: pa.RecordBatch, delimiter: str) -> str:
