@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from importlib import import_module
 from itertools import accumulate
 from typing import Any
 
@@ -181,7 +180,7 @@ def import_muon_uncompiled() -> None:
     compile_function = compiler.compile
     compiler.compile = lambda *_, **__: lambda function: function
     try:
-        import_module("deepspeed.runtime.zero.muon.original_muon")
+        import deepspeed.runtime.zero.muon.original_muon  # noqa: F401
     finally:
         compiler.compile = compile_function
 
