@@ -7,6 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from neuclip_ds.limits import fix_of_limit
+
+_LONGEST_CAUSE = 500  # characters of an error that a message contains
+_HEAD = 300  # of them from its start; the others are its end, where libraries name the cause
 _SECRETS = (
     re.compile(r"(?i)\b([a-z][a-z0-9+.-]*://)[^/\s'\"@]+(?=@)"),  # USER:PASSWORD of a URL
     re.compile(r"(?i)\b([a-z][a-z0-9+.-]*://[^\s'\"?]*\?)[^\s'\"]+"),  # query of a URL: a signature may have any name
@@ -76,12 +80,21 @@ def require_package(module: str, option: str, extra: str) -> None:
 
 @contextmanager
 def explained(problem: str, fix: str) -> Iterator[None]:
-    """Convert any exception but UserError into a UserError with the message "PROBLEM (start of the error); FIX."."""
+    """Convert any exception but UserError into a UserError with the message "PROBLEM (the error); FIX.".
+
+    If the exception reports a limit of this machine, such as the number of open files, the fix is to raise the limit.
+    """
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        first_line = str(error).strip().partition("\n")[0]
-        first_sentence = first_line.partition(". ")[0].rstrip(".")[:500]
-        raise UserError(f"{problem} ({first_sentence or type(error).__name__}); {fix}.") from error
+        raise UserError(f"{problem} ({cause_of(error)}); {fix_of_limit(error) or fix}.") from error
+
+
+def cause_of(error: BaseException) -> str:
+    """Return an error's text in one line, without the middle if it is long, or the name of its type if it is empty."""
+    text = " ".join(str(error).split()).rstrip(".")
+    if len(text) > _LONGEST_CAUSE:
+        text = f"{text[:_HEAD]} ... {text[_HEAD - _LONGEST_CAUSE :]}"
+    return text or type(error).__name__

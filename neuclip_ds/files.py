@@ -20,6 +20,7 @@ from typing import IO, Any, NamedTuple
 from uuid import uuid4
 
 from neuclip_ds.errors import UserError
+from neuclip_ds.limits import fix_of_limit
 
 log = logging.getLogger(__name__)
 
@@ -242,10 +243,10 @@ def explain_disk(path: Path, remedy: str = "choose another --run.output-dir") ->
     try:
         yield
     except OSError as error:
-        raise UserError(
-            f"{path} cannot be written ({error.strerror or error}: {error.filename or path}). Make room or give write "
-            f"permission there, or {remedy}."
-        ) from error
+        problem = f"{path} cannot be written ({error.strerror or error}: {error.filename or path})"
+        if fix := fix_of_limit(error):
+            raise UserError(f"{problem}; {fix}.") from error
+        raise UserError(f"{problem}. Make room or give write permission there, or {remedy}.") from error
 
 
 def private_folder() -> Path:

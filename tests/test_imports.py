@@ -16,6 +16,7 @@ PACKAGE = ROOT / "neuclip_ds"
 # Lowest first. A package or top-level module imports only those of lower layers; those of one layer do not import each
 # other.
 LAYERS: list[set[str]] = [
+    {"limits"},
     {"errors"},
     {"section", "distributed", "files"},
     {"state"},
@@ -32,7 +33,7 @@ LAYERS: list[set[str]] = [
 ]
 # package -> the only packages below it that it imports; a package that is not listed may import all of them
 IMPORTS_ONLY = {
-    "distributed": {"errors"},
+    "distributed": {"errors", "limits"},
     "losses": {"errors", "section", "distributed", "state"},
 }
 # library -> the only packages that import it

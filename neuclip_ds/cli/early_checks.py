@@ -12,6 +12,7 @@ import fsspec
 from neuclip_ds.config import Config
 from neuclip_ds.data.shards import is_local
 from neuclip_ds.errors import UserError, explained, install_command, require_package
+from neuclip_ds.limits import low_limit
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://")
 _NOT_A_PATH = re.compile(r"^demo:|[*?[{]")  # the demo data, or a pattern
@@ -19,9 +20,15 @@ _OPEN_CLIP = "open_clip:"
 
 
 def check_run(config: Config) -> None:
-    """Raise UserError if a run would read a path that does not exist, or use a package that is not installed."""
+    """Raise UserError if a run would read a path that does not exist or use a package that is not installed.
+
+    The same applies if a limit of this machine is too low for loader processes.
+    """
     run = config.run
     data = config.data
+    problem = low_limit()
+    if data.workers and problem:
+        raise UserError(problem)
     model = config.model
     if run.wandb is not None:
         require_package("wandb", "run.wandb", "wandb")

@@ -18,6 +18,8 @@ from neuclip_ds.data.order import hash64
 from neuclip_ds.data.readers import ChecksumError, RawSample, TarReader
 from neuclip_ds.data.shards import is_local
 from neuclip_ds.data.stored_towers import IMAGE, TEXT, loss_tables, reads_captions, reads_images
+from neuclip_ds.errors import UserError
+from neuclip_ds.limits import fix_of_limit
 
 Tokenize = Callable[[list[str]], Tensor]  # maps b captions to int64 (b, T); picklable
 PADDING = -1  # index of a row that has no sample
@@ -87,13 +89,18 @@ class SampleReader:
         self._reader.prefetch_samples(indices)
 
     def read(self, index: int, with_image: bool = True) -> RawSample | str:
-        """Return the bytes of a sample, or the reason why they cannot be used."""
+        """Return the bytes of a sample, or the reason why they cannot be used.
+
+        Raises UserError if a limit of this machine prevents it, or if `TarReader.read` does.
+        """
         try:
             try:
                 raw = self._reader.read(index, with_image)
             except OSError:
                 raw = self._reader.read(index, with_image)  # retry once: network file systems have short outages
         except OSError as error:
+            if fix := fix_of_limit(error):
+                raise UserError(f"Sample {index} cannot be read ({error}); {fix}.") from error
             cause = "checksum differs" if isinstance(error, ChecksumError) else "read failed"
             return f"{cause}: {error}"
         if with_image and raw.image is None:

@@ -4,12 +4,16 @@ A transfer runs in a daemon thread, because a call to the backend may never retu
 abandoned; it can write only to a separate file, which the caller removes.
 """
 
+import errno
 import json
 import random
 import re
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
+from http import HTTPStatus
+from inspect import getattr_static
 from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
@@ -18,22 +22,40 @@ import fsspec
 
 from neuclip_ds.errors import UserError, install_command
 from neuclip_ds.files import checksum_of
+from neuclip_ds.limits import fix_of_limit
 
-Kind = Literal["outage", "damaged", "refused", "missing", "setup"]
+Kind = Literal["outage", "damaged", "refused", "missing", "setup", "limit"]
 
 _LONGEST_PAUSE = 60.0  # maximum seconds between two attempts
-_ATTEMPTS = {"damaged": 5, "refused": 5}  # attempts until an error counts as permanent
+_ATTEMPTS = {"damaged": 5, "refused": 5, "limit": 5}  # attempts until an error counts as permanent
 _FIXES = {
-    "refused": "Renew the credentials and start again",
+    "refused": "Check the credentials, the region, the project that pays, and that the file exists; then start again",
     "setup": f"Fix the address, or install its backend ({install_command('remote')})",
 }
 _S3_CONNECTIONS = 10  # botocore's default
 _IMPORT = 60.0  # extra seconds allowed for importing fsspec's backend
+_REFUSED = {301, 308}  # a bucket in another region; redirects that clients can follow never get here
+_WAITED_OUT = {408, 409, 425, 429, 499}  # timeouts, conflicts, too many requests and requests that a proxy gave up
+_REFUSED_ERRNOS = {errno.EINVAL, errno.EPERM, errno.EACCES, errno.ENOSYS, getattr(errno, "EREMCHG", errno.EINVAL)}
+_WAITED_OUT_CODE = re.compile(
+    r"timeout|throttl|slow_?down|limit_?exceeded|prior_?request|busy|aborted|timed_?out", re.I
+)
+_HTTP_ERROR = re.compile("[345][0-9][0-9]")
+_PARSER = "aiohttp.http_exceptions"  # its errors have a status for clients, although a client has raised them
+_LONGEST_CHAIN = 5  # errors that wrap each other
+# types of errors of botocore, azure and google about credentials and settings, some of which say "not found"
+_REFUSED_TYPE = re.compile(
+    r"Credential|Token|SSO|Profile|ConfigNotFound|ConfigParse|NoRegion|NoAuth|ClientAuthentication|RefreshError"
+)
+# texts, for errors without a status
 _STATUS = r"(?:error|http(?:/[\d.]+)?|status|code|returned)\W{0,3}(?:code\W{0,2})?\(?"
-_MISSING = re.compile(_STATUS + r"(?:404|410)\b|no ?such ?(?:key|file|object|bucket)|not ?found|does not exist", re.I)
-_REFUSED = re.compile(
+_MISSING_TEXT = re.compile(
+    _STATUS + r"(?:404|410)\b|no ?such ?(?:key|file|object|bucket)|not ?found|does not exist", re.I
+)
+_REFUSED_TEXT = re.compile(
     _STATUS + r"(?:401|403|407)\b|credential|expired ?token|token (?:has|is) expired|access ?denied|forbidden|"
-    r"unauthorized|invalid[ _]?(?:token|grant|access ?key)|signature ?does ?not ?match|time ?too ?skewed",
+    r"unauthorized|bad request|requester ?pays|authorization ?header|permission ?mismatch|authentication ?failed|"
+    r"invalid[ _]?(?:token|grant|access ?key)|signature ?does ?not ?match|time ?too ?skewed",
     re.I,
 )
 _URL = re.compile(r"\S+://\S+")
@@ -159,14 +181,76 @@ def open_remote(url: str, timeout: float, connections: int = 1) -> tuple[Any, st
 def explain(failure: BaseException) -> AttemptFailed:
     """Classify an error from a storage backend."""
     text = f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}"
-    cause = getattr(failure, "__cause__", None)  # s3fs wraps the errors of botocore
-    known = _URL.sub("", f"{text} {cause or ''}")  # without URLs, whose digits could match a status code
-    kind: Kind = "outage"
-    if isinstance(failure, (ImportError, ValueError)) and not isinstance(failure, json.JSONDecodeError):
-        kind = "setup"
-    elif isinstance(failure, PermissionError) or _REFUSED.search(known):
-        kind = "refused"
-    elif isinstance(failure, FileNotFoundError) or _MISSING.search(known):
-        kind = "missing"
+    if fix := fix_of_limit(failure):
+        return AttemptFailed(f"{text}; {fix}", "limit")
+    kind = _kind(failure)
+    if kind == "missing":
         text = f"the file does not exist ({text})"
     return AttemptFailed(text, kind)
+
+
+def _kind(failure: BaseException) -> Kind:
+    """Classify an error by what the server answered, then by its type, and by its text only if neither decides."""
+    if isinstance(failure, ImportError):
+        return "setup"
+    for error in reversed(list(_chain(failure))):  # the server's answer first; backends translate it
+        kind = _kind_of_answer(error)
+        if kind is not None:
+            return kind
+    if isinstance(failure, FileNotFoundError):
+        return "missing"
+    if getattr(failure, "retryable", False):  # google's
+        return "outage"
+    types = [base.__name__ for base in type(failure).__mro__]
+    if isinstance(failure, PermissionError) or any(_REFUSED_TYPE.search(name) for name in types):
+        return "refused"
+    if isinstance(failure, OSError) and failure.errno in _REFUSED_ERRNOS:
+        return "refused"
+    known = _URL.sub("", " ".join(f"{type(error).__name__}: {error}" for error in _chain(failure)))  # digits of URLs
+    if _REFUSED_TEXT.search(known):
+        return "refused"
+    if isinstance(failure, ValueError) and not isinstance(failure, json.JSONDecodeError):
+        return "setup"
+    return "missing" if _MISSING_TEXT.search(known) else "outage"
+
+
+def _chain(failure: BaseException) -> Iterator[BaseException]:
+    """Yield an error and those that it wraps, outermost first: s3fs, for example, wraps the errors of botocore."""
+    error: BaseException | None = failure
+    for _ in range(_LONGEST_CHAIN):
+        if error is None:
+            return
+        yield error
+        error = error.__cause__
+
+
+def _kind_of_answer(error: BaseException) -> Kind | None:
+    """Classify an error by the code and the HTTP status of the server's answer; return None if it has no status.
+
+    The names of these attributes differ: `status` (aiohttp), `status_code` (azure), `code` (gcsfs, google, urllib) and
+    `response` (botocore, requests and huggingface_hub).
+    """
+    if type(error).__module__ == _PARSER:
+        return None
+    response = getattr_static(error, "response", None)
+    # aiohttp's `code` is a deprecated property, which `getattr` would warn of
+    values = [getattr_static(error, name, None) for name in ("status", "status_code", "code", "error_code")]
+    if isinstance(response, dict):  # botocore's
+        values += [response.get("ResponseMetadata", {}).get("HTTPStatusCode"), response.get("Error", {}).get("Code")]
+    else:
+        values.append(getattr(response, "status_code", None))
+    texts = [str(int(value)) if isinstance(value, int) else str(value) for value in values]
+    statuses = [int(text) for text in texts if _HTTP_ERROR.fullmatch(text)]
+    if not statuses:
+        return None
+    if any(_WAITED_OUT_CODE.search(text) for text in texts):
+        return "outage"
+    return _kind_of_status(statuses[0])
+
+
+def _kind_of_status(status: int) -> Kind:
+    """Classify the HTTP status of an error; 5xx and temporary redirects are outages."""
+    if status in (HTTPStatus.NOT_FOUND, HTTPStatus.GONE):
+        return "missing"
+    is_client_error = 400 <= status < 500 and status not in _WAITED_OUT
+    return "refused" if is_client_error or status in _REFUSED else "outage"

@@ -36,7 +36,7 @@ class RangeReader:
     Only backends that fsspec implements asynchronously (such as S3, GCS, Azure and HTTP) are used, because the others
     read ahead, and thus fetch many more bytes than requested.
     HTTP servers may ignore ranges and send the whole file. The first request to each server is therefore for one byte;
-    if the server ignores that range, one warning is logged, and no further ranges are requested from it.
+    if the server ignores that range or a later one, one warning is logged, and no more ranges are requested from it.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -74,6 +74,8 @@ class RangeReader:
         checked: list[bytes | BaseException] = []
         for file, (start, end), result in zip(files, ranges, results, strict=True):
             if isinstance(result, bytes) and len(result) != end - start:
+                if len(result) > end - start + 1:  # not only the byte after the end of a file that is too long
+                    self._mark_as_without_ranges(server_of(file.url))
                 result = RangesIgnored(f"{file.url}: {len(result)} bytes arrived for a range of {end - start}")
             checked.append(result)
         return checked
@@ -87,13 +89,16 @@ class RangeReader:
             if server not in self._stores:
                 store, path = open_remote(file.url, self._timeout, connections=REQUESTS)
                 if urlsplit(file.url).scheme in ("http", "https") and not _supports_ranges(store, path, file.size):
-                    self._servers_without_ranges.add(server)
-                    log.warning(
-                        "%s ignores range requests, so whole shards are fetched before their samples are used", server
-                    )
+                    self._mark_as_without_ranges(server)
                     raise RangesIgnored(f"{server} ignores ranges")
                 self._stores[server] = store
             return self._stores[server]
+
+    def _mark_as_without_ranges(self, server: str) -> None:
+        """Request no more ranges from a server, and log a warning."""
+        if server not in self._servers_without_ranges:
+            self._servers_without_ranges.add(server)
+            log.warning("%s ignores range requests, so whole shards are fetched before their samples are used", server)
 
 
 def server_of(url: str) -> str:

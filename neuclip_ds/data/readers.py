@@ -26,12 +26,13 @@ from neuclip_ds.data.tar import read_index
 from neuclip_ds.data.uids import uid_of, uid_of_location
 from neuclip_ds.errors import UserError
 from neuclip_ds.files import private_folder
+from neuclip_ds.limits import open_files
 
 log = logging.getLogger(__name__)
 
 _MAX_READ = 512 << 20  # maximum bytes read at once; more than the largest image that is decoded
 _MAX_HOLE = 16 << 10  # a gap of at most this many bytes between members is read rather than skipped
-OPEN_SHARDS = 256  # maximum number of shards that a worker keeps open
+OPEN_SHARDS = 256  # maximum number of shards that a worker keeps open; fewer if few files may be open
 _MAPPED_TABLES = 1 << 14  # maximum number of mapped tables per worker; Linux allows a process 65,530 mappings
 _PRIVATE_TABLES = 1 << 10  # maximum number of tables in a worker's private memory, at 80 bytes per sample
 
@@ -78,7 +79,8 @@ class TarReader:
         most_tables = _MAPPED_TABLES if self._node_tables is not None else _PRIVATE_TABLES
         self._table = lru_cache(most_tables)(self._load_table)
         # an evicted shard occupies the disk until it is closed, so only one cached shard is open at a time
-        self._file = lru_cache(OPEN_SHARDS if cache is None else 1)(self._open)
+        most_shards = max(min(OPEN_SHARDS, open_files() // 4), 1)
+        self._file = lru_cache(most_shards if cache is None else 1)(self._open)
 
     def read(self, index: int, with_image: bool = True) -> RawSample:
         """Return the bytes of a sample.

@@ -69,7 +69,9 @@ class PairTable:
         """
         read_columns = list(columns) if self.delimiter is None else None  # a stray quote may be in any
         for fragment in self.data.get_fragments():
-            with explained(f"The table {self.name} cannot be read", _FIX if self.delimiter is None else _FIX_QUOTES):
+            with explained(
+                f"The table {fragment.path} cannot be read", _FIX if self.delimiter is None else _FIX_QUOTES
+            ):
                 batches = fragment.to_batches(
                     schema=self.data.schema, columns=read_columns, batch_size=_BATCH, fragment_readahead=1
                 )
@@ -127,7 +129,7 @@ def open_table(source: str, quotes: Quotes = "auto") -> PairTable:
             data = dataset.dataset(paths, format="json" if extension == ".jsonl" else "parquet")
         else:
             data = _open_delimited(paths, delimiter, quotes)
-        rows = data.count_rows()
+        rows = _count_rows(data)
     return PairTable(name=source, data=data, rows=rows, delimiter=delimiter if quotes == "auto" else None)
 
 
@@ -171,13 +173,30 @@ def _find_delimiter(file: Path, usual: str) -> str:
     return max((usual, "\t", _COMMA, ";"), key=header.count)
 
 
+def _count_rows(data: pyarrow.dataset.Dataset) -> int:
+    """Return the number of rows; if a file cannot be read, raise ValueError that names it, as pyarrow may not."""
+    try:
+        return int(data.count_rows())
+    except (OSError, ValueError):
+        for fragment in data.get_fragments():
+            try:
+                fragment.count_rows()
+            except (OSError, ValueError) as error:
+                raise ValueError(f"{fragment.path}: {error}") from error
+        raise
+
+
 def _open_delimited(paths: list[str], delimiter: str, quotes: Quotes) -> pyarrow.dataset.Dataset:
     from pyarrow import dataset  # slow to import
 
     quote = False if quotes == "off" else '"'
     parsing = pyarrow.csv.ParseOptions(delimiter=delimiter, quote_char=quote, newlines_in_values=quotes != "off")
-    with pyarrow.csv.open_csv(paths[0], parse_options=parsing) as first:
-        schema = pa.schema([(name, pa.string()) for name in first.schema.names])  # so that the caption "7" is text
+    with (
+        explained(f"The table {paths[0]} cannot be read", _FIX_QUOTES),
+        pyarrow.csv.open_csv(paths[0], parse_options=parsing) as first,
+    ):
+        names = first.schema.names
+    schema = pa.schema([(name, pa.string()) for name in names])  # so that the caption "7" is text
     return dataset.dataset(paths, schema=schema, format=dataset.CsvFileFormat(parsing))
 
 

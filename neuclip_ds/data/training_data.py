@@ -35,8 +35,10 @@ from neuclip_ds.data.shards import is_local
 from neuclip_ds.data.stored_towers import check_views, reads_captions, reads_images, tower_tables
 from neuclip_ds.data.training_set import FEWEST_PAIRS, TrainingSet, find_validation, open_order
 from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.distributed.environment import local_ranks, read_environment
 from neuclip_ds.errors import UserError
 from neuclip_ds.files import explain_disk, link_or_copy
+from neuclip_ds.limits import shared_memory_shortage
 from neuclip_ds.models.bpe import train_bpe
 from neuclip_ds.models.source import ModelSource
 from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer
@@ -84,9 +86,15 @@ class TrainingData:
         order = self.order
         epoch, step = divmod(begin, order.steps_per_epoch)
         rank_batch = order.batch_size // communicator.world_size
-        parts = parts_of_rows(rank_batch, self._row_bytes())
+        row_bytes = self._row_bytes()
+        parts = parts_of_rows(rank_batch, row_bytes)
         jobs = train_jobs(order, communicator.rank, communicator.world_size, epoch, step, steps, parts)
         options = self.loading
+        if read_environment().local_rank == 0:
+            ready = options.workers * options.prefetch * -(-rank_batch // parts) * row_bytes
+            shortage = shared_memory_shortage(local_ranks() * ready)
+            if shortage:
+                log.warning("%s", shortage)
         pairs = PairDataset(
             self.manifest,
             self.transform,

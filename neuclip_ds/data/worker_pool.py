@@ -28,7 +28,8 @@ from neuclip_ds.data.cache import ShardCache
 from neuclip_ds.data.children import end_with_parent
 from neuclip_ds.data.decoders import CaptionSources
 from neuclip_ds.distributed.stop_signals import deferring
-from neuclip_ds.errors import UserError
+from neuclip_ds.errors import UserError, cause_of, explained
+from neuclip_ds.limits import fix_of_limit, fix_of_shared_memory, low_limit
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +69,8 @@ class WorkerPool:
 
         Jobs must be picklable; at most `prefetch` jobs per worker are read ahead. Error messages contain `folder` (the
         folder of the shards) and `describe(n)` (a name for the result of job n). If the caller stops early, the next
-        call starts new workers. Raises UserError if a job raises it or if a worker fails repeatedly.
+        call starts new workers. Raises UserError if a job raises it, if a worker fails repeatedly, or if a limit of
+        this machine is too low for workers.
         """
         count = self._options.workers
         if not count:
@@ -77,11 +79,14 @@ class WorkerPool:
         if any(worker.unfinished for worker in self._workers):  # from a series that the caller no longer reads
             self.close()
         if not self._workers:
+            if problem := low_limit():
+                raise UserError(problem)
             atexit.register(self.close)
-            self._workers = [_Worker(self._work, self._options) for _ in range(count)]
         workers = self._workers
         numbered_jobs = enumerate(jobs)  # worker j does the jobs j, j + count, j + 2 count ...
         try:
+            while len(workers) < count:
+                workers.append(_start_worker(self._work, self._options))
             for number, job in itertools.islice(numbered_jobs, count * self._options.prefetch):
                 workers[number % count].submit(job)
             for number in itertools.count():
@@ -115,9 +120,15 @@ class WorkerPool:
                 log.warning("%s; replacing it (%d of %d)", error, failures, MAX_FAILURES - 1)
             failed = workers[number]
             failed.stop()
-            workers[number] = _Worker(self._work, self._options)
+            workers[number] = _start_worker(self._work, self._options)
             for job in failed.unfinished:
                 workers[number].submit(job)
+
+
+def _start_worker(work: Callable[[Any], Any], options: LoaderOptions) -> _Worker:
+    """Start a worker; raise UserError if this machine does not allow it."""
+    with explained("A loader process cannot be started", "lower data.workers, or raise the limit on processes"):
+        return _Worker(work, options)
 
 
 def _stop(workers: list[_Worker]) -> None:
@@ -158,20 +169,29 @@ class _Worker:
         """Return the result of the first unfinished job, and raise it if it is an exception.
 
         Raises:
-            _WorkerFailure: the worker has died, or neither a result nor shard data has arrived for
-                `options.timeout` seconds, excluding time that the node spends waiting for storage.
+            _WorkerFailure: the worker has died or cannot share a result with this process, or neither a result nor
+                shard data has arrived for `options.timeout` seconds, excluding time that the node spends waiting for
+                storage.
+            UserError: a job raised it, or a limit of this machine prevents this process from receiving the result.
         """
         result, connection_error = self._wait(waited_for)
         if connection_error is not None:
             self._process.join(_POLL)  # sets its exit code
             code = self._process.exitcode
             if code is None:
+                if fix := fix_of_limit(connection_error):
+                    problem = f"The result of {waited_for} cannot be received ({connection_error})"
+                    raise UserError(f"{problem}; {fix}.") from connection_error
                 raise connection_error
             cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
             advice = ""
-            if code in (-signal.SIGKILL, -signal.SIGBUS):
+            if code == -signal.SIGKILL:
                 advice = "; lower data.workers if memory ran out"
+            elif code == -signal.SIGBUS:
+                advice = f"; {fix_of_shared_memory()}"
             raise _WorkerFailure(f"A loader process died while waiting for {waited_for}: {cause}{advice}")
+        if isinstance(result, _WorkerFailure):
+            raise result  # the job stays unfinished, for the next worker
         self.unfinished.popleft()
         if isinstance(result, Exception):
             raise result
@@ -241,4 +261,10 @@ def _do_jobs(parent: int, work: Callable[[Any], Any], jobs: Any, results: Connec
             result = error
         except Exception:
             result = RuntimeError(f"A loader process failed:\n{traceback.format_exc()}")
-        results.send(result)
+        try:
+            results.send(result)
+        except Exception as error:  # nothing has been sent: tensors are moved to shared memory first
+            fix = fix_of_limit(error)
+            if not fix:
+                raise
+            results.send(_WorkerFailure(f"A loader process cannot share a batch ({cause_of(error)}): {fix}"))

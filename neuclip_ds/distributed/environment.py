@@ -59,6 +59,11 @@ def read_environment(env: MutableMapping[str, str] = os.environ) -> RankEnvironm
     return RankEnvironment(int(rank), int(local_rank), int(world_size))
 
 
+def local_ranks(env: Mapping[str, str] = os.environ) -> int:
+    """Return the number of launched ranks that run on this machine."""
+    return int(env.get("LOCAL_WORLD_SIZE") or env.get("LOCAL_SIZE") or 1)  # torchrun's, DeepSpeed's
+
+
 def complete_environment(env: MutableMapping[str, str] = os.environ) -> None:
     """Set the process-group variables that the launcher has not set (for a single rank or an srun step).
 

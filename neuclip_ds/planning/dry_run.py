@@ -25,7 +25,7 @@ from neuclip_ds.data.stored_towers import (
 )
 from neuclip_ds.data.training_set import TrainingSet, open_order
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.distributed.environment import RankEnvironment
+from neuclip_ds.distributed.environment import RankEnvironment, local_ranks
 from neuclip_ds.distributed.launch import read_hostfile
 from neuclip_ds.engine.config import load_engine_config, precision, zero_stage
 from neuclip_ds.engine.precision import resolve_comm_dtype
@@ -35,7 +35,7 @@ from neuclip_ds.losses.stored_features import stored_folders
 from neuclip_ds.models.recompute import checkpointed_blocks
 from neuclip_ds.models.trained_parts import TOWERS, Parameters
 from neuclip_ds.planning.duration import duration_lines, read_speed
-from neuclip_ds.planning.host_memory import FIX, loader_memory, local_ranks, shortages, stored_bytes
+from neuclip_ds.planning.host_memory import FIX, loader_memory, shortages, stored_bytes
 from neuclip_ds.planning.memory import MemoryQuery, account, count_towers, smallest_that_fits
 from neuclip_ds.training.checks import check_config, check_tables, config_warnings
 from neuclip_ds.training.schedule import run_length

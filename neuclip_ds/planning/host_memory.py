@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterable
-from pathlib import Path
 from shutil import disk_usage
 from typing import NamedTuple
 
@@ -11,9 +10,9 @@ import torch
 from neuclip_ds.data.feature_table import FeatureTable
 from neuclip_ds.data.loader import part_count, parts_of_rows
 from neuclip_ds.data.stored_towers import IMAGE
+from neuclip_ds.limits import SHARED_MEMORY
 from neuclip_ds.planning.memory import MemoryAccount, MemoryQuery
 
-SHARED_MEMORY = Path("/dev/shm")  # torch shares tensors between processes here
 # per worker: 0.05 GB at first, 0.2 GB once garbage collection copies pages; 0.5 GB is inherited
 _PROCESS_BYTES = 300_000_000
 FIX = "use a smaller data.micro_batch, model.activation_checkpointing=true, a higher ZeRO stage, or more ranks"
@@ -76,11 +75,6 @@ def loader_memory(query: MemoryQuery, ranks: int, stored_bytes: int = 0) -> Load
     private = data.workers * (len(loaders) * _PROCESS_BYTES + part_bytes) + joined
     pinned = ready + in_use + joined if on_gpu else 0
     return LoaderMemory(ranks * shared, ranks * (shared + private + pinned), ranks)
-
-
-def local_ranks() -> int:
-    """Return the number of launched ranks that run on this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)  # torchrun's, DeepSpeed's
 
 
 def shortages(estimate: MemoryAccount, loaders: LoaderMemory, device: str) -> list[str]:

@@ -137,6 +137,25 @@ def test_a_server_that_ignores_ranges_sends_whole_shards_once_and_is_named_once(
     assert remote.http.gets.total() == SHARDS + 1
 
 
+def test_a_server_that_ignores_ranges_later_is_asked_for_no_more(
+    remote: Remote, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One server of several behind the same name may ignore ranges."""
+    early = remote.early()
+    early.begin(range(SHARDS))
+    early.fetch_batches(0, 1, in_turn=True)
+    remote.http.ignores_ranges = True
+    with caplog.at_level(logging.WARNING):
+        early.fetch_batches(1, 2, in_turn=True)
+    assert caplog.text.count("ignores range requests") == 1
+    before = remote.http.sent
+    early.begin(range(SHARDS))
+    early.fetch_batches(2, 8, in_turn=True)
+    assert remote.http.sent == before
+    for batch in range(remote.order.steps_per_epoch):
+        assert remote.read(batch) == remote.expected(batch)
+
+
 @pytest.mark.parametrize("fault", [404, 503, "short", "cut"])
 def test_a_shard_that_fails_in_pieces_is_fetched_whole(remote: Remote, fault: int | str) -> None:
     name = "00001.tar"

@@ -56,7 +56,12 @@ def failure(url: str, folder: Path, size: int | None = len(DATA), timeout: float
 
 @pytest.mark.parametrize(
     ("faults", "kind"),
-    [(["cut", 500, 503, 429], "outage"), (["short"], "damaged"), ([404, 410], "missing"), ([401, 403], "refused")],
+    [
+        (["cut", 500, 503, 408, 425, 429], "outage"),
+        (["short"], "damaged"),
+        ([404, 410], "missing"),
+        ([400, 401, 402, 403, 405, 407, 451], "refused"),
+    ],
 )
 def test_http_faults(shard: tuple[str, str], http: Files, tmp_path: Path, faults: list[int | str], kind: Kind) -> None:
     http.faults[shard[1]] = faults.copy()
@@ -114,6 +119,7 @@ def test_credentials_are_read_anew(s3: Files, tmp_path: Path, monkeypatch: pytes
     [
         ("nosuch://bucket/x.tar", "setup", "Protocol not known: nosuch"),
         ("oci://bucket/x.tar", "setup", "Install ocifs"),
+        ("http://[::1/x.tar", "setup", "Invalid IPv6 URL"),
         ("file:///nowhere/x.tar", "missing", "does not exist"),
         ("http://127.0.0.1:9/x.tar", "outage", "127.0.0.1:9"),
     ],
@@ -131,6 +137,8 @@ def test_shards_are_fetched_from_s3_and_failures_are_classified(s3: Files, tmp_p
     assert failure("s3://pairs/train/00000.tar", tmp_path, timeout=1)[0] == "outage"
     for missing in ("s3://pairs/train/nosuch.tar", "s3://nosuchbucket/x.tar"):
         assert failure(missing, tmp_path)[0] == "missing"
+    s3.faults["pairs/train/00000.tar"] = [400, 401]  # as for a wrong region, and for anonymous access
+    assert [failure("s3://pairs/train/00000.tar", tmp_path)[0] for _ in range(2)] == ["refused"] * 2
 
 
 def test_resolving_shards_on_servers(s3: Files, http: Files) -> None:
@@ -160,20 +168,62 @@ def test_other_processes_can_fetch_after_this_one_has(
     assert process.exitcode == 0
 
 
+class StatusError(Exception):
+    """An error of a backend, with the attributes that carry the server's answer."""
+
+    def __init__(self, message: str = "A message.", **attributes: object) -> None:
+        super().__init__(message)
+        self.__dict__.update(attributes)
+
+
+def wrapped(error: Exception, cause: Exception) -> Exception:
+    """Return an error as `raise error from cause` makes it."""
+    error.__cause__ = cause
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
         (TimeoutError(), "outage"),
         (OSError(errno.ENOSPC, "No space left on device"), "outage"),
+        (OSError(errno.EIO, "Input/output error"), "outage"),
+        (OSError(errno.EREMCHG, "The bucket must be addressed using the specified endpoint"), "refused"),
         (OSError("An error occurred (404) when calling the HeadObject operation: Key does not exist"), "missing"),
         (OSError("An error occurred (403) when calling the HeadObject operation: Forbidden"), "refused"),
+        (OSError("Forbidden: bucket/x.tar\nno storage.objects.get access"), "refused"),
+        (ValueError("Bad Request: bucket/x.tar\nUser project specified in the request is invalid."), "refused"),
         (OSError("Could not connect to the endpoint URL: https://bucket/404.tar"), "outage"),
         (OSError(""), "outage"),
+        (
+            StatusError("Anonymous caller does not have storage.objects.get access, or it may not exist", code=401),
+            "refused",
+        ),
+        (StatusError("Bucket is a requester pays bucket but no user project provided.", code=400), "refused"),
+        (StatusError("The token was not found", code="503"), "outage"),
+        (StatusError("does not exist", status_code=403, error_code="AuthorizationPermissionMismatch"), "refused"),
+        (StatusError(status_code=403, error_code="AuthenticationFailed"), "refused"),
+        (StatusError(status_code=400, error_code="OperationTimedOut"), "outage"),
+        (StatusError(status_code=404, error_code="ContainerNotFound"), "missing"),
+        (StatusError("Access denied", status=502), "outage"),
+        (StatusError(response=StatusError(status_code=410)), "missing"),
+        (StatusError(response=StatusError(status_code=429)), "outage"),
+        (wrapped(FileNotFoundError("x.tar"), StatusError(status=403)), "refused"),
+        (wrapped(OSError("failed"), wrapped(RuntimeError("retried"), StatusError(status=404))), "missing"),
+        (StatusError("The metadata server did not answer", retryable=True), "outage"),
+        (StatusError("The value of status is no HTTP status", status=7), "outage"),
     ],
-    ids=repr,
+    ids=lambda value: str(value)[:40],
 )
 def test_what_failures_mean(error: Exception, kind: Kind) -> None:
     assert explain(error).kind == kind
+
+
+def test_too_few_open_files_are_named_and_not_an_outage() -> None:
+    connect = wrapped(OSError("Cannot connect to host [Too many open files]"), OSError(errno.EMFILE, "Too many"))
+    for error in (OSError(errno.EMFILE, os.strerror(errno.EMFILE)), connect):
+        failure = explain(error)
+        assert failure.kind == "limit" and "ulimit -n" in str(failure)
 
 
 @pytest.mark.parametrize(
@@ -181,8 +231,10 @@ def test_what_failures_mean(error: Exception, kind: Kind) -> None:
     [
         ("missing", {"NoSuchKey": 404, "NoSuchBucket": 404}),
         ("refused", {"AccessDenied": 403, "ExpiredToken": 400, "InvalidToken": 400, "SignatureDoesNotMatch": 403}),
-        ("refused", {"RequestTimeTooSkewed": 403, "InvalidAccessKeyId": 403}),
+        ("refused", {"RequestTimeTooSkewed": 403, "InvalidAccessKeyId": 403, "InvalidObjectState": 403}),
+        ("refused", {"AuthorizationHeaderMalformed": 400, "PermanentRedirect": 301, "301": 301, "400": 400}),
         ("outage", {"SlowDown": 503, "ServiceUnavailable": 503, "InternalError": 500, "RequestTimeout": 400}),
+        ("outage", {"TemporaryRedirect": 307, "Throttling": 400, "OperationAborted": 409, "503": 503}),
     ],
 )
 def test_errors_of_s3(kind: Kind, codes: dict[str, int]) -> None:
@@ -192,7 +244,38 @@ def test_errors_of_s3(kind: Kind, codes: dict[str, int]) -> None:
         response = {"Error": {"Code": code, "Message": "A message."}, "ResponseMetadata": {"HTTPStatusCode": status}}
         raised = exceptions.ClientError(response, "GetObject")
         assert explain(errors.translate_boto_error(raised)).kind == kind, code
-    assert explain(exceptions.NoCredentialsError()).kind == "refused"
+    settings = [
+        exceptions.NoCredentialsError(),
+        exceptions.NoRegionError(),
+        exceptions.ProfileNotFound(profile="mine"),
+        exceptions.SSOTokenLoadError(profile_name="mine", error_msg="the token does not exist"),
+        exceptions.UnauthorizedSSOTokenError(),
+    ]
+    assert [explain(error).kind for error in settings] == ["refused"] * len(settings)
+    assert explain(exceptions.EndpointConnectionError(endpoint_url="https://pairs/403")).kind == "outage"
+
+
+def test_errors_of_gcs_and_azure() -> None:
+    """Classify errors that the real backends raise, if these are installed."""
+    gcs = pytest.importorskip("gcsfs.retry")
+    azure = pytest.importorskip("azure.core.exceptions")
+    kinds: dict[int, Kind] = {
+        400: "refused",
+        401: "refused",
+        403: "refused",
+        404: "missing",
+        429: "outage",
+        500: "outage",
+    }
+    for status, kind in kinds.items():
+        body = f'{{"error": {{"code": {status}, "message": "Anonymous caller has no access to the object"}}}}'
+        with pytest.raises(Exception) as caught:
+            gcs.validate_response(status, body, "bucket/x.tar")
+        assert explain(caught.value).kind == kind
+        error = azure.HttpResponseError("This request is not authorized.")
+        error.status_code = status
+        assert explain(error).kind == kind
+    assert explain(azure.ClientAuthenticationError("no token")).kind == "refused"
 
 
 @pytest.mark.parametrize(

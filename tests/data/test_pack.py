@@ -57,6 +57,31 @@ def test_every_form_gives_the_same_rows(tmp_path: Path, form: str) -> None:
     assert [row.cells for row in open_table(f"{named}/part1.*").read(columns)] == ROWS[13:]
 
 
+def test_an_error_of_a_table_names_the_file_and_the_cause(tmp_path: Path) -> None:
+    good = {"jsonl": b'{"a": "x"}\n', "csv": b"a,b\n1,2\n"}
+    bad = {
+        "jsonl": {b'{"a": broken\n': "JSON parse error", b'{"a": "x"}\n{"a": ["x"]}\n': "changed from string to array"},
+        "csv": {b"a,b\n1,2,3\n": "Expected 2 columns, got 3", b"": "Empty CSV file"},
+        "parquet": {b"<html>" * 50: "not a parquet file"},
+    }
+    for form, contents in bad.items():
+        for number in (0, 1):  # the first file also gives the schema
+            folder = tmp_path / f"{form}{number}"
+            folder.mkdir()
+            for other in range(3):
+                path = folder / f"{other}.{form}"
+                if form == "parquet":
+                    pq.write_table(pa.table({"a": ["x"]}), path)
+                else:
+                    path.write_bytes(good[form])
+            for content, cause in contents.items():
+                damaged = folder / f"{number}.{form}"
+                damaged.write_bytes(content)
+                with pytest.raises(UserError) as caught:
+                    list(open_table(str(folder)).read(["a"]))
+                assert str(damaged) in str(caught.value) and cause in str(caught.value)
+
+
 def encoded(seed: int, form: str) -> bytes:
     out = io.BytesIO()
     Image.fromarray(np.random.default_rng(seed).integers(0, 256, (8, 9, 3), dtype=np.uint8)).save(out, form)

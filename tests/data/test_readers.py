@@ -1,7 +1,10 @@
 """Check that the reader returns the same samples as webdataset, limits its caches, and refuses changed shards."""
 
 import os
+import resource
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from io import FileIO
@@ -16,6 +19,7 @@ from neuclip_ds.data import readers
 from neuclip_ds.data.build import build_manifest, open_manifest, write_manifest
 from neuclip_ds.data.cache import ShardCache
 from neuclip_ds.data.children import process_pool
+from neuclip_ds.data.dataset import SampleReader
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.manifest_file import load_manifest
 from neuclip_ds.data.open_data import loader_options
@@ -27,6 +31,22 @@ from neuclip_ds.data.scan import ScanOptions
 from neuclip_ds.data.shards import resolve_shards
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
+
+
+def opened() -> int:
+    """Return the number of files that this process has open."""
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@contextmanager
+def open_file_limit(files: int) -> Iterator[None]:
+    """Allow this process only so many open files during the block (ulimit -n)."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def of_webdataset(manifest: Manifest, texts: tuple[str, ...] = ("txt",)) -> list[tuple[str, RawSample]]:
@@ -42,6 +62,25 @@ def of_webdataset(manifest: Manifest, texts: tuple[str, ...] = ("txt",)) -> list
         )
         for sample in found
     ]
+
+
+def test_a_reader_leaves_most_of_few_open_files_to_others(tmp_path: Path) -> None:
+    manifest = manifest_of(write_pairs(tmp_path, [1] * 40))
+    before = opened()
+    limit = max(80, before + 30)
+    with open_file_limit(limit):
+        reader = TarReader(manifest)
+        for index in range(40):
+            reader.read(index)
+        assert opened() - before <= limit // 4 + 1
+    del reader
+
+
+def test_a_sample_is_not_bad_because_too_many_files_are_open(tmp_path: Path) -> None:
+    reader = SampleReader(manifest_of(write_pairs(tmp_path, [2])), ("txt",))
+    with open_file_limit(3), pytest.raises(UserError, match="ulimit -n"):  # stdin, stdout and stderr only
+        reader.read(0)
+    assert isinstance(reader.read(0), RawSample)
 
 
 def test_incomplete_and_odd_samples_are_those_of_webdataset(tmp_path):

@@ -1,8 +1,11 @@
 """Check that workers are kept from one series of jobs to the next, are replaced if they die, and end with the pool."""
 
+import errno
 import multiprocessing
 import os
+import resource
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -96,6 +99,47 @@ def test_an_error_of_a_job_is_raised_and_stops_the_workers(pool: WorkerPool) -> 
     with pytest.raises(UserError, match="-7 is negative"):
         run(pool, [3, -7, 4])
     assert not any(alive(pid) for pid in pids)
+    assert run(pool, [3])[1] == [9]
+
+
+class Unshareable:
+    """A result that cannot be sent because a limit of the machine is reached."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __reduce__(self) -> tuple[object, ...]:
+        raise self.error
+
+
+FULL = RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
+
+
+@pytest.mark.parametrize(
+    ("error", "fix"),
+    [(FULL, "--shm-size"), (OSError(errno.EMFILE, "Too many open files"), "ulimit -n")],
+    ids=["shared memory", "open files"],
+)
+def test_a_limit_that_prevents_sharing_a_batch_is_named(
+    error: Exception, fix: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with closing(WorkerPool(lambda job: Unshareable(error), OPTIONS)) as pool, pytest.raises(UserError, match=fix):
+        run(pool, [1])
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_low_limits_are_named_before_workers_start(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as long_path, pytest.raises(UserError, match="TMPDIR"):
+        long_path.setattr(tempfile, "tempdir", "/tmp/" + "x" * 160)
+        run(pool, [1])
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (100, most))
+    try:
+        with pytest.raises(UserError, match="ulimit -n"):
+            run(pool, [1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert run(pool, [3])[1] == [9]
 
 

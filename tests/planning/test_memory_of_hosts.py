@@ -20,6 +20,7 @@ from neuclip_ds.data.loader import Loader, LoaderOptions, train_jobs
 from neuclip_ds.data.order import GlobalOrder
 from neuclip_ds.data.shards import resolve_shards
 from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.limits import shared_memory_shortage
 from neuclip_ds.planning import host_memory
 from neuclip_ds.planning.host_memory import LoaderMemory, loader_memory, shortages
 from neuclip_ds.planning.memory import MemoryAccount, MemoryQuery
@@ -119,6 +120,8 @@ def test_a_machine_with_less_memory_is_reported(monkeypatch: pytest.MonkeyPatch)
     free = disk_usage("/dev/shm").free
     nothing = MemoryAccount({}, {}, {"in the towers": 0})
     assert shortages(nothing, LoaderMemory(free // 2, 0, 2), "cpu") == []
+    assert shared_memory_shortage(free // 2) is None
+    assert "--shm-size" in str(shared_memory_shortage(2 * free))
     (warning,) = shortages(nothing, LoaderMemory(2 * free, 0, 2), "cpu")
     assert f"with --shm-size={-(-2 * free // 10**9)}g, or lower data.workers" in warning
     monkeypatch.setattr(host_memory, "SHARED_MEMORY", Path("/nowhere"))

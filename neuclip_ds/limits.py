@@ -1,0 +1,75 @@
+"""Limits of the machine that loader processes reach: open files, shared memory, and the length of TMPDIR."""
+
+import errno
+import os
+import resource
+import tempfile
+from pathlib import Path
+from shutil import disk_usage
+
+SHARED_MEMORY = Path("/dev/shm")  # torch shares tensors between processes here
+_FEWEST_FILES = 256  # each of two ranks opens 79 on a CPU, and more ranks more sockets; a loader process opens 38
+_LONGEST_SOCKET = 107  # bytes of the path of a Unix socket (sun_path in sys/un.h, without the final zero)
+_SOCKET = "/pymp-xxxxxxxx/listener-xxxxxxxx"  # below TMPDIR, as multiprocessing names its sockets
+# what an error of torch or multiprocessing contains, if it has no errno
+_FULL = "unable to allocate shared memory"
+_TOO_MANY_FILES = ("Too many open files", "items of ancdata")  # the second: no descriptor was left to receive one
+_LONG_PATH = "AF_UNIX path too long"
+_FIX_OF_SOCKETS = (
+    f"set TMPDIR to a folder whose path has at most {_LONGEST_SOCKET - len(_SOCKET)} bytes, such as /tmp, because "
+    "loader processes create sockets in it"
+)
+
+
+def open_files() -> int:
+    """Return how many files this process may have open (ulimit -n)."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 1 << 30 if soft == resource.RLIM_INFINITY else soft
+
+
+def fix_of_limit(error: BaseException) -> str:
+    """Return how to raise the limit that an error reports, as the end of a sentence, or "" if it reports none."""
+    text = str(error)
+    if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE) or any(sign in text for sign in _TOO_MANY_FILES):
+        return _fix_of_open_files()
+    if _FULL in text:
+        return fix_of_shared_memory()
+    if _LONG_PATH in text:
+        return _FIX_OF_SOCKETS
+    return ""
+
+
+def fix_of_shared_memory() -> str:
+    """Return how to make enough room in shared memory, and how large it is now."""
+    size = ""
+    if SHARED_MEMORY.is_dir():  # some systems have it elsewhere
+        usage = disk_usage(SHARED_MEMORY)
+        size = f" ({usage.free / 1e9:,.2f} of {usage.total / 1e9:,.2f} GB are free)"
+    return (
+        f"{SHARED_MEMORY} is too small{size}: start the container with the --shm-size that --dry-run prints, or lower "
+        "data.workers or data.prefetch"
+    )
+
+
+def shared_memory_shortage(needed: int) -> str | None:
+    """Return a message with a fix if shared memory has fewer than `needed` bytes free, otherwise None."""
+    if not SHARED_MEMORY.is_dir() or disk_usage(SHARED_MEMORY).free >= needed:
+        return None
+    return f"The loaders of this node keep up to {needed / 1e9:,.2f} GB (computed) ready, but {fix_of_shared_memory()}."
+
+
+def low_limit() -> str | None:
+    """Return a message about a limit that is too low for loader processes, with its fix; None if there is none."""
+    if open_files() < _FEWEST_FILES:
+        return f"Loader processes need {_FEWEST_FILES} open files: {_fix_of_open_files()}."
+    folder = tempfile.gettempdir()
+    if len(os.fsencode(folder + _SOCKET)) > _LONGEST_SOCKET:
+        return f"The path of the temporary folder {folder} is too long: {_FIX_OF_SOCKETS}."
+    return None
+
+
+def _fix_of_open_files() -> str:
+    return (
+        f"raise the limit on open files, which is {open_files()}, for example with `ulimit -n 4096` (in a container, "
+        "--ulimit nofile=65536)"
+    )
