@@ -69,9 +69,8 @@ class PairTable:
         """
         read_columns = list(columns) if self.delimiter is None else None  # a stray quote may be in any
         for fragment in self.data.get_fragments():
-            with explained(
-                f"The table {fragment.path} cannot be read", _FIX if self.delimiter is None else _FIX_QUOTES
-            ):
+            file = self.name if self.folder is not None else fragment.path
+            with explained(f"The table {file} cannot be read", _FIX if self.delimiter is None else _FIX_QUOTES):
                 batches = fragment.to_batches(
                     schema=self.data.schema, columns=read_columns, batch_size=_BATCH, fragment_readahead=1
                 )
