@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor
 
 from neuclip_ds.checkpoint.saved_model import SavedModel, open_model
@@ -21,8 +25,8 @@ from neuclip_ds.training import trainer
 from neuclip_ds.training.hooks import Hook
 from neuclip_ds.training.hooks.optional import optional_hooks
 
-if TYPE_CHECKING:
-    from os import PathLike
+OneImage = str | PathLike[str] | bytes | Image.Image | NDArray[np.uint8] | Tensor
+"""An image in a form that `Model.encode_images` describes."""
 
 _ENCODED_AT_ONCE = 64  # images or texts
 
@@ -71,7 +75,8 @@ def load(model: str | PathLike[str], device: torch.device | str | None = None, *
 
     Example:
         model = neuclip_ds.load("runs/demo")
-        cosines = model.encode_images(["picture.jpg"]) @ model.encode_texts(["a red circle", "a blue square"]).T
+        logits = model.logits(["picture.jpg"], ["a red circle", "a blue square"])
+        probabilities = logits.softmax(dim=1)
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     return Model(open_model(str(model), Communicator(device), ema), device)
@@ -106,36 +111,68 @@ class Model:
     Attributes:
         module: the torch module; its inputs are uint8 images (b, 3, H, W) or None, and tokens (b, T) or None.
         device: device of the module.
+        temperature: by which cosine similarities are divided; None if the model's checkpoint has none. If each
+            training sample had its own temperature, it is the one that the run started from.
+        bias: added to the logits, for SigLIP's models; otherwise None.
     """
 
     def __init__(self, saved: SavedModel, device: torch.device) -> None:
         self.module = saved.model.to(device)
         self.device = device
+        self.temperature = saved.logits.temperature
+        self.bias = saved.logits.bias
         self._size = saved.preprocessing.size
         self._transform = EvalTransform.of(saved.preprocessing)
         encode = encoder_of(self.module, device)
         communicator = Communicator(device)
         self._encoder = BatchEncoder(encode, saved.tokenizer, communicator, _ENCODED_AT_ONCE, self._transform)
 
-    def encode_images(self, images: Sequence[str | PathLike[str] | bytes | Tensor] | Tensor) -> Tensor:
+    def encode_images(self, images: OneImage | Sequence[OneImage] | Tensor | NDArray[np.uint8]) -> Tensor:
         """Encode images as L2-normalized float32 features of shape (n, d).
 
         Args:
-            images: paths, encoded bytes, uint8 tensors of shape (3, H, W), or one uint8 tensor of shape (n, 3, H, W).
+            images: one image or a sequence of n images. An image is a path, encoded bytes, a PIL image, a uint8 array
+                of shape (H, W, 3), or a uint8 tensor of the model's size, (3, H, W). A batch may also be one array of
+                shape (n, H, W, 3) or one tensor of shape (n, 3, H, W).
 
         Raises:
-            ValueError: a tensor is not uint8, or does not have the model's image size.
+            ValueError: an array or a tensor is not uint8, or has another shape.
+            DecodeError: a file or encoded bytes are not an image.
         """
-        return self._encoder.encode_images([self._pixels(image) for image in images])
+        is_one = isinstance(images, (str, PathLike, bytes, Image.Image))
+        is_one = is_one or (isinstance(images, (Tensor, np.ndarray)) and images.ndim == 3)
+        several: Sequence[Any] = [images] if is_one else images  # type: ignore[assignment]
+        return self._encoder.encode_images([self._pixels(image) for image in several])
 
-    def encode_texts(self, texts: Sequence[str]) -> Tensor:
-        """Encode texts as L2-normalized float32 features of shape (n, d)."""
+    def encode_texts(self, texts: str | Sequence[str]) -> Tensor:
+        """Encode one text or n texts as L2-normalized float32 features of shape (n, d)."""
         return self._encoder.encode_texts([texts] if isinstance(texts, str) else list(texts))
 
-    def _pixels(self, image: str | PathLike[str] | bytes | Tensor) -> Tensor:
+    def logits(
+        self, images: OneImage | Sequence[OneImage] | Tensor | NDArray[np.uint8], texts: str | Sequence[str]
+    ) -> Tensor:
+        """Return the logits of n images and m texts, (n, m): cosine similarities / temperature + bias.
+
+        Their softmax over texts classifies images; for SigLIP's models, their sigmoid is the probability of a pair.
+        `encode_images` describes the images and the errors; `ValueError` also if the model's checkpoint has no
+        temperature.
+        """
+        if self.temperature is None:
+            raise ValueError("The model's checkpoint has no temperature: multiply the features by your own.")
+        logits = self.encode_images(images) @ self.encode_texts(texts).T / self.temperature
+        return logits if self.bias is None else logits + self.bias
+
+    def _pixels(self, image: OneImage) -> Tensor:
+        """Return the pixels of an image in the model's size, uint8 (3, H, W)."""
         if isinstance(image, Tensor):
             shape = (3, self._size, self._size)
             if image.dtype != torch.uint8 or image.shape != shape:
                 raise ValueError(f"An image is {image.dtype} {tuple(image.shape)}, but must be torch.uint8 {shape}.")
             return image
+        if isinstance(image, np.ndarray):
+            if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
+                raise ValueError(f"An image is {image.dtype} {image.shape}, but must be uint8 (H, W, 3).")
+            image = Image.fromarray(image)
+        if isinstance(image, Image.Image):
+            return self._transform.resize(image.convert("RGB"))
         return self._transform(image if isinstance(image, bytes) else Path(image).read_bytes())

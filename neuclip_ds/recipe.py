@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, get_origin
 
 from pydantic import BaseModel, Field, ValidationError, create_model
 from pydantic.fields import FieldInfo
@@ -28,6 +28,8 @@ DEMO = "demo"
 M = TypeVar("M", bound=BaseModel)
 _PROFILED_STEPS = 10  # steps that --profile records
 _OTHER_METHODS = "other_methods"
+_NULL = "null"  # value of an option on the command line that removes the recipe's value
+_EMPTY_MAPPING = "{}"
 _MAX_PROBLEMS = 5  # problems that a message lists
 _MAX_SHOWN = 120  # characters of a value in a message
 
@@ -48,6 +50,9 @@ class TrainCommand(Config):
     """With --dry-run: plan for the nodes in this hostfile instead of the ranks of this launch."""
     gpu_memory: float | None = Field(None, gt=0)
     """With --dry-run: memory of one GPU in GB; the smallest ZeRO stage that fits is printed."""
+    measured: Path | None = None
+    """With --dry-run: folder of a run of at least 20 steps with the same model, from whose speed the hours of this run
+    are estimated."""
     profile: CliImplicitFlag[bool] = False
     """Profile ten steps of the run, as --run.profile-steps=10 does."""
 
@@ -69,8 +74,10 @@ def parse(argv: Sequence[str]) -> Invocation:
     switches = {key: value for key, value in options.items() if key not in Config.model_fields}
     overrides = {key: value for key, value in options.items() if key in Config.model_fields}
     command = _validate(TrainCommand, switches)
-    if (command.hostfile or command.gpu_memory) and not command.dry_run:
-        raise UserError("--hostfile and --gpu-memory belong to --dry-run; pass the hosts for training to the launcher.")
+    if (command.hostfile or command.gpu_memory or command.measured) and not command.dry_run:
+        raise UserError(
+            "--hostfile, --gpu-memory and --measured belong to --dry-run; pass the hosts for training to the launcher."
+        )
     if command.profile:
         overrides = {"run.profile_steps": _PROFILED_STEPS, **overrides}
     return Invocation(command, recipe_config(command.recipe or DEMO, overrides, command.plugin))
@@ -118,6 +125,17 @@ def recipe_names() -> list[str]:
     return sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 
+def recipe_summary(name: str) -> str:
+    """Return the first sentence of the comment at the top of a recipe, or "" if there is none."""
+    comment = []
+    for line in _find_recipe(name, None).read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            break
+        comment.append(line.removeprefix("#").strip())
+    sentence, end, _ = " ".join(comment).partition(". ")
+    return sentence + "." if end else sentence
+
+
 def load_recipe(name: str, within: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Return a recipe as a tree with its includes merged in; `within` lists the files that include the recipe."""
     path = _find_recipe(name, within[-1].parent if within else None)
@@ -144,8 +162,10 @@ def override(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
     If `over` names a method, sections of `base` that this method does not use are moved to `other_methods`. If it names
     a checkpoint or a text encoder, options of `base` that this replaces are dropped. The image size and the context
-    length of `base` are dropped too, unless they belong to a checkpoint that `base` names.
+    length of `base` are dropped too, unless they belong to a checkpoint that `base` names. An option that is a mapping,
+    such as `model.vision.options`, is merged too, unless `over` clears it with null or {}.
     """
+    base, over = _cleared(base, over)
     model = _mapping(over, "model")
     if model.get("pretrained"):
         base = _without_architecture(base, keep_sizes=bool(_mapping(base, "model").get("pretrained")))
@@ -162,6 +182,35 @@ def override(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
         (unused if is_unused else used)[name] = section
     used[_OTHER_METHODS] = merge(_mapping(objective, _OTHER_METHODS), unused)
     return merge({**base, "objective": used}, over)
+
+
+def _cleared(base: dict[str, Any], over: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return both trees without the mappings that `over` clears."""
+    for name in _mapping_options():
+        *sections, key = name.split(".")
+        section: Any = over
+        for part in sections:
+            section = _mapping(section, part)
+        if key in section and section[key] in (None, {}):
+            base = _without(base, sections, key)
+            over = _without(over, sections, key)
+    return base, over
+
+
+def _without(tree: dict[str, Any], sections: Sequence[str], key: str) -> dict[str, Any]:
+    """Return a tree without the key in the section at the end of the path `sections`, if the tree has it."""
+    if not sections:
+        return {name: value for name, value in tree.items() if name != key}
+    first, *others = sections
+    if not isinstance(tree.get(first), dict):
+        return tree
+    return {**tree, first: _without(tree[first], others, key)}
+
+
+def _mapping_options() -> list[str]:
+    """Return the dotted names of the options that are mappings."""
+    fields = option_fields(with_registered_losses(Config))
+    return [name for name, field in fields if get_origin(field.annotation) is dict]
 
 
 def _without_replaced_options(base: dict[str, Any]) -> dict[str, Any]:
@@ -256,7 +305,9 @@ def _command_line(argv: Sequence[str], ignore_unknown: bool = False) -> dict[str
     last: dict[str | int, str] = {}  # by option name, or by position for other arguments
     for position, argument in enumerate(argv):
         spelled = respell(argument, "-", "_")
-        name, has_value, _ = spelled.partition("=")
+        name, has_value, value = spelled.partition("=")
+        if value == _NULL and name.removeprefix("--") in _mapping_options():
+            spelled = f"{name}={_EMPTY_MAPPING}"  # the parser accepts no null for a mapping
         last[name if has_value and name != "--plugin" else position] = spelled
     command = with_registered_losses(TrainCommand)
     try:
@@ -266,7 +317,7 @@ def _command_line(argv: Sequence[str], ignore_unknown: bool = False) -> dict[str
             cli_exit_on_error=False,
             cli_hide_none_type=True,
             cli_avoid_json=True,
-            cli_parse_none_str="null",
+            cli_parse_none_str=_NULL,
             cli_ignore_unknown_args=ignore_unknown,
         )
         return source()
@@ -322,7 +373,7 @@ def _find_recipe(name: str, including_folder: Path | None) -> Path:
         with suppress(OSError):  # a name that is too long for a file
             if path.is_file():
                 return path
-    hint = nearest(name, recipe_names()) or f". The recipes are the files {RECIPES}/NAME.yaml."
+    hint = nearest(name, recipe_names()) or ". `neuclip-ds recipes` lists the recipes."
     raise UserError(f"No recipe or file {_shown(name, str)}{hint}")
 
 
@@ -343,13 +394,33 @@ def _shown(value: Any, as_text: Callable[[Any], str] = repr) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a hint that suggests a similar known name, or the least nested name with this last component, or ""."""
+    """Return a hint that suggests a known name, or "".
+
+    The suggestion is a name in the same section whose last component abbreviates that of `name` by its initials or is
+    abbreviated by it (lr and learning_rate), else the most similar name, else the least nested name with the same last
+    component.
+    """
 
     def last_component(option: str) -> str:
-        return option.lstrip("-").split(".")[-1]
+        return option.lstrip("-").split(".")[-1].replace("-", "_")
+
+    def initials(option: str) -> str:
+        return "".join(word[:1] for word in last_component(option).split("_"))
 
     names = sorted(known, key=lambda other: (other.count("."), other))
-    suggestions = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
+    section = name.rpartition(".")[0]
+    suggestions = [
+        other
+        for other in names
+        if other.rpartition(".")[0] == section
+        and (_abbreviates(last_component(other), initials(name)) or _abbreviates(last_component(name), initials(other)))
+    ]
+    suggestions = suggestions or difflib.get_close_matches(name, names, n=1, cutoff=0.7)
     if not suggestions:
         suggestions = [other for other in names if last_component(other) == last_component(name)]
     return f"; did you mean {suggestions[0]}?" if suggestions else ""
+
+
+def _abbreviates(text: str, initials: str) -> bool:
+    """Return whether a text equals the initials of two words or more."""
+    return len(initials) > 1 and text == initials

@@ -2,8 +2,10 @@
 
 import signal
 import threading
+from importlib.metadata import version
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -90,8 +92,29 @@ def test_images_are_read_from_files_and_bytes(run: neuclip_ds.Run, tmp_path: Pat
     path = tmp_path / "image.png"
     Image.new("RGB", (40, 30), (200, 30, 30)).save(path)
     model = run.model("cpu")
-    from_file, from_bytes = model.encode_images([path, path.read_bytes()])
-    assert torch.equal(from_file, from_bytes)
+    picture = Image.open(path)
+    forms = model.encode_images([path, path.read_bytes(), picture, np.asarray(picture), picture.convert("RGBA")])
+    assert all(torch.equal(features, forms[0]) for features in forms)
+    for one in (path, str(path), path.read_bytes(), picture, np.asarray(picture), np.asarray(picture)[None]):
+        assert torch.equal(model.encode_images(one), forms[:1])
+    with pytest.raises(ValueError, match=r"must be uint8 \(H, W, 3\)"):
+        model.encode_images(np.zeros((30, 40, 3)))
+
+
+def test_logits_are_scaled_similarities(run: neuclip_ds.Run) -> None:
+    model = run.model("cpu")
+    assert model.temperature == pytest.approx(run.results["tau"], rel=1e-2) and model.bias is None
+    pixels = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)
+    texts = ["a red cat", "a blue house", "a dog"]
+    cosines = model.encode_images(pixels) @ model.encode_texts(texts).T
+    assert torch.allclose(model.logits(pixels, texts), cosines / model.temperature)
+    model.bias = -10.0
+    assert torch.allclose(model.logits(pixels, texts), cosines / model.temperature - 10)
+
+
+def test_the_package_lists_its_public_names() -> None:
+    assert {*neuclip_ds.__all__, "__version__"} <= set(dir(neuclip_ds))
+    assert neuclip_ds.__version__ == version("neuclip_ds")
 
 
 def test_mistakes_raise_user_errors(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ OPTIONAL_IMPORTS = {
     "losses/__init__.py: __getattr__": "a public name is imported when it is first used, because torch takes seconds",
     "data/open_data.py: read": "scanning of shards that have no manifest",
     "data/open_data.py: resolve": "rendering of the demo data",
-    "data/training_data.py: _new_tokenizer": "the tokenizer of open_clip",
+    "data/training_data.py: new_tokenizer": "the tokenizer of open_clip",
     "models/source.py: locate_model": "models of other libraries",
     "models/source.py: model_source": "models of other libraries",
     "models/source.py: _text_encoder": "text encoders of transformers",

@@ -8,7 +8,7 @@ import yaml
 from neuclip_ds.config import Config, dump
 from neuclip_ds.errors import UserError
 from neuclip_ds.losses.neuclip_options import NpnConfig
-from neuclip_ds.recipe import load_recipe, option_fields, parse, recipe_config, recipe_names, validate
+from neuclip_ds.recipe import load_recipe, option_fields, parse, recipe_config, recipe_names, recipe_summary, validate
 
 
 def test_every_recipe_is_valid_and_survives_its_dump() -> None:
@@ -89,6 +89,24 @@ def test_sections_of_other_methods_apply_only_to_them() -> None:
     assert set(yaml.safe_load(dump(parse(["demo_openclip"]).config))["objective"]) & {"npn", "moving_average"} == set()
 
 
+@pytest.mark.parametrize("cleared", ["null", "{}"])
+def test_a_mapping_is_merged_unless_it_is_cleared(cleared: str, tmp_path: Path) -> None:
+    options = parse(["demo", '--model.vision.options={"depth": 2}']).config.model.vision.options
+    assert options["depth"] == 2 and options["patch_size"] == 8
+    assert parse(["demo", f"--model.vision.options={cleared}"]).config.model.vision.options == {}
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(f"include: [demo]\nmodel:\n  vision: {{name: convnext_atto, options: {cleared}}}\n")
+    vision = recipe_config(str(recipe), {}).model.vision
+    assert (vision.name, vision.options, vision.image_size) == ("convnext_atto", {}, 48)
+    later = recipe_config(str(recipe), {"model.vision.options": {"depth": 3}})
+    assert later.model.vision.options == {"depth": 3}
+
+
+def test_every_recipe_says_what_it_trains() -> None:
+    assert [name for name in recipe_names() if len(recipe_summary(name)) < 10] == []
+    assert "default recipe" in recipe_summary("demo")
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -107,6 +125,10 @@ def test_sections_of_other_methods_apply_only_to_them() -> None:
         (["demo", "--model.text.heads=5"], "heads=5 does not divide width=128"),
         (["demo", "--objective.temperature.initial=3"], "initial=3.0 is outside"),
         (["dmeo"], "did you mean demo"),
+        (["no-such"], "`neuclip-ds recipes` lists the recipes"),
+        (["demo", "--optimizer.learning_rate=1e-3"], "did you mean --optimizer.lr?"),
+        (["demo", "--optimizer.wd=0.1"], "did you mean --optimizer.weight-decay?"),
+        (["demo", "--model.vision.name=null"], "model.vision.name=None"),
         (["demo", "--objective.method=openclp"], "did you mean openclip?"),
         (
             ["demo_openclip", "--objective.npn.lr=3"],

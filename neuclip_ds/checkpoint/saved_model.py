@@ -50,7 +50,7 @@ class SavedModel:
     model: DualEncoder
     tokenizer: ModelTokenizer
     preprocessing: Preprocessing
-    logits: LogitParameters  # temperature and bias
+    logits: LogitParameters  # temperature and bias; the initial temperature if each sample has its own
     config: Config | None  # config of the run that trained the model; None for a pretrained model
     checkpoint: Path | None  # None for a pretrained model
 

@@ -9,7 +9,8 @@ Examples:
 
 A set of your own is a folder with one subfolder of images per class, a file of pairs (.csv, .tsv, .jsonl, .parquet),
 or a folder of any name in CLIP_benchmark's webdataset layout. Shards of pairs are tar files, a folder of tar files or
-a manifest, as in `data.val`. Tasks with a score in the results folder are not scored again.
+a manifest, as in `data.val`. NAME=PATH gives a set another name than that of its folder or file. Tasks with a score in
+the results folder are not scored again.
 
 --blend scores averages of a fine-tuned run's weights with those that it started from: 0 is the start, 1 the result. It
 compares recall on the run's validation pairs, or another --target, with the mean of all other tasks.
@@ -21,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import re
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -45,6 +47,7 @@ if TYPE_CHECKING:  # torch and deepspeed take seconds to import
 log = logging.getLogger(__name__)
 
 _TAR = ".tar"
+_NAMED = re.compile(r"([\w .-]+)=(.+)")  # NAME=PATH
 _SEPARATOR = "::"  # between the parts of a source of pairs, as in `data.train`
 _VALIDATION = "validation"  # name of the task of a run's validation pairs
 
@@ -52,7 +55,12 @@ _VALIDATION = "validation"  # name of the task of a run's validation pairs
 def main(arguments: Sequence[str]) -> None:
     parser = Parser(prog="neuclip-ds evaluate", description=__doc__)
     parser.add_argument("model", help="a run's folder (its newest checkpoint), a checkpoint, or a pretrained model")
-    parser.add_argument("--data", nargs="+", required=True, help="evaluation sets, folders of sets, or shards of pairs")
+    parser.add_argument(
+        "--data",
+        nargs="+",
+        required=True,
+        help="evaluation sets, folders of sets, or shards of pairs, also as NAME=PATH",
+    )
     parser.add_argument("--tasks", nargs="+", default=[], help="names, keys or patterns of tasks (default: all found)")
     parser.add_argument("--out", type=Path, help="folder for results (default: RUN/evaluation/STEP)")
     parser.add_argument("--batch-size", type=int, default=256, help="rows that each rank encodes at once")
@@ -68,7 +76,12 @@ def main(arguments: Sequence[str]) -> None:
     if options.target is not None and options.blend is None:
         raise UserError("--target has no effect without --blend.")
     check_model("MODEL", options.model)
-    for path in options.data:
+    options.names = {}
+    for number, text in enumerate(options.data):
+        name, path = _named(text)
+        options.data[number] = path
+        if name:
+            options.names[path] = name
         check_path("--data", path)
     from neuclip_ds.distributed.launch import process_group
 
@@ -87,10 +100,16 @@ def _fractions(text: str) -> list[float]:
     return sorted({fraction(part) for part in text.split(",")})
 
 
-def _partition(paths: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
+def _named(text: str) -> tuple[str, str]:
+    """Split NAME=PATH; return an empty name for a path, which may contain an equals sign too."""
+    match = _NAMED.fullmatch(text)
+    return ("", text) if match is None or Path(text).exists() else (match[1], match[2])
+
+
+def _partition(paths: Sequence[str], names: Mapping[str, str]) -> tuple[list[tuple[str, str]], list[str]]:
     """Split the paths into named sources of pairs (in a form that `data.val` accepts) and evaluation sets.
 
-    Tar files that are listed individually form one source.
+    Tar files that are listed individually form one source, unless they are in `names`, the names of some paths.
     """
     from neuclip_ds.data.manifest_file import is_manifest  # pyarrow takes a moment to import
 
@@ -99,9 +118,15 @@ def _partition(paths: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
     sets: list[str] = []
     for path in paths:
         is_joined = _SEPARATOR in path
-        if path.endswith(_TAR) and not is_joined:
+        if path.endswith(_TAR) and not is_joined and path not in names:
             tars.append(path)
-        elif is_joined or path.startswith("demo:") or is_manifest(path) or any(Path(path).glob(f"*{_TAR}")):
+        elif (
+            is_joined
+            or path.endswith(_TAR)
+            or path.startswith("demo:")
+            or is_manifest(path)
+            or any(Path(path).glob(f"*{_TAR}"))
+        ):
             sources.append(path)
         else:
             sets.append(path)
@@ -112,7 +137,7 @@ def _partition(paths: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
     for source in sources:
         first_path = Path(source.partition(_SEPARATOR)[0]).absolute()
         name = first_path.parent.name if first_path.suffix == _TAR else first_path.name
-        named_sources.append((name, source))
+        named_sources.append((names.get(source, name), source))
     return named_sources, sets
 
 
@@ -160,14 +185,17 @@ def _open_tasks(
     from neuclip_ds.recipe import validate
 
     task_list = load_tasks()
-    sources, sets = communicator.on_rank_zero(lambda: _partition(options.data))
+    sources, sets = communicator.on_rank_zero(lambda: _partition(options.data, options.names))
     tasks: list[tuple[Task, Path]] = []
     if sets:
-        tasks += task_list.on_disk_of_all([Path(path) for path in sets], options.tasks, communicator)
+        own_names = {Path(path): options.names[path] for path in sets if path in options.names}
+        tasks += task_list.on_disk_of_all([Path(path) for path in sets], options.tasks, communicator, own_names)
     tasks += [(Task.own(name, "retrieval"), Path(source)) for name, source in sources]
     name, count = Counter(task.name for task, _ in tasks).most_common(1)[0]
     if count > 1:
-        raise UserError(f"{count} of the sets and sources of pairs in --data are called {name}; rename all but one.")
+        raise UserError(
+            f"{count} of the sets and sources of pairs in --data are called {name}; pass them as NAME=PATH."
+        )
 
     captions = config.data.captions if config else ["txt"]
     data = validate({"data": {"workers": options.workers, "captions": captions}}).data
@@ -212,7 +240,7 @@ def _score_model(
     from neuclip_ds.data.loader import Loader, eval_jobs
     from neuclip_ds.data.open_data import loader_options
     from neuclip_ds.evaluation.encoding import BatchEncoder, encoder_of
-    from neuclip_ds.evaluation.results import Results
+    from neuclip_ds.evaluation.results import Results, percent
     from neuclip_ds.evaluation.sets import open_shards
     from neuclip_ds.evaluation.suite import measure, measure_pairs
 
@@ -265,7 +293,8 @@ def _score_model(
             if results is not None:
                 results.add(task, metrics, contents[task.key])
                 seconds = time.perf_counter() - started
-                log.info("%s: %s %s (%.0f s)", task.name, task.metric, metrics["main_metric"], seconds)
+                score_in_percent = percent(metrics["main_metric"])
+                log.info("%s: %s %s%% (%.0f s)", task.name, task.metric, score_in_percent, seconds)
 
     if results is None:
         return {}

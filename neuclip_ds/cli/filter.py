@@ -18,6 +18,8 @@ from pathlib import Path
 from neuclip_ds.cli.program import Parser
 from neuclip_ds.errors import UserError
 
+_MANY_NEAR = 0.5  # share of near-duplicates above which a warning is printed
+
 
 def main(arguments: Sequence[str]) -> None:
     parser = Parser(prog="neuclip-ds filter", description=__doc__)
@@ -45,13 +47,22 @@ def main(arguments: Sequence[str]) -> None:
     if options.near_duplicates is not None:
         from neuclip_ds.embedding.near_duplicates import drop_near_duplicates  # torch takes seconds to import
 
-        refine = [partial(drop_near_duplicates, options.files, options.column, options.near_duplicates)]
+        list_path = options.out.with_suffix(".near_duplicates.csv")
+        drop = partial(drop_near_duplicates, options.files, options.column, options.near_duplicates, list_path)
+        refine = [drop]
     bounds = {"minimum": options.min, "maximum": options.max, "top": options.top}
     rule = Rule(**{name: value for name, value in bounds.items() if value is not None})
     selected = select(options.files, options.column, rule, options.out, options.uid_column, options.within, *refine)
     kept = f"{selected.kept:,} uids of {selected.samples:,} samples"
     print(f"{options.out}: {kept}, {options.column} from {selected.minimum:.6g}.")
     if options.near_duplicates is not None:
-        print(f"{selected.refined:,} near-duplicates were dropped.")
+        candidates = selected.kept + selected.refined
+        print(f"{selected.refined:,} near-duplicates of {candidates:,} samples were dropped; {list_path} lists them.")
+        if selected.refined > _MANY_NEAR * candidates:
+            print(
+                f"warning: that is {selected.refined / candidates:.0%}. A model that has barely trained gives nearly "
+                "all images similar features: look at some of the listed pairs, raise --near-duplicates, or embed "
+                "with a better model."
+            )
     if selected.without_value or selected.without_uid:
         print(f"Omitted: {selected.without_value:,} samples without a value, {selected.without_uid:,} without a uid.")

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 
 from neuclip_ds.cli.program import exit_on_mistake
 from neuclip_ds.distributed.environment import let_idle_threads_sleep
@@ -16,11 +17,14 @@ from neuclip_ds.recipe import nearest
 
 COMMANDS = {
     "train": "train a model from a recipe",
+    "recipes": "list the recipes",
     "evaluate": "score a model on DataComp's evaluation sets or your own",
+    "report": "write the report of a run, or compare runs",
     "export": "write a trained model for transformers or open_clip",
     "embed": "write the features of all samples of a dataset",
     "explore": "search and classify images on a local page",
     "filter": "select samples by similarity or another column",
+    "inspect": "show what is in a dataset before training",
     "pack": "pack tables of pairs into shards",
     "build-manifest": "index the shards of a dataset",
     "make-demo-data": "render the demo dataset",
@@ -41,6 +45,9 @@ def main(argv: Sequence[str] | None = None, command: str = "") -> None:
     if not arguments or arguments[0] in ("-h", "--help"):
         _print_help()
         return
+    if arguments[0] == "--version":
+        print(f"neuclip_ds {version('neuclip_ds')}")
+        return
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch logs a stack trace when a store's server ends
     # hides DeepSpeed's advice if it finds no GPU; distributed/environment.py refuses machines with unusable GPUs
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.filename != "real_accelerator.py")
@@ -60,4 +67,6 @@ def _print_help() -> None:
     print("\nCommands:")
     for name, meaning in COMMANDS.items():
         print(f"  {name:<18}{meaning}")
-    print("\n`neuclip-ds COMMAND --help` lists the options of a command.")
+    print(
+        "\n`neuclip-ds COMMAND --help` lists the options of a command, and `neuclip-ds --version` prints the version."
+    )

@@ -1,14 +1,17 @@
-"""Pack a table of image-caption pairs (CSV, TSV, JSON lines or parquet) into training shards.
+"""Pack image-caption pairs into training shards: a table (CSV, TSV, JSON lines or parquet), or a folder of images.
 
 Examples:
   neuclip-ds pack pairs.csv /data/mine
+  neuclip-ds pack /data/images_and_texts /data/mine
   neuclip-ds pack '/data/tables/*.parquet' /data/mine --image jpg --captions txt=alt_text syn.txt=recaption
 
 Each cell of the image column is a path (relative to the folder of the table's file), a URL, or the encoded image
-itself, also in base64. Rows with the same image become one sample with several captions, one per line. Rows that cannot
-be used are counted and listed in broken.jsonl. If more than 1% of the rows are lost because their storage failed, the
-exit code is 2, and retry.jsonl is a table of these rows, which you can pack to another folder. Train on the output
-folder, or build a manifest of it first (neuclip-ds build-manifest).
+itself, also in base64. In a folder of images without a table, the caption of dog.jpg is the text in dog.txt.
+
+Rows with the same image become one sample with several captions, one per line. Rows that cannot be used are counted and
+listed in broken.jsonl. If more than 1% of the rows are lost because their storage failed, the exit code is 2, and
+retry.jsonl is a table of these rows, which you can pack to another folder. Train on the output folder, or build a
+manifest of it first (neuclip-ds build-manifest).
 """
 
 import math
@@ -23,7 +26,7 @@ _MAX_LOST = 0.01  # largest fraction of rows that may be lost because their stor
 
 def main(arguments: Sequence[str]) -> None:
     parser = Parser(prog="neuclip-ds pack", description=__doc__)
-    parser.add_argument("table", help="a file, a folder or a glob of files")
+    parser.add_argument("table", help="a file, a folder or a glob of files, or a folder of images with texts")
     parser.add_argument("out", type=Path, help="folder for the shards; must be absent or empty")
     parser.add_argument("--image", help="column of images (default: image, filepath, path or a similar name)")
     captions = "columns of captions, each with the member to write it to (txt if omitted); default: caption or text"

@@ -72,7 +72,8 @@ EVERYDAY = (  # options that `--help` lists
 )
 _KINDS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH", bool: "true|false"}
 _FOOT = """\
-Dashes and underscores in options are equivalent; recipes use underscores. `=null` removes a value.
+Dashes and underscores in options are equivalent; recipes use underscores. `=null` clears an option that may be empty,
+such as --max-steps or --model.vision.options. `neuclip-ds recipes` lists the recipes.
 Defaults are in parentheses; `neuclip-ds train RECIPE --print-config` prints the resolved config."""
 
 
@@ -92,7 +93,7 @@ def main(arguments: Sequence[str], hooks: Sequence[Any] = ()) -> None:
     if command.dry_run:
         from neuclip_ds.planning.dry_run import print_dry_run
 
-        print_dry_run(config, environment, command.hostfile, command.gpu_memory)
+        print_dry_run(config, environment, command.hostfile, command.gpu_memory, command.measured)
         return
     check_run(config)
     # torch and deepspeed take seconds to import, so the config is checked first

@@ -73,7 +73,10 @@ class EvalTransform:
         return cls(preprocessing.size, preprocessing.squash, decode, preprocessing.margin, preprocessing.interpolation)
 
     def __call__(self, data: bytes, seed: int = 0) -> Tensor:
-        image = self.decode(data, None).image
+        return self.resize(self.decode(data, None).image)
+
+    def resize(self, image: Image.Image | Tensor) -> Tensor:
+        """Return the uint8 pixels (3, image_size, image_size) of an RGB image; a tensor is uint8 (3, H, W)."""
         square = [self.image_size, self.image_size]
         if self.squash:
             return _resize(image, square, self.interpolation)

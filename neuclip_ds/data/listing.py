@@ -10,6 +10,9 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
+TABLES = (".csv", ".tsv", ".jsonl", ".parquet")  # extensions of tables of pairs
+IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp")
+
 _NOT_DATA = ("__MACOSX", "lost+found")  # folders that archivers and file systems add
 
 

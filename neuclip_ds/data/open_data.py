@@ -136,10 +136,7 @@ def _iter_texts(
 ) -> Iterator[Mapping[str, bytes]]:
     """Yield the caption files (tar members) of evenly spaced samples, chosen as in `iter_captions`."""
     reader = TarReader(manifest, captions.extensions, cache)
-    nonempty = np.flatnonzero(manifest.sizes)
-    shards = nonempty[_evenly_spaced(len(nonempty), most_shards)]
-    sizes = manifest.sizes[shards]
-    indices = indices_at(manifest.starts[shards], sizes, _evenly_spaced(int(sizes.sum()), limit))
+    indices = evenly_spaced_indices(manifest, limit, most_shards)
     unreadable: set[int] = set()
     for index in indices.tolist():
         try:
@@ -153,6 +150,14 @@ def _iter_texts(
             unreadable.add(shard)
         else:
             yield texts
+
+
+def evenly_spaced_indices(manifest: Manifest, limit: int, most_shards: int = _SHARDS_FOR_CAPTIONS) -> np.ndarray:
+    """Return the indices (q,) of at most `limit` samples in use, evenly spaced within `most_shards` such shards."""
+    nonempty = np.flatnonzero(manifest.sizes)
+    shards = nonempty[_evenly_spaced(len(nonempty), most_shards)]
+    sizes = manifest.sizes[shards]
+    return indices_at(manifest.starts[shards], sizes, _evenly_spaced(int(sizes.sum()), limit))
 
 
 def _evenly_spaced(n: int, count: int) -> np.ndarray:

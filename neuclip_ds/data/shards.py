@@ -8,7 +8,7 @@ from pathlib import Path
 import fsspec
 from braceexpand import braceexpand
 
-from neuclip_ds.data.listing import files_below, is_visible, matching_files
+from neuclip_ds.data.listing import IMAGES, TABLES, files_below, is_visible, matching_files
 from neuclip_ds.errors import UserError, explained, install_command
 from neuclip_ds.files import read_text
 
@@ -60,11 +60,25 @@ def _resolve(source: str) -> list[str]:
         tars = sorted(file for file in path.iterdir() if file.suffix == _TAR and is_visible(file.name))
         tars = tars or files_below(path, [_TAR])
         if not tars:
-            raise UserError(f"No *.tar in {path} or its subfolders; name the folder that holds the shards.")
+            raise UserError(_without_shards(path))
         return [str(tar.absolute()) for tar in tars]
+    if path.is_file() and path.suffix.lower() in TABLES:
+        raise UserError(f"{path} is a table, not shards: {_pack(path)}.")
     if path.is_file():
         return _listed(path) if path.suffix == _LIST else [str(path.absolute())]
     return _matches(str(path))
+
+
+def _without_shards(folder: Path) -> str:
+    """Return a message about a folder without tars, which says what to do with the pairs in it."""
+    for kind, extensions in {"tables": TABLES, "images": IMAGES}.items():
+        if files_below(folder, extensions):
+            return f"No *.tar in {folder} or its subfolders, but {kind}: {_pack(folder)}."
+    return f"No *.tar in {folder} or its subfolders; name the folder that holds the shards."
+
+
+def _pack(source: Path) -> str:
+    return f"pack them into shards (neuclip-ds pack {source} OUT), and name the folder OUT"
 
 
 def _listed(path: Path) -> list[str]:

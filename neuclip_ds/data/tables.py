@@ -1,4 +1,9 @@
-"""Read tables of image-caption pairs: CSV, TSV, JSON Lines or Parquet files with a column of images and of captions."""
+"""Read tables of image-caption pairs: CSV, TSV, JSON Lines or Parquet files with a column of images and of captions.
+
+A folder of images with texts of the same names (dog.jpg and dog.txt) is read as such a table too.
+"""
+
+from __future__ import annotations
 
 import base64
 import binascii
@@ -7,26 +12,30 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import fsspec
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
-import pyarrow.dataset
 
 from neuclip_ds.data.fetch import explain
-from neuclip_ds.data.listing import files_below, matching_files
+from neuclip_ds.data.listing import IMAGES, TABLES, files_below, matching_files
 from neuclip_ds.data.shards import is_local
 from neuclip_ds.errors import UserError, explained
 
+if TYPE_CHECKING:
+    import pyarrow.dataset
+
 IMAGE_COLUMNS = ("image", "filepath", "file_name", "filename", "image_path", "image_file", "path", "file", "jpg", "png")
 CAPTION_COLUMNS = ("caption", "text", "title", "captions", "sentence", "sentences", "txt", "alt_text")
-TABLES = (".csv", ".tsv", ".jsonl", ".parquet")
 Quotes = Literal["auto", "on", "off"]
 """Whether quotes enclose cells in CSV and TSV files; `auto` also refuses a cell that seems to contain other rows."""
 
-_DELIMITERS = {".csv": ",", ".tsv": "\t"}
+_TEXT = ".txt"
+_COMMA = ","
+_DELIMITERS = {".csv": _COMMA, ".tsv": "\t"}
+_MAX_HEADER = 100_000  # characters of a table's first line that are read to find its delimiter
 _BATCH = 256  # rows read at once; few, because they may contain images
 _FIX = "fix or remove that file"
 _FIX_QUOTES = "fix that file, or pack with --quotes=off if quotes are ordinary characters in it"
@@ -51,6 +60,7 @@ class PairTable:
     data: pyarrow.dataset.Dataset
     rows: int
     delimiter: str | None  # of CSV and TSV files whose quotes are checked, otherwise None
+    folder: Path | None = None  # from which relative image paths start; None for the folder of each row's file
 
     def read(self, columns: Sequence[str]) -> Iterator[Row]:
         """Yield every row with only the given columns, in order.
@@ -59,17 +69,16 @@ class PairTable:
         """
         read_columns = list(columns) if self.delimiter is None else None  # a stray quote may be in any
         for fragment in self.data.get_fragments():
-            with explained(
-                f"The table {fragment.path} cannot be read", _FIX if self.delimiter is None else _FIX_QUOTES
-            ):
+            file = self.name if self.folder is not None else fragment.path
+            with explained(f"The table {file} cannot be read", _FIX if self.delimiter is None else _FIX_QUOTES):
                 batches = fragment.to_batches(
                     schema=self.data.schema, columns=read_columns, batch_size=_BATCH, fragment_readahead=1
                 )
-                folder = Path(fragment.path).parent.absolute()
+                folder = self.folder or Path(fragment.path).parent.absolute()
                 checks_quotes = self.delimiter is not None
                 for batch in batches:
                     if checks_quotes and (problem := _find_missing_quote(batch, str(self.delimiter))):
-                        if self.delimiter != "," or not _is_strict_csv(fragment.path):
+                        if self.delimiter != _COMMA or not _is_strict_csv(fragment.path):
                             raise UserError(f"{fragment.path}: {problem}")
                         checks_quotes = False  # captions with commas and line breaks
                     for cells in batch.select(list(columns)).to_pylist():
@@ -90,28 +99,77 @@ class PairTable:
 def open_table(source: str, quotes: Quotes = "auto") -> PairTable:
     """Open a table of image-caption pairs; raise UserError if there is no table or it cannot be read.
 
-    `source` is a CSV, TSV, JSON Lines or Parquet file, or a folder or glob of such files, all of the same format.
+    `source` is a CSV, TSV, JSON Lines or Parquet file, a folder or glob of such files, all of the same format, or a
+    folder of images with a .txt file of the same name next to each.
     """
+    from pyarrow import dataset  # slow to import, because it imports pandas
+
     path = Path(source).expanduser()
     try:
         if path.is_dir():
             paths = list(map(str, files_below(path, TABLES)))
+            if not paths and (images := files_below(path, IMAGES)):
+                return _open_folder(path, images)
         else:
             paths = [str(path)] if path.is_file() else matching_files(str(path))
     except OSError as error:
         raise UserError(f"{source} cannot be listed ({error}); check the folders and their permissions.") from error
     extensions = {Path(file).suffix.lower() for file in paths}
     if len(extensions) != 1 or not extensions <= set(TABLES):
-        raise UserError(f"{source} is not a table; name files of one kind ({', '.join(TABLES)}).")
+        raise UserError(
+            f"{source} is not a table; name files of one kind ({', '.join(TABLES)}), or a folder of images with texts."
+        )
     (extension,) = extensions
-    delimiter = _DELIMITERS.get(extension)
+    delimiter = None
+    if extension in _DELIMITERS:
+        delimiter = _find_delimiter(Path(paths[0]), _DELIMITERS[extension])
     with explained(f"The table {source} cannot be read", _FIX if delimiter is None else _FIX_QUOTES):
         if delimiter is None:
-            data = pyarrow.dataset.dataset(paths, format="json" if extension == ".jsonl" else "parquet")
+            data = dataset.dataset(paths, format="json" if extension == ".jsonl" else "parquet")
         else:
             data = _open_delimited(paths, delimiter, quotes)
         rows = _count_rows(data)
     return PairTable(name=source, data=data, rows=rows, delimiter=delimiter if quotes == "auto" else None)
+
+
+def _open_folder(folder: Path, images: Sequence[Path]) -> PairTable:
+    """Return a table of the images in a folder and the texts of the same names, and of texts without an image.
+
+    Raises UserError if there is no text.
+    """
+    from pyarrow import dataset  # slow to import
+
+    texts = {path.with_suffix(""): path for path in files_below(folder, [_TEXT])}
+    if not texts:
+        raise UserError(
+            f"{folder} has {len(images):,} images, but neither a .txt file nor a table ({', '.join(TABLES)}): write "
+            "a caption to NAME.txt for each image NAME.jpg, or a table of image paths and captions."
+        )
+    rows: list[tuple[str | None, str | None]] = []
+    for image in images:
+        text = texts.get(image.with_suffix(""))
+        caption = None if text is None else text.read_text(encoding="utf-8-sig", errors="replace")
+        rows.append((str(image.relative_to(folder)), caption))
+    with_image = {image.with_suffix("") for image in images}
+    for name, text in texts.items():
+        if name not in with_image:
+            rows.append((None, text.read_text(encoding="utf-8-sig", errors="replace")))
+    columns = {
+        IMAGE_COLUMNS[0]: pa.array([image for image, _ in rows], pa.string()),
+        CAPTION_COLUMNS[0]: pa.array([caption for _, caption in rows], pa.string()),
+    }
+    data = dataset.dataset(pa.table(columns))
+    return PairTable(name=str(folder), data=data, rows=len(rows), delimiter=None, folder=folder.absolute())
+
+
+def _find_delimiter(file: Path, usual: str) -> str:
+    """Return the delimiter that the first line of a table has most often; open_clip's .csv files have tabs."""
+    try:
+        with file.open(encoding="utf-8-sig", errors="replace") as lines:
+            header = lines.readline(_MAX_HEADER)
+    except OSError:  # which is reported when the table is read
+        return usual
+    return max((usual, "\t", _COMMA, ";"), key=header.count)
 
 
 def _count_rows(data: pyarrow.dataset.Dataset) -> int:
@@ -128,6 +186,8 @@ def _count_rows(data: pyarrow.dataset.Dataset) -> int:
 
 
 def _open_delimited(paths: list[str], delimiter: str, quotes: Quotes) -> pyarrow.dataset.Dataset:
+    from pyarrow import dataset  # slow to import
+
     quote = False if quotes == "off" else '"'
     parsing = pyarrow.csv.ParseOptions(delimiter=delimiter, quote_char=quote, newlines_in_values=quotes != "off")
     with (
@@ -136,7 +196,7 @@ def _open_delimited(paths: list[str], delimiter: str, quotes: Quotes) -> pyarrow
     ):
         names = first.schema.names
     schema = pa.schema([(name, pa.string()) for name in names])  # so that the caption "7" is text
-    return pyarrow.dataset.dataset(paths, schema=schema, format=pyarrow.dataset.CsvFileFormat(parsing))
+    return dataset.dataset(paths, schema=schema, format=dataset.CsvFileFormat(parsing))
 
 
 def _find_missing_quote(batch: pa.RecordBatch, delimiter: str) -> str:

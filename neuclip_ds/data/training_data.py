@@ -12,9 +12,11 @@ from typing import Any
 from neuclip_ds.config import CLIP_BPE, Config, TextConfig
 from neuclip_ds.data.augment import augmented
 from neuclip_ds.data.dataset import PairDataset
+from neuclip_ds.data.decoders import CaptionSources
 from neuclip_ds.data.feature_parts import EMBEDDING
 from neuclip_ds.data.feature_table import FeatureTable, cached_bytes, random_crops
 from neuclip_ds.data.images import DECODERS, EvalTransform, ImageTransform, train_transform
+from neuclip_ds.data.inspection import caption_lengths, pair_warnings, size_warnings
 from neuclip_ds.data.interleave import Interleave
 from neuclip_ds.data.loader import Loader, LoaderOptions, RankBatch, join_parts, parts_of_rows, train_jobs
 from neuclip_ds.data.manifest import Manifest
@@ -45,6 +47,7 @@ log = logging.getLogger(__name__)
 
 TOKENIZER = "tokenizer"  # folder of the tokenizer, in the folder of a run and in each of its checkpoints
 _TOKENIZER_CAPTIONS = 200_000  # enough for a vocabulary of CLIP's size
+_CHECKED_CAPTIONS = 200  # samples whose captions are checked for truncation and repetition
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +181,11 @@ def open_training_data(
     tokenizer = source.tokenizer(
         lambda: _create_tokenizer(config.model.text, manifest, loading, communicator, staged, resumed)
     )
+    if communicator.rank == 0 and meta is None:
+        for warning in size_warnings(data.batch_size, manifest.n_used):
+            log.warning("%s", warning)
+        if loading.cache is None and reads_captions(tables, data.captions):  # a remote shard would be fetched
+            _warn_about_captions(manifest, data.captions, tokenizer)
     return TrainingData(
         manifest=manifest,
         order=order,
@@ -187,6 +195,14 @@ def open_training_data(
         tables=tables,
         random_crops=random_crops(tables, data.crop_scale, config.run.seed),
     )
+
+
+def _warn_about_captions(manifest: Manifest, sources: CaptionSources, tokenizer: ModelTokenizer) -> None:
+    """Warn if many captions of local shards are truncated or repeated."""
+    captions = list(iter_captions(manifest, _CHECKED_CAPTIONS, sources))
+    lengths = caption_lengths(captions, tokenizer, tokenizer.context_length)
+    for warning in pair_warnings(captions, lengths):
+        log.warning("%s", warning)
 
 
 def _check_same_features(tables: Mapping[str, FeatureTable], recorded: Mapping[str, str]) -> None:
@@ -217,13 +233,13 @@ def _create_tokenizer(
                 shutil.copytree(resumed / TOKENIZER, folder, copy_function=link_or_copy)
             else:
                 captions = iter_captions(manifest, _TOKENIZER_CAPTIONS, loading.captions, loading.cache)
-                _new_tokenizer(text, captions).save(folder)
+                new_tokenizer(text, captions).save(folder)
 
     communicator.on_rank_zero(save)
     return CaptionTokenizer.load(folder, text.resolved_context_length())
 
 
-def _new_tokenizer(text: TextConfig, captions: Iterator[str]) -> CaptionTokenizer:
+def new_tokenizer(text: TextConfig, captions: Iterator[str]) -> CaptionTokenizer:
     """Return CLIP's tokenizer if the config names it and open_clip is installed, else train a BPE tokenizer."""
     reason = "model.text.tokenizer is not set"
     if text.tokenizer == CLIP_BPE:

@@ -19,16 +19,18 @@ from neuclip_ds.data.feature_parts import EMBEDDING, PART_SUFFIX, map_part
 from neuclip_ds.data.uids import UidArray, parse_uid
 from neuclip_ds.embedding.select import feature_tables
 from neuclip_ds.errors import UserError, explained
+from neuclip_ds.files import atomic_write
 
 
 def drop_near_duplicates(
-    folders: Sequence[Path], column: str, threshold: float, uids: UidArray, chunk: int = 4096
+    folders: Sequence[Path], column: str, threshold: float, list_path: Path, uids: UidArray, chunk: int = 4096
 ) -> UidArray:
     """Return the uids of the samples to keep, in the order of the n distinct `uids`.
 
-    Larger values in `column` take precedence; near-duplicates have a cosine similarity of at least `threshold`. All n
-    features stay in memory, in their stored dtype; chunks of `chunk` samples are compared at once. Raises UserError if
-    a folder has no features or cannot be read.
+    Larger values in `column` take precedence; near-duplicates have a cosine similarity of at least `threshold`. Writes
+    a CSV file with a line for each dropped sample to `list_path`: its uid, the uid of the nearest sample that was kept
+    before it, and their cosine similarity. All n features stay in memory, in their stored dtype; chunks of `chunk`
+    samples are compared at once. Raises UserError if a folder has no features or cannot be read.
     """
     row_of_uid = {}
     for row, (high, low) in enumerate(uids.tolist()):
@@ -63,10 +65,25 @@ def drop_near_duplicates(
         best_values[targets] = values[is_better][ascending]
 
     descending = np.argsort(-best_values, kind="stable")
-    kept_positions = _distinct(torch.from_numpy(features[descending]), threshold, chunk).numpy()
+    nearest, cosines = _nearest_kept(torch.from_numpy(features[descending]), threshold, chunk)
+    is_dropped = nearest >= 0
+    _write_list(list_path, uids[descending], nearest, cosines)
     is_kept = np.zeros(len(uids), dtype=bool)
-    is_kept[descending[kept_positions]] = True
+    is_kept[descending[~is_dropped]] = True
     return uids[is_kept]
+
+
+def _write_list(path: Path, uids: UidArray, nearest: NDArray[np.int64], cosines: NDArray[np.float32]) -> None:
+    """Write the dropped samples, those with a nearest kept one: `uids` (n,) in the order of the other arrays (n,)."""
+
+    def text_of(row: int) -> str:
+        return f"{int(uids['high'][row]):016x}{int(uids['low'][row]):016x}"
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(path) as temporary, temporary.open("w", encoding="utf-8", newline="\n") as file:
+        file.write("dropped,kept,cosine\n")
+        for row in np.flatnonzero(nearest >= 0).tolist():
+            file.write(f"{text_of(row)},{text_of(int(nearest[row]))},{cosines[row]:.4f}\n")
 
 
 def _parts(folders: Sequence[Path], column: str) -> Iterator[tuple[pa.Table, NDArray[np.floating]]]:
@@ -85,32 +102,52 @@ def _parts(folders: Sequence[Path], column: str) -> Iterator[tuple[pa.Table, NDA
                 yield table, part.image[:, 0]
 
 
-def _distinct(features: Tensor, threshold: float, chunk: int) -> Tensor:
-    """Return the indices of the (n, d) L2-normalized features to keep: those not near any feature kept before them."""
+def _nearest_kept(features: Tensor, threshold: float, chunk: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Find the rows of (n, d) L2-normalized features to drop: those near any feature kept before them.
+
+    Returns:
+        For each row, the nearest kept row before it, (n,), and their cosine similarity, (n,); -1 and 0 for a row that
+        is kept.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kept = features.new_empty(features.shape, device=device)  # the first `count` rows are in use
+    kept_rows = torch.empty(len(features), dtype=torch.int64)  # their rows in `features`
     count = 0
-    kept_indices = []
+    nearest = torch.full((len(features),), -1, dtype=torch.int64)
+    cosines = torch.zeros(len(features))
     for start in range(0, len(features), chunk):
         block = features[start : start + chunk].to(device)
 
         # compare the block with the features kept from earlier blocks
-        is_near = torch.zeros(len(block), dtype=torch.bool, device=device)
+        best = torch.full((len(block),), -torch.inf, device=device)
+        best_position = torch.zeros(len(block), dtype=torch.int64, device=device)
         for kept_start in range(0, count, chunk):
             earlier = kept[kept_start : min(kept_start + chunk, count)]
-            is_near |= (block.float() @ earlier.float().T >= threshold).any(dim=1)
-        indices = torch.arange(start, start + len(block))[~is_near.cpu()]
-        block = block[~is_near]
+            values, positions = (block.float() @ earlier.float().T).max(dim=1)
+            best_position = torch.where(values > best, positions + kept_start, best_position)
+            best = torch.maximum(values, best)
+        is_near = (best >= threshold).cpu()
+        rows = torch.arange(start, start + len(block))
+        nearest[rows[is_near]] = kept_rows[best_position.cpu()[is_near]]
+        cosines[rows[is_near]] = best.cpu()[is_near]
 
         # compare the rest of the block with itself, row by row
-        near_earlier_row = (block.float() @ block.float().T >= threshold).tril(-1).cpu()
+        rows = rows[~is_near]
+        block = block[~is_near.to(device)]
+        similarity = (block.float() @ block.float().T).cpu()
+        near_earlier_row = (similarity >= threshold).tril(-1)
         is_kept = torch.ones(len(block), dtype=torch.bool)
         for row in near_earlier_row.any(dim=1).nonzero().flatten().tolist():
-            is_kept[row] = not (near_earlier_row[row] & is_kept).any()
-        indices = indices[is_kept]
+            near_kept = near_earlier_row[row] & is_kept
+            if near_kept.any():
+                is_kept[row] = False
+                closest = torch.where(near_kept, similarity[row], -torch.inf).argmax()
+                nearest[rows[row]] = rows[closest]
+                cosines[rows[row]] = similarity[row, closest]
+        rows = rows[is_kept]
         block = block[is_kept.to(device)]
 
         kept[count : count + len(block)] = block
+        kept_rows[count : count + len(block)] = rows
         count += len(block)
-        kept_indices.append(indices)
-    return torch.cat(kept_indices)
+    return nearest.numpy(), cosines.numpy()

@@ -16,7 +16,13 @@ from neuclip_ds.engine.config import precision, zero_stage
 from neuclip_ds.engine.engine import Engine
 from neuclip_ds.engine.lamb import Lamb
 from neuclip_ds.engine.lean_zero1 import use_lean_step
-from neuclip_ds.engine.zero import keep_frozen_unpartitioned, restore_linear, share_process_group, skip_unused_kernel
+from neuclip_ds.engine.zero import (
+    import_muon_uncompiled,
+    keep_frozen_unpartitioned,
+    restore_linear,
+    share_process_group,
+    skip_unused_kernel,
+)
 from neuclip_ds.errors import UserError
 from neuclip_ds.losses.batch_norm import batch_norms
 from neuclip_ds.models.trained_parts import learning_rate_scales
@@ -52,6 +58,7 @@ def start_engine(
 
     restore_linear()
     skip_unused_kernel(communicator.device)
+    import_muon_uncompiled()
     share_process_group(communicator)
     if zero_stage(engine_config) == 3:
         keep_frozen_unpartitioned(model, communicator)

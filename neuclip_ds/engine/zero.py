@@ -15,6 +15,7 @@ from typing import Any
 import deepspeed
 import deepspeed.utils.groups
 import torch
+from deepspeed.runtime import compiler
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from torch import Tensor, nn
@@ -169,6 +170,19 @@ def skip_unused_kernel(device: torch.device) -> None:
     """Keep DeepSpeed from compiling a tensor-parallel inference kernel, which would take up to a minute on a CPU."""
     if device.type == "cpu":  # on a GPU machine, this lookup would start the CUDA compiler
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def import_muon_uncompiled() -> None:
+    """Import DeepSpeed's Muon optimizer without compiling it: no run uses it, but every engine imports it.
+
+    The decorator of its functions would import torch's compiler, which takes seconds.
+    """
+    compile_function = compiler.compile
+    compiler.compile = lambda *_, **__: lambda function: function
+    try:
+        import deepspeed.runtime.zero.muon.original_muon  # noqa: F401
+    finally:
+        compiler.compile = compile_function
 
 
 def _unpartitioned_masters(optimizer: Any, wrapper: Wrapper) -> Iterator[tuple[Any, Tensor]]:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from neuclip_ds.config import Config
-from neuclip_ds.data.dataset import Batch, PairDataset
+from neuclip_ds.data.dataset import Batch, PairDataset, SampleReader, caption_numbers
+from neuclip_ds.data.decoders import Captions
 from neuclip_ds.data.images import DECODERS, EvalTransform
 from neuclip_ds.data.loader import Loader, eval_jobs, part_count, train_jobs
 from neuclip_ds.data.manifest import Manifest
@@ -19,11 +20,11 @@ from neuclip_ds.data.training_data import TrainingData
 from neuclip_ds.data.training_set import find_split, find_validation
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
-from neuclip_ds.evaluation.encoding import BatchEncoder, Encode, encoder_of
+from neuclip_ds.evaluation.encoding import BatchEncoder, Encode, encode_batch, encoder_of
 from neuclip_ds.evaluation.metrics import chance_recall
 from neuclip_ds.evaluation.normalizer_error import normalizer_error
 from neuclip_ds.evaluation.results import averages
-from neuclip_ds.evaluation.retrieval import retrieval
+from neuclip_ds.evaluation.retrieval import example_retrievals, recalls_of_pairs
 from neuclip_ds.evaluation.sets import EvaluationSet, open_labeled
 from neuclip_ds.evaluation.suite import Metrics, measure, open_task_set
 from neuclip_ds.evaluation.tasks import Task, load_tasks
@@ -33,9 +34,15 @@ from neuclip_ds.losses.global_contrastive import GlobalContrastiveLoss
 from neuclip_ds.losses.methods import find_method
 from neuclip_ds.losses.stored_features import REFERENCE
 from neuclip_ds.models.pretrained.base import Preprocessing
+from neuclip_ds.reporting.contact_sheet import thumbnail
 from neuclip_ds.reporting.metrics import CHANCE
+from neuclip_ds.reporting.retrieved import Retrieved, write_retrieved
 
 _ANCHOR_SEED = 2_718_281  # the same anchors for every method and seed, independent of the run's order
+
+_VAL_SEED = 0  # of the choice among a held-out pair's captions
+_EXAMPLE_QUERIES = 6  # captions whose first images are kept for the report
+_EXAMPLE_IMAGES = 6  # images that are kept for each caption
 
 # the loader's sources of pairs
 _VAL = "val"
@@ -86,6 +93,7 @@ class Evaluator:
             raise UserError(
                 f"run.best_metric={config.run.best_metric} needs an evaluation: set data.val or data.zero_shot."
             )
+        self._retrieved: list[Retrieved] = []  # examples of the last evaluation
         self._loader = self._start_loader()
 
     def __call__(self, engine: Any, loss: ContrastiveLoss) -> dict[str, float]:
@@ -103,7 +111,9 @@ class Evaluator:
         results: dict[str, float] = {}
         if self._held_out.pairs is not None:
             batches = self._all_samples(_VAL, self._held_out.pairs)
-            results.update(retrieval(encode, batches, self._communicator, prefixes=encoder.prefixes))
+            encoded = [encode_batch(encode, batch) for batch in batches]
+            results.update(recalls_of_pairs(encoded, self._communicator, prefixes=encoder.prefixes))
+            self._retrieved = example_retrievals(encoded, self._communicator, _EXAMPLE_QUERIES, _EXAMPLE_IMAGES)
             results.update(_chance_levels(results, candidates=int(results["retrieval_pairs"])))
         if self._held_out.zero_shot is not None:
             accuracies = zero_shot(encoder, self._held_out.zero_shot)
@@ -114,6 +124,31 @@ class Evaluator:
         if self._config.run.normalizer_anchors:
             results.update(self._normalizer_error(encode, loss))
         return results
+
+    def write_examples(self, folder: Path, step: int) -> None:
+        """Write pictures of the last evaluation's first images for some captions to FOLDER; call on one rank.
+
+        Writes nothing if there are no held-out pairs. A sample that cannot be read has no picture.
+        """
+        pairs = self._held_out.pairs
+        if pairs is None or not self._retrieved:
+            return
+        captions = Captions(self._config.data.captions)
+        reader = SampleReader(pairs, captions.extensions, self._val_cache)
+
+        def caption_of(index: int) -> str:
+            raw = reader.read(index, with_image=False)
+            drawn = None
+            if not isinstance(raw, str):
+                (number,) = caption_numbers(_VAL_SEED, [0], [index]).tolist()
+                drawn = captions.draw(raw.texts, number)
+            return "" if drawn is None else drawn.text
+
+        def picture_of(index: int) -> str:
+            raw = reader.read(index)
+            return "" if isinstance(raw, str) or raw.image is None else thumbnail(raw.image)
+
+        write_retrieved(folder, step, self._retrieved, caption_of, picture_of)
 
     def close(self) -> None:
         """Stop the loader processes."""
@@ -162,13 +197,14 @@ class Evaluator:
         caption_seeds: dict[str, int] = {}  # seed of the choice among a sample's captions, by source
         if self._held_out.pairs is not None:
             manifests[_VAL] = self._held_out.pairs
-            caption_seeds[_VAL] = 0
+            caption_seeds[_VAL] = _VAL_SEED
         if self._config.run.normalizer_anchors:
             manifests[_TRAIN] = self._train_manifest
             caption_seeds[_TRAIN] = 0
             manifests[_ANCHORS] = self._train_manifest
             caption_seeds[_ANCHORS] = _ANCHOR_SEED
         options = loader_options(self._config.data, self._communicator, *manifests.values())
+        self._val_cache = options.cache
         pairs = {}
         for source, manifest in manifests.items():
             pairs[source] = PairDataset(

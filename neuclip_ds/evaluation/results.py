@@ -89,8 +89,8 @@ def summary_text(tasks: TaskList, metrics: Mapping[str, Metrics]) -> str:
     scored_tasks = [task for task in tasks.tasks if task.key in metrics]
     lines = ["| task | metric | score | chance |", "|---|---|---|---|"]
     for task in scored_tasks:
-        score = _percent(metrics[task.key].get("main_metric"))
-        chance = _percent(metrics[task.key].get("chance"))
+        score = percent(metrics[task.key].get("main_metric"))
+        chance = percent(metrics[task.key].get("chance"))
         lines.append(f"| {task.name} | {task.metric} | {score} | {chance} |")
     lines += _recall_table({task.name: metrics[task.key] for task in scored_tasks})
     lines += _average_table(tasks, metrics)
@@ -113,7 +113,7 @@ def _recall_table(metrics: Mapping[str, Metrics]) -> list[str]:
     for name, row in rows.items():
         of_prefixes = [metric.removesuffix(columns[0]) for metric in row if metric.endswith(columns[0])]
         for prefix in of_prefixes:  # empty for the whole features
-            cells = [prefix + name, *(_percent(row.get(prefix + column)) for column in columns)]
+            cells = [prefix + name, *(percent(row.get(prefix + column)) for column in columns)]
             lines.append(f"| {' | '.join(cells)} |")
     return lines
 
@@ -125,10 +125,10 @@ def _average_table(tasks: TaskList, metrics: Mapping[str, Metrics]) -> list[str]
     if shown:
         lines += ["", "| average | of | score |", "|---|---|---|"]
     for name, average in shown.items():
-        score = _percent(average.value)
+        score = percent(average.value)
         if average.missing:
             scored = average.tasks - len(average.missing)
-            score = f"none: {scored} of {average.tasks} tasks scored, mean of these {_percent(average.partial)}"
+            score = f"none: {scored} of {average.tasks} tasks scored, mean of these {percent(average.partial)}"
         lines.append(f"| {name} | {tasks.averages[name]} | {score} |")
     lines.append("")
     for name, average in shown.items():
@@ -137,5 +137,6 @@ def _average_table(tasks: TaskList, metrics: Mapping[str, Metrics]) -> list[str]
     return lines
 
 
-def _percent(value: float | None) -> str:
+def percent(value: float | None) -> str:
+    """Return a score in percent with two decimals, or "-" if it is not known."""
     return "-" if value is None else f"{100 * value:.2f}"

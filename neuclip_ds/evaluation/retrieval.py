@@ -8,6 +8,7 @@ the captions. Every rank stores all features, but only blocks of the score matri
 Ties are resolved in expectation (`hit_probability`): a collapsed model, whose features are all equal, has recall k / n.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,11 +20,12 @@ from torch.nn.functional import normalize
 from neuclip_ds.data.dataset import PADDING, Batch
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
-from neuclip_ds.evaluation.encoding import BatchEncoder, Encode, encode_batch
+from neuclip_ds.evaluation.encoding import BatchEncoder, Encode, EncodedBatch, encode_batch
 from neuclip_ds.evaluation.metrics import chance_recall, hit_probability
 from neuclip_ds.evaluation.sets import EvaluationSet, Sample
 from neuclip_ds.evaluation.sharded_batches import decode, sharded_batches
 from neuclip_ds.losses.options import PREFIX
+from neuclip_ds.reporting.retrieved import RankedImage, Retrieved
 
 _QUERY_CHUNK = 4096  # queries that are compared at once
 _CANDIDATE_CHUNK = 1024  # candidates that are compared at once
@@ -40,12 +42,27 @@ def retrieval(
 ) -> dict[str, float]:
     """Return recall@k in both directions over the valid pairs of all ranks.
 
-    With `prefixes`, the recalls of the first p dimensions of the features follow as `prefixP/NAME`.
-
-    All ranks need the same number of batches with the same shapes. For n pairs on K ranks, scores take O(n / K x chunk)
-    memory per rank, and the gathered features take O(n d). Raises UserError if no rank has a valid pair.
+    All ranks need the same number of batches with the same shapes. See `recalls_of_pairs`.
     """
     encoded = [encode_batch(encode, batch) for batch in batches]
+    return recalls_of_pairs(encoded, communicator, ks, chunk, prefixes)
+
+
+@torch.no_grad()
+def recalls_of_pairs(
+    encoded: Sequence[EncodedBatch],
+    communicator: Communicator,
+    ks: Sequence[int] = (1, 5, 10),
+    chunk: int = _CANDIDATE_CHUNK,
+    prefixes: Iterable[int] = (),
+) -> dict[str, float]:
+    """Return recall@k in both directions over the valid pairs of all ranks, which have equally many rows.
+
+    With `prefixes`, the recalls of the first p dimensions of the features follow as `prefixP/NAME`.
+
+    For n pairs on K ranks, scores take O(n / K x chunk) memory per rank, and the gathered features take O(n d). Raises
+    UserError if no rank has a valid pair.
+    """
     if not encoded:
         raise UserError("The held-out data yields no batch to retrieve from; check data.val.")
     all_images = torch.cat([batch.image for batch in encoded]).float()
@@ -79,6 +96,45 @@ def retrieval(
             counts[prefix + name] = _count_hits(queries, candidates, candidate_labels, ks, chunk)
     pairs, recalls = _recalls(counts, ks, communicator)
     return {**recalls, "retrieval_pairs": pairs}
+
+
+@torch.no_grad()
+def example_retrievals(
+    encoded: Sequence[EncodedBatch], communicator: Communicator, queries: int, images: int
+) -> list[Retrieved]:
+    """Return the best `images` images of all ranks for `queries` captions of evenly spaced valid pairs.
+
+    The result is equal on all ranks, and up to rounding also for any number of ranks.
+    """
+    valid = torch.cat([batch.valid for batch in encoded])
+    own_indices = torch.cat([batch.index for batch in encoded])[valid].tolist()
+    rows = valid.to(encoded[0].image.device)
+    own_images = torch.cat([batch.image for batch in encoded])[rows].float()
+    own_texts = torch.cat([batch.text for batch in encoded])[rows].float()
+
+    # the features of the queries' captions, on all ranks
+    indices = sorted(itertools.chain.from_iterable(communicator.gather_objects(own_indices)))
+    chosen = indices[:: max(1, len(indices) // queries)][:queries]
+    own_row = {index: row for row, index in enumerate(own_indices)}
+    texts = own_texts.new_zeros(len(chosen), own_texts.shape[1])
+    for number, index in enumerate(chosen):
+        if index in own_row:
+            texts[number] = own_texts[own_row[index]]
+    texts = communicator.all_reduce(texts, "evaluation")
+
+    # each rank's best images, of which the best of all ranks follow
+    scores = score_matrix(texts, own_images)
+    best = scores.topk(min(images, len(own_indices)), dim=1)
+    own_best = []  # (-score, index) of the best images, for each query
+    for row_scores, row_numbers in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+        own_best.append([(-score, own_indices[row]) for score, row in zip(row_scores, row_numbers, strict=True)])
+    best_of_ranks = communicator.gather_objects(own_best)
+    retrieved = []
+    for number, index in enumerate(chosen):
+        candidates = sorted(itertools.chain.from_iterable(best_of_rank[number] for best_of_rank in best_of_ranks))
+        ranked = [RankedImage(index=candidate, score=-negative) for negative, candidate in candidates[:images]]
+        retrieved.append(Retrieved(index=index, images=ranked))
+    return retrieved
 
 
 def _with_prefixes(images: Tensor, texts: Tensor, prefixes: Iterable[int]) -> dict[str, tuple[Tensor, Tensor]]:

@@ -109,26 +109,36 @@ class TaskList(BaseModel):
                 )
         return self.with_own(user_tasks)
 
-    def on_disk(self, paths: Sequence[Path], names: Sequence[str] = ()) -> list[tuple[Task, Path]]:
+    def on_disk(
+        self, paths: Sequence[Path], names: Sequence[str] = (), own_names: Mapping[Path, str] | None = None
+    ) -> list[tuple[Task, Path]]:
         """Return the tasks that match `names` (see `choose`; by default all tasks on disk), with their paths.
 
-        `paths` are sets of any form and name, or folders of sets. If only some of DataComp's sets are found, a warning
-        lists the missing ones. Raises UserError if no set is found, a name matches no set, or two sets share a name.
+        `paths` are sets of any form and name, or folders of sets. Those in `own_names` are the user's sets with these
+        names. If only some of DataComp's sets are found, a warning lists the missing ones. Raises UserError if no set
+        is found, a name matches no set, two sets share a name, or a path in `own_names` is not a set.
         """
+        own_names = own_names or {}
         candidates: list[Path] = []
         for path in paths:
+            if path in own_names and not is_set(path):
+                raise UserError(
+                    f"{own_names[path]}={path} is not an evaluation set, which a name needs; omit the name."
+                )
             candidates += _sets_in(path)
+        name_of_set = {path.absolute(): name for path, name in own_names.items()}
 
         # DataComp's sets are recognized by their folders' names; other sets are the user's
-        path_of_task = {task.key: task.find(candidates) for task in self.tasks}
+        unnamed = [path for path in candidates if path not in name_of_set]
+        path_of_task = {task.key: task.find(unnamed) for task in self.tasks}
         known_paths = {path for path in path_of_task.values() if path is not None}
         user_paths = [path for path in candidates if path not in known_paths and is_set(path)]
-        user_tasks = [_user_task(path) for path in user_paths]
+        user_tasks = [_user_task(path, name_of_set.get(path)) for path in user_paths]
         name_counts = Counter(task.name for task in user_tasks)
         if user_tasks:
             name, count = name_counts.most_common(1)[0]
             if count > 1:
-                raise UserError(f"{count} evaluation sets are called {name}; rename all but one.")
+                raise UserError(f"{count} evaluation sets are called {name}; pass them as NAME=PATH, or rename them.")
         for task, path in zip(user_tasks, user_paths, strict=True):
             path_of_task[task.key] = path
 
@@ -153,12 +163,17 @@ class TaskList(BaseModel):
         return chosen_on_disk
 
     def on_disk_of_all(
-        self, paths: Sequence[Path], names: Sequence[str], communicator: Communicator
+        self,
+        paths: Sequence[Path],
+        names: Sequence[str],
+        communicator: Communicator,
+        own_names: Mapping[Path, str] | None = None,
     ) -> list[tuple[Task, Path]]:
         """Call `on_disk` on rank 0 and return its result on all ranks."""
 
         def find() -> list[Any]:
-            return [[task.model_dump(mode="json"), str(path)] for task, path in self.on_disk(paths, names)]
+            on_disk = self.on_disk(paths, names, own_names)
+            return [[task.model_dump(mode="json"), str(path)] for task, path in on_disk]
 
         return [(Task.model_validate(task), Path(path)) for task, path in communicator.on_rank_zero(find)]
 
@@ -178,12 +193,12 @@ def _sets_in(path: Path) -> list[Path]:
     return sorted(entry for entry in entries if entry.is_dir() or is_set(entry))
 
 
-def _user_task(path: Path) -> Task:
-    """Return the task of a user's set."""
+def _user_task(path: Path, name: str | None = None) -> Task:
+    """Return the task of a user's set, by default with the name of its folder or file."""
     kind: Any = open_set(path).kind
     if kind not in ("classification", "retrieval"):
         raise UserError(f"{path} is a {kind} set, which has no score here; move it elsewhere.")
-    return Task.own(path.stem if path.is_file() else path.name, kind)
+    return Task.own(name or (path.stem if path.is_file() else path.name), kind)
 
 
 def load_tasks() -> TaskList:

@@ -34,6 +34,7 @@ from neuclip_ds.evaluation.evaluator import open_held_out
 from neuclip_ds.losses.stored_features import stored_folders
 from neuclip_ds.models.recompute import checkpointed_blocks
 from neuclip_ds.models.trained_parts import TOWERS, Parameters
+from neuclip_ds.planning.duration import duration_lines, read_speed
 from neuclip_ds.planning.host_memory import FIX, loader_memory, shortages, stored_bytes
 from neuclip_ds.planning.memory import MemoryQuery, account, count_towers, smallest_that_fits
 from neuclip_ds.training.checks import check_config, check_tables, config_warnings
@@ -44,14 +45,19 @@ T = TypeVar("T")
 
 
 def print_dry_run(
-    config: Config, environment: RankEnvironment, hostfile: Path | None, gpu_memory: float | None = None
+    config: Config,
+    environment: RankEnvironment,
+    hostfile: Path | None,
+    gpu_memory: float | None = None,
+    measured: Path | None = None,
 ) -> None:
     """Print the report of a dry run on rank 0.
 
-    The report covers the current ranks or a hostfile's nodes, and says whether each rank fits in `gpu_memory` GB.
+    The report covers the current ranks or a hostfile's nodes, and says whether each rank fits in `gpu_memory` GB. With
+    the folder of a short run of the same model, `measured`, it estimates the hours.
 
     Raises:
-        UserError: the config, DeepSpeed JSON, hostfile or data is invalid.
+        UserError: the config, DeepSpeed JSON, hostfile or data is invalid, or the measured run cannot be used.
     """
     nodes = read_hostfile(hostfile) if hostfile else {}
     world_size = sum(nodes.values()) or environment.world_size
@@ -108,6 +114,14 @@ def print_dry_run(
         bytes_per_pair = 2 * widths * resolve_comm_dtype(config, engine).itemsize + 8
         received = (world_size - 1) * query.rank_batch * bytes_per_pair / 1e6
         lines.append(f"traffic    {received:,.2f} MB of features received per rank and step (computed)")
+        if measured is not None and order:
+            # gradients are reduced to the ranks, and the updated weights gathered from them, in two bytes each
+            trained = Parameters.of(query.build()).trained
+            step_bytes = 1e6 * received + 2 * 2 * trained * (world_size - 1) / world_size
+            steps = run_length(order, config.epochs, config.max_steps)
+            speed = attempt(lambda: read_speed(measured, config))
+            if speed is not None:
+                lines += duration_lines(speed, steps, config.data.batch_size, world_size, step_bytes)
         lines += _memory_lines(query, gpu_memory, nodes, stored_bytes(loss_tables(tables).values()))
     if data and data.sources:
         lines += ["sources", *data.describe()]

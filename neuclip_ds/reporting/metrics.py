@@ -11,12 +11,14 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-
-from torch.utils.tensorboard import SummaryWriter
+from typing import TYPE_CHECKING
 
 from neuclip_ds.errors import UserError
 from neuclip_ds.files import best_effort, records
 from neuclip_ds.losses.options import PREFIX
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +69,8 @@ class MetricsLog:
             self._lines.write(json.dumps(record, allow_nan=False) + "\n")
         with best_effort(self._board_path):
             if self._board is None:
+                from torch.utils.tensorboard import SummaryWriter  # slow to import
+
                 # hides the points of later steps that a run wrote before it resumed
                 self._board = SummaryWriter(str(self._board_path), purge_step=self._first_new_step)
             for name, value in metrics.items():

@@ -44,8 +44,11 @@ function ticks(low, high, log) {
 }
 
 // Returns the function from a value to its place, and the tick values.
-function axis(values, log, start, end) {
+// `leastRange` is the smallest range of a linear axis, as a share of the largest value.
+function axis(values, log, start, end, leastRange) {
   let low = values.reduce((a, b) => Math.min(a, b), Infinity), high = values.reduce((a, b) => Math.max(a, b), -Infinity);
+  const missing = leastRange * Math.max(Math.abs(low), Math.abs(high)) - (high - low);
+  if (!log && missing > 0) [low, high] = [low - missing / 2, high + missing / 2];
   if (low === high) [low, high] = log ? [low / 2, high * 2] : [low - (Math.abs(low) || 1) / 10, high + (Math.abs(high) || 1) / 10];
   const scale = log ? Math.log10 : (value) => value;
   const place = (value) => start + ((scale(value) - scale(low)) / (scale(high) - scale(low))) * (end - start);
@@ -63,8 +66,9 @@ function draw(figure, plot) {
   });
   const finite = curves.flatMap((curve) => curve.shown.filter((y) => y !== null));
   if (!finite.length) { element(holder, "p", {}, "No value is above 0: turn the log axis off."); return; }
-  const [x, xTicks] = axis(curves.flatMap((curve) => curve.x), false, LEFT, width - RIGHT);
-  const [y, yTicks] = axis(finite, log, HEIGHT - BOTTOM, TOP);
+  const chance = plot.chance.filter((line) => !log || line.y > 0);
+  const [x, xTicks] = axis(curves.flatMap((curve) => curve.x), false, LEFT, width - RIGHT, 0);
+  const [y, yTicks] = axis(finite.concat(chance.map((line) => line.y)), log, HEIGHT - BOTTOM, TOP, plot.least_range);
   const svg = element(holder, "svg", { width, height: HEIGHT, role: "img", "aria-label": plot.title });
   for (const value of yTicks) {
     element(svg, "line", { x1: LEFT, x2: width - RIGHT, y1: y(value), y2: y(value), class: "grid" });
@@ -75,6 +79,10 @@ function draw(figure, plot) {
     element(svg, "text", { x: x(value), y: HEIGHT - BOTTOM + 15, "text-anchor": "middle" }, format(value));
   });
   element(svg, "text", { x: (LEFT + width) / 2, y: HEIGHT - 4, "text-anchor": "middle" }, "training step");
+  for (const line of chance) {
+    const drawn = element(svg, "line", { x1: LEFT, x2: width - RIGHT, y1: y(line.y), y2: y(line.y), class: "chance" });
+    element(drawn, "title", {}, `${line.name}: ${format(line.y, plot.unit === "%")}`);
+  }
   for (const curve of curves) {
     let path = "", pen = "M";
     curve.shown.forEach((value, number) => {
@@ -99,6 +107,7 @@ function draw(figure, plot) {
       const name = element(values, "span", {}, `${curve.name}${value}`);
       name.style.color = curve.color;
     }
+    if (chance.length) element(values, "span", {}, "dashed: chance");
   };
   const all = [...new Set(curves.flatMap((curve) => curve.x))].sort((a, b) => a - b);
   svg.addEventListener("pointermove", (event) => {

@@ -1,12 +1,17 @@
-"""Write a run's report.html: scores, plots, events, last metric values, config and environment in one file."""
+"""Write reports as single HTML files.
+
+A run's report.html has its scores, example retrievals, plots, events, launches, last metric values, config and
+environment. A comparison of several runs has their scores, the options that differ, and plots with a curve per run.
+"""
 
 import fnmatch
 import html
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime, timezone
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -14,14 +19,20 @@ from typing import Any
 import numpy as np
 import yaml
 
+from neuclip_ds.errors import UserError
 from neuclip_ds.reporting.blends import FILE as BLENDS_FILE
 from neuclip_ds.reporting.blends import Blends, blends_plot
 from neuclip_ds.reporting.events import read_events
+from neuclip_ds.reporting.history import Launch, changed_options, duration, read_launches
 from neuclip_ds.reporting.metrics import AVERAGED, CHANCE, Series, read_series, scores_among
+from neuclip_ds.reporting.retrieved import retrieved_lines
 
 _MAX_EVENTS = 200  # events that are listed; the others are only counted
 _MAX_CURVES = 8  # curves per plot, each in a different color
 _MAX_POINTS = 1000  # points per curve; a longer curve is reduced to the extremes of neighboring points
+
+_NORMAL_QUANTILE = 1.959964  # 97.5% quantile of the normal distribution
+_COUNTED_SCORES = ("image_to_text_recall@", "text_to_image_recall@", "zero_shot_top")
 
 _FILES = Path(__file__).parent
 _PAGE = Template((_FILES / "page.html").read_text(encoding="utf-8"))
@@ -37,6 +48,7 @@ class Plot:
     unit: str
     meaning: str
     log_scale: bool = False
+    least_range: float = 0.0  # smallest range of the axis, as a share of the largest value
 
     def has(self, metric: str) -> bool:
         """Return whether the plot shows a metric."""
@@ -58,19 +70,21 @@ def write_report(run: Path) -> Path:
         environment = json.loads(environment_file.read_text(encoding="utf-8"))
 
     last_values = [[name, f"{values[-1]:.5g}"] for name, (_, values) in series.items()]
+    launches = read_launches(run)
     tables = [
         *_events(run),
+        *_launches(launches),
         _table("Last values", ["metric", "value"], last_values),
         _table("Environment", ["", ""], [[name, str(value)] for name, value in environment.items()]),
         f"<h2>Config</h2><pre>{html.escape(config_text)}</pre>",
     ]
     title = f"{run.name}: {config['objective']['method']}"
-    plots = json.dumps(list(_plots(series)), allow_nan=False)
     page = _PAGE.substitute(
         title=html.escape(title),
-        scores="\n".join([*_scores(series, config["data"]["val"]), *_blends(run)]),
+        scores="\n".join([*_progress(series, launches), *_scores(series, config["data"]["val"]), *_blends(run)]),
+        examples="\n".join(retrieved_lines(run)),
         tables="\n".join(tables),
-        data=plots.replace("<", "\\u003c"),  # "</" would end the script
+        data=_plot_data(_plots(series)),
         script=_SCRIPT,
     )
     path = run / "report.html"
@@ -78,8 +92,100 @@ def write_report(run: Path) -> Path:
     return path
 
 
+def write_comparison(runs: Sequence[Path], path: Path) -> None:
+    """Write a page that compares runs: scores, options that differ, and a plot of each metric with a curve per run.
+
+    Raises `UserError` if two runs have the same name, or one has no metrics.
+    """
+    names = run_names(runs)
+    series_of_runs = {name: read_series(run) for name, run in zip(names, runs, strict=True)}
+    configs = [yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")) for run in runs]
+    durations = [_duration(read_launches(run)) for run in runs]
+    distinct_scores = dict.fromkeys(score for series in series_of_runs.values() for score in scores_among(series))
+    rows = [["duration", *durations]]
+    for score in scores_among(distinct_scores):
+        cells = []
+        for series in series_of_runs.values():
+            cells.append(_last_and_best(series[score]) if score in series else "-")
+        rows.append([score, *cells])
+    page = _PAGE.substitute(
+        title=html.escape(" and ".join(names)),
+        scores=_table("Scores: the last (the best), %", ["score", *names], rows),
+        examples="",
+        tables=_table("Options that differ", ["option", *names], differing_options(configs)),
+        data=_plot_data(_plots_of_runs(series_of_runs)),
+        script=_SCRIPT,
+    )
+    path.write_text(page, encoding="utf-8")
+
+
+def run_names(runs: Sequence[Path]) -> list[str]:
+    """Return the names of runs, with their parent folders if two folders have the same name.
+
+    Raises `UserError` if a run is named twice.
+    """
+    names = [run.resolve().name for run in runs]
+    if len(set(names)) < len(names):
+        names = ["/".join(run.resolve().parts[-2:]) for run in runs]
+    if len(set(names)) < len(names):
+        raise UserError(f"{', '.join(map(str, runs))}: name each run once.")
+    return names
+
+
+def differing_options(configs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Return a row for each option whose value is not the same in all configs: its dotted name and the values."""
+    rows: dict[str, list[str]] = {}
+    for number, config in enumerate(configs):
+        for name, (_, value) in changed_options({}, config).items():
+            row = rows.setdefault(name, ["-"] * len(configs))
+            row[number] = json.dumps(value)
+    return [[name, *values] for name, values in rows.items() if len(set(values)) > 1 and name != "run.name"]
+
+
+def _last_and_best(series: Series) -> str:
+    _, values = series
+    return f"{_percent(values[-1])} ({_percent(max(values))})"
+
+
+def _progress(series: Mapping[str, Series], launches: list[Launch]) -> Iterator[str]:
+    """Yield a sentence about the steps and the duration of the run."""
+    last_step = max((steps[-1] for steps, _ in series.values()), default=0)
+    yield f"<p>{last_step:,} steps in {_duration(launches)}.</p>"
+
+
+def _duration(launches: list[Launch]) -> str:
+    """Describe the time of all launches; the end of a launch that was killed is unknown."""
+    if not launches:
+        return "an unknown time"
+    unknown = sum(launch.end is None for launch in launches[:-1])
+    text = str(duration(_until_now(launches)))
+    return f"{text}, without {unknown} launches that were killed" if unknown else text
+
+
+def _until_now(launches: list[Launch]) -> list[Launch]:
+    """Return the launches; the last one, which writes the report, ends now if it has no end."""
+    *earlier, last = launches
+    if last.end is None:
+        last = replace(last, end=datetime.now(timezone.utc))
+    return [*earlier, last]
+
+
+def _launches(launches: list[Launch]) -> Iterator[str]:
+    """Yield a table of the launches, with the options that they changed, if they are known."""
+    rows = []
+    for launch in launches:
+        changes = [f"{name}: {json.dumps(old)} to {json.dumps(new)}" for name, (old, new) in launch.changes.items()]
+        last_step = "" if launch.last_step is None else f"{launch.last_step:,}"
+        time = "" if launch.end is None else str(launch.end - launch.start)
+        start = launch.start.isoformat(sep=" ", timespec="seconds")
+        rows.append([start, f"{launch.first_step:,}", last_step, time, "; ".join(changes), launch.command])
+    if rows:
+        header = ["start", "from step", "to step", "duration", "changed options", "command"]
+        yield _table("Launches", header, rows)
+
+
 def _scores(series: Mapping[str, Series], val: str | int) -> Iterator[str]:
-    """Yield a table of each score's last and best values in percent, with the chance level, if the run has scores.
+    """Yield a table of each score's last and best values in percent, with chance level and interval, if there are any.
 
     Also yields a sentence about the retrieval pairs; `val` is their path, or the number of held-out training pairs.
     """
@@ -87,19 +193,48 @@ def _scores(series: Mapping[str, Series], val: str | int) -> Iterator[str]:
     for name in scores_among(series):
         steps, values = series[name]
         best = values.index(max(values))
-        chance = "-"
-        chance_series = series.get(CHANCE + name.removeprefix(AVERAGED))
-        if chance_series is not None:
-            chance = _percent(chance_series[1][-1])
-        rows.append([name, _percent(values[-1]), f"{steps[-1]:,}", _percent(values[best]), f"{steps[best]:,}", chance])
+        chance = _chance_of(name, series)
+        shown_chance = "-" if chance is None else _percent(chance)
+        trials = _trials(name, series)
+        interval = "-"
+        if trials and math.isfinite(values[-1]):
+            low, high = wilson_interval(values[-1], trials)
+            interval = f"{_percent(low)} to {_percent(high)}"
+        last = [_percent(values[-1]), f"{steps[-1]:,}"]
+        rows.append([name, *last, _percent(values[best]), f"{steps[best]:,}", shown_chance, interval])
     if rows:
-        yield _table("Scores, %", ["score", "last", "at step", "best", "at step", "chance"], rows)
+        header = ["score", "last", "at step", "best", "at step", "chance", "95% interval of the last"]
+        yield _table("Scores, %", header, rows)
     if "retrieval_pairs" in series:
         _, pair_counts = series["retrieval_pairs"]
         origin = "held out of data.train" if isinstance(val, int) else f"of {html.escape(val)}"
         yield f"<p>Recall is measured on {pair_counts[-1]:,.0f} pairs {origin}.</p>"
     elif val == "":
         yield "<p>There is no recall: no pairs were held out (data.val is empty).</p>"
+
+
+def wilson_interval(share: float, trials: int) -> tuple[float, float]:
+    """Return Wilson's 95% interval of a probability, given the share of successes in independent trials."""
+    z_squared = _NORMAL_QUANTILE**2
+    middle = (share + z_squared / (2 * trials)) / (1 + z_squared / trials)
+    spread = math.sqrt(share * (1 - share) / trials + z_squared / (4 * trials**2))
+    half_width = _NORMAL_QUANTILE * spread / (1 + z_squared / trials)
+    return max(0.0, middle - half_width), min(1.0, middle + half_width)
+
+
+def _chance_of(score: str, series: Mapping[str, Series]) -> float | None:
+    """Return the last chance level of a score, if it is known."""
+    chance_series = series.get(CHANCE + score.removeprefix(AVERAGED))
+    return None if chance_series is None else chance_series[1][-1]
+
+
+def _trials(score: str, series: Mapping[str, Series]) -> int:
+    """Return the number of queries or images that a score is a mean over, or 0 if it is unknown."""
+    name = score.removeprefix(AVERAGED)
+    counted = "zero_shot_images" if name.startswith("zero_shot_top") else "retrieval_pairs"
+    if counted not in series or not name.startswith(_COUNTED_SCORES):
+        return 0
+    return int(series[counted][1][-1])
 
 
 def _blends(run: Path) -> Iterator[str]:
@@ -112,6 +247,50 @@ def _blends(run: Path) -> Iterator[str]:
         yield blends_plot(blends)
 
 
+def _plot_data(plots: Iterable[dict[str, Any]]) -> str:
+    """Return the JSON of plots for page.js."""
+    return json.dumps(list(plots), allow_nan=False).replace("<", "\\u003c")  # "</" would end the script
+
+
+def _plots_of_runs(series_of_runs: Mapping[str, Mapping[str, Series]]) -> Iterator[dict[str, Any]]:
+    """Yield a plot of each metric that any run has in two steps or more, with a curve per run, scores first."""
+    plotted: dict[str, None] = {}
+    for series in series_of_runs.values():
+        plotted.update(dict.fromkeys(_plotted_metrics(series)))
+    scores = scores_among(plotted)
+    for metric in [*scores, *(metric for metric in plotted if metric not in scores)]:
+        known = next((plot for plot in PLOTS if plot.has(metric)), None)
+        plot = known or Plot(title=metric, metrics=[metric], unit=metric, meaning="")
+        curves = []
+        levels = []
+        for name, series in series_of_runs.items():
+            if metric in series and any(series[metric][1]):
+                curves.append(_curve(name, *series[metric]))
+                levels += _chance_lines([metric], series)
+        if curves:
+            yield {**asdict(plot), "title": metric, "curves": curves, "chance": levels}
+
+
+def _plotted_metrics(series: Mapping[str, Series]) -> list[str]:
+    """Return the metrics with at least two finite values, without counts and chance levels, in natural order."""
+    names = []
+    for name, (_, values) in series.items():
+        is_count_or_chance = name in _COUNT_METRICS or name.startswith(CHANCE)
+        if not is_count_or_chance and np.isfinite(values).sum() > 1:
+            names.append(name)
+    return sorted(names, key=_natural_order)
+
+
+def _chance_lines(metrics: Iterable[str], series: Mapping[str, Series]) -> list[dict[str, Any]]:
+    """Return a line for page.js for each chance level of some metrics."""
+    lines = []
+    for name in metrics:
+        chance = _chance_of(name, series)
+        if chance is not None and math.isfinite(chance):
+            lines.append({"name": f"chance of {name}", "y": chance})
+    return lines
+
+
 def _percent(score: float) -> str:
     return f"{100 * score:.2f}"
 
@@ -121,13 +300,7 @@ def _plots(series: Mapping[str, Series]) -> Iterator[dict[str, Any]]:
 
     A metric with fewer than two finite values is not plotted; it appears only in the tables.
     """
-    names = []
-    for name, (_, values) in series.items():
-        is_count_or_chance = name in _COUNT_METRICS or name.startswith(CHANCE)
-        if not is_count_or_chance and np.isfinite(values).sum() > 1:
-            names.append(name)
-    names.sort(key=_natural_order)
-
+    names = _plotted_metrics(series)
     remaining = list(names)
     for plot in PLOTS:
         remaining = [name for name in remaining if not plot.has(name)]
@@ -138,13 +311,15 @@ def _plots(series: Mapping[str, Series]) -> Iterator[dict[str, Any]]:
                 curves.append(_curve(name, steps, values))
         if len(curves) > _MAX_CURVES:
             for curve in curves:
-                yield {**asdict(plot), "title": curve["name"], "curves": [curve]}
+                levels = _chance_lines([curve["name"]], series)
+                yield {**asdict(plot), "title": curve["name"], "curves": [curve], "chance": levels}
         elif curves:
-            yield {**asdict(plot), "curves": curves}
+            levels = _chance_lines([curve["name"] for curve in curves], series)
+            yield {**asdict(plot), "curves": curves, "chance": levels}
     for name in remaining:
         steps, values = series[name]
         plot = Plot(title=name, metrics=[name], unit=name, meaning="")
-        yield {**asdict(plot), "curves": [_curve(name, steps, values)]}
+        yield {**asdict(plot), "curves": [_curve(name, steps, values)], "chance": []}
 
 
 def _natural_order(name: str) -> str:

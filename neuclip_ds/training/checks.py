@@ -93,6 +93,15 @@ def check_data(saved: Mapping[str, Any], manifest: Manifest) -> None:
         )
 
 
+def check_length(done: int, total: int) -> None:
+    """Raise `UserError` if a run has already trained for more steps than its config asks for."""
+    if done > total:
+        raise UserError(
+            f"The run has trained for {done:,} steps, more than the {total:,} of its epochs or max_steps: raise them "
+            "to train further, or give the run another name (--run.name)."
+        )
+
+
 def config_warnings(config: Config, steps: int) -> list[str]:
     """Return a warning for each setting that is legal but probably a mistake in a run of `steps` steps."""
     optimizer = config.optimizer

@@ -10,12 +10,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
+import yaml
 
 from neuclip_ds.config import Config, dump
 from neuclip_ds.data.training_data import TOKENIZER
@@ -23,6 +25,7 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.launch import check_shared
 from neuclip_ds.errors import redact
 from neuclip_ds.files import atomic_write, best_effort, explain_disk, link_or_copy
+from neuclip_ds.reporting.history import Changes, changed_options
 
 _PACKAGES = ("torch", "deepspeed", "transformers", "timm", "webdataset", "numpy", "pillow")
 
@@ -58,8 +61,16 @@ def staging_folder(config: Config, folder: Path, communicator: Communicator) -> 
             shutil.rmtree(staged, ignore_errors=True)
 
 
-def move_staged_files(staged: Path, folder: Path, config: Config) -> None:
-    """Move a launch's staged files into the run's folder, and write the config; called on one rank."""
+def move_staged_files(staged: Path, folder: Path, config: Config) -> Changes:
+    """Move a launch's staged files into the run's folder, and write the config; called on one rank.
+
+    Returns the options that differ from the launch before; nothing if there was none or its config is damaged.
+    """
+    text = dump(config)
+    before = None
+    with suppress(OSError, ValueError, yaml.YAMLError):
+        before = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
+    changes = changed_options(before, yaml.safe_load(text)) if isinstance(before, dict) else {}
     with explain_disk(folder):
         folder.mkdir(exist_ok=True)
         for path in sorted(staged.iterdir()):
@@ -68,7 +79,8 @@ def move_staged_files(staged: Path, folder: Path, config: Config) -> None:
                 target.rename(staged / f"former-{path.name}")
             path.rename(target)
         with atomic_write(folder / CONFIG) as temporary:
-            temporary.write_text(dump(config), encoding="utf-8")
+            temporary.write_text(text, encoding="utf-8")
+    return changes
 
 
 def write_complete(folder: Path, step: int) -> None:
@@ -98,15 +110,15 @@ def checkpoint_extras(staged: Path, folder: Path, config: Config) -> dict[str, b
     return content
 
 
-def record_environment(folder: Path, communicator: Communicator) -> None:
-    """Write FOLDER/environment.json; called on all ranks, at every launch."""
+def record_environment(folder: Path, communicator: Communicator) -> dict[str, Any]:
+    """Write FOLDER/environment.json, and return its content on rank 0; called on all ranks, at every launch."""
     if torch.cuda.is_available():
         device = torch.cuda.get_device_name()
     else:
         device = f"CPU, {torch.get_num_threads()} threads per rank"
     nodes = communicator.gather_objects(f"{platform.node()} ({device})")
     if communicator.rank > 0:
-        return
+        return {}
     command = ["git", "describe", "--always", "--dirty"]  # the commit of a checkout
     git = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
     environment = {
@@ -121,3 +133,4 @@ def record_environment(folder: Path, communicator: Communicator) -> None:
     }
     with best_effort(folder / "environment.json") as path:
         path.write_text(json.dumps(environment, indent=1), encoding="utf-8")
+    return environment

@@ -54,10 +54,18 @@ from neuclip_ds.models.pretrained.base import LogitParameters
 from neuclip_ds.models.source import ModelSource
 from neuclip_ds.models.trained_parts import Parameters
 from neuclip_ds.reporting.events import EventLog
+from neuclip_ds.reporting.history import log_changes, recorded_launch
 from neuclip_ds.reporting.log import configure_logging
 from neuclip_ds.reporting.metrics import MetricsLog
 from neuclip_ds.training.checkpointing import SaveCheckpoints
-from neuclip_ds.training.checks import check_config, check_data, check_tables, config_warnings, fingerprint
+from neuclip_ds.training.checks import (
+    check_config,
+    check_data,
+    check_length,
+    check_tables,
+    config_warnings,
+    fingerprint,
+)
 from neuclip_ds.training.hooks import Hook, hook_names
 from neuclip_ds.training.hooks.evaluation import EvaluateModel
 from neuclip_ds.training.hooks.health import WatchHealth
@@ -127,13 +135,17 @@ def train(config: Config, environment: RankEnvironment, hooks: Sequence[Hook] = 
             if is_complete:
                 log.info("%s is complete after %d steps; for more, raise epochs or max_steps", folder, loop.done)
             else:
-                communicator.on_rank_zero(lambda: move_staged_files(staged, folder, loop.context.config))
+                changes = communicator.on_rank_zero(lambda: move_staged_files(staged, folder, loop.context.config))
 
         has_ended = is_complete
         if not is_complete:
-            record_environment(folder, communicator)
+            environment_of_launch = record_environment(folder, communicator)
             configure_logging(communicator.rank, folder / "log.txt")
-            has_ended = recover_and_train(run, hooks)
+            log_changes(changes)
+            with ExitStack() as history:
+                if communicator.rank == 0:
+                    history.enter_context(recorded_launch(folder, environment_of_launch, changes, loop))
+                has_ended = recover_and_train(run, hooks)
         if has_ended:
             leave()  # the other ranks do not wait while rank 0 writes the report and copies the run
             for hook in reversed(hooks):
@@ -248,6 +260,7 @@ def build_run(config: Config, communicator: Communicator, folder: Path, staged: 
     recovery = None
     if resumed is not None and RECOVERY not in resumed.relative_to(folder).parts:
         loop.resume(resumed)
+        check_length(loop.done, loop.total)
     elif config.recovery.reuse is not None:
         load_recovered_state(find_reused(context), context, loop.loss)
     elif config.recovery.epochs:

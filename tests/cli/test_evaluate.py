@@ -49,7 +49,17 @@ def test_only_tasks_without_a_score_are_scored(tmp_path: Path) -> None:
     other = {"key": "own/pets", "dataset": "pets", "metrics": {"acc1": 9.0}, "data": "/elsewhere/pets: 1"}
     (out / "eval_results.jsonl").write_text(f"{json.dumps(done)}\n{json.dumps(other)}\n")
     joined = "held/00000.tar::held/00001.tar"
-    options = ["--data", "data", "pets", joined, "more", "pairs.tsv", "--out=scores", "--batch-size=8", "--workers=2"]
+    options = [
+        "--data",
+        "data",
+        "pets",
+        joined,
+        "other=more",
+        "pairs.tsv",
+        "--out=scores",
+        "--batch-size=8",
+        "--workers=2",
+    ]
     write_sets(tmp_path / "data")
     write_own(tmp_path)
     for name in ("held", "more", "elsewhere/more"):
@@ -58,8 +68,8 @@ def test_only_tasks_without_a_score_are_scored(tmp_path: Path) -> None:
     assert "are called more" in call("tools/evaluate.py", "model", *options, *twice, folder=tmp_path, code=2).stderr
     run = call("tools/evaluate.py", "model", *options, folder=tmp_path)
     scores = lines_of(out)
-    assert sorted(scores) == ["CIFAR-10", "Flickr", "held", "more", "pairs", "pets"]
-    assert scores["held"] == scores["more"], "of the same pairs"
+    assert sorted(scores) == ["CIFAR-10", "Flickr", "held", "other", "pairs", "pets"]
+    assert scores["held"] == scores["other"], "of the same pairs"
     assert scores["pets"]["acc1"] <= 1, "that of another set of this name does not count"
     assert scores["pets"]["main_metric"] == scores["pets"]["acc1"] and scores["pets"]["acc5"] is None
     assert scores["pairs"]["main_metric"] == scores["pairs"]["mean_recall@1"]

@@ -4,12 +4,14 @@ import json
 import runpy
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from small_runs import ROOT, environment
 
 from neuclip_ds.cli.main import COMMANDS, main
+from neuclip_ds.recipe import recipe_names
 
 # the scripts that run a command
 SCRIPTS = [
@@ -159,3 +161,12 @@ def test_without_a_recipe_the_demo_runs(capsys: pytest.CaptureFixture[str], capl
     main(["train", "--print-config"])
     assert "name: demo\n" in capsys.readouterr().out
     assert caplog.text.count("No recipe is named, so this runs the demo recipe") == 1
+
+
+def test_the_version_and_the_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--version"])
+    assert capsys.readouterr().out == f"neuclip_ds {version('neuclip_ds')}\n"
+    main(["recipes", "demo"])
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
+        name for name in recipe_names() if "demo" in name
+    ]

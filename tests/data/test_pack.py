@@ -416,3 +416,50 @@ def test_the_command_fails_if_the_storage_does(
     printed = capsys.readouterr()
     assert "2 of 3 rows as 2 samples" in printed.out
     assert f"pack {tmp_path}/out/retry.jsonl to another folder" in printed.err
+
+
+def test_a_folder_of_images_and_texts(tmp_path: Path) -> None:
+    """Files of equal names in different subfolders are different pairs; each file without a partner is reported."""
+    source = tmp_path / "mine"
+    captions = {"a/dog.jpg": "a dog\n", "b/dog.JPEG": "another dog", "b/cat.png": "7", "alone.jpg": None}
+    for number, (name, caption) in enumerate(captions.items()):
+        image = source / name
+        image.parent.mkdir(parents=True, exist_ok=True)
+        image.write_bytes(jpeg(number))
+        if caption is not None:
+            image.with_suffix(".txt").write_text(caption)
+    (source / "b" / "lonely.txt").write_text("no image")
+    (source / "._hidden.jpg").write_bytes(b"")
+    table = open_table(str(source))
+    packed = pack(table, tmp_path / "out", choose_columns(table))
+    assert (packed.rows, packed.pairs, dict(packed.causes)) == (5, 3, {"no caption": 1, "no image": 1})
+    manifest = build_manifest(resolve_shards(str(tmp_path / "out")))
+    reader = TarReader(manifest)
+    assert {reader.read(index).texts["txt"] for index in range(3)} == {b"a dog", b"another dog", b"7"}
+    (source / "pairs.csv").write_text("image,caption\na/dog.jpg,from the table\n")
+    assert open_table(str(source)).rows == 1, "a table comes first"
+
+
+@pytest.mark.parametrize("delimiter", ["\t", ";", ","])
+def test_the_delimiter_of_a_csv_is_found(tmp_path: Path, delimiter: str) -> None:
+    """open_clip's tables end in .csv and are separated by tabs."""
+    lines = [["filepath", "title"], ["0.jpg", "a dog, running; fast" if delimiter == "\t" else "a dog"]]
+    path = tmp_path / "pairs.csv"
+    path.write_text("".join(delimiter.join(cells) + "\n" for cells in lines))
+    table = open_table(str(path))
+    assert choose_columns(table).image == "filepath"
+    (row,) = table.read(["filepath", "title"])
+    assert list(row.cells.values()) == lines[1]
+
+
+@pytest.mark.parametrize("name", ["pairs.parquet", "folder", "tables"])
+def test_pairs_that_are_not_in_shards_are_refused_with_the_command_that_packs_them(tmp_path: Path, name: str) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "dog.jpg").write_bytes(jpeg(0))
+    (tmp_path / "tables").mkdir()
+    for path in (tmp_path / "pairs.parquet", tmp_path / "tables" / "pairs.csv"):
+        path.write_bytes(b"")
+    with pytest.raises(UserError, match=rf"neuclip-ds pack {tmp_path}/{name} OUT"):
+        resolve_shards(str(tmp_path / name))
+    with pytest.raises(UserError, match="has 1 images, but neither"):
+        open_table(str(tmp_path / "folder"))

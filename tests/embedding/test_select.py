@@ -151,10 +151,24 @@ def test_of_near_duplicates_the_best_stays(tmp_path: Path, dtype: str) -> None:
             kept.append(row)
 
     out = tmp_path / "kept.npy"
-    refine = partial(drop_near_duplicates, [features], "similarity", 0.95, chunk=16)
+    listed = tmp_path / "listed.csv"
+    refine = partial(drop_near_duplicates, [features], "similarity", 0.95, listed, chunk=16)
     selection = select([features], "similarity", Rule(minimum=0.2), out, refine=refine)
     assert read_uids(out) == sorted(parse_uid(uids[row]) for row in kept)
     assert selection.kept == len(kept) < 60
     assert selection.refined > 20
     with pytest.raises(UserError, match="lacks features"):
-        drop_near_duplicates([tmp_path], "similarity", 0.95, np.load(out))
+        drop_near_duplicates([tmp_path], "similarity", 0.95, listed, np.load(out))
+
+    # every dropped sample is listed with the kept one that is nearest to it
+    header, *lines = listed.read_text().splitlines()
+    assert header == "dropped,kept,cosine"
+    assert len(lines) == selection.refined
+    row_of = {text: row for row, text in enumerate(uids) if row != worse_twin}
+    for line in lines:
+        dropped, near, cosine = line.split(",")
+        row = row_of[dropped]
+        earlier = [other for other in kept if scores[other] > scores[row]]
+        best = max(cosines[row, other] for other in earlier)
+        assert near in {uids[other] for other in earlier}
+        assert float(cosine) == pytest.approx(best, abs=1e-3) and best >= 0.95

@@ -17,8 +17,8 @@ from torch.nn import functional
 from neuclip_ds.data.dataset import Batch
 from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation import retrieval as retrieval_module
-from neuclip_ds.evaluation.encoding import BatchEncoder
-from neuclip_ds.evaluation.retrieval import caption_retrieval, retrieval
+from neuclip_ds.evaluation.encoding import BatchEncoder, encode_batch
+from neuclip_ds.evaluation.retrieval import caption_retrieval, example_retrievals, retrieval
 from neuclip_ds.evaluation.sets import open_shards
 
 
@@ -258,3 +258,27 @@ def test_a_set_without_samples_is_an_error(tmp_path: Path, run_ranks: Any) -> No
         run_ranks(1, lambda rank: retrieval(identity, [], rank))
     with pytest.raises(UserError, match="has no sample"):
         measure_captions(run_ranks, write_shards(tmp_path, []), 2)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_examples_are_the_first_images_of_all_ranks(run_ranks: Any, world_size: int) -> None:
+    """Some ranks have fewer valid pairs than images are shown, and one may have none."""
+    generator = torch.Generator().manual_seed(0)
+    image, text = functional.normalize(torch.randn(2, 8, 5, generator=generator), dim=-1)
+    valid = torch.tensor([True, True, False, True, True, False, True, True])
+    pairs = Pairs(image=image, tokens=text, valid=valid)
+
+    def examples(rank: Any) -> list[tuple[int, list[int]]]:
+        batches = batches_of(pairs, rank.rank, world_size, batch_size=4)
+        encoded = [encode_batch(identity, batch) for batch in batches]
+        retrieved = example_retrievals(encoded, rank, queries=3, images=4)
+        assert all(ranked.score <= 1.001 for query in retrieved for ranked in query.images)
+        return [(query.index, [ranked.index for ranked in query.images]) for query in retrieved]
+
+    results = run_ranks(world_size, examples)
+    assert all(result == results[0] for result in results)
+    indices = valid.nonzero().flatten()
+    assert [query for query, _ in results[0]] == [0, 3, 6]
+    for query, ranked in results[0]:
+        order = (text[query] @ image[indices].T).argsort(descending=True)
+        assert ranked == indices[order][:4].tolist()

@@ -96,7 +96,7 @@ def test_unknown_repeated_and_unusable_sets_are_errors(tmp_path: Path) -> None:
     root = write_user_sets(tmp_path / "a")
     with pytest.raises(UserError, match=r"Unknown task pts; the tasks are .*own/pets"):
         tasks_in(root, names=("pts",))
-    with pytest.raises(UserError, match="2 evaluation sets are called pets"):
+    with pytest.raises(UserError, match="2 evaluation sets are called pets; pass them as NAME=PATH"):
         tasks_in(root / "pets", write_user_sets(tmp_path / "b") / "pets")
     with pytest.raises(UserError, match="is not a folder; name the one"):
         tasks_in(root / "notes.md")
@@ -105,6 +105,17 @@ def test_unknown_repeated_and_unusable_sets_are_errors(tmp_path: Path) -> None:
     (root / "coco" / "dataset_type.txt").write_text("multilabel")
     with pytest.raises(UserError, match="is a multilabel set, which has no score here"):
         tasks_in(root)
+
+
+def test_sets_of_one_name_can_be_told_apart(tmp_path: Path) -> None:
+    first = write_user_sets(tmp_path / "a")
+    second = write_user_sets(tmp_path / "b")
+    paths = [first / "pets", second / "pets", second / "birds"]
+    names = {second / "pets": "cats", second / "birds": "mine"}
+    on_disk = TASKS.on_disk(paths, (), names)
+    assert [(task.name, path) for task, path in on_disk] == [("pets", paths[0]), ("cats", paths[1]), ("mine", paths[2])]
+    with pytest.raises(UserError, match="is not an evaluation set, which a name needs"):
+        TASKS.on_disk([first], (), {first: "all"})
 
 
 def test_user_sets_are_in_no_average() -> None:

@@ -28,6 +28,7 @@ from neuclip_ds.data.prefetch import Prefetcher, shards_ahead
 from neuclip_ds.data.worker_pool import PROCESS_NAME
 from neuclip_ds.distributed.stop_signals import STOP_SIGNALS, deferring, raising_interrupted
 from neuclip_ds.errors import Interrupted
+from neuclip_ds.reporting.history import read_launches
 
 ENDLESS = 1_000_000
 
@@ -55,6 +56,9 @@ def test_a_signal_during_training_saves_a_checkpoint(ranks: int, number: int, sh
     (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step_*")
     assert f"Stopped after step {int(checkpoint.name[5:])} by" in printed
     assert "Stopped after step" in (tmp_path / "run" / "log.txt").read_text()
+    (launch,) = read_launches(tmp_path / "run")
+    assert launch.last_step == int(checkpoint.name[5:])
+    assert f"<p>{launch.last_step} steps in 0:" in (tmp_path / "run" / "report.html").read_text()
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)

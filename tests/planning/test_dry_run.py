@@ -1,11 +1,14 @@
 """Check the plans that `--dry-run` prints for the recipes, and its errors for invalid hostfiles and data."""
 
+import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from tars import write_pairs
 
+from neuclip_ds.config import dump
 from neuclip_ds.data.manifest import Shard, from_shards
 from neuclip_ds.data.manifest_file import write_shards
 from neuclip_ds.distributed.environment import RankEnvironment
@@ -138,3 +141,46 @@ def test_hostfile_mistakes(text: str | None, words: str, tmp_path: Path) -> None
         path.write_text(text)
     with pytest.raises(UserError, match=words):
         read_hostfile(path)
+
+
+def write_measured(folder: Path, steps: int, options: Sequence[str]) -> Path:
+    """Write the files of a run on two ranks with 1,000 samples/s after slow first steps."""
+    folder.mkdir()
+    lines = []
+    for step in range(1, steps + 1):
+        speed = 10.0 if step < steps / 2 else 1000.0
+        lines.append(json.dumps({"step": step, "samples_per_second": speed}))
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "environment.json").write_text('{"ranks": 2}')
+    (folder / "config.yaml").write_text(dump(parse(list(options)).config))
+    return folder
+
+
+def test_hours_follow_from_a_measured_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "count_activations", no_activations)
+    shards = write_pairs(tmp_path / "shards", [32, 32])
+    options = ["demo", f"--data.train={shards}", "--data.batch_size=32"]
+    config = parse([*options, "--max_steps=36000"]).config
+    measured = write_measured(tmp_path / "short", 40, options)
+    hours = {}
+    for ranks in (2, 4):
+        print_dry_run(config, RankEnvironment(0, 0, ranks), None, measured=measured)
+        printed = capsys.readouterr().out
+        found = re.search(r"time +([\d.]+) to ([\d.]+) hours, ([\d.]+) to", printed)
+        assert found is not None
+        hours[ranks] = [float(number) for number in found.groups()]
+    seconds = 36000 * 32 / 1000
+    assert hours[2] == pytest.approx(
+        [seconds / 3600 / 1.05, seconds / 3600 / 0.95, 2 * seconds / 3600 / 1.05], rel=0.01
+    )
+    assert hours[4][0] == pytest.approx(hours[2][0] / 2, rel=0.01)
+    assert hours[4][1] > hours[2][1] / 2, "with the time of communication"
+    for folder, others, words in (
+        ("few", options, "too few steps"),
+        ("other", [*options, "--model.embed_dim=64"], "another model"),
+    ):
+        unusable = write_measured(tmp_path / folder, 10, others)
+        with pytest.raises(UserError, match=words):
+            print_dry_run(config, ONE, None, measured=unusable)

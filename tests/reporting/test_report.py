@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from neuclip_ds.errors import UserError
-from neuclip_ds.reporting.report import write_report
+from neuclip_ds.reporting.report import run_names, wilson_interval, write_comparison, write_report
+from neuclip_ds.reporting.retrieved import RankedImage, Retrieved, write_retrieved
 
 
 def write_lines(path: Path, records: Sequence[Mapping[str, object]]) -> None:
@@ -79,6 +80,49 @@ def test_scores_come_first_with_chance(page: str) -> None:
     assert averaged in page
     assert "on 40 pairs held out of data.train" in page
     assert page.index(row) < page.index('id="plots"')
+
+
+def test_scores_have_chance_lines_and_intervals(page: str) -> None:
+    plots = {plot["title"]: plot for plot in plots_of(page)}
+    assert [line["y"] for line in plots["Image to text recall"]["chance"]] == [0.001]
+    assert plots["Training loss"]["chance"] == []
+    assert "<td>0.10</td><td>14.19 to 40.19</td>" in page, "10 of 40 pairs"
+    low, high = wilson_interval(0.0, 50)
+    assert low == 0 and 0.05 < high < 0.08, "not a single point"
+
+
+def test_example_retrievals_are_shown_and_damage_is_not(tmp_path: Path) -> None:
+    write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "loss": 1.0}])
+    (tmp_path / "config.yaml").write_text("objective:\n  method: neuclip\ndata:\n  val: ''\n")
+    images = [RankedImage(index=7, score=0.5), RankedImage(index=3, score=0.25)]
+    queries = [Retrieved(index=3, images=images)]
+    write_retrieved(tmp_path, 12, queries, lambda index: f"<caption {index}>", lambda index: f"data:image/jpeg,{index}")
+    page = write_report(tmp_path).read_text()
+    assert "at step 12" in page and "&lt;caption 3&gt;" in page
+    assert re.search(r'<td><img src="data:image/jpeg,7".*<td class="own"><img src="data:image/jpeg,3"', page)
+    for damaged in ("{", "[]", '{"queries": [{}]}'):
+        (tmp_path / "retrieved.json").write_text(damaged)
+        assert "text to image retrieval" not in write_report(tmp_path).read_text()
+
+
+def test_runs_are_compared(tmp_path: Path) -> None:
+    runs = [tmp_path / "first" / "demo", tmp_path / "second" / "demo", tmp_path / "other"]
+    for number, run in enumerate(runs):
+        run.mkdir(parents=True)
+        losses = [{"step": step, "loss": step + number, "tau": 0.07} for step in (1, 2)]
+        scores = [{"step": step, "task/cars": 0.1 * number + 0.01 * step} for step in (1, 2)]
+        write_lines(run / "metrics.jsonl", [*losses, *(scores if number < 2 else [])])
+        (run / "config.yaml").write_text(f"seed: 1\noptimizer:\n  lr: 0.{number}\n")
+    write_comparison(runs, tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert "<td>task/cars</td><td>2.00 (2.00)</td><td>12.00 (12.00)</td><td>-</td>" in page
+    assert "<td>optimizer.lr</td><td>0.0</td><td>0.1</td><td>0.2</td>" in page
+    assert "<td>seed</td>" not in page, "equal"
+    cars, loss, *_ = plots_of(page)
+    assert (cars["title"], [curve["name"] for curve in cars["curves"]]) == ("task/cars", ["first/demo", "second/demo"])
+    assert (loss["title"], len(loss["curves"])) == ("loss", 3)
+    with pytest.raises(UserError, match="name each run once"):
+        run_names([runs[0], runs[0]])
 
 
 def test_events_are_listed_in_order_and_as_text(page: str) -> None:

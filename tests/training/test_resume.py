@@ -7,6 +7,7 @@ import pytest
 from small_runs import SMALL, TRAIN, call, lines_in, outcome, read_options, start, wait_for
 
 from neuclip_ds.reporting.events import read_events
+from neuclip_ds.reporting.history import read_launches
 
 TINY = [
     "--data.batch_size=16",
@@ -100,3 +101,9 @@ def test_a_resume_with_other_compilation_records_an_event(shards: Path, tmp_path
         call(*command(shards, tmp_path, "run", *options), f"--plugin={plugin}")
     events = list(read_events(tmp_path / "run"))
     assert [(event.step, event.kind) for event in events] == [(3, "compilation_changed")]
+
+    first, second, third = read_launches(tmp_path / "run")
+    assert dict(first.changes) == {}
+    assert dict(second.changes) == {"model.compile": (False, "blocks"), "max_steps": (2, 4)}
+    assert (second.first_step, second.last_step, dict(third.changes)) == (2, 4, {"max_steps": (4, 6)})
+    assert "max_steps is 4, and was 2 in the launch before" in (tmp_path / "run" / "log.txt").read_text()

@@ -99,6 +99,8 @@ class EvaluateModel(Hook):
         """Evaluate the weights and, if enabled, their moving average, whose results are named `ema/NAME`."""
         engine = loop.context.engine
         results = self._evaluator(engine, loop.loss)
+        if loop.context.communicator.rank == 0:
+            self._evaluator.write_examples(loop.folder, loop.done)
         if self._average is None:
             return results
         with self._average.in_use():

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from neuclip_ds.config import Config
-from neuclip_ds.errors import require_package
+from neuclip_ds.errors import TrainingDiverged, require_package
 from neuclip_ds.profiling.recorder import Recorder
 from neuclip_ds.reporting.report import write_report
 from neuclip_ds.training.hooks import Hook
@@ -108,17 +108,25 @@ class WeightsAndBiases(Hook):
 
 
 class WriteReport(Hook):
-    """Writes report.html at the end of a run, or at the next launch if writing failed."""
+    """Writes report.html at the end of a run, after a stop, or at the next launch if writing failed."""
+
+    def close(self, loop: Loop, error: BaseException | None) -> None:
+        if loop.stop_requested or isinstance(error, TrainingDiverged):
+            self._write(loop)
 
     def after_run(self, loop: Loop) -> None:
+        report = loop.folder / "report.html"
+        metrics = loop.folder / "metrics.jsonl"
+        is_current = report.exists() and metrics.exists() and report.stat().st_mtime_ns >= metrics.stat().st_mtime_ns
+        if not is_current:
+            self._write(loop)
+
+    def _write(self, loop: Loop) -> None:
         """Write the report on rank 0; training has ended by now, so a failure is only logged as a warning."""
         if loop.context.communicator.rank > 0:
             return
         try:
-            report = loop.folder / "report.html"
-            metrics = loop.folder / "metrics.jsonl"
-            if not report.exists() or report.stat().st_mtime_ns < metrics.stat().st_mtime_ns:
-                log.info("report: %s", write_report(loop.folder))
+            log.info("report: %s", write_report(loop.folder))
         except Exception as error:
             log.warning(
                 "report.html could not be written (%s: %s); the same command tries again", type(error).__name__, error

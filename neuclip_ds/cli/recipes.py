@@ -1,0 +1,27 @@
+"""List the recipes of `neuclip-ds train`, with what each one trains.
+
+Examples:
+  neuclip-ds recipes
+  neuclip-ds recipes neuclip
+
+A recipe is a YAML file of options; `neuclip-ds train RECIPE --print-config` prints all options of one. Your own recipe
+can include these, and is named by its path.
+"""
+
+from collections.abc import Sequence
+
+from neuclip_ds.cli.program import Parser
+from neuclip_ds.errors import UserError
+from neuclip_ds.recipe import recipe_names, recipe_summary
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = Parser(prog="neuclip-ds recipes", description=__doc__)
+    parser.add_argument("text", nargs="?", default="", help="list only recipes whose name contains this text")
+    options = parser.parse(arguments)
+    names = [name for name in recipe_names() if options.text in name]
+    if not names:
+        raise UserError(f"No recipe's name contains {options.text}; `neuclip-ds recipes` lists all.")
+    width = max(map(len, names))
+    for name in names:
+        print(f"{name:<{width}}  {recipe_summary(name)}")

@@ -1,0 +1,41 @@
+"""Write a run's report again, or compare several runs on one page.
+
+Examples:
+  neuclip-ds report runs/demo
+  neuclip-ds report runs/demo_openclip runs/demo_fastclip_v3 --out comparison.html
+
+With one run, the command writes RUN/report.html, also while the run trains. With several runs, it writes a page with
+their scores, the options that differ, and a plot of each metric with a curve per run.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from neuclip_ds.cli.early_checks import check_path
+from neuclip_ds.cli.program import Parser
+from neuclip_ds.errors import UserError
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = Parser(prog="neuclip-ds report", description=__doc__)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
+    parser.add_argument("--out", type=Path, help="page to write, with several runs (default: comparison.html)")
+    options = parser.parse(arguments)
+    for run in options.runs:
+        check_path("RUN", str(run))
+        if not (run / "config.yaml").is_file():
+            raise UserError(f"{run} has no config.yaml; name the folder of a run.")
+    if len(options.runs) == 1 and options.out is not None:
+        raise UserError("--out is for several runs; the report of one run is RUN/report.html: omit it.")
+    from neuclip_ds.files import explain_disk
+    from neuclip_ds.reporting.report import write_comparison, write_report  # imports torch, which takes seconds
+
+    if len(options.runs) == 1:
+        (run,) = options.runs
+        with explain_disk(run):
+            print(write_report(run))
+        return
+    out = options.out or Path("comparison.html")
+    with explain_disk(out, "choose another --out"):
+        write_comparison(options.runs, out)
+    print(out)

@@ -1,0 +1,94 @@
+"""Estimate the hours of a run from the measured speed of a short run of the same model."""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from neuclip_ds.config import Config
+from neuclip_ds.errors import UserError, explained
+from neuclip_ds.recipe import load_saved
+from neuclip_ds.reporting.metrics import read_series
+
+FEWEST_STEPS = 20
+_WARM_UP_SHARE = 0.5  # of the logged speeds, the first ones, which include compilation and cold caches
+_SPREAD = 0.05  # of the speed, at least: measured speeds vary that much between hours and machines
+# assumed bytes per second of a rank if no communication overlaps computation, which is the slow end of the estimate
+_SLOW_BANDWIDTH = 10e9
+_SECONDS_PER_HOUR = 3600
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredSpeed:
+    """Speed of a run that was measured."""
+
+    run: Path
+    ranks: int
+    slowest: float  # samples per second of all ranks together
+    fastest: float
+
+
+def read_speed(run: Path, config: Config) -> MeasuredSpeed:
+    """Read the speed of a short run, from its logged throughput after the warm-up.
+
+    Raises UserError if the run is shorter than 20 steps, or its model, precision or method differs from the config's.
+    """
+    series = read_series(run)
+    measured = load_saved(run / "config.yaml")
+    for name, of_run, planned in (
+        ("model", measured.model, config.model),
+        ("deepspeed", measured.deepspeed, config.deepspeed),
+        ("objective.method", measured.objective.method, config.objective.method),
+    ):
+        if of_run != planned:
+            raise UserError(f"--measured={run} has another {name} than this run: measure a short run with the same.")
+    steps, speeds = series.get("samples_per_second", ([], []))
+    if not steps or steps[-1] < FEWEST_STEPS:
+        raise UserError(
+            f"--measured={run} has too few steps: measure at least {FEWEST_STEPS} (--max_steps={2 * FEWEST_STEPS} "
+            "--run.log_every=1)."
+        )
+    values = np.array(speeds[math.floor(_WARM_UP_SHARE * len(speeds)) :])
+    middle = float(np.median(values))
+    with explained(f"{run}/environment.json cannot be read", "measure another run"):
+        ranks = int(json.loads((run / "environment.json").read_text(encoding="utf-8"))["ranks"])
+    return MeasuredSpeed(
+        run=run,
+        ranks=ranks,
+        slowest=min(float(values.min()), (1 - _SPREAD) * middle),
+        fastest=max(float(values.max()), (1 + _SPREAD) * middle),
+    )
+
+
+def duration_lines(
+    speed: MeasuredSpeed, steps: int, batch_size: int, world_size: int, step_bytes: float
+) -> Iterator[str]:
+    """Yield the estimated hours of a run, and what they assume.
+
+    Args:
+        speed: measured speed of a run with the same model.
+        steps: training steps.
+        batch_size: samples per step.
+        world_size: ranks of the planned run.
+        step_bytes: bytes that each rank receives in a step.
+    """
+    scale = world_size / speed.ranks
+    shortest = batch_size / (speed.fastest * scale)
+    longest = batch_size / (speed.slowest * scale)
+    assumption = "the speed of each rank stays as measured"
+    if world_size > speed.ranks:
+        longest += step_bytes / _SLOW_BANDWIDTH
+        assumption += (
+            f"; the longer time adds the communication of {step_bytes / 1e6:,.0f} MB per step at "
+            f"{_SLOW_BANDWIDTH / 1e9:g} GB/s"
+        )
+    hours = [steps * seconds / _SECONDS_PER_HOUR for seconds in (shortest, longest)]
+    low, high = (f"{value:,.3g}" for value in hours)
+    yield f"time       {low} to {high} hours, {world_size * hours[0]:,.3g} to {world_size * hours[1]:,.3g} rank hours"
+    yield (
+        f"           estimated from {speed.slowest:,.0f} to {speed.fastest:,.0f} samples/s on {speed.ranks} ranks in "
+        f"{speed.run}, without evaluations: {assumption}"
+    )
