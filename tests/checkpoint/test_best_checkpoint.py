@@ -4,12 +4,14 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from small_runs import train
 from tars import write_pairs
 
 from neuclip_ds.checkpoint.checkpoints import read_best, step_folder
+from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
 from neuclip_ds.recipe import parse
 from neuclip_ds.reporting.metrics import read_metrics
@@ -48,7 +50,9 @@ def test_the_best_checkpoint_is_kept_and_the_start_is_measured(shards: str, tmp_
 
 
 def test_an_unknown_metric_is_refused_before_the_first_step() -> None:
-    context = SimpleNamespace(config=parse(["demo", "--run.best_metric=recall"]).config, engine=None)
+    context = SimpleNamespace(
+        config=parse(["demo", "--run.best_metric=recall"]).config, engine=None, communicator=Communicator()
+    )
     loop: Any = SimpleNamespace(
         context=context,
         loss=None,
@@ -60,8 +64,7 @@ def test_an_unknown_metric_is_refused_before_the_first_step() -> None:
     )
     saver: Any = None
 
-    def evaluator(engine: Any, loss: Any) -> dict[str, float]:
-        return {METRIC: 0.5}
+    evaluator: Any = MagicMock(return_value={METRIC: 0.5})
 
     with pytest.raises(UserError, match=rf"run\.best_metric=recall is not a metric .*{METRIC}"):
         EvaluateModel(evaluator, saver, average=None).start(loop)

@@ -9,7 +9,7 @@ from neuclip_ds.config import Config
 from neuclip_ds.recipe import option_fields, with_dashes
 
 ALL = {f"--{with_dashes(name)}" for name, _ in option_fields(Config)}
-SWITCHES = {"--plugin", "--dry-run", "--print-config", "--hostfile", "--gpu-memory", "--profile"}
+SWITCHES = {"--plugin", "--dry-run", "--measured", "--print-config", "--hostfile", "--gpu-memory", "--profile"}
 
 
 def listed(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[set[str], str]:
