@@ -104,7 +104,13 @@ class LeanZero1(BF16_Optimizer):
     """
 
     def prepare(self, shard_slices: Mapping[Tensor, Sequence[slice]], communicator: Communicator) -> None:
-        """Prepare for the first step; the arguments are those of `use_lean_step`."""
+        """Prepare for the first step; the arguments are those of `use_lean_step`.
+
+        This is not a constructor, because the instance is DeepSpeed's, with its class replaced.
+        """
+        # Ranks must start their reductions in one order, although their backward passes may complete buckets in others.
+        # `_order` is that order, recorded in the first step. `_completed` has the buckets with all gradients of this
+        # step, and `_started` counts the buckets at the front of `_order` whose reductions have started.
         self._communicator = communicator
         self._is_first_micro_batch = True
         self._is_last_micro_batch = True
@@ -213,6 +219,7 @@ class LeanZero1(BF16_Optimizer):
         reads. The host waits for the device once.
         """
         self._is_first_micro_batch = True
+        # the norm over all ranks, which is not finite on any rank if it is not on one; one wait for the device
         norms = torch._foreach_norm(self._shard_parts or self._shards)  # a rank may store padding alone, which is zero
         square = torch.stack(norms).square().sum()
         norm = self._communicator.all_reduce(square, "norm and overflow").sqrt()
@@ -223,6 +230,7 @@ class LeanZero1(BF16_Optimizer):
         if self.overflow:
             return
 
+        # clip the shards, update the masters from them, and send the rounded weights to all ranks
         if self.clip_grad > 0 and factor_value < 1:
             torch._foreach_mul_(self._shards, factor_value)
         for master, shard in zip(self.fp32_groups_flat_partition, self._shards, strict=True):

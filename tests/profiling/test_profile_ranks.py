@@ -224,7 +224,8 @@ def profile_stored_and_lean(communicator: Communicator, folder: Path) -> None:
         profiles(communicator, folder / "small", [("openclip", 1)], "bf16", ROWS // 2, LEAN)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_stored_features_and_lean_steps_send_what_is_predicted(tmp_path: Path, ranks: int) -> None:
     run_ranks(ranks, profile_stored_and_lean, tmp_path)
     check_collectives(tmp_path, "reference", 1, WIDTH)
