@@ -7,9 +7,7 @@ Policy makes browsers refuse all requests to other hosts.
 
 from __future__ import annotations
 
-import base64
 import html
-import io
 import os
 import socket
 import tempfile
@@ -18,13 +16,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from PIL import Image
-
-from neuclip_ds.data.decoders import DecodeError, decode_pil
+from neuclip_ds.data.decoders import DecodeError
 from neuclip_ds.embedding.collection import Collection
 from neuclip_ds.embedding.nearest import ClassScore, Match, SearchableModel
 from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation.sets import PLACEHOLDER
+from neuclip_ds.reporting.contact_sheet import data_uri
 
 if TYPE_CHECKING:  # optional packages
     import uvicorn
@@ -32,6 +29,7 @@ if TYPE_CHECKING:  # optional packages
 
 COUNTS = (12, 24, 48)  # choices for the number of results
 _SIDE = 320  # pixels; maximum side length of a result image
+_QUALITY = 85  # of its JPEG
 _MOST_CLASSES = 1000
 _POLICY = "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; form-action 'self'; frame-ancestors 'self'"
 _LOOPBACK = ("127.0.0.1", "localhost")
@@ -92,7 +90,7 @@ def _figure(match: Match, collection: Collection) -> str:
     try:
         sample = collection.read(match.index)
         caption = sample.caption or ""
-        picture = f'<img src="{_thumbnail(sample.image)}" alt="{_text(caption)}" loading="lazy">'
+        picture = f'<img src="{data_uri(sample.image, _SIDE, _QUALITY)}" alt="{_text(caption)}" loading="lazy">'
     except (OSError, DecodeError) as error:
         caption = ""
         picture = f"<em>The image cannot be read: {_text(str(error))}</em>"
@@ -100,16 +98,6 @@ def _figure(match: Match, collection: Collection) -> str:
         f'<span class="explore-caption" title="{_text(caption)}">{_score(match.similarity)}{_text(caption)}</span>'
     )
     return f"<figure>{picture}<figcaption>{described}{_name(match.index, collection)}</figcaption></figure>"
-
-
-def _thumbnail(data: bytes) -> str:
-    """Return a small JPEG of an image as a data URL; raise DecodeError if the image cannot be decoded."""
-    image = decode_pil(data, _SIDE).image
-    assert isinstance(image, Image.Image)
-    image.thumbnail((_SIDE, _SIDE))
-    out = io.BytesIO()
-    image.save(out, "JPEG", quality=85)
-    return f"data:image/jpeg;base64,{base64.b64encode(out.getvalue()).decode()}"
 
 
 def _caption(index: int, collection: Collection) -> str:

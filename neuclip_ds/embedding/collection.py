@@ -8,9 +8,10 @@ from typing import Protocol
 from neuclip_ds.data.cache import ShardCache
 from neuclip_ds.data.dataset import caption_numbers
 from neuclip_ds.data.decoders import Captions
+from neuclip_ds.data.listing import files_below
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.readers import TarReader
-from neuclip_ds.errors import UserError
+from neuclip_ds.errors import UserError, explained
 
 # the formats that `data/decoders.py` decodes
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp")
@@ -85,8 +86,9 @@ class FolderImages:
     def __init__(self, folder: Path, captions: Sequence[str]) -> None:
         self._folder = folder
         self._captions = Captions(captions)
-        files = folder.rglob("*")
-        self._files = sorted(path for path in files if path.suffix.lower() in _SUFFIXES and path.is_file())
+        with explained(f"{folder} cannot be listed", "make its folders readable"):
+            files = files_below(folder, _SUFFIXES) if folder.is_dir() else []
+        self._files = [path for path in files if path.is_file()]
         if not self._files:
             raise UserError(
                 f"{folder} has neither tar shards nor images ({', '.join(_SUFFIXES)}): name a folder with either."

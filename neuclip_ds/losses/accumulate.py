@@ -187,14 +187,18 @@ class TwoPass(MicroBatches):
             image = image.detach().requires_grad_()
             text = text.detach().requires_grad_()
             loss = self._loss_fn(image, text, index, valid, reference=stored.reference, teacher=stored.teachers or None)
-            if self._loss_fn.scaler is not None:
-                # creates the scaler's scale, which does not exist before its first use
-                self._loss_fn.scaler.scale(loss.detach())
-            scaled = loss * self._scale if isinstance(self._scale, float | int) else self._scale.scale(loss)
-            scaled.backward()
+            self._scaled(loss).backward()
         assert image.grad is not None and text.grad is not None
         self.set_feature_gradients(image.grad, text.grad)
         return loss.detach()
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        if isinstance(self._scale, GradScaler):
+            scaled: Tensor = self._scale.scale(loss)
+            return scaled
+        if self._loss_fn.scaler is not None:
+            self._loss_fn.scaler.scale(loss.detach())  # creates the scale, which does not exist before its first use
+        return loss * self._scale
 
     @contextmanager
     def gradients(self) -> Iterator[None]:

@@ -6,6 +6,8 @@ import io
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from PIL import Image
+
 from neuclip_ds.data.decoders import DecodeError, decode_pil
 from neuclip_ds.data.inspection import ExamplePair
 
@@ -24,12 +26,21 @@ figure { margin: 0; font-size: .85rem } figcaption { overflow-wrap: anywhere }
 def thumbnail(image: bytes) -> str:
     """Return a small JPEG of an encoded image as a data: URI, or an empty text if the image cannot be decoded."""
     try:
-        decoded = decode_pil(image, THUMBNAIL).image
+        return data_uri(image, THUMBNAIL, _QUALITY)
     except DecodeError:
         return ""
-    decoded.thumbnail((THUMBNAIL, THUMBNAIL))  # type: ignore[union-attr]
+
+
+def data_uri(image: bytes, side: int, quality: int) -> str:
+    """Return a JPEG of an encoded image, with at most `side` pixels per side, as a data: URI.
+
+    Raises DecodeError if the image cannot be decoded.
+    """
+    decoded = decode_pil(image, side).image
+    assert isinstance(decoded, Image.Image)
+    decoded.thumbnail((side, side))
     encoded = io.BytesIO()
-    decoded.save(encoded, "JPEG", quality=_QUALITY)  # type: ignore[union-attr]
+    decoded.save(encoded, "JPEG", quality=quality)
     return f"data:image/jpeg;base64,{base64.b64encode(encoded.getvalue()).decode()}"
 
 
