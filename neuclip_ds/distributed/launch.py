@@ -157,11 +157,11 @@ def _discover_with_mpi() -> None:
     fix = "install mpi4py for the launcher's MPI library, or set MASTER_ADDR and MASTER_PORT on each rank"
     with explained("The launcher sets no MASTER_ADDR, and mpi4py cannot find the address of rank 0", fix):
         deepspeed.comm.mpi_discovery(int(os.environ.get("MASTER_PORT", "29500")), verbose=False)
-    found = read_environment()
-    if (found.rank, found.world_size) != (launched.rank, launched.world_size):
+    in_mpi = read_environment()
+    if (in_mpi.rank, in_mpi.world_size) != (launched.rank, launched.world_size):
         raise UserError(
-            f"The launcher started rank {launched.rank} of {launched.world_size}, but mpi4py finds rank {found.rank} "
-            f"of {found.world_size}, because it is built for another MPI library: {fix}."
+            f"The launcher started rank {launched.rank} of {launched.world_size}, but mpi4py finds rank {in_mpi.rank} "
+            f"of {in_mpi.world_size}, because it is built for another MPI library: {fix}."
         )
 
 
