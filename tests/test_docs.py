@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 import python_page
+import source_excerpts
 from braceexpand import braceexpand
 from markdown_it import MarkdownIt
 from miniatures import save_clip
 from PIL import Image
 from small_runs import call, demo_shards
+from test_custom_loss import restored_registry
 
 from neuclip_ds.cli.main import COMMANDS as PROGRAMS
 from neuclip_ds.config import Config
@@ -27,7 +29,17 @@ OUR_FOLDERS = r"(?:neuclip_ds|tools|tests|docs|ds_configs|hostfiles)/"
 # placeholders for option names
 PLACEHOLDERS = {"--dotted.name", "--options", "--objective.margin.margin"}
 # a command with one of these is incomplete, or reads a file that the reader writes or a run that the reader trains
-SKETCHES = {"RECIPE", "...", "--options", "--help", "mine.yaml", "margin_loss.py", "runs/demo/config.yaml"}
+SKETCHES = {
+    "RECIPE",
+    "...",
+    "--options",
+    "--help",
+    "mine.yaml",
+    "margin_loss.py",
+    "conv_tower.py",
+    "hardest_negative.py",
+    "runs/demo/config.yaml",
+}
 # files that a page tells readers to write, a file-name pattern, and a file of open_clip
 NO_FILES = {
     "hostfiles/mine",
@@ -268,7 +280,8 @@ def test_python_blocks_run(block: Block, readers_folder: Path, monkeypatch: pyte
         call(str(readers_folder / "block.py"), folder=readers_folder)
     else:
         monkeypatch.chdir(readers_folder)
-        exec(compile(text, block.page, "exec"), {"__name__": "__main__"})
+        with restored_registry():
+            exec(compile(text, block.page, "exec"), {"__name__": "__main__"})
 
 
 @pytest.mark.parametrize("block", YAML, ids=lambda block: f"{block.page}:{block.line}")
@@ -280,6 +293,14 @@ def test_yaml_blocks_are_valid_recipes(block: Block, tmp_path: Path) -> None:
 def test_the_api_page_equals_the_docstrings() -> None:
     """The page is equal to the output of `python tests/python_page.py`."""
     assert python_page.PAGE.read_text(encoding="utf-8") == python_page.written()
+
+
+@pytest.mark.parametrize("page", source_excerpts.PAGES, ids=lambda page: page.name)
+def test_excerpts_on_pages_equal_the_source(page: Path) -> None:
+    """The page is equal to the output of `python tests/source_excerpts.py`."""
+    text = page.read_text(encoding="utf-8")
+    assert source_excerpts.BLOCK.search(text)
+    assert text == source_excerpts.written(page)
 
 
 def test_the_pages_have_code_that_runs() -> None:

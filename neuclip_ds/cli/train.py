@@ -83,8 +83,10 @@ def main(arguments: Sequence[str], hooks: Sequence[Any] = ()) -> None:
     if text is not None:
         print(text)
         return
+    # docs: command
     command, config = parse(arguments)
     environment = read_environment()
+    # docs: end
     if command.recipe is None and environment.rank == 0:
         log.warning("No recipe is named, so this runs the demo recipe, a smoke test of the machine or the cluster.")
     if command.print_config:
@@ -95,11 +97,13 @@ def main(arguments: Sequence[str], hooks: Sequence[Any] = ()) -> None:
 
         print_dry_run(config, environment, command.hostfile, command.gpu_memory, command.measured)
         return
+    # docs: command
     check_run(config)
     # torch and deepspeed take seconds to import, so the config is checked first
     from neuclip_ds.api import train
 
     train(config, hooks=hooks)
+    # docs: end
 
 
 def requested_help(arguments: Sequence[str]) -> str | None:

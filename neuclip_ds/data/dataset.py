@@ -176,6 +176,7 @@ class PairDataset:
         reasons: dict[int, str] = {}  # by row
         if self._reads_images or self._reads_captions:
             self._samples.prefetch(indices[indices != PADDING].tolist())
+            # docs: batch
             for row in np.flatnonzero(indices != PADDING).tolist():
                 pair = self._load_pair(int(indices[row]), int(seeds[row]), int(numbers[row]))
                 if isinstance(pair, str):
@@ -186,6 +187,7 @@ class PairDataset:
                 if pair.caption is not None:
                     captions[row] = pair.caption.text
                     drawn_captions[row] = pair.caption.number
+            # docs: end
         valid[list(reasons)] = False
 
         index = torch.from_numpy(indices.copy())

@@ -56,11 +56,13 @@ def train_jobs(
     first_row = rank * rank_batch  # in the global batch
 
     def items(job: int) -> Items:
+        # docs: rows
         batch, part = divmod(job, parts)
         epoch, step = divmod(first_batch + batch, order.steps_per_epoch)
         rows = part_rows(rank_batch, parts, part)
         epochs, indices = order.epochs_and_indices(epoch, step, slice(first_row + rows.start, first_row + rows.stop))
         return list(zip(epochs.tolist(), indices.tolist(), strict=True))
+        # docs: end
 
     def describe(job: int) -> str:
         epoch, step = divmod(first_batch + job // parts, order.steps_per_epoch)

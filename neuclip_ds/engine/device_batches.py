@@ -78,8 +78,10 @@ class DeviceBatches(Iterator["DeviceBatch"]):
         images = [image for image, _ in pieces]
         tokens = [tokens for _, tokens in pieces]
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            # docs: device
             pixels = self._concatenate(images)
             captions = self._concatenate(tokens) if self._pack is None else self._packed(tokens, self._pack)
+            # docs: end
             finished = None if self._stream is None else self._stream.record_event()
         return DeviceCopy(pixels, captions, finished)
 

@@ -224,10 +224,12 @@ class Engine:
         """Return the (m, d) image and text features of a micro-batch, and pass them on."""
         pixels, tokens = micro_batch
         with record_function(f"{PHASE}forward"):
+            # docs: towers
             features: tuple[Tensor, Tensor] = self._deepspeed(pixels, tokens, pending.add_text, self._image_first)
             pending.add_image(features[0])
             if is_first:
                 pending.begin_reads()
+            # docs: end
         return features
 
     def _run_towers_again(self, micro_batch: MicroBatch) -> tuple[Tensor | None, Tensor | None]:
@@ -250,18 +252,22 @@ class Engine:
 
     def _backpropagate(self, value: Tensor, is_last: bool) -> None:
         """Add the gradients of the weights to those of earlier calls; `is_last` marks the last call of a step."""
+        # docs: backward
         self._deepspeed.set_gradient_accumulation_boundary(is_last)
         with record_function(f"{PHASE}backward"):
             self._deepspeed.backward(value)
+        # docs: end
 
     def _update_weights(self) -> WeightUpdate:
         optimizer = self._deepspeed.optimizer
         if self.wrapper is not zero.Wrapper.NONE:  # DeepSpeed's wrappers decide whether to skip
+            # docs: update
             self._deepspeed.step()
             applied = self._deepspeed.was_step_applied()
             if not applied:
                 zero.discard_gradients(optimizer)
             norm = float(self._deepspeed.get_global_grad_norm())
+            # docs: end
             return WeightUpdate(gradient_norm=norm, applied=applied)
         # DeepSpeed would apply any gradient
         gradients = [weight.grad for weight in self.module.parameters() if weight.grad is not None]

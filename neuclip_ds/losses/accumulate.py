@@ -50,8 +50,10 @@ class _WithGradients(torch.autograd.Function):
         if torch.is_grad_enabled():  # autograd would treat the result as a constant
             raise RuntimeError("The loss's gradient is in closed form and has no derivative: omit create_graph=True.")
         scaled: list[Tensor] = []
+        # docs: autograd
         for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True):
             scaled.append((gradient * incoming[0].to(gradient.dtype)).to(dtype))
+        # docs: end
         without_gradients = [None] * len(scaled)
         return (None, None, *scaled, *without_gradients)
 

@@ -315,19 +315,23 @@ class ContrastiveLoss(nn.Module):
                     f"The loss got {len(image_features)} images and {len(text_features)} texts, but begin() had "
                     f"{pending.rows} rows."
                 )
+            # docs: forward
             batch = pending.gathered(self._dtype)
             batch.require_pairs(pending.position.step)
             with products_exact_for(torch.float32):
                 output = self.function(batch, pending.position, training)
             image_gradient = self._gradient_of_rows(batch.expand(output.image_gradient), len(image_features))
             text_gradient = self._gradient_of_rows(batch.expand(output.text_gradient), len(text_features))
+            # docs: end
             self.metric_tensors = output.metrics
             self.feature_gradient_norm = output.gradient_norm
             if training:
                 self._calls += 1
                 self._undo = self._next_undo
                 self._next_undo = None
+        # docs: forward
         loss = with_gradients(output.loss, (image_features, text_features), (image_gradient, text_gradient))
+        # docs: end
         if training and not loss.requires_grad and not self._warned:
             self._warned = True
             log.warning(

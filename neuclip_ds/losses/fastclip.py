@@ -167,6 +167,7 @@ class MovingAverageEstimator(NormalizerEstimator):
     def __call__(
         self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, position: Position, training: bool
     ) -> NormalizerOutput:
+        # docs: estimate
         gamma = gamma_of(position, self._config)
         log_u = moving_average(self._local_log_u(batch), log_g, gamma)
         gathered_log_u = batch.gather(log_u, "normalizer")
@@ -175,6 +176,7 @@ class MovingAverageEstimator(NormalizerEstimator):
         value = log_eps_plus(log_u, self._eps)
         return NormalizerOutput(
             log_weight=-log_eps_plus(gathered_log_u, self._eps),
+            # docs: end
             value=value,
             metrics={"gamma": log_g.new_full((), gamma), "log_u": gathered_log_u.mean()},
         )

@@ -148,10 +148,12 @@ class PendingBatch:
         return self._features_of(self._communicator, dtype, total=None)
 
     def _begin_gather(self, rows: Tensor, purpose: str = "features") -> Pending:
+        # docs: gather
         sent = rows.detach().to(self._comm_dtype or rows.dtype)
         if not self._sends_features:
             return Pending(sent)
         return self._communicator.begin_all_gather(sent, purpose)
+        # docs: end
 
     def _begin_gather_again(self, images: Pending, texts: Pending) -> tuple[Pending, Pending]:
         """Start sending stored rows that were kept on this rank."""

@@ -173,6 +173,7 @@ class GlobalContrastiveLoss(LossFunction):
         batch = student.minus_reference()
 
         # the similarities of all pairs, the estimated normalizers, and from both the gradient of the loss
+        # docs: loss
         tau = self._temperature.of(batch)
         scale = self._scale(tau)
         grid = PairGrid(batch, self._config.chunk_size, CACHED_BYTES)
@@ -181,6 +182,7 @@ class GlobalContrastiveLoss(LossFunction):
         with record_function(f"{PHASE}normalizer"):
             estimate = self._estimator(batch, log_g, tau, self._in_epoch(position), training)
         gradient = similarities.gradient(estimate.log_weight + scale.log())
+        # docs: end
         image = gradient.image
         text = gradient.text
         if estimate.feature_grad is not None:

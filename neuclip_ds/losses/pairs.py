@@ -295,6 +295,7 @@ class PairGrid:
         image_grad = image.new_zeros((self._local_size, image.shape[1]))
         text_grad = text.new_zeros((self._local_size, text.shape[1]))
         grads = (image_grad, text_grad)
+        # docs: gradient
         for block in self.blocks():
             grad_similarity = derivative(block)
             with products_exact_for(self._dtype):
@@ -303,6 +304,7 @@ class PairGrid:
                 if block.local_columns is not None:
                     rows = self._local_features[block.row_modality][block.rows]
                     grads[block.column_modality][block.local_columns].addmm_(grad_similarity.T, rows)
+            # docs: end
             del grad_similarity  # frees the memory for the next block
         return grads
 

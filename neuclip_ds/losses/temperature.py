@@ -271,9 +271,11 @@ class RobustTemperature(LearnableTemperature):
         self._data_term_factor = data_term_factor
 
     def update(self, batch: GatheredFeatures, signal: TemperatureSignal, position: Position) -> None:
+        # docs: temperature
         data_term = self._data_term_factor * signal.mean_logit
         grad_tau = signal.tau_term + 2 * self.rho(position) - data_term
         self.descend(position, theta=signal.with_distillation(-self.tau * grad_tau))
+        # docs: end
 
 
 def _optimizer(scalars: list[Parameter], name: str, context: LossContext) -> torch.optim.Optimizer:

@@ -216,6 +216,7 @@ class DualEncoder(nn.Module):
         """
         image_features = None
         text_features = None
+        # docs: features
         if image is not None and image_first:
             image_features = _to_unit_norm(self.vision(image))
         if tokens is not None:
@@ -225,6 +226,7 @@ class DualEncoder(nn.Module):
         if image is not None and not image_first:
             image_features = _to_unit_norm(self.vision(image))
         return image_features, text_features
+        # docs: end
 
 
 def _to_unit_norm(features: Tensor) -> Tensor:

@@ -49,25 +49,31 @@ def train_step(
         position: position of the step in the run.
     """
     # forward: the features of one tower are sent while the other tower runs
+    # docs: step
     pending = loss.begin(batch.host.index, batch.host.valid, position, **_stored_rows(batch.host))
     image, text = engine.encode(batch, pending, position.step)
     with record_function(f"{PHASE}objective"):
         value = loss(image, text, pending=pending)
+    # docs: end
     tau = loss.metric_tensors.get("tau")
     scalars = [value.detach()] if tau is None else [value.detach(), tau]
     host_scalars = HostCopy(torch.stack(scalars))  # copied during the backward pass
 
     # backward: a gradient that is not finite on any rank makes the gradients of all ranks NaN
     assert loss.feature_gradient_norm is not None
+    # docs: step
     engine.backward(value * (1 + 0 * loss.feature_gradient_norm))
     batches.prefetch()  # before the host waits for the norm of the gradient
 
     # update
     update = engine.step(position.lr)
+    # docs: end
     loss_value, *tau_values = host_scalars.wait().tolist()
     not_finite: list[int] = []
+    # docs: step
     if not update.applied:
         loss.undo()
+        # docs: end
         not_finite = _indices_of_not_finite(image, text, batch.host, engine)
     return StepOutcome(
         loss=loss_value,

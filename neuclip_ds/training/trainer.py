@@ -117,18 +117,22 @@ def train(config: Config, environment: RankEnvironment, hooks: Sequence[Hook] = 
     folder = config.run.output_dir / str(config.run.name)
     if config.run.deterministic:
         fix_library_algorithms()
+    # docs: train
     with (
         raising_interrupted(),
         process_group(dump(config), config.data.max_outage) as communicator,
         deterministic_algorithms(config.run.deterministic),
         locked(folder, communicator),
     ):
+        # docs: end
         configure_logging(communicator.rank)
         # new files go to a staging folder until all checks have passed
         with staging_folder(config, folder, communicator) as staged:
             for hook in hooks:
                 hook.before_run(config, communicator, folder)
+            # docs: train
             run = build_run(config, communicator, folder, staged)
+            # docs: end
             loop = run.loop
             completed_steps = communicator.on_rank_zero(lambda: read_complete(folder))
             is_complete = loop.done == loop.total and completed_steps == loop.total
@@ -145,7 +149,9 @@ def train(config: Config, environment: RankEnvironment, hooks: Sequence[Hook] = 
             with ExitStack() as history:
                 if communicator.rank == 0:
                     history.enter_context(recorded_launch(folder, environment_of_launch, changes, loop))
+                # docs: train
                 has_ended = recover_and_train(run, hooks)
+                # docs: end
         if has_ended:
             leave()  # the other ranks do not wait while rank 0 writes the report and copies the run
             for hook in reversed(hooks):
@@ -225,7 +231,9 @@ def build_run(config: Config, communicator: Communicator, folder: Path, staged: 
     if resumed is not None:
         meta = communicator.on_rank_zero(partial(read_meta, resumed))
     folders = {**stored_folders(config.objective), **tower_folders(config.data)}
+    # docs: build
     data = open_training_data(config, source, communicator, staged, resumed, meta, folders)
+    # docs: end
     check_tables(data.tables)
     data_options = {**interleave_settings(data.order.interleave), "val": find_validation(config.data, data.manifest)}
     config = config.model_copy(update={"data": config.data.model_copy(update=data_options)})
@@ -240,7 +248,9 @@ def build_run(config: Config, communicator: Communicator, folder: Path, staged: 
     set_matmul_precision(config, engine_config, communicator.device)
     device_type = communicator.device.type
     compilation = resolve_compilation(config.model.compile, device_type, zero_stage(engine_config))
+    # docs: build
     engine, logits, parameters = start_encoders(config, engine_config, source, data, communicator, staged, compilation)
+    # docs: end
     context = RunContext(
         config=config,
         communicator=communicator,
@@ -256,10 +266,14 @@ def build_run(config: Config, communicator: Communicator, folder: Path, staged: 
     )
 
     # state: of the newest checkpoint, of another run's recovery, or new
+    # docs: build
     loop = Loop(context, config, folder, epoch_offset=gamma_epoch_offset(config))
+    # docs: end
     recovery = None
     if resumed is not None and RECOVERY not in resumed.relative_to(folder).parts:
+        # docs: build
         loop.resume(resumed)
+        # docs: end
         check_length(loop.done, loop.total)
     elif config.recovery.reuse is not None:
         load_recovered_state(find_reused(context), context, loop.loss)
@@ -513,23 +527,27 @@ class Loop:
             self._batches.start(source)
             # times at which steps ended; the first step itself is not measured, because it compiles
             end_times: deque[float] = deque(maxlen=_THROUGHPUT_STEPS + 1)
+            # docs: loop
             while self.done < self.total and not self.stop_requested:
                 for hook in self._hooks.values():
                     hook.before_step(self)
                 start_time = time.perf_counter()
                 batch = next(self._batches)
+                # docs: end
                 # a batch of long captions may exhaust a GPU's memory after shorter ones have fit; a CPU's has no such
                 # limit, and the trial would take as long as a step
                 if not end_times and self._pack is not None and context.engine.device.type == "cuda":
                     context.engine.try_full_captions(batch)
                 for hook in self._hooks.values():
                     hook.on_batch(self, batch.host)
+                # docs: loop
                 result = self._train_step(batch, start_time, end_times)
                 self.done += 1
                 if average is not None and result.applied:
                     average.update(self.done)
                 for hook in self._hooks.values():
                     hook.after_step(self, result)
+                # docs: end
             if not self.stop_requested:
                 for hook in self._hooks.values():
                     hook.finish(self)
@@ -546,10 +564,12 @@ class Loop:
         """Start the given hooks, then the standard hooks, and return all of them by name."""
         records = WriteRecords()
         saver = SaveCheckpoints()
+        # docs: hooks
         standard: list[Hook] = [PrefetchShards(), WatchHealth(), ShowProgress(), records, saver]
         if evaluator is not None and evaluator.measures:
             standard.append(EvaluateModel(evaluator, saver, average))
         standard.append(CollectGarbage())
+        # docs: end
         # standard hooks are named first, so that a user's hook of the same class name never gets their state
         names = hook_names([*standard, *hooks])
         named_hooks = dict(zip(names[len(standard) :], hooks, strict=True))
