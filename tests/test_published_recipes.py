@@ -310,7 +310,7 @@ def test_the_supervised_form_differs_in_loss_and_captions(name: str) -> None:
     assert (supervised.recovery, supervised.optimizer) == (plain.recovery, plain.optimizer)
 
 
-PAGE = (ROOT / "docs" / "how-to" / "choose_loss.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "tutorials" / "papers.md").read_text(encoding="utf-8")
 EXPERIMENTS = re.findall(r"^\| .* \| `(.*)` \|$", PAGE.split("| experiment |")[1], re.MULTILINE)  # second column
 COMMANDS = [shlex.split(cell)[1:] for cell in EXPERIMENTS if cell.startswith("train.py ")]
 

@@ -124,7 +124,9 @@ class ShardFiles:
         tensors = {}
         for name in self._replicated_names.get(kind, ()):
             if name.startswith(prefix):
-                tensors[name.removeprefix(prefix)] = self._file(0).get_tensor(f"{kind}/{name}/{_REPLICATED}")
+                stored = self._file(0).get_tensor(f"{kind}/{name}/{_REPLICATED}")
+                # a copy, because the file's memory changes when a run saves into the folder that it has loaded
+                tensors[name.removeprefix(prefix)] = stored.clone()
         return tensors
 
     def read(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> Tensor:

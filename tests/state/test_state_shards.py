@@ -134,3 +134,9 @@ def test_tables_of_other_data_or_methods_are_refused(tmp_path: Path) -> None:
     (tmp_path / "00001-of-00002.safetensors").unlink()
     with pytest.raises(UserError, match="cannot be read"):
         ShardFiles(tmp_path).fill(table(23, 0, 1))
+
+
+def test_what_was_read_does_not_change_when_its_folder_is_written_again(tmp_path: Path) -> None:
+    before = write(tmp_path, [replicated_shards("scalar", {"tau": torch.tensor(7.0)})]).replicated("scalar")
+    write(tmp_path, [replicated_shards("scalar", {"tau": torch.tensor(8.0)})])
+    assert before == {"tau": torch.tensor(7.0)}
