@@ -1,12 +1,13 @@
 """Runs that start from other runs, at a larger image size and context length (CLIPA's second stage)."""
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from miniatures import CAPTIONS, TINY_TEXT, TINY_VIT, images, save_clip
+from miniatures import CAPTIONS, TINY_TEXT, TINY_VIT, clip_tokenizer, images, save_clip
 from ranks import run_ranks
 from small_runs import newest_checkpoint, train_connected
 from test_encoders import save_text_encoder
@@ -18,6 +19,7 @@ from neuclip_ds.checkpoint.saved_model import initial_source, open_model, open_r
 from neuclip_ds.config import ModelConfig
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.models.pretrained.positions import resample_positions
+from neuclip_ds.models.tokenizer import CaptionTokenizer
 from neuclip_ds.planning.memory import MemoryQuery
 from neuclip_ds.recipe import validate
 
@@ -42,17 +44,21 @@ def model_options(folder: Path, name: str) -> dict[str, Any]:
     return {**options, "pretrained": str(folder / start)} if start else options
 
 
+def run_config(shards: Path, folder: Path, name: str, model: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "run": {"name": name, "output_dir": str(folder)},
+        "data": {"train": str(shards), "val": "", "zero_shot": "", "batch_size": 8, "workers": 0},
+        "model": model,
+        "objective": {"method": "openclip"},
+        "optimizer": {"lr": 0.01, "warmup_steps": 0},
+        "deepspeed": "zero1_fp32",
+        "max_steps": 1,
+    }
+
+
 def train_stages(communicator: Communicator, shards: Path, folder: Path) -> None:
     for name in STAGES:
-        config = {
-            "run": {"name": name, "output_dir": str(folder)},
-            "data": {"train": str(shards), "val": "", "zero_shot": "", "batch_size": 8, "workers": 0},
-            "model": model_options(folder, name),
-            "objective": {"method": "openclip"},
-            "optimizer": {"lr": 0.01, "warmup_steps": 0},
-            "deepspeed": "zero1_fp32",
-            "max_steps": 1,
-        }
+        config = run_config(shards, folder, name, model_options(folder, name))
         train_connected(communicator, validate(config))
         if name in LARGE:
             train_connected(communicator, validate({**config, "max_steps": 2}))  # resumes
@@ -119,3 +125,24 @@ def test_adapters_are_added_to_the_weights_of_the_start(folder: Path) -> None:
         features = model.eval()(images(32), tokenizer(CAPTIONS))
         for mine, theirs in zip(features, saved.model.eval()(images(32), tokenizer(CAPTIONS)), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+
+
+def train_without_the_tokenizers_folder(communicator: Communicator, shards: Path, folder: Path) -> None:
+    """Resume a run, and start another one from it, after the folder of the first run's tokenizer is gone."""
+    text = {**TINY_TEXT, "tokenizer": str(folder / "named")}
+    config = run_config(shards, folder, "first", {"vision": TINY_VIT, "text": text, "embed_dim": 24})
+    train_connected(communicator, validate(config))
+    shutil.rmtree(folder / "named")
+    train_connected(communicator, validate({**config, "max_steps": 2}))
+    train_connected(communicator, validate(run_config(shards, folder, "second", {"pretrained": str(folder / "first")})))
+
+
+def test_runs_keep_a_tokenizer_from_a_folder(shards: Path, tmp_path: Path) -> None:
+    clip_tokenizer().save_pretrained(tmp_path / "named")
+    expected = CaptionTokenizer.load(tmp_path / "named", 16)(CAPTIONS)
+    run_ranks(1, train_without_the_tokenizers_folder, shards, tmp_path)
+    for name in ("first", "second"):
+        assert torch.equal(open_model(str(tmp_path / name), Communicator()).tokenizer(CAPTIONS), expected)
+        export_run(tmp_path / name, "transformers", tmp_path / f"{name} exported")
+        exported = open_model(str(tmp_path / f"{name} exported"), Communicator())
+        assert torch.equal(exported.tokenizer(CAPTIONS), expected)
