@@ -36,6 +36,7 @@ OPENAI_MEAN: Channels = (0.48145466, 0.4578275, 0.40821073)
 OPENAI_STD: Channels = (0.26862954, 0.26130258, 0.27577711)
 CLIP_BPE = "clip_bpe"  # a value of model.text.tokenizer
 CONFIG = "config.yaml"  # file of a run's config, in its folder and in its checkpoints
+TOKENIZER = "tokenizer"  # folder of the tokenizer of a model that is built from the config, in the same places
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
@@ -329,7 +330,8 @@ class TextConfig(TowerConfig):
     """Projection of the text feature to the joint space, as `model.vision.projection`."""
     tokenizer: str | None = None
     """Folder or hub name of a transformers tokenizer, or `clip_bpe` (CLIP's English tokenizer, which needs the
-    open_clip_torch package). By default, or if that package is missing, a byte-level BPE is trained on the captions."""
+    open_clip_torch package). By default, or if that package is missing, a byte-level BPE is trained on the captions.
+    The run's folder gets a copy, with which the run resumes."""
     vocab_size: int = Field(49408, ge=300, le=1 << 24)
     """Vocabulary size of the trained BPE; a named tokenizer keeps its vocabulary."""
     context_length: int | None = Field(None, ge=4, le=1 << 16)

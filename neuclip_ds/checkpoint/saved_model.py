@@ -12,7 +12,7 @@ from torch import Tensor
 from neuclip_ds.checkpoint.checkpoints import read_best, step_folder, verify_together
 from neuclip_ds.checkpoint.integrity import is_complete
 from neuclip_ds.checkpoint.sharded_state import OBJECTIVE, STATE, StateFiles
-from neuclip_ds.config import CLIP_BPE, Config, LoraConfig, ModelConfig
+from neuclip_ds.config import CLIP_BPE, TOKENIZER, Config, LoraConfig, ModelConfig
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
 from neuclip_ds.losses.temperature import trained_temperature
@@ -28,7 +28,6 @@ from neuclip_ds.models.pretrained.base import (
 )
 from neuclip_ds.models.pretrained.positions import resample_positions
 from neuclip_ds.models.source import (
-    TOKENIZER,
     ModelSource,
     locate_model,
     locate_on_rank_zero,

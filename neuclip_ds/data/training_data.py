@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from neuclip_ds.config import CLIP_BPE, Config, TextConfig
+from neuclip_ds.config import CLIP_BPE, TOKENIZER, Config, TextConfig
 from neuclip_ds.data.augment import augmented
 from neuclip_ds.data.dataset import PairDataset
 from neuclip_ds.data.decoders import CaptionSources
@@ -45,7 +45,6 @@ from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer, named_
 
 log = logging.getLogger(__name__)
 
-TOKENIZER = "tokenizer"  # folder of the tokenizer, in the folder of a run and in each of its checkpoints
 _TOKENIZER_CAPTIONS = 200_000  # enough for a vocabulary of CLIP's size
 _CHECKED_CAPTIONS = 200  # samples whose captions are checked for truncation and repetition
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from neuclip_ds.config import LoraConfig, ModelConfig, without_replaced
+from neuclip_ds.config import TOKENIZER, LoraConfig, ModelConfig, without_replaced
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.models.build import build_dual_encoder
 from neuclip_ds.models.image_models import ImageWeights, locate_image_weights
@@ -35,8 +35,8 @@ from neuclip_ds.models.trained_parts import merge_adapters
 if TYPE_CHECKING:
     from neuclip_ds.models.pretrained.text_encoder import TextEncoderSource
 
-ARCHITECTURE = "architecture.json"  # config of a model that started from a run, in a run's folder of the model
-TOKENIZER = "tokenizer"  # folder of the tokenizer of such a model, in that folder; of another one, in the checkpoint
+# config of a model that started from a run, in a run's folder of the model, where the folder of its tokenizer is too
+ARCHITECTURE = "architecture.json"
 TEXT_ENCODER = "text"  # folder of a pretrained text encoder's files, without weights, in a run's folder of the model
 INITIAL_LOGITS = LogitParameters(temperature=0.07, bias=-10.0)  # initial values of CLIP's temperature and SigLIP's bias
 

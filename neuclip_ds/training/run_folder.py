@@ -20,8 +20,7 @@ import torch
 import yaml
 
 from neuclip_ds.checkpoint.saved_model import MODEL
-from neuclip_ds.config import CONFIG, Config, dump, without_replaced
-from neuclip_ds.data.training_data import TOKENIZER
+from neuclip_ds.config import CONFIG, TOKENIZER, Config, dump, without_replaced
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.launch import check_shared
 from neuclip_ds.errors import redact
