@@ -26,7 +26,7 @@ from neuclip_ds.recipe import validate
 SIZES: dict[str, Any] = {"vision": {"image_size": 48}, "text": {"context_length": 24}}
 # runs in the order in which they start from each other: the name of the start, and further options of the model
 STAGES: dict[str, tuple[str, dict[str, Any]]] = {
-    "small": ("", {"vision": TINY_VIT, "text": TINY_TEXT, "embed_dim": 24}),
+    "small": ("", {"vision": TINY_VIT, "embed_dim": 24}),  # and a tokenizer from a folder
     "large": ("small", SIZES),
     "adapted": ("large", {"lora": {"rank": 2}}),
     "small_clip": ("clip", {"lora": {"rank": 2}}),
@@ -35,38 +35,40 @@ STAGES: dict[str, tuple[str, dict[str, Any]]] = {
     "large_encoder": ("encoder", {"vision": {"image_size": 48}}),
 }
 LARGE = ("large", "large_clip")
+RESUMED = ("small", "large_clip")
 
 
 def model_options(folder: Path, name: str) -> dict[str, Any]:
     start, options = STAGES[name]
+    if name == "small":
+        return {**options, "text": {**TINY_TEXT, "tokenizer": str(folder / "tokenizer")}}
     if name == "encoder":
         return {**options, "text": {"pretrained": str(folder / "bert"), "pooling": "mean", "context_length": 16}}
     return {**options, "pretrained": str(folder / start)} if start else options
 
 
-def run_config(shards: Path, folder: Path, name: str, model: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "run": {"name": name, "output_dir": str(folder)},
-        "data": {"train": str(shards), "val": "", "zero_shot": "", "batch_size": 8, "workers": 0},
-        "model": model,
-        "objective": {"method": "openclip"},
-        "optimizer": {"lr": 0.01, "warmup_steps": 0},
-        "deepspeed": "zero1_fp32",
-        "max_steps": 1,
-    }
-
-
 def train_stages(communicator: Communicator, shards: Path, folder: Path) -> None:
     for name in STAGES:
-        config = run_config(shards, folder, name, model_options(folder, name))
+        config = {
+            "run": {"name": name, "output_dir": str(folder)},
+            "data": {"train": str(shards), "val": "", "zero_shot": "", "batch_size": 8, "workers": 0},
+            "model": model_options(folder, name),
+            "objective": {"method": "openclip"},
+            "optimizer": {"lr": 0.01, "warmup_steps": 0},
+            "deepspeed": "zero1_fp32",
+            "max_steps": 1,
+        }
         train_connected(communicator, validate(config))
-        if name in LARGE:
-            train_connected(communicator, validate({**config, "max_steps": 2}))  # resumes
+        if name == "small":
+            communicator.on_rank_zero(lambda: shutil.rmtree(folder / "tokenizer"))
+        if name in RESUMED:
+            train_connected(communicator, validate({**config, "max_steps": 2}))
 
 
 @pytest.fixture(scope="module")
 def folder(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stages")
+    clip_tokenizer().save_pretrained(folder / "tokenizer")
     save_clip(folder / "clip")
     save_text_encoder("bert", folder / "bert")
     run_ranks(2, train_stages, shards, folder)
@@ -127,22 +129,10 @@ def test_adapters_are_added_to_the_weights_of_the_start(folder: Path) -> None:
             torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
 
 
-def train_without_the_tokenizers_folder(communicator: Communicator, shards: Path, folder: Path) -> None:
-    """Resume a run, and start another one from it, after the folder of the first run's tokenizer is gone."""
-    text = {**TINY_TEXT, "tokenizer": str(folder / "named")}
-    config = run_config(shards, folder, "first", {"vision": TINY_VIT, "text": text, "embed_dim": 24})
-    train_connected(communicator, validate(config))
-    shutil.rmtree(folder / "named")
-    train_connected(communicator, validate({**config, "max_steps": 2}))
-    train_connected(communicator, validate(run_config(shards, folder, "second", {"pretrained": str(folder / "first")})))
-
-
-def test_runs_keep_a_tokenizer_from_a_folder(shards: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["small", "large"])
+def test_runs_keep_a_tokenizer_from_a_folder(name: str, folder: Path, tmp_path: Path) -> None:
+    """The folder was removed before the run resumed, and before another run started from it."""
     clip_tokenizer().save_pretrained(tmp_path / "named")
-    expected = CaptionTokenizer.load(tmp_path / "named", 16)(CAPTIONS)
-    run_ranks(1, train_without_the_tokenizers_folder, shards, tmp_path)
-    for name in ("first", "second"):
-        assert torch.equal(open_model(str(tmp_path / name), Communicator()).tokenizer(CAPTIONS), expected)
-        export_run(tmp_path / name, "transformers", tmp_path / f"{name} exported")
-        exported = open_model(str(tmp_path / f"{name} exported"), Communicator())
-        assert torch.equal(exported.tokenizer(CAPTIONS), expected)
+    tokenizer = open_model(str(folder / name), Communicator()).tokenizer
+    expected = CaptionTokenizer.load(tmp_path / "named", tokenizer.context_length)
+    assert torch.equal(tokenizer(CAPTIONS), expected(CAPTIONS))
