@@ -165,7 +165,7 @@ class Model:
         return logits if self.bias is None else logits + self.bias
 
     def _encoder_of(self, rows: int) -> BatchEncoder:
-        """Return an encoder of `rows` rows in as few batches as allowed, of sizes so equal that few rows are padding."""
+        """Return an encoder of `rows` rows in as few batches as allowed, of which few rows are padding."""
         batches = max(1, -(-rows // _ENCODED_AT_ONCE))
         return replace(self._encoder, batch_size=max(1, -(-rows // batches)))
 

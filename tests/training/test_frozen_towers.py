@@ -32,7 +32,14 @@ TIMM = {"patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2, "proj_drop
 HEADS = ("model.pretrained=clip", "model.vision.trainable=projection", "model.text.trainable=projection")
 STORED = ("data.image_features=trunks", "data.text_features=trunks")
 STORED_IMAGES = "data.image_features=images"
-PATHS = ("model.pretrained", "model.vision.pretrained", "data.train", "data.image_features", "data.text_features")
+PATHS = (
+    "model.pretrained",
+    "model.vision.pretrained",
+    "data.train",
+    "data.val",
+    "data.image_features",
+    "data.text_features",
+)
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +158,9 @@ def _train_on_rank(communicator: Communicator, arguments: list[str]) -> None:
 def test_two_ranks_with_micro_batches_train_like_one_rank_in_place(
     workspace: Path, tmp_path: Path, in_place: Path, engine: str
 ) -> None:
+    """Evaluations of the weights and of their average run the trunks, which training does not."""
     options = [*HEADS, *STORED, "max_steps=6", "data.micro_batch=2", f"deepspeed={engine}", "data.workers=1"]
+    options += ["data.val=other_shards", "run.evaluate_every=2", "ema.decay=0.9"]
     run_ranks(2, _train_on_rank, options_of(workspace, tmp_path, *options))
     assert_equal_to_rounding(tmp_path, in_place, rtol=1e-4)
 
