@@ -36,7 +36,6 @@ PATHS = (
     "model.pretrained",
     "model.vision.pretrained",
     "data.train",
-    "data.val",
     "data.image_features",
     "data.text_features",
 )
@@ -158,9 +157,7 @@ def _train_on_rank(communicator: Communicator, arguments: list[str]) -> None:
 def test_two_ranks_with_micro_batches_train_like_one_rank_in_place(
     workspace: Path, tmp_path: Path, in_place: Path, engine: str
 ) -> None:
-    """Evaluations of the weights and of their average run the trunks, which training does not."""
     options = [*HEADS, *STORED, "max_steps=6", "data.micro_batch=2", f"deepspeed={engine}", "data.workers=1"]
-    options += ["data.val=other_shards", "run.evaluate_every=2", "ema.decay=0.9"]
     run_ranks(2, _train_on_rank, options_of(workspace, tmp_path, *options))
     assert_equal_to_rounding(tmp_path, in_place, rtol=1e-4)
 
