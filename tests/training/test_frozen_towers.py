@@ -32,13 +32,7 @@ TIMM = {"patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2, "proj_drop
 HEADS = ("model.pretrained=clip", "model.vision.trainable=projection", "model.text.trainable=projection")
 STORED = ("data.image_features=trunks", "data.text_features=trunks")
 STORED_IMAGES = "data.image_features=images"
-PATHS = (
-    "model.pretrained",
-    "model.vision.pretrained",
-    "data.train",
-    "data.image_features",
-    "data.text_features",
-)
+PATHS = ("model.pretrained", "model.vision.pretrained", "data.train", "data.image_features", "data.text_features")
 
 
 @pytest.fixture(scope="module")
