@@ -31,6 +31,7 @@ BAD = {3: {"jpg": b"no image", "txt": b"broken"}, 20: {"jpg": jpeg(20), "txt": b
 TIMM = {"patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2, "proj_drop_rate": 0.5}
 HEADS = ("model.pretrained=clip", "model.vision.trainable=projection", "model.text.trainable=projection")
 STORED = ("data.image_features=trunks", "data.text_features=trunks")
+STORED_IMAGES = "data.image_features=images"
 PATHS = ("model.pretrained", "model.vision.pretrained", "data.train", "data.image_features", "data.text_features")
 
 
@@ -251,6 +252,15 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
             "data.image_features=images",
         ],
         "was computed with model.vision.image_size",
+    ),
+    "pooling": (
+        [
+            *(option for option in LIT if not option.startswith("model.vision.options")),
+            f"model.vision.options={json.dumps({**TIMM, 'global_pool': 'avg', 'fc_norm': False})}",
+            "model.vision.trainable=projection",
+            STORED_IMAGES,
+        ],
+        "has the weights of the image tower, but computes other features .* model.vision.options",
     ),
     "other data": ([*HEADS, *STORED, "data.train=other_shards"], "were computed for other data"),
 }

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import BertConfig
 
 from neuclip_ds.config import ModelConfig
+from neuclip_ds.embedding.encoders import TrunkRecords, dual_encoders
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.compilation import compile_towers
 from neuclip_ds.models.pretrained.text_encoder import PADDING, POOLINGS, Pooling
@@ -190,6 +191,13 @@ def test_a_frozen_encoder_keeps_its_features_or_is_refused(tmp_path: Path) -> No
         text = {**options.pop("text", {}), "trainable": "frozen"}
         with pytest.raises(UserError, match=r"would freeze the random projection of the text tower"):
             opened(model_config(tmp_path, text=text, **options))
+
+
+def test_stored_features_record_the_pooling_of_a_runs_text_encoder(tmp_path: Path) -> None:
+    save_text_encoder("bert", tmp_path)
+    source, tokenizer, model = opened(model_config(tmp_path, "cls"))
+    encoders = dual_encoders("run", model, tokenizer, source.preprocessing, "trunk", TrunkRecords())
+    assert encoders.pooling == "cls"
 
 
 def test_captions_that_cannot_be_packed_or_are_too_long_are_refused(tmp_path: Path) -> None:
