@@ -58,12 +58,12 @@ def train_stages(communicator: Communicator, shards: Path, folder: Path) -> None
             train_connected(communicator, validate({**config, "max_steps": 2}))  # resumes
 
 
-@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)], ids="{} ranks".format)
-def folder(request: pytest.FixtureRequest, shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module")
+def folder(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stages")
     save_clip(folder / "clip")
     save_text_encoder("bert", folder / "bert")
-    run_ranks(request.param, train_stages, shards, folder)
+    run_ranks(2, train_stages, shards, folder)
     return folder
 
 
