@@ -16,7 +16,7 @@ demo: $(VENV)/.installed
 
 # at once, because mypy takes half a minute on one core
 test:
-	$(MAKE) --jobs=2 check test-fast
+	$(MAKE) --no-print-directory --jobs=2 check test-fast
 
 test-fast: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
