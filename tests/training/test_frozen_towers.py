@@ -11,7 +11,7 @@ import torch
 from miniatures import CAPTIONS, save_clip
 from ranks import run_ranks
 from safetensors.torch import save_file
-from small_runs import newest_checkpoint, records, tensors, train_connected, weights
+from small_runs import QUICK, newest_checkpoint, records, tensors, train_connected, weights
 from tars import jpeg, write_pairs
 from torch.nn.functional import normalize
 from transformers import CLIPModel, CLIPTokenizer
@@ -80,11 +80,7 @@ def options_of(workspace: Path, runs: Path, *options: str) -> list[str]:
     """Return the options of a run; the values of some name a folder of the workspace."""
     fixed = [
         "demo",
-        "--objective.method=fastclip_v3",
-        "--data.batch_size=8",
-        "--data.workers=0",
-        "--data.val=",
-        "--data.zero_shot=",
+        *QUICK,
         "--data.captions=txt:lines",
         "--data.crop_scale=1",
         "--data.decoder=pil",  # as in `embed`

@@ -121,9 +121,11 @@ def test_blocks_freeze_adapt_and_decay(saved: tuple[Path, Any]) -> None:
 def test_activations_are_counted(saved: tuple[Path, Any]) -> None:
     """Twice the captions need nearly twice the memory in the text tower."""
     folder, _ = saved
+    config = model_config(folder)
+    source = model_source(config, locate_model(config))
+    tokenizer = source.tokenizer(no_bpe)
     counts = []
     for rows in (64, 128):
-        source, tokenizer, _ = opened(model_config(folder))
         with torch.device("meta"):
             model = source.build(tokenizer)
         counts.append(count_activations(model, rows, 32, tokenizer.context_length, torch.bfloat16).alone)
@@ -140,9 +142,10 @@ def test_rotary_frequencies_are_not_rounded_to_bf16(tmp_path: Path) -> None:
     assert tower(tokenizer(CAPTIONS)).dtype == torch.bfloat16
 
 
-def test_compiled_blocks_compute_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
+def test_compiled_blocks_compute_the_same(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.compiler.reset()
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     save_text_encoder("bert", tmp_path)
     _, tokenizer, model = opened(model_config(tmp_path))
     inputs = images(32), tokenizer(CAPTIONS)
