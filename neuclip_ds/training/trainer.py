@@ -21,7 +21,7 @@ from torch import Tensor
 
 from neuclip_ds.checkpoint.checkpoints import Checkpoints, Fingerprint
 from neuclip_ds.checkpoint.integrity import read_meta
-from neuclip_ds.checkpoint.saved_model import initial_source
+from neuclip_ds.checkpoint.saved_model import MODEL, initial_source
 from neuclip_ds.config import Config, dump
 from neuclip_ds.data.loader import RankBatch
 from neuclip_ds.data.stored_towers import TEXT, tower_folders
@@ -53,6 +53,7 @@ from neuclip_ds.models.compilation import Compilation, compile_towers, resolve_c
 from neuclip_ds.models.pretrained.base import LogitParameters
 from neuclip_ds.models.source import ModelSource
 from neuclip_ds.models.trained_parts import Parameters
+from neuclip_ds.models.weights_hash import weights_hash
 from neuclip_ds.reporting.events import EventLog
 from neuclip_ds.reporting.history import log_changes, recorded_launch
 from neuclip_ds.reporting.log import configure_logging
@@ -81,7 +82,6 @@ from neuclip_ds.training.recovery import (
 )
 from neuclip_ds.training.replicas import compare_replicas
 from neuclip_ds.training.run_folder import (
-    MODEL,
     RECOVERY,
     checkpoint_extras,
     move_staged_files,
@@ -93,7 +93,7 @@ from neuclip_ds.training.run_folder import (
 from neuclip_ds.training.run_lock import locked
 from neuclip_ds.training.schedule import is_partial_batch, learning_rate, run_length
 from neuclip_ds.training.step import train_step
-from neuclip_ds.training.stored_trunks import check_trunk_outputs, check_trunk_weights
+from neuclip_ds.training.stored_trunks import check_trunk_outputs, check_trunks
 
 log = logging.getLogger(__name__)
 
@@ -320,11 +320,12 @@ def start_encoders(
     torch.manual_seed(config.run.seed)  # the same weights on every rank
     model, logits = source.load(data.tokenizer)
     check_trunk_outputs(data.tables, model, source.preprocessing, data.tokenizer)
-    communicator.on_rank_zero(lambda: check_trunk_weights(data.tables, model))
+    communicator.on_rank_zero(lambda: check_trunks(data.tables, model, source.preprocessing, data.tokenizer))
 
     def save() -> None:
         with explain_disk(staged / MODEL):
-            source.save(staged / MODEL, logits)
+            start_hash = weights_hash(model) if config.model.pretrained else None
+            source.save(staged / MODEL, logits, start_hash)
 
     communicator.on_rank_zero(save)
     parameters = Parameters.of(model)  # before ZeRO 3 partitions them
