@@ -11,11 +11,12 @@ PAGE = Path(__file__).parents[2] / "docs" / "tutorials" / "own_loop.md"
 
 
 def write_loop(file: Path, epochs: int) -> None:
-    """Write the page's loop, for fewer epochs."""
+    """Write the page's loop, for fewer epochs of fewer pairs."""
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    length = "BATCH, EPOCHS, LR = 32, 20, 2e-3"
-    assert length in code
-    file.write_text(code.replace(length, f"BATCH, EPOCHS, LR = 32, {epochs}, 2e-3"), encoding="utf-8")
+    for length, shorter in (("LR = 32, 20, 2e-3", f"LR = 32, {epochs}, 2e-3"), ("make_pairs(2048,", "make_pairs(256,")):
+        assert length in code
+        code = code.replace(length, shorter)
+    file.write_text(code, encoding="utf-8")
 
 
 def numbers(output: str) -> list[float]:
