@@ -115,7 +115,7 @@ def test_damaged_files_of_a_run_are_omitted_or_named(tmp_path: Path) -> None:
         config.write_text("objective: 3\n")
         assert "Last values" in write_report(tmp_path).read_text()
         config.write_text(f"{damaged}]")
-        with pytest.raises(UserError, match="config.yaml"):
+        with pytest.raises(UserError, match=r"config\.yaml"):
             write_report(tmp_path)
 
 
