@@ -62,20 +62,13 @@ _COUNT_METRICS = ("retrieval_pairs", "zero_shot_images", "normalizer_anchors", "
 
 
 def write_report(run: Path) -> Path:
-    """Write RUN/report.html from a run's files and return its path; raise `UserError` if the run has no metrics."""
-    series = read_series(run)
-<<<<<<< HEAD
-    options = {name: value for name, (_, value) in changed_options({}, _read_config(run)).items()}
-    config_text = (run / "config.yaml").read_text(encoding="utf-8", errors="replace")
-=======
-    config_text = (run / CONFIG).read_text(encoding="utf-8")
-    config = yaml.safe_load(config_text)
-    environment = {}
-    environment_file = run / "environment.json"
-    if environment_file.is_file():
-        environment = json.loads(environment_file.read_text(encoding="utf-8"))
+    """Write RUN/report.html from a run's files and return its path.
 
->>>>>>> main
+    Raises `UserError` if the run has no metrics, or its config.yaml is damaged.
+    """
+    series = read_series(run)
+    options = {name: value for name, (_, value) in changed_options({}, _read_config(run)).items()}
+    config_text = (run / CONFIG).read_text(encoding="utf-8", errors="replace")
     last_values = [[name, f"{values[-1]:.5g}"] for name, (_, values) in series.items()]
     launches = read_launches(run)
     tables = [
@@ -106,12 +99,7 @@ def write_comparison(runs: Sequence[Path], path: Path) -> None:
     """
     names = run_names(runs)
     series_of_runs = {name: read_series(run) for name, run in zip(names, runs, strict=True)}
-<<<<<<< HEAD
-    configs = [_read_config(run) for run in runs]
-=======
-    texts = [(run / CONFIG).read_text(encoding="utf-8") for run in runs]
-    configs = [without_replaced(yaml.safe_load(text)) for text in texts]
->>>>>>> main
+    configs = [without_replaced(_read_config(run)) for run in runs]
     durations = [_duration(read_launches(run)) for run in runs]
     distinct_scores = dict.fromkeys(score for series in series_of_runs.values() for score in scores_among(series))
     rows = [["duration", *durations]]
@@ -133,7 +121,7 @@ def write_comparison(runs: Sequence[Path], path: Path) -> None:
 
 def _read_config(run: Path) -> dict[str, Any]:
     """Return the options of a run as a tree; raise `UserError` if its config.yaml is damaged."""
-    path = run / "config.yaml"
+    path = run / CONFIG
     config = read_options(path)
     if not isinstance(config, dict):
         raise UserError(f"{path} is not the config of a run: restore it from a copy, or resume the run.")

@@ -68,15 +68,10 @@ def move_staged_files(staged: Path, folder: Path, config: Config) -> Changes:
     text = dump(config)
     before = None
     with suppress(OSError, ValueError, yaml.YAMLError):
-<<<<<<< HEAD
         before = read_yaml((folder / CONFIG).read_bytes())
-    changes = changed_options(before, read_yaml(text)) if isinstance(before, dict) else {}
-=======
-        before = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
     changes: Changes = {}
     if isinstance(before, dict):
-        changes = changed_options(without_replaced(before), yaml.safe_load(text))
->>>>>>> main
+        changes = changed_options(without_replaced(before), read_yaml(text))
     with explain_disk(folder):
         folder.mkdir(exist_ok=True)
         for path in sorted(staged.iterdir()):
