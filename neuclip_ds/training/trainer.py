@@ -93,7 +93,7 @@ from neuclip_ds.training.run_folder import (
 from neuclip_ds.training.run_lock import locked
 from neuclip_ds.training.schedule import is_partial_batch, learning_rate, run_length
 from neuclip_ds.training.step import train_step
-from neuclip_ds.training.stored_trunks import check_trunk_outputs, check_trunk_weights
+from neuclip_ds.training.stored_trunks import check_trunk_outputs, check_trunks
 
 log = logging.getLogger(__name__)
 
@@ -306,7 +306,7 @@ def start_encoders(
     torch.manual_seed(config.run.seed)  # the same weights on every rank
     model, logits = source.load(data.tokenizer)
     check_trunk_outputs(data.tables, model, source.preprocessing, data.tokenizer)
-    communicator.on_rank_zero(lambda: check_trunk_weights(data.tables, model))
+    communicator.on_rank_zero(lambda: check_trunks(data.tables, model, source.preprocessing, data.tokenizer))
 
     def save() -> None:
         with explain_disk(staged / MODEL):

@@ -161,6 +161,7 @@ def test_cycles_are_freed_at_the_same_steps_on_all_ranks_and_python_collects_aga
         assert 1 < freed_after <= 1000
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
+    gc.freeze()  # the imported modules again, as in conftest.py
 
 
 def test_a_user_who_turned_automatic_collections_off_keeps_them_off() -> None:
