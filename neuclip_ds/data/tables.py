@@ -279,7 +279,10 @@ def read_image(source: bytes | str) -> bytes:
     if source.startswith(_DATA_URI):
         raise ValueError("the data: URI does not contain valid base64")
     if is_local(source):
-        return Path(source).read_bytes()
+        path = Path(source)
+        if path.exists() and not path.is_file():
+            raise OSError(f"{source} is a folder, a pipe or a device, not a file")  # reading a pipe would not end
+        return path.read_bytes()
     try:
         file_system, path = fsspec.core.url_to_fs(source)
         return bytes(file_system.cat_file(path))

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -466,3 +467,10 @@ def test_pairs_that_are_not_in_shards_are_refused_with_the_command_that_packs_th
         resolve_shards(str(tmp_path / name))
     with pytest.raises(UserError, match="has 1 images, but neither"):
         open_table(str(tmp_path / "folder"))
+
+
+def test_an_image_that_is_a_pipe_is_an_error(tmp_path: Path) -> None:
+    """Reading it would wait for a writer forever."""
+    os.mkfifo(tmp_path / "0.jpg")
+    with pytest.raises(OSError, match="not a file"):
+        read_image(str(tmp_path / "0.jpg"))
