@@ -47,7 +47,8 @@ def train(recipe: str | Config, *, hooks: Sequence[Hook] = (), **overrides: Any)
     Raises:
         UserError: the config or the data cannot be used.
         TrainingDiverged: losses or gradients stay non-finite, or replicated state differs between ranks.
-        Interrupted: Ctrl-C, SIGTERM or SIGUSR1 stopped the run, which saved a checkpoint if training had started.
+        Interrupted: Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP stopped the run, which saved a checkpoint if training had
+            started.
 
     Example:
         run = neuclip_ds.train("demo", max_steps=30, run={"name": "look"})

@@ -398,7 +398,8 @@ class Loop:
         done: number of steps done.
         total: number of steps after which the loop ends.
         saved: last step after which a checkpoint was saved.
-        stop_requested: set this to True on all ranks to end the loop after the current step, with a checkpoint.
+        stop_requested: set this to True on all ranks to end the loop after the current step, with a checkpoint. If only
+            some ranks set it, all ranks stop if metrics are logged after that step, and fail with an error if not.
         stop_signal: the signal that requested the stop, if any; the loop then raises `Interrupted`.
         resources: stack of the context managers that hooks enter when they start; the stack closes when the loop ends.
         events: the log of problems.
@@ -479,9 +480,9 @@ class Loop:
         compare_replicas(self.done, engine, self.loss.function, self.context.communicator)
         hook_states: dict[str, Any] = {}
         for name, hook in self._hooks.items():
-            state = hook.state(self)
-            if state:
-                hook_states[name] = state
+            has_state = type(hook).state is not Hook.state
+            if has_state:  # also an empty one, so that a rollback clears what the hook has collected since
+                hook_states[name] = hook.state(self)
         data = {**self.context.data.record(), "hooks": hook_states, "compilation": self.context.compilation}
         self.checkpoints.save(self.done, engine, self.loss.function, self.fingerprint, data)
         self.saved = self.done
