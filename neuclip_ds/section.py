@@ -23,9 +23,11 @@ class Section(BaseModel):
         import neuclip_ds
         from pydantic import Field
 
+
         class MarginOptions(neuclip_ds.Section):
             margin: float = Field(0.1, ge=0, lt=1)
             "Margin subtracted from the cosine of each pair."
+
 
         print(MarginOptions(margin=0.2))
     """

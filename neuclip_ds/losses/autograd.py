@@ -35,8 +35,10 @@ def autograd_loss(function: FeatureLoss) -> LossBuilder:
         import torch
         from neuclip_ds import ContrastiveLoss, autograd_loss
 
+
         def mean_distance(image, text, index):
             return (image - text).square().sum(dim=1).mean()
+
 
         loss_fn = ContrastiveLoss(autograd_loss(mean_distance), dim=64)
         image, text = torch.nn.functional.normalize(torch.randn(2, 8, 64), dim=2).requires_grad_()

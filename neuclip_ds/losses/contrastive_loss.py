@@ -445,6 +445,7 @@ class ContrastiveLoss(nn.Module):
             from torch.nn.functional import normalize
             from neuclip_ds import ContrastiveLoss
 
+
             class Towers(torch.nn.Module):
                 def __init__(self):
                     super().__init__()
@@ -452,6 +453,7 @@ class ContrastiveLoss(nn.Module):
 
                 def forward(self, images, texts):
                     return normalize(self.image(images), dim=1), normalize(self.text(texts), dim=1)
+
 
             loss_fn = ContrastiveLoss("fastclip_v3", dim=64, samples=1000, epochs=30, steps_per_epoch=125)
             model = Towers()

@@ -36,8 +36,10 @@ def register_loss(name: str, builder: LossBuilder, options: type[Section] | None
     Example:
         import neuclip_ds
 
+
         def mean_distance(image, text, index):
             return (image - text).square().sum(dim=1).mean()
+
 
         neuclip_ds.register_loss("distance", neuclip_ds.autograd_loss(mean_distance))
         loss_fn = neuclip_ds.ContrastiveLoss("distance", dim=64)  # or train.py --objective.method=distance

@@ -35,10 +35,12 @@ class Hook:
     Example:
         import neuclip_ds
 
+
         class StopBelow(neuclip_ds.Hook):
             def after_step(self, loop, result):
                 if result.loss < 1.0:
                     loop.stop_requested = True  # saves a checkpoint; the same call resumes
+
 
         look = {"max_steps": 3, "data": {"batch_size": 32}, "run": {"name": "look"}}
         run = neuclip_ds.train("demo", hooks=[StopBelow()], **look)
