@@ -18,6 +18,7 @@ import ast
 import csv
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -220,8 +221,15 @@ def this_machine() -> tuple[str, str]:
     if not torch.cuda.is_available():
         return "CPU", cores
     gpu = torch.cuda.get_device_name()
-    kinds = [device for device in DEVICES if device in gpu]
-    return (kinds or [gpu])[0], f"{torch.cuda.device_count()} x {gpu}, {cores}"
+    return device_of(gpu), f"{torch.cuda.device_count()} x {gpu}, {cores}"
+
+
+def device_of(hardware: str) -> str:
+    """Return the GPU of `DEVICES` that a description of hardware names, or CPU."""
+    for device in DEVICES:
+        if re.search(rf"\b{device}\b", hardware):
+            return device
+    return "CPU"
 
 
 def _git(*arguments: str, check: bool = True) -> str:

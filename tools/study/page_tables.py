@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from data_files import Origin, caption
+from data_files import Origin, caption, device_of
 
 from study.tables import PEER, difference, read_results
 
@@ -73,7 +73,7 @@ def all_results() -> Sequence[Result]:
                 raise ValueError(f"{path.name}: {name} lacks hardware, date or commit; add it to records.yaml.")
             origin = Origin(
                 name=f"{path.name}@{source['commit']}",
-                device=SOURCES["device"],
+                device=device_of(source["hardware"]),
                 hardware=source["hardware"],
                 date=source["date"],
                 commit=source["commit"],
@@ -244,7 +244,7 @@ def settings() -> str:
         by_column: dict[str, Seeds] = {}
         for arm in arms_of(result.stage):
             by_column[_SAME_COLUMN.get(arm, arm)] = runs(result.stage, arm, result.batch, result.setting)
-        peer = by_column[PEER]
+        peer = by_column.get(PEER, {})
         gains = [gain(by_column.get(arm, {}), peer) for arm in others]
         rows.append([_setting_of(result), str(result.batch), mean(peer), *gains])
     order = [_setting_of(result) for stage in stages for result in of_stages(stage)]
