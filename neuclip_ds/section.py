@@ -59,6 +59,11 @@ class Section(BaseModel):
         return value
 
 
+def is_given(section: Section, name: str) -> bool:
+    """Return whether an option was given, also if its value is the default; null, which clears an option, is not."""
+    return name in section.model_fields_set and getattr(section, name) is not None
+
+
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """Return `base` overridden, section by section, by the values of `over`; an empty section changes nothing."""
     merged = dict(base)

@@ -72,7 +72,8 @@ def main(arguments: Sequence[str]) -> None:
         with gradio_settings():
             page = build_page(models, collection, options.images)
             port = listener.getsockname()[1]
-            print(f"Open http://{options.host}:{port} in a browser; Ctrl-C stops the server.", flush=True)
+            host = f"[{options.host}]" if ":" in options.host else options.host
+            print(f"Open http://{host}:{port} in a browser; Ctrl-C stops the server.", flush=True)
             server = make_server(page, options.host)
             with suppress(Interrupted):  # a stop signal is the usual end, after which the folder of images is deleted
                 server.run(sockets=[listener])

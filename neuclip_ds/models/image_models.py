@@ -170,6 +170,33 @@ def check_patches(size: int, patch: int) -> None:
         )
 
 
+def fixed_image_size(name: str) -> int | None:
+    """Return the image size of a timm model that is built for one size, in pixels, or None for other models."""
+    config = timm.get_pretrained_cfg(name)
+    if config is None or not config.fixed_input_size:
+        return None
+    return int(config.input_size[-1])
+
+
+def names_by_image_size(name: str) -> dict[int, str]:
+    """Return the names of the timm models that differ from a model only in their image size, by that size in pixels.
+
+    Such names end with the size, as vit_base_patch16_siglip_384. The model itself is included; models that take images
+    of any size have no such names.
+    """
+    own_size = fixed_image_size(name)
+    if own_size is None:
+        return {}
+    names = {own_size: name}
+    stem = name.removesuffix(f"_{own_size}")
+    if stem != name:
+        for other in timm.list_models(f"{stem}_*"):
+            size = fixed_image_size(other)
+            if size is not None and other == f"{stem}_{size}":
+                names[size] = other
+    return names
+
+
 class ImageWeights(NamedTuple):
     """Location of an image tower's weights, and the pixel mean and std to use with them; can be sent to other ranks."""
 

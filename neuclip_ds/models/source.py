@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from neuclip_ds.config import CLIP_BPE, LoraConfig, ModelConfig
+from neuclip_ds.config import TOKENIZER, LoraConfig, ModelConfig, without_replaced
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.models.build import build_dual_encoder
 from neuclip_ds.models.image_models import ImageWeights, locate_image_weights
@@ -35,8 +35,8 @@ from neuclip_ds.models.trained_parts import merge_adapters
 if TYPE_CHECKING:
     from neuclip_ds.models.pretrained.text_encoder import TextEncoderSource
 
-ARCHITECTURE = "architecture.json"  # config of a model that started from a run, in a run's folder of the model
-TOKENIZER = "tokenizer"  # folder of the tokenizer of such a model, in that folder; of another one, in the checkpoint
+# config of a model that started from a run, in a run's folder of the model, where the folder of its tokenizer is too
+ARCHITECTURE = "architecture.json"
 TEXT_ENCODER = "text"  # folder of a pretrained text encoder's files, without weights, in a run's folder of the model
 INITIAL_LOGITS = LogitParameters(temperature=0.07, bias=-10.0)  # initial values of CLIP's temperature and SigLIP's bias
 
@@ -48,7 +48,7 @@ class FromConfig(ModelSource):
         config: the model config.
         image: pretrained weights of the image tower, if any.
         text: the pretrained text encoder, if any.
-        tokenizer: folder of the tokenizer, if it was trained on the captions of an earlier run.
+        tokenizer: folder or name of the tokenizer, if it is that of an earlier run.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class FromConfig(ModelSource):
         config: ModelConfig,
         image: ImageWeights | None = None,
         text: TextEncoderSource | None = None,
-        tokenizer: Path | None = None,
+        tokenizer: Path | str | None = None,
     ) -> None:
         self._image = image
         self._text = text
@@ -72,15 +72,12 @@ class FromConfig(ModelSource):
         self.preprocessing = Preprocessing(size=config.vision.resolved_image_size(), mean=mean, std=std)
         self.embed_dim = config.embed_dim
 
-    def tokenizer(self, train_tokenizer: Callable[[], CaptionTokenizer]) -> ModelTokenizer:
-        text = self.config.text
+    def tokenizer(self, new_tokenizer: Callable[[], CaptionTokenizer]) -> ModelTokenizer:
         if self._text is not None:
             return self._text.tokenizer()
         if self._tokenizer is not None:
-            return CaptionTokenizer.load(self._tokenizer, text.resolved_context_length())
-        if text.tokenizer in (None, CLIP_BPE):
-            return train_tokenizer()
-        return CaptionTokenizer.load(text.tokenizer, text.resolved_context_length())
+            return CaptionTokenizer.load(self._tokenizer, self.config.text.resolved_context_length())
+        return new_tokenizer()
 
     def build(self, tokenizer: ModelTokenizer, weights: bool = False) -> DualEncoder:
         image_weights = None
@@ -102,7 +99,7 @@ class FromConfig(ModelSource):
             return  # the run's config describes the rest of the model
         architecture = self.config.model_copy(update={"pretrained": ""})
         (folder / ARCHITECTURE).write_text(architecture.model_dump_json(), encoding="utf-8")
-        if self._tokenizer is not None:
+        if isinstance(self._tokenizer, Path):
             shutil.copytree(self._tokenizer, folder / TOKENIZER)
 
     def to_library_model(
@@ -254,11 +251,12 @@ def open_resized(
     """
     start = read_json(folder / START_FILE)
     logits = LogitParameters(**start["logits"])
-    tokenizer = None
+    tokenizer: Path | str | None = None
     if architecture is not None:
         tokenizer = folder.parent / TOKENIZER
     elif config.pretrained and (folder / ARCHITECTURE).is_file():
-        architecture = ModelConfig.model_validate(read_json(folder / ARCHITECTURE))
+        tree = without_replaced({"model": read_json(folder / ARCHITECTURE)})
+        architecture = ModelConfig.model_validate(tree["model"])
         tokenizer = folder / TOKENIZER
     if architecture is not None:
         config = with_architecture(config, architecture)
@@ -268,6 +266,6 @@ def open_resized(
     preprocessing = start["preprocessing"]
     statistics = ImageWeights("", tuple(preprocessing["mean"]), tuple(preprocessing["std"]))
     text = _text_encoder(config, folder / TEXT_ENCODER) if config.text.pretrained else None
-    if tokenizer is not None and not tokenizer.is_dir():
-        tokenizer = None  # the model's tokenizer was not trained on captions
+    if isinstance(tokenizer, Path) and not tokenizer.is_dir():
+        tokenizer = config.text.tokenizer  # earlier versions did not copy it; None for a pretrained text encoder
     return FromConfig(config, statistics, text, tokenizer), logits

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from neuclip_ds.config import CONFIG, without_replaced
 from neuclip_ds.errors import UserError
 from neuclip_ds.reporting.blends import FILE as BLENDS_FILE
 from neuclip_ds.reporting.blends import Blends, blends_plot
@@ -62,7 +63,7 @@ _COUNT_METRICS = ("retrieval_pairs", "zero_shot_images", "normalizer_anchors", "
 def write_report(run: Path) -> Path:
     """Write RUN/report.html from a run's files and return its path; raise `UserError` if the run has no metrics."""
     series = read_series(run)
-    config_text = (run / "config.yaml").read_text(encoding="utf-8")
+    config_text = (run / CONFIG).read_text(encoding="utf-8")
     config = yaml.safe_load(config_text)
     environment = {}
     environment_file = run / "environment.json"
@@ -99,7 +100,8 @@ def write_comparison(runs: Sequence[Path], path: Path) -> None:
     """
     names = run_names(runs)
     series_of_runs = {name: read_series(run) for name, run in zip(names, runs, strict=True)}
-    configs = [yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")) for run in runs]
+    texts = [(run / CONFIG).read_text(encoding="utf-8") for run in runs]
+    configs = [without_replaced(yaml.safe_load(text)) for text in texts]
     durations = [_duration(read_launches(run)) for run in runs]
     distinct_scores = dict.fromkeys(score for series in series_of_runs.values() for score in scores_among(series))
     rows = [["duration", *durations]]

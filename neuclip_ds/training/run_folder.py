@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import yaml
 
-from neuclip_ds.config import Config, dump
-from neuclip_ds.data.training_data import TOKENIZER
+from neuclip_ds.checkpoint.saved_model import MODEL
+from neuclip_ds.config import CONFIG, TOKENIZER, Config, dump, without_replaced
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.launch import check_shared
 from neuclip_ds.errors import redact
@@ -30,9 +30,7 @@ from neuclip_ds.reporting.history import Changes, changed_options
 _PACKAGES = ("torch", "deepspeed", "transformers", "timm", "webdataset", "numpy", "pillow")
 
 # names in the run's folder
-CONFIG = "config.yaml"
 MANIFESTS = "manifests"
-MODEL = "model"
 COMPLETE = "complete.json"
 RECOVERY = "recovery"  # subfolder of the recovery of statistics, with its own checkpoints
 
@@ -70,7 +68,9 @@ def move_staged_files(staged: Path, folder: Path, config: Config) -> Changes:
     before = None
     with suppress(OSError, ValueError, yaml.YAMLError):
         before = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
-    changes = changed_options(before, yaml.safe_load(text)) if isinstance(before, dict) else {}
+    changes: Changes = {}
+    if isinstance(before, dict):
+        changes = changed_options(without_replaced(before), yaml.safe_load(text))
     with explain_disk(folder):
         folder.mkdir(exist_ok=True)
         for path in sorted(staged.iterdir()):

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from neuclip_ds.checkpoint.checkpoints import Checkpoints, Fingerprint
 from neuclip_ds.checkpoint.integrity import read_meta
-from neuclip_ds.checkpoint.saved_model import initial_source
+from neuclip_ds.checkpoint.saved_model import MODEL, initial_source
 from neuclip_ds.config import Config, dump
 from neuclip_ds.data.loader import RankBatch
 from neuclip_ds.data.stored_towers import TEXT, tower_folders
@@ -53,6 +53,7 @@ from neuclip_ds.models.compilation import Compilation, compile_towers, resolve_c
 from neuclip_ds.models.pretrained.base import LogitParameters
 from neuclip_ds.models.source import ModelSource
 from neuclip_ds.models.trained_parts import Parameters
+from neuclip_ds.models.weights_hash import weights_hash
 from neuclip_ds.reporting.events import EventLog
 from neuclip_ds.reporting.history import log_changes, recorded_launch
 from neuclip_ds.reporting.log import configure_logging
@@ -81,7 +82,6 @@ from neuclip_ds.training.recovery import (
 )
 from neuclip_ds.training.replicas import compare_replicas
 from neuclip_ds.training.run_folder import (
-    MODEL,
     RECOVERY,
     checkpoint_extras,
     move_staged_files,
@@ -310,7 +310,8 @@ def start_encoders(
 
     def save() -> None:
         with explain_disk(staged / MODEL):
-            source.save(staged / MODEL, logits)
+            start_hash = weights_hash(model) if config.model.pretrained else None
+            source.save(staged / MODEL, logits, start_hash)
 
     communicator.on_rank_zero(save)
     parameters = Parameters.of(model)  # before ZeRO 3 partitions them

@@ -1,6 +1,7 @@
 """Check that exports of any image tower with any text tower compute the trained model's features in each library.
 
-The tests of sentence-transformers are skipped without that package; they were run with version 6.2.0.
+The tests of sentence-transformers are skipped without that package (`pip install '.[sentence_transformers]'`), which
+the fast suite has no time for; they were run with version 6.2.0.
 """
 
 from __future__ import annotations
