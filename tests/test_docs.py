@@ -167,7 +167,7 @@ def test_dotted_names_on_pages_are_options() -> None:
     known |= {"data.batchsize", "objective.offset.log_c"}  # a typo, and an option of a method that a page adds
     known |= {"objective.margin", "objective.margin.margin"}  # of a loss that a page registers
     dotted = re.compile(rf"^({sections})(\.[a-z][\w.]*)(?:=|$)|--({sections})(\.[\w.-]*\w)")
-    files = re.compile(r".*\.(?:py|json|yaml|safetensors|txt|html)|deepspeed\.launcher\..*")
+    files = re.compile(r".*\.(?:py|csv|json|yaml|safetensors|txt|html)|deepspeed\.launcher\..*")
     names: set[tuple[str, str]] = set()
     for page, text in CODE:
         for parts in dotted.findall(text):

@@ -5,7 +5,7 @@ must print a Markdown table with the file's columns, in any order; other columns
 
 Examples:
   python tools/record_measurement.py objective
-  python tools/record_measurement.py loaders -- python tools/benchmark_streaming.py /data/mine/train --repeats 3
+  python tools/record_measurement.py loaders -- python tools/benchmark_streaming.py /data/mine/train
 """
 
 import argparse

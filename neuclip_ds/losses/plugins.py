@@ -42,7 +42,7 @@ def register_loss(name: str, builder: LossBuilder, options: type[Section] | None
 
 
         neuclip_ds.register_loss("distance", neuclip_ds.autograd_loss(mean_distance))
-        loss_fn = neuclip_ds.ContrastiveLoss("distance", dim=64)  # or train.py --objective.method=distance
+        loss_fn = neuclip_ds.ContrastiveLoss("distance", dim=64)  # or objective.method=distance in a run
     """
     if not callable(builder):
         raise UserError(f"register_loss: the builder of {name} is a {type(builder).__name__}, but must be a function.")
