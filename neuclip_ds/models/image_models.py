@@ -2,8 +2,9 @@
 
 import difflib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import timm
 import torch
@@ -197,12 +198,14 @@ def names_by_image_size(name: str) -> dict[int, str]:
     return names
 
 
-class ImageWeights(NamedTuple):
-    """Location of an image tower's weights, and the pixel mean and std to use with them; can be sent to other ranks."""
+@dataclass(frozen=True, kw_only=True)
+class ImageWeights:
+    """Location and preprocessing of an image tower's weights; its `asdict` can be sent to other ranks as JSON."""
 
     path: str  # the weights file
     mean: Channels  # per channel, of the pixels that the weights were trained on
     std: Channels
+    squash: bool = False  # as in `Preprocessing`
 
 
 def locate_image_weights(vision: VisionConfig) -> ImageWeights:
@@ -219,7 +222,12 @@ def locate_image_weights(vision: VisionConfig) -> ImageWeights:
     if pretrained_cfg is not None:
         default_mean = tuple(pretrained_cfg.mean)
         default_std = tuple(pretrained_cfg.std)
-    return ImageWeights(str(path.resolve()), vision.mean or default_mean, vision.std or default_std)
+    return ImageWeights(
+        path=str(path.resolve()),
+        mean=vision.mean or default_mean,
+        std=vision.std or default_std,
+        squash=pretrained_cfg is not None and pretrained_cfg.crop_mode == "squash",
+    )
 
 
 def _download(vision: VisionConfig, pretrained_cfg: Any) -> Path:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Mapping
 from copy import copy
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -61,15 +62,17 @@ class FromConfig(ModelSource):
         self._image = image
         self._text = text
         self._tokenizer = tokenizer
+        squash = False
         if image is None:
             mean, std = config.vision.statistics()
         else:
             mean = image.mean
             std = image.std
+            squash = image.squash
         vision = config.vision.model_copy(update={"mean": mean, "std": std})
         self.config = config.model_copy(update={"vision": vision})
         self.name = config.vision.name
-        self.preprocessing = Preprocessing(size=config.vision.resolved_image_size(), mean=mean, std=std)
+        self.preprocessing = Preprocessing(size=config.vision.resolved_image_size(), mean=mean, std=std, squash=squash)
         self.embed_dim = config.embed_dim
 
     def tokenizer(self, new_tokenizer: Callable[[], CaptionTokenizer]) -> ModelTokenizer:
@@ -157,14 +160,25 @@ def locate_model(config: ModelConfig, weights: bool = True) -> ModelRef:
 
 def locate_on_rank_zero(config: ModelConfig, communicator: Communicator) -> ModelRef:
     """Call `locate_model`, which may download weights, on rank 0 and return its result on all ranks."""
-    fields: Any = communicator.on_rank_zero(lambda: locate_model(config))  # JSON makes the reference a list
     if config.pretrained:
-        return CheckpointRef(*fields)
-    image, text = fields
-    if image is not None:
-        path, mean, std = image
-        image = ImageWeights(path, tuple(mean), tuple(std))
-    return TowerRefs(image, text)
+        return CheckpointRef(*communicator.on_rank_zero(lambda: cast(Any, locate_model(config))))
+
+    def fields() -> dict[str, Any]:
+        towers = cast(TowerRefs, locate_model(config))
+        return {"image": None if towers.image is None else asdict(towers.image), "text": towers.text}
+
+    located = communicator.on_rank_zero(fields)
+    image = None
+    if located["image"] is not None:
+        image = _image_weights(located["image"]["path"], located["image"])
+    return TowerRefs(image, located["text"])
+
+
+def _image_weights(path: str, preprocessing: Mapping[str, Any]) -> ImageWeights:
+    """Return the location of weights with the preprocessing of their images, which is JSON."""
+    mean = tuple(preprocessing["mean"])
+    std = tuple(preprocessing["std"])
+    return ImageWeights(path=path, mean=mean, std=std, squash=preprocessing["squash"])
 
 
 def model_source(config: ModelConfig, ref: ModelRef) -> ModelSource:
@@ -264,7 +278,7 @@ def open_resized(
         saved_config = config.model_copy(update={"pretrained": str(folder)})
         return model_source(config, locate_model(saved_config, weights=False)), logits
     preprocessing = start["preprocessing"]
-    statistics = ImageWeights("", tuple(preprocessing["mean"]), tuple(preprocessing["std"]))
+    statistics = _image_weights("", preprocessing)
     text = _text_encoder(config, folder / TEXT_ENCODER) if config.text.pretrained else None
     if isinstance(tokenizer, Path) and not tokenizer.is_dir():
         tokenizer = config.text.tokenizer  # earlier versions did not copy it; None for a pretrained text encoder

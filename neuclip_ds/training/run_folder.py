@@ -26,6 +26,7 @@ from neuclip_ds.distributed.launch import check_shared
 from neuclip_ds.errors import redact
 from neuclip_ds.files import atomic_write, best_effort, explain_disk, link_or_copy
 from neuclip_ds.reporting.history import Changes, changed_options
+from neuclip_ds.section import read_yaml
 
 _PACKAGES = ("torch", "deepspeed", "transformers", "timm", "webdataset", "numpy", "pillow")
 
@@ -67,10 +68,10 @@ def move_staged_files(staged: Path, folder: Path, config: Config) -> Changes:
     text = dump(config)
     before = None
     with suppress(OSError, ValueError, yaml.YAMLError):
-        before = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
+        before = read_yaml((folder / CONFIG).read_bytes())
     changes: Changes = {}
     if isinstance(before, dict):
-        changes = changed_options(without_replaced(before), yaml.safe_load(text))
+        changes = changed_options(without_replaced(before), read_yaml(text))
     with explain_disk(folder):
         folder.mkdir(exist_ok=True)
         for path in sorted(staged.iterdir()):

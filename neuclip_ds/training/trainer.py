@@ -93,7 +93,7 @@ from neuclip_ds.training.run_folder import (
 from neuclip_ds.training.run_lock import locked
 from neuclip_ds.training.schedule import is_partial_batch, learning_rate, run_length
 from neuclip_ds.training.step import train_step
-from neuclip_ds.training.stored_trunks import check_trunk_outputs, check_trunk_weights
+from neuclip_ds.training.stored_trunks import check_trunk_outputs, check_trunks
 
 log = logging.getLogger(__name__)
 
@@ -306,7 +306,7 @@ def start_encoders(
     torch.manual_seed(config.run.seed)  # the same weights on every rank
     model, logits = source.load(data.tokenizer)
     check_trunk_outputs(data.tables, model, source.preprocessing, data.tokenizer)
-    communicator.on_rank_zero(lambda: check_trunk_weights(data.tables, model))
+    communicator.on_rank_zero(lambda: check_trunks(data.tables, model, source.preprocessing, data.tokenizer))
 
     def save() -> None:
         with explain_disk(staged / MODEL):
@@ -384,7 +384,8 @@ class Loop:
         done: number of steps done.
         total: number of steps after which the loop ends.
         saved: last step after which a checkpoint was saved.
-        stop_requested: set this to True on all ranks to end the loop after the current step, with a checkpoint.
+        stop_requested: set this to True on all ranks to end the loop after the current step, with a checkpoint. If only
+            some ranks set it, all ranks stop if metrics are logged after that step, and fail with an error if not.
         stop_signal: the signal that requested the stop, if any; the loop then raises `Interrupted`.
         resources: stack of the context managers that hooks enter when they start; the stack closes when the loop ends.
         events: the log of problems.
@@ -465,9 +466,9 @@ class Loop:
         compare_replicas(self.done, engine, self.loss.function, self.context.communicator)
         hook_states: dict[str, Any] = {}
         for name, hook in self._hooks.items():
-            state = hook.state(self)
-            if state:
-                hook_states[name] = state
+            has_state = type(hook).state is not Hook.state
+            if has_state:  # also an empty one, so that a rollback clears what the hook has collected since
+                hook_states[name] = hook.state(self)
         data = {**self.context.data.record(), "hooks": hook_states, "compilation": self.context.compilation}
         self.checkpoints.save(self.done, engine, self.loss.function, self.fingerprint, data)
         self.saved = self.done

@@ -436,6 +436,9 @@ def test_a_folder_of_images_and_texts(tmp_path: Path) -> None:
     manifest = build_manifest(resolve_shards(str(tmp_path / "out")))
     reader = TarReader(manifest)
     assert {reader.read(index).texts["txt"] for index in range(3)} == {b"a dog", b"another dog", b"7"}
+    (source / "b" / "cat.txt").write_bytes("caf\xe9".encode("utf-16"))
+    with pytest.raises(UserError, match=r"cat\.txt is not UTF-8 text"):
+        open_table(str(source))
     (source / "pairs.csv").write_text("image,caption\na/dog.jpg,from the table\n")
     assert open_table(str(source)).rows == 1, "a table comes first"
 
