@@ -51,8 +51,10 @@ def train(recipe: str | Config, *, hooks: Sequence[Hook] = (), **overrides: Any)
             started.
 
     Example:
-        run = neuclip_ds.train("demo", max_steps=30, run={"name": "look"})
-        run.results["image_to_text_recall@1"]
+        import neuclip_ds
+
+        run = neuclip_ds.train("demo", max_steps=3, data={"batch_size": 32}, run={"name": "look"})
+        print(run.folder, run.results["image_to_text_recall@1"])
     """
     if isinstance(recipe, Config):
         if overrides:
@@ -72,23 +74,35 @@ def load(model: str | PathLike[str], device: torch.device | str | None = None, *
         device: device for the model; by default, a GPU if available.
         ema: whether to load the moving average of a run's weights (`ema.decay`).
 
+    Returns:
+        The model in evaluation mode.
+
     Raises:
         UserError: the model does not exist, or its files are inconsistent.
 
     Example:
-        model = neuclip_ds.load("runs/demo")
-        logits = model.logits(["picture.jpg"], ["a red circle", "a blue square"])
-        probabilities = logits.softmax(dim=1)
+        import neuclip_ds
+
+        model = neuclip_ds.load("exported/demo")  # or a run, such as "runs/demo"
+        probabilities = model.logits("picture.jpg", ["a red circle", "a blue square"]).softmax(dim=1)  # (1, 2)
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     return Model(open_model(str(model), Communicator(device), ema), device)
 
 
 class Run:
-    """A run on disk.
+    """A run on disk, as `train` returns it.
 
     Attributes:
         folder: folder with the config, log, metrics, checkpoints and report.
+
+    Example:
+        import neuclip_ds
+
+        # the same call again resumes a run; this one is complete
+        run = neuclip_ds.train("demo", max_steps=3, data={"batch_size": 32}, run={"name": "look"})
+        print(run.results["loss"])
+        features = run.model().encode_texts("a red circle")  # (1, d)
     """
 
     def __init__(self, folder: Path) -> None:
@@ -96,19 +110,19 @@ class Run:
 
     @property
     def results(self) -> dict[str, float]:
-        """Last value of each training and evaluation metric, by name."""
+        """Last value of each training and evaluation metric, by name; recalls and accuracies are fractions."""
         last_values: dict[str, float] = {}
         for name, (_, values) in read_series(self.folder).items():
             last_values[name] = values[-1]
         return last_values
 
     def model(self, device: torch.device | str | None = None) -> Model:
-        """Load the model from the newest checkpoint."""
+        """Load the model from the newest checkpoint; `load` describes the argument and the errors."""
         return load(self.folder, device)
 
 
 class Model:
-    """A dual encoder with its preprocessing.
+    """A dual encoder with its preprocessing, as `load` returns it.
 
     Attributes:
         module: the torch module; its inputs are uint8 images (b, 3, H, W) or None, and tokens (b, T) or None.
@@ -116,6 +130,14 @@ class Model:
         temperature: by which cosine similarities are divided; None if the model's checkpoint has none. If each
             training sample had its own temperature, it is the one that the run started from.
         bias: added to the logits, for SigLIP's models; otherwise None.
+
+    Example:
+        import neuclip_ds
+
+        model = neuclip_ds.load("exported/demo")
+        images = model.encode_images(["picture.jpg", "picture.jpg"])  # (2, d)
+        texts = model.encode_texts(["a red cat", "a blue house", "a tree"])  # (3, d)
+        best = (images @ texts.T).argmax(dim=1)  # (2,): the most similar text of each image
     """
 
     def __init__(self, saved: SavedModel, device: torch.device) -> None:

@@ -519,7 +519,22 @@ class RecoveryConfig(Section):
 
 
 class Config(Section):
-    """All options of a run, nested as in a recipe."""
+    """All options of a run, nested as in a recipe.
+
+    `train.py --help all` prints every option with its default. A config is a pydantic model; an unknown option or an
+    invalid value raises pydantic's `ValidationError`, which is a `ValueError`.
+
+    Example:
+        import neuclip_ds
+
+        config = neuclip_ds.Config(
+            data={"train": "/data/pairs/train", "batch_size": 512},
+            objective={"method": "fastclip_v3"},
+            optimizer={"lr": 1e-3},
+            epochs=30,
+        )
+        print(config.objective.temperature.rho)  # run = neuclip_ds.train(config) trains with it
+    """
 
     run: RunConfig = Field(default_factory=RunConfig)
     data: DataConfig = Field(default_factory=DataConfig)

@@ -26,14 +26,32 @@ def redact(text: str) -> str:
 
 
 class UserError(Exception):
-    """The input cannot be used; the message names the problem and the fix. All ranks exit with code 2."""
+    """The input cannot be used; the message names the problem and the fix. All ranks exit with code 2.
+
+    Example:
+        import neuclip_ds
+
+        try:
+            neuclip_ds.train("demo", optimizer={"learning_rate": 1e-3})
+        except neuclip_ds.UserError as error:
+            print(error)  # the option is called optimizer.lr
+    """
 
     def __init__(self, message: str) -> None:
         super().__init__(redact(message))
 
 
 class TrainingDiverged(Exception):
-    """Losses or gradients stay non-finite, or replicas differ; the message says when and why. The exit code is 1."""
+    """Losses or gradients stay non-finite, or replicas differ; the message says when and why. The exit code is 1.
+
+    Example:
+        import neuclip_ds
+
+        try:
+            neuclip_ds.train("demo", max_steps=3, data={"batch_size": 32}, run={"name": "look"})
+        except neuclip_ds.TrainingDiverged as error:
+            print("Lower the learning rate:", error)
+    """
 
 
 class RollBack(Exception):

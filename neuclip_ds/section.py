@@ -16,7 +16,23 @@ _MAX_YAML_VALUES = 100_000  # values of a YAML file after its aliases are expand
 
 
 class Section(BaseModel):
-    """Base of all sections: unknown keys are errors, and the string under a field is its help text."""
+    """Base of all sections of a config: unknown keys are errors, and the string under a field is its help text.
+
+    Subclass it for the options of your own loss (`register_loss`). A section is a pydantic model; an invalid value
+    raises pydantic's `ValidationError`, which is a `ValueError`.
+
+    Example:
+        import neuclip_ds
+        from pydantic import Field
+
+
+        class MarginOptions(neuclip_ds.Section):
+            margin: float = Field(0.1, ge=0, lt=1)
+            "Margin subtracted from the cosine of each pair."
+
+
+        print(MarginOptions(margin=0.2))
+    """
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
 

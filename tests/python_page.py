@@ -24,13 +24,23 @@ PARTS: dict[str, list[Any]] = {
         neuclip_ds.autograd_loss,
         neuclip_ds.register_loss,
     ],
-    "Training": [neuclip_ds.train, neuclip_ds.load, neuclip_ds.Run, neuclip_ds.Model, neuclip_ds.Hook],
+    "Training": [
+        neuclip_ds.Config,
+        neuclip_ds.Section,
+        neuclip_ds.Hook,
+        neuclip_ds.train,
+        neuclip_ds.Run,
+        neuclip_ds.load,
+        neuclip_ds.Model,
+    ],
     "Exceptions": [neuclip_ds.UserError, neuclip_ds.TrainingDiverged, errors.Interrupted],
 }
 # classes that users do not instantiate
 NOT_CONSTRUCTED = (PendingBatch, TwoPass, neuclip_ds.Run, neuclip_ds.Model, neuclip_ds.Hook)
+OPTIONS = (neuclip_ds.Config, neuclip_ds.Section)  # pydantic models, whose fields `--help all` describes
 SECTION = re.compile(r"^(Args|Returns|Raises|Attributes|Example):$", re.MULTILINE)
-EXCERPT = "```py\n{}\n```"  # not `python`, because the tests run `python` blocks
+SIGNATURE = "```py\n{}\n```"  # not `python`, because the tests run `python` blocks
+EXAMPLE = "```python\n{}\n```"
 
 
 def written() -> str:
@@ -47,24 +57,33 @@ def written() -> str:
 def described(documented: Any) -> Iterator[str]:
     """Yield Markdown blocks for a function, or for a class and those of its public members that have a docstring."""
     yield f"### {documented.__name__}"
-    if isinstance(documented, type) and issubclass(documented, BaseException):
-        yield inspect.cleandoc(documented.__doc__ or "")
+    if documented in OPTIONS or (isinstance(documented, type) and issubclass(documented, BaseException)):
+        yield from sections(documented.__doc__)
         return
     if documented not in NOT_CONSTRUCTED:
-        yield EXCERPT.format(signature(documented, documented.__name__))
+        yield SIGNATURE.format(signature(documented, documented.__name__))
     yield from sections(documented.__doc__)
     if isinstance(documented, type):
         if "__init__" in vars(documented) and documented not in NOT_CONSTRUCTED:
             yield from sections(vars(documented)["__init__"].__doc__)
-        for name, member in vars(documented).items():
+        for name, member in members(documented).items():
             is_public = not name.startswith("_") and "extra_state" not in name and member.__doc__
             if is_public and (isinstance(member, property) or inspect.isfunction(member)):
                 yield f"#### `{name}`"
                 if isinstance(member, property):
                     yield inspect.cleandoc(member.__doc__ or "")
                 else:
-                    yield EXCERPT.format(signature(member, name))
+                    yield SIGNATURE.format(signature(member, name))
                     yield from sections(member.__doc__)
+
+
+def members(documented: type) -> dict[str, Any]:
+    """Return the members that a class defines or inherits from a class of this package, by name, its own first."""
+    by_name: dict[str, Any] = {}
+    for base in documented.__mro__:
+        if base.__module__.startswith("neuclip_ds."):
+            by_name = by_name | {name: member for name, member in vars(base).items() if name not in by_name}
+    return by_name
 
 
 def signature(function: Any, name: str) -> str:
@@ -92,7 +111,7 @@ def sections(docstring: str | None) -> Iterator[str]:
     for title, body in zip(rest[::2], rest[1::2], strict=True):
         text = inspect.cleandoc(body)
         if title == "Example":
-            yield EXCERPT.format(text.replace("```python\n", "").replace("\n```", ""))
+            yield EXAMPLE.format(text)
         elif title == "Returns":
             yield f"Returns: {text}"
         else:

@@ -2,6 +2,7 @@
 
 import ast
 import fnmatch
+import inspect
 import re
 import shlex
 from collections.abc import Iterator
@@ -16,8 +17,8 @@ from markdown_it import MarkdownIt
 from miniatures import save_clip
 from PIL import Image
 from small_runs import call, demo_shards
-from test_custom_loss import restored_registry
 
+import neuclip_ds
 from neuclip_ds.cli.main import COMMANDS as PROGRAMS
 from neuclip_ds.config import Config
 from neuclip_ds.recipe import TrainCommand, load_recipe, option_names, parse, recipe_names, validate
@@ -177,7 +178,7 @@ def test_dotted_names_on_pages_are_options() -> None:
     known |= {"data.batchsize", "objective.offset.log_c"}  # a typo, and an option of a method that a page adds
     known |= {"objective.margin", "objective.margin.margin"}  # of a loss that a page registers
     dotted = re.compile(rf"^({sections})(\.[a-z][\w.]*)(?:=|$)|--({sections})(\.[\w.-]*\w)")
-    files = re.compile(r".*\.(?:py|json|yaml|safetensors|txt|html)|deepspeed\.launcher\..*")
+    files = re.compile(r".*\.(?:py|csv|json|yaml|safetensors|txt|html)|deepspeed\.launcher\..*")
     names: set[tuple[str, str]] = set()
     for page, text in CODE:
         for parts in dotted.findall(text):
@@ -268,20 +269,37 @@ def readers_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         save_clip(folder / "exported" / name)
     Image.new("RGB", (40, 30), "red").save(folder / "picture.jpg")
     (folder / "captions.tsv").write_text("picture.jpg\ta red picture\n", encoding="utf-8")
-    demo_shards(folder / "data" / "rendered", 80)
+    demo_shards(folder / ".cache" / "demo", 80)  # where runs of the demo find it
+    (folder / "data").mkdir()
+    (folder / "data" / "rendered").symlink_to(folder / ".cache" / "demo")
     return folder
 
 
-@pytest.mark.parametrize("block", PYTHON, ids=lambda block: f"{block.page}:{block.line}")
+def name_of(block: Block) -> str:
+    return f"{block.page}:{block.line}"
+
+
+# training and the registration of a loss change their process, so these blocks run in another one
+CHANGES_PROCESS = [block for block in PYTHON if re.search(r"neuclip_ds\.(?:train|register_loss)\(", block.text)]
+
+
+@pytest.mark.parametrize("block", [block for block in PYTHON if block not in CHANGES_PROCESS], ids=name_of)
 def test_python_blocks_run(block: Block, readers_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = block.text.replace("/data/", f"{readers_folder}/data/")
-    if "neuclip_ds.train" in text:  # training changes its process: ranks, signals, DeepSpeed
-        (readers_folder / "block.py").write_text(text, encoding="utf-8")
-        call(str(readers_folder / "block.py"), folder=readers_folder)
-    else:
-        monkeypatch.chdir(readers_folder)
-        with restored_registry():
-            exec(compile(text, block.page, "exec"), {"__name__": "__main__"})
+    monkeypatch.chdir(readers_folder)
+    exec(compile(block.text.replace("/data/", f"{readers_folder}/data/"), block.page, "exec"), {"__name__": "__main__"})
+
+
+def test_python_blocks_that_train_run(readers_folder: Path) -> None:
+    """Run these blocks one after the other in one process, because starting one takes seconds.
+
+    Several of them train the same run, which the first one completes.
+    """
+    program = ""
+    for block in CHANGES_PROCESS:
+        text = block.text.replace("/data/", f"{readers_folder}/data/")
+        program += f"exec(compile({text!r}, {name_of(block)!r}, 'exec'), {{'__name__': '__main__'}})\n"
+    (readers_folder / "blocks.py").write_text(program, encoding="utf-8")
+    call(str(readers_folder / "blocks.py"), folder=readers_folder)
 
 
 @pytest.mark.parametrize("block", YAML, ids=lambda block: f"{block.page}:{block.line}")
@@ -301,6 +319,14 @@ def test_excerpts_on_pages_equal_the_source(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert source_excerpts.BLOCK.search(text)
     assert text == source_excerpts.written(page)
+
+
+@pytest.mark.parametrize("name", neuclip_ds.__all__)
+def test_the_api_page_has_an_example_of_every_name(name: str) -> None:
+    page = python_page.PAGE.read_text(encoding="utf-8")
+    entry = re.split(r"^##+ ", page.partition(f"\n### {name}\n")[2], maxsplit=1, flags=re.MULTILINE)[0]
+    assert "```python" in entry
+    assert "Example:" in inspect.getdoc(getattr(neuclip_ds, name))
 
 
 def test_the_pages_have_code_that_runs() -> None:

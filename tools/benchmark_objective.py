@@ -41,7 +41,8 @@ from neuclip_ds.losses.contrastive_loss import ContrastiveLoss
 from neuclip_ds.losses.methods import METHODS
 from neuclip_ds.losses.neuclip_options import NpnConfig
 
-HEADER = "| ranks | b | objective | ms | ratio | peak MB | ratio | kB received per rank and step |"
+_COLUMNS = "ranks, rows per rank, objective, ms, time ratio, peak MB, memory ratio, kB received per rank and step"
+HEADER = f"| {_COLUMNS.replace(', ', ' | ')} |"
 FIRST_STEP = Position(step=0, lr=1e-4, peak_lr=1e-4)
 
 

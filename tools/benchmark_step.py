@@ -1,7 +1,7 @@
 """For developers of neuclip_ds: compare training steps with a plain DDP loop and open_clip's training program.
 
 The part `speed` prints a table of samples/s and ratios for each number of ranks and of pairs per rank, and writes it to
-OUT/speeds.csv, which begins with a description of the machine. The programs are
+OUT/speeds.csv, which begins with its origin, as the files in tools/measurements do. The programs are
 
     here: METHOD    train.py (with --data random: its training step on four batches of noise, pinned and prefetched)
     plain DDP       a loop with DistributedDataParallel, OpenCLIP's loss, this project's towers and webdataset's loader
@@ -58,7 +58,6 @@ import os
 import platform
 import shlex
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -72,6 +71,7 @@ from benchmarking.method_config import config_for
 from benchmarking.random_pairs import FULL, caption_lengths
 from benchmarking.step_speed import Measured, Program, markdown, rows_of_table, samples_per_second, write_csv
 from benchmarking.synthetic_profile import first_prediction
+from data_files import commit, this_machine
 from step_costs import count_flops
 
 from neuclip_ds.cli.program import exit_on_mistake
@@ -90,6 +90,7 @@ from neuclip_ds.profiling.recorder import BREAKDOWN
 PEERS = Path(__file__).parent / "peers"
 PARTS = ("speed", "shares", "throughput")
 SPEEDS = "speeds.csv"
+_CODE = "neuclip_ds/losses neuclip_ds/training neuclip_ds/engine neuclip_ds/models"  # that the speeds describe
 RANDOM = "random"
 _CACHE = Path(".cache")
 _CAPTIONS = 20_000  # captions that the tokenizer is trained on
@@ -261,26 +262,22 @@ def require_captions(arguments: argparse.Namespace) -> None:
 
 
 def describe(arguments: argparse.Namespace) -> list[str]:
-    """Return lines on the date, machine, versions and command, for the table."""
-    hardware = f"{os.cpu_count()} cores ({platform.machine()}), no GPU"
-    if torch.cuda.is_available():
-        hardware = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, {os.cpu_count()} cores"
-    commit = "unknown"
-    if shutil.which("git"):
-        call = ["git", "describe", "--always", "--dirty"]
-        done = subprocess.run(call, cwd=Path(__file__).parent, capture_output=True, text=True)
-        commit = done.stdout.strip() or commit
-    versions = [f"torch {torch.__version__}"]
+    """Return the lines above the table that say where its numbers come from, as data_files.py describes them."""
+    device, hardware = this_machine()
+    versions: list[str] = []
     for package in ("deepspeed", "open_clip_torch"):
         if importlib.util.find_spec(package.removesuffix("_torch")) is not None:
             versions.append(f"{package} {importlib.metadata.version(package)}")
-    date = datetime.date.today().isoformat()
     load = f"load {os.getloadavg()[0]:.1f} before"
     captions = f"tokens of random captions: {arguments.caption_tokens}"
     return [
-        f"Speed of training steps, {date}, commit {commit}: {hardware}, {load}.",
-        f"{', '.join(versions)}; {arguments.recipe}, {arguments.precision}, {captions}.",
-        f"Command: {shlex.join(['python', 'tools/benchmark_step.py', *sys.argv[1:]])}",
+        f"title: Speed of training steps, {arguments.recipe}, {arguments.precision}, {captions}",
+        f"device: {device}",
+        f"hardware: {', '.join([hardware, *versions, load])}",
+        f"date: {datetime.date.today().isoformat()}",
+        f"commit: {commit()}",
+        f"code: {_CODE}",
+        f"command: {shlex.join(['python', 'tools/benchmark_step.py', *sys.argv[1:]])}",
     ]
 
 

@@ -15,9 +15,7 @@ import itertools
 import json
 import math
 import multiprocessing
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -29,12 +27,13 @@ from typing import Any
 
 import torch
 import yaml
+from data_files import commit, processor
 from study.features import Splits, cache_features, load_splits
 from study.fine_tuning import fine_tune
 from study.guides import guide_path, save_guide
 from study.loop import Run, train
 from study.pixels import cache_pixels
-from study.tables import tables
+from study.tables import read_results, tables
 
 from neuclip_ds.cli.program import Parser, exit_on_mistake
 from neuclip_ds.errors import UserError
@@ -94,8 +93,8 @@ def study(options: argparse.Namespace) -> None:
     else:
         cache_features(options.source, features, options.grid)
     options.out.mkdir(parents=True, exist_ok=True)
-    hardware = f"{_processor()}, {options.processes} runs at a time, torch {torch.__version__}"
-    origin = {"commit": _commit(), "hardware": hardware}
+    hardware = f"{processor()}, {options.processes} runs at a time, torch {torch.__version__}"
+    origin = {"commit": commit(), "hardware": hardware}
     with multiprocessing.get_context("spawn").Pool(options.processes, _one_core) as pool, path.open("a") as file:
         for stage in options.stages:
             # the results of some runs of a search decide which runs follow
@@ -266,20 +265,6 @@ def do(job: Job) -> dict[str, Any]:
     return {"name": job.name, "run": asdict(job.run), "results": _rounded(results)}
 
 
-def _commit() -> str:
-    """Return the commit of this repository, or an empty string outside one."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-
-
-def _processor() -> str:
-    """Return the name of this machine's processor."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
 def _rounded(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.5g}")
@@ -288,12 +273,6 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, list):
         return [_rounded(one) for one in value]
     return value
-
-
-def read_results(path: Path) -> dict[str, Any]:
-    """Return the records of a results.jsonl by name, none if there is no such file."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    return {record["name"]: record for record in map(json.loads, lines)}
 
 
 if __name__ == "__main__":

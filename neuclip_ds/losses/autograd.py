@@ -21,15 +21,28 @@ def autograd_loss(function: FeatureLoss) -> LossBuilder:
     """Return a builder of a loss without state, for `ContrastiveLoss` and `register_loss`.
 
     The builder ignores its arguments. To read options, call it inside your own builder (docs/how-to/custom_loss.md).
+    When the loss is computed, `TypeError` if the function does not return a scalar tensor.
+
+    Args:
+        function: the loss as a function of the (B, d) image features, the (B, d) text features and the (B,) sample
+            indices of the global batch. Row i of both tensors is a pair. Features are on their device, indices in host
+            memory; the result is a 0-dim tensor. Every rank calls the function with the same arguments.
+
+    Returns:
+        A builder, which `ContrastiveLoss` and `register_loss` call with the options and sizes of the loss.
 
     Example:
-        ```python
+        import torch
+        from neuclip_ds import ContrastiveLoss, autograd_loss
+
+
         def mean_distance(image, text, index):
             return (image - text).square().sum(dim=1).mean()
 
 
-        loss_fn = ContrastiveLoss(autograd_loss(mean_distance), dim=512)
-        ```
+        loss_fn = ContrastiveLoss(autograd_loss(mean_distance), dim=64)
+        image, text = torch.nn.functional.normalize(torch.randn(2, 8, 64), dim=2).requires_grad_()
+        loss_fn(image, text).backward()
     """
 
     def build(config: ObjectiveConfig, context: LossContext) -> LossFunction:

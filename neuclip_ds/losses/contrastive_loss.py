@@ -66,11 +66,16 @@ class ContrastiveLoss(nn.Module):
     `index` may be None. To send features while the towers still run, use `begin`.
 
     Example:
-        ```python
-        loss_fn = ContrastiveLoss("fastclip_v3", dim=512, samples=len(dataset), epochs=30, steps_per_epoch=500)
-        loss = loss_fn(image_features, text_features, index)
+        import torch
+        from torch.nn.functional import normalize
+        from neuclip_ds import ContrastiveLoss
+
+        loss_fn = ContrastiveLoss("fastclip_v3", dim=64, samples=1000, epochs=30, steps_per_epoch=125)
+        image, text = torch.randn(2, 8, 64, requires_grad=True)  # from the towers: (b, d) each
+        index = torch.arange(8)  # positions of the samples in the training set
+        loss = loss_fn(normalize(image, dim=1), normalize(text, dim=1), index)
         loss.backward()
-        ```
+        print(loss_fn.metrics["batch_loss"], loss_fn.temperature)
 
     Attributes:
         lr: current learning rate of the encoders; the temperature's learning rate follows it by default. Set `lr` after
@@ -215,15 +220,21 @@ class ContrastiveLoss(nn.Module):
                 missing.
 
         Example:
-            ```python
+            import torch
+            from torch.nn.functional import normalize
+            from neuclip_ds import ContrastiveLoss
+
+            loss_fn = ContrastiveLoss("fastclip_v3", dim=64, samples=1000, epochs=30, steps_per_epoch=125)
+            image_tower, text_tower = torch.nn.Linear(32, 64), torch.nn.Linear(48, 64)
+            images, texts, index = torch.randn(8, 32), torch.randn(8, 48), torch.arange(8)
+
             pending = loss_fn.begin(index)
-            text_features = text_tower(texts)
+            text_features = normalize(text_tower(texts), dim=1)
             pending.add_text(text_features)
-            image_features = image_tower(images)
+            image_features = normalize(image_tower(images), dim=1)
             pending.add_image(image_features)
             pending.begin_reads()
-            loss = loss_fn(image_features, text_features, pending=pending)
-            ```
+            loss_fn(image_features, text_features, pending=pending).backward()
         """
         if self._pending is not None:
             raise RuntimeError(
@@ -434,7 +445,26 @@ class ContrastiveLoss(nn.Module):
                 `scaler`, if the loss has one.
 
         Example:
-            ```python
+            import torch
+            from torch.nn.functional import normalize
+            from neuclip_ds import ContrastiveLoss
+
+
+            class Towers(torch.nn.Module):
+                def __init__(self):
+                    super().__init__()
+                    self.image, self.text = torch.nn.Linear(32, 64), torch.nn.Linear(48, 64)
+
+                def forward(self, images, texts):
+                    return normalize(self.image(images), dim=1), normalize(self.text(texts), dim=1)
+
+
+            loss_fn = ContrastiveLoss("fastclip_v3", dim=64, samples=1000, epochs=30, steps_per_epoch=125)
+            model = Towers()
+            micro_batches = []
+            for index in torch.arange(16).split(4):
+                micro_batches.append((torch.randn(4, 32), torch.randn(4, 48), index))
+
             with loss_fn.accumulate(model) as passes:
                 for images, texts, index in micro_batches:
                     with passes.features():
@@ -443,7 +473,6 @@ class ContrastiveLoss(nn.Module):
                 for images, texts, _ in micro_batches:
                     with passes.gradients():
                         passes.backward(*model(images, texts))
-            ```
         """
         if scale is None:
             scale = 1.0 if self.scaler is None else self.scaler

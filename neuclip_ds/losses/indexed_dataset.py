@@ -13,14 +13,23 @@ class IndexedDataset(Dataset[Any]):
     sample, such as a tensor, becomes a pair of the sample and the index. Other attributes are those of the dataset.
 
     Example:
-        ```python
-        dataset = IndexedDataset(CocoCaptions(...))
-        images, texts, index = next(iter(DataLoader(dataset, batch_size=64, shuffle=True)))
-        ```
+        import torch
+        from torch.utils.data import DataLoader, TensorDataset
+        from neuclip_ds import IndexedDataset
+
+        pairs = TensorDataset(torch.randn(100, 3, 8, 8), torch.randint(50, (100, 5)))
+        loader = DataLoader(IndexedDataset(pairs), batch_size=16, shuffle=True)
+        images, texts, index = next(iter(loader))  # index: (16,) int64
     """
 
     def __init__(self, dataset: Any) -> None:
-        """Raise `TypeError` if the dataset is iterable, because its samples have no index."""
+        """
+        Args:
+            dataset: dataset with `__getitem__` and `__len__`, such as a torch `Dataset` or a list.
+
+        Raises:
+            TypeError: the dataset is iterable, so its samples have no index.
+        """
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
             raise TypeError(
                 f"{type(dataset).__name__} is an iterable dataset, whose samples have no index: yield each sample's "
@@ -59,11 +68,21 @@ def add_index(samples: Iterable[dict[str, Any]], starts: Mapping[str, int]) -> I
     Raises:
         KeyError: a shard is not in `starts`.
 
+    Returns:
+        The samples, each with the int `__index__`.
+
     Example:
-        ```python
-        read = [wds.SimpleShardList(urls), wds.tarfile_to_samples(), partial(add_index, starts=starts)]
-        pipeline = wds.DataPipeline(*read, wds.shuffle(1000), wds.to_tuple("jpg", "txt", "__index__"))
-        ```
+        from functools import partial
+        import webdataset as wds
+        from neuclip_ds import add_index
+
+        index = partial(add_index, starts={"00000.tar": 0, "00001.tar": 1000})
+        to_tuple = wds.to_tuple("jpg", "txt", "__index__")
+        read = [wds.SimpleShardList(["00000.tar", "00001.tar"]), wds.tarfile_to_samples(), index]
+        pipeline = wds.DataPipeline(*read, wds.shuffle(1000), to_tuple)
+
+        sample = {"__url__": "00001.tar", "__key__": "cat"}
+        print(next(index([sample]))["__index__"])  # 1000
     """
     shard = ""
     first_key = ""

@@ -32,6 +32,17 @@ def register_loss(name: str, builder: LossBuilder, options: type[Section] | None
     Raises:
         UserError: the name is not a Python name or belongs to a method or an option, the builder cannot be called, or
             the options are not a `Section` or lack a default.
+
+    Example:
+        import neuclip_ds
+
+
+        def mean_distance(image, text, index):
+            return (image - text).square().sum(dim=1).mean()
+
+
+        neuclip_ds.register_loss("distance", neuclip_ds.autograd_loss(mean_distance))
+        loss_fn = neuclip_ds.ContrastiveLoss("distance", dim=64)  # or objective.method=distance in a run
     """
     if not callable(builder):
         raise UserError(f"register_loss: the builder of {name} is a {type(builder).__name__}, but must be a function.")

@@ -1,16 +1,24 @@
 """Tables of a study: scores over paired seeds, and differences to OpenCLIP at B and at 32 B with 95 % intervals."""
 
+import json
 import re
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from math import inf, sqrt
+from pathlib import Path
 from typing import Any
 
 from scipy.stats import t as student
 
 PEER = "openclip"
 _COLUMNS = ["tau", "kl", "ratio_std", "seconds"]
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """Return the records of a results.jsonl by name, none if there is no such file."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    return {record["name"]: record for record in map(json.loads, lines)}
 
 
 def difference(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:

@@ -21,8 +21,29 @@ class Hook:
     All ranks have the same hooks and call them in the same order, so a hook may use collectives. Hooks that you pass to
     `train` run before the built-in ones (health, metrics, signals, checkpoints, evaluation) and close after them.
 
+    A `loop` has these attributes: `folder`, `done` and `total` (numbers of steps), `loss` (a `ContrastiveLoss`),
+    `metrics`, `events` (see `start`), and `stop_requested`. Setting the last one to True on all ranks ends the loop
+    after the current step, with a checkpoint.
+
+    The `result` of a step has these: `step` (number of steps done), `loss`, `tau`, `lr`, `grad_norm` (of the encoders),
+    `applied` (False if the step was skipped), `skipped` (number of steps so far), `batch` (this rank's samples, without
+    pixels), `seconds` (of the step), and `waited` (of them for the batch).
+
     Attributes:
         in_recovery: whether the hook also runs during the recovery of statistics (`recovery.*`).
+
+    Example:
+        import neuclip_ds
+
+
+        class StopBelow(neuclip_ds.Hook):
+            def after_step(self, loop, result):
+                if result.loss < 1.0:
+                    loop.stop_requested = True  # saves a checkpoint; the same call resumes
+
+
+        look = {"max_steps": 3, "data": {"batch_size": 32}, "run": {"name": "look"}}
+        run = neuclip_ds.train("demo", hooks=[StopBelow()], **look)
     """
 
     in_recovery = False
@@ -42,10 +63,14 @@ class Hook:
         """Called before the loop waits for the next batch."""
 
     def on_batch(self, loop: Loop, batch: RankBatch) -> None:
-        """Called with the batch, before the step trains on it."""
+        """Called with the batch, before the step trains on it.
+
+        `batch.index` (b,) has the positions of this rank's samples in the training set, and `batch.valid` (b,) is False
+        for rows that the step ignores; both are in host memory.
+        """
 
     def after_step(self, loop: Loop, result: StepResult) -> None:
-        """Called after a step."""
+        """Called after a step; `result` is equal on all ranks, except for its batch and times."""
 
     def finish(self, loop: Loop) -> None:
         """Called after the last step, unless the loop was stopped earlier."""

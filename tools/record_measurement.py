@@ -1,0 +1,86 @@
+"""Run the command of a data file again, and write the table that it prints with this machine, date and commit.
+
+A file in tools/measurements names its command; pass another one, such as one with your paths, after `--`. The command
+must print a Markdown table with the file's columns, in any order; other columns are left out.
+
+Examples:
+  python tools/record_measurement.py objective
+  python tools/record_measurement.py loaders -- python tools/benchmark_streaming.py /data/mine/train
+"""
+
+import argparse
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from datetime import date
+
+from data_files import DataFile, Origin, commit, read_data, this_machine, write_data
+
+from neuclip_ds.cli.program import exit_on_mistake
+from neuclip_ds.errors import UserError
+
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}\b)")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", help="name of the file in tools/measurements, without .csv")
+    parser.add_argument("command", nargs="*", help="command to run (the one that the file names)")
+    options = parser.parse_args()
+    with exit_on_mistake():
+        file = read_data(options.name)
+        command = options.command or shlex.split(file.command)
+        if not command:
+            raise UserError(f"{options.name}.csv names no command: pass one after --.")
+        write_data(measured_again(file, command))
+        print(f"written: {options.name}.csv; now run python tools/write_tables.py")
+
+
+def measured_again(file: DataFile, command: Sequence[str]) -> DataFile:
+    """Return the file with the rows that a command prints.
+
+    Raises:
+        UserError: the command failed, or printed no table with the columns of the file.
+    """
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise UserError(f"{shlex.join(command)} ended with code {done.returncode}.")
+    rows: list[dict[str, str]] = []
+    for row in printed_rows(done.stdout):
+        if set(file.columns) <= row.keys():
+            rows.append({column: row[column] for column in file.columns})
+    if not rows:
+        raise UserError(f"The command printed no table with the columns {', '.join(file.columns)}.")
+    device, hardware = this_machine()
+    if file.origin.device in ("simulated", "estimated"):
+        device = file.origin.device
+    origin = Origin(
+        name=file.origin.name,
+        device=device,
+        hardware=hardware,
+        date=date.today().isoformat(),
+        commit=commit(),
+        code=file.origin.code,
+    )
+    return replace(file, origin=origin, command=shlex.join(command), rows=rows)
+
+
+def printed_rows(text: str) -> Iterator[dict[str, str]]:
+    """Yield the rows of all Markdown tables in a text by column name, with numbers like 1,435 as 1435."""
+    head: list[str] = []
+    for line in text.splitlines():
+        if not line.startswith("|"):
+            head = []
+            continue
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if not head:
+            head = cells
+        elif not all(set(cell) <= set("-:") for cell in cells):
+            numbers = [_THOUSANDS.sub("", cell) for cell in cells]
+            yield dict(zip(head, numbers, strict=True))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,327 @@
+"""The tables of docs/reference/results.md, from the records of tools/study/*.jsonl; tools/write_tables.py writes them.
+
+A table lists all arms of its stages that have records, in the order of plan.yaml, so that new records need no code.
+"""
+
+import math
+import re
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from data_files import Origin, caption, device_of
+
+from study.tables import PEER, difference, read_results
+
+FOLDER = Path(__file__).parent
+PLAN = yaml.safe_load((FOLDER / "plan.yaml").read_text(encoding="utf-8"))
+SOURCES = yaml.safe_load((FOLDER / "records.yaml").read_text(encoding="utf-8"))
+LARGE_BATCH = 32  # factor of the batch size in the stage `gate`
+QUEUE = "neuclip_queue, tau 0.05"
+# arms whose name alone does not tell the variant
+_LABELS = {
+    "neuclip_queue": "`neuclip_queue`, tau learned",
+    "amorlip": "`amorlip`, as published",
+    "oracle, exact": "exact, alone",
+    "oracle, pooled 1": "exact, pooled with the batch's, kappa = 1",
+    "oracle, pooled 1, tau 0.05": "exact, pooled with the batch's, kappa = 1, tau = 0.05",
+    "oracle, ratio at most 5": "exact, ratio at most 5",
+    "tune tuneclip": "`tuneclip` with recovery",
+    "tune tuneclip, not recovered": "`tuneclip` without recovery",
+}
+# the queue has another name where its temperature was searched
+_SAME_COLUMN = {"neuclip_queue, constant tau": QUEUE}
+_SETTINGS = {"epochs": "{:g} epochs", "hidden": "hidden layer of {:g} units", "noise": "{:.0%} wrong captions"}
+_SETTINGS |= {"copies": "{:.0%} copied pairs"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """A run of the study."""
+
+    stage: str
+    arm: str
+    batch: int
+    setting: str  # what a stage varies, such as `epochs=3`
+    seed: int
+    results: Mapping[str, Any]
+    origin: Origin
+
+    @property
+    def recall(self) -> float:
+        return float(self.results["recall"])
+
+
+Seeds = Mapping[int, Result]
+
+
+@cache
+def all_results() -> Sequence[Result]:
+    """Return the runs in all files of records, in the order of the files."""
+    results: list[Result] = []
+    for path in sorted(FOLDER.glob("*.jsonl")):
+        default = SOURCES["files"].get(path.name, {})
+        for name, record in read_results(path).items():
+            match = re.fullmatch(r"([^/]+)/([^/]+)/B(\d+)/?(.*)/seed(\d+)", name) or _no_match(name)
+            stage, arm, batch, setting, seed = match.groups()
+            source = default | {key: record[key] for key in ("hardware", "date", "commit") if record.get(key)}
+            if not {"hardware", "date", "commit"} <= source.keys():
+                raise ValueError(f"{path.name}: {name} lacks hardware, date or commit; add it to records.yaml.")
+            origin = Origin(
+                name=f"{path.name}@{source['commit']}",
+                device=device_of(source["hardware"]),
+                hardware=source["hardware"],
+                date=source["date"],
+                commit=source["commit"],
+                code=SOURCES["code"],
+            )
+            results.append(
+                Result(
+                    stage=stage,
+                    arm=arm,
+                    batch=int(batch),
+                    setting=setting,
+                    seed=int(seed),
+                    results=record["results"],
+                    origin=origin,
+                )
+            )
+    return results
+
+
+def _no_match(name: str) -> re.Match[str]:
+    raise ValueError(f"{name} is not STAGE/ARM/BBATCH/SETTING/seedSEED.")
+
+
+def runs(stage: str, arm: str, batch: int, setting: str = "") -> Seeds:
+    """Return the runs of an arm by seed."""
+    chosen: dict[int, Result] = {}
+    for result in all_results():
+        if (result.stage, result.arm, result.batch, result.setting) == (stage, arm, batch, setting):
+            chosen[result.seed] = result
+    return chosen
+
+
+def of_stages(*stages: str) -> list[Result]:
+    return [result for result in all_results() if result.stage in stages]
+
+
+def arms_of(*stages: str) -> list[str]:
+    """Return the arms of the stages that have records, in the order of the plan."""
+    seen = {result.arm for result in of_stages(*stages)}
+    ordered: dict[str, None] = {}
+    for stage in stages:
+        ordered |= dict.fromkeys(arm for arm in PLAN["stages"][stage]["arms"] if arm in seen)
+    return list(ordered)
+
+
+def batches_of(stage: str) -> list[int]:
+    return sorted({result.batch for result in of_stages(stage)})
+
+
+def label(arm: str) -> str:
+    """Return an arm's name as the pages print it: the method as code, and `tau = 0.05` for `tau 0.05`."""
+    if arm in _LABELS:
+        return _LABELS[arm]
+    method, *variant = arm.removeprefix("tune ").removesuffix(", quarter").split(", ")
+    name, *pooled = method.split(" ")
+    variants = ["".join(f" {word}" for word in pooled).strip(), *variant]
+    text = re.sub(r"\b(tau|kappa|gamma) ([\d.]+)", r"\1 = \2", ", ".join(part for part in variants if part))
+    text = text.replace("recovered", "with recovery")
+    return f"`{name}`, {text}" if text else f"`{name}`"
+
+
+def mean(seeds: Seeds) -> str:
+    return f"{statistics.mean(result.recall for result in seeds.values()):.2f}" if seeds else "-"
+
+
+def gain(ours: Seeds, theirs: Seeds) -> str:
+    """Return the mean difference of the recall over the seeds that both have, with its 95% interval."""
+    shared = sorted(ours.keys() & theirs.keys())
+    if not shared:
+        return "-"
+    middle, half_width = difference([ours[seed].recall for seed in shared], [theirs[seed].recall for seed in shared])
+    return f"{middle:+.2f} ± {half_width:.2f}" if len(shared) > 1 else f"{middle:+.2f} (1 seed)"
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], results: Sequence[Result]) -> str:
+    """Return a Markdown table above the line that tells where its results come from."""
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    lines += [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([*lines, "", source_line(results)])
+
+
+def source_line(results: Sequence[Result]) -> str:
+    """Return the caption of results: one origin for each file and commit, and the numbers of seeds."""
+    origins = {result.origin.name: result.origin for result in results}
+    by_arm: dict[tuple[str, str, int, str], int] = {}
+    for result in results:
+        key = (result.stage, result.arm, result.batch, result.setting)
+        by_arm[key] = by_arm.get(key, 0) + 1
+    seeds = sorted(set(by_arm.values()))
+    numbers = str(seeds[0]) if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
+    return caption(*sorted(origins.values(), key=lambda origin: origin.name), note=f"seeds per row: {numbers}")
+
+
+def best_large_batch(batch: int) -> Seeds:
+    """Return the runs of OpenCLIP at 32 times the batch size, at the learning rate with the better mean recall."""
+    by_setting: dict[str, dict[int, Result]] = {}
+    for result in of_stages("gate"):
+        if result.batch == LARGE_BATCH * batch:
+            by_setting.setdefault(result.setting, {})[result.seed] = result
+    return max(by_setting.values(), key=lambda seeds: statistics.mean(r.recall for r in seeds.values()), default={})
+
+
+def losses() -> str:
+    """Recall of OpenCLIP by batch size, and the differences of the other arms from it."""
+    batches = batches_of("finals")
+    peers = {batch: runs("finals", PEER, batch) for batch in batches}
+    rows = [[f"recall of `{PEER}`", *(mean(peers[batch]) for batch in batches)]]
+    rows.append([f"`{PEER}`, 32x batch", *(gain(best_large_batch(batch), peers[batch]) for batch in batches)])
+    for arm in arms_of("finals"):
+        if arm != PEER:
+            rows.append([label(arm), *(gain(runs("finals", arm, batch), peers[batch]) for batch in batches)])
+    head = ["recall minus that of `openclip`", *(f"B = {batch}" for batch in batches)]
+    return markdown(head, rows, of_stages("finals", "gate"))
+
+
+def pairs_of_losses() -> str:
+    """Differences between two arms by batch size: those that the text and the claims compare."""
+    compared = [
+        ("fastclip_v1", "fastclip_v3"),
+        ("neuclip", "fastclip_v3"),
+        ("neuclip_queue", "fastclip_v3"),
+        (QUEUE, "fastclip_v3"),
+    ]
+    # variants of NeuCLIP's normalizer are compared with moving averages and with the queue
+    for arm in arms_of("finals"):
+        if arm.startswith("neuclip") and arm not in ("neuclip", "neuclip_queue", QUEUE):
+            compared += [(arm, "fastclip_v3"), (arm, QUEUE)]
+    batches = batches_of("finals")
+    rows: list[list[str]] = []
+    for ours, theirs in compared:
+        gains = [gain(runs("finals", ours, batch), runs("finals", theirs, batch)) for batch in batches]
+        rows.append([f"{label(ours)}, minus {label(theirs)}", *gains])
+    large = [gain(runs("finals", QUEUE, batch), best_large_batch(batch)) for batch in batches]
+    rows.append([f"{label(QUEUE)}, minus the 32x batch", *large])
+    return markdown(["difference", *(f"B = {batch}" for batch in batches)], rows, of_stages("finals", "gate"))
+
+
+def normalizer_errors() -> str:
+    """Standard deviation over anchors of the error of the log normalizer, by arm and batch size."""
+    batches = batches_of("finals")
+    rows: list[list[str]] = []
+    for arm in arms_of("finals"):
+        row = [label(arm)]
+        for batch in batches:
+            results = [run.results for run in runs("finals", arm, batch).values()]
+            errors = [result.get("error_std", math.nan) for result in results]
+            errors = [error for error in errors if math.isfinite(error)]  # AmorLIP has no normalizer of a sample
+            row.append(f"{statistics.mean(errors):.1f}" if errors else "-")
+        if set(row[1:]) != {"-"}:
+            rows.append(row)
+    head = ["deviation of the log normalizer", *(f"B = {batch}" for batch in batches)]
+    return markdown(head, rows, of_stages("finals"))
+
+
+def settings() -> str:
+    """Recall of OpenCLIP in other settings, and the differences of the other arms from it."""
+    stages = [stage for stage in PLAN["stages"] if stage.startswith("map_") or stage == "scenes"]
+    columns: dict[str, None] = {}
+    for arm in arms_of(*stages):
+        columns[_SAME_COLUMN.get(arm, arm)] = None
+    others = [arm for arm in columns if arm != PEER]
+    rows: list[list[str]] = []
+    shown: set[tuple[str, str]] = set()
+    for result in of_stages(*stages):
+        if (result.stage, result.setting) in shown:
+            continue
+        shown.add((result.stage, result.setting))
+        by_column: dict[str, Seeds] = {}
+        for arm in arms_of(result.stage):
+            by_column[_SAME_COLUMN.get(arm, arm)] = runs(result.stage, arm, result.batch, result.setting)
+        peer = by_column.get(PEER, {})
+        gains = [gain(by_column.get(arm, {}), peer) for arm in others]
+        rows.append([_setting_of(result), str(result.batch), mean(peer), *gains])
+    order = [_setting_of(result) for stage in stages for result in of_stages(stage)]
+    rows.sort(key=lambda row: order.index(row[0]))
+    head = ["setting", "B", f"recall of `{PEER}`", *(label(arm) for arm in others)]
+    return markdown(head, rows, of_stages(*stages))
+
+
+def _setting_of(result: Result) -> str:
+    parts: list[str] = []
+    for part in result.setting.split("/"):
+        key, _, value = part.partition("=")
+        text = _SETTINGS[key].format(float(value)) if key in _SETTINGS else part
+        parts.append("1 epoch" if text == "1 epochs" else text)
+    return ", ".join(["scenes", *parts] if result.stage == "scenes" else parts)
+
+
+def oracles() -> str:
+    """Recall with exact normalizers, and the deviation of the weight that a batch gives an anchor's negatives."""
+    peer = runs("oracles", "openclip, tau 0.026", 16)
+    rows: list[list[str]] = []
+    for stage in ("oracles", "oracle_constant_tau"):
+        for arm in arms_of(stage):
+            seeds = runs(stage, arm, 16)
+            deviations = [result.results["ratio_std"] for result in seeds.values() if "ratio_std" in result.results]
+            deviation = f"{statistics.mean(deviations):.1f}" if deviations else "-"
+            queue = gain(seeds, runs("finals", QUEUE, 16)) if stage == "oracle_constant_tau" else "-"
+            minus_peer = "-" if seeds == peer or stage != "oracles" else gain(seeds, peer)
+            rows.append([label(arm), mean(seeds), minus_peer, queue, deviation])
+    head = ["normalizer, B = 16", "recall", f"minus `{PEER}`", f"minus {label(QUEUE)}", "deviation of the ratio"]
+    return markdown(head, rows, of_stages("oracles", "oracle_constant_tau"))
+
+
+def guides() -> str:
+    """Recall of each loss with and without a reference model or a teacher."""
+    stages = {"heads, Flickr8k": "guided", "towers, scenes": "towers"}
+    rows: list[list[str]] = []
+    for title, stage in stages.items():
+        for arm in arms_of(stage):
+            if " + " in arm:
+                continue
+            alone = runs(stage, arm, 64)
+            name = arm.removesuffix(", quarter")
+            gains = [gain(runs(stage, f"{name} + {guide}, quarter", 64), alone) for guide in ("reference", "teacher")]
+            rows.append([title, label(arm), mean(alone), *gains])
+    head = ["setting", "loss", "recall alone", "with reference", "with teacher"]
+    return markdown(head, rows, of_stages(*stages.values()))
+
+
+def guide_settings() -> str:
+    """The guides of both settings, and the runs that use them."""
+    rows: list[list[str]] = []
+    for title, stage, guided in (("heads, Flickr8k", "guide", "guided"), ("towers, scenes", "towers_guide", "towers")):
+        for result in of_stages(stage):
+            steps = of_stages(guided)[0].results["step"]
+            pairs = f"{result.results['step']:,} steps at B = {result.batch}"
+            rows.append([title, pairs, f"{result.recall:.2f}", f"{steps:,} steps at B = {of_stages(guided)[0].batch}"])
+    return markdown(["setting", "guide", "recall of the guide", "runs"], rows, of_stages("guide", "towers_guide"))
+
+
+def fine_tuning() -> str:
+    """Recall after fine-tuning, and the difference from OpenCLIP without recovery."""
+    peer = runs("tune", "tune openclip", 16)
+    rows: list[list[str]] = []
+    for arm in arms_of("tune"):
+        seeds = runs("tune", arm, 16)
+        rows.append([label(arm), mean(seeds), "-" if seeds == peer else gain(seeds, peer)])
+    return markdown(["loss", "recall", f"minus `{PEER}`"], rows, of_stages("tune"))
+
+
+TABLES: Mapping[str, Callable[[], str]] = {
+    "study_losses": losses,
+    "study_pairs": pairs_of_losses,
+    "study_normalizers": normalizer_errors,
+    "study_settings": settings,
+    "study_oracles": oracles,
+    "study_guide_settings": guide_settings,
+    "study_guides": guides,
+    "study_fine_tuning": fine_tuning,
+}

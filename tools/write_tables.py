@@ -1,0 +1,73 @@
+"""Write the tables of docs/ from the files that record the numbers: tools/measurements/*.csv and tools/study/*.jsonl.
+
+A page names a table between two comments; the program replaces what is between them:
+
+    <!-- table: NAME -->
+    <!-- end of table -->
+
+In a git checkout with its whole history, the program first lists the records whose code has changed since they were
+made (tools/measurements/older_code.txt); the tables mark their numbers as "older code". Elsewhere, the stored list is
+used.
+
+Examples:
+  python tools/write_tables.py
+  python tools/write_tables.py --print docs/reference/results.md
+"""
+
+import argparse
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import performance_tables
+from data_files import MEASUREMENTS, OLDER_CODE, ROOT, Origin, has_history, read_data
+from study import page_tables
+
+TABLES = {**performance_tables.TABLES, **page_tables.TABLES}
+_MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pages", nargs="*", type=Path, help="pages to write (all in docs/)")
+    parser.add_argument("--print", action="store_true", help="print the tables instead of writing them")
+    options = parser.parse_args()
+    pages = [page.resolve() for page in options.pages] or list(all_pages())
+    if has_history() and not options.print:
+        OLDER_CODE.write_text("".join(f"{name}\n" for name in older(origins())), encoding="utf-8")
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        if options.print:
+            for match in _MARKED.finditer(text):
+                print(f"\n{match[2]}\n\n{TABLES[match[2]]()}")
+        elif (new := with_tables(text)) != text:
+            page.write_text(new, encoding="utf-8")
+            print("written:", page.relative_to(ROOT))
+
+
+def all_pages() -> Iterator[Path]:
+    """Yield the pages of docs/ that contain tables."""
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        if _MARKED.search(page.read_text(encoding="utf-8")):
+            yield page
+
+
+def with_tables(text: str) -> str:
+    """Return the text of a page with its tables; raise `KeyError` if a table is unknown."""
+    return _MARKED.sub(lambda match: f"{match[1]}{TABLES[match[2]]()}\n{match[3]}", text)
+
+
+def origins() -> Iterator[Origin]:
+    """Yield the origins of all data files, one for each commit in a file."""
+    for path in sorted(MEASUREMENTS.glob("*.csv")):
+        yield read_data(path.stem).origin
+    yield from {result.origin.name: result.origin for result in page_tables.all_results()}.values()
+
+
+def older(all_origins: Iterable[Origin]) -> list[str]:
+    """Return the names of the origins whose code has changed since."""
+    return [origin.name for origin in all_origins if origin.has_newer_code()]
+
+
+if __name__ == "__main__":
+    main()
