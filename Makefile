@@ -31,8 +31,9 @@ docs: $(VENV)/.installed-dev
 	$(BIN)/mkdocs build
 
 $(VENV)/.installed: requirements.txt pyproject.toml
+	@echo "installing into $(VENV): a few GB, which takes minutes"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -r requirements.txt
+	$(BIN)/python -m pip install -r requirements.txt
 	$(BIN)/python -m pip install -q --no-deps -e .
 	touch $@
 
