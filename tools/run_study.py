@@ -60,6 +60,8 @@ def main() -> None:
     parser.add_argument("--grid", type=int, default=1, help="image features are means over GRID x GRID parts")
     parser.add_argument("--pixels", action="store_true", help="train small towers on pixels and words instead of heads")
     parser.add_argument("--stages", nargs="+", help="stages of plan.yaml, in order; by default all for this data")
+    parser.add_argument("--arms", nargs="+", help="only these arms of the stages")
+    parser.add_argument("--batch", nargs="+", type=int, help="only these batch sizes of the stages")
     parser.add_argument("--processes", type=int, default=2, help="runs at a time, each on one core")
     parser.add_argument("--tables", type=Path, help="print the tables of a results.jsonl instead of running")
     parser.add_argument("--figures", type=Path, help="also draw the first of --stages into this folder")
@@ -97,7 +99,8 @@ def study(options: argparse.Namespace) -> None:
     with multiprocessing.get_context("spawn").Pool(options.processes, _one_core) as pool, path.open("a") as file:
         for stage in options.stages:
             # the results of some runs of a search decide which runs follow
-            while todo := missing(stage, read_results(path), features):
+            while todo := selected(missing(stage, read_results(path), features), options):
+                print(estimate(stage, todo, read_results(path), options.processes), flush=True)
                 for number, record in enumerate(pool.imap_unordered(do, todo), 1):
                     record |= origin | {"date": date.today().isoformat()}
                     file.write(json.dumps(record) + "\n")
@@ -110,6 +113,39 @@ def study(options: argparse.Namespace) -> None:
 def missing(stage: str, known: Mapping[str, Any], features: Path) -> list[Job]:
     """Return the runs of a stage that have not ended, or whose heads later runs need and this folder lacks."""
     return [job for job in jobs(stage, known, features) if not is_known(job, known) or _lacks_heads(job)]
+
+
+def selected(jobs_of_stage: list[Job], options: argparse.Namespace) -> list[Job]:
+    """Return the runs of the arms and batch sizes that the command line names."""
+    chosen: list[Job] = []
+    for job in jobs_of_stage:
+        arm = job.name.split("/")[1]
+        is_arm = options.arms is None or arm in options.arms
+        is_batch = options.batch is None or job.run.batch in options.batch
+        if is_arm and is_batch:
+            chosen.append(job)
+    return chosen
+
+
+def estimate(stage: str, todo: list[Job], known: Mapping[str, Any], processes: int) -> str:
+    """Return a sentence with the hours that runs take, by the CPU seconds that runs of the same loss took before.
+
+    The seconds per epoch of a loss hardly depend on its options, but on the batch size.
+    """
+    paces: dict[tuple[str, int], list[float]] = {}  # seconds per epoch, by loss and batch size
+    for record in known.values():
+        run = Run(**record["run"])
+        paces.setdefault((run.loss, run.batch), []).append(record["results"]["seconds"] / run.epochs)
+    seconds = 0.0
+    unknown = 0
+    for job in todo:
+        pace = paces.get((job.run.loss, job.run.batch))
+        if pace is None:
+            unknown += 1
+        else:
+            seconds += statistics.median(pace) * job.run.epochs
+    sentence = f"{stage}: {len(todo)} runs, about {seconds / processes / 3600:.1f} hours"
+    return f"{sentence} without the {unknown} runs that have no earlier run to compare with" if unknown else sentence
 
 
 def _lacks_heads(job: Job) -> bool:

@@ -42,6 +42,18 @@ One step of Algorithm 1 (`NpnEstimator.__call__`), after the features and g_i of
     alpha_i from the new W1, W2                                                             `_predict`
     gradient of J for encoders and tau                                                      `estimate`
 
+With `kappa` (ours), the loss uses a mean of the batch's own normalizer and the predicted one, as `neuclip_queue` does:
+
+    alpha'_i = log(eps + (g_i + kappa ghat_i)/(1 + kappa)),   loss = tau/B sum_i alpha'_i + 2 rho tau
+
+It replaces J for the encoders and the temperature; the prototypes are still fitted to J. As in neuclip_queue.py, the
+prototypes and the partner t_i in z_ik are held constant, because prototypes are not anchors and would not repel a
+partner that attracts them. With v_i = kappa exp(alpha_i - alpha'_i)/(1 + kappa),
+
+    w_i = exp(-alpha'_i)/(1 + kappa),   grad_{e_i} += v_i/(B tau) sum_k p_ik (W_k/|W_k| - t_i)   `_pooled_output`
+
+The weight of the batch's negatives, w_i (eps + g_i), is then at most 1, however wrong the prediction is.
+
 The scaled update is ours; docs/reference/losses.md compares it with AdaGrad. With delta = 1e-3 B/m,
 
     W_k <- W_k/|W_k| - lr tau B |W_k| dJ/dW_k / (sum_i p_ik (1 + |1 - r_i|) + delta), then normalized  `_scaled`
@@ -74,7 +86,13 @@ from neuclip_ds.losses.global_contrastive import (
 from neuclip_ds.losses.neuclip_mlp import MlpEstimator
 from neuclip_ds.losses.options import ObjectiveConfig
 from neuclip_ds.losses.pairs import IMAGE, TEXT, slices
-from neuclip_ds.losses.prediction import NetworkEstimator, batch_output, prediction_gradient, representable
+from neuclip_ds.losses.prediction import (
+    NetworkEstimator,
+    batch_output,
+    fit_metrics,
+    prediction_gradient,
+    representable,
+)
 from neuclip_ds.state.partition import Partition, RowTable
 
 # Elements per block in each direction. On a CPU, a block stays in the core's cache after a matmul; on a GPU, the block
@@ -180,6 +198,7 @@ class NpnEstimator(NetworkEstimator):
         elif self._config.optimizer == "adagrad":
             self._moments["accumulator"] = torch.zeros_like(self._prototypes)  # the sum of squared gradients
         self._steps = 0  # updates so far, for AdamW's bias correction
+        self._drawn_at = 0  # samples added to the queue when the prototypes were drawn
 
     def __call__(
         self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, position: Position, training: bool
@@ -203,7 +222,9 @@ class NpnEstimator(NetworkEstimator):
     def log_estimate(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor) -> Tensor:
         if not self._drawn:
             return log_g
-        return self._predict(_Anchors.of(batch, tau)).log_ghat[:, batch.local]
+        log_ghat = self._predict(_Anchors.of(batch, tau)).log_ghat[:, batch.local]
+        kappa = self._config.kappa
+        return log_ghat if kappa is None else _pooled(log_g, log_ghat, kappa)
 
     def _fitted_output(
         self, batch: GatheredFeatures, log_target: Tensor, tau: Tensor, lr: float, training: bool
@@ -216,6 +237,8 @@ class NpnEstimator(NetworkEstimator):
 
         def estimate() -> NormalizerOutput:
             prediction = self._predict(anchors)
+            if self._config.kappa is not None:
+                return self._pooled_output(prediction, log_target, batch, tau, self._config.kappa)
 
             def full_gradient(residual: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
                 return self._full_gradient(prediction, batch, residual, tau)
@@ -223,6 +246,26 @@ class NpnEstimator(NetworkEstimator):
             return self._output(prediction.alpha, log_target, batch, tau, full_gradient)
 
         return self._fit_and_estimate(fit, estimate, training)
+
+    def _pooled_output(
+        self, prediction: _Prediction, log_target: Tensor, batch: GatheredFeatures, tau: Tensor, kappa: float
+    ) -> NormalizerOutput:
+        """Return the output of the loss with pooled normalizers; `log_target` is the (2, B) log(eps + g_i)."""
+        alpha = _pooled(log_target, prediction.alpha, kappa)  # the mean of eps + g and eps + ghat
+        log_scale = -math.log1p(kappa)
+        local_alpha = alpha[:, batch.local]
+        log_share = prediction.alpha[:, batch.local] - local_alpha + math.log(kappa) + log_scale
+        share = log_share.exp()  # v_i, at most 1
+        prototype_sums, mass, mean_logit = self._prototype_sums(prediction, batch)
+        away = prototype_sums - mass.unsqueeze(2) * batch.anchors().flip(0)  # an anchor's partner is in the other row
+        gradient = (share / (batch.size * tau)).unsqueeze(2) * away
+        return NormalizerOutput(
+            log_weight=log_scale - alpha,
+            value=local_alpha,
+            tau_term=local_alpha - share * mean_logit,
+            metrics=fit_metrics(prediction.alpha, log_target) | {"alpha": alpha.mean()},
+            feature_grad=(gradient[IMAGE], gradient[TEXT]),
+        )
 
     def _redraw_if_due(self, position: Position) -> None:
         """Every T_r steps, or once in Algorithm 3, set W1 to the queue's texts and W2 to the queue's images.
@@ -233,11 +276,17 @@ class NpnEstimator(NetworkEstimator):
         if self._seen < self._config.prototypes:
             return
         redraw_every = 0 if self._is_joint else self._config.redraw_every
-        is_due = redraw_every > 0 and position.step % redraw_every == 0
+        if redraw_every == 0:
+            is_due = False
+        elif self._config.redraw_unit == "samples":
+            is_due = self._seen - self._drawn_at >= redraw_every
+        else:
+            is_due = position.step % redraw_every == 0
         if self._drawn and not is_due:
             return
         self._prototypes.copy_(self._queue.flip(0))
         self._drawn = True
+        self._drawn_at = self._seen
 
     def _fit(self, anchors: _Anchors, log_target: Tensor, lr: float) -> None:
         """Update the prototypes T_u times or, if `order=joint`, once with AdamW, always with this batch's g_i."""
@@ -365,21 +414,27 @@ class NpnEstimator(NetworkEstimator):
         self, prediction: _Prediction, batch: GatheredFeatures, residual: Tensor, tau: Tensor
     ) -> tuple[tuple[Tensor, Tensor], Tensor]:
         """Return r_i/B grad alpha_i for local features, and r_i tau dalpha_i/dtau; `residual` is the (2, local) r_i."""
+        prototype_sums, mass, mean_logit = self._prototype_sums(prediction, batch)
+        gradient = prediction_gradient(residual, prototype_sums, mass, batch, tau)
+        return gradient, -residual * mean_logit
+
+    def _prototype_sums(self, prediction: _Prediction, batch: GatheredFeatures) -> tuple[Tensor, Tensor, Tensor]:
+        """Return sums over all prototypes for this rank's anchors.
+
+        Returns:
+            (2, local, d) sum_k p_ik W_k/|W_k|, (2, local) sum_k p_ik, and (2, local) sum_k p_ik z_ik.
+        """
         rows = batch.rows_of(self._group)
         mass = self._log_mass(prediction)[:, rows].exp().unsqueeze(2)
         log_sum = prediction.log_sum[:, rows].unsqueeze(2)
-        partial_sums = []  # of p_ik W_k/|W_k|, p_ik and p_ik z_ik
+        partial_sums = []  # of p_ik W_k/|W_k|, p_ik and p_ik z_ik over this rank's prototypes
         for direction in (IMAGE, TEXT):  # one at a time, because the temporary tensors are large
             share = prediction.share[direction, rows]
             mean_logit = torch.xlogy(share, share).sum(dim=1, keepdim=True) + log_sum[direction]
             means = torch.cat([share @ prediction.unit[direction], torch.ones_like(mean_logit), mean_logit], dim=1)
             partial_sums.append(means * mass[direction])
         sums = batch.sum_local(torch.stack(partial_sums, dim=1), self._group, "normalizer").transpose(0, 1)
-        prototype_sums = sums[..., :-2]
-        local_mass = sums[..., -2]
-        mean_logit = sums[..., -1]
-        gradient = prediction_gradient(residual, prototype_sums, local_mass, batch, tau)
-        return gradient, -residual * mean_logit
+        return sums[..., :-2], sums[..., -2], sums[..., -1]
 
     def _enqueue(self, batch: GatheredFeatures) -> None:
         """Overwrite the oldest rows of the queue with the batch; each rank stores one queue row per local prototype."""
@@ -402,12 +457,15 @@ class NpnEstimator(NetworkEstimator):
         state = {"seen": torch.tensor(self._seen, device="cpu"), "drawn": torch.tensor(self._drawn, device="cpu")}
         if self._is_joint:
             state["updates"] = torch.tensor(self._steps, device="cpu")
+        if self._config.redraw_unit == "samples":
+            state["drawn_at"] = torch.tensor(self._drawn_at, device="cpu")
         return state
 
     def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
         self._seen = int(state["seen"])
         self._drawn = bool(state["drawn"])
         self._steps = int(state["updates"]) if self._is_joint else 0
+        self._drawn_at = int(state["drawn_at"]) if "drawn_at" in state else 0
 
     def row_tables(self) -> dict[str, RowTable]:
         tensors = {"queue_image": self._queue[IMAGE], "queue_text": self._queue[TEXT]}
@@ -416,6 +474,11 @@ class NpnEstimator(NetworkEstimator):
             for key, values in self._moments.items():
                 tensors[f"{name}_{key}"] = values[direction]
         return {"npn": RowTable(self._partition, tensors, saved=self._group.start == 0)}
+
+
+def _pooled(log_batch: Tensor, log_predicted: Tensor, kappa: float) -> Tensor:
+    """Return the log of the mean (batch + kappa predicted)/(1 + kappa) of two values that are given as logs."""
+    return torch.logaddexp(log_batch, log_predicted + math.log(kappa)) - math.log1p(kappa)
 
 
 def _gradients(prediction: _Prediction, weighted_anchors: Tensor) -> Iterator[tuple[slice, Tensor]]:

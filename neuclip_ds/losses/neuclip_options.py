@@ -25,6 +25,11 @@ class NpnConfig(Section):
     """Number of updates T_u per training step."""
     redraw_every: int = Field(500, ge=0)
     """Steps T_r between redraws of the prototypes from recent features; 0 draws them once, as order=joint does."""
+    redraw_unit: Literal["steps", "samples"] = "steps"
+    """Unit of `redraw_every`: `steps` (NeuCLIP), or `samples` (this project), so that a value suits all batch sizes."""
+    kappa: float | None = Field(None, gt=0, le=1e6)
+    """Weight of the predicted normalizer relative to the batch's own, whose weight is 1 (this project). By default, the
+    prediction is used alone (NeuCLIP)."""
     lr: float | None = Field(None, gt=0)
     """Step size of an update. By default, 0.3 for `scaled`, 1e-3 for the Adam of network=mlp, and 1.0 for AdaGrad. The
     1.0 is published for B >= 1024 and m = 4096; use a lower value for smaller settings."""
@@ -51,6 +56,14 @@ class NpnConfig(Section):
         is_scaled = self.optimizer == "scaled" and self.network == "prototypes" and self.order != "joint"
         if is_scaled and self.weight_decay:
             raise ValueError("weight_decay is not read by optimizer=scaled; set optimizer=adagrad")
+        return self
+
+    @model_validator(mode="after")
+    def _kappa_fits_the_network(self) -> NpnConfig:
+        if self.kappa is not None and self.network == "mlp":
+            raise ValueError("kappa pools the prediction of prototypes; remove it, or network=mlp")
+        if self.kappa is not None and self.alpha_grad != "full":
+            raise ValueError(f"kappa has a gradient of its own; remove it, or alpha_grad={self.alpha_grad}")
         return self
 
     @model_validator(mode="after")

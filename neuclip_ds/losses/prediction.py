@@ -104,10 +104,10 @@ class NetworkEstimator(NormalizerEstimator):
 
         `alpha` and `log_target`, which is log(eps + g_i), have the shape (2, B).
         """
+        metrics = fit_metrics(alpha, log_target)
         alpha = representable(alpha, log_target)
-        ratios = (log_target - alpha).exp()  # (eps + g)/(eps + ghat)
-        metrics = {"npn_ratio_mean": ratios.mean(), "npn_ratio_max": ratios.max(), "alpha": alpha.mean()}
-        ratio = ratios[:, batch.local]  # exp(-alpha_i) (eps + g_i) = 1 - r_i
+        metrics["alpha"] = alpha.mean()
+        ratio = (log_target - alpha)[:, batch.local].exp()  # exp(-alpha_i) (eps + g_i) = 1 - r_i
         value = ratio + alpha[:, batch.local] - 1  # the bracket in J, which also appears in dJ/dtau
         if self._config.alpha_grad == "stop":
             return NormalizerOutput(log_weight=-alpha, value=value, metrics=metrics)
@@ -119,6 +119,17 @@ class NetworkEstimator(NormalizerEstimator):
         return NormalizerOutput(
             log_weight=-alpha, value=value, tau_term=value + grad_tau, metrics=metrics, feature_grad=feature_grad
         )
+
+
+def fit_metrics(alpha: Tensor, log_target: Tensor) -> dict[str, Tensor]:
+    """Return the mean and the largest of the ratios (eps + g_i)/(eps + ghat_i), which are 1 for an exact prediction.
+
+    Args:
+        alpha: (2, B) log(eps + ghat_i).
+        log_target: (2, B) log(eps + g_i).
+    """
+    ratios = (log_target - representable(alpha, log_target)).exp()
+    return {"npn_ratio_mean": ratios.mean(), "npn_ratio_max": ratios.max()}
 
 
 def batch_output(log_target: Tensor, local_log_target: Tensor) -> NormalizerOutput:

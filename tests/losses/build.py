@@ -38,6 +38,7 @@ _OPTIONS: dict[str, dict[str, dict[str, Any]]] = {  # method -> variant -> optio
         "split": {"eps": 1e-6, "npn": {**_NPN, "replicas": 1}},
         "stop": {"npn": {**_NPN, "alpha_grad": "stop"}},
         "no_rho": {"npn": {**_NPN, "replicas": 2}, "temperature": {"rule": "learned"}},
+        "pooled": {"eps": 1e-6, "npn": {**_NPN, "kappa": 0.5, "redraw_every": 72, "redraw_unit": "samples"}},
         "mlp": {"npn": {"network": "mlp", "inner_steps": 2}},
         "joint": {"npn": {**_NPN, "order": "joint", "weight_decay": 0.1}},
     },

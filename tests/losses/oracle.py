@@ -114,6 +114,20 @@ def neuclip(
     return 2 * rho * tau + tau * conjugate(image, text, tau, alphas(image, text, tau, w1, w2, eps), eps, reading)
 
 
+def pooled_neuclip(
+    image: Tensor, text: Tensor, tau: Tensor, w1: Tensor, w2: Tensor, eps: float, rho: float, kappa: float
+) -> Tensor:
+    """Return the loss of `npn.kappa`; the prototypes are constant, and so is the anchor's partner within ghat."""
+    g = mean_exponentials(image, text, tau)
+    pooled = []
+    for number, (anchors, partners, prototypes) in enumerate(((image, text, w1), (text, image, w2))):
+        positive = (anchors * partners.detach()).sum(1, keepdim=True)
+        cosine = anchors @ (prototypes / prototypes.norm(dim=1, keepdim=True)).T
+        predicted = torch.exp((cosine - positive) / tau).mean(1)
+        pooled.append(torch.log(eps + (g[number] + kappa * predicted) / (1 + kappa)))
+    return tau * torch.stack(pooled).mean(1).sum() + 2 * rho * tau
+
+
 def conjugate(image: Tensor, text: Tensor, tau: Tensor, alpha: Tensor, eps: float, reading: str) -> Tensor:
     """Return 1/B sum_i [exp(-alpha_i)(eps + g_i) + alpha_i - 1], summed over both directions.
 

@@ -1,6 +1,7 @@
 """The closed-form gradients equal float64 autograd of the losses as the papers write them."""
 
 import math
+from typing import Any
 
 import oracle
 import pytest
@@ -122,10 +123,13 @@ def test_fastclip_v0_follows_the_paper_or_the_released_code() -> None:
             assert theta_gradient == pytest.approx(gradient(loss, theta), rel=1e-10)
 
 
-@pytest.mark.parametrize("reading", ["stop", "full", "positive"])
+@pytest.mark.parametrize(
+    "npn",
+    [{"alpha_grad": "stop"}, {"alpha_grad": "full"}, {"alpha_grad": "positive"}, {"kappa": 0.25}, {"kappa": 4.0}],
+)
 @pytest.mark.parametrize("tau", TAUS)
 @pytest.mark.parametrize(("size", "dim", "prototypes"), [(7, 5, 6), (33, 17, 40), (24, 8, 16)])
-def test_neuclip(size: int, dim: int, prototypes: int, tau: float, reading: str) -> None:
+def test_neuclip(size: int, dim: int, prototypes: int, tau: float, npn: dict[str, Any]) -> None:
     eps = 1e-14
     rho = 2.0
     loss_fn = build_loss(
@@ -135,7 +139,7 @@ def test_neuclip(size: int, dim: int, prototypes: int, tau: float, reading: str)
         eps=eps,
         chunk_size=5,
         temperature={"initial": tau, "lr": 0.0, "rho": rho},
-        npn={"prototypes": prototypes, "inner_steps": 2, "lr": 0.05, "alpha_grad": reading},
+        npn={"prototypes": prototypes, "inner_steps": 2, "lr": 0.05, **npn},
     )
     number = 0
     while number * size < prototypes:  # fill the queue; until it is full, the batch gives the normalizer
@@ -145,7 +149,11 @@ def test_neuclip(size: int, dim: int, prototypes: int, tau: float, reading: str)
     result = call(loss_fn, image, text, at=position(number))
     prototype_rows = table_rows(loss_fn, "npn")
     theta = log_inverse(tau)
-    loss = oracle.neuclip(image, text, (-theta).exp(), prototype_rows["w1"], prototype_rows["w2"], eps, rho, reading)
+    arguments = (image, text, (-theta).exp(), prototype_rows["w1"], prototype_rows["w2"], eps, rho)
+    if "kappa" in npn:
+        loss = oracle.pooled_neuclip(*arguments, npn["kappa"])
+    else:
+        loss = oracle.neuclip(*arguments, npn["alpha_grad"])
     assert_gradients(result, loss, image, text)
     assert scalar_gradients(loss_fn)["theta"].item() == pytest.approx(gradient(loss, theta), rel=1e-9)
     assert result.loss.item() == pytest.approx(loss.item(), rel=1e-9)

@@ -12,7 +12,7 @@ import run_study
 import torch
 from safetensors.torch import save_file
 from study import fine_tuning
-from study.features import load_splits
+from study.features import load_splits, with_copies
 from study.figures import draw
 from study.guides import guide_path, load_guide, save_guide
 from study.loop import Heads, Run, train
@@ -116,7 +116,7 @@ def test_recovery_leaves_the_weights_as_they_are(features: Path, monkeypatch: py
 
 def test_copies_replace_a_share_of_the_pairs(features: Path) -> None:
     pairs = load_splits(features, validation=250).train
-    copied = pairs.with_copies(0.8)
+    copied = pairs.at(with_copies(len(pairs.text), 0.8))
     assert copied.text.shape == pairs.text.shape
     texts, counts = copied.text.unique(dim=0, return_counts=True)
     assert len(texts) == len(pairs.text) // 5

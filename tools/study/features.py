@@ -60,13 +60,18 @@ class Pairs(NamedTuple):
         image_of[moved] = image_of[moved.roll(1)]
         return self._replace(image_of=image_of)
 
-    def with_copies(self, share: float) -> "Pairs":
-        """Return the pairs with a share of them replaced by copies of the others."""
-        source = torch.arange(len(self.text))
-        shuffled = torch.randperm(len(source), generator=torch.Generator().manual_seed(0))
-        replaced, kept = shuffled.tensor_split([round(share * len(source))])
-        source[replaced] = kept[torch.arange(len(replaced)) % len(kept)]
+    def at(self, source: Tensor) -> "Pairs":
+        """Return the pairs at the positions `source`, (n,) int64."""
         return self._replace(text=self.text[source], image_of=self.image_of[source])
+
+
+def with_copies(pairs: int, share: float) -> Tensor:
+    """Return the (pairs,) positions of the pairs after a share of them is replaced by copies of the others."""
+    source = torch.arange(pairs)
+    shuffled = torch.randperm(pairs, generator=torch.Generator().manual_seed(0))
+    replaced, kept = shuffled.tensor_split([round(share * pairs)])
+    source[replaced] = kept[torch.arange(len(replaced)) % len(kept)]
+    return source
 
 
 class Splits(NamedTuple):

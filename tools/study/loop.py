@@ -16,7 +16,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from neuclip_ds.losses import ContrastiveLoss
-from study.features import Pairs
+from study.features import Pairs, with_copies
 from study.guides import Guide, guide_path, load_guide
 from study.measures import normalizers, scores
 from study.oracle import OracleLoss
@@ -43,6 +43,7 @@ class Run:
     effective: float | None = None  # rho leaves an anchor the weight of so many negatives
     noise: float = 0.0  # share of captions that are paired with a wrong image
     copies: float = 0.0  # share of pairs replaced by copies of the others, as false negatives
+    copies_known: bool = False  # the loss receives the index of the pair that was copied, not one for each copy
     fine_tunes: bool = False  # start from a checkpoint of other photographs; see fine_tuning.py
     recovery: float = 0.0  # epochs that recover Adam's moments and u with frozen weights before fine-tuning
     first: float = 0.0  # the run trains on the images from this fraction of all images
@@ -129,7 +130,9 @@ def train(
         guides: the folder of the saved runs that the reference and the teacher name.
     """
     order = torch.Generator().manual_seed(run.seed)
-    pairs = pairs.between(run.first, run.last).with_noise(run.noise, order).with_copies(run.copies)
+    pairs = pairs.between(run.first, run.last).with_noise(run.noise, order)
+    source = with_copies(len(pairs.text), run.copies)
+    pairs = pairs.at(source)
     stored = _stored(pairs, run, guides)
     if "teacher" in stored:
         run = _with_teacher(run, stored["teacher"].tau)
@@ -158,7 +161,7 @@ def train(
         crop = crops[index]
         image, text = heads(pairs.image[crop, pairs.image_of[index]], pairs.text[index])
         stored_rows = {name: guide.rows(crop, index) for name, guide in stored.items()}
-        loss = loss_fn(image, text, index, **stored_rows)
+        loss = loss_fn(image, text, source[index] if run.copies_known else index, **stored_rows)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
