@@ -35,7 +35,7 @@ def test_without_a_recipe_the_demo_is_used_and_the_last_value_of_an_option_count
     asked = parse(["--max_steps=3"])
     assert asked.command.recipe is None
     assert asked.config == parse(["demo", "--max_steps=9", "--max_steps=3"]).config
-    assert asked.config.run.evaluate_every == 100, "scores have curves, not single points"
+    assert asked.config.run.evaluate_every > 0, "scores have curves, not single points"
 
 
 def test_null_switches_and_dashes_are_understood() -> None:
@@ -97,7 +97,7 @@ def test_a_mapping_is_merged_unless_it_is_cleared(cleared: str, tmp_path: Path) 
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(f"include: [demo]\nmodel:\n  vision: {{name: convnext_atto, options: {cleared}}}\n")
     vision = recipe_config(str(recipe), {}).model.vision
-    assert (vision.name, vision.options, vision.image_size) == ("convnext_atto", {}, 48)
+    assert (vision.name, vision.options, vision.image_size) == ("convnext_atto", {}, 64)
     later = recipe_config(str(recipe), {"model.vision.options": {"depth": 3}})
     assert later.model.vision.options == {"depth": 3}
 
