@@ -37,6 +37,7 @@ docs: $(VENV)/.installed-dev
 	$(BIN)/mkdocs build
 
 $(VENV)/.installed: requirements.txt pyproject.toml
+	@echo "installing into $(VENV): a few GB, which takes minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) -r requirements.txt -e .
 	touch $@

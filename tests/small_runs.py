@@ -52,7 +52,7 @@ TINY = ["demo", *SMALL, *QUICK]
 def read_options(options: Sequence[str]) -> list[str]:
     """Return the options of a demo run, except options that its method does not read."""
     chosen = [option.partition("=")[2] for option in options if option.startswith("--objective.method=")]
-    method = METHODS[chosen[-1] if chosen else "neuclip_queue"]
+    method = METHODS[chosen[-1] if chosen else "openclip"]
     return [option for option in options if reads_option(method, option.removeprefix("--"))]
 
 

@@ -34,6 +34,7 @@ from neuclip_ds.recipe import (
     with_dashes,
     with_registered_losses,
 )
+from neuclip_ds.reporting.log import configure_logging
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +100,11 @@ def main(arguments: Sequence[str], hooks: Sequence[Any] = ()) -> None:
         return
     # docs: command
     check_run(config)
-    # torch and deepspeed take seconds to import, so the config is checked first
+    configure_logging(environment.rank)
+    log.info(
+        "run %s: importing PyTorch and DeepSpeed, which takes seconds", config.run.output_dir / str(config.run.name)
+    )
+    # the config is checked before these imports
     from neuclip_ds.api import train
 
     train(config, hooks=hooks)

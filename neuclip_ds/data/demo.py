@@ -13,8 +13,11 @@ uses a different template. By chance, a `val` pair may have the same caption as 
 import hashlib
 import io
 import json
+import logging
 import math
 import os
+import tarfile
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -30,6 +33,8 @@ from PIL import Image, ImageDraw
 from neuclip_ds.data.children import process_pool
 from neuclip_ds.errors import UserError
 from neuclip_ds.files import new_folder
+
+log = logging.getLogger(__name__)
 
 Point = tuple[float, float]
 Rgb = tuple[int, int, int]
@@ -132,6 +137,7 @@ SPLITS = ("train", "val", "zero_shot")
 CLASSES = tuple((color, shape) for color in COLORS for shape in SHAPES)
 PAIRS_PER_SHARD = 1000
 _DUPLICATES = 0.05  # probability that a pair is a near-duplicate
+_PROGRESS_INTERVAL = 2.0  # seconds between progress lines
 
 
 def make_demo_data(
@@ -197,25 +203,48 @@ def demo_split(source: str, cache: Path) -> Path:
     folder = cache / "demo"
     if not (folder / split).is_dir():
         try:
-            make_demo_data(folder)
+            log.info("rendering the demo data into %s", folder)
+            make_demo_data(folder, on_progress=_progress_log())
         except UserError:
             if not (folder / split).is_dir():  # otherwise, another process was faster
                 raise
     return folder / split
 
 
+def _progress_log() -> Callable[[int, int], None]:
+    """Return a function that logs (images done, total images), at most every few seconds."""
+    next_line = time.monotonic() + _PROGRESS_INTERVAL
+
+    def on_progress(done: int, total: int) -> None:
+        nonlocal next_line
+        if time.monotonic() >= next_line:
+            log.info("rendered %d of %d images", done, total)
+            next_line = time.monotonic() + _PROGRESS_INTERVAL
+
+    return on_progress
+
+
 _Sampler = Callable[[int], dict[str, Any]]  # returns the sample at an index; picklable
 
 
 def _write_shard(shard: tuple[Path, range, _Sampler]) -> int:
-    """Write the samples at some indices to a path, and return the number of samples."""
-    from webdataset import TarWriter  # imports torch, which takes seconds
+    """Write the samples at some indices to a path, and return the number of samples.
 
+    The standard library writes the tar, because webdataset imports torch, which takes each process seconds.
+    """
     path, indices, sample = shard
-    # the time and the owner are fixed, so that equal samples give equal files
-    with path.open("wb") as file, TarWriter(file, user="demo", group="demo", mode=0o644, mtime=0, encoder=False) as tar:
+    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
         for index in indices:
-            tar.write(sample(index))
+            members = sample(index)
+            key = members.pop("__key__")
+            for extension, content in sorted(members.items()):
+                member = tarfile.TarInfo(f"{key}.{extension}")
+                member.size = len(content)
+                # the time (0), the mode and the owner are fixed, so that equal samples give equal files
+                member.mode = 0o644
+                member.uname = "demo"
+                member.gname = "demo"
+                tar.addfile(member, io.BytesIO(content))
     return len(indices)
 
 

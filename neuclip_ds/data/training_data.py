@@ -45,7 +45,9 @@ from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer, named_
 
 log = logging.getLogger(__name__)
 
-_TOKENIZER_CAPTIONS = 200_000  # enough for a vocabulary of CLIP's size
+# captions to train a tokenizer on: enough for a vocabulary of CLIP's size, and for each entry of a smaller one
+_TOKENIZER_CAPTIONS = 200_000
+_CAPTIONS_PER_ENTRY = 10
 _CHECKED_CAPTIONS = 200  # samples whose captions are checked for truncation and repetition
 
 
@@ -231,7 +233,8 @@ def _create_tokenizer(
                 # hard links, which work on a full disk
                 shutil.copytree(resumed / TOKENIZER, folder, copy_function=link_or_copy)
             else:
-                captions = iter_captions(manifest, _TOKENIZER_CAPTIONS, loading.captions, loading.cache)
+                most_captions = min(_TOKENIZER_CAPTIONS, _CAPTIONS_PER_ENTRY * text.vocab_size)
+                captions = iter_captions(manifest, most_captions, loading.captions, loading.cache)
                 new_tokenizer(text, captions).save(folder)
 
     communicator.on_rank_zero(save)

@@ -172,9 +172,12 @@ def share_process_group(communicator: Communicator) -> None:
 
 
 def skip_unused_kernel(device: torch.device) -> None:
-    """Keep DeepSpeed from compiling a tensor-parallel inference kernel, which would take up to a minute on a CPU."""
-    if device.type == "cpu":  # on a GPU machine, this lookup would start the CUDA compiler
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    """Keep DeepSpeed from compiling a tensor-parallel inference kernel, which would take up to a minute on a CPU.
+
+    DeepSpeed reads nothing else in this table, and would run a compiler for each of its kernels to fill it.
+    """
+    if device.type == "cpu":
+        vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
 
 
 def import_muon_uncompiled() -> None:

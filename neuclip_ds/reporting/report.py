@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
+from functools import cache
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -57,7 +58,13 @@ class Plot:
         return any(fnmatch.fnmatchcase(metric.removeprefix(AVERAGED), pattern) for pattern in self.metrics)
 
 
-PLOTS = [Plot(**plot) for plot in yaml.safe_load((_FILES / "plots.yaml").read_text(encoding="utf-8"))]
+@cache
+def known_plots() -> Sequence[Plot]:
+    """Return the plots in plots.yaml."""
+    fields = yaml.safe_load((_FILES / "plots.yaml").read_text(encoding="utf-8"))
+    return [Plot(**plot) for plot in fields]
+
+
 _COUNT_METRICS = ("retrieval_pairs", "zero_shot_images", "normalizer_anchors", "normalizer_unseen")
 
 
@@ -280,7 +287,7 @@ def _plots_of_runs(series_of_runs: Mapping[str, Mapping[str, Series]]) -> Iterat
         plotted.update(dict.fromkeys(_plotted_metrics(series)))
     scores = scores_among(plotted)
     for metric in [*scores, *(metric for metric in plotted if metric not in scores)]:
-        known = next((plot for plot in PLOTS if plot.has(metric)), None)
+        known = next((plot for plot in known_plots() if plot.has(metric)), None)
         plot = known or Plot(title=metric, metrics=[metric], unit=metric, meaning="")
         curves = []
         levels = []
@@ -317,13 +324,13 @@ def _percent(score: float) -> str:
 
 
 def _plots(series: Mapping[str, Series]) -> Iterator[dict[str, Any]]:
-    """Yield `PLOTS`, and a plot for each remaining metric, for page.js; split crowded plots into one plot per curve.
+    """Yield the known plots, and one of each remaining metric, for page.js; split crowded plots into one per curve.
 
     A metric with fewer than two finite values is not plotted; it appears only in the tables.
     """
     names = _plotted_metrics(series)
     remaining = list(names)
-    for plot in PLOTS:
+    for plot in known_plots():
         remaining = [name for name in remaining if not plot.has(name)]
         curves = []
         for name in names:

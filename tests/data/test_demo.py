@@ -179,9 +179,9 @@ def test_mistakes_change_nothing(tmp_path: Path) -> None:
 def test_demo_split_renders_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rendered = []
 
-    def small(folder: Path) -> None:
+    def small(folder: Path, **options: Any) -> None:
         rendered.append(folder)
-        make_demo_data(folder, **FEW)
+        make_demo_data(folder, **FEW, **options)
 
     monkeypatch.setattr(demo, "make_demo_data", small)
     folders = [demo_split(f"demo:{split}", tmp_path / "cache") for split in ("train", "val", "zero_shot")]
@@ -191,7 +191,7 @@ def test_demo_split_renders_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_loser_of_the_race_uses_the_winners_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def slow(folder: Path) -> None:
+    def slow(folder: Path, **_: Any) -> None:
         """Simulate a second process that finishes just before this call does."""
 
         def overtake(done: int, total: int) -> None:

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _COLLECT_EVERY = 100  # steps
-_PROGRESS_INTERVAL = 10.0  # seconds between progress lines
+_FIRST_INTERVAL = 2.0  # seconds between the first progress lines
+_PROGRESS_INTERVAL = 10.0  # seconds between later ones
+_FIRST_LINES = 30  # progress lines at the first interval
 
 
 class PrefetchShards(Hook):
@@ -85,12 +87,14 @@ class CollectGarbage(Hook):
 class ShowProgress(Hook):
     """Logs the step, loss, temperature, throughput and remaining time on rank 0, every 10 seconds and at the end.
 
-    The loss is that of the last full batch. The other ranks log only warnings.
+    In the first minute, there is a line every 2 seconds. The loss is that of the last full batch. The other ranks log
+    only warnings.
     """
 
     def start(self, loop: Loop) -> None:
         self._loss = math.nan
         self._next_line = -math.inf
+        self._lines = 0
 
     def after_step(self, loop: Loop, result: StepResult) -> None:
         if not result.is_partial_batch:
@@ -98,7 +102,8 @@ class ShowProgress(Hook):
         now = time.monotonic()
         if now < self._next_line and loop.done < loop.total:
             return
-        self._next_line = now + _PROGRESS_INTERVAL
+        self._next_line = now + (_FIRST_INTERVAL if self._lines < _FIRST_LINES else _PROGRESS_INTERVAL)
+        self._lines += 1
         rate = "?"
         remaining = "?"
         if math.isfinite(result.samples_per_second):
