@@ -88,10 +88,11 @@ def main() -> None:
 def study(options: argparse.Namespace) -> None:
     """Do the runs of the stages that have not ended yet."""
     path = options.out / "results.jsonl"
+    kinds = {source.startswith("demo:") for source in options.source}
+    if len(options.source) > 1 and (not options.trainer or len(kinds) < len(options.source)):
+        raise UserError("Name one source, or with --trainer one of scenes (demo:N) and one of photographs.")
     folders = {source: prepare(source, options) for source in options.source}
-    stages: dict[str, Path] = {}  # the stages to run, and the folder of each one's data
-    for source, folder in folders.items():
-        stages |= dict.fromkeys(stages_of(source, options), folder)
+    stages = stages_to_run(folders, options)
     options.out.mkdir(parents=True, exist_ok=True)
     hardware = f"{_processor()}, {options.processes} runs at a time, torch {torch.__version__}"
     origin = {"commit": _commit(), "hardware": hardware}
@@ -115,7 +116,7 @@ def study(options: argparse.Namespace) -> None:
 def prepare(source: str, options: argparse.Namespace) -> Path:
     """Compute or write the data of the runs on a source, unless they exist, and return their folder."""
     if options.trainer:
-        shards: Path = options.out / ("scenes" if is_scenes(source) else "photographs")
+        shards: Path = options.out / ("scenes" if source.startswith("demo:") else "photographs")
         prepare_shards(source, shards)
         return shards
     features: Path = options.out / "features"
@@ -126,24 +127,24 @@ def prepare(source: str, options: argparse.Namespace) -> Path:
     return features
 
 
-def stages_of(source: str, options: argparse.Namespace) -> list[str]:
-    """Return the stages to run on a source: those that the command line names, or else all that are for such runs.
+def stages_to_run(folders: Mapping[str, Path], options: argparse.Namespace) -> dict[str, Path]:
+    """Return the stages to run, in order, with the folder of each one's data.
 
-    With several sources, each has those of its kind.
+    These are the stages that the command line names, or else all for such runs. With several sources, each has the
+    stages of its kind.
+
+    Args:
+        folders: the folder of each source's data.
     """
-    kind = {"scenes": is_scenes(source), **{name: getattr(options, name) for name in ("pixels", "trainer", "larger")}}
-    stages: list[str] = []
-    for stage in options.stages or PLAN["stages"]:
-        plan = PLAN["stages"][stage]
-        is_of_kind = all(plan.get(name, False) == value for name, value in kind.items())
-        is_named = options.stages is not None and len(options.source) == 1
+    kind = {name: getattr(options, name) for name in ("pixels", "trainer", "larger")}
+    stages: dict[str, Path] = {}
+    for stage, (source, folder) in itertools.product(options.stages or PLAN["stages"], folders.items()):
+        kind["scenes"] = source.startswith("demo:")
+        is_of_kind = all(PLAN["stages"][stage].get(name, False) == value for name, value in kind.items())
+        is_named = options.stages is not None and len(folders) == 1
         if is_of_kind or is_named:
-            stages.append(stage)
+            stages[stage] = folder
     return stages
-
-
-def is_scenes(source: str) -> bool:
-    return source.startswith("demo:")
 
 
 def missing(stage: str, known: Mapping[str, Any], features: Path, arms: Sequence[str] | None = None) -> list[Job]:
@@ -188,6 +189,8 @@ def estimate(stage: str, todo: list[Job], known: Mapping[str, Any], processes: i
             seconds += statistics.median(start_seconds[kind]) + statistics.median(epoch_seconds[kind]) * job.run.epochs
         else:
             unknown += 1
+    if unknown == len(todo):
+        return f"{stage}: {len(todo)} runs; no earlier run tells how long they take"
     sentence = f"{stage}: {len(todo)} runs, about {seconds / processes / 3600:.1f} hours"
     return f"{sentence} without the {unknown} runs that have no earlier run to compare with" if unknown else sentence
 
