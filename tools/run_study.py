@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from datetime import date
 from functools import cache
@@ -96,7 +97,9 @@ def study(options: argparse.Namespace) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     hardware = f"{_processor()}, {options.processes} runs at a time, torch {torch.__version__}"
     origin = {"commit": _commit(), "hardware": hardware}
-    with multiprocessing.get_context("spawn").Pool(options.processes, _one_core) as pool, path.open("a") as file:
+    # not a multiprocessing.Pool, because the trainer may start processes, which a daemonic process may not
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.processes, spawn, _one_core) as pool, path.open("a") as file:
         for stage, features in stages.items():
             # the results of some runs of a search decide which runs follow
             while todo := selected(missing(stage, read_results(path), features, options.arms), options):
@@ -104,13 +107,23 @@ def study(options: argparse.Namespace) -> None:
                 remaining = selected(planned(stages, known, options.arms), options)
                 print(estimate("the plan", remaining, known, options.processes))
                 print(estimate(stage, todo, known, options.processes), flush=True)
-                for number, record in enumerate(pool.imap_unordered(do, todo), 1):
+                for number, record in enumerate(_in_order_of_end(pool, todo), 1):
                     record |= origin | {"date": date.today().isoformat()}
                     file.write(json.dumps(record) + "\n")
                     file.flush()
                     results = record["results"]
                     progress = f"{number}/{len(todo)} {record['name']}"
                     print(f"{progress}: {results['recall']:.2f}, {results['seconds']:.0f} s", flush=True)
+
+
+def _in_order_of_end(pool: ProcessPoolExecutor, todo: list[Job]) -> Iterator[dict[str, Any]]:
+    """Do runs, and yield the record of each one when it ends; an error cancels those that have not begun."""
+    try:
+        for future in as_completed([pool.submit(do, job) for job in todo]):
+            yield future.result()
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
 
 
 def prepare(source: str, options: argparse.Namespace) -> Path:
