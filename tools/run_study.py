@@ -16,6 +16,7 @@ import itertools
 import json
 import math
 import multiprocessing
+import os
 import platform
 import statistics
 import subprocess
@@ -40,6 +41,7 @@ from study.tables import tables
 from study.towers import prepare_shards, train_towers
 
 from neuclip_ds.cli.program import Parser, exit_on_mistake
+from neuclip_ds.data.children import end_with_parent
 from neuclip_ds.errors import UserError
 
 PLAN = yaml.safe_load(Path(__file__).with_name("study").joinpath("plan.yaml").read_text(encoding="utf-8"))
@@ -99,7 +101,7 @@ def study(options: argparse.Namespace) -> None:
     origin = {"commit": _commit(), "hardware": hardware}
     # not a multiprocessing.Pool, because the trainer may start processes, which a daemonic process may not
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(options.processes, spawn, _one_core) as pool, path.open("a") as file:
+    with ProcessPoolExecutor(options.processes, spawn, _start_process, (os.getpid(),)) as pool, path.open("a") as file:
         for stage, features in stages.items():
             # the results of some runs of a search decide which runs follow
             while todo := selected(missing(stage, read_results(path), features, options.arms), options):
@@ -317,7 +319,8 @@ def is_known(job: Job, known: Mapping[str, Any]) -> bool:
     return True
 
 
-def _one_core() -> None:
+def _start_process(parent: int) -> None:
+    end_with_parent(parent)
     torch.set_num_threads(1)
 
 
