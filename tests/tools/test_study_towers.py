@@ -87,8 +87,8 @@ def test_each_caption_of_a_photograph_is_a_sample(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_trainer_trains_the_towers_of_a_run(tmp_path: Path) -> None:
     make_demo_data(tmp_path / "shards", pairs=640, held_out=60, zero_shot=80, processes=1)
-    run = Run("siglip", batch=16, seed=1, epochs=6, recipe="towers_scenes", width=32, dropout=0.0)
-    results = towers.train_towers(tmp_path / "shards", "val", run, "stage/siglip, few/seed1")
+    run = Run("openclip", batch=32, seed=1, epochs=12, lr=2e-3, recipe="towers_scenes", width=64, dropout=0.0)
+    results = towers.train_towers(tmp_path / "shards", "val", run, "stage/openclip, few/seed1")
     assert results["step"] == 240
     assert len(results["curve"]) == towers.POINTS
     assert results["recall"] > 2 * 100 * (1 + 5 + 10) / 3 / 60  # twice the chance

@@ -29,7 +29,7 @@ from study.measures import recalls
 if TYPE_CHECKING:
     from neuclip_ds.training.trainer import Loop, StepResult
 
-PHOTOGRAPHS = 2800  # of the first ones of a dataset; each has several captions
+PHOTOGRAPHS = 2000  # of the first ones of a dataset; each has several captions
 POINTS = 20  # of a run's curve
 IMAGE_WEIGHTS = "image.safetensors"
 
