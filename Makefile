@@ -6,13 +6,19 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# compiling every module takes a minute, and most are never imported; Python compiles those that are
+INSTALL := $(BIN)/python -m pip install -q --no-compile
 
-.PHONY: demo test test-all test-gpu check docs peers clean
+.PHONY: demo test test-fast test-all test-gpu check docs peers clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python train.py demo
 
-test: check
+# at once, because mypy takes half a minute on one core
+test:
+	$(MAKE) --no-print-directory --jobs=2 check test-fast
+
+test-fast: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 test-all: check
@@ -32,18 +38,18 @@ docs: $(VENV)/.installed-dev
 
 $(VENV)/.installed: requirements.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -r requirements.txt
-	$(BIN)/python -m pip install -q --no-deps -e .
+	$(INSTALL) -r requirements.txt -e .
 	touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/python -m pip install -q -e ".[dev]"
-	touch $@
+$(VENV)/.installed-dev: requirements.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) -r requirements.txt -e ".[dev]"
+	touch $(VENV)/.installed $@
 
 # MosaicML streaming's pins (numpy, transformers) contradict this project's, so it comes without its dependencies
 peers: $(VENV)/.installed-dev
-	$(BIN)/python -m pip install -q --no-deps mosaicml-streaming==0.13.0
-	$(BIN)/python -m pip install -q boto3 Brotli catalog paramiko python-snappy xxhash zstd
+	$(INSTALL) --no-deps mosaicml-streaming==0.13.0
+	$(INSTALL) boto3 Brotli catalog paramiko python-snappy xxhash zstd
 
 clean:
 	rm -rf $(VENV) .cache runs build *.egg-info

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from neuclip_ds.training.hooks.optional import optional_hooks
 OneImage = str | PathLike[str] | bytes | Image.Image | NDArray[np.uint8] | Tensor
 """An image in a form that `Model.encode_images` describes."""
 
-_ENCODED_AT_ONCE = 64  # images or texts
+_ENCODED_AT_ONCE = 64  # at most; images or texts
 
 
 def train(recipe: str | Config, *, hooks: Sequence[Hook] = (), **overrides: Any) -> Run:
@@ -46,7 +47,8 @@ def train(recipe: str | Config, *, hooks: Sequence[Hook] = (), **overrides: Any)
     Raises:
         UserError: the config or the data cannot be used.
         TrainingDiverged: losses or gradients stay non-finite, or replicated state differs between ranks.
-        Interrupted: Ctrl-C, SIGTERM or SIGUSR1 stopped the run, which saved a checkpoint if training had started.
+        Interrupted: Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP stopped the run, which saved a checkpoint if training had
+            started.
 
     Example:
         run = neuclip_ds.train("demo", max_steps=30, run={"name": "look"})
@@ -142,11 +144,12 @@ class Model:
         is_one = isinstance(images, (str, PathLike, bytes, Image.Image))
         is_one = is_one or (isinstance(images, (Tensor, np.ndarray)) and images.ndim == 3)
         several: Sequence[Any] = [images] if is_one else images  # type: ignore[assignment]
-        return self._encoder.encode_images([self._pixels(image) for image in several])
+        return self._encoder_of(len(several)).encode_images([self._pixels(image) for image in several])
 
     def encode_texts(self, texts: str | Sequence[str]) -> Tensor:
         """Encode one text or n texts as L2-normalized float32 features of shape (n, d)."""
-        return self._encoder.encode_texts([texts] if isinstance(texts, str) else list(texts))
+        several = [texts] if isinstance(texts, str) else list(texts)
+        return self._encoder_of(len(several)).encode_texts(several)
 
     def logits(
         self, images: OneImage | Sequence[OneImage] | Tensor | NDArray[np.uint8], texts: str | Sequence[str]
@@ -161,6 +164,11 @@ class Model:
             raise ValueError("The model's checkpoint has no temperature: multiply the features by your own.")
         logits = self.encode_images(images) @ self.encode_texts(texts).T / self.temperature
         return logits if self.bias is None else logits + self.bias
+
+    def _encoder_of(self, rows: int) -> BatchEncoder:
+        """Return an encoder of `rows` rows in as few batches as allowed, of which few rows are padding."""
+        batches = max(1, -(-rows // _ENCODED_AT_ONCE))
+        return replace(self._encoder, batch_size=max(1, -(-rows // batches)))
 
     def _pixels(self, image: OneImage) -> Tensor:
         """Return the pixels of an image in the model's size, uint8 (3, H, W)."""

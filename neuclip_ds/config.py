@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -28,12 +29,14 @@ from pydantic_settings import NoDecode
 from neuclip_ds.errors import UserError
 from neuclip_ds.losses.methods import method_of
 from neuclip_ds.losses.options import ObjectiveConfig, default_objective, objective_config
-from neuclip_ds.section import Section, merge
+from neuclip_ds.section import Section, is_given, merge
 
 Channels = tuple[float, float, float]
 OPENAI_MEAN: Channels = (0.48145466, 0.4578275, 0.40821073)
 OPENAI_STD: Channels = (0.26862954, 0.26130258, 0.27577711)
 CLIP_BPE = "clip_bpe"  # a value of model.text.tokenizer
+CONFIG = "config.yaml"  # file of a run's config, in its folder and in its checkpoints
+TOKENIZER = "tokenizer"  # folder of the tokenizer of a model that is built from the config, in the same places
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
@@ -236,8 +239,8 @@ Projection = Literal["linear", "mlp"]
 REPLACED_BY_TEXT_ENCODER = ("tokenizer", "vocab_size", "width", "layers", "heads")
 # options of the towers that model.pretrained replaces, as well as model.embed_dim
 REPLACED_BY_CHECKPOINT = {
-    "vision": ("name", "options", "patch_drop", "mean", "std"),
-    "text": REPLACED_BY_TEXT_ENCODER,
+    "vision": ("name", "options", "patch_drop", "mean", "std", "projection"),
+    "text": (*REPLACED_BY_TEXT_ENCODER, "projection"),
 }
 # options that keep the checkpoint's values unless they are set: position embeddings are then resampled
 SIZES = {"vision": "image_size", "text": "context_length"}
@@ -327,7 +330,8 @@ class TextConfig(TowerConfig):
     """Projection of the text feature to the joint space, as `model.vision.projection`."""
     tokenizer: str | None = None
     """Folder or hub name of a transformers tokenizer, or `clip_bpe` (CLIP's English tokenizer, which needs the
-    open_clip_torch package). By default, or if that package is missing, a byte-level BPE is trained on the captions."""
+    open_clip_torch package). By default, or if that package is missing, a byte-level BPE is trained on the captions.
+    The run's folder gets a copy, with which the run resumes."""
     vocab_size: int = Field(49408, ge=300, le=1 << 24)
     """Vocabulary size of the trained BPE; a named tokenizer keeps its vocabulary."""
     context_length: int | None = Field(None, ge=4, le=1 << 16)
@@ -361,7 +365,7 @@ class TextConfig(TowerConfig):
             raise ValueError("pooling has no effect without model.text.pretrained; omit it")
         if self.pretrained:
             for name in REPLACED_BY_TEXT_ENCODER:
-                if getattr(self, name) != TextConfig.model_fields[name].default:
+                if is_given(self, name):
                     raise ValueError(f"{name} has no effect with pretrained, which has its own; omit it")
         return self
 
@@ -410,24 +414,19 @@ class ModelConfig(Section):
         for name, tower in (("vision", self.vision), ("text", self.text)):
             if self.pretrained and tower.pretrained:
                 raise ValueError(f"model.pretrained provides both towers; omit it or model.{name}.pretrained")
-            if self.pretrained and tower.projection != "linear":
-                raise ValueError(f"model.{name}.projection has no effect with model.pretrained, which has its own")
         return self
 
     @model_validator(mode="after")
     def _checkpoint_sets_the_architecture(self) -> ModelConfig:
         if not self.pretrained:
             return self
-        changed = []
+        given = []
         for tower, names in REPLACED_BY_CHECKPOINT.items():
-            options = getattr(self, tower)
-            for name in names:
-                if getattr(options, name) != type(options).model_fields[name].get_default(call_default_factory=True):
-                    changed.append(f"model.{tower}.{name}")
-        if self.embed_dim != ModelConfig.model_fields["embed_dim"].default:
-            changed.append("model.embed_dim")
-        if changed:
-            raise ValueError(f"{', '.join(changed)}: no effect with model.pretrained, which has its own; omit it")
+            given += [f"model.{tower}.{name}" for name in names if is_given(getattr(self, tower), name)]
+        if is_given(self, "embed_dim"):
+            given.append("model.embed_dim")
+        if given:
+            raise ValueError(f"{', '.join(given)}: no effect with model.pretrained, which has its own; omit it")
         return self
 
     @model_validator(mode="after")
@@ -586,5 +585,31 @@ class Config(Section):
 
 
 def dump(config: Config) -> str:
-    """Return the config as YAML, which can be used as a recipe; sections that the method does not use are omitted."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    """Return the config as YAML, which can be used as a recipe.
+
+    Sections that the method does not use, and options that a checkpoint or a text encoder replaces, are omitted.
+    """
+    return yaml.safe_dump(without_replaced(config.model_dump(mode="json")), sort_keys=False)
+
+
+def without_replaced(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tree of options without those of `model` that its checkpoint or its text encoder replaces.
+
+    The configs of runs of earlier versions have these options, without effect.
+    """
+    model = tree.get("model")
+    if not isinstance(model, Mapping):  # of a damaged file
+        return dict(tree)
+    replaced: Mapping[str, Sequence[str]] = {}
+    text = model.get("text")
+    if model.get("pretrained"):
+        replaced = REPLACED_BY_CHECKPOINT
+        model = {name: value for name, value in model.items() if name != "embed_dim"}
+    elif isinstance(text, Mapping) and text.get("pretrained"):
+        replaced = {"text": REPLACED_BY_TEXT_ENCODER}
+    towers: dict[str, Any] = {}
+    for tower, names in replaced.items():
+        options = model.get(tower)
+        if isinstance(options, Mapping):
+            towers[tower] = {name: value for name, value in options.items() if name not in names}
+    return {**tree, "model": {**model, **towers}}

@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field, ValidationError, create_model
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, CliImplicitFlag, CliPositionalArg, CliSettingsSource, SettingsError
 
-from neuclip_ds.config import REPLACED_BY_CHECKPOINT, REPLACED_BY_TEXT_ENCODER, SIZES, Config
+from neuclip_ds.config import CONFIG, REPLACED_BY_CHECKPOINT, REPLACED_BY_TEXT_ENCODER, SIZES, Config, without_replaced
 from neuclip_ds.errors import UserError
 from neuclip_ds.losses.methods import METHODS, REGISTERED_OPTIONS, find_method, method_of, method_sections
 from neuclip_ds.losses.options import ObjectiveConfig, objective_config
@@ -147,6 +147,8 @@ def load_recipe(name: str, within: tuple[Path, ...] = ()) -> dict[str, Any]:
     tree = read_options(path) or {}
     if not isinstance(tree, dict):
         raise UserError(f"The recipe {path} must be a mapping of sections such as `data:` and `model:`.")
+    if path.name == CONFIG:  # of a run, perhaps of an earlier version
+        tree = without_replaced(tree)
     included = tree.pop("include", None) or []
     if not (isinstance(included, list) and all(isinstance(name, str) for name in included)):
         raise UserError(f"{path}: include={_shown(included)} is not a list of recipes; write include: [NAME].")
@@ -252,8 +254,7 @@ def load_saved(path: Path) -> Config:
     tree = read_options(path)
     if not (isinstance(tree, dict) and _mapping(tree, "objective")):
         raise UserError(f"{path} is not the config of a run: restore it from a copy.")
-    if _mapping(tree, "model").get("pretrained"):  # earlier versions ignored these options
-        tree = _without_architecture(tree, keep_sizes=True)
+    tree = without_replaced(tree)  # earlier versions ignored these options
     objective = tree["objective"]
     method = objective.get("method")
     if isinstance(method, str) and method not in METHODS:  # of a plugin, which is not imported

@@ -12,6 +12,8 @@ from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
 from neuclip_ds.errors import UserError, redact
 
+_MAX_YAML_VALUES = 100_000  # values of a YAML file after its aliases are expanded; recipes have about 100
+
 
 class Section(BaseModel):
     """Base of all sections: unknown keys are errors, and the string under a field is its help text."""
@@ -43,6 +45,11 @@ class Section(BaseModel):
         return value
 
 
+def is_given(section: Section, name: str) -> bool:
+    """Return whether an option was given, also if its value is the default; null, which clears an option, is not."""
+    return name in section.model_fields_set and getattr(section, name) is not None
+
+
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """Return `base` overridden, section by section, by the values of `over`; an empty section changes nothing."""
     merged = dict(base)
@@ -61,12 +68,49 @@ def read_options(path: Path) -> Any:
     """Return the content of a YAML or .json file of options; raise `UserError` if the file cannot be read."""
     try:
         text = path.read_bytes()
-        return json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        return json.loads(text) if path.suffix == ".json" else read_yaml(text)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}.") from error
     except Exception as error:  # PyYAML's constructors raise many types of errors
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"{path} is not valid YAML or JSON: {reason[:300]}.") from error
+
+
+def read_yaml(text: bytes | str) -> Any:
+    """Return the content of a YAML document.
+
+    Raises `ValueError` or `yaml.YAMLError` if it is invalid. Aliases that contain themselves or expand to more than
+    100,000 values are invalid, because the code that merges and validates options would never end.
+    """
+    loader = yaml.SafeLoader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if _expanded_size(node, {}) > _MAX_YAML_VALUES:
+            raise ValueError(f"its aliases (*NAME) expand to more than {_MAX_YAML_VALUES} values")
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _expanded_size(node: yaml.Node, sizes: dict[yaml.Node, int | None]) -> int:
+    """Return the number of values in a node with its aliases expanded; `sizes` has the nodes that were visited."""
+    if node in sizes:
+        size = sizes[node]
+        if size is None:  # not known yet, so the node contains itself
+            raise ValueError("an alias (*NAME) is within the value that it stands for")
+        return size
+    sizes[node] = None
+    parts: list[yaml.Node] = []
+    if isinstance(node, yaml.SequenceNode):
+        parts = node.value
+    elif isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            parts += [key, value]
+    size = 1 + sum(_expanded_size(part, sizes) for part in parts)
+    sizes[node] = size
+    return size
 
 
 def _leaves(tree: Any) -> Iterator[Any]:

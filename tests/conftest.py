@@ -68,6 +68,21 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def frozen_modules() -> Iterator[None]:
+    """Leave collections to Python in runs in this process, because a run unfreezes all objects at its end.
+
+    Each later collection, such as the one at the start of the next run, would take up to a second.
+    """
+    trainer = sys.modules.get("neuclip_ds.training.trainer")
+    with pytest.MonkeyPatch.context() as patch:
+        if trainer is not None:
+            from neuclip_ds.training.hooks import Hook
+
+            patch.setattr(trainer, "CollectGarbage", Hook)
+        yield
+
+
 @pytest.fixture(scope="session")
 def device(pytestconfig: pytest.Config) -> str:
     """Return the device for tests marked `gpu`: `cuda` if --device=cuda is given, else `cpu` for a trial run."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 from forks import Program
@@ -38,15 +39,14 @@ SMALL = [
     "--model.text.vocab_size=300",
     "--model.embed_dim=16",
 ]
-TINY = [
-    "demo",
-    *SMALL,
+QUICK = [
     "--objective.method=fastclip_v3",
     "--data.batch_size=8",
     "--data.workers=0",
     "--data.val=",
     "--data.zero_shot=",
 ]
+TINY = ["demo", *SMALL, *QUICK]
 
 
 def read_options(options: Sequence[str]) -> list[str]:
@@ -120,7 +120,13 @@ def training(runs: Path, data: str | Path, steps: int) -> list[str]:
 
 
 def train_connected(communicator: Communicator, config: Config, *hooks: Hook) -> None:
-    """Train on ranks that are already connected, such as the ranks of `run_ranks`."""
+    """Train on ranks that are already connected, such as the ranks of `run_ranks`.
+
+    The run leaves collections to Python. At its end, a run unfreezes all objects, and the collection at the start of
+    the next run on these ranks would copy the memory that they share with the fork server.
+    """
+    from neuclip_ds.training import trainer
+    from neuclip_ds.training.hooks import Hook
     from neuclip_ds.training.run_folder import move_staged_files, staging_folder
     from neuclip_ds.training.trainer import build_run, recover_and_train
 
@@ -128,7 +134,8 @@ def train_connected(communicator: Communicator, config: Config, *hooks: Hook) ->
     with staging_folder(config, folder, communicator) as staged:
         run = build_run(config, communicator, folder, staged)
         communicator.on_rank_zero(lambda: move_staged_files(staged, folder, config))
-    recover_and_train(run, hooks)
+    with patch.object(trainer, "CollectGarbage", Hook):
+        recover_and_train(run, hooks)
 
 
 def newest_checkpoint(runs: Path, run: str = "run") -> Path:

@@ -18,8 +18,10 @@ for name in ("pytest", "hypothesis", "webdataset", "torch.utils.tensorboard", "t
 for name in ("accelerate", "lightning", "open_clip", "transformers.trainer"):  # of the tests of other training loops
     with contextlib.suppress(ImportError):
         importlib.import_module(name)
-# what DeepSpeed loads when an engine starts: a module that imports torch's compiler, and the list of operators
-importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+# what DeepSpeed loads when an engine starts: modules, one of which imports torch's compiler, and the list of operators
+for name in ("zero.muon.muon_optimizer", "superoffload.superoffload_stage3"):
+    importlib.import_module(f"deepspeed.runtime.{name}")
+importlib.import_module("deepspeed.module_inject.auto_ep_layer")
 deepspeed.ops.__compatible_ops__  # noqa: B018
 gc.collect()
 gc.freeze()  # keeps garbage collection in the forks from writing to, and so copying, shared memory pages

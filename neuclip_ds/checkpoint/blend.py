@@ -39,6 +39,7 @@ def soup(models: Sequence[ModelWeights]) -> ModelWeights:
             their architecture, preprocessing or tokenizer.
     """
     first_start = models[0].source.config.pretrained
+    first_hash = models[0].start_hash
     for model in models:
         start = model.source.config.pretrained
         if not start:
@@ -46,10 +47,14 @@ def soup(models: Sequence[ModelWeights]) -> ModelWeights:
                 f"{model.name} started from random weights (model.pretrained is empty), and the mean of such models is "
                 "not a trained model. Name runs that were fine-tuned from the same checkpoint."
             )
-        if Path(start).name != Path(first_start).name:
+        is_same = Path(start).name == Path(first_start).name
+        if first_hash is not None and model.start_hash is not None:  # unknown for runs of earlier versions
+            is_same = model.start_hash == first_hash
+        if not is_same:
+            other_start = f"other weights in {start}" if start == first_start else start
             raise UserError(
-                f"{models[0].name} was fine-tuned from {first_start}, but {model.name} from {start}. Name runs that "
-                "were fine-tuned from the same checkpoint."
+                f"{models[0].name} was fine-tuned from {first_start}, but {model.name} from {other_start}. Name runs "
+                "that were fine-tuned from the same checkpoint."
             )
     return weighted_mean(models, [1 / len(models)] * len(models))
 

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import fsspec
+from fsspec.implementations.local import LocalFileSystem
 
 from neuclip_ds.data.children import end_with_parent
 
@@ -39,6 +40,10 @@ class RemoteRun:
         self._fs, root = fsspec.core.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
         self._root = root.rstrip("/")
         self._checkpoints = f"{self._root}/checkpoints"
+
+    def is_folder(self, folder: Path) -> bool:
+        """Return whether the store is this folder of this machine."""
+        return isinstance(self._fs, LocalFileSystem) and Path(self._root).resolve() == folder.resolve()
 
     def names(self) -> list[str]:
         """Return the names of the remote checkpoints, oldest first, after testing that the store is writable."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from neuclip_ds.checkpoint.checkpoints import read_best, step_folder, verify_together
 from neuclip_ds.checkpoint.integrity import is_complete
 from neuclip_ds.checkpoint.sharded_state import OBJECTIVE, STATE, StateFiles
-from neuclip_ds.config import Config, LoraConfig, ModelConfig
+from neuclip_ds.config import CLIP_BPE, TOKENIZER, Config, LoraConfig, ModelConfig
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
 from neuclip_ds.losses.temperature import trained_temperature
@@ -24,6 +24,7 @@ from neuclip_ds.models.pretrained.base import (
     Preprocessing,
     TrainedTowers,
     check_tensors,
+    read_start_hash,
 )
 from neuclip_ds.models.pretrained.positions import resample_positions
 from neuclip_ds.models.source import (
@@ -36,10 +37,13 @@ from neuclip_ds.models.source import (
     open_saved,
     with_sizes,
 )
-from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer
+from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer, named_tokenizer
 from neuclip_ds.models.towers import DualEncoder
 from neuclip_ds.models.trained_parts import TOWERS
+from neuclip_ds.models.weights_hash import weights_hash
 from neuclip_ds.recipe import load_saved
+
+MODEL = "model"  # folder of the description of the model, in the folder of a run and in each of its checkpoints
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,10 +138,12 @@ class SavedRun:
 def open_run(checkpoint: Path) -> SavedRun:
     """Load the config, model source and tokenizer from a checkpoint that `find_checkpoint` returned."""
     config = load_saved(checkpoint / "config.yaml")
-    source, initial_logits = open_saved(config.model, checkpoint / "model")
-    tokenizer = source.tokenizer(
-        lambda: CaptionTokenizer.load(checkpoint / "tokenizer", config.model.text.resolved_context_length())
-    )
+    source, initial_logits = open_saved(config.model, checkpoint / MODEL)
+    text = config.model.text
+    folder = checkpoint / TOKENIZER
+    if text.tokenizer in (None, CLIP_BPE) or folder.is_dir():
+        text = text.model_copy(update={"tokenizer": str(folder)})  # else earlier versions did not copy it
+    tokenizer = source.tokenizer(lambda: named_tokenizer(text))
     return SavedRun(config=config, source=source, initial_logits=initial_logits, tokenizer=tokenizer)
 
 
@@ -150,6 +156,7 @@ class ModelWeights:
     tokenizer: ModelTokenizer
     weights: dict[str, Tensor]  # parameters and buffers by name
     logits: LogitParameters
+    start_hash: str | None = None  # of the weights that its run started from; None if unknown
 
     def build(self) -> DualEncoder:
         """Build the model in float32."""
@@ -173,6 +180,7 @@ def read_result(checkpoint: Path, average: bool = False) -> ModelWeights:
         tokenizer=run.tokenizer,
         weights=weights,
         logits=logits,
+        start_hash=read_start_hash(checkpoint / MODEL),
     )
 
 
@@ -197,10 +205,16 @@ def read_start(checkpoint: Path, communicator: Communicator) -> ModelWeights:
         model, logits = source.load(run.tokenizer)
     except UserError as error:
         raise UserError(f"The start of {checkpoint} cannot be opened: put it back. {error}") from error
+    expected_hash = read_start_hash(checkpoint / MODEL)
+    difference = None
     if not _are_close(logits, run.initial_logits):
+        difference = "another temperature or bias"
+    elif expected_hash is not None and weights_hash(model) != expected_hash:
+        difference = "other weights"
+    if difference is not None:
         raise UserError(
-            f"model.pretrained={name} has another temperature or bias than the model that {checkpoint} started from, "
-            "so it has been replaced: put the original one back."
+            f"model.pretrained={name} has {difference} than the model that {checkpoint} started from, so it has been "
+            "replaced: put the original one back."
         )
     return ModelWeights(
         name=name,
@@ -227,13 +241,13 @@ class RunStart(ModelSource):
     def __init__(self, config: ModelConfig, checkpoint: Path) -> None:
         self._checkpoint = checkpoint
         saved = load_saved(checkpoint / "config.yaml").model
-        self._source, _ = open_resized(config, checkpoint / "model", None if saved.pretrained else saved)
+        self._source, _ = open_resized(config, checkpoint / MODEL, None if saved.pretrained else saved)
         self.config = self._source.config
         self.name = config.pretrained
         self.preprocessing = self._source.preprocessing
         self.embed_dim = self._source.embed_dim
 
-    def tokenizer(self, train_tokenizer: Callable[[], CaptionTokenizer] | None = None) -> ModelTokenizer:
+    def tokenizer(self, new_tokenizer: Callable[[], CaptionTokenizer] | None = None) -> ModelTokenizer:
         return self._source.tokenizer(_no_tokenizer)
 
     def build(self, tokenizer: ModelTokenizer) -> DualEncoder:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import fsspec
 
-from neuclip_ds.config import Config
+from neuclip_ds.config import TOKENIZER, Config
 from neuclip_ds.data.shards import is_local
 from neuclip_ds.errors import UserError, explained, install_command, require_package
 from neuclip_ds.limits import low_limit
@@ -37,7 +37,8 @@ def check_run(config: Config) -> None:
     check_model("model.pretrained", model.pretrained)
     _check_if_path("model.vision.pretrained", model.vision.pretrained)
     _check_if_path("model.text.pretrained", model.text.pretrained)
-    _check_if_path("model.text.tokenizer", model.text.tokenizer or "")
+    if not (run.output_dir / str(run.name) / TOKENIZER).is_dir():  # else the run resumes with its copy
+        _check_if_path("model.text.tokenizer", model.text.tokenizer or "")
     for path in data.train_paths:
         check_path("data.train", path)
     if isinstance(data.val, str) and data.val != "auto":

@@ -66,6 +66,13 @@ def main(arguments: Sequence[str]) -> None:
         choices=("cls", "mean", "eos", "last"),
         help="feature of a caption, for hf:; by default, that of the folder's sentence-transformers config",
     )
+    parser.add_argument(
+        "--context-length",
+        type=int,
+        metavar="TOKENS",
+        help="tokens at which captions are cut off, for hf:, as model.text.context_length; by default, the most that "
+        "the encoder's configs allow",
+    )
     parser.add_argument("--image-size", type=int, metavar="PIXELS", help="side of the images, for timm:")
     parser.add_argument(
         "--dtype", choices=("float16", "float32"), default="float16", help="dtype of the features on disk"
@@ -107,6 +114,10 @@ def check_options(options: argparse.Namespace) -> None:
         raise UserError(f"{options.model} has no joint space of images and texts: omit --output.")
     if encodes_images and options.pooling:
         raise UserError("--pooling is for text encoders (hf:NAME): omit it.")
+    if options.context_length is not None and (is_dual or not encodes_captions):
+        raise UserError("--context-length is for text encoders (hf:NAME): omit it.")
+    if options.context_length is not None and not 4 <= options.context_length <= 1 << 16:
+        raise UserError(f"--context-length={options.context_length} must be from 4 to {1 << 16} tokens.")
     if options.image_size is not None and (is_dual or not encodes_images):
         raise UserError("--image-size is for image encoders (timm:NAME): omit it.")
     if options.image_size is not None and not 8 <= options.image_size <= 1 << 14:
@@ -127,6 +138,7 @@ def check_options(options: argparse.Namespace) -> None:
 
 def write_features(options: argparse.Namespace) -> Summary:
     """Write the features on all ranks; raise UserError if the model, the data or the output folder cannot be used."""
+    from neuclip_ds.data.feature_parts import TRUNK_OUTPUTS
     from neuclip_ds.data.open_data import loader_options, open_data
     from neuclip_ds.distributed.launch import check_shared, process_group
     from neuclip_ds.embedding.embed import Parts, embed
@@ -170,7 +182,8 @@ def write_features(options: argparse.Namespace) -> Summary:
             "image_size": None if transform is None else transform.image_size,
             "preprocessing": None if encoders.preprocessing is None else encoders.preprocessing.to_json(),
             "context_length": encoders.context_length,
-            "trunk_weights": dict(encoders.trunk_weights),
+            "trunk_weights": dict(encoders.trunks.weights),
+            TRUNK_OUTPUTS: dict(encoders.trunks.outputs),
             "image_width": encoders.image_width(),
             "text_width": encoders.text_width(),
         }
@@ -193,7 +206,7 @@ def open_encoders(options: argparse.Namespace, communicator: Communicator) -> Fe
     import torch
 
     from neuclip_ds.checkpoint.saved_model import open_model
-    from neuclip_ds.embedding.encoders import dual_encoders, image_encoders, text_encoders, trunk_hashes
+    from neuclip_ds.embedding.encoders import dual_encoders, image_encoders, record_trunks, text_encoders
 
     dtype: torch.dtype = getattr(torch, options.precision)
     if options.model.startswith(_IMAGE_ENCODER):
@@ -201,13 +214,13 @@ def open_encoders(options: argparse.Namespace, communicator: Communicator) -> Fe
         return image_encoders(name, communicator, dtype, options.image_size)
     if options.model.startswith(_TEXT_ENCODER):
         name = options.model.removeprefix(_TEXT_ENCODER)
-        return text_encoders(name, communicator, dtype, options.pooling)
+        return text_encoders(name, communicator, dtype, options.pooling, options.context_length)
     saved = open_model(options.model, communicator, options.ema)
     name = str(saved.checkpoint or saved.name)
-    trunk_weights = trunk_hashes(saved.model)
-    model = saved.model.to(communicator.device, dtype)
     output: Output = options.output or "joint"
-    return dual_encoders(name, model, saved.tokenizer, saved.preprocessing, output, trunk_weights)
+    trunks = record_trunks(saved.model, saved.tokenizer, saved.preprocessing.size, output, communicator)
+    model = saved.model.to(communicator.device, dtype)
+    return dual_encoders(name, model, saved.tokenizer, saved.preprocessing, output, trunks)
 
 
 def image_transform(encoders: FeatureEncoders, data: DataConfig, crops: int) -> EvalTransform | RandomCrop | None:

@@ -72,7 +72,8 @@ def main(arguments: Sequence[str]) -> None:
         with gradio_settings():
             page = build_page(models, collection, options.images)
             port = listener.getsockname()[1]
-            print(f"Open http://{options.host}:{port} in a browser; Ctrl-C stops the server.", flush=True)
+            host = f"[{options.host}]" if ":" in options.host else options.host
+            print(f"Open http://{host}:{port} in a browser; Ctrl-C stops the server.", flush=True)
             server = make_server(page, options.host)
             with suppress(Interrupted):  # a stop signal is the usual end, after which the folder of images is deleted
                 server.run(sockets=[listener])
@@ -114,7 +115,7 @@ def open_models(options: argparse.Namespace) -> tuple[list[SearchableModel], Col
     from neuclip_ds.checkpoint.saved_model import open_model
     from neuclip_ds.data.feature_table import find_table
     from neuclip_ds.distributed.communicator import Communicator
-    from neuclip_ds.embedding.encoders import dual_encoders
+    from neuclip_ds.embedding.encoders import TrunkRecords, dual_encoders
     from neuclip_ds.embedding.nearest import SearchableModel, check_features, encode_collection, read_features
 
     communicator = Communicator(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
@@ -125,7 +126,7 @@ def open_models(options: argparse.Namespace) -> tuple[list[SearchableModel], Col
         saved = open_model(name, communicator)
         full_name = str(saved.checkpoint or saved.name)
         model = saved.model.to(communicator.device)
-        encoders = dual_encoders(full_name, model, saved.tokenizer, saved.preprocessing, "joint", trunk_weights={})
+        encoders = dual_encoders(full_name, model, saved.tokenizer, saved.preprocessing, "joint", TrunkRecords())
         if tables:
             assert images.manifest is not None
             features = read_features(tables[number], full_name, images.manifest)

@@ -131,6 +131,16 @@ def _fingerprint(paths: Sequence[str], options: ScanOptions) -> str:
     return digest.hexdigest()[:32]
 
 
+def _size_of(path: str) -> int | None:
+    """Return a shard's size in bytes, or None if it is not a local file that exists; the scan reports the problem."""
+    if not is_local(path):
+        return None
+    try:
+        return Path(path).stat().st_size
+    except OSError:
+        return None
+
+
 def write_manifest(
     folder: Path,
     paths: Sequence[str],
@@ -157,7 +167,7 @@ def write_manifest(
             raise UserError("Uids and checksums are read from the shards; omit --from-side-files, or omit --uids.")
         check_names(paths)
     UidFiles(options.uids).check_order()
-    sizes = {path: Path(path).stat().st_size if is_local(path) else None for path in paths}
+    sizes = {path: _size_of(path) for path in paths}
     if len(sizes) < len(paths):
         twice = next(path for path in paths if paths.count(path) > 1)
         raise UserError(f"{twice} is listed more than once; name every shard once.")

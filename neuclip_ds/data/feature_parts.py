@@ -32,7 +32,8 @@ EMBEDDING = "embedding.json"  # file that marks a folder of features, and descri
 PART_SUFFIX = ".safetensors"
 FORMAT = 2  # version of the part files
 PART_BYTES = "part_bytes"  # field of EMBEDDING: the size of each part, in the order of the shards
-_DATA_FIELDS = ("shards", "data", PART_BYTES)  # fields of EMBEDDING that change when shards are appended to the data
+TRUNK_OUTPUTS = "trunk_outputs"  # field of EMBEDDING: outputs of the trunks, whose last digits depend on the machine
+_NOT_OF_JOB = ("shards", "data", PART_BYTES, TRUNK_OUTPUTS)  # fields of EMBEDDING that may change in a job
 _METADATA = "part"  # the name under which a file's header stores the fields of the part
 _HEADER_LENGTH = struct.Struct("<Q")
 _DTYPES = {"F16": np.float16, "F32": np.float32, "I64": np.int64, "I32": np.int32}
@@ -60,7 +61,7 @@ def part_name(shard: int) -> str:
 
 def job_hash(embedding: Mapping[str, Any]) -> str:
     """Return a hash (32 hex digits) of the model and options in EMBEDDING, which all parts of a job have in common."""
-    of_job = {name: value for name, value in embedding.items() if name not in _DATA_FIELDS}
+    of_job = {name: value for name, value in embedding.items() if name not in _NOT_OF_JOB}
     return hashlib.sha256(json.dumps(of_job, sort_keys=True).encode()).hexdigest()[:32]
 
 

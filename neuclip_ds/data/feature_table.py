@@ -1,6 +1,7 @@
 """Rows of features by global sample index, from a folder that `neuclip-ds embed` wrote for the same data."""
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -122,7 +123,7 @@ class FeatureTable:
         if not self._is_local:
             self.cached_bytes[: len(self._bytes)] = self._bytes
         # an evicted file occupies the disk until it is unmapped, so only one cached file is mapped at a time
-        self._part = lru_cache(_OPEN_PARTS if self._is_local else 1)(self._open)
+        self._opened = lru_cache(_OPEN_PARTS if self._is_local else 1)(self._open)
 
     def rows(
         self, index: Tensor, crop: Tensor | None = None, caption: Tensor | None = None
@@ -241,7 +242,14 @@ class FeatureTable:
         except OSError:
             return self._part(shard)  # retry once: network file systems have short outages
 
-    def _open(self, shard: int) -> FeaturePart:
+    def _part(self, shard: int) -> FeaturePart:
+        """Return a shard's features; raise UserError if the file has changed since it was mapped, as by `cp`."""
+        opened = self._opened(shard)
+        if self._is_local and _version(Path(self.file_of(shard)).stat()) != opened.version:
+            raise UserError(f"{self.file_of(shard)} has changed during training: {_AGAIN} with a new --out.")
+        return opened.part
+
+    def _open(self, shard: int) -> "_OpenPart":
         """Map a shard's file; raise OSError if that fails, or UserError if the file has changed since the start."""
         try:
             return self._map(shard)
@@ -251,7 +259,7 @@ class FeatureTable:
             self._cache.remove(self.file_of(shard))  # the copy of an earlier run, of a file that has been replaced
             return self._map(shard)
 
-    def _map(self, shard: int) -> FeaturePart:
+    def _map(self, shard: int) -> "_OpenPart":
         path = self.file_of(shard)
         expected_bytes = int(self._bytes[shard])
         if self._cache is not None and not self._is_local:
@@ -264,7 +272,8 @@ class FeatureTable:
         else:
             file = FileIO(path)
         with file:
-            file_bytes = file.seek(0, 2)
+            status = os.fstat(file.fileno())
+            file_bytes = status.st_size
             problem = f"it has {file_bytes} bytes, but had {expected_bytes} when the run started"
             if file_bytes == expected_bytes:
                 with explained(f"{path} cannot be used", f"{_AGAIN} with a new --out"):
@@ -272,7 +281,7 @@ class FeatureTable:
                 problem = self._find_problem(part, shard)
         if problem:
             raise UserError(f"{path} has changed or is damaged: {problem}; {_AGAIN} with a new --out.")
-        return part
+        return _OpenPart(part=part, version=_version(status))
 
     def _find_problem(self, part: FeaturePart, shard: int) -> str:
         """Return how a part differs from the one that embed wrote for the shard, or "" if it does not."""
@@ -336,6 +345,19 @@ class FeatureTable:
                 f"{self.folder} lacks the features of {len(missing)} of {len(in_use)} shards ({', '.join(names)}"
                 f"{more}): run neuclip-ds embed again, which writes the missing ones."
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OpenPart:
+    """A part that is mapped into memory, and the version of its file."""
+
+    part: FeaturePart
+    version: tuple[int, int]
+
+
+def _version(status: os.stat_result) -> tuple[int, int]:
+    """Return a file's size and time of modification, one of which differs after a change."""
+    return status.st_size, status.st_mtime_ns
 
 
 def _find(ascending: NDArray[np.int64], indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:

@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 
 _STALL_TIMEOUT = 300.0  # seconds without new data after which a remote shard is fetched again
 _MAX_OUTAGE = 30.0  # seconds for which a fetch is retried while the storage fails
+_EMPTY_TAR_SIZE = 10_240  # bytes of the tar of no files that tar programs write by default
 _OTHER_FORMATS = {  # first bytes -> what a file is that is not a tar, and what to do
     b"\x1f\x8b": "is compressed with gzip; decompress it (gunzip)",
     b"\x28\xb5\x2f\xfd": "is compressed with zstd; decompress it (unzstd)",
@@ -157,12 +158,15 @@ def _scan(path: str, file: Path, options: ScanOptions) -> tuple[Scan, SampleTabl
 
 
 def _check_tar(path: str, fd: int, index: ShardIndex) -> None:
-    """Raise UserError if a file has no tar header; an empty tar consists of zeros."""
+    """Raise UserError if a file has no tar header; an empty tar consists of zeros, usually 10 KB."""
     size = os.fstat(fd).st_size
-    if size and index.gaps != [(0, size)]:
+    has_only_zeros = size > _EMPTY_TAR_SIZE and index.gaps == [] and not any(os.pread(fd, _EMPTY_TAR_SIZE, 0))
+    if size and index.gaps != [(0, size)] and not has_only_zeros:
         return
     problem = "is empty (0 bytes); download it again"
-    if size:
+    if has_only_zeros:
+        problem = f"contains only zeros ({size} bytes): it was not written completely; download it again"
+    elif size:
         start = os.pread(fd, 512, 0).lstrip(b"\xef\xbb\xbf \t\r\n")
         problem = "is not a tar: it has no valid header; download it again"
         problem = next((text for magic, text in _OTHER_FORMATS.items() if start.startswith(magic)), problem)

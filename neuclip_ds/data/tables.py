@@ -23,6 +23,7 @@ from neuclip_ds.data.fetch import explain
 from neuclip_ds.data.listing import IMAGES, TABLES, files_below, matching_files
 from neuclip_ds.data.shards import is_local
 from neuclip_ds.errors import UserError, explained
+from neuclip_ds.files import read_text
 
 if TYPE_CHECKING:
     import pyarrow.dataset
@@ -135,7 +136,7 @@ def open_table(source: str, quotes: Quotes = "auto") -> PairTable:
 def _open_folder(folder: Path, images: Sequence[Path]) -> PairTable:
     """Return a table of the images in a folder and the texts of the same names, and of texts without an image.
 
-    Raises UserError if there is no text.
+    Raises UserError if there is no text, or a text is not UTF-8.
     """
     from pyarrow import dataset  # slow to import
 
@@ -148,12 +149,12 @@ def _open_folder(folder: Path, images: Sequence[Path]) -> PairTable:
     rows: list[tuple[str | None, str | None]] = []
     for image in images:
         text = texts.get(image.with_suffix(""))
-        caption = None if text is None else text.read_text(encoding="utf-8-sig", errors="replace")
+        caption = None if text is None else read_text(text)
         rows.append((str(image.relative_to(folder)), caption))
     with_image = {image.with_suffix("") for image in images}
     for name, text in texts.items():
         if name not in with_image:
-            rows.append((None, text.read_text(encoding="utf-8-sig", errors="replace")))
+            rows.append((None, read_text(text)))
     columns = {
         IMAGE_COLUMNS[0]: pa.array([image for image, _ in rows], pa.string()),
         CAPTION_COLUMNS[0]: pa.array([caption for _, caption in rows], pa.string()),
@@ -278,7 +279,10 @@ def read_image(source: bytes | str) -> bytes:
     if source.startswith(_DATA_URI):
         raise ValueError("the data: URI does not contain valid base64")
     if is_local(source):
-        return Path(source).read_bytes()
+        path = Path(source)
+        if path.exists() and not path.is_file():
+            raise OSError(f"{source} is a folder, a pipe or a device, not a file")  # reading a pipe would not end
+        return path.read_bytes()
     try:
         file_system, path = fsspec.core.url_to_fs(source)
         return bytes(file_system.cat_file(path))

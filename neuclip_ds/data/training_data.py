@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from neuclip_ds.config import CLIP_BPE, Config, TextConfig
+from neuclip_ds.config import CLIP_BPE, TOKENIZER, Config, TextConfig
 from neuclip_ds.data.augment import augmented
 from neuclip_ds.data.dataset import PairDataset
 from neuclip_ds.data.decoders import CaptionSources
@@ -41,11 +41,10 @@ from neuclip_ds.files import explain_disk, link_or_copy
 from neuclip_ds.limits import shared_memory_shortage
 from neuclip_ds.models.bpe import train_bpe
 from neuclip_ds.models.source import ModelSource
-from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer
+from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer, named_tokenizer
 
 log = logging.getLogger(__name__)
 
-TOKENIZER = "tokenizer"  # folder of the tokenizer, in the folder of a run and in each of its checkpoints
 _TOKENIZER_CAPTIONS = 200_000  # enough for a vocabulary of CLIP's size
 _CHECKED_CAPTIONS = 200  # samples whose captions are checked for truncation and repetition
 
@@ -223,12 +222,12 @@ def _create_tokenizer(
     staged: Path,
     resumed: Path | None,
 ) -> CaptionTokenizer:
-    """Save and return the checkpoint's tokenizer, CLIP's tokenizer, or a new one trained on the captions."""
+    """Save and return the checkpoint's tokenizer or, in a new run, `new_tokenizer`."""
     folder = staged / TOKENIZER
 
     def save() -> None:
         with explain_disk(folder):
-            if resumed is not None:
+            if resumed is not None and (resumed / TOKENIZER).is_dir():  # else earlier versions did not copy it
                 # hard links, which work on a full disk
                 shutil.copytree(resumed / TOKENIZER, folder, copy_function=link_or_copy)
             else:
@@ -240,7 +239,13 @@ def _create_tokenizer(
 
 
 def new_tokenizer(text: TextConfig, captions: Iterator[str]) -> CaptionTokenizer:
-    """Return CLIP's tokenizer if the config names it and open_clip is installed, else train a BPE tokenizer."""
+    """Return the tokenizer that the config names or, without one, a BPE trained on the captions.
+
+    CLIP's tokenizer is replaced by such a BPE too if open_clip, which has its vocabulary, is not installed. Raises
+    UserError if the named tokenizer cannot be read.
+    """
+    if text.tokenizer not in (None, CLIP_BPE):
+        return named_tokenizer(text)
     reason = "model.text.tokenizer is not set"
     if text.tokenizer == CLIP_BPE:
         if find_spec("open_clip"):

@@ -21,6 +21,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NoReturn
@@ -29,6 +30,7 @@ import torch.distributed as dist
 
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.environment import RankEnvironment
+from neuclip_ds.distributed.store_entries import parse_entry, read_entry, write_entry
 from neuclip_ds.errors import Interrupted, TrainingDiverged, UserError, exit_code
 
 log = logging.getLogger(__name__)
@@ -134,7 +136,7 @@ class FailureDetector:
         os.register_at_fork(after_in_child=self._listener.close)  # a loader process must not keep the socket open
         port = self._listener.getsockname()[1]
         listening = _Address(host=self._host, address=address, port=port, local_rank=self._local_rank)
-        store.set(f"rank/{self._rank}", json.dumps(asdict(listening)))
+        write_entry(store, f"rank/{self._rank}", listening)
         self._host_of_rank_0 = self._address_of(0).host
         previous = self._address_of(self._previous_rank)
         self._host_of_previous_rank = previous.host
@@ -158,8 +160,15 @@ class FailureDetector:
         self._listener.close()
 
     def _address_of(self, rank: int) -> _Address:
-        """Wait until a rank has published its address, and return it."""
-        return _Address(**json.loads(self._store.get(f"rank/{rank}")))
+        """Wait until a rank has published its address, and return it; raise `UserError` if it is unreadable."""
+        return read_entry(self._store, f"rank/{rank}", _Address)
+
+    def _host_of(self, rank: int) -> str:
+        """Return the name of a rank's host for a message."""
+        try:
+            return self._address_of(rank).host
+        except UserError:
+            return "an unknown host"
 
     def _find_failure(self) -> Failure | None:
         """Return the failure of this rank or of the previous rank, or None; called repeatedly."""
@@ -247,7 +256,7 @@ class FailureDetector:
         elif seconds > _STUCK_AFTER and not self._published_position:
             lines_of_package = (line.removeprefix(_PACKAGE) for line in stack if line.startswith(_PACKAGE))
             stuck = StuckAt(collectives_started=started, line=next(lines_of_package, stack[0]))
-            self._store.set(f"stuck/{self._rank}", json.dumps(asdict(stuck)))
+            write_entry(self._store, f"stuck/{self._rank}", stuck)
             self._published_position = True
         elif seconds > _STUCK_AFTER + _STUCK_SPREAD and not self._logged_awaited_ranks:
             self._logged_awaited_ranks = True
@@ -267,7 +276,7 @@ class FailureDetector:
         for rank in (behind or list(stuck))[:_MAX_NAMED_RANKS]:
             position = stuck[rank]
             doing = "is busy or stopped" if position is None else f"is at {position.line}"
-            named.append(f"rank {rank} on {self._address_of(rank).host}, which {doing}")
+            named.append(f"rank {rank} on {self._host_of(rank)}, which {doing}")
         more = len(behind) - _MAX_NAMED_RANKS
         log.warning(
             "nothing has moved for %.0f s: %s %s%s; `py-spy dump --pid PID` there shows more",
@@ -281,8 +290,9 @@ class FailureDetector:
         """Return where `rank` is stuck, or None if it is not stuck."""
         if not self._store.check([f"stuck/{rank}"]):
             return None
-        published = json.loads(self._store.get(f"stuck/{rank}"))
-        return None if published is None else StuckAt(**published)
+        with suppress(UserError):  # also if the rank has moved since, which it publishes as "null"
+            return read_entry(self._store, f"stuck/{rank}", StuckAt)
+        return None
 
     def _end(self, failure: Failure, wait: float = 0.0) -> NoReturn:
         """Report the failure and end the process; runs in a background thread because the main thread may be stuck."""
@@ -315,13 +325,10 @@ class FailureDetector:
 def _read_failure(content: bytes) -> Failure:
     """Read a failure that a rank has stored; an exit code of 0 or an unreadable message never makes a run a success."""
     try:
-        failure = Failure(**json.loads(content))
-        types = [type(value) for value in asdict(failure).values()]
-        if types == [int, str, str, int, bool]:
-            return failure if 1 <= failure.code <= 255 else replace(failure, code=1)
-    except (ValueError, TypeError):
-        pass
-    return Failure(rank=-1, host="an unknown host", text=f"its message is unreadable: {content[:100]!r}")
+        failure = parse_entry(content, "error", Failure)
+    except UserError:
+        return Failure(rank=-1, host="an unknown host", text=f"its message is unreadable: {content[:100]!r}")
+    return failure if 1 <= failure.code <= 255 else replace(failure, code=1)
 
 
 def _stack_of_main_thread() -> Iterator[str]:

@@ -8,7 +8,6 @@ import codecs
 import ctypes
 import difflib
 import hashlib
-import json
 import logging
 import os
 import secrets
@@ -16,7 +15,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from ipaddress import ip_address
 from pathlib import Path
@@ -39,6 +38,7 @@ from neuclip_ds.distributed.environment import (
     use_interface_of,
 )
 from neuclip_ds.distributed.failure_detector import FailureDetector
+from neuclip_ds.distributed.store_entries import read_address, read_entry, write_entry
 from neuclip_ds.errors import UserError, explained
 
 log = logging.getLogger(__name__)
@@ -349,7 +349,7 @@ def rendezvous(
         if not is_loopback:
             attempt_store.set("address of rank 0", address_of_rank_0)
         number = attempt_store.add("arrivals", 1)
-        attempt_store.set(f"arrival/{number}", json.dumps(asdict(arrival)))
+        write_entry(attempt_store, f"arrival/{number}", arrival)
         return attempt_store
 
     # rank 0 names the attempt and compares the arrivals, and all ranks raise its verdict
@@ -358,7 +358,7 @@ def rendezvous(
         attempt_store = arrive(attempt)
         store.set("attempt", attempt)
         verdict = _compare(attempt_store, environment.world_size, timeout)
-        attempt_store.set("verdict", json.dumps(asdict(verdict)))
+        write_entry(attempt_store, "verdict", verdict)
         if verdict.problem:
             _wait_for_readers(attempt_store)
     else:
@@ -372,7 +372,7 @@ def rendezvous(
     if verdict.problem:
         raise UserError(verdict.problem)
     if is_loopback and attempt_store.check(["address of rank 0"]):
-        address = attempt_store.get("address of rank 0").decode()
+        address = read_address(attempt_store, "address of rank 0")
     return Joined(address=address, attempt=attempt)
 
 
@@ -396,12 +396,12 @@ def _wait_for_verdict(
     attempt = ""
     attempt_store = store
     while time.monotonic() < deadline:  # a signal could not end the rank during `store.wait`
-        named = store.get("attempt").decode() if store.check(["attempt"]) else ""
+        named = store.get("attempt").decode(errors="replace") if store.check(["attempt"]) else ""
         if named != attempt:
             attempt = named
             attempt_store = arrive(attempt)
         if attempt and attempt_store.check(["verdict"]):
-            verdict = _Verdict(**json.loads(attempt_store.get("verdict")))
+            verdict = read_entry(attempt_store, "verdict", _Verdict)
             if arrival.process in verdict.processes or not _torchrun_serves():
                 attempt_store.add("read", 1)
                 return attempt, verdict
@@ -436,7 +436,10 @@ def _compare(store: dist.Store, world_size: int, timeout: timedelta) -> _Verdict
                     "Check the logs of their nodes."
                 )
             time.sleep(_POLL_INTERVAL)
-        arrival = _Arrival(**json.loads(store.get(f"arrival/{number}")))
+        try:
+            arrival = read_entry(store, f"arrival/{number}", _Arrival)
+        except UserError as error:
+            return verdict(str(error))
         rank = arrival.rank
         former = arrivals.get(rank)
         arrivals[rank] = arrival

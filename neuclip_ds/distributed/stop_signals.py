@@ -16,7 +16,8 @@ from typing import Any
 
 from neuclip_ds.errors import Interrupted
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)  # launchers, SLURM's warning, Ctrl-C
+# launchers, SLURM's warning, Ctrl-C, a terminal that closes
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 # seconds after which the same signal counts as a second request; some launchers send it twice in a row
 _SECOND_REQUEST_AFTER = 1.0
 
@@ -61,15 +62,16 @@ def _report_unless_interrupted(report: Callable[[Any], object], unraisable: Any)
 def raising_interrupted() -> Iterator[None]:
     """Raise `Interrupted` in the main thread when a stop signal arrives during the block.
 
-    If the same signal arrives again more than a second later, the process ends at once. Nested blocks, and blocks
-    outside the main thread, have no effect on signals.
+    If the same signal arrives again more than a second later, the process ends at once. SIGHUP stays ignored under
+    `nohup`. Nested blocks, and blocks outside the main thread, have no effect on signals.
     """
     global _installed
     if _installed is not None or threading.current_thread() is not threading.main_thread():
         yield
         return
     _installed = _StopSignals()
-    handlers = {number: signal.signal(number, _installed.receive) for number in STOP_SIGNALS}
+    numbers = [number for number in STOP_SIGNALS if not _is_ignored_hangup(number)]
+    handlers = {number: signal.signal(number, _installed.receive) for number in numbers}
     report_unraisable = sys.unraisablehook
     sys.unraisablehook = partial(_report_unless_interrupted, report_unraisable)
     try:
@@ -79,6 +81,11 @@ def raising_interrupted() -> Iterator[None]:
         for number, handler in handlers.items():
             signal.signal(number, handler)
         _installed = None
+
+
+def _is_ignored_hangup(number: signal.Signals) -> bool:
+    """Return whether this is SIGHUP and the program ignores it, because it was started under `nohup`."""
+    return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
 
 
 def ignore_stop_signals() -> None:

@@ -1,9 +1,9 @@
 """Functions that encode the images and the captions of a dataset: a dual encoder, or one encoder of another library."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from neuclip_ds.models.pretrained.image_encoder import ImageEncoderRef, locate_i
 from neuclip_ds.models.pretrained.text_encoder import Pooling, locate_text_encoder, open_text_encoder
 from neuclip_ds.models.tokenizer import ModelTokenizer
 from neuclip_ds.models.towers import DualEncoder
+from neuclip_ds.models.trunk_output import image_sample, text_sample, trunk_output
 from neuclip_ds.models.weights_hash import weights_hash
 
 Output = Literal["joint", "trunk"]
@@ -23,6 +24,14 @@ Output = Literal["joint", "trunk"]
 
 EncodeOne = Callable[[Tensor], Tensor]
 """Function from uint8 pixels (b, 3, H, W) or int64 tokens (b, T) on the host to float32 (b, d) on the device."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrunkRecords:
+    """What a run compares with its own trunks, by `image` and `text`; `asdict` can be sent to other ranks as JSON."""
+
+    weights: Mapping[str, str] = field(default_factory=dict)  # results of `weights_hash`
+    outputs: Mapping[str, Sequence[float]] = field(default_factory=dict)  # results of `trunk_output`; empty if unused
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +44,9 @@ class FeatureEncoders:
     preprocessing: Preprocessing | None = None  # of images
     text: EncodeOne | None = None
     tokenize: Tokenize | None = None
-    pooling: Pooling | None = None  # of the encoder of captions, if it is not part of a dual encoder
+    pooling: Pooling | None = None  # of an encoder of captions from transformers
     context_length: int | None = None  # maximum number of tokens per caption
-    trunk_weights: Mapping[str, str] = field(default_factory=dict)  # `weights_hash` of the trunks of `image` and `text`
+    trunks: TrunkRecords = field(default_factory=TrunkRecords)
 
     def image_width(self) -> int | None:
         """Encode an empty image, and return the width of the features; None without an encoder of images."""
@@ -59,11 +68,11 @@ def dual_encoders(
     tokenizer: ModelTokenizer,
     preprocessing: Preprocessing,
     output: Output,
-    trunk_weights: Mapping[str, str],
+    trunks: TrunkRecords,
 ) -> FeatureEncoders:
     """Return the encoders of a model on its device.
 
-    `trunk_weights` are as in `FeatureEncoders`. Raises UserError if the model has no features before a projection.
+    `trunks` are those of `record_trunks`. Raises UserError if the model has no features before a projection.
     """
     if output == "trunk":
         if isinstance(model.vision.projection, nn.Identity) or isinstance(model.text.projection, nn.Identity):
@@ -80,14 +89,26 @@ def dual_encoders(
         preprocessing=preprocessing,
         text=text,
         tokenize=tokenizer,
+        pooling=getattr(model.text, "pooling", None),
         context_length=tokenizer.context_length,
-        trunk_weights=trunk_weights,
+        trunks=trunks,
     )
 
 
-def trunk_hashes(model: DualEncoder) -> dict[str, str]:
-    """Return the `weights_hash` of a model's trunks, by `image` and `text`."""
-    return {"image": weights_hash(model.vision.trunk), "text": weights_hash(model.text.trunk)}
+def record_trunks(
+    model: DualEncoder, tokenizer: ModelTokenizer, image_size: int, output: Output, communicator: Communicator
+) -> TrunkRecords:
+    """Describe the trunks of a model with float32 weights on the host; all ranks call this, and rank 0 computes it."""
+
+    def record() -> dict[str, Any]:
+        outputs: dict[str, list[float]] = {}
+        if output == "trunk":
+            outputs["image"] = trunk_output(model.vision, image_sample(image_size))
+            outputs["text"] = trunk_output(model.text, text_sample(tokenizer))
+        weights = {"image": weights_hash(model.vision.trunk), "text": weights_hash(model.text.trunk)}
+        return asdict(TrunkRecords(weights=weights, outputs=outputs))
+
+    return TrunkRecords(**communicator.on_rank_zero(record))
 
 
 def image_encoders(
@@ -100,28 +121,42 @@ def image_encoders(
     fields = communicator.on_rank_zero(lambda: asdict(locate_image_encoder(name, image_size)))
     ref = ImageEncoderRef(**fields)
     tower = open_image_encoder(ref)
-    trunk_weights = {"image": weights_hash(tower.trunk)}
+
+    def record() -> dict[str, Any]:
+        output = trunk_output(tower, image_sample(ref.image_size))
+        return asdict(TrunkRecords(weights={"image": weights_hash(tower.trunk)}, outputs={"image": output}))
+
+    trunks = TrunkRecords(**communicator.on_rank_zero(record))
     tower = tower.to(communicator.device, dtype)
     return FeatureEncoders(
         name=f"timm:{name}",
         output="trunk",
         image=_encode_with(tower, tower),
         preprocessing=ref.preprocessing,
-        trunk_weights=trunk_weights,
+        trunks=trunks,
     )
 
 
 def text_encoders(
-    name: str, communicator: Communicator, dtype: torch.dtype, pooling: Pooling | None = None
+    name: str,
+    communicator: Communicator,
+    dtype: torch.dtype,
+    pooling: Pooling | None = None,
+    context_length: int | None = None,
 ) -> FeatureEncoders:
     """Open an encoder of captions on all ranks; `name` is a folder or a name on the hub.
 
-    By default, the pooling is that of the folder's sentence-transformers config. Raises UserError if there is no such
-    encoder or no pooling.
+    `pooling` and `context_length` are as in `open_text_encoder`. Raises UserError if there is no such encoder or no
+    pooling, or if the encoder takes fewer tokens.
     """
     folder = Path(communicator.on_rank_zero(lambda: str(locate_text_encoder(name))))
-    encoder = open_text_encoder(folder, pooling)
-    trunk_weights = {"text": weights_hash(encoder.tower.trunk)}
+    encoder = open_text_encoder(folder, pooling, context_length)
+
+    def record() -> dict[str, Any]:
+        output = trunk_output(encoder.tower, text_sample(encoder.tokenizer))
+        return asdict(TrunkRecords(weights={"text": weights_hash(encoder.tower.trunk)}, outputs={"text": output}))
+
+    trunks = TrunkRecords(**communicator.on_rank_zero(record))
     tower = encoder.tower.to(communicator.device, dtype)
     return FeatureEncoders(
         name=f"hf:{name}",
@@ -130,7 +165,7 @@ def text_encoders(
         tokenize=encoder.tokenizer,
         pooling=encoder.tower.pooling,
         context_length=encoder.tokenizer.context_length,
-        trunk_weights=trunk_weights,
+        trunks=trunks,
     )
 
 

@@ -156,7 +156,7 @@ def check_features(model: SearchableModel, collection: Collection, folder: str) 
 def transform_of(encoders: FeatureEncoders) -> EvalTransform:
     """Return the transform of a model's images."""
     assert encoders.preprocessing is not None
-    return EvalTransform(encoders.preprocessing.size, encoders.preprocessing.squash)
+    return EvalTransform.of(encoders.preprocessing)
 
 
 @dataclass(frozen=True, kw_only=True)

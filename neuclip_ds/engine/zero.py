@@ -127,6 +127,11 @@ def refresh_weights(optimizer: Any) -> None:
         # No weight is gathered now, as in a new engine. The next forward pass finds out which parameters a module
         # reads from its children (CLIP's position embedding), as these are missing; later passes fetch them in time.
         optimizer.invalidate_secondary_tensor()
+        # The order that DeepSpeed recorded lacks these parameters if the last passes were the first of their modules:
+        # evaluations run frozen trunks that training on stored features does not.
+        coordinator = optimizer.parameter_offload.get_param_coordinator()
+        if not coordinator.is_invalid_trace():
+            coordinator._invalidate_trace()
     elif wrapper in (Wrapper.BF16, Wrapper.ZERO_1_2):
         optimizer.update_lp_params()
     elif wrapper is Wrapper.UNFUSED:

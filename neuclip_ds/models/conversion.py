@@ -304,7 +304,7 @@ def write_library_model(model: LibraryModel | TrainedTowers, library: str, folde
         _write_towers(model, library, folder)
     elif library == SENTENCE_TRANSFORMERS:
         raise UserError(
-            f"A {model.library} model cannot be converted to sentence-transformers; export it with "
+            f"A model of {model.library} cannot be converted to sentence-transformers; export it with "
             f"--format={model.library}."
         )
     elif library == model.library == "transformers":

@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from neuclip_ds.errors import UserError
+from neuclip_ds.models.image_models import names_by_image_size
 from neuclip_ds.models.pretrained.base import (
     LibraryModel,
     TrainedTowers,
@@ -196,12 +197,13 @@ def to_open_clip(
 def _open_clip_image(towers: TrainedTowers) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return open_clip's `vision_cfg` for timm's model, and the image tower's tensors under open_clip's names."""
     vision = towers.config.vision
-    pretrained_cfg = timm.get_pretrained_cfg(vision.name)
+    size = towers.preprocessing.size
+    timm_names = names_by_image_size(vision.name)
     problem = ""
     if vision.options:
         problem = f"model.vision.options={vision.options}"
-    elif pretrained_cfg.fixed_input_size and towers.preprocessing.size != pretrained_cfg.input_size[-1]:
-        problem = f"images of {towers.preprocessing.size} instead of {pretrained_cfg.input_size[-1]} pixels"
+    elif timm_names and size not in timm_names:
+        problem = f"images of {size} instead of {' or '.join(map(str, sorted(timm_names)))} pixels"
     elif _attention_pool(towers) is not None:
         problem = "a projection in its attention pooling"
     if problem:
@@ -211,11 +213,11 @@ def _open_clip_image(towers: TrainedTowers) -> tuple[dict[str, Any], dict[str, T
     if vision.projection == "mlp":
         weights |= _open_clip_mlp(towers)
     return {
-        "timm_model_name": vision.name,
+        "timm_model_name": timm_names.get(size, vision.name),
         "timm_model_pretrained": False,
         "timm_pool": "",  # the model's own
         "timm_proj": vision.projection,
-        "image_size": towers.preprocessing.size,
+        "image_size": size,
     }, weights
 
 

@@ -2,8 +2,9 @@
 
 import difflib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import timm
 import torch
@@ -170,12 +171,41 @@ def check_patches(size: int, patch: int) -> None:
         )
 
 
-class ImageWeights(NamedTuple):
-    """Location of an image tower's weights, and the pixel mean and std to use with them; can be sent to other ranks."""
+def fixed_image_size(name: str) -> int | None:
+    """Return the image size of a timm model that is built for one size, in pixels, or None for other models."""
+    config = timm.get_pretrained_cfg(name)
+    if config is None or not config.fixed_input_size:
+        return None
+    return int(config.input_size[-1])
+
+
+def names_by_image_size(name: str) -> dict[int, str]:
+    """Return the names of the timm models that differ from a model only in their image size, by that size in pixels.
+
+    Such names end with the size, as vit_base_patch16_siglip_384. The model itself is included; models that take images
+    of any size have no such names.
+    """
+    own_size = fixed_image_size(name)
+    if own_size is None:
+        return {}
+    names = {own_size: name}
+    stem = name.removesuffix(f"_{own_size}")
+    if stem != name:
+        for other in timm.list_models(f"{stem}_*"):
+            size = fixed_image_size(other)
+            if size is not None and other == f"{stem}_{size}":
+                names[size] = other
+    return names
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageWeights:
+    """Location and preprocessing of an image tower's weights; its `asdict` can be sent to other ranks as JSON."""
 
     path: str  # the weights file
     mean: Channels  # per channel, of the pixels that the weights were trained on
     std: Channels
+    squash: bool = False  # as in `Preprocessing`
 
 
 def locate_image_weights(vision: VisionConfig) -> ImageWeights:
@@ -192,7 +222,12 @@ def locate_image_weights(vision: VisionConfig) -> ImageWeights:
     if pretrained_cfg is not None:
         default_mean = tuple(pretrained_cfg.mean)
         default_std = tuple(pretrained_cfg.std)
-    return ImageWeights(str(path.resolve()), vision.mean or default_mean, vision.std or default_std)
+    return ImageWeights(
+        path=str(path.resolve()),
+        mean=vision.mean or default_mean,
+        std=vision.std or default_std,
+        squash=pretrained_cfg is not None and pretrained_cfg.crop_mode == "squash",
+    )
 
 
 def _download(vision: VisionConfig, pretrained_cfg: Any) -> Path:

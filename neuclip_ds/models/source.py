@@ -8,13 +8,14 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Mapping
 from copy import copy
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from neuclip_ds.config import CLIP_BPE, LoraConfig, ModelConfig
+from neuclip_ds.config import TOKENIZER, LoraConfig, ModelConfig, without_replaced
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.models.build import build_dual_encoder
 from neuclip_ds.models.image_models import ImageWeights, locate_image_weights
@@ -35,8 +36,8 @@ from neuclip_ds.models.trained_parts import merge_adapters
 if TYPE_CHECKING:
     from neuclip_ds.models.pretrained.text_encoder import TextEncoderSource
 
-ARCHITECTURE = "architecture.json"  # config of a model that started from a run, in a run's folder of the model
-TOKENIZER = "tokenizer"  # folder of the tokenizer of such a model, in that folder; of another one, in the checkpoint
+# config of a model that started from a run, in a run's folder of the model, where the folder of its tokenizer is too
+ARCHITECTURE = "architecture.json"
 TEXT_ENCODER = "text"  # folder of a pretrained text encoder's files, without weights, in a run's folder of the model
 INITIAL_LOGITS = LogitParameters(temperature=0.07, bias=-10.0)  # initial values of CLIP's temperature and SigLIP's bias
 
@@ -48,7 +49,7 @@ class FromConfig(ModelSource):
         config: the model config.
         image: pretrained weights of the image tower, if any.
         text: the pretrained text encoder, if any.
-        tokenizer: folder of the tokenizer, if it was trained on the captions of an earlier run.
+        tokenizer: folder or name of the tokenizer, if it is that of an earlier run.
     """
 
     def __init__(
@@ -56,31 +57,30 @@ class FromConfig(ModelSource):
         config: ModelConfig,
         image: ImageWeights | None = None,
         text: TextEncoderSource | None = None,
-        tokenizer: Path | None = None,
+        tokenizer: Path | str | None = None,
     ) -> None:
         self._image = image
         self._text = text
         self._tokenizer = tokenizer
+        squash = False
         if image is None:
             mean, std = config.vision.statistics()
         else:
             mean = image.mean
             std = image.std
+            squash = image.squash
         vision = config.vision.model_copy(update={"mean": mean, "std": std})
         self.config = config.model_copy(update={"vision": vision})
         self.name = config.vision.name
-        self.preprocessing = Preprocessing(size=config.vision.resolved_image_size(), mean=mean, std=std)
+        self.preprocessing = Preprocessing(size=config.vision.resolved_image_size(), mean=mean, std=std, squash=squash)
         self.embed_dim = config.embed_dim
 
-    def tokenizer(self, train_tokenizer: Callable[[], CaptionTokenizer]) -> ModelTokenizer:
-        text = self.config.text
+    def tokenizer(self, new_tokenizer: Callable[[], CaptionTokenizer]) -> ModelTokenizer:
         if self._text is not None:
             return self._text.tokenizer()
         if self._tokenizer is not None:
-            return CaptionTokenizer.load(self._tokenizer, text.resolved_context_length())
-        if text.tokenizer in (None, CLIP_BPE):
-            return train_tokenizer()
-        return CaptionTokenizer.load(text.tokenizer, text.resolved_context_length())
+            return CaptionTokenizer.load(self._tokenizer, self.config.text.resolved_context_length())
+        return new_tokenizer()
 
     def build(self, tokenizer: ModelTokenizer, weights: bool = False) -> DualEncoder:
         image_weights = None
@@ -102,7 +102,7 @@ class FromConfig(ModelSource):
             return  # the run's config describes the rest of the model
         architecture = self.config.model_copy(update={"pretrained": ""})
         (folder / ARCHITECTURE).write_text(architecture.model_dump_json(), encoding="utf-8")
-        if self._tokenizer is not None:
+        if isinstance(self._tokenizer, Path):
             shutil.copytree(self._tokenizer, folder / TOKENIZER)
 
     def to_library_model(
@@ -160,14 +160,25 @@ def locate_model(config: ModelConfig, weights: bool = True) -> ModelRef:
 
 def locate_on_rank_zero(config: ModelConfig, communicator: Communicator) -> ModelRef:
     """Call `locate_model`, which may download weights, on rank 0 and return its result on all ranks."""
-    fields: Any = communicator.on_rank_zero(lambda: locate_model(config))  # JSON makes the reference a list
     if config.pretrained:
-        return CheckpointRef(*fields)
-    image, text = fields
-    if image is not None:
-        path, mean, std = image
-        image = ImageWeights(path, tuple(mean), tuple(std))
-    return TowerRefs(image, text)
+        return CheckpointRef(*communicator.on_rank_zero(lambda: cast(Any, locate_model(config))))
+
+    def fields() -> dict[str, Any]:
+        towers = cast(TowerRefs, locate_model(config))
+        return {"image": None if towers.image is None else asdict(towers.image), "text": towers.text}
+
+    located = communicator.on_rank_zero(fields)
+    image = None
+    if located["image"] is not None:
+        image = _image_weights(located["image"]["path"], located["image"])
+    return TowerRefs(image, located["text"])
+
+
+def _image_weights(path: str, preprocessing: Mapping[str, Any]) -> ImageWeights:
+    """Return the location of weights with the preprocessing of their images, which is JSON."""
+    mean = tuple(preprocessing["mean"])
+    std = tuple(preprocessing["std"])
+    return ImageWeights(path=path, mean=mean, std=std, squash=preprocessing["squash"])
 
 
 def model_source(config: ModelConfig, ref: ModelRef) -> ModelSource:
@@ -254,11 +265,12 @@ def open_resized(
     """
     start = read_json(folder / START_FILE)
     logits = LogitParameters(**start["logits"])
-    tokenizer = None
+    tokenizer: Path | str | None = None
     if architecture is not None:
         tokenizer = folder.parent / TOKENIZER
     elif config.pretrained and (folder / ARCHITECTURE).is_file():
-        architecture = ModelConfig.model_validate(read_json(folder / ARCHITECTURE))
+        tree = without_replaced({"model": read_json(folder / ARCHITECTURE)})
+        architecture = ModelConfig.model_validate(tree["model"])
         tokenizer = folder / TOKENIZER
     if architecture is not None:
         config = with_architecture(config, architecture)
@@ -266,8 +278,8 @@ def open_resized(
         saved_config = config.model_copy(update={"pretrained": str(folder)})
         return model_source(config, locate_model(saved_config, weights=False)), logits
     preprocessing = start["preprocessing"]
-    statistics = ImageWeights("", tuple(preprocessing["mean"]), tuple(preprocessing["std"]))
+    statistics = _image_weights("", preprocessing)
     text = _text_encoder(config, folder / TEXT_ENCODER) if config.text.pretrained else None
-    if tokenizer is not None and not tokenizer.is_dir():
-        tokenizer = None  # the model's tokenizer was not trained on captions
+    if isinstance(tokenizer, Path) and not tokenizer.is_dir():
+        tokenizer = config.text.tokenizer  # earlier versions did not copy it; None for a pretrained text encoder
     return FromConfig(config, statistics, text, tokenizer), logits

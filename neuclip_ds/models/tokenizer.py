@@ -16,6 +16,7 @@ from tokenizers import normalizers, processors
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from neuclip_ds.config import TextConfig
 from neuclip_ds.errors import UserError, explained, install_command, require_package
 
 # Loader processes are forked after the tokenizer's threads may have started; without this setting, each process warns.
@@ -153,6 +154,12 @@ class CaptionTokenizer:
                 single=[*names[:-1], "$A", names[-1]], special_tokens=list(zip(names, special_ids, strict=True))
             )
         return closed
+
+
+def named_tokenizer(text: TextConfig) -> CaptionTokenizer:
+    """Load the tokenizer in the folder or on the hub that `model.text.tokenizer` names; raise UserError if it fails."""
+    assert text.tokenizer is not None
+    return CaptionTokenizer.load(text.tokenizer, text.resolved_context_length())
 
 
 def clean_caption(caption: str) -> str:

@@ -1,19 +1,22 @@
-"""Hash of a module's weights, to recognize the model that computed stored features."""
+"""Hash of a module's weights, to recognize the model that computed stored features or that a run started from."""
 
 import hashlib
 
 import torch
 from torch import Tensor, nn
 
+_ADAPTER = ".lora_"  # in the names of peft's tensors
+
 
 def weights_hash(module: nn.Module) -> str:
     """Return a hash (32 hex digits) of a module's parameters and floating-point buffers, regardless of their names.
 
     Names and their order differ between libraries that load the same weights. The hash of a timm model includes its
-    architecture, because some differ only in their padding, such as efficientnet_lite0 and tf_efficientnet_lite0. Call
-    this before the weights are cast, moved or partitioned.
+    architecture, because some differ only in their padding, such as efficientnet_lite0 and tf_efficientnet_lite0. LoRA
+    adapters are not included. Call this before the weights are cast, moved or partitioned.
     """
-    hashes = sorted(_hash(value) for value in module.state_dict().values() if value.is_floating_point())
+    weights = {name: value for name, value in module.state_dict().items() if _ADAPTER not in name}
+    hashes = sorted(_hash(value) for value in weights.values() if value.is_floating_point())
     architecture = getattr(module, "pretrained_cfg", {}).get("architecture", "")  # of timm
     return hashlib.sha256("".join([architecture, *hashes]).encode()).hexdigest()[:32]
 

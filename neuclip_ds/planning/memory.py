@@ -16,7 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode  # described in torch's docs, but without a public name
 
 from neuclip_ds.checkpoint.saved_model import planned_source
-from neuclip_ds.config import Config, TextConfig
+from neuclip_ds.config import CLIP_BPE, Config, TextConfig
 from neuclip_ds.data.stored_towers import IMAGE, TEXT, TOWER_OF_TABLE, tower_folders
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.config import (
@@ -35,7 +35,7 @@ from neuclip_ds.losses.prefixes import build_function
 from neuclip_ds.losses.sample_store import MAX_DEVICE_BYTES
 from neuclip_ds.losses.stored_features import REFERENCE
 from neuclip_ds.models.source import ModelSource
-from neuclip_ds.models.tokenizer import ModelTokenizer
+from neuclip_ds.models.tokenizer import ModelTokenizer, named_tokenizer
 from neuclip_ds.models.towers import DualEncoder
 from neuclip_ds.models.trained_parts import Parameters, projection_width
 from neuclip_ds.planning.activations import Activations, count_activations
@@ -125,7 +125,10 @@ class MemoryQuery:
 
     @cached_property
     def tokenizer(self) -> ModelTokenizer:
-        stand_in: Any = StandInTokenizer(self.config.model.text)
+        text = self.config.model.text
+        if text.tokenizer not in (None, CLIP_BPE):
+            return self.source.tokenizer(lambda: named_tokenizer(text))
+        stand_in: Any = StandInTokenizer(text)
         return self.source.tokenizer(lambda: stand_in)
 
     @cached_property

@@ -58,7 +58,7 @@ def changed_options(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict
 def log_changes(changes: Changes) -> None:
     """Log each option that differs from the launch before."""
     for name, (old, new) in changes.items():
-        log.info("%s is %s, and was %s in the launch before", name, json.dumps(new), json.dumps(old))
+        log.info("%s is %s, and was %s in the launch before", name, _json(new), _json(old))
 
 
 @contextmanager
@@ -105,8 +105,8 @@ def _launch(start: Mapping[str, Any], end: Mapping[str, Any] | None) -> list[Lau
     try:
         return [
             Launch(
-                start=datetime.fromisoformat(start["time"]),
-                end=None if end is None else datetime.fromisoformat(end["time"]),
+                start=_time(start),
+                end=None if end is None else _time(end),
                 first_step=start["step"],
                 last_step=None if end is None else end["step"],
                 command=str(start["command"]),
@@ -118,9 +118,22 @@ def _launch(start: Mapping[str, Any], end: Mapping[str, Any] | None) -> list[Lau
         return []
 
 
+def _time(record: Mapping[str, Any]) -> datetime:
+    """Return the time of a record; raise `ValueError`, `KeyError` or `TypeError` if it has no time with a zone."""
+    time = datetime.fromisoformat(record["time"])
+    if time.tzinfo is None:
+        raise ValueError(f"{record['time']} has no time zone")
+    return time
+
+
 def _append(folder: Path, record: Mapping[str, Any]) -> None:
     with best_effort(folder / FILE) as path:
-        append_lines(path, [json.dumps(record)])
+        append_lines(path, [_json(record)])
+
+
+def _json(value: Any) -> str:
+    """Return a value as JSON; values that only YAML has, such as dates in a config edited by hand, become text."""
+    return json.dumps(value, default=str)
 
 
 def _now() -> str:

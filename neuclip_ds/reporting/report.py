@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from neuclip_ds.config import CONFIG, without_replaced
 from neuclip_ds.errors import UserError
 from neuclip_ds.reporting.blends import FILE as BLENDS_FILE
 from neuclip_ds.reporting.blends import Blends, blends_plot
@@ -26,6 +27,7 @@ from neuclip_ds.reporting.events import read_events
 from neuclip_ds.reporting.history import Launch, changed_options, duration, read_launches
 from neuclip_ds.reporting.metrics import AVERAGED, CHANCE, Series, read_series, scores_among
 from neuclip_ds.reporting.retrieved import retrieved_lines
+from neuclip_ds.section import read_options
 
 _MAX_EVENTS = 200  # events that are listed; the others are only counted
 _MAX_CURVES = 8  # curves per plot, each in a different color
@@ -60,28 +62,26 @@ _COUNT_METRICS = ("retrieval_pairs", "zero_shot_images", "normalizer_anchors", "
 
 
 def write_report(run: Path) -> Path:
-    """Write RUN/report.html from a run's files and return its path; raise `UserError` if the run has no metrics."""
-    series = read_series(run)
-    config_text = (run / "config.yaml").read_text(encoding="utf-8")
-    config = yaml.safe_load(config_text)
-    environment = {}
-    environment_file = run / "environment.json"
-    if environment_file.is_file():
-        environment = json.loads(environment_file.read_text(encoding="utf-8"))
+    """Write RUN/report.html from a run's files and return its path.
 
+    Raises `UserError` if the run has no metrics, or its config.yaml is damaged.
+    """
+    series = read_series(run)
+    options = {name: value for name, (_, value) in changed_options({}, _read_config(run)).items()}
+    config_text = (run / CONFIG).read_text(encoding="utf-8", errors="replace")
     last_values = [[name, f"{values[-1]:.5g}"] for name, (_, values) in series.items()]
     launches = read_launches(run)
     tables = [
         *_events(run),
         *_launches(launches),
         _table("Last values", ["metric", "value"], last_values),
-        _table("Environment", ["", ""], [[name, str(value)] for name, value in environment.items()]),
+        *_environment(run),
         f"<h2>Config</h2><pre>{html.escape(config_text)}</pre>",
     ]
-    title = f"{run.name}: {config['objective']['method']}"
+    title = f"{run.name}: {options.get('objective.method')}"
     page = _PAGE.substitute(
         title=html.escape(title),
-        scores="\n".join([*_progress(series, launches), *_scores(series, config["data"]["val"]), *_blends(run)]),
+        scores="\n".join([*_progress(series, launches), *_scores(series, options.get("data.val")), *_blends(run)]),
         examples="\n".join(retrieved_lines(run)),
         tables="\n".join(tables),
         data=_plot_data(_plots(series)),
@@ -99,7 +99,7 @@ def write_comparison(runs: Sequence[Path], path: Path) -> None:
     """
     names = run_names(runs)
     series_of_runs = {name: read_series(run) for name, run in zip(names, runs, strict=True)}
-    configs = [yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")) for run in runs]
+    configs = [without_replaced(_read_config(run)) for run in runs]
     durations = [_duration(read_launches(run)) for run in runs]
     distinct_scores = dict.fromkeys(score for series in series_of_runs.values() for score in scores_among(series))
     rows = [["duration", *durations]]
@@ -117,6 +117,24 @@ def write_comparison(runs: Sequence[Path], path: Path) -> None:
         script=_SCRIPT,
     )
     path.write_text(page, encoding="utf-8")
+
+
+def _read_config(run: Path) -> dict[str, Any]:
+    """Return the options of a run as a tree; raise `UserError` if its config.yaml is damaged."""
+    path = run / CONFIG
+    config = read_options(path)
+    if not isinstance(config, dict):
+        raise UserError(f"{path} is not the config of a run: restore it from a copy, or resume the run.")
+    return config
+
+
+def _environment(run: Path) -> Iterator[str]:
+    """Yield a table of the environment of a run's last launch, if its file is intact."""
+    try:
+        environment = dict(json.loads((run / "environment.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return
+    yield _table("Environment", ["", ""], [[name, str(value)] for name, value in environment.items()])
 
 
 def run_names(runs: Sequence[Path]) -> list[str]:
@@ -184,7 +202,7 @@ def _launches(launches: list[Launch]) -> Iterator[str]:
         yield _table("Launches", header, rows)
 
 
-def _scores(series: Mapping[str, Series], val: str | int) -> Iterator[str]:
+def _scores(series: Mapping[str, Series], val: object) -> Iterator[str]:
     """Yield a table of each score's last and best values in percent, with chance level and interval, if there are any.
 
     Also yields a sentence about the retrieval pairs; `val` is their path, or the number of held-out training pairs.
@@ -207,7 +225,7 @@ def _scores(series: Mapping[str, Series], val: str | int) -> Iterator[str]:
         yield _table("Scores, %", header, rows)
     if "retrieval_pairs" in series:
         _, pair_counts = series["retrieval_pairs"]
-        origin = "held out of data.train" if isinstance(val, int) else f"of {html.escape(val)}"
+        origin = "held out of data.train" if isinstance(val, int) else f"of {html.escape(str(val))}"
         yield f"<p>Recall is measured on {pair_counts[-1]:,.0f} pairs {origin}.</p>"
     elif val == "":
         yield "<p>There is no recall: no pairs were held out (data.val is empty).</p>"
@@ -240,8 +258,11 @@ def _trials(score: str, series: Mapping[str, Series]) -> int:
 def _blends(run: Path) -> Iterator[str]:
     """Yield a plot and a table of each checkpoint's blends with the start of the run, if they have been scored."""
     for path in sorted((run / "evaluation").glob(f"*/{BLENDS_FILE}")):
-        blends = Blends.read(path.parent)
-        header, *rows = blends.rows()
+        try:
+            blends = Blends.read(path.parent)
+            header, *rows = blends.rows()
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):  # damaged; `evaluate` writes it again
+            continue
         yield _table(f"Blends of {path.parent.name} with its start, %", header, rows)
         yield f"<p>0 is the start, {html.escape(blends.start)}; 1 is the result.</p>"
         yield blends_plot(blends)

@@ -8,13 +8,35 @@ from typing import TYPE_CHECKING, Any
 
 from neuclip_ds.data.bad_samples import BadSampleLog
 from neuclip_ds.data.loader import RankBatch
+from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.stop_signals import deferring, take_signal
+from neuclip_ds.errors import UserError
 from neuclip_ds.files import explain_disk
 from neuclip_ds.reporting.metrics import MetricsLog
 from neuclip_ds.training.hooks import Hook
 
+_STOP_LIMIT = 300.0  # longest time in seconds between the requests of the ranks to stop after a step
+
 if TYPE_CHECKING:
     from neuclip_ds.training.trainer import Loop, StepResult
+
+
+def wait_for_requests_of_all(communicator: Communicator, done: int) -> None:
+    """Wait until a stop after step `done` has been requested on all ranks, without a collective.
+
+    Raises `UserError` after 5 minutes: the other ranks train on, and wait for this rank in a collective.
+    """
+    name = f"stops after step {done}"
+    requests = communicator.count(name)
+    deadline = time.monotonic() + _STOP_LIMIT
+    while requests < communicator.world_size:
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"A hook has set loop.stop_requested on {requests} of {communicator.world_size} ranks after step "
+                f"{done}: it must set it on all ranks after the same step."
+            )
+        time.sleep(0.1)
+        requests = communicator.count(name, 0)
 
 
 def is_log_step(loop: Loop) -> bool:
@@ -27,7 +49,7 @@ class WriteRecords(Hook):
 
     Metrics are written every `run.log_every` steps, with the throughput and the fractions of time spent waiting. At
     these steps, one exchange tells all ranks about the others' bad samples and stop signals; if any rank has received a
-    signal, all ranks stop after the same step, with a checkpoint.
+    signal, or a hook has requested a stop on any rank, all ranks stop after the same step, with a checkpoint.
     """
 
     def __init__(self) -> None:
@@ -72,6 +94,8 @@ class WriteRecords(Hook):
     def after_step(self, loop: Loop, result: StepResult) -> None:
         self._waited += result.waited
         if not is_log_step(loop):
+            if loop.stop_requested:
+                wait_for_requests_of_all(loop.context.communicator, loop.done)
             return
         self._exchange(loop)
         if loop.metrics is not None:
@@ -83,10 +107,13 @@ class WriteRecords(Hook):
         self._begin_interval(loop)
 
     def _exchange(self, loop: Loop) -> None:
-        """Merge the bad samples of all ranks, and stop the loop if any rank has received a stop signal."""
-        gathered = loop.context.communicator.gather_objects((self._bad_samples.take_new(), take_signal()))
-        self._bad_samples.merge([new for new, _ in gathered])
-        for _, signal_number in gathered:
+        """Merge the bad samples of all ranks, and stop the loop if any rank has a stop signal or a requested stop."""
+        local = (self._bad_samples.take_new(), take_signal(), loop.stop_requested)
+        gathered = loop.context.communicator.gather_objects(local)
+        self._bad_samples.merge([new for new, _, _ in gathered])
+        for _, signal_number, stop_requested in gathered:
+            if stop_requested:
+                loop.stop_requested = True
             if signal_number is not None:
                 loop.stop_requested = True
                 loop.stop_signal = signal_number

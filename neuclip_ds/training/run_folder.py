@@ -19,20 +19,19 @@ from typing import Any
 import torch
 import yaml
 
-from neuclip_ds.config import Config, dump
-from neuclip_ds.data.training_data import TOKENIZER
+from neuclip_ds.checkpoint.saved_model import MODEL
+from neuclip_ds.config import CONFIG, TOKENIZER, Config, dump, without_replaced
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.launch import check_shared
 from neuclip_ds.errors import redact
 from neuclip_ds.files import atomic_write, best_effort, explain_disk, link_or_copy
 from neuclip_ds.reporting.history import Changes, changed_options
+from neuclip_ds.section import read_yaml
 
 _PACKAGES = ("torch", "deepspeed", "transformers", "timm", "webdataset", "numpy", "pillow")
 
 # names in the run's folder
-CONFIG = "config.yaml"
 MANIFESTS = "manifests"
-MODEL = "model"
 COMPLETE = "complete.json"
 RECOVERY = "recovery"  # subfolder of the recovery of statistics, with its own checkpoints
 
@@ -69,8 +68,10 @@ def move_staged_files(staged: Path, folder: Path, config: Config) -> Changes:
     text = dump(config)
     before = None
     with suppress(OSError, ValueError, yaml.YAMLError):
-        before = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
-    changes = changed_options(before, yaml.safe_load(text)) if isinstance(before, dict) else {}
+        before = read_yaml((folder / CONFIG).read_bytes())
+    changes: Changes = {}
+    if isinstance(before, dict):
+        changes = changed_options(without_replaced(before), read_yaml(text))
     with explain_disk(folder):
         folder.mkdir(exist_ok=True)
         for path in sorted(staged.iterdir()):

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from neuclip_ds.config import AugmentConfig, Config
+from neuclip_ds.data.feature_parts import TRUNK_OUTPUTS
 from neuclip_ds.data.feature_table import FeatureTable
 from neuclip_ds.data.stored_towers import CONTENTS, IMAGE, TOWER_OF_TABLE, tower_folders, tower_tables
 from neuclip_ds.errors import UserError
@@ -11,6 +12,7 @@ from neuclip_ds.models.pretrained.base import Preprocessing
 from neuclip_ds.models.tokenizer import ModelTokenizer
 from neuclip_ds.models.towers import DualEncoder, Encoder
 from neuclip_ds.models.trained_parts import check_separate_projection, projection_width
+from neuclip_ds.models.trunk_output import image_sample, is_same_output, text_sample, trunk_output
 from neuclip_ds.models.weights_hash import weights_hash
 
 _FIX = "embed the training data with the model that the run starts from, and --output=trunk."
@@ -50,15 +52,28 @@ def check_frozen_trunks(config: Config) -> None:
         )
 
 
-def check_trunk_weights(tables: Mapping[str, FeatureTable], model: DualEncoder) -> None:
-    """Raise `UserError` unless the tables have outputs of the model's trunks, whose weights are in float32."""
+def check_trunks(
+    tables: Mapping[str, FeatureTable], model: DualEncoder, preprocessing: Preprocessing, tokenizer: ModelTokenizer
+) -> None:
+    """Raise `UserError` unless the tables have outputs of the model's trunks.
+
+    The arguments are those of `check_trunk_outputs`; the model has its initial weights in float32, on the host.
+    """
     for name, table in tower_tables(tables).items():
         kind = CONTENTS[name]
-        trunk = model.get_submodule(TOWER_OF_TABLE[name]).get_submodule("trunk")
+        tower: Encoder = model.vision if name == IMAGE else model.text
+        trunk = tower.get_submodule("trunk")
         if table.embedding.get("trunk_weights", {}).get(kind) != weights_hash(trunk):
             raise UserError(
                 f"{table.folder} has outputs of {table.embedding['model']}, whose weights differ from those of the "
                 f"{kind} tower: {_FIX}"
+            )
+        sample = image_sample(preprocessing.size) if name == IMAGE else text_sample(tokenizer)
+        stored = table.embedding.get(TRUNK_OUTPUTS, {}).get(kind, [])
+        if not is_same_output(stored, trunk_output(tower, sample)):
+            raise UserError(
+                f"{table.folder} has outputs of {table.embedding['model']}, which has the weights of the {kind} tower, "
+                f"but computes other features from them: compare its options, such as model.vision.options, or {_FIX}"
             )
 
 
@@ -78,18 +93,19 @@ def check_trunk_outputs(
         check_separate_projection(tower, f"data.{name}", "omit the option")
         _check_contents(name, table, tower)
         embedding = table.embedding
-        settings: dict[str, tuple[Any, Any]] = {}  # by option: of the table, and of the run
+        settings: dict[str, tuple[Any, Any, str]] = {}  # by option: of the table, of the run, and the option of `embed`
         if name == IMAGE:
             options = "model.vision.image_size, mean and std"
-            settings[options] = embedding.get("preprocessing"), preprocessing.to_json()
+            settings[options] = embedding.get("preprocessing"), preprocessing.to_json(), "--image-size"
         else:
-            settings["model.text.context_length"] = embedding.get("context_length"), tokenizer.context_length
-            settings["model.text.pooling"] = embedding.get("pooling"), getattr(tower, "pooling", None)
-        for option, (of_table, of_run) in settings.items():
+            lengths = embedding.get("context_length"), tokenizer.context_length
+            settings["model.text.context_length"] = *lengths, "--context-length"
+            settings["model.text.pooling"] = embedding.get("pooling"), getattr(tower, "pooling", None), "--pooling"
+        for option, (of_table, of_run, of_embed) in settings.items():
             if of_table != of_run:
                 raise UserError(
-                    f"{table.folder} was computed with {option} {of_table}, but this run has {of_run}: "
-                    "set the table's values in this run, or embed the training data again."
+                    f"{table.folder} was computed with {option} {of_table}, but this run has {of_run}: set the "
+                    f"table's values in this run, or embed the training data with those of this run ({of_embed})."
                 )
 
 

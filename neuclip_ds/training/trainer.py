@@ -21,7 +21,7 @@ from torch import Tensor
 
 from neuclip_ds.checkpoint.checkpoints import Checkpoints, Fingerprint
 from neuclip_ds.checkpoint.integrity import read_meta
-from neuclip_ds.checkpoint.saved_model import initial_source
+from neuclip_ds.checkpoint.saved_model import MODEL, initial_source
 from neuclip_ds.config import Config, dump
 from neuclip_ds.data.loader import RankBatch
 from neuclip_ds.data.stored_towers import TEXT, tower_folders
@@ -53,6 +53,7 @@ from neuclip_ds.models.compilation import Compilation, compile_towers, resolve_c
 from neuclip_ds.models.pretrained.base import LogitParameters
 from neuclip_ds.models.source import ModelSource
 from neuclip_ds.models.trained_parts import Parameters
+from neuclip_ds.models.weights_hash import weights_hash
 from neuclip_ds.reporting.events import EventLog
 from neuclip_ds.reporting.history import log_changes, recorded_launch
 from neuclip_ds.reporting.log import configure_logging
@@ -81,7 +82,6 @@ from neuclip_ds.training.recovery import (
 )
 from neuclip_ds.training.replicas import compare_replicas
 from neuclip_ds.training.run_folder import (
-    MODEL,
     RECOVERY,
     checkpoint_extras,
     move_staged_files,
@@ -93,7 +93,7 @@ from neuclip_ds.training.run_folder import (
 from neuclip_ds.training.run_lock import locked
 from neuclip_ds.training.schedule import is_partial_batch, learning_rate, run_length
 from neuclip_ds.training.step import train_step
-from neuclip_ds.training.stored_trunks import check_trunk_outputs, check_trunk_weights
+from neuclip_ds.training.stored_trunks import check_trunk_outputs, check_trunks
 
 log = logging.getLogger(__name__)
 
@@ -306,11 +306,12 @@ def start_encoders(
     torch.manual_seed(config.run.seed)  # the same weights on every rank
     model, logits = source.load(data.tokenizer)
     check_trunk_outputs(data.tables, model, source.preprocessing, data.tokenizer)
-    communicator.on_rank_zero(lambda: check_trunk_weights(data.tables, model))
+    communicator.on_rank_zero(lambda: check_trunks(data.tables, model, source.preprocessing, data.tokenizer))
 
     def save() -> None:
         with explain_disk(staged / MODEL):
-            source.save(staged / MODEL, logits)
+            start_hash = weights_hash(model) if config.model.pretrained else None
+            source.save(staged / MODEL, logits, start_hash)
 
     communicator.on_rank_zero(save)
     parameters = Parameters.of(model)  # before ZeRO 3 partitions them
@@ -383,7 +384,8 @@ class Loop:
         done: number of steps done.
         total: number of steps after which the loop ends.
         saved: last step after which a checkpoint was saved.
-        stop_requested: set this to True on all ranks to end the loop after the current step, with a checkpoint.
+        stop_requested: set this to True on all ranks to end the loop after the current step, with a checkpoint. If only
+            some ranks set it, all ranks stop if metrics are logged after that step, and fail with an error if not.
         stop_signal: the signal that requested the stop, if any; the loop then raises `Interrupted`.
         resources: stack of the context managers that hooks enter when they start; the stack closes when the loop ends.
         events: the log of problems.
@@ -464,9 +466,9 @@ class Loop:
         compare_replicas(self.done, engine, self.loss.function, self.context.communicator)
         hook_states: dict[str, Any] = {}
         for name, hook in self._hooks.items():
-            state = hook.state(self)
-            if state:
-                hook_states[name] = state
+            has_state = type(hook).state is not Hook.state
+            if has_state:  # also an empty one, so that a rollback clears what the hook has collected since
+                hook_states[name] = hook.state(self)
         data = {**self.context.data.record(), "hooks": hook_states, "compilation": self.context.compilation}
         self.checkpoints.save(self.done, engine, self.loss.function, self.fingerprint, data)
         self.saved = self.done

@@ -2,7 +2,9 @@
 
 import json
 import math
+import shutil
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 import torch
 from miniatures import save_clip, save_siglip
 from ranks import run_ranks
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from small_runs import call, newest_checkpoint, records, train_connected
 from torch import Tensor
 from transformers import CLIPModel
@@ -171,7 +173,14 @@ def test_a_start_that_is_random_missing_or_replaced_is_refused(folder: Path, sha
     with pytest.raises(UserError, match=r"The start of .*step_000000002 cannot be opened: put it back"):
         export_run(tmp_path / "tuned", "transformers", tmp_path / "out", fraction=0.5)
     save_siglip(tmp_path / "clip")
-    with pytest.raises(UserError, match="so it has been replaced: put the original one back"):
+    with pytest.raises(UserError, match=r"another temperature .* so it has been replaced: put the original one back"):
+        export_run(tmp_path / "tuned", "transformers", tmp_path / "out", fraction=0.5)
+    shutil.rmtree(tmp_path / "clip")
+    shutil.copytree(tmp_path / "moved", tmp_path / "clip")
+    weights = load_file(tmp_path / "clip" / "model.safetensors")
+    weights["visual_projection.weight"] += 1e-6
+    save_file(weights, tmp_path / "clip" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=r"other weights than the model .* so it has been replaced"):
         export_run(tmp_path / "tuned", "transformers", tmp_path / "out", fraction=0.5)
     assert not (tmp_path / "out").exists()
 
@@ -199,6 +208,26 @@ def test_models_that_differ_cannot_be_averaged(result: ModelWeights) -> None:
         weighted_mean([result, replace(result, weights=wider)], [0.5, 0.5])
     with pytest.raises(UserError, match="they differ in their tokenizers"):
         weighted_mean([result, replace(result, tokenizer=Upper(16))], [0.5, 0.5])
+
+
+def test_runs_with_different_starts_are_no_soup(result: ModelWeights) -> None:
+    """The folders of the starts may have been moved: their weights count, if they are known."""
+
+    def from_start(path: str, start_hash: str | None) -> ModelWeights:
+        source = copy(result.source)
+        source.config = source.config.model_copy(update={"pretrained": path})
+        return replace(result, source=source, start_hash=start_hash)
+
+    first = from_start("/a/clip", result.start_hash)
+    assert result.start_hash is not None
+    soup([first, from_start("/b/moved", result.start_hash)])
+    soup([first, from_start("/b/clip", None)])  # a run of an earlier version
+    with pytest.raises(UserError, match=r"was fine-tuned from /a/clip, but .* from /b/clip"):
+        soup([first, from_start("/b/clip", "another")])
+    with pytest.raises(UserError, match="from other weights in /a/clip"):
+        soup([first, from_start("/a/clip", "another")])
+    with pytest.raises(UserError, match="from /b/siglip"):
+        soup([first, from_start("/b/siglip", None)])
 
 
 def test_temperature_is_averaged_in_log_space_and_bias_linearly(result: ModelWeights) -> None:

@@ -242,6 +242,12 @@ def test_a_store_that_cannot_be_used_is_refused(bucket: str, tmp_path: Path) -> 
     for store in (f"{tmp_path}/file/store", "nowhere://store", "s3://misspelled/runs"):
         with pytest.raises(UserError, match=r"run\.remote: the copy in .* cannot be read or written"):
             restore(config(tmp_path / "runs", store), Communicator(), tmp_path / "runs" / "run")
+    for store in (tmp_path / "runs", tmp_path / "link"):
+        (tmp_path / "runs" / "run").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "link").unlink(missing_ok=True)
+        (tmp_path / "link").symlink_to("runs")
+        with pytest.raises(UserError, match=r"run\.remote=.* is the run's own folder"):
+            restore(config(tmp_path / "runs", str(store)), Communicator(), tmp_path / "runs" / "run")
     fs = fsspec.filesystem("s3", use_listings_cache=False, skip_instance_cache=True)
     assert fs.ls("") == [bucket.removeprefix("s3://")], "no bucket is created"
 

@@ -1,12 +1,13 @@
 """Runs that start from other runs, at a larger image size and context length (CLIPA's second stage)."""
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from miniatures import CAPTIONS, TINY_TEXT, TINY_VIT, images, save_clip
+from miniatures import CAPTIONS, TINY_TEXT, TINY_VIT, clip_tokenizer, images, save_clip
 from ranks import run_ranks
 from small_runs import newest_checkpoint, train_connected
 from test_encoders import save_text_encoder
@@ -18,13 +19,14 @@ from neuclip_ds.checkpoint.saved_model import initial_source, open_model, open_r
 from neuclip_ds.config import ModelConfig
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.models.pretrained.positions import resample_positions
+from neuclip_ds.models.tokenizer import CaptionTokenizer
 from neuclip_ds.planning.memory import MemoryQuery
 from neuclip_ds.recipe import validate
 
 SIZES: dict[str, Any] = {"vision": {"image_size": 48}, "text": {"context_length": 24}}
 # runs in the order in which they start from each other: the name of the start, and further options of the model
 STAGES: dict[str, tuple[str, dict[str, Any]]] = {
-    "small": ("", {"vision": TINY_VIT, "text": TINY_TEXT, "embed_dim": 24}),
+    "small": ("", {"vision": TINY_VIT, "embed_dim": 24}),  # and a tokenizer from a folder
     "large": ("small", SIZES),
     "adapted": ("large", {"lora": {"rank": 2}}),
     "small_clip": ("clip", {"lora": {"rank": 2}}),
@@ -33,10 +35,13 @@ STAGES: dict[str, tuple[str, dict[str, Any]]] = {
     "large_encoder": ("encoder", {"vision": {"image_size": 48}}),
 }
 LARGE = ("large", "large_clip")
+RESUMED = ("small", "large_clip")
 
 
 def model_options(folder: Path, name: str) -> dict[str, Any]:
     start, options = STAGES[name]
+    if name == "small":
+        return {**options, "text": {**TINY_TEXT, "tokenizer": str(folder / "tokenizer")}}
     if name == "encoder":
         return {**options, "text": {"pretrained": str(folder / "bert"), "pooling": "mean", "context_length": 16}}
     return {**options, "pretrained": str(folder / start)} if start else options
@@ -54,13 +59,16 @@ def train_stages(communicator: Communicator, shards: Path, folder: Path) -> None
             "max_steps": 1,
         }
         train_connected(communicator, validate(config))
-        if name in LARGE:
-            train_connected(communicator, validate({**config, "max_steps": 2}))  # resumes
+        if name == "small":
+            communicator.on_rank_zero(lambda: shutil.rmtree(folder / "tokenizer"))
+        if name in RESUMED:
+            train_connected(communicator, validate({**config, "max_steps": 2}))
 
 
 @pytest.fixture(scope="module")
 def folder(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stages")
+    clip_tokenizer().save_pretrained(folder / "tokenizer")
     save_clip(folder / "clip")
     save_text_encoder("bert", folder / "bert")
     run_ranks(2, train_stages, shards, folder)
@@ -119,3 +127,12 @@ def test_adapters_are_added_to_the_weights_of_the_start(folder: Path) -> None:
         features = model.eval()(images(32), tokenizer(CAPTIONS))
         for mine, theirs in zip(features, saved.model.eval()(images(32), tokenizer(CAPTIONS)), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["small", "large"])
+def test_runs_keep_a_tokenizer_from_a_folder(name: str, folder: Path, tmp_path: Path) -> None:
+    """The folder was removed before the run resumed, and before another run started from it."""
+    clip_tokenizer().save_pretrained(tmp_path / "named")
+    tokenizer = open_model(str(folder / name), Communicator()).tokenizer
+    expected = CaptionTokenizer.load(tmp_path / "named", tokenizer.context_length)
+    assert torch.equal(tokenizer(CAPTIONS), expected(CAPTIONS))

@@ -89,7 +89,7 @@ def test_single_encoders_and_trunks_are_stored(workspace: Path, tmp_path: Path) 
 
     images = ["--crops=2", "--image-size=32", "--workers=1"]
     embed(workspace, tmp_path / "images", *images, model="timm:test_vit/image.safetensors", ranks=2)
-    texts = ["--all-captions", "--pooling=mean", "--workers=0"]
+    texts = ["--all-captions", "--pooling=mean", "--context-length=8", "--workers=0"]
     embed(workspace, tmp_path / "texts", *texts, model="hf:bert", ranks=2)
     embed(workspace, tmp_path / "trunks", "--output=trunk", model="clip")
     assert "set --output joint" in embed(workspace, tmp_path / "none", "--output=trunk", code=2).stderr
@@ -105,6 +105,7 @@ def test_single_encoders_and_trunks_are_stored(workspace: Path, tmp_path: Path) 
     assert (tables["trunks"].image_width, tables["trunks"].text_width) == (32, 24)
     assert tables["images"].crops == 2
     assert tables["texts"].embedding["pooling"] == "mean"
+    assert tables["texts"].embedding["context_length"] == 8
 
 
 @pytest.mark.parametrize(

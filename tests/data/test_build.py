@@ -170,6 +170,7 @@ NOT_TARS = {
     "a short answer": (b'\n{"error": "expired"}', "is a JSON text"),
     "nothing": (b"", r"is empty \(0 bytes\)"),
     "noise": (b"\x01" * 5000, "has no valid header"),
+    "zeros": (bytes(20480), "contains only zeros"),
     "gzip": (gzip.compress, r"gunzip"),
     "xz": (lzma.compress, r"unxz"),
     "bzip2": (bz2.compress, r"bunzip2"),
@@ -189,6 +190,15 @@ def test_a_file_that_is_not_a_tar_is_unusable(tmp_path, case):
         write_manifest(tmp_path / "m", paths, Worker())
     with pytest.raises(UserError, match=rf"00001\.tar.*{message}"):
         build_manifest(paths, 1)
+    assert write_manifest(tmp_path / "m", paths, Worker(), skip_unreadable=True).n == 2
+
+
+def test_a_link_to_nothing_is_unusable(tmp_path):
+    paths = paths_of(write_pairs(tmp_path / "shards", [2, 2]))
+    (tmp_path / "shards/00001.tar").unlink()
+    (tmp_path / "shards/00001.tar").symlink_to("nowhere.tar")
+    with pytest.raises(UserError, match=r"1 of 2 shards cannot be used.*00001\.tar cannot be read: No such file"):
+        write_manifest(tmp_path / "m", paths, Worker())
     assert write_manifest(tmp_path / "m", paths, Worker(), skip_unreadable=True).n == 2
 
 

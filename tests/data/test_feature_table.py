@@ -364,6 +364,19 @@ def test_a_table_that_changes_during_training_ends_the_run(tmp_path: Path, manif
         table.rows(torch.tensor([15]))
 
 
+def test_a_file_that_is_overwritten_while_it_is_mapped_ends_the_run(
+    tmp_path: Path, manifest: Manifest, features: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(features, copy)
+    table = open_table(copy, manifest)
+    table.rows(torch.tensor([0]))
+    part = copy / part_name(0)
+    part.write_bytes(part.read_bytes()[:-8] + bytes(8))
+    with pytest.raises(UserError, match="has changed during training"):
+        table.rows(torch.tensor([0]))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

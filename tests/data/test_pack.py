@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -436,6 +437,9 @@ def test_a_folder_of_images_and_texts(tmp_path: Path) -> None:
     manifest = build_manifest(resolve_shards(str(tmp_path / "out")))
     reader = TarReader(manifest)
     assert {reader.read(index).texts["txt"] for index in range(3)} == {b"a dog", b"another dog", b"7"}
+    (source / "b" / "cat.txt").write_bytes("caf\xe9".encode("utf-16"))
+    with pytest.raises(UserError, match=r"cat\.txt is not UTF-8 text"):
+        open_table(str(source))
     (source / "pairs.csv").write_text("image,caption\na/dog.jpg,from the table\n")
     assert open_table(str(source)).rows == 1, "a table comes first"
 
@@ -463,3 +467,10 @@ def test_pairs_that_are_not_in_shards_are_refused_with_the_command_that_packs_th
         resolve_shards(str(tmp_path / name))
     with pytest.raises(UserError, match="has 1 images, but neither"):
         open_table(str(tmp_path / "folder"))
+
+
+def test_an_image_that_is_a_pipe_is_an_error(tmp_path: Path) -> None:
+    """Reading it would wait for a writer forever."""
+    os.mkfifo(tmp_path / "0.jpg")
+    with pytest.raises(OSError, match="not a file"):
+        read_image(str(tmp_path / "0.jpg"))

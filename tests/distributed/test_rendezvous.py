@@ -136,6 +136,24 @@ def test_a_signal_ends_a_rank_that_waits_for_the_others(has_server: bool) -> Non
     assert time.monotonic() - started < limit.total_seconds() / 2, "the signal ends the wait, not the limit"
 
 
+@pytest.mark.parametrize("content", [b"\xff", b"null", b'{"rank": 1}', b'{"problem": 3, "processes": []}'])
+def test_unreadable_entries_of_the_store_end_the_ranks_with_one_error(
+    content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "_STORE_DELAY", 0.1)
+    monkeypatch.setattr(launch.secrets, "token_hex", lambda size: "name")
+    server = open_store(0)
+    attempt = dist.PrefixStore("name", server)
+    attempt.add("arrivals", 1)
+    attempt.set("arrival/1", content)
+    (message,) = outcomes([(0, 2, FINGERPRINT)], seconds=5)
+    assert "unreadable entry 'arrival/1'" in str(message)
+    assert "--master_port" in str(message)
+    attempt.set("verdict", content)
+    (message,) = outcomes([(1, 2, FINGERPRINT)], seconds=5)
+    assert "unreadable entry 'verdict'" in str(message)
+
+
 def test_ranks_that_torchrun_restarts_do_not_read_what_earlier_ranks_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun's store outlives the ranks, and its restart count may differ between nodes.
 

@@ -140,6 +140,15 @@ def test_generated_input_is_accepted_or_refused_in_one_line(
     profile(given(inputs)(lambda data: check(tmp_path, data)))()
 
 
+def expanding_aliases(value: str) -> str:
+    """Return YAML with 20 values, each of which refers to the one before, `*v`, several times."""
+    lines = ["v0: &v0 {a: 1}"]
+    for number in range(1, 20):
+        inner = value.replace("*v", f"*v{number - 1}")
+        lines.append(f"v{number}: &v{number} {inner}")
+    return "\n".join(lines)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -151,7 +160,9 @@ def test_generated_input_is_accepted_or_refused_in_one_line(
         ("objective: {method: gcl, hinge: {margin: 1}}", "objective.hinge.margin is read by tuneclip only"),
         ("objective: {other_methods: {hnge: {}}}", "unknown key objective.other_methods.hnge; did you mean hinge?"),
         ("objective: {other_methods: {hinge: {margn: 1}}}", "unknown key hinge.margn"),
-        ("run: &a\n  x: *a", "unknown key run.x"),
+        ("run: &a\n  x: *a", "an alias (*NAME) is within the value that it stands for"),
+        (expanding_aliases("[*v, *v, *v, *v]"), "expand to more than 100000 values"),
+        (expanding_aliases("{<<: [*v, *v, *v, *v]}"), "expand to more than 100000 values"),
         ("run: " + "[" * 1000, "not valid YAML"),
         ("run: {seed: " + "9" * 5000 + "}", "not valid YAML"),
         ("optimizer: {lr: .inf}", "finite"),

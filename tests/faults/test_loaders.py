@@ -79,6 +79,7 @@ def killing(parents: Callable[[], list[int]], seed: int, pause: float, age: floa
         thread.join()
 
 
+@pytest.mark.slow
 def test_killed_workers_are_replaced_wherever_the_main_thread_is(
     training_batches: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,7 +26,7 @@ from neuclip_ds.data.manifest import Manifest, Shard
 from neuclip_ds.data.order import GlobalOrder
 from neuclip_ds.data.prefetch import Prefetcher, shards_ahead
 from neuclip_ds.data.worker_pool import PROCESS_NAME
-from neuclip_ds.distributed.stop_signals import STOP_SIGNALS, deferring, raising_interrupted
+from neuclip_ds.distributed.stop_signals import deferring, raising_interrupted
 from neuclip_ds.errors import Interrupted
 from neuclip_ds.reporting.history import read_launches
 
@@ -61,7 +61,21 @@ def test_a_signal_during_training_saves_a_checkpoint(ranks: int, number: int, sh
     assert f"<p>{launch.last_step} steps in 0:" in (tmp_path / "run" / "report.html").read_text()
 
 
-@pytest.mark.parametrize("number", STOP_SIGNALS)
+@pytest.mark.parametrize("is_ignored", [False, True])
+def test_a_hangup_stops_the_program_unless_it_is_ignored_as_under_nohup(is_ignored: bool) -> None:
+    former = signal.signal(signal.SIGHUP, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
+    stopped = False
+    try:
+        with raising_interrupted():
+            os.kill(os.getpid(), signal.SIGHUP)
+    except Interrupted:
+        stopped = True
+    finally:
+        signal.signal(signal.SIGHUP, former)
+    assert stopped != is_ignored
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_a_signal_while_the_interpreter_shuts_down_changes_nothing(number: int) -> None:
     program = """
 import atexit, sys, time

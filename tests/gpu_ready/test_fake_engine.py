@@ -143,6 +143,7 @@ def test_all_ranks_call_the_same_collectives(stage: int, ranks: int) -> None:
     assert len(calls_of_rank_zero) > 10 * STEPS * len(METHODS)
 
 
+@pytest.mark.slow
 def test_the_step_benchmark_prefetches_batches_as_a_run_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host would wait for a copy of more than 64 KB from pageable memory, in `engine/device_batches.py`."""
 

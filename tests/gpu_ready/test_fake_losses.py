@@ -29,7 +29,10 @@ WARM_UP = {"neuclip": 1, "amorlip": 1}
 ALL_VALID = torch.ones(ROWS, dtype=torch.bool)
 ONE_INVALID = torch.arange(ROWS) != 2
 ONE_OF_EACH_KIND = ("openclip", "siglip", "fastclip_v3", "isogclr", "amorlip", "neuclip", "neuclip_queue")
-CASES = [*((name, 8) for name in VARIANTS), *((name, 1) for name in ONE_OF_EACH_KIND)]
+CASES = [
+    *((name, 8) for name in VARIANTS),
+    *(pytest.param(name, 1, marks=pytest.mark.slow) for name in ONE_OF_EACH_KIND),
+]
 
 
 def loss_of(name: str, rank: GpuRank) -> ContrastiveLoss:
@@ -78,7 +81,7 @@ def test_the_host_does_not_wait_in_a_step_of_any_loss(name: str, world_size: int
     assert not gpu.syncs
 
 
-@pytest.mark.parametrize("world_size", RANKS)
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize("name", ONE_OF_EACH_KIND)
 def test_the_host_does_not_wait_for_stored_features(name: str, world_size: int) -> None:
     rows = (torch.zeros(ROWS, 2 * DIM), torch.zeros(ROWS, 2 * DIM))

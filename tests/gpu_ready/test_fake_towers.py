@@ -46,6 +46,7 @@ def batch() -> Batch:
     return Batch(image, tokens, torch.arange(ROWS), torch.ones(ROWS, dtype=torch.bool))
 
 
+@pytest.mark.slow
 def test_compiled_towers_are_one_graph_each_with_every_option() -> None:
     """A graph break would return to Python within a pass; a second batch of the same shape is not recompiled."""
     options: dict[str, Any] = {"vision": {"patch_drop": 0.5}, "text": {"packed": False}, "lora": {"rank": 2}}

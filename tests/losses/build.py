@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from neuclip_ds.distributed.communicator import Communicator
@@ -160,6 +161,19 @@ def call(
         value = loss_fn(image, text, pending=pending)
     image_gradient, text_gradient = torch.autograd.grad(value, (image, text))
     return Result(loss=value.detach(), image=image_gradient, text=text_gradient, metrics=dict(loss_fn.metric_tensors))
+
+
+def accumulated(loss_fn: ContrastiveLoss, model: nn.Module, parts: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Take an accumulated step with micro-batches of images and texts, and yield after each one's backward pass."""
+    with loss_fn.accumulate(model) as passes:
+        for part in parts:
+            with passes.features():
+                passes.add(*model(*part))
+        passes.loss()
+        for part in parts:
+            with passes.gradients():
+                passes.backward(*model(*part))
+            yield
 
 
 def replicated_state(loss_fn: ContrastiveLoss) -> dict[str, Tensor]:

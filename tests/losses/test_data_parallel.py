@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from build import accumulated
 from ranks import run_ranks
 from replay import (
     EPOCHS,
@@ -102,17 +103,10 @@ def _reduced(communicator: Communicator, shards: bool) -> list[bool]:
     texts = torch.stack([text for _, text in local_pairs])
     parts = list(zip(images.split(2), texts.split(2), strict=True))
     reduced = []
-    with ContrastiveLoss("openclip", dim=6).accumulate(model) as passes:
-        for part in parts:
-            with passes.features():
-                passes.add(*model(*part))
-        passes.loss()
-        for part in parts:
-            with passes.gradients():
-                passes.backward(*model(*part))
-            gradient = next(encoders.parameters()).grad
-            everywhere = None if gradient is None else communicator.all_gather(full_tensor(gradient)[None], "control")
-            reduced.append(everywhere is not None and bool(everywhere.eq(everywhere[0]).all()))
+    for _ in accumulated(ContrastiveLoss("openclip", dim=6), model, parts):
+        gradient = next(encoders.parameters()).grad
+        everywhere = None if gradient is None else communicator.all_gather(full_tensor(gradient)[None], "control")
+        reduced.append(everywhere is not None and bool(everywhere.eq(everywhere[0]).all()))
     return reduced
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from build import SAMPLES, VARIANTS, pairs
+from build import SAMPLES, VARIANTS, accumulated, pairs
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.functional import normalize
@@ -179,14 +179,8 @@ def _gradients_with_static_graph(communicator: Communicator) -> list[Tensor]:
         loss_fn = loss_of("openclip")
         for _ in range(2):
             model.zero_grad()
-            with loss_fn.accumulate(model) as passes:
-                for part in parts:
-                    with passes.features():
-                        passes.add(*model(*part))
-                passes.loss()
-                for part in parts:
-                    with passes.gradients():
-                        passes.backward(*model(*part))
+            for _ in accumulated(loss_fn, model, parts):
+                pass
             assert towers.image.weight.grad is not None
             gradients.append(towers.image.weight.grad.clone())
     return gradients

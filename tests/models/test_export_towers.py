@@ -1,6 +1,7 @@
 """Check that exports of any image tower with any text tower compute the trained model's features in each library.
 
-The tests of sentence-transformers are skipped without that package; they were run with version 6.2.0.
+The tests of sentence-transformers are skipped without that package (`pip install '.[sentence_transformers]'`), which
+the fast suite has no time for; they were run with version 6.2.0.
 """
 
 from __future__ import annotations
@@ -115,10 +116,20 @@ LIBRARY_FEATURES: dict[str, Callable[[Path, int], tuple[Tensor, Tensor]]] = {
 }
 
 
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case.image}-{case.text}")
+def case_and_model(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, quick_meta_models: None
+) -> tuple[Case, TrainedModel]:
+    """Return a case and its trained model, which is exported to all libraries."""
+    case = request.param
+    return case, trained_case(case.image, case.text, tmp_path_factory.mktemp("case") / "from")
+
+
 @pytest.mark.parametrize("library", LIBRARIES)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.image}-{case.text}")
-def test_exports_keep_their_features_or_are_refused(case: Case, library: str, tmp_path: Path) -> None:
-    model = trained_case(case.image, case.text, tmp_path / "from")
+def test_exports_keep_their_features_or_are_refused(
+    case_and_model: tuple[Case, TrainedModel], library: str, tmp_path: Path
+) -> None:
+    case, model = case_and_model
     if library not in case.libraries:
         with pytest.raises(UserError, match=rf"({case.refused}).*--format=sentence_transformers"):
             export(model, library, tmp_path / library)

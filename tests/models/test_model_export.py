@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +35,7 @@ from neuclip_ds.models.bpe import train_bpe
 from neuclip_ds.models.conversion import write_library_model
 from neuclip_ds.models.pretrained.base import LogitParameters
 from neuclip_ds.models.source import ModelSource, locate_model, merged, model_source
-from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer
+from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer, named_tokenizer
 from neuclip_ds.models.towers import DualEncoder
 
 pytestmark = pytest.mark.usefixtures("quick_meta_models")
@@ -53,7 +54,8 @@ def trained(**config: Any) -> TrainedModel:
     torch.manual_seed(0)
     model_config = ModelConfig.model_validate(config)
     source = model_source(model_config, locate_model(model_config))
-    tokenizer = source.tokenizer(bpe)
+    text = model_config.text
+    tokenizer = source.tokenizer(bpe if text.tokenizer is None else partial(named_tokenizer, text))
     model = source.load(tokenizer).model.eval()
     with torch.no_grad():
         for tensor in model.state_dict().values():

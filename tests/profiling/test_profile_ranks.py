@@ -72,7 +72,7 @@ PREDICTED: dict[str, dict[str, float]] = {  # bytes received per step and rank
         "scalars": ALL_REDUCE * 3 * FLOAT,
     },
 }
-QUICK = ("fastclip_v3", "neuclip", "openclip_reference")
+QUICK = ("neuclip", "openclip_reference")
 TREE: dict[str, Any] = {
     "run": {"profile_steps": STEPS},
     "model": {**merge(MODEL, {"vision": {"options": {"depth": 1}}}), "embed_dim": DIM},

@@ -1,7 +1,7 @@
 """The history of a run's launches says when each ran and which options it changed, whatever ended it."""
 
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import date, timedelta
 from pathlib import Path
 
 import pytest
@@ -48,6 +48,17 @@ def test_launches_that_end_fail_or_are_killed(tmp_path: Path) -> None:
     assert (last.first_step, last.last_step) == (7, 20)
     assert timedelta(0) <= duration([first, second, last]) < timedelta(seconds=60)
     assert read_launches(tmp_path / "none") == []
+
+
+def test_times_without_a_zone_and_dates_among_the_options_are_no_error(tmp_path: Path) -> None:
+    with recorded_launch(tmp_path, ENVIRONMENT, {"data.train": (date(2026, 1, 2), "shards")}, Steps(1)):
+        pass
+    (launch,) = read_launches(tmp_path)
+    assert launch.changes == {"data.train": ("2026-01-02", "shards")}
+    path = tmp_path / FILE
+    start, end = path.read_text().splitlines()
+    path.write_text(f"{start}\n{end.replace('+00:00', '')}\n")
+    assert read_launches(tmp_path) == []
 
 
 def test_a_run_that_is_longer_than_its_config_is_refused() -> None:

@@ -105,6 +105,20 @@ def test_example_retrievals_are_shown_and_damage_is_not(tmp_path: Path) -> None:
         assert "text to image retrieval" not in write_report(tmp_path).read_text()
 
 
+def test_damaged_files_of_a_run_are_omitted_or_named(tmp_path: Path) -> None:
+    write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "loss": 1.0}])
+    (tmp_path / "evaluation" / "step_000000001").mkdir(parents=True)
+    config = tmp_path / "config.yaml"
+    for damaged in ("{", "[]", '{"tasks": {"a": {}}}'):
+        for name in ("environment.json", "history.jsonl", "evaluation/step_000000001/blends.json"):
+            (tmp_path / name).write_text(damaged)
+        config.write_text("objective: 3\n")
+        assert "Last values" in write_report(tmp_path).read_text()
+        config.write_text(f"{damaged}]")
+        with pytest.raises(UserError, match=r"config\.yaml"):
+            write_report(tmp_path)
+
+
 def test_runs_are_compared(tmp_path: Path) -> None:
     runs = [tmp_path / "first" / "demo", tmp_path / "second" / "demo", tmp_path / "other"]
     for number, run in enumerate(runs):

@@ -104,7 +104,7 @@ def test_small_runs_predict_the_collectives_of_a_larger_size(method: str, micro_
     assert predicted == real
 
 
-@pytest.mark.parametrize("method", ["fastclip_v1", "neuclip_queue"])
+@pytest.mark.parametrize("method", ["fastclip_v1", pytest.param("neuclip_queue", marks=pytest.mark.slow)])
 def test_stored_features_are_predicted(method: str) -> None:
     """The rows of each model are gathered once, and a reference makes the products of pairs D wider."""
     plain = query_of(method, 3)

@@ -11,7 +11,7 @@ import torch
 from miniatures import CAPTIONS, save_clip
 from ranks import run_ranks
 from safetensors.torch import save_file
-from small_runs import newest_checkpoint, records, tensors, train_connected, weights
+from small_runs import QUICK, newest_checkpoint, records, tensors, train_connected, weights
 from tars import jpeg, write_pairs
 from torch.nn.functional import normalize
 from transformers import CLIPModel, CLIPTokenizer
@@ -31,6 +31,7 @@ BAD = {3: {"jpg": b"no image", "txt": b"broken"}, 20: {"jpg": jpeg(20), "txt": b
 TIMM = {"patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2, "proj_drop_rate": 0.5}
 HEADS = ("model.pretrained=clip", "model.vision.trainable=projection", "model.text.trainable=projection")
 STORED = ("data.image_features=trunks", "data.text_features=trunks")
+STORED_IMAGES = "data.image_features=images"
 PATHS = ("model.pretrained", "model.vision.pretrained", "data.train", "data.image_features", "data.text_features")
 
 
@@ -79,11 +80,7 @@ def options_of(workspace: Path, runs: Path, *options: str) -> list[str]:
     """Return the options of a run; the values of some name a folder of the workspace."""
     fixed = [
         "demo",
-        "--objective.method=fastclip_v3",
-        "--data.batch_size=8",
-        "--data.workers=0",
-        "--data.val=",
-        "--data.zero_shot=",
+        *QUICK,
         "--data.captions=txt:lines",
         "--data.crop_scale=1",
         "--data.decoder=pil",  # as in `embed`
@@ -251,6 +248,15 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
             "data.image_features=images",
         ],
         "was computed with model.vision.image_size",
+    ),
+    "pooling": (
+        [
+            *(option for option in LIT if not option.startswith("model.vision.options")),
+            f"model.vision.options={json.dumps({**TIMM, 'global_pool': 'avg', 'fc_norm': False})}",
+            "model.vision.trainable=projection",
+            STORED_IMAGES,
+        ],
+        "has the weights of the image tower, but computes other features .* model.vision.options",
     ),
     "other data": ([*HEADS, *STORED, "data.train=other_shards"], "were computed for other data"),
 }

@@ -2,21 +2,26 @@
 
 import gc
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch.distributed as dist
 from small_runs import SMALL, newest_checkpoint
 
 from neuclip_ds.checkpoint.checkpoints import complete_checkpoints
 from neuclip_ds.checkpoint.integrity import read_meta
 from neuclip_ds.data.loader import RankBatch
+from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.environment import RankEnvironment
+from neuclip_ds.errors import UserError
 from neuclip_ds.recipe import parse
 from neuclip_ds.reporting.events import read_events
 from neuclip_ds.reporting.metrics import read_metrics
+from neuclip_ds.training import records
 from neuclip_ds.training.hooks import Hook, hook_names
 from neuclip_ds.training.hooks.standard import CollectGarbage
 from neuclip_ds.training.trainer import Loop, StepResult, train
@@ -81,6 +86,13 @@ class WriteRecords(Total):
     """A user's hook with the name of a standard hook."""
 
 
+class Forgetful(Hook):
+    """Hook whose state is empty."""
+
+    def state(self, loop: Loop) -> dict[str, Any]:
+        return {}
+
+
 class LogStart(Hook):
     """Hook that writes a metric and an event when it starts."""
 
@@ -95,13 +107,14 @@ def test_hooks_see_every_step_keep_separate_states_and_log_in_a_new_and_a_resume
 ) -> None:
     recording = Recording(stop_after=2)
     totals = [Total(1), Total(10), Total(100)]
-    run(shards, tmp_path, recording, totals[0], LogStart(), *totals[1:], WriteRecords(1000))
+    run(shards, tmp_path, recording, totals[0], LogStart(), *totals[1:], WriteRecords(1000), Forgetful())
     assert recording.calls == ["start 0/3", *STEP, "after 1", *STEP, "after 2", "close NoneType"]
     assert len(set(recording.losses)) == 2
     assert [path.name for path in complete_checkpoints(tmp_path / "run" / "checkpoints")] == ["step_000000002"]
     saved_states = read_meta(newest_checkpoint(tmp_path))["data"]["hooks"]
     names = hook_names(totals)
     assert len(set(names)) == 3
+    assert saved_states["Forgetful"] == {}, "so that it is restored after a rollback"
     assert [saved_states[name] for name in names] == [{"total": 2}, {"total": 20}, {"total": 200}]
 
     recording = Recording()
@@ -148,6 +161,7 @@ def test_cycles_are_freed_at_the_same_steps_on_all_ranks_and_python_collects_aga
         assert 1 < freed_after <= 1000
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
+    gc.freeze()  # the imported modules again, as in conftest.py
 
 
 def test_a_user_who_turned_automatic_collections_off_keeps_them_off() -> None:
@@ -159,3 +173,17 @@ def test_a_user_who_turned_automatic_collections_off_keeps_them_off() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("requests", [1, 2])
+def test_a_stop_that_only_some_ranks_request_is_an_error(requests: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "_STOP_LIMIT", 1.0 if requests == 2 else 0.0)
+    communicator = Communicator(store=dist.HashStore())
+    communicator.world_size = 2
+    with ThreadPoolExecutor() as pool:
+        waits = [pool.submit(records.wait_for_requests_of_all, communicator, 5) for _ in range(requests)]
+    if requests == 2:
+        assert [wait.result() for wait in waits] == [None, None]
+    else:
+        with pytest.raises(UserError, match="on 1 of 2 ranks after step 5"):
+            waits[0].result()

@@ -17,12 +17,16 @@ from torch import Tensor
 
 from neuclip_ds.config import ModelConfig
 from neuclip_ds.errors import UserError
+from neuclip_ds.models.pretrained.files import read_json
 from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer
 from neuclip_ds.models.towers import DualEncoder
 
 Interpolation = Literal["bicubic", "bilinear"]  # of images, antialiased
 
-START_FILE = "start.json"  # a run's initial logit parameters and preprocessing, next to the library's files
+# a run's initial logit parameters, preprocessing and hash of the weights of `model.pretrained`, next to the library's
+# files
+START_FILE = "start.json"
+_START_HASH = "weights"  # key of the hash
 
 
 class CheckpointRef(NamedTuple):
@@ -107,8 +111,8 @@ class ModelSource(ABC):
     embed_dim: int
 
     @abstractmethod
-    def tokenizer(self, train_tokenizer: Callable[[], CaptionTokenizer]) -> ModelTokenizer:
-        """Return the model's own tokenizer or, if it has none, `train_tokenizer()`.
+    def tokenizer(self, new_tokenizer: Callable[[], CaptionTokenizer]) -> ModelTokenizer:
+        """Return the tokenizer of the model's checkpoint or text encoder or, if it has none, `new_tokenizer()`.
 
         Raises:
             UserError: neither can be used.
@@ -142,16 +146,30 @@ class ModelSource(ABC):
             logits: the temperature and the bias.
         """
 
-    def save(self, folder: Path, logits: LogitParameters) -> None:
-        """Save all files that `open_saved` needs to reopen the source, except the model config and the weights."""
+    def save(self, folder: Path, logits: LogitParameters, start_hash: str | None = None) -> None:
+        """Save all files that `open_saved` needs to reopen the source, except the model config and the weights.
+
+        Args:
+            folder: the folder to write to, which is created.
+            logits: the initial temperature and bias.
+            start_hash: hash of the weights that the run starts from, which blends and soups compare.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         self.save_files(folder)
-        start = {"logits": logits._asdict(), "preprocessing": asdict(self.preprocessing)}
+        start: dict[str, Any] = {"logits": logits._asdict(), "preprocessing": asdict(self.preprocessing)}
+        if start_hash is not None:
+            start[_START_HASH] = start_hash
         (folder / START_FILE).write_text(json.dumps(start), encoding="utf-8")
 
     @abstractmethod
     def save_files(self, folder: Path) -> None:
         """Save all files that the model's library needs to build the model, except the weights."""
+
+
+def read_start_hash(folder: Path) -> str | None:
+    """Read the hash that `ModelSource.save` wrote; None for random weights and for runs of earlier versions."""
+    start_hash: str | None = read_json(folder / START_FILE).get(_START_HASH)
+    return start_hash
 
 
 def read_logit_parameters(weights: Mapping[str, Tensor]) -> LogitParameters:

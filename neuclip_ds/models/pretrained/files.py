@@ -44,7 +44,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         f"The weights file {path} cannot be read as plain tensors", "use a safetensors file or a plain state dict"
     ):
         if path.suffix == ".safetensors":
-            return load_file(path)
+            return _unwrapped_names(load_file(path))
         with torch.serialization.safe_globals(_numpy_scalar_globals()):
             content = torch.load(path, map_location="cpu", weights_only=True)
     return _unwrapped_names(_state_dict(content, path))

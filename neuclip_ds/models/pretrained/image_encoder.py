@@ -68,7 +68,7 @@ def locate_image_encoder(name: str, image_size: int | None = None) -> ImageEncod
         image_size=vision.resolved_image_size(),
         mean=weights.mean,
         std=weights.std,
-        squash=pretrained_cfg is not None and pretrained_cfg.crop_mode == "squash",
+        squash=weights.squash,
     )
 
 

@@ -11,7 +11,6 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
 from timm.layers import PatchEmbed
 from torch import Tensor
@@ -20,7 +19,7 @@ from transformers import PreTrainedModel
 from neuclip_ds.config import OPENAI_MEAN, OPENAI_STD, ModelConfig
 from neuclip_ds.errors import UserError, explained, require_package
 from neuclip_ds.models.build import apply_common_options
-from neuclip_ds.models.image_models import check_patches
+from neuclip_ds.models.image_models import check_patches, fixed_image_size, names_by_image_size
 from neuclip_ds.models.pretrained.attention_masks import use_static_masks
 from neuclip_ds.models.pretrained.base import (
     CheckpointRef,
@@ -153,7 +152,9 @@ class OpenClipCheckpoint(ModelSource):
         vision = self._model_config.setdefault("vision_cfg", {})
         vision["timm_model_pretrained"] = False
         if config.vision.image_size not in (None, vision.get("image_size", _IMAGE_SIZE)):
-            if "timm_model_name" not in vision:
+            if "timm_model_name" in vision:
+                vision["timm_model_name"] = _timm_name(vision["timm_model_name"], config.vision.image_size)
+            else:
                 has_blocks = isinstance(vision.get("layers"), int)
                 check_patches(config.vision.image_size, vision.get("patch_size", 16) if has_blocks else _RESNET_STRIDE)
             vision["image_size"] = config.vision.image_size
@@ -163,7 +164,7 @@ class OpenClipCheckpoint(ModelSource):
             _use_own_encoder(self._model_config, Path(ref.path))
         self.preprocessing = _read_preprocessing(self._model_config["vision_cfg"], preprocess_config, self._where)
 
-    def tokenizer(self, train_tokenizer: Any = None) -> ModelTokenizer:
+    def tokenizer(self, new_tokenizer: Any = None) -> ModelTokenizer:
         options = {"context_length": self._model_config.get("text_cfg", {}).get("context_length")}
         if self._model_config.get("text_cfg", {}).get("hf_tokenizer_name"):
             options["trust_remote_code"] = False  # open_clip passes the options on to transformers' tokenizer
@@ -199,7 +200,7 @@ class OpenClipCheckpoint(ModelSource):
         vision = self._model_config["vision_cfg"]
         image_size = self.preprocessing.size
         if "timm_model_name" in vision:
-            own_size = _fixed_size(vision["timm_model_name"])
+            own_size = fixed_image_size(vision["timm_model_name"])
             if own_size not in (None, image_size):
                 raise UserError(
                     f"open_clip cannot express timm's image model {vision['timm_model_name']!r} with images of "
@@ -261,7 +262,7 @@ def _set_timm_image_size(visual: Any, vision_config: Mapping[str, Any]) -> None:
     """Set the image size of timm's model, which open_clip builds with timm's own size."""
     name = vision_config["timm_model_name"]
     size = vision_config.get("image_size", _IMAGE_SIZE)
-    own_size = _fixed_size(name)
+    own_size = fixed_image_size(name)
     if own_size in (None, size):
         return
     if not hasattr(visual.trunk, "set_input_size"):
@@ -271,12 +272,21 @@ def _set_timm_image_size(visual: Any, vision_config: Mapping[str, Any]) -> None:
     visual.set_input_size(size)
 
 
-def _fixed_size(timm_name: str) -> int | None:
-    """Return the image size of a timm model that is built for one size, or None for other models."""
-    config = timm.get_pretrained_cfg(timm_name)
-    if config is None or not config.fixed_input_size:
-        return None
-    return int(config.input_size[-1])
+def _timm_name(name: str, size: int) -> str:
+    """Return the name of timm's model `name` for images of `size` pixels; raise UserError if timm has none.
+
+    open_clip's config has no image size for timm's models: it builds each at timm's own size.
+    """
+    names = names_by_image_size(name)
+    if not names:
+        return name
+    if size not in names:
+        raise UserError(
+            f"model.vision.image_size={size}: open_clip takes timm's {name!r} only with images of "
+            f"{' or '.join(map(str, sorted(names)))} pixels, so the run could not be exported. Set one of these sizes, "
+            "or start from a checkpoint in the transformers format."
+        )
+    return names[size]
 
 
 def _refuse_foreign_code(name: str, where: str) -> None:

@@ -185,17 +185,27 @@ def locate_text_encoder(name: str, option: str = "MODEL", weights: bool = True) 
     return folder.resolve()
 
 
-def open_text_encoder(folder: Path, pooling: Pooling | None = None) -> PretrainedTextEncoder:
+def open_text_encoder(
+    folder: Path, pooling: Pooling | None = None, context_length: int | None = None
+) -> PretrainedTextEncoder:
     """Load a text encoder from a folder, without running code from the folder.
 
-    By default, the pooling is the one in the folder's sentence-transformers config. Raises UserError if there is no
-    such config, or if the weights or the tokenizer are missing or unsupported.
+    Args:
+        folder: the encoder's files.
+        pooling: by default, the one in the folder's sentence-transformers config.
+        context_length: maximum number of tokens per caption; by default, the smallest limit in the folder's configs.
+
+    Raises:
+        UserError: there is no pooling, the encoder takes fewer tokens, or the weights or the tokenizer are missing or
+            unsupported.
     """
     chosen = pooling or _read_pooling(folder, "--pooling")
     tower = PretrainedTextTower(_load_trunk(folder), chosen)
     vocabulary = tower.trunk.get_input_embeddings().num_embeddings
     inner = load_tokenizer(folder, vocabulary)
-    tokenizer = TextEncoderTokenizer(inner, _context_length(folder, inner, tower.trunk), chosen == "eos")
+    length = context_length or _context_length(folder, inner, tower.trunk)
+    _check_length(length, tower.trunk, "--context-length", str(folder))
+    tokenizer = TextEncoderTokenizer(inner, length, chosen == "eos")
     return PretrainedTextEncoder(tower=tower, tokenizer=tokenizer)
 
 
@@ -224,12 +234,7 @@ class TextEncoderSource:
         with torch.device("meta"):
             trunk = _new_trunk(self.folder)
         length = self._config.resolved_context_length()
-        limit = position_count(trunk)
-        if length > limit:
-            raise UserError(
-                f"model.text.context_length={length} is more than the {limit} tokens that {self._config.pretrained} "
-                f"takes: set it to at most {limit}."
-            )
+        _check_length(length, trunk, "model.text.context_length", self._config.pretrained)
         inner = load_tokenizer(self.folder, trunk.get_input_embeddings().num_embeddings)
         return TextEncoderTokenizer(inner, length, self.pooling == "eos", pads_to_context=True)
 
@@ -335,6 +340,15 @@ def _context_length(folder: Path, tokenizer: Any, trunk: Any) -> int:
     if sentence_config.is_file():
         limits.append(int(read_json(sentence_config).get("max_seq_length") or _NO_LIMIT))
     return min(*limits, position_count(trunk))
+
+
+def _check_length(length: int, trunk: Any, option: str, name: str) -> None:
+    """Raise UserError, naming an option and an encoder, if the encoder takes fewer than `length` tokens."""
+    limit = position_count(trunk)
+    if length > limit:
+        raise UserError(
+            f"{option}={length} is more than the {limit} tokens that {name} takes: set it to at most {limit}."
+        )
 
 
 def position_count(trunk: Any) -> int:

@@ -130,7 +130,7 @@ class TransformersCheckpoint(ModelSource):
         self.embed_dim = vision.hidden_size if self._model_type.siglip else self._library_config.projection_dim
         self.preprocessing = _read_preprocessing(self._folder, vision.image_size, self._model_type.siglip)
 
-    def tokenizer(self, train_tokenizer: Any = None) -> CaptionTokenizer:
+    def tokenizer(self, new_tokenizer: Any = None) -> CaptionTokenizer:
         text = self._library_config.text_config
         tokenizer = load_tokenizer(self._folder, text.vocab_size)
         pooled_id = text.eos_token_id

@@ -51,7 +51,10 @@ class Hook:
         """Called after the last step, unless the loop was stopped earlier."""
 
     def state(self, loop: Loop) -> dict[str, Any]:
-        """Return the hook's state for a checkpoint (JSON-compatible, equal on all ranks); called on all ranks."""
+        """Return the hook's state for a checkpoint (JSON-compatible, equal on all ranks); called on all ranks.
+
+        Also an empty state is saved.
+        """
         return {}
 
     def load_state(self, state: dict[str, Any]) -> None:

@@ -167,6 +167,11 @@ def _restore_folder(url: str, communicator: Communicator, folder: Path) -> bool:
         local_names = [path.name for path in all_checkpoints(folder / "checkpoints")]
         with _explained(url):
             remote = RemoteRun(url)
+            if remote.is_folder(folder):
+                raise UserError(
+                    f"run.remote={url} is the run's own folder, of which it must keep a copy elsewhere: choose another "
+                    "folder or a store, or omit it."
+                )
             return local_names, remote.names(), remote.records()
 
     local_names, remote_names, records = communicator.on_rank_zero(list_both)

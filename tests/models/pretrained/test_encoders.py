@@ -29,6 +29,8 @@ from transformers import (
     XLMRobertaModel,
 )
 
+from neuclip_ds.config import ModelConfig, VisionConfig
+from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.pretrained.image_encoder import locate_image_encoder, open_image_encoder
 from neuclip_ds.models.pretrained.text_encoder import (
@@ -38,6 +40,7 @@ from neuclip_ds.models.pretrained.text_encoder import (
     PretrainedTextEncoder,
     open_text_encoder,
 )
+from neuclip_ds.models.source import INITIAL_LOGITS, locate_on_rank_zero, model_source, open_saved
 
 LENGTH = 16  # tokens
 
@@ -158,7 +161,11 @@ def test_pooling_and_length_come_from_a_sentence_transformers_config(tmp_path: P
     folder = save_sentence_transformer(tmp_path / "max", pooling_mode_max_tokens=True)
     with pytest.raises(UserError, match=r"pools with pooling_mode_max_tokens, which is not supported: set --pooling"):
         open_text_encoder(folder)
-    assert open_text_encoder(folder, "mean").tower.pooling == "mean"
+    encoder = open_text_encoder(folder, "mean", context_length=9)
+    assert encoder.tower.pooling == "mean"
+    assert encoder.tokenizer(CAPTIONS).shape[1] == 9
+    with pytest.raises(UserError, match=r"--context-length=17 is more than the 16 tokens"):
+        open_text_encoder(folder, "mean", context_length=LENGTH + 1)
 
 
 def test_other_modules_of_sentence_transformers_are_refused_by_name(tmp_path: Path) -> None:
@@ -228,6 +235,18 @@ def save_timm_folder(folder: Path, model: Any) -> None:
     settings = {"input_size": [3, 160, 160], "mean": [0.1, 0.2, 0.3], "std": [0.5, 0.6, 0.7], "crop_mode": "squash"}
     config = {"architecture": "test_vit", "model_args": {"img_size": 160}, "pretrained_cfg": settings}
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_a_run_squashes_images_like_the_encoder_whose_weights_it_loads(tmp_path: Path) -> None:
+    weights = tmp_path / "model.safetensors"
+    weights.touch()
+    vision = VisionConfig(name="dm_nfnet_f0", pretrained=str(weights))
+    config = ModelConfig(vision=vision)
+    source = model_source(config, locate_on_rank_zero(config, Communicator()))
+    assert source.preprocessing == locate_image_encoder(f"dm_nfnet_f0/{weights}", 224).preprocessing
+    assert source.preprocessing.squash
+    source.save(tmp_path / "saved", INITIAL_LOGITS)
+    assert open_saved(config, tmp_path / "saved")[0].preprocessing == source.preprocessing
 
 
 def test_image_features_equal_timms(tmp_path: Path, image_model: Any) -> None:

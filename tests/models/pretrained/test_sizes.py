@@ -35,9 +35,10 @@ REPLACED = {
     "model.vision.options": '{"depth": 3}',
     "model.vision.patch_drop": "0.5",
     "model.vision.mean": "[0.5, 0.5, 0.5]",
+    "model.vision.projection": "mlp",
     "model.text.tokenizer": "clip_bpe",
     "model.text.width": "64",
-    "model.embed_dim": "64",
+    "model.embed_dim": "512",  # the default
 }
 
 
@@ -62,9 +63,22 @@ def test_a_recipes_architecture_gives_way_to_a_checkpoint(tmp_path: Path) -> Non
 def test_configs_of_earlier_runs_with_such_options_can_be_read(tmp_path: Path) -> None:
     tree = yaml.safe_load(dump(parse(["demo"]).config))
     tree["model"]["pretrained"] = "x"
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
-    model = load_saved(tmp_path / "config.yaml").model
-    assert (model.pretrained, model.embed_dim) == ("x", 512)
+    tree["model"]["embed_dim"] = 512
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    for model in (load_saved(path).model, parse([str(path)]).config.model):
+        assert (model.pretrained, model.embed_dim) == ("x", 512)
+
+
+@pytest.mark.parametrize("option", ["--model.pretrained=x", "--model.text.pretrained=x"])
+def test_written_configs_are_recipes_and_omit_what_is_replaced(option: str, tmp_path: Path) -> None:
+    config = parse(["demo", option]).config
+    text = dump(config)
+    (tmp_path / "again.yaml").write_text(text)
+    assert dump(parse([str(tmp_path / "again.yaml")]).config) == text
+    model = yaml.safe_load(text)["model"]
+    assert "width" not in model["text"]
+    assert ("embed_dim" in model) == (option != "--model.pretrained=x")
 
 
 def opened(folder: Path, image_size: int | None = None, context_length: int | None = None) -> Any:
@@ -135,24 +149,41 @@ def test_sizes_that_are_no_whole_patches_are_refused(family: str, tmp_path: Path
 
 
 def test_resized_timm_towers_of_open_clip(tmp_path: Path) -> None:
-    """open_clip builds timm's models only at their own size, so the result cannot be exported to it."""
-    vision = {"image_size": 160, "timm_model_name": "test_vit", "timm_pool": "", "timm_proj": "linear"}
+    """open_clip builds timm's models only at their own size, so the tower becomes timm's model of the new size."""
+    vision = {"image_size": 384, "timm_model_name": "vit_tiny_patch16_384", "timm_pool": "", "timm_proj": "linear"}
     save_open_clip(tmp_path / "model", {**OPEN_CLIP_CONFIG, "custom_text": True, "vision_cfg": vision})
-    source = opened(tmp_path / "model", image_size=64)
+    source = opened(tmp_path / "model", image_size=224)
     model, logits = source.load()
-    tower = open_clip.create_model(f"local-dir:{tmp_path}/model", force_image_size=64).visual.eval()
-    pixels = images(64)
-    statistics = (torch.tensor(values).reshape(3, 1, 1) for values in ([0.4, 0.5, 0.6], [0.2, 0.25, 0.3]))
-    mean, std = statistics
+    tower = open_clip.create_model(f"local-dir:{tmp_path}/model", force_image_size=224).visual.eval()
+    pixels = images(224, rows=1)
+    mean, std = (torch.tensor(values).reshape(3, 1, 1) for values in ([0.4, 0.5, 0.6], [0.2, 0.25, 0.3]))
     with torch.no_grad():
         expected = normalize(tower((pixels / 255 - mean) / std), dim=1)
         image, _ = model.eval()(pixels, source.tokenizer()(CAPTIONS))
     torch.testing.assert_close(image, expected, rtol=0, atol=1e-6)
     source.save(tmp_path / "saved", logits)
     saved, _ = open_saved(source.config, tmp_path / "saved")
-    saved.build().load_state_dict(model.state_dict())
+    (tmp_path / "export").mkdir()
+    library_model = saved.to_library_model(source.tokenizer(), model.state_dict(), logits)
+    write_library_model(library_model, "open_clip", tmp_path / "export")
+    exported = open_clip.create_model(f"local-dir:{tmp_path}/export").visual.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(normalize(exported((pixels / 255 - mean) / std), dim=1), image, rtol=0, atol=1e-6)
+
+
+def test_sizes_that_open_clip_cannot_export_are_refused_before_training(tmp_path: Path) -> None:
+    """Runs of earlier versions could train at them, and can still be opened."""
+    vision = {"image_size": 160, "timm_model_name": "test_vit", "timm_pool": "", "timm_proj": "linear"}
+    config = {**OPEN_CLIP_CONFIG, "custom_text": True, "vision_cfg": vision}
+    save_open_clip(tmp_path / "model", config)
+    with pytest.raises(UserError, match=r"image_size=64: open_clip takes timm's 'test_vit' only with images of 160"):
+        opened(tmp_path / "model", image_size=64)
+    path = tmp_path / "model" / "open_clip_config.json"
+    path.write_text(path.read_text().replace('"image_size": 160', '"image_size": 64'))
+    earlier = opened(tmp_path / "model")
+    weights = earlier.build().state_dict()
     with pytest.raises(UserError, match="with images of 64 instead of 160 pixels"):
-        saved.to_library_model(source.tokenizer(), model.state_dict(), logits)
+        earlier.to_library_model(earlier.tokenizer(), weights, LogitParameters(None, None))
 
 
 def test_a_saved_checkpoint_keeps_its_size(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from neuclip_ds.errors import UserError
@@ -82,6 +83,11 @@ def renamed(change: Callable[[str], str]) -> dict[str, Tensor]:
 )
 def test_the_wrappings_of_training_programs_are_removed(content: dict[str, Any], tmp_path: Path) -> None:
     assert_equal(read_tensors(saved(tmp_path, content)))
+
+
+def test_the_wrappings_are_removed_in_safetensors_too(tmp_path: Path) -> None:
+    save_file(renamed(lambda name: f"module._orig_mod.{name}"), tmp_path / "model.safetensors")
+    assert_equal(read_tensors(tmp_path / "model.safetensors"))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import BertConfig
 
 from neuclip_ds.config import ModelConfig
+from neuclip_ds.embedding.encoders import TrunkRecords, dual_encoders
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.compilation import compile_towers
 from neuclip_ds.models.pretrained.text_encoder import PADDING, POOLINGS, Pooling
@@ -120,9 +121,11 @@ def test_blocks_freeze_adapt_and_decay(saved: tuple[Path, Any]) -> None:
 def test_activations_are_counted(saved: tuple[Path, Any]) -> None:
     """Twice the captions need nearly twice the memory in the text tower."""
     folder, _ = saved
+    config = model_config(folder)
+    source = model_source(config, locate_model(config))
+    tokenizer = source.tokenizer(no_bpe)
     counts = []
     for rows in (64, 128):
-        source, tokenizer, _ = opened(model_config(folder))
         with torch.device("meta"):
             model = source.build(tokenizer)
         counts.append(count_activations(model, rows, 32, tokenizer.context_length, torch.bfloat16).alone)
@@ -139,9 +142,10 @@ def test_rotary_frequencies_are_not_rounded_to_bf16(tmp_path: Path) -> None:
     assert tower(tokenizer(CAPTIONS)).dtype == torch.bfloat16
 
 
-def test_compiled_blocks_compute_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
+def test_compiled_blocks_compute_the_same(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.compiler.reset()
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     save_text_encoder("bert", tmp_path)
     _, tokenizer, model = opened(model_config(tmp_path))
     inputs = images(32), tokenizer(CAPTIONS)
@@ -192,6 +196,13 @@ def test_a_frozen_encoder_keeps_its_features_or_is_refused(tmp_path: Path) -> No
             opened(model_config(tmp_path, text=text, **options))
 
 
+def test_stored_features_record_the_pooling_of_a_runs_text_encoder(tmp_path: Path) -> None:
+    save_text_encoder("bert", tmp_path)
+    source, tokenizer, model = opened(model_config(tmp_path, "cls"))
+    encoders = dual_encoders("run", model, tokenizer, source.preprocessing, "trunk", TrunkRecords())
+    assert encoders.pooling == "cls"
+
+
 def test_captions_that_cannot_be_packed_or_are_too_long_are_refused(tmp_path: Path) -> None:
     save_text_encoder("bert", tmp_path)
     with pytest.raises(UserError, match=r"packed=true .*BertModel needs padded captions"):
@@ -207,8 +218,9 @@ def test_captions_that_cannot_be_packed_or_are_too_long_are_refused(tmp_path: Pa
         (["--model.text.pretrained=x", "--model.text.tokenizer=y"], "tokenizer has no effect with pretrained"),
         (["--model.text.pooling=mean"], r"pooling has no effect without model\.text\.pretrained"),
         (["--model.text.pretrained=x", "--model.pretrained=y"], r"omit it or model\.text\.pretrained"),
-        (["--model.vision.projection=mlp", "--model.pretrained=y"], r"model\.vision\.projection has no effect"),
-        (["--model.text.projection=mlp", "--model.pretrained=y"], r"model\.text\.projection has no effect"),
+        (["--model.text.pretrained=x", "--model.text.width=512"], "width has no effect with pretrained"),
+        (["--model.vision.projection=mlp", "--model.pretrained=y"], r"model\.vision\.projection: no effect"),
+        (["--model.text.projection=linear", "--model.pretrained=y"], r"model\.text\.projection: no effect"),
     ],
 )
 def test_options_without_effect_are_refused(options: list[str], message: str) -> None:
