@@ -23,7 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from datetime import date
 from functools import cache
@@ -109,7 +109,7 @@ def study(options: argparse.Namespace) -> None:
                 remaining = selected(planned(stages, known, options.arms), options)
                 print(estimate("the plan", remaining, known, options.processes))
                 print(estimate(stage, todo, known, options.processes), flush=True)
-                for number, record in enumerate(_in_order_of_end(pool, todo), 1):
+                for number, record in enumerate(_in_order_of_end(pool, options.processes, todo), 1):
                     record |= origin | {"date": date.today().isoformat()}
                     file.write(json.dumps(record) + "\n")
                     file.flush()
@@ -118,14 +118,15 @@ def study(options: argparse.Namespace) -> None:
                     print(f"{progress}: {results['recall']:.2f}, {results['seconds']:.0f} s", flush=True)
 
 
-def _in_order_of_end(pool: ProcessPoolExecutor, todo: list[Job]) -> Iterator[dict[str, Any]]:
-    """Do runs, and yield the record of each one when it ends; an error cancels those that have not begun."""
-    try:
-        for future in as_completed([pool.submit(do, job) for job in todo]):
+def _in_order_of_end(pool: ProcessPoolExecutor, processes: int, todo: list[Job]) -> Iterator[dict[str, Any]]:
+    """Do runs, and yield the record of each one when it ends; after an error, no other run begins."""
+    jobs_left = iter(todo)
+    running = {pool.submit(do, job) for job in itertools.islice(jobs_left, processes)}
+    while running:
+        ended, running = wait(running, return_when=FIRST_COMPLETED)
+        for future in ended:
             yield future.result()
-    except BaseException:
-        pool.shutdown(wait=False, cancel_futures=True)
-        raise
+        running |= {pool.submit(do, job) for job in itertools.islice(jobs_left, len(ended))}
 
 
 def prepare(source: str, options: argparse.Namespace) -> Path:
