@@ -7,6 +7,7 @@ Examples:
   python tools/run_study.py /data/flickr8k --stages gate oracles
   python tools/run_study.py demo:20000 --out runs/scenes --grid 2
   python tools/run_study.py demo:12000 --out runs/towers --pixels
+  python tools/run_study.py demo:16000 /data/flickr8k --out runs/trained --trainer 2> trainer.log
   python tools/run_study.py --tables tools/study/flickr8k.jsonl
 """
 
@@ -15,10 +16,12 @@ import itertools
 import json
 import math
 import multiprocessing
+import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from datetime import date
 from functools import cache
@@ -34,8 +37,10 @@ from study.guides import guide_path, save_guide
 from study.loop import Run, train
 from study.pixels import cache_pixels
 from study.tables import read_results, tables
+from study.towers import prepare_shards, train_towers
 
 from neuclip_ds.cli.program import Parser, exit_on_mistake
+from neuclip_ds.data.children import end_with_parent
 from neuclip_ds.errors import UserError
 
 PLAN = yaml.safe_load(Path(__file__).with_name("study").joinpath("plan.yaml").read_text(encoding="utf-8"))
@@ -54,10 +59,12 @@ class Job:
 
 def main() -> None:
     parser = Parser(prog="run_study.py", description=__doc__)
-    parser.add_argument("source", nargs="?", help="folder with shards in train/ and val/, or demo:N for N scenes")
+    parser.add_argument("source", nargs="*", help="folder with shards in train/ and val/, or demo:N for N scenes")
     parser.add_argument("--out", type=Path, default=Path("runs/study"), help="folder for features and results")
     parser.add_argument("--grid", type=int, default=1, help="image features are means over GRID x GRID parts")
     parser.add_argument("--pixels", action="store_true", help="train small towers on pixels and words instead of heads")
+    parser.add_argument("--trainer", action="store_true", help="train towers with the trainer, on several sources too")
+    parser.add_argument("--larger", action="store_true", help="with --trainer: larger towers and batches, for a GPU")
     parser.add_argument("--stages", nargs="+", help="stages of plan.yaml, in order; by default all for this data")
     parser.add_argument("--arms", nargs="+", help="only these arms of the stages")
     parser.add_argument("--batch", nargs="+", type=int, help="only these batch sizes of the stages")
@@ -66,19 +73,15 @@ def main() -> None:
     parser.add_argument("--figures", type=Path, help="also draw the first of --stages into this folder")
     with exit_on_mistake():
         options = parser.parse(sys.argv[1:])
-        if not options.stages:
-            scenes = str(options.source).startswith("demo:")
-            options.stages = []
-            for stage, plan in PLAN["stages"].items():
-                if plan.get("scenes", False) == scenes and plan.get("pixels", False) == options.pixels:
-                    options.stages.append(stage)
         if options.tables is None:
-            if options.source is None:
+            if not options.source:
                 raise UserError("Name the data: a folder with shards in train/ and val/, or demo:N.")
             study(options)
         known = read_results(options.tables or options.out / "results.jsonl")
         print(tables(known))
         if options.figures is not None:
+            if not options.stages:
+                raise UserError("--figures draws the first of --stages; name it.")
             from study.figures import draw  # needs matplotlib, which runs do not
 
             print("drawn:", *draw(known, options.stages[0], options.figures))
@@ -86,21 +89,26 @@ def main() -> None:
 
 def study(options: argparse.Namespace) -> None:
     """Do the runs of the stages that have not ended yet."""
-    features = options.out / "features"
     path = options.out / "results.jsonl"
-    if options.pixels:
-        cache_pixels(options.source, features)
-    else:
-        cache_features(options.source, features, options.grid)
+    kinds = {source.startswith("demo:") for source in options.source}
+    if len(options.source) > 1 and (not options.trainer or len(kinds) < len(options.source)):
+        raise UserError("Name one source, or with --trainer one of scenes (demo:N) and one of photographs.")
+    folders = {source: prepare(source, options) for source in options.source}
+    stages = stages_to_run(folders, options)
     options.out.mkdir(parents=True, exist_ok=True)
     hardware = f"{processor()}, {options.processes} runs at a time, torch {torch.__version__}"
     origin = {"commit": commit(), "hardware": hardware}
-    with multiprocessing.get_context("spawn").Pool(options.processes, _one_core) as pool, path.open("a") as file:
-        for stage in options.stages:
+    # not a multiprocessing.Pool, because the trainer may start processes, which a daemonic process may not
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.processes, spawn, _start_process, (os.getpid(),)) as pool, path.open("a") as file:
+        for stage, features in stages.items():
             # the results of some runs of a search decide which runs follow
-            while todo := selected(missing(stage, read_results(path), features), options):
-                print(estimate(stage, todo, read_results(path), options.processes), flush=True)
-                for number, record in enumerate(pool.imap_unordered(do, todo), 1):
+            while todo := selected(missing(stage, read_results(path), features, options.arms), options):
+                known = read_results(path)
+                remaining = selected(planned(stages, known, options.arms), options)
+                print(estimate("the plan", remaining, known, options.processes))
+                print(estimate(stage, todo, known, options.processes), flush=True)
+                for number, record in enumerate(_in_order_of_end(pool, options.processes, todo), 1):
                     record |= origin | {"date": date.today().isoformat()}
                     file.write(json.dumps(record) + "\n")
                     file.flush()
@@ -109,50 +117,110 @@ def study(options: argparse.Namespace) -> None:
                     print(f"{progress}: {results['recall']:.2f}, {results['seconds']:.0f} s", flush=True)
 
 
-def missing(stage: str, known: Mapping[str, Any], features: Path) -> list[Job]:
+def _in_order_of_end(pool: ProcessPoolExecutor, processes: int, todo: list[Job]) -> Iterator[dict[str, Any]]:
+    """Do runs, and yield the record of each one when it ends; after an error, no other run begins."""
+    jobs_left = iter(todo)
+    running = {pool.submit(do, job) for job in itertools.islice(jobs_left, processes)}
+    while running:
+        ended, running = wait(running, return_when=FIRST_COMPLETED)
+        for future in ended:
+            yield future.result()
+        running |= {pool.submit(do, job) for job in itertools.islice(jobs_left, len(ended))}
+
+
+def prepare(source: str, options: argparse.Namespace) -> Path:
+    """Compute or write the data of the runs on a source, unless they exist, and return their folder."""
+    if options.trainer:
+        shards: Path = options.out / ("scenes" if source.startswith("demo:") else "photographs")
+        prepare_shards(source, shards)
+        return shards
+    features: Path = options.out / "features"
+    if options.pixels:
+        cache_pixels(source, features)
+    else:
+        cache_features(source, features, options.grid)
+    return features
+
+
+def stages_to_run(folders: Mapping[str, Path], options: argparse.Namespace) -> dict[str, Path]:
+    """Return the stages to run, in order, with the folder of each one's data.
+
+    These are the stages that the command line names, or else all for such runs. With several sources, each has the
+    stages of its kind.
+
+    Args:
+        folders: the folder of each source's data.
+    """
+    kind = {name: getattr(options, name) for name in ("pixels", "trainer", "larger")}
+    stages: dict[str, Path] = {}
+    for stage, (source, folder) in itertools.product(options.stages or PLAN["stages"], folders.items()):
+        kind["scenes"] = source.startswith("demo:")
+        is_of_kind = all(PLAN["stages"][stage].get(name, False) == value for name, value in kind.items())
+        is_named = options.stages is not None and len(folders) == 1
+        if is_of_kind or is_named:
+            stages[stage] = folder
+    return stages
+
+
+def missing(stage: str, known: Mapping[str, Any], features: Path, arms: Sequence[str] | None = None) -> list[Job]:
     """Return the runs of a stage that have not ended, or whose heads later runs need and this folder lacks."""
-    return [job for job in jobs(stage, known, features) if not is_known(job, known) or _lacks_heads(job)]
+    return [job for job in jobs(stage, known, features, arms) if not is_known(job, known) or _lacks_heads(job)]
+
+
+def planned(stages: Mapping[str, Path], known: Mapping[str, Any], arms: Sequence[str] | None = None) -> list[Job]:
+    """Return the runs of stages that have not ended, as if all settings of a search scored equally."""
+    known = dict(known)
+    planned_jobs: list[Job] = []
+    for stage, features in stages.items():
+        while todo := [job for job in jobs(stage, known, features, arms) if job.name not in known]:
+            planned_jobs += todo
+            known |= {job.name: {"run": asdict(job.run), "results": {"recall": 0.0}} for job in todo}
+    return planned_jobs
 
 
 def selected(jobs_of_stage: list[Job], options: argparse.Namespace) -> list[Job]:
-    """Return the runs of the arms and batch sizes that the command line names."""
-    chosen: list[Job] = []
-    for job in jobs_of_stage:
-        arm = job.name.split("/")[1]
-        is_arm = options.arms is None or arm in options.arms
-        is_batch = options.batch is None or job.run.batch in options.batch
-        if is_arm and is_batch:
-            chosen.append(job)
-    return chosen
+    """Return the runs of the batch sizes that the command line names."""
+    return [job for job in jobs_of_stage if options.batch is None or job.run.batch in options.batch]
 
 
 def estimate(stage: str, todo: list[Job], known: Mapping[str, Any], processes: int) -> str:
     """Return a sentence with the hours that runs take, by the CPU seconds that runs of the same loss took before.
 
-    The seconds per epoch of a loss hardly depend on its options, but on the batch size.
+    The seconds per epoch of a loss hardly depend on its options, but on the batch size and on the towers.
     """
-    paces: dict[tuple[str, int], list[float]] = {}  # seconds per epoch, by loss and batch size
+    epoch_seconds: dict[tuple[str, int, str], list[float]] = {}
+    start_seconds: dict[tuple[str, int, str], list[float]] = {}
     for record in known.values():
         run = Run(**record["run"])
-        paces.setdefault((run.loss, run.batch), []).append(record["results"]["seconds"] / run.epochs)
+        results = record["results"]
+        start = results.get("start_seconds", 0.0)
+        epoch_seconds.setdefault(_kind(run), []).append((results["seconds"] - start) / run.epochs)
+        start_seconds.setdefault(_kind(run), []).append(start)
     seconds = 0.0
     unknown = 0
     for job in todo:
-        pace = paces.get((job.run.loss, job.run.batch))
-        if pace is None:
-            unknown += 1
+        kind = _kind(job.run)
+        if kind in epoch_seconds:
+            seconds += statistics.median(start_seconds[kind]) + statistics.median(epoch_seconds[kind]) * job.run.epochs
         else:
-            seconds += statistics.median(pace) * job.run.epochs
+            unknown += 1
+    if unknown == len(todo):
+        return f"{stage}: {len(todo)} runs; no earlier run tells how long they take"
     sentence = f"{stage}: {len(todo)} runs, about {seconds / processes / 3600:.1f} hours"
     return f"{sentence} without the {unknown} runs that have no earlier run to compare with" if unknown else sentence
+
+
+def _kind(run: Run) -> tuple[str, int, str]:
+    """Return what the seconds per epoch of a run depend on: its loss, batch size and towers."""
+    return run.loss, run.batch, run.recipe
 
 
 def _lacks_heads(job: Job) -> bool:
     return bool(job.saved_as) and not guide_path(job.features / "guides", job.saved_as).is_file()
 
 
-def jobs(stage: str, known: Mapping[str, Any], features: Path) -> Iterator[Job]:
-    """Yield the runs of a stage; one that follows a search needs its results for the arms that were searched.
+def jobs(stage: str, known: Mapping[str, Any], features: Path, arms: Sequence[str] | None = None) -> Iterator[Job]:
+    """Yield the runs of a stage, or only those of some arms; one that follows a search needs its results for the arm.
 
     In a search all points run with the first seed, and the best `shortlist` of them, when these runs are known, with
     the others.
@@ -160,13 +228,15 @@ def jobs(stage: str, known: Mapping[str, Any], features: Path) -> Iterator[Job]:
     plan = PLAN["stages"][stage]
     seeds = range(1, plan["seeds"] + 1)
     for batch, seed, arm in itertools.product(plan["batch"], seeds, plan["arms"]):
-        settings = {key: value for key, value in PLAN["arms"][arm].items() if key != "grid"}
+        if arms is not None and arm not in arms:
+            continue
+        settings = {key: value for key, value in PLAN["arms"][arm].items() if key not in ("grid", "batch_factor")}
         settings |= plan.get("set", {})
-        if "best_of" in plan and "grid" in PLAN["arms"][arm]:
+        if "best_of" in plan and grid_of(plan["best_of"], arm):
             settings = with_settings(settings, best_of(plan["best_of"], arm, known))
         grid = dict(plan.get("vary", {}))
         if plan.get("grid"):
-            grid |= PLAN["arms"][arm]["grid"]
+            grid |= grid_of(stage, arm)
         for values in itertools.product(*grid.values()):
             point = dict(zip(grid, values, strict=True))
             label = "".join(f"/{key.split('.')[-1]}={value:g}" for key, value in point.items())
@@ -174,7 +244,11 @@ def jobs(stage: str, known: Mapping[str, Any], features: Path) -> Iterator[Job]:
             if seed == 1 or "shortlist" not in plan or setting in shortlist(stage, arm, known):
                 yield Job(
                     name=f"{setting}/seed{seed}",
-                    run=Run(batch=batch, seed=seed, **with_settings(settings, point)),
+                    run=Run(
+                        batch=batch * PLAN["arms"][arm].get("batch_factor", 1),
+                        seed=seed,
+                        **with_settings(settings, point),
+                    ),
                     split=plan.get("split", "test"),
                     features=features,
                     saved_as=plan.get("saved_as", ""),
@@ -187,11 +261,17 @@ def shortlist(stage: str, arm: str, known: Mapping[str, Any]) -> list[str]:
     for name, record in known.items():
         if name.startswith(f"{stage}/{arm}/") and name.endswith("/seed1"):
             recalls[name] = record["results"]["recall"]
-    points = math.prod(len(values) for values in PLAN["arms"][arm]["grid"].values())
+    points = math.prod(len(values) for values in grid_of(stage, arm).values())
     if len(recalls) < points:
         return []
     best_first = sorted(recalls, key=lambda name: -recalls[name])
     return [name.removesuffix("/seed1") for name in best_first[: PLAN["stages"][stage]["shortlist"]]]
+
+
+def grid_of(stage: str, arm: str) -> dict[str, list[Any]]:
+    """Return the values that a search tries for an arm, by setting; a stage's `grids` replace those of the arms."""
+    grid: dict[str, list[Any]] = PLAN["stages"][stage].get("grids", {}).get(arm) or PLAN["arms"][arm].get("grid", {})
+    return grid
 
 
 def with_settings(settings: Mapping[str, Any], point: Mapping[str, Any]) -> dict[str, Any]:
@@ -222,7 +302,7 @@ def best_of(stage: str, arm: str, known: Mapping[str, Any]) -> dict[str, Any]:
         return statistics.mean(known[name]["results"]["recall"] for name in names)
 
     best = max(candidates, key=mean_recall)
-    return {key: _get(known[best[0]]["run"], key) for key in PLAN["arms"][arm]["grid"]}
+    return {key: _get(known[best[0]]["run"], key) for key in grid_of(stage, arm)}
 
 
 def _get(tree: Any, name: str) -> Any:
@@ -239,7 +319,8 @@ def is_known(job: Job, known: Mapping[str, Any]) -> bool:
     return True
 
 
-def _one_core() -> None:
+def _start_process(parent: int) -> None:
+    end_with_parent(parent)
     torch.set_num_threads(1)
 
 
@@ -250,6 +331,9 @@ def _splits(features: Path) -> Splits:
 
 def do(job: Job) -> dict[str, Any]:
     """Train a run in this process, and return its record."""
+    if job.run.recipe:
+        results = train_towers(job.features, job.split, job.run, job.name)
+        return {"name": job.name, "run": asdict(job.run), "results": _rounded(results)}
     splits = _splits(job.features)
     began = time.process_time()
     held_out = getattr(splits, job.split)

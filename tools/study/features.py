@@ -6,7 +6,7 @@ The towers, EfficientNet-Lite0 of ImageNet and MiniLM of sentence pairs, come in
 
 import io
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -149,12 +149,22 @@ def read_samples(folder: Path) -> Iterator[tuple[Image.Image, list[str]]]:
     Raises:
         UserError: the folder has no shards.
     """
+    for sample in webdataset.WebDataset(tars_in(folder), shardshuffle=False):
+        yield Image.open(io.BytesIO(sample["jpg"])).convert("RGB"), captions_of(sample)
+
+
+def tars_in(folder: Path) -> list[str]:
+    """Return the paths of the shards in a folder; raise UserError if it has none."""
     shards = sorted(str(path) for path in folder.glob("*.tar"))
     if not shards:
         raise UserError(f"{folder} holds no tar files; name a folder with shards in train/ and val/.")
-    for sample in webdataset.WebDataset(shards, shardshuffle=False):
-        captions = json.loads(sample.get("json", b"{}")).get("captions") or [sample["txt"].decode()]
-        yield Image.open(io.BytesIO(sample["jpg"])).convert("RGB"), captions
+    return shards
+
+
+def captions_of(sample: Mapping[str, bytes]) -> list[str]:
+    """Return all captions of a sample of a shard, whose members are given by extension."""
+    captions: list[str] = json.loads(sample.get("json", b"{}")).get("captions")
+    return captions or [sample["txt"].decode()]
 
 
 class _Towers:

@@ -49,6 +49,8 @@ class Run:
     first: float = 0.0  # the run trains on the images from this fraction of all images
     last: float = 1.0  # to this one
     trains_towers: bool = False  # train small towers on pixels and words instead of heads on features; see pixels.py
+    recipe: str = ""  # recipe in this folder, with which the trainer trains both towers; see towers.py
+    tower_rate: float = 1.0  # the towers' learning rate as a multiple of lr, for pretrained towers
     reference: str = ""  # name of the saved run that is the reference model; see guides.py
     teacher: str = ""  # name of the saved run that is the teacher
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)  # of the loss
@@ -95,18 +97,25 @@ class Trained:
     optimizer: AdamW
 
 
-def build_loss(run: Run, pairs: Pairs, heads: Heads, steps_per_epoch: int) -> ContrastiveLoss | OracleLoss:
-    """Build the loss of a run; options that depend on the data are filled in here."""
-    samples = len(pairs.text)
+def loss_options(run: Run, samples: int) -> dict[str, Any]:
+    """Return the options of a run's loss; those of the temperature that depend on the data are filled in."""
     options: dict[str, Any] = {}
     for key, value in run.options.items():
         options[key] = dict(value) if isinstance(value, Mapping) else value
-    if run.loss == "oracle":
-        return OracleLoss(pairs, heads, lr=run.lr * run.temperature_rate, **options)
     temperature = options.setdefault("temperature", {})
     temperature.setdefault("lr", run.lr * run.temperature_rate)
     if run.effective is not None:
         temperature["rho"] = math.log(samples / run.effective)
+    return options
+
+
+def build_loss(run: Run, pairs: Pairs, heads: Heads, steps_per_epoch: int) -> ContrastiveLoss | OracleLoss:
+    """Build the loss of a run; options that depend on the data are filled in here."""
+    samples = len(pairs.text)
+    if run.loss == "oracle":
+        return OracleLoss(pairs, heads, lr=run.lr * run.temperature_rate, **run.options)
+    options = loss_options(run, samples)
+    temperature = options["temperature"]
     if run.loss == "siglip":  # the bias of the batch's prior, given the first similarities
         first_pairs = pairs.of_images(torch.arange(pairs.image.shape[1]) < run.batch)
         image, text = heads.encode(first_pairs)

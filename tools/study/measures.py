@@ -5,7 +5,7 @@ import statistics
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from neuclip_ds.losses import ContrastiveLoss
 from study.features import Pairs
@@ -20,16 +20,21 @@ ANCHORS = 512
 def scores(heads: "Heads", pairs: Pairs) -> dict[str, float]:
     """Return the mean of R@1, R@5 and R@10 in both directions, in percent; ties count as misses."""
     images, texts = heads.encode(pairs)
+    return recalls(images, texts, pairs.image_of)
+
+
+def recalls(images: Tensor, texts: Tensor, image_of: Tensor) -> dict[str, float]:
+    """Return the scores of features, (images, d) and (captions, d), for the image of each caption (captions,)."""
     similarity = images @ texts.T
-    own = torch.arange(len(images))[:, None] == pairs.image_of
+    own = torch.arange(len(images), device=images.device)[:, None] == image_of
     best = similarity.masked_fill(~own, -math.inf).amax(dim=1, keepdim=True)
     by_image = ((similarity >= best) & ~own).sum(dim=1)
-    by_text = ((similarity >= similarity.gather(0, pairs.image_of[None])) & ~own).sum(dim=0)
-    recalls = []
+    by_text = ((similarity >= similarity.gather(0, image_of[None])) & ~own).sum(dim=0)
+    shares = []
     for ahead in (by_image, by_text):  # number of candidates that are ranked before the own one
         for k in (1, 5, 10):
-            recalls.append(float((ahead < k).double().mean()))
-    return {"recall": 100 * statistics.mean(recalls), "image_to_text@1": 100 * recalls[0]}
+            shares.append(float((ahead < k).double().mean()))
+    return {"recall": 100 * statistics.mean(shares), "image_to_text@1": 100 * shares[0]}
 
 
 @torch.no_grad()
