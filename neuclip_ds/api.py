@@ -58,7 +58,7 @@ def train(recipe: str | Config, *, hooks: Sequence[Hook] = (), **overrides: Any)
     """
     if isinstance(recipe, Config):
         if overrides:
-            raise TypeError(f"Options {', '.join(overrides)} cannot override a Config: name a recipe.")
+            raise TypeError(f"Options {', '.join(overrides)} cannot override a Config: pass the name of a recipe.")
         config = recipe
     else:
         config = recipe_config(recipe, overrides)
@@ -127,8 +127,8 @@ class Model:
     Attributes:
         module: the torch module; its inputs are uint8 images (b, 3, H, W) or None, and tokens (b, T) or None.
         device: device of the module.
-        temperature: by which cosine similarities are divided; None if the model's checkpoint has none. If each
-            training sample had its own temperature, it is the one that the run started from.
+        temperature: divisor of the cosine similarities; None if the model's checkpoint has none. If each training
+            sample had its own temperature, this is the run's initial temperature.
         bias: added to the logits, for SigLIP's models; otherwise None.
 
     Example:

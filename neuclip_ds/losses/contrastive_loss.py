@@ -259,7 +259,10 @@ class ContrastiveLoss(nn.Module):
         return pending
 
     def abandon(self) -> None:
-        """Forget the batch of the last `begin`, after an exception before the loss was called; for all ranks."""
+        """Discard the batch of the last `begin` after an exception before the loss was called.
+
+        All ranks must call this method.
+        """
         self._pending = None
         self._next_undo = None
 
@@ -527,7 +530,7 @@ class ContrastiveLoss(nn.Module):
         if (state["rank"], state["world_size"]) != (ranks.rank, ranks.world_size):
             raise UserError(
                 f"The state_dict is from rank {state['rank']} of {state['world_size']}, but this is rank {ranks.rank} "
-                f"of {ranks.world_size}. Use save() and load() for another world size."
+                f"of {ranks.world_size}. Use save() and load() for a different world size."
             )
         _fill(self.function, state)
 
@@ -646,7 +649,7 @@ class ContrastiveLoss(nn.Module):
             )
 
     def _announces(self, name: str) -> bool:
-        """Return whether the options say that every batch has these stored features."""
+        """Return whether the options require these stored features in every batch."""
         if name == REFERENCE:
             return self._config.reference_model is not None
         return self._config.distill.features is not None

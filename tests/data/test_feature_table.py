@@ -329,7 +329,7 @@ def grown(shards: Path, folder: Path) -> Manifest:
 def test_tables_that_do_not_fit_the_data_are_refused(
     tmp_path: Path, shards: Path, manifest: Manifest, features: Path
 ) -> None:
-    with pytest.raises(UserError, match=r"cannot be read .*name the --out folder"):
+    with pytest.raises(UserError, match=r"cannot be read .*pass the --out folder"):
         open_table(tmp_path, manifest)
     reordered = from_shards([manifest.shards[number] for number in (1, 0, 2)])
     for other in (reordered, Manifest(manifest.shards[:2])):

@@ -220,7 +220,7 @@ def test_folders_without_a_usable_text_encoder_are_refused(
 
 def test_a_dual_encoder_is_not_a_text_encoder(tmp_path: Path) -> None:
     save_clip(tmp_path)
-    with pytest.raises(UserError, match=r"name it without hf:"):
+    with pytest.raises(UserError, match=r"omit hf:"):
         open_text_encoder(tmp_path, "eos")
 
 
