@@ -148,8 +148,9 @@ def check_features(model: SearchableModel, collection: Collection, folder: str) 
     similarity = float(feature @ stored) if feature.shape == stored.shape else 0
     if similarity < _REPRODUCED:
         raise UserError(
-            f"The features in {folder} are not those of {model.name}: the cosine similarity of the two features of "
-            f"image {name} is {similarity:.3f}. The model or the data has changed since: embed the data again."
+            f"The features in {folder} are not those of {model.name}: the stored and the computed feature of "
+            f"image {name} have a cosine similarity of {similarity:.3f}. The model or the data has changed since: "
+            "embed the data again."
         )
 
 

@@ -216,7 +216,7 @@ class ContrastiveLoss(nn.Module):
         Raises:
             RuntimeError: the batch of the last `begin` has not been passed to the loss; see `abandon`.
             ValueError: an argument cannot be used. Only the rank with this problem raises the error.
-            UserError: the method cannot use a reference model or a teacher, or the rows that its options announce are
+            UserError: the method cannot use a reference model or a teacher, or the rows that its options require are
                 missing.
 
         Example:
@@ -298,7 +298,7 @@ class ContrastiveLoss(nn.Module):
         Raises:
             ValueError: on all ranks, if any rank's arguments are invalid or ranks differ in training mode or dtype.
             UserError: fewer than two rows of the global batch are valid, the method cannot use a reference model or a
-                teacher, or the rows that its options announce are missing.
+                teacher, or the rows that its options require are missing.
             RuntimeError: activation checkpointing repeats the call, which would update the loss's state twice, or
                 `pending` is not the batch of the last `begin`, or its features are incomplete.
         """
@@ -597,7 +597,7 @@ class ContrastiveLoss(nn.Module):
         position: Position | None,
         stored: StoredBatch,
     ) -> PendingBatch:
-        """Check a batch that no `begin` has announced, and send all of it."""
+        """Check a batch without a preceding `begin`, and send all of it."""
         index = index.cpu() if isinstance(index, Tensor) else index
         valid = valid.cpu() if isinstance(valid, Tensor) else valid
         self._undo_if_scaler_skipped()
@@ -631,7 +631,7 @@ class ContrastiveLoss(nn.Module):
         return pending
 
     def _stored_batch(self, reference: StoredRows | None, teacher: Teachers | None) -> StoredBatch:
-        """Return a call's stored features; raise `UserError` if the loss cannot use them, or lacks announced ones."""
+        """Return a call's stored features; raise `UserError` if the loss cannot use them or if some are missing."""
         stored = StoredBatch.of(reference, teacher)
         self._require_announced(REFERENCE, reference is not None)
         self._require_announced(TEACHER, bool(stored.teachers))
@@ -640,7 +640,7 @@ class ContrastiveLoss(nn.Module):
         return stored
 
     def _require_announced(self, name: str, is_given: bool) -> None:
-        """Raise `UserError` if the loss cannot use the given stored features, or if announced ones are not given."""
+        """Raise `UserError` if the loss cannot use the given stored features, or if required ones are missing."""
         if is_given:
             self._require_usable(name)
         elif self._announces(name):

@@ -271,7 +271,7 @@ def _read_pooling(folder: Path, option: str) -> Pooling:
             kind = module["type"].rpartition(".")[2]
             if kind not in _MODULES:
                 raise UserError(
-                    f"{folder} has a module {kind} ({module['path']}), which is not computed. To use the encoder "
+                    f"{folder} has a module {kind} ({module['path']}), which is not supported. To use the encoder "
                     f"without it, {fix}."
                 )
             if kind == "Pooling":
