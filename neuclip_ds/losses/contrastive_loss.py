@@ -131,15 +131,15 @@ class ContrastiveLoss(nn.Module):
                 `device`.
             scaler: see the `scaler` attribute.
             undo: whether `undo()` can revert the last training call, which costs a copy of the replicated state.
-            validate: whether to check the arguments of each call on all ranks, except of calls with `pending`. This
+            validate: whether to check the arguments of each call on all ranks, except for calls with `pending`. This
                 costs one small collective and, on a GPU, one host synchronization. Without validation, all ranks must
                 pass the same number of rows.
             device: device of the state until the first call moves the state to the features' device.
             dtype: dtype of similarities, losses and state until features in float64 arrive.
             spare_row: whether tables of statistics have a row for samples that are not in the training set, which calls
                 without `index` use.
-            encoder_temperature: tau at step 0 if the options leave it open, as for a pretrained checkpoint.
-            encoder_bias: SigLIP's bias at step 0 if the options leave it open.
+            encoder_temperature: tau at step 0 if the options do not set it, as for a pretrained checkpoint.
+            encoder_bias: SigLIP's bias at step 0 if the options do not set it.
             options: options of the method, as under `objective:` in a recipe, such as `temperature={"rho": 6.5}` or
                 `npn={"lr": 0.05}`.
 
@@ -186,7 +186,7 @@ class ContrastiveLoss(nn.Module):
 
     @property
     def whole_function(self) -> LossFunction:
-        """The function of the whole features: `function`, without the losses of prefixes (`objective.prefixes`)."""
+        """The loss function of the full-length features: `function` without the losses of `objective.prefixes`."""
         return self.function.whole if isinstance(self.function, PrefixedLoss) else self.function
 
     @not_compiled
@@ -444,8 +444,8 @@ class ContrastiveLoss(nn.Module):
         Args:
             model: the encoders, plain or wrapped in DDP or FSDP2. Gradients are reduced over ranks in the last
                 micro-batch only, and running statistics of batch normalization change in the second pass only.
-            scale: factor by which all gradients are multiplied, or the `GradScaler` that has it; by default, that of
-                `scaler`, if the loss has one.
+            scale: factor by which all gradients are multiplied, or the `GradScaler` that provides it; by default, the
+                loss's `scaler`, if it has one.
 
         Example:
             import torch

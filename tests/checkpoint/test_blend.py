@@ -173,7 +173,9 @@ def test_a_start_that_is_random_missing_or_replaced_is_refused(folder: Path, sha
     with pytest.raises(UserError, match=r"The model that .*step_000000002 started from cannot be opened: restore it"):
         export_run(tmp_path / "tuned", "transformers", tmp_path / "out", fraction=0.5)
     save_siglip(tmp_path / "clip")
-    with pytest.raises(UserError, match=r"another temperature .* so it has been replaced: put the original one back"):
+    with pytest.raises(
+        UserError, match=r"a different temperature .* so it has been replaced: restore the original one"
+    ):
         export_run(tmp_path / "tuned", "transformers", tmp_path / "out", fraction=0.5)
     shutil.rmtree(tmp_path / "clip")
     shutil.copytree(tmp_path / "moved", tmp_path / "clip")
