@@ -179,7 +179,7 @@ def planned(stages: Mapping[str, Path], known: Mapping[str, Any], arms: Sequence
 
 
 def selected(jobs_of_stage: list[Job], options: argparse.Namespace) -> list[Job]:
-    """Return the runs of the batch sizes that the command line names."""
+    """Return the runs of the batch sizes that the command line selects."""
     return [job for job in jobs_of_stage if options.batch is None or job.run.batch in options.batch]
 
 

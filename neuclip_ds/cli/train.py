@@ -101,8 +101,8 @@ def main(arguments: Sequence[str], hooks: Sequence[Any] = ()) -> None:
     # docs: command
     check_run(config)
     configure_logging(environment.rank)
-    run_folder = config.run.output_dir / str(config.run.name)
-    log.info("run %s: importing PyTorch and DeepSpeed, which takes seconds", run_folder)
+    folder = config.run.output_dir / str(config.run.name)
+    log.info("run %s: importing PyTorch and DeepSpeed, which takes seconds", folder)
     # the config is checked before these imports
     from neuclip_ds.api import train
 

@@ -272,7 +272,7 @@ class _Geometry(NamedTuple):
 
 
 def _read_geometry(processor: Mapping[str, Any], path: Path, siglip: bool) -> _Geometry:
-    """Return how an image processor resizes and crops; raise UserError if images would not be square or be padded."""
+    """Return how an image processor resizes and crops; raise UserError for non-square images or padding."""
     crops = processor.get("do_center_crop", not siglip)
     size = processor.get("size")
     if isinstance(size, int):  # in files of old versions
