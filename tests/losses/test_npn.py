@@ -133,11 +133,13 @@ def test_updates_in_float32_are_accurate() -> None:
         assert relative_error(tables[0][name].double(), tables[1][name]) < 1e-4
 
 
-def test_prototypes_of_small_batches_come_from_earlier_ones() -> None:
+@pytest.mark.parametrize(("every", "unit", "draws"), [(4, "steps", (3, 4, 8)), (20, "samples", (3, 7))])
+def test_prototypes_of_small_batches_come_from_earlier_ones(every: int, unit: str, draws: tuple[int, ...]) -> None:
     """A redraw sets W1 to the texts and W2 to the images of the last m samples before the current batch."""
     size = 5
     m = 12
-    loss_fn = build_loss("neuclip", dim=4, npn={"prototypes": m, "inner_steps": 0, "redraw_every": 4})
+    npn = {"prototypes": m, "inner_steps": 0, "redraw_every": every, "redraw_unit": unit}
+    loss_fn = build_loss("neuclip", dim=4, npn=npn)
     history = [pairs(size, 4, seed=number) for number in range(9)]
     for number, (image, text) in enumerate(history):
         call(loss_fn, image, text, at=position(number))
@@ -145,7 +147,7 @@ def test_prototypes_of_small_batches_come_from_earlier_ones() -> None:
         if number < 3:  # 3 batches of 5 are needed before 12 samples have been seen
             assert not table["w1"].any()
             continue
-        drawn = max(3, number - number % 4)
+        drawn = max(step for step in draws if step <= number)
         texts = torch.cat([text for _, text in history[:drawn]])[-m:]
         images = torch.cat([image for image, _ in history[:drawn]])[-m:]
         order = torch.cdist(table["w1"], texts).argmin(dim=1)

@@ -48,6 +48,7 @@ class Result:
     batch: int
     setting: str  # what a stage varies, such as `epochs=3`
     seed: int
+    run: Mapping[str, Any]  # fields of Run (loop.py)
     results: Mapping[str, Any]
     origin: Origin
 
@@ -86,6 +87,7 @@ def all_results() -> Sequence[Result]:
                     batch=int(batch),
                     setting=setting,
                     seed=int(seed),
+                    run=record["run"],
                     results=record["results"],
                     origin=origin,
                 )
@@ -262,6 +264,50 @@ def _setting_of(result: Result) -> str:
     return ", ".join(["scenes", *parts] if result.stage == "scenes" else parts)
 
 
+def temperatures() -> str:
+    """The path of learned temperatures, and where it leaves the divergence and the estimated normalizers."""
+    shown = {
+        "12 epochs": ("finals", ""),
+        "30 epochs": ("map_long", "epochs=30"),
+        "80% copied pairs": ("map_copies", "copies=0.8"),
+    }
+    rows: list[list[str]] = []
+    results: list[Result] = []
+    for title, (stage, setting) in shown.items():
+        for arm in arms_of(stage):
+            seeds = runs(stage, arm, 16, setting)
+            curves = [result.results["curve"] for result in seeds.values()]
+            has_normalizers = math.isfinite(curves[0][-1].get("error_mean", math.nan))
+            if not has_normalizers or not _learns_tau(seeds):
+                continue
+            results += seeds.values()
+            path: list[str] = []
+            for records in zip(*curves, strict=True):
+                path.append(f"{statistics.mean(record['tau'] for record in records):.3f}")
+            divergence = statistics.mean(curve[-1]["kl"] for curve in curves)
+            error = statistics.mean(curve[-1]["error_mean"] for curve in curves)
+            numbers = [f"{divergence:.2f}", _rho_of(seeds), f"{error:+.2f}", mean(seeds)]
+            rows.append([title, label(arm), ", ".join(path), *numbers])
+    head = ["B = 16", "loss", "tau after 10, 30, 60, 100%", "KL", "rho", "error of the log normalizer", "recall"]
+    return markdown(head, rows, results)
+
+
+def _learns_tau(seeds: Seeds) -> bool:
+    """Return whether the temperature of an arm moves by more than rounding."""
+    curve = next(iter(seeds.values())).results["curve"]
+    return bool(abs(curve[0]["tau"] - curve[-1]["tau"]) > 1e-4)
+
+
+def _rho_of(seeds: Seeds) -> str:
+    """Return log(n / effective), or a dash if the arm has no rho."""
+    result = next(iter(seeds.values()))
+    effective = result.run["effective"]
+    if effective is None:
+        return "-"
+    samples = round(result.results["step"] * result.batch / result.run["epochs"])
+    return f"{math.log(samples / effective):.2f}"
+
+
 def oracles() -> str:
     """Recall with exact normalizers, and the deviation of the weight that a batch gives an anchor's negatives."""
     peer = runs("oracles", "openclip, tau 0.026", 16)
@@ -320,6 +366,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "study_pairs": pairs_of_losses,
     "study_normalizers": normalizer_errors,
     "study_settings": settings,
+    "study_temperatures": temperatures,
     "study_oracles": oracles,
     "study_guide_settings": guide_settings,
     "study_guides": guides,
