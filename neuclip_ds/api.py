@@ -58,7 +58,7 @@ def train(recipe: str | Config, *, hooks: Sequence[Hook] = (), **overrides: Any)
     """
     if isinstance(recipe, Config):
         if overrides:
-            raise TypeError(f"Options {', '.join(overrides)} cannot override a Config: name a recipe.")
+            raise TypeError(f"Options {', '.join(overrides)} cannot override a Config: pass the name of a recipe.")
         config = recipe
     else:
         config = recipe_config(recipe, overrides)
@@ -127,8 +127,8 @@ class Model:
     Attributes:
         module: the torch module; its inputs are uint8 images (b, 3, H, W) or None, and tokens (b, T) or None.
         device: device of the module.
-        temperature: by which cosine similarities are divided; None if the model's checkpoint has none. If each
-            training sample had its own temperature, it is the one that the run started from.
+        temperature: divisor of the cosine similarities; None if the model's checkpoint has none. If each training
+            sample had its own temperature, this is the run's initial temperature.
         bias: added to the logits, for SigLIP's models; otherwise None.
 
     Example:
@@ -160,7 +160,7 @@ class Model:
                 shape (n, H, W, 3) or one tensor of shape (n, 3, H, W).
 
         Raises:
-            ValueError: an array or a tensor is not uint8, or has another shape.
+            ValueError: an array or a tensor is not uint8, or has the wrong shape.
             DecodeError: a file or encoded bytes are not an image.
         """
         is_one = isinstance(images, (str, PathLike, bytes, Image.Image))
@@ -179,8 +179,8 @@ class Model:
         """Return the logits of n images and m texts, (n, m): cosine similarities / temperature + bias.
 
         Their softmax over texts classifies images; for SigLIP's models, their sigmoid is the probability of a pair.
-        `encode_images` describes the images and the errors; `ValueError` also if the model's checkpoint has no
-        temperature.
+        `encode_images` describes the images and the errors. A model without a temperature also raises
+        `ValueError`.
         """
         if self.temperature is None:
             raise ValueError("The model's checkpoint has no temperature: multiply the features by your own.")

@@ -42,7 +42,7 @@ class UserError(Exception):
 
 
 class TrainingDiverged(Exception):
-    """Losses or gradients stay non-finite, or replicas differ; the message says when and why. The exit code is 1.
+    """Losses or gradients stay non-finite, or replicas differ; the message names step and cause. The exit code is 1.
 
     Example:
         import neuclip_ds

@@ -100,7 +100,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
 def check_unused(folder: Path) -> None:
     """Raise `UserError` if the path exists and is not an empty folder."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} exists already and is not an empty folder; remove it or name another one.")
+        raise UserError(f"{folder} exists already and is not an empty folder; remove it or choose another one.")
 
 
 @contextmanager

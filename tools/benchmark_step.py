@@ -262,7 +262,7 @@ def require_captions(arguments: argparse.Namespace) -> None:
 
 
 def describe(arguments: argparse.Namespace) -> list[str]:
-    """Return the lines above the table that say where its numbers come from, as data_files.py describes them."""
+    """Return the lines above the table that describe the source of its numbers, as data_files.py describes them."""
     device, hardware = this_machine()
     versions: list[str] = []
     for package in ("deepspeed", "open_clip_torch"):

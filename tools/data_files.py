@@ -47,7 +47,7 @@ class Origin:
     def has_newer_code(self) -> bool:
         """Return whether code that the numbers describe has changed since; needs git and the whole history.
 
-        Changes of comments and docstrings do not count. For an unknown commit, the last one of the day counts.
+        Changes to comments and docstrings do not count. An unknown commit is taken to be the last one of its day.
         """
         base = self.commit.split("-")[0]  # without the suffix -dirty
         if not _git("rev-parse", "--verify", "--quiet", f"{base}^{{commit}}", check=False):
@@ -169,7 +169,7 @@ def badge(device: str) -> str:
 
 
 def caption(*origins: Origin, note: str = "") -> str:
-    """Return the line below a table that tells where its numbers come from, and from which machine and code."""
+    """Return the line below a table that names the data files, machines and commits of its numbers."""
     older = names_with_older_code()
     by_machine: dict[tuple[str, bool, str], list[Origin]] = {}
     for origin in origins:

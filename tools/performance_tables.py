@@ -8,7 +8,7 @@ OURS = "here: openclip"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], *files: DataFile, notes: Sequence[str] = ()) -> str:
-    """Return a Markdown table above the line that tells where its numbers come from."""
+    """Return a Markdown table and, below it, the line that names the source of its numbers."""
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     lines += [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join([*lines, "", caption(*(file.origin for file in files), note="<br>".join(notes))])
@@ -91,7 +91,7 @@ def losses() -> str:
 
 
 def losses_gpu() -> str:
-    """Time and memory of ClipLoss and of our loss on the H200, as the code computes them there."""
+    """Time and memory of ClipLoss and of our loss on the H200, by batch size and precision."""
     file = read_data("objective_h200")
     # B, precision, ClipLoss's row, ours; from 2^25 similarities, our loss is compiled
     shown = [

@@ -1,6 +1,6 @@
 """For developers of neuclip_ds: print the package's files that run in one training step, with their numbers of lines.
 
-A step is recorded from the end of the step before to its own end, with loaders in this process. So the list also has
+A step is recorded from the end of the previous step to its own end, with loaders in this process. So the list also has
 the files that load the next batch, run hooks, and write metrics and checkpoints. The last line counts only the rest:
 the files from the device batch to the updated weights. With two ranks, the list is that of rank 0.
 

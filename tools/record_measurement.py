@@ -1,7 +1,7 @@
 """Run the command of a data file again, and write the table that it prints with this machine, date and commit.
 
 A file in tools/measurements names its command; pass another one, such as one with your paths, after `--`. The command
-must print a Markdown table with the file's columns, in any order; other columns are left out.
+must print a Markdown table with the file's columns, in any order; other columns are omitted.
 
 Examples:
   python tools/record_measurement.py objective

@@ -75,24 +75,24 @@ def main() -> None:
         options = parser.parse(sys.argv[1:])
         if options.tables is None:
             if not options.source:
-                raise UserError("Name the data: a folder with shards in train/ and val/, or demo:N.")
+                raise UserError("Pass the data: a folder with shards in train/ and val/, or demo:N.")
             study(options)
         known = read_results(options.tables or options.out / "results.jsonl")
         print(tables(known))
         if options.figures is not None:
             if not options.stages:
-                raise UserError("--figures draws the first of --stages; name it.")
+                raise UserError("--figures draws a stage: pass it as the first of --stages.")
             from study.figures import draw  # needs matplotlib, which runs do not
 
             print("drawn:", *draw(known, options.stages[0], options.figures))
 
 
 def study(options: argparse.Namespace) -> None:
-    """Do the runs of the stages that have not ended yet."""
+    """Execute the runs of the stages that have not ended yet."""
     path = options.out / "results.jsonl"
     kinds = {source.startswith("demo:") for source in options.source}
     if len(options.source) > 1 and (not options.trainer or len(kinds) < len(options.source)):
-        raise UserError("Name one source, or with --trainer one of scenes (demo:N) and one of photographs.")
+        raise UserError("Pass one source, or with --trainer one of scenes (demo:N) and one of photographs.")
     folders = {source: prepare(source, options) for source in options.source}
     stages = stages_to_run(folders, options)
     options.out.mkdir(parents=True, exist_ok=True)
@@ -118,7 +118,7 @@ def study(options: argparse.Namespace) -> None:
 
 
 def _in_order_of_end(pool: ProcessPoolExecutor, processes: int, todo: list[Job]) -> Iterator[dict[str, Any]]:
-    """Do runs, and yield the record of each one when it ends; after an error, no other run begins."""
+    """Execute runs, and yield the record of each one when it ends; after an error, no other run begins."""
     jobs_left = iter(todo)
     running = {pool.submit(do, job) for job in itertools.islice(jobs_left, processes)}
     while running:
@@ -179,7 +179,7 @@ def planned(stages: Mapping[str, Path], known: Mapping[str, Any], arms: Sequence
 
 
 def selected(jobs_of_stage: list[Job], options: argparse.Namespace) -> list[Job]:
-    """Return the runs of the batch sizes that the command line names."""
+    """Return the runs of the batch sizes that the command line selects."""
     return [job for job in jobs_of_stage if options.batch is None or job.run.batch in options.batch]
 
 

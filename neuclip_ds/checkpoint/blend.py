@@ -23,7 +23,7 @@ _PROBES = ["a photo of a cat.", string.printable, "Zwei Ärzte, 東京 и кот
 
 
 def blend(start: ModelWeights, result: ModelWeights, fraction: float) -> ModelWeights:
-    """Interpolate from a run's start (fraction 0) to its result (fraction 1), both of which are reproduced exactly.
+    """Interpolate from a run's initial weights (fraction 0) to its final ones (fraction 1); both ends are exact.
 
     Raises:
         UserError: the models differ in their architecture, preprocessing or tokenizer.
@@ -45,7 +45,7 @@ def soup(models: Sequence[ModelWeights]) -> ModelWeights:
         if not start:
             raise UserError(
                 f"{model.name} started from random weights (model.pretrained is empty), and the mean of such models is "
-                "not a trained model. Name runs that were fine-tuned from the same checkpoint."
+                "not a trained model. Choose runs that were fine-tuned from the same checkpoint."
             )
         is_same = Path(start).name == Path(first_start).name
         if first_hash is not None and model.start_hash is not None:  # unknown for runs of earlier versions
@@ -53,7 +53,7 @@ def soup(models: Sequence[ModelWeights]) -> ModelWeights:
         if not is_same:
             other_start = f"other weights in {start}" if start == first_start else start
             raise UserError(
-                f"{models[0].name} was fine-tuned from {first_start}, but {model.name} from {other_start}. Name runs "
+                f"{models[0].name} was fine-tuned from {first_start}, but {model.name} from {other_start}. Choose runs "
                 "that were fine-tuned from the same checkpoint."
             )
     return weighted_mean(models, [1 / len(models)] * len(models))
@@ -110,8 +110,8 @@ def _check_alike(models: Sequence[ModelWeights]) -> None:
         difference = _difference(first, model)
         if difference is not None:
             raise UserError(
-                f"{first.name} and {model.name} cannot be averaged: they differ in {difference}. Name models with the "
-                "same architecture and tokenizer."
+                f"{first.name} and {model.name} cannot be averaged: they differ in {difference}. Choose models with "
+                "the same architecture and tokenizer."
             )
 
 

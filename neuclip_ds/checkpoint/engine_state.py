@@ -89,8 +89,8 @@ def _require_equal_weights(files: StateFiles, engine: Engine) -> None:
         saved = files.read(placement.name, WEIGHT, placement.start, placement.stop)
         if not torch.equal(saved, placement.within(placement.master).cpu()):
             raise UserError(
-                f"{files.folder} belongs to other weights than this run starts from ({placement.name} differs): set "
-                "model.pretrained and the precision as they were in its recovery."
+                f"{files.folder} belongs to different weights from those that this run starts from ({placement.name} "
+                "differs): set model.pretrained and the precision as they were in its recovery."
             )
 
 

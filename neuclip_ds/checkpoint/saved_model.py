@@ -113,7 +113,7 @@ def find_checkpoint(path: Path) -> Path:
     if not is_complete(path):
         checkpoint = max((path / "checkpoints").glob("step_*"), default=None)
     if checkpoint is None or not is_complete(checkpoint):
-        raise UserError(f"{path} is neither a run with a checkpoint nor a checkpoint. Name a folder runs/NAME.")
+        raise UserError(f"{path} is neither a run with a checkpoint nor a checkpoint. Pass a folder such as runs/NAME.")
     return checkpoint.resolve()
 
 
@@ -204,17 +204,17 @@ def read_start(checkpoint: Path, communicator: Communicator) -> ModelWeights:
         source = initial_source(config, communicator)
         model, logits = source.load(run.tokenizer)
     except UserError as error:
-        raise UserError(f"The start of {checkpoint} cannot be opened: put it back. {error}") from error
+        raise UserError(f"The model that {checkpoint} started from cannot be opened: restore it. {error}") from error
     expected_hash = read_start_hash(checkpoint / MODEL)
     difference = None
     if not _are_close(logits, run.initial_logits):
-        difference = "another temperature or bias"
+        difference = "a different temperature or bias"
     elif expected_hash is not None and weights_hash(model) != expected_hash:
-        difference = "other weights"
+        difference = "different weights"
     if difference is not None:
         raise UserError(
-            f"model.pretrained={name} has {difference} than the model that {checkpoint} started from, so it has been "
-            "replaced: put the original one back."
+            f"model.pretrained={name} has {difference} from the model that {checkpoint} started from, so it has "
+            "been replaced: restore the original one."
         )
     return ModelWeights(
         name=name,

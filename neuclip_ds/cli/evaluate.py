@@ -146,7 +146,7 @@ def _results_folder(out: Path | None, name: str, checkpoint: Path | None) -> Pat
     if out is not None:
         return out
     if checkpoint is None:
-        raise UserError(f"{name} is not a run of this project: name a folder for its scores with --out.")
+        raise UserError(f"{name} is not a run of this project: set --out to a folder for its scores.")
     return checkpoint.parent.parent / "evaluation" / Path(name).name
 
 
@@ -331,7 +331,9 @@ def score_blends(options: argparse.Namespace, communicator: Communicator) -> str
 
     saved = open_model(_name_of_model(options, communicator), communicator, options.ema)
     if saved.checkpoint is None or saved.config is None:
-        raise UserError(f"{saved.name} is not a run of this project, and has no start to blend with: omit --blend.")
+        raise UserError(
+            f"{saved.name} is not a run of this project, and has no initial weights to blend with: omit --blend."
+        )
     folder = _results_folder(options.out, saved.name, saved.checkpoint)
     data = _open_tasks(options, saved.config, folder, communicator)
     data, target = _with_target(data, options.target, saved.config, saved.checkpoint, communicator)
@@ -388,7 +390,7 @@ def _with_target(
         matches = [task for task, _ in data.tasks if task.matches(name)]
         if len(matches) != 1:
             names = ", ".join(task.name for task, _ in data.tasks)
-            raise UserError(f"--target={name} names {len(matches)} tasks; name one of {names}.")
+            raise UserError(f"--target={name} matches {len(matches)} tasks; set it to one of {names}.")
         return data, matches[0]
 
     validation = str(find_validation(config.data, None))
@@ -413,7 +415,7 @@ def _open_validation(config: Config, checkpoint: Path, communicator: Communicato
     data = config.data
     run = checkpoint.parent.parent
     if data.val == "":
-        raise UserError(f"{run} has no validation pairs: name one of the tasks in --data with --target.")
+        raise UserError(f"{run} has no validation pairs: set --target to one of the tasks in --data.")
     if isinstance(data.val, str):
         return open_data(data.val, data, communicator, run)
     held_out = dict(communicator.on_rank_zero(lambda: read_meta(checkpoint))["data"]["held_out"])

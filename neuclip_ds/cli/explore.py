@@ -82,7 +82,7 @@ def main(arguments: Sequence[str]) -> None:
 def check_options(options: argparse.Namespace) -> None:
     """Raise UserError if a package is missing, a path does not exist, or an option has no effect."""
     if len(options.models) > _MOST_MODELS:
-        raise UserError(f"{len(options.models)} models are named: name one or two.")
+        raise UserError(f"{len(options.models)} models are passed: pass one or two.")
     for model in options.models:
         check_model("MODEL", model)
     check_path("--images", options.images)
@@ -92,7 +92,7 @@ def check_options(options: argparse.Namespace) -> None:
             raise UserError(f"--features={folder} is remote: copy the folder to this machine.")
     if options.features is not None and len(options.features) != len(options.models):
         raise UserError(
-            f"--features names {len(options.features)} folders for {len(options.models)} models: name one for each "
+            f"--features has {len(options.features)} folders for {len(options.models)} models: pass one for each "
             "model, in the same order."
         )
     if options.features is not None and options.captions is not None:
@@ -106,7 +106,7 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def open_models(options: argparse.Namespace) -> tuple[list[SearchableModel], Collection]:
-    """Open the images, the models and their features, which are computed unless --features names them.
+    """Open the images, the models and their features, which are computed unless --features lists them.
 
     Raises UserError if the images, a model or a folder of features cannot be used.
     """

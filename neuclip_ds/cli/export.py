@@ -6,7 +6,7 @@ Examples:
   neuclip-ds export runs/tuned --blend 0.5 --out exported/blend
   neuclip-ds export --soup runs/tuned runs/tuned_low_lr --out exported/soup
 
-A blend is an average of a run's weights with those that it was fine-tuned from, and often keeps most of what both know.
+A blend averages a run's weights with those that it was fine-tuned from, and often keeps most abilities of both.
 A soup is the mean of runs that were fine-tuned from the same checkpoint. docs/tutorials/fine_tuning.md shows how to
 choose a blend.
 """
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--license", help="license for the model card, as the hub names it, such as apache-2.0")
     options = parser.parse(arguments)
     if (options.run is None) == (options.soup is None):
-        raise UserError("Name one run, or several runs after --soup.")
+        raise UserError("Pass one run, or several runs after --soup.")
     if options.soup is not None and options.blend != 1:
         raise UserError("--blend applies to one run: omit it, or omit --soup.")
     for run in options.soup or [options.run]:

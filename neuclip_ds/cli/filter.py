@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> None:
     options = parser.parse(arguments)
     rules = (options.min, options.max, options.top, options.near_duplicates)
     if all(value is None for value in rules):
-        raise UserError("No rule says which samples to keep: set --min, --max, --top or --near-duplicates.")
+        raise UserError("No rule selects samples: set --min, --max, --top or --near-duplicates.")
     if options.near_duplicates is not None and not 0 < options.near_duplicates <= 1:
         raise UserError(f"--near-duplicates={options.near_duplicates:g} must be a cosine above 0 and at most 1.")
     if options.top is not None and not 0 < options.top <= 1:

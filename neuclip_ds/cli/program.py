@@ -40,7 +40,7 @@ def exit_on_mistake() -> Iterator[None]:
 
 
 class Parser(argparse.ArgumentParser):
-    """Argument parser that accepts dashes or underscores in option names, raises `UserError` and shows defaults."""
+    """Argument parser that accepts dashes or underscores in option names, raises `UserError`, and shows defaults."""
 
     def __init__(self, prog: str, **options: Any) -> None:
         super().__init__(prog, formatter_class=_Formatter, **options)

@@ -24,7 +24,7 @@ def main(arguments: Sequence[str]) -> None:
     for run in options.runs:
         check_path("RUN", str(run))
         if not (run / "config.yaml").is_file():
-            raise UserError(f"{run} has no config.yaml; name the folder of a run.")
+            raise UserError(f"{run} has no config.yaml; pass the folder of a run.")
     if len(options.runs) == 1 and options.out is not None:
         raise UserError("--out is for several runs; the report of one run is RUN/report.html: omit it.")
     from neuclip_ds.files import explain_disk

@@ -58,7 +58,7 @@ def augmented(transform: ImageTransform, config: AugmentConfig, mean: Channels) 
         mean: mean per channel, in [0, 1]: the color of pixels that a policy moves into the image.
 
     Raises:
-        UserError: timm does not know the policy.
+        UserError: timm has no such policy.
     """
     augmentations: list[Augment] = []
     if config.auto_augment is not None:
@@ -79,7 +79,7 @@ def _policy(name: str, image_size: int, mean: Channels) -> Augment:
         "img_mean": tuple(min(255, round(255 * channel)) for channel in mean),
         "interpolation": Image.Resampling.BICUBIC,
     }
-    fix = "name one of timm, such as rand-m9-mstd0.5-inc1, augmix-m3-w3, original or v0"
+    fix = "use one of timm's, such as rand-m9-mstd0.5-inc1, augmix-m3-w3, original or v0"
     with explained(f"timm has no policy data.augment.auto_augment={name}", fix):
         if name.startswith("rand"):
             return auto_augment.rand_augment_transform(name, parameters)

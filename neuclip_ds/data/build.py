@@ -93,14 +93,14 @@ def open_manifest(
             missing = [name for name in members if name not in manifest.samples.members]
             if missing:
                 raise UserError(
-                    f"The manifest {source} does not know where {', '.join(missing)} members are; build it again with "
+                    f"The manifest {source} has no offsets of {', '.join(missing)} members; build it again with "
                     f"--captions {' '.join(options.captions)}."
                 )
     else:
         paths = resolve_shards(source)
         remote = next((path for path in paths if not is_local(path)), None)
         if remote is not None:
-            raise UserError(f"{remote} is remote: build the manifest once (neuclip-ds build-manifest), and name it.")
+            raise UserError(f"{remote} is remote: run neuclip-ds build-manifest once, and pass the manifest's folder.")
         folder = cache / _fingerprint(paths, options)
         stored = _load_stored(folder)
         manifest = stored or build_manifest(paths, processes, options)
@@ -161,7 +161,7 @@ def write_manifest(
         on_progress: called with (shards done, total shards); shards scanned by an interrupted build count as done.
     """
     if is_manifest(folder):
-        raise UserError(f"{folder} holds a manifest; delete the folder, or name a different one.")
+        raise UserError(f"{folder} holds a manifest; delete the folder, or choose a different one.")
     if options.side_files:
         if options.has_tables:
             raise UserError("Uids and checksums are read from the shards; omit --from-side-files, or omit --uids.")
@@ -170,7 +170,7 @@ def write_manifest(
     sizes = {path: _size_of(path) for path in paths}
     if len(sizes) < len(paths):
         twice = next(path for path in paths if paths.count(path) > 1)
-        raise UserError(f"{twice} is listed more than once; name every shard once.")
+        raise UserError(f"{twice} is listed more than once; list every shard once.")
 
     # scan the shards that an interrupted build has not scanned
     results = folder / _BUILDING
@@ -233,7 +233,7 @@ def scan_shards(
         on_progress: called with (shards done, total shards); shards finished by an interrupted scan count as done.
     """
     key = hashlib.sha256(f"{_RESULTS_VERSION} {options} {tables is not None}".encode()).hexdigest()[:16]
-    with explain_disk(results, "name another folder"):
+    with explain_disk(results, "choose another folder"):
         (tables or results.parent).mkdir(parents=True, exist_ok=True)
         results.mkdir(mode=0o700, exist_ok=True)  # URLs may contain secrets
 

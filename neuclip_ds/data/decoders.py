@@ -71,7 +71,7 @@ class Captions:
         self._sources = [_parse(name) for name in names]
         self._weights = list(names.values()) if isinstance(names, Mapping) else None
         if not self._sources:
-            raise UserError("data.captions is empty; name a source of captions, such as txt.")
+            raise UserError("data.captions is empty; list a source of captions, such as txt.")
         self.extensions = tuple(dict.fromkeys(source.extension for source in self._sources))
 
     @property

@@ -82,8 +82,8 @@ class FeatureTable:
         dtype: dtype of the features.
         cached_bytes: (n_shards,) bytes of each shard's features that the cache holds; 0 for local files.
 
-    Raises UserError if the features belong to other data, to shards in another order or to other captions, or if any
-    shard in use has no features.
+    Raises UserError if the features belong to other data, to shards in a different order or to other captions, or if
+    any shard in use has no features.
     """
 
     def __init__(
@@ -321,7 +321,7 @@ class FeatureTable:
         is_same = shards <= self._manifest.n_shards and self._manifest.hash_of_first(shards) == self.embedding["data"]
         if not is_same:
             raise UserError(
-                f"The features in {self.folder} were computed for other data, or for its shards in another order "
+                f"The features in {self.folder} were computed for other data, or for its shards in a different order "
                 f"({shards} shards; the training data have {self._manifest.n_shards}): embed the training data."
             )
 
@@ -378,7 +378,7 @@ def find_table(folder: str) -> Stored:
     if is_local(folder):
         folder = str(Path(folder).expanduser())
     has_no_listing = folder.startswith(("http://", "https://"))
-    fix = "name the --out folder of neuclip-ds embed"
+    fix = "pass the --out folder of neuclip-ds embed"
     with explained(f"The features in {folder} cannot be read", fix):
         if is_local(folder):
             embedding_json = Path(folder, EMBEDDING).read_bytes()
@@ -403,9 +403,9 @@ def find_table(folder: str) -> Stored:
 
 
 def _check_fields(folder: str, embedding: Mapping[str, Any]) -> None:
-    """Raise UserError if EMBEDDING lacks fields that this version reads, or has values that it does not know."""
+    """Raise UserError if EMBEDDING lacks fields that this version reads, or has values that it does not support."""
     if embedding.get("format") != FORMAT:
-        raise UserError(f"{folder} has features in the format of another version: {_AGAIN} with a new --out.")
+        raise UserError(f"{folder} has features in the format of a different version: {_AGAIN} with a new --out.")
     problems = [f"lacks {name}" for name in _FIELDS if name not in embedding]
     if not problems and embedding["dtype"] not in _DTYPES:
         problems.append(f"has the unknown dtype {embedding['dtype']}")

@@ -51,7 +51,7 @@ def check_distinct(manifest: Manifest) -> None:
     """Raise UserError if two shards of a manifest contain the same samples, which would then be counted twice."""
     for first, second in _repeats(manifest.shards):
         same = "is listed more than once" if first.path == second.path else f"has the same content as {first.path}"
-        raise UserError(f"{second.path} {same}, so its samples would count twice; name every shard once.")
+        raise UserError(f"{second.path} {same}, so its samples would count twice; list every shard once.")
 
 
 def check_separate(training: Manifest, validation: Manifest) -> None:
@@ -60,7 +60,7 @@ def check_separate(training: Manifest, validation: Manifest) -> None:
     if shared:
         raise UserError(
             f"{len(shared)} of {validation.n_shards} shards of data.val are among the training shards, such as "
-            f"{shared[0].path}: recall would be measured on training pairs. Name different shards, or set data.val= "
+            f"{shared[0].path}: recall would be measured on training pairs. Choose different shards, or set data.val= "
             "(empty) to train without validation data."
         )
 

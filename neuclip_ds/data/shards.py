@@ -37,14 +37,14 @@ def resolve_shards(source: str) -> list[str]:
     try:
         return _resolve(source)
     except RecursionError as error:
-        raise UserError(f"{source[:200]!a} is a list that includes itself; name shards in it.") from error
+        raise UserError(f"{source[:200]!a} is a list that includes itself; list shards in it.") from error
     except (OSError, ValueError, RuntimeError) as error:  # impossible name, unknown user, no permission
         raise UserError(f"{source[:200]!a} cannot be looked up ({error}); check the path and permissions.") from error
 
 
 def _resolve(source: str) -> list[str]:
     if not source.strip():
-        raise UserError("The data source is empty; name a folder of tar shards, a glob, a brace pattern or a manifest.")
+        raise UserError("The data source is empty; pass a folder of tar shards, a glob, a brace pattern or a manifest.")
     if _BETWEEN in source:
         paths: list[str] = []
         for part in source.split(_BETWEEN):
@@ -70,15 +70,15 @@ def _resolve(source: str) -> list[str]:
 
 
 def _without_shards(folder: Path) -> str:
-    """Return a message about a folder without tars, which says what to do with the pairs in it."""
+    """Return a message about a folder without tars, with advice on the pairs in it."""
     for kind, extensions in {"tables": TABLES, "images": IMAGES}.items():
         if files_below(folder, extensions):
             return f"No *.tar in {folder} or its subfolders, but {kind}: {_pack(folder)}."
-    return f"No *.tar in {folder} or its subfolders; name the folder that holds the shards."
+    return f"No *.tar in {folder} or its subfolders; pass the folder that contains the shards."
 
 
 def _pack(source: Path) -> str:
-    return f"pack them into shards (neuclip-ds pack {source} OUT), and name the folder OUT"
+    return f"pack them into shards (neuclip-ds pack {source} OUT), and pass the folder OUT"
 
 
 def _listed(path: Path) -> list[str]:

@@ -145,8 +145,8 @@ def open_training_data(
     manifest = training_set.manifest
     if communicator.rank == 0 and data.val == "auto" and not find_validation(data, manifest):
         log.warning(
-            "no training pairs are held out for validation, because there are %d, fewer than %d: name other pairs "
-            "with data.val, or set data.val=N to hold out N",
+            "no training pairs are held out for validation, because there are %d, fewer than %d: set data.val to "
+            "other pairs, or data.val=N to hold out N",
             manifest.n_used,
             FEWEST_PAIRS,
         )
@@ -207,12 +207,12 @@ def _warn_about_captions(manifest: Manifest, sources: CaptionSources, tokenizer:
 
 
 def _check_same_features(tables: Mapping[str, FeatureTable], recorded: Mapping[str, str]) -> None:
-    """Raise UserError if features come from another model, or other options, than when the run began."""
+    """Raise UserError if features come from a different model or different options than at the start of the run."""
     for name, table in tables.items():
         if recorded.get(name, table.job) != table.job:
             raise UserError(
-                f"{table.folder} has other features than when the run began (its {EMBEDDING} differs): put the earlier "
-                "folder there, or give the run another name (--run.name)."
+                f"{table.folder} has different features from those at the start of the run (its {EMBEDDING} "
+                "differs): restore the earlier folder, or give the run another name (--run.name)."
             )
 
 

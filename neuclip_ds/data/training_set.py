@@ -46,7 +46,7 @@ class TrainingSet:
         Raises `UserError` if `data.train` is empty, or `data.val` is too large or differs from the checkpoint's value.
         """
         if not data.train_paths:
-            raise UserError("Name the training data: --data.train=FOLDER_OF_TARS (or demo:train).")
+            raise UserError("Set the training data: --data.train=FOLDER_OF_TARS (or demo:train).")
         self.sources = data.sources
         manifests = [open_one(path) for path in data.train_paths]
         all_pairs = join(manifests) if self.sources else manifests[0]

@@ -103,7 +103,7 @@ class Communicator:
         return self
 
     def __reduce__(self) -> tuple[Callable[..., "Communicator"], tuple[torch.device, int, int]]:
-        """Pickle the device and the place among the ranks; raise `TypeError` for a group other than torch's default."""
+        """Pickle the device, rank and world size; raise `TypeError` for a group other than torch's default."""
         if self._group is not None and self._group is not dist.group.WORLD:
             raise TypeError("A process group cannot be pickled. Use the loss's save() and load(), or state_dict().")
         return _unpickled, (self.device, self.rank, self.world_size)
@@ -303,7 +303,7 @@ def _unpickled(device: torch.device, rank: int, world_size: int) -> Communicator
     if (communicator.rank, communicator.world_size) != (rank, world_size):
         raise UserError(
             f"A loss that was pickled on rank {rank} of {world_size} cannot be used on rank {communicator.rank} of "
-            f"{communicator.world_size}. Use its save() and load(), which allow another number of ranks."
+            f"{communicator.world_size}. Use its save() and load(), which allow a different number of ranks."
         )
     return communicator
 

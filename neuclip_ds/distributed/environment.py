@@ -134,7 +134,7 @@ def refuse_missing_gpus(torch_build: str) -> None:
             launched = re.search(r"[/ ](?:deepspeed|ds)(?:\.launcher\.runner)? .*--num_gpus[ =](\d+)", command)
             if launched:
                 raise UserError(
-                    f"--num_gpus {launched[1]} asks for GPUs, but {socket.gethostname()} shows none: check nvidia-smi, "
+                    f"--num_gpus {launched[1]} requests GPUs, but {socket.gethostname()} shows none: check nvidia-smi, "
                     "CUDA_VISIBLE_DEVICES and that torch is built for them, or train on CPU cores with deepspeed "
                     f"--num_accelerators {launched[1]}."
                 )

@@ -300,7 +300,7 @@ def _wait_for_server(host: str, port: int, timeout: timedelta) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Arrival:
-    """What a rank tells rank 0 when it arrives."""
+    """Description of a rank, which it sends to rank 0 at the rendezvous."""
 
     rank: int
     host: str
@@ -311,7 +311,7 @@ class _Arrival:
 
 @dataclass(frozen=True, kw_only=True)
 class Joined:
-    """What a rank knows after the rendezvous."""
+    """Result of the rendezvous on one rank."""
 
     address: str
     """Address of this machine on the network over which ranks reach rank 0."""
@@ -378,7 +378,7 @@ def rendezvous(
 
 @dataclass(frozen=True, kw_only=True)
 class _Verdict:
-    """What rank 0 tells all ranks after the comparison."""
+    """Result of rank 0's comparison of the ranks, which it sends to all of them."""
 
     problem: str  # reason why the ranks cannot run together, or ""
     processes: list[str]  # names of the processes that had arrived
@@ -387,10 +387,10 @@ class _Verdict:
 def _wait_for_verdict(
     store: dist.Store, arrival: _Arrival, arrive: Callable[[str], dist.Store], timeout: timedelta
 ) -> tuple[str, _Verdict]:
-    """Arrive at the attempt that rank 0 names, and return its name and rank 0's verdict.
+    """Join rank 0's current rendezvous attempt, and return its name and the result of rank 0's comparison.
 
-    torchrun's store also has the name and the verdict of earlier attempts, in which this process does not occur. This
-    rank therefore arrives again whenever the name changes. The restart counts of torchrun differ between nodes.
+    torchrun's store also has the names and results of earlier attempts, without this process. This rank therefore joins
+    again whenever the name changes. The restart counts of torchrun differ between nodes.
     """
     deadline = time.monotonic() + 2 * timeout.total_seconds()  # rank 0 may have started to wait later than this rank
     attempt = ""
@@ -406,11 +406,11 @@ def _wait_for_verdict(
                 attempt_store.add("read", 1)
                 return attempt, verdict
         time.sleep(_POLL_INTERVAL)
-    raise UserError(f"Rank {arrival.rank} waited in vain for rank 0: check rank 0's log.")
+    raise UserError(f"Rank {arrival.rank} timed out waiting for rank 0: check rank 0's log.")
 
 
 def _wait_for_readers(store: dist.Store) -> None:
-    """Wait until the other ranks have read the verdict: the store, which has it, closes when rank 0 ends."""
+    """Wait until the other ranks have read the result from the store, which closes when rank 0 ends."""
     deadline = time.monotonic() + _STORE_DELAY
     while store.add("read", 0) < store.add("arrivals", 0) - 1 and time.monotonic() < deadline:
         time.sleep(_POLL_INTERVAL)

@@ -91,7 +91,7 @@ class FolderImages:
         self._files = [path for path in files if path.is_file()]
         if not self._files:
             raise UserError(
-                f"{folder} has neither tar shards nor images ({', '.join(_SUFFIXES)}): name a folder with either."
+                f"{folder} has neither tar shards nor images ({', '.join(_SUFFIXES)}): pass a folder with either."
             )
 
     def __len__(self) -> int:

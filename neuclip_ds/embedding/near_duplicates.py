@@ -42,7 +42,9 @@ def drop_near_duplicates(
         if features.shape[1] == 0:
             features = np.zeros((len(uids), width), part_features.dtype)
         if width != features.shape[1]:
-            raise UserError(f"The folders have features of widths {width} and {features.shape[1]}; name one.")
+            raise UserError(
+                f"The folders have features of widths {width} and {features.shape[1]}; pass features of one model."
+            )
 
         # find the requested samples of this part, and where to store them
         part_rows = []
@@ -90,7 +92,7 @@ def _parts(folders: Sequence[Path], column: str) -> Iterator[tuple[pa.Table, NDA
     """Yield each part's table of uids and values, and the part's (n, d) image features, of the first views."""
     for folder in folders:
         if not (folder / EMBEDDING).is_file():
-            raise UserError(f"{folder} lacks features: name the --out folder of neuclip-ds embed.")
+            raise UserError(f"{folder} lacks features: pass the --out folder of neuclip-ds embed.")
         for path in feature_tables(folder):
             with explained(f"The features in {path} cannot be read", "run embed again"):
                 table = pq.read_table(path, columns=["uid", column])

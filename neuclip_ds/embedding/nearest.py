@@ -148,13 +148,14 @@ def check_features(model: SearchableModel, collection: Collection, folder: str) 
     similarity = float(feature @ stored) if feature.shape == stored.shape else 0
     if similarity < _REPRODUCED:
         raise UserError(
-            f"The features in {folder} are not those of {model.name}: the cosine similarity of the two features of "
-            f"image {name} is {similarity:.3f}. The model or the data has changed since: embed the data again."
+            f"The features in {folder} are not those of {model.name}: the stored and the computed feature of "
+            f"image {name} have a cosine similarity of {similarity:.3f}. The model or the data has changed since: "
+            "embed the data again."
         )
 
 
 def transform_of(encoders: FeatureEncoders) -> EvalTransform:
-    """Return the transform of a model's images."""
+    """Return the evaluation transform that a model's images need."""
     assert encoders.preprocessing is not None
     return EvalTransform.of(encoders.preprocessing)
 
@@ -278,7 +279,7 @@ def read_features(stored: Stored, model: str, manifest: Manifest) -> CollectionF
     if embedding["model"] != model or of_average:
         average = "the moving average of " if of_average else ""
         raise UserError(
-            f"The features in {folder} are of {average}{embedding['model']}, not of {model}: name the folders in "
+            f"The features in {folder} are of {average}{embedding['model']}, not of {model}: pass the folders in "
             "--features in the order of the models, or embed the data with this model."
         )
     if embedding["output"] != "joint":

@@ -91,7 +91,7 @@ def select(
 
     uids = _sorted_distinct(np.concatenate(collected) if collected else np.empty(0, UID))
     if not len(uids) and without_uid:
-        raise UserError(f"None of {without_uid} samples has a uid of 32 hex digits: name the column with --uid-column.")
+        raise UserError(f"None of {without_uid} samples has a uid of 32 hex digits: pass its column with --uid-column.")
     if not len(uids):
         raise UserError(f"None of {samples} samples is kept ({without_value} have no value): choose wider bounds.")
     refined_uids = refine(uids)

@@ -54,7 +54,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        """Exchange the master weights and the average."""
+        """Swap the master weights and the average."""
         with self._engine.changing_master_weights():
             for master, state in self._engine.optimizer_state.items():
                 if AVERAGE in state:

@@ -72,8 +72,8 @@ def load_engine_config(config: Config, world_size: int) -> dict[str, Any]:
     for key, value in recipe_options.items():
         if engine.get(key, "auto") not in ("auto", value):
             raise UserError(
-                f"{path} sets {key}={engine[key]!r:.80}, but the recipe sets {value} (it owns the batch and clipping): "
-                f"remove the key from the JSON or set it to auto."
+                f"{path} sets {key}={engine[key]!r:.80}, but the recipe, which determines batch sizes and clipping, "
+                f"sets {value}: remove the key from the JSON or set it to auto."
             )
     _refuse_unsupported(path, engine)
     micro_batches = config.rank_batch(world_size) // config.micro_batch(world_size)

@@ -135,7 +135,7 @@ def open_set(path: Path) -> EvaluationSet:
         if path.is_file():
             return _open_pairs(path)
         if not path.is_dir():
-            raise UserError(f"{path} does not exist; name an evaluation set: {FORMS}.")
+            raise UserError(f"{path} does not exist; pass an evaluation set: {FORMS}.")
         if (path / _SHARD_COUNT).is_file():
             return open_shards(path)
         if _is_image_folder(path):
@@ -161,7 +161,7 @@ def open_labeled(path: Path) -> EvaluationSet:
     """Open a zero-shot set with its prompts; raise UserError if a file is missing or the set is of a different kind."""
     labeled_set = open_set(path)
     if labeled_set.kind != "classification":
-        raise UserError(f"{path} is a {labeled_set.kind} set; name a zero-shot set.")
+        raise UserError(f"{path} is a {labeled_set.kind} set; pass a zero-shot set.")
     if not labeled_set.class_names:
         class_names = _read_lines(path / _CLASS_NAMES)
         templates = _read_lines(path / _TEMPLATES)

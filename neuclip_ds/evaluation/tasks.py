@@ -188,7 +188,7 @@ def _sets_in(path: Path) -> list[Path]:
     if is_set(path):
         return [path.absolute()]
     if not path.is_dir():
-        raise UserError(f"{path} is not a folder; name the one that contains the evaluation sets, or a set.")
+        raise UserError(f"{path} is not a folder; pass the one that contains the evaluation sets, or a set.")
     entries = [entry for entry in path.iterdir() if is_visible(entry.name)]
     return sorted(entry for entry in entries if entry.is_dir() or is_set(entry))
 

@@ -62,7 +62,7 @@ class MicroBatches:
     """Two passes over a batch that is split into micro-batches.
 
     The first pass stores features without a graph. Once the gradient of the whole batch's loss with respect to these
-    features is known, the second pass runs each micro-batch again and back-propagates its rows of the gradient. Both
+    features is known, the second pass runs each micro-batch again and backpropagates its rows of the gradient. Both
     passes draw the same random numbers, so dropout masks agree. The running statistics of batch normalization change in
     the second pass only. Without batch normalization, the result is the same as that of one large pass.
     """
@@ -137,7 +137,7 @@ class MicroBatches:
 
 
 class TwoPass(MicroBatches):
-    """Two passes: the first collects features for the whole batch's loss; the second back-propagates each micro-batch.
+    """Two passes over micro-batches: one collects the features for the whole batch's loss, the other backpropagates.
 
     `ContrastiveLoss.accumulate` yields this object. Both passes draw the same random numbers, so dropout masks match. A
     missing, extra or out-of-order call raises `RuntimeError`.
@@ -215,7 +215,7 @@ class TwoPass(MicroBatches):
             self._require(self._row == self._ends[self._micro_batch])
 
     def backward(self, image_features: Tensor, text_features: Tensor) -> None:
-        """Back-propagate this micro-batch's rows of the gradient; a frozen tower's features may have no graph."""
+        """Backpropagate this micro-batch's rows of the gradient; a frozen tower's features may have no graph."""
         start = self._row
         outputs, gradients = self.trainable_outputs_and_gradients(image_features, text_features)
         expected_start = 0 if self._micro_batch == 0 else self._ends[self._micro_batch - 1]

@@ -21,7 +21,7 @@ def autograd_loss(function: FeatureLoss) -> LossBuilder:
     """Return a builder of a loss without state, for `ContrastiveLoss` and `register_loss`.
 
     The builder ignores its arguments. To read options, call it inside your own builder (docs/how-to/custom_loss.md).
-    When the loss is computed, `TypeError` if the function does not return a scalar tensor.
+    Computing the loss raises `TypeError` if the function does not return a scalar tensor.
 
     Args:
         function: the loss as a function of the (B, d) image features, the (B, d) text features and the (B,) sample

@@ -68,9 +68,9 @@ class LossContext:
     dtype: torch.dtype = torch.float32
     """Dtype of similarities, losses and state."""
     temperature: float | None = 0.07
-    """Tau at step 0 where the options leave it open: that of the encoders' checkpoint, or None if it has none."""
+    """Tau at step 0 if the options do not set it: that of the encoders' checkpoint, or None if it has none."""
     bias: float | None = -10.0
-    """SigLIP's bias at step 0 where the options leave it open, as for `temperature`."""
+    """SigLIP's bias at step 0 if the options do not set it, as for `temperature`."""
     adam: AdamSettings = field(default_factory=AdamSettings)
     spare_rows: int = 0
     """Rows added to every per-sample table, for samples that are not in the training set."""

@@ -131,15 +131,15 @@ class ContrastiveLoss(nn.Module):
                 `device`.
             scaler: see the `scaler` attribute.
             undo: whether `undo()` can revert the last training call, which costs a copy of the replicated state.
-            validate: whether to check the arguments of each call on all ranks, except of calls with `pending`. This
+            validate: whether to check the arguments of each call on all ranks, except for calls with `pending`. This
                 costs one small collective and, on a GPU, one host synchronization. Without validation, all ranks must
                 pass the same number of rows.
             device: device of the state until the first call moves the state to the features' device.
             dtype: dtype of similarities, losses and state until features in float64 arrive.
             spare_row: whether tables of statistics have a row for samples that are not in the training set, which calls
                 without `index` use.
-            encoder_temperature: tau at step 0 if the options leave it open, as for a pretrained checkpoint.
-            encoder_bias: SigLIP's bias at step 0 if the options leave it open.
+            encoder_temperature: tau at step 0 if the options do not set it, as for a pretrained checkpoint.
+            encoder_bias: SigLIP's bias at step 0 if the options do not set it.
             options: options of the method, as under `objective:` in a recipe, such as `temperature={"rho": 6.5}` or
                 `npn={"lr": 0.05}`.
 
@@ -186,7 +186,7 @@ class ContrastiveLoss(nn.Module):
 
     @property
     def whole_function(self) -> LossFunction:
-        """The function of the whole features: `function`, without the losses of prefixes (`objective.prefixes`)."""
+        """The loss function of the full-length features: `function` without the losses of `objective.prefixes`."""
         return self.function.whole if isinstance(self.function, PrefixedLoss) else self.function
 
     @not_compiled
@@ -216,7 +216,7 @@ class ContrastiveLoss(nn.Module):
         Raises:
             RuntimeError: the batch of the last `begin` has not been passed to the loss; see `abandon`.
             ValueError: an argument cannot be used. Only the rank with this problem raises the error.
-            UserError: the method cannot use a reference model or a teacher, or the rows that its options announce are
+            UserError: the method cannot use a reference model or a teacher, or the rows that its options require are
                 missing.
 
         Example:
@@ -259,7 +259,10 @@ class ContrastiveLoss(nn.Module):
         return pending
 
     def abandon(self) -> None:
-        """Forget the batch of the last `begin`, after an exception before the loss was called; for all ranks."""
+        """Discard the batch of the last `begin` after an exception before the loss was called.
+
+        All ranks must call this method.
+        """
         self._pending = None
         self._next_undo = None
 
@@ -295,7 +298,7 @@ class ContrastiveLoss(nn.Module):
         Raises:
             ValueError: on all ranks, if any rank's arguments are invalid or ranks differ in training mode or dtype.
             UserError: fewer than two rows of the global batch are valid, the method cannot use a reference model or a
-                teacher, or the rows that its options announce are missing.
+                teacher, or the rows that its options require are missing.
             RuntimeError: activation checkpointing repeats the call, which would update the loss's state twice, or
                 `pending` is not the batch of the last `begin`, or its features are incomplete.
         """
@@ -441,8 +444,8 @@ class ContrastiveLoss(nn.Module):
         Args:
             model: the encoders, plain or wrapped in DDP or FSDP2. Gradients are reduced over ranks in the last
                 micro-batch only, and running statistics of batch normalization change in the second pass only.
-            scale: factor by which all gradients are multiplied, or the `GradScaler` that has it; by default, that of
-                `scaler`, if the loss has one.
+            scale: factor by which all gradients are multiplied, or the `GradScaler` that provides it; by default, the
+                loss's `scaler`, if it has one.
 
         Example:
             import torch
@@ -527,7 +530,7 @@ class ContrastiveLoss(nn.Module):
         if (state["rank"], state["world_size"]) != (ranks.rank, ranks.world_size):
             raise UserError(
                 f"The state_dict is from rank {state['rank']} of {state['world_size']}, but this is rank {ranks.rank} "
-                f"of {ranks.world_size}. Use save() and load() for another world size."
+                f"of {ranks.world_size}. Use save() and load() for a different world size."
             )
         _fill(self.function, state)
 
@@ -594,7 +597,7 @@ class ContrastiveLoss(nn.Module):
         position: Position | None,
         stored: StoredBatch,
     ) -> PendingBatch:
-        """Check a batch that no `begin` has announced, and send all of it."""
+        """Check a batch without a preceding `begin`, and send all of it."""
         index = index.cpu() if isinstance(index, Tensor) else index
         valid = valid.cpu() if isinstance(valid, Tensor) else valid
         self._undo_if_scaler_skipped()
@@ -628,7 +631,7 @@ class ContrastiveLoss(nn.Module):
         return pending
 
     def _stored_batch(self, reference: StoredRows | None, teacher: Teachers | None) -> StoredBatch:
-        """Return a call's stored features; raise `UserError` if the loss cannot use them, or lacks announced ones."""
+        """Return a call's stored features; raise `UserError` if the loss cannot use them or if some are missing."""
         stored = StoredBatch.of(reference, teacher)
         self._require_announced(REFERENCE, reference is not None)
         self._require_announced(TEACHER, bool(stored.teachers))
@@ -637,7 +640,7 @@ class ContrastiveLoss(nn.Module):
         return stored
 
     def _require_announced(self, name: str, is_given: bool) -> None:
-        """Raise `UserError` if the loss cannot use the given stored features, or if announced ones are not given."""
+        """Raise `UserError` if the loss cannot use the given stored features, or if required ones are missing."""
         if is_given:
             self._require_usable(name)
         elif self._announces(name):
@@ -646,7 +649,7 @@ class ContrastiveLoss(nn.Module):
             )
 
     def _announces(self, name: str) -> bool:
-        """Return whether the options say that every batch has these stored features."""
+        """Return whether the options require these stored features in every batch."""
         if name == REFERENCE:
             return self._config.reference_model is not None
         return self._config.distill.features is not None

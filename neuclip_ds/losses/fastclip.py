@@ -261,7 +261,7 @@ class IndividualTemperature(Temperature):
         self._store.write(batch.index, torch.cat([tau, moment, square, visits + 1]).T)
 
     def _corrections(self, visits: Tensor, position: Position) -> tuple[Tensor, Tensor]:
-        """Return 1 - beta^t for both moments, where t counts the sample's visits, or epochs in the released code."""
+        """Return 1 - beta^t for both moments, where t counts steps with the sample, or epochs (released code)."""
         times = visits
         if self._is_released:
             # in epoch 0 the betas are 0, and so are their powers

@@ -27,7 +27,7 @@ BeginReads = Callable[[Tensor], Mapping[str, Pending]]
 
 
 class PendingBatch:
-    """A batch whose indices, features and statistics are on their way between the ranks.
+    """A batch whose indices, features and statistics are being sent between the ranks.
 
     `ContrastiveLoss.begin` creates it and sends the indices. The caller then passes features as soon as a tower has
     computed them, one micro-batch at a time, so that sending them overlaps the towers. Once the towers have been
@@ -91,7 +91,7 @@ class PendingBatch:
         self._image_rows += len(rows)
 
     def add_stored(self, name: str, image: Tensor, text: Tensor) -> None:
-        """Start sending all rows of this rank's stored features, at once and not in micro-batches.
+        """Start sending this rank's stored features: all rows in one call, not in micro-batches.
 
         Args:
             name: `reference`, or `teacher`; each teacher of an ensemble is added separately.

@@ -63,7 +63,7 @@ class NpnConfig(Section):
         if self.kappa is not None and self.network == "mlp":
             raise ValueError("kappa pools the prediction of prototypes; remove it, or network=mlp")
         if self.kappa is not None and self.alpha_grad != "full":
-            raise ValueError(f"kappa has a gradient of its own; remove it, or alpha_grad={self.alpha_grad}")
+            raise ValueError(f"kappa has its own gradient; remove it, or alpha_grad={self.alpha_grad}")
         return self
 
     @model_validator(mode="after")

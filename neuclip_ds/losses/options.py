@@ -220,7 +220,7 @@ def _unread_section(method: str, section: str, options: Any) -> str:
         names = [f"objective.{section}.{key}" for key in options]
     sections = [f"objective.{name}" for name in METHODS[method].sections]
     readers = [name for name, row in METHODS.items() if section in row.sections]
-    return _unread_message(method, ", ".join(names), " and ".join(sections) or "no section of its own", readers)
+    return _unread_message(method, ", ".join(names), " and ".join(sections) or "no separate section", readers)
 
 
 def _unread_message(method: str, options: str, reads: str, readers: list[str]) -> str:

@@ -85,7 +85,7 @@ def import_plugin(name: str) -> None:
         reason = " ".join(str(error).split())[:300].rstrip(".") or "no message"
         raise UserError(
             f"The plugin {name} cannot be imported: {type(error).__name__}: {reason}{_location(error)}. Correct it, or "
-            "name another module or .py file in --plugin or run.plugins."
+            "set --plugin or run.plugins to another module or .py file."
         ) from error
 
 

@@ -45,7 +45,7 @@ def build_function(build: LossBuilder, config: ObjectiveConfig, context: LossCon
         if length >= context.dim:
             raise UserError(
                 f"objective.prefixes has {length}, but the features have {context.dim} dimensions (model.embed_dim): "
-                "name shorter prefixes; the whole features are always trained, with weight 1."
+                "use shorter prefixes; the whole features are always trained, with weight 1."
             )
         of_prefixes[length] = build(config, replace(context, dim=length))
     return PrefixedLoss(function, of_prefixes, config.prefixes, context)

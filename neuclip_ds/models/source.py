@@ -175,7 +175,7 @@ def locate_on_rank_zero(config: ModelConfig, communicator: Communicator) -> Mode
 
 
 def _image_weights(path: str, preprocessing: Mapping[str, Any]) -> ImageWeights:
-    """Return the location of weights with the preprocessing of their images, which is JSON."""
+    """Return image weights, given their path and, as read from JSON, the preprocessing of their images."""
     mean = tuple(preprocessing["mean"])
     std = tuple(preprocessing["std"])
     return ImageWeights(path=path, mean=mean, std=std, squash=preprocessing["squash"])

@@ -198,7 +198,7 @@ def load_tokenizer(name_or_folder: Path | str, vocab_size: int | None = None) ->
     name = str(name_or_folder)
     with explained(
         f"transformers cannot read a tokenizer {name} from a folder or the hub",
-        "name a folder with the model's tokenizer files (tokenizer.json and tokenizer_config.json, or vocab.json and "
+        "pass a folder with the model's tokenizer files (tokenizer.json and tokenizer_config.json, or vocab.json and "
         f"merges.txt, or spiece.model, which needs {install_command('siglip')}), or omit model.text.tokenizer to train "
         "a BPE on the captions",
     ):

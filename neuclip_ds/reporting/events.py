@@ -92,5 +92,5 @@ def read_events(folder: Path) -> Iterator[Event]:
 
 
 def _event(step: int, rank: int, kind: str, message: str, indices: list[int]) -> Event:
-    """Return an event whose fields have been converted to their types; raise `TypeError` or `ValueError` if not."""
+    """Return an event from a record; raise `TypeError` or `ValueError` if a field cannot be converted to its type."""
     return Event(int(step), int(rank), str(kind), str(message), [int(index) for index in indices])

@@ -4,7 +4,7 @@
      "changes": {"optimizer.lr": [0.002, 0.001]}}
     {"step": 200, "event": "end", "time": "..."}
 
-A launch that was killed has no end. `changes` are options whose values differ from the launch before: [old, new].
+A launch that was killed has no end. `changes` are options whose values differ from the previous launch: [old, new].
 """
 
 import json
@@ -56,9 +56,9 @@ def changed_options(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict
 
 
 def log_changes(changes: Changes) -> None:
-    """Log each option that differs from the launch before."""
+    """Log each option that differs from the previous launch."""
     for name, (old, new) in changes.items():
-        log.info("%s is %s, and was %s in the launch before", name, _json(new), _json(old))
+        log.info("%s is %s, and was %s in the previous launch", name, _json(new), _json(old))
 
 
 @contextmanager

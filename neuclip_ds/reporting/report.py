@@ -153,7 +153,7 @@ def run_names(runs: Sequence[Path]) -> list[str]:
     if len(set(names)) < len(names):
         names = ["/".join(run.resolve().parts[-2:]) for run in runs]
     if len(set(names)) < len(names):
-        raise UserError(f"{', '.join(map(str, runs))}: name each run once.")
+        raise UserError(f"{', '.join(map(str, runs))}: pass each run once.")
     return names
 
 

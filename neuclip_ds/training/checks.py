@@ -88,13 +88,13 @@ def check_data(saved: Mapping[str, Any], manifest: Manifest) -> None:
     """Raise `UserError` if a manifest's content hash differs from the hash that a checkpoint recorded."""
     if manifest.content_hash != saved["hash"]:
         raise UserError(
-            f"The checkpoint was written with different data (hash {saved['hash']}, now {manifest.content_hash}): name "
-            "the data it was trained on, or give the run another name (--run.name)."
+            f"The checkpoint was written with different data (hash {saved['hash']}, now {manifest.content_hash}): pass "
+            "the data that it was trained on, or give the run another name (--run.name)."
         )
 
 
 def check_length(done: int, total: int) -> None:
-    """Raise `UserError` if a run has already trained for more steps than its config asks for."""
+    """Raise `UserError` if a run has already trained for more steps than its config allows."""
     if done > total:
         raise UserError(
             f"The run has trained for {done:,} steps, more than the {total:,} of its epochs or max_steps: raise them "

@@ -121,12 +121,12 @@ def load_recovered_state(checkpoint: Path, context: RunContext, loss: Contrastiv
 
 
 def _check_reference(checkpoint: Path, recovered: Mapping[str, Any], data: Mapping[str, Any]) -> None:
-    """Raise `UserError` if u was recovered with another reference model than this run's, or only one has one."""
+    """Raise `UserError` if u was recovered with a different reference model, or only one of the two runs has one."""
     recovered_job = recovered.get("features", {}).get(REFERENCE)
     job = data.get("features", {}).get(REFERENCE)
     if recovered_job != job:
         raise UserError(
-            f"{checkpoint} contains u of another objective.reference_model than this run's: name the features that the "
+            f"{checkpoint} contains u of a different objective.reference_model: set it to the features that the "
             "recovery used, or recover again."
         )
 
@@ -150,7 +150,7 @@ def find_reused(context: RunContext) -> Path:
             checkpoints.extend(complete_checkpoints(folder / "checkpoints"))
         if not checkpoints:
             raise UserError(
-                f"recovery.reuse={path} contains no recovered statistics. Name a run whose recovery is complete."
+                f"recovery.reuse={path} contains no recovered statistics. Pass a run whose recovery is complete."
             )
         return str(max(checkpoints))
 

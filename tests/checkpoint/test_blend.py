@@ -151,8 +151,8 @@ def test_options_without_effect_are_refused(folder: Path, shards: Path) -> None:
         ("evaluate", str(folder / "zero3"), "--target=val", *data): "--target has no effect without --blend",
         ("evaluate", str(folder / "zero3"), "--blend=0,2", *data): "2 is not a number from 0 to 1",
         ("evaluate", str(folder / "clip"), "--blend=0", *data, out): "is not a run of this project",
-        ("evaluate", str(folder / "zero3"), "--blend=0", "--target=x", *data, out): "--target=x names 0 tasks",
-        ("export", out): "Name one run, or several runs after --soup",
+        ("evaluate", str(folder / "zero3"), "--blend=0", "--target=x", *data, out): "--target=x matches 0 tasks",
+        ("export", out): "Pass one run, or several runs after --soup",
         ("export", "--soup", str(folder / "lora"), "--blend=0.5", out): "--blend applies to one run",
     }
     for (command, *options), message in mistakes.items():
@@ -170,17 +170,19 @@ def test_a_start_that_is_random_missing_or_replaced_is_refused(folder: Path, sha
     with pytest.raises(UserError, match="started from random weights"):
         export_soup([tmp_path / "random", folder / "lora"], "transformers", tmp_path / "out")
     (tmp_path / "clip").rename(tmp_path / "moved")
-    with pytest.raises(UserError, match=r"The start of .*step_000000002 cannot be opened: put it back"):
+    with pytest.raises(UserError, match=r"The model that .*step_000000002 started from cannot be opened: restore it"):
         export_run(tmp_path / "tuned", "transformers", tmp_path / "out", fraction=0.5)
     save_siglip(tmp_path / "clip")
-    with pytest.raises(UserError, match=r"another temperature .* so it has been replaced: put the original one back"):
+    with pytest.raises(
+        UserError, match=r"a different temperature .* so it has been replaced: restore the original one"
+    ):
         export_run(tmp_path / "tuned", "transformers", tmp_path / "out", fraction=0.5)
     shutil.rmtree(tmp_path / "clip")
     shutil.copytree(tmp_path / "moved", tmp_path / "clip")
     weights = load_file(tmp_path / "clip" / "model.safetensors")
     weights["visual_projection.weight"] += 1e-6
     save_file(weights, tmp_path / "clip" / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UserError, match=r"other weights than the model .* so it has been replaced"):
+    with pytest.raises(UserError, match=r"different weights from the model .* so it has been replaced"):
         export_run(tmp_path / "tuned", "transformers", tmp_path / "out", fraction=0.5)
     assert not (tmp_path / "out").exists()
 

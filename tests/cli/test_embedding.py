@@ -113,7 +113,7 @@ def test_single_encoders_and_trunks_are_stored(workspace: Path, tmp_path: Path) 
     [
         (
             ["filter", "x", "--out=y"],
-            "No rule says which samples to keep: set --min, --max, --top or --near-duplicates.",
+            "No rule selects samples: set --min, --max, --top or --near-duplicates.",
         ),
         (["filter", "x", "--out=y", "--top=20"], "--top=20 must be above 0"),
         (["filter", "x", "--out=y", "--min=1"], "x is neither a parquet file"),

@@ -303,7 +303,7 @@ def edit_embedding(folder: Path, features: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format": 3}, "format of another version"),
+        ({"format": 3}, "format of a different version"),
         ({"crops": None, "output": None}, "lacks crops and lacks output: restore it"),
         ({"dtype": "int8"}, "has the unknown dtype int8"),
         ({"shards": "three"}, "cannot be read"),
@@ -329,11 +329,11 @@ def grown(shards: Path, folder: Path) -> Manifest:
 def test_tables_that_do_not_fit_the_data_are_refused(
     tmp_path: Path, shards: Path, manifest: Manifest, features: Path
 ) -> None:
-    with pytest.raises(UserError, match=r"cannot be read .*name the --out folder"):
+    with pytest.raises(UserError, match=r"cannot be read .*pass the --out folder"):
         open_table(tmp_path, manifest)
     reordered = from_shards([manifest.shards[number] for number in (1, 0, 2)])
     for other in (reordered, Manifest(manifest.shards[:2])):
-        with pytest.raises(UserError, match=r"computed for other data, or for its shards in another order"):
+        with pytest.raises(UserError, match=r"computed for other data, or for its shards in a different order"):
             open_table(features, other)
     with pytest.raises(UserError, match=r"set data.captions to the same sources"):
         FeatureTable(find_table(str(features)), manifest, CAPTIONS[::-1])
@@ -343,7 +343,7 @@ def test_tables_that_do_not_fit_the_data_are_refused(
     old = tmp_path / "old"
     old.mkdir()
     (old / "embedding.json").write_text('{"shards": 3}')
-    with pytest.raises(UserError, match=r"format of another version"):
+    with pytest.raises(UserError, match=r"format of a different version"):
         open_table(old, manifest)
 
 
@@ -418,7 +418,7 @@ def test_a_run_resumes_only_with_the_same_features(
     assert same.record() == data.record()
     other = tmp_path / "other"
     write(other, manifest, crops=2, crop_scale=0.5, seed=7, captions=CAPTIONS, all_captions=True, model="another")
-    with pytest.raises(UserError, match="has other features than when the run began"):
+    with pytest.raises(UserError, match="has different features from those at the start of the run"):
         open_training(shards, other, tmp_path / "changed", Communicator(), meta=meta)
 
 

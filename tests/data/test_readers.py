@@ -166,7 +166,7 @@ def test_a_manifest_without_a_member_is_refused_where_it_is_opened(tmp_path: Pat
     with process_pool(1) as pool:
         write_manifest(tmp_path / "m", paths, pool, ScanOptions(checksum=True))
     options = ScanOptions(captions=("txt", "syn.txt"))
-    with pytest.raises(UserError, match=r"does not know where syn\.txt members are.* --captions txt syn\.txt"):
+    with pytest.raises(UserError, match=r"has no offsets of syn\.txt members.* --captions txt syn\.txt"):
         open_manifest(str(tmp_path / "m"), tmp_path, options=options)
     assert open_manifest(str(tmp_path / "shards"), tmp_path / "cache", processes=1, options=options).n == 4
 
@@ -203,7 +203,7 @@ def test_files_are_read_from_copies_on_request(tmp_path: Path) -> None:
 def test_file_urls_are_remote_shards(tmp_path: Path) -> None:
     manifest = manifest_of(write_pairs(tmp_path / "shards", SIZES))
     url = f"file://{tmp_path}/shards/{{00000..00002}}.tar"
-    with pytest.raises(UserError, match=r"file:///.*00000\.tar is remote: build the manifest once"):
+    with pytest.raises(UserError, match=r"file:///.*00000\.tar is remote: run neuclip-ds build-manifest once"):
         open_manifest(url, tmp_path / "manifests")
     write_manifest(tmp_path / "manifest", resolve_shards(url), ThreadPoolExecutor(1), ScanOptions(checksum=True))
     found = load_manifest(tmp_path / "manifest")

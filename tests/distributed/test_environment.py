@@ -196,7 +196,7 @@ def test_num_gpus_without_gpus_is_refused(
     done = subprocess.run([launcher, *options, CHECK], env=variables, capture_output=True, text=True, timeout=60)
     printed = done.stdout + done.stderr
     if refused:
-        assert "--num_gpus 8 asks for GPUs" in printed and "--num_accelerators 8" in printed
+        assert "--num_gpus 8 requests GPUs" in printed and "--num_accelerators 8" in printed
     else:
         assert printed == "fine\n"
 

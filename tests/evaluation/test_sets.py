@@ -387,5 +387,5 @@ def test_tables_without_the_columns_or_an_image_and_other_sets_are_errors(tmp_pa
         (tmp_path / "a" / name).write_bytes(b"")
     with pytest.raises(UserError, match="a classification set, not a retrieval set"):
         open_captioned(tmp_path / "a")
-    with pytest.raises(UserError, match="does not exist; name an evaluation set"):
+    with pytest.raises(UserError, match="does not exist; pass an evaluation set"):
         open_captioned(tmp_path / "nothing")

@@ -100,7 +100,7 @@ def test_a_run_without_a_checkpoint_trains_its_tokenizer_again(shards: Path, tmp
     ("option", "words"),
     [
         ("--data.val={tmp}/nothing", "nothing does not exist"),
-        ("--data.zero_shot={tmp}/nothing", "nothing does not exist; name an evaluation set"),
+        ("--data.zero_shot={tmp}/nothing", "nothing does not exist; pass an evaluation set"),
         ("--data.evaluation_sets={tmp}/nothing", "nothing is not a folder"),
         ("--model.vision.std=[0,1,1]", r"model\.vision\.std"),
         ("--model.vision.std=[-1,1,1]", r"model\.vision\.std"),

@@ -135,7 +135,7 @@ def test_runs_are_compared(tmp_path: Path) -> None:
     cars, loss, *_ = plots_of(page)
     assert (cars["title"], [curve["name"] for curve in cars["curves"]]) == ("task/cars", ["first/demo", "second/demo"])
     assert (loss["title"], len(loss["curves"])) == ("loss", 3)
-    with pytest.raises(UserError, match="name each run once"):
+    with pytest.raises(UserError, match="pass each run once"):
         run_names([runs[0], runs[0]])
 
 

@@ -185,7 +185,7 @@ def test_a_dry_run_reports_the_size_of_pretrained_models(
 ) -> None:
     FAMILIES[family](tmp_path / family)
     config = config_of(tmp_path / family)
-    with pytest.raises(UserError, match="Name the training data"):
+    with pytest.raises(UserError, match="Set the training data"):
         print_dry_run(config, RankEnvironment(0, 0, 2), None)
     printed = capsys.readouterr().out
     source = model_source(config.model, locate_model(config.model))

@@ -107,7 +107,7 @@ def test_other_weights_are_refused(shards: str, tmp_path: Path) -> None:
     for options, message in (
         ([f"--recovery.reuse={tmp_path}/absent"], "contains no recovered statistics"),
         (["--recovery.epochs=0"], "gamma continues after the epochs of the recovery that reuse names"),
-        (["--run.seed=1"], "belongs to other weights"),
+        (["--run.seed=1"], "belongs to different weights"),
         (["--objective.temperature.initial=0.06"], "contains u at the temperature 0.05, but this run has 0.06"),
         (["--optimizer.name=lion"], "contains moments of optimizer.name=adamw"),
     ):

@@ -142,7 +142,7 @@ def test_each_step_gets_the_rows_of_its_samples(workspace: Path, tmp_path: Path)
                 assert torch.equal(found[valid], expected[index[valid]])
                 assert not found[~valid].any()
 
-    message = "contains u of another objective.reference_model"
+    message = "contains u of a different objective.reference_model"
     reuse = [f"recovery.reuse={tmp_path}/run", "recovery.epochs=1"]
     with pytest.raises(UserError, match=message):
         run(workspace, tmp_path / "reused", 1, "objective.reference_model=other", *reuse)
@@ -186,7 +186,7 @@ def test_a_run_resumes_bit_identically_and_with_the_same_features_only(workspace
         ((*options, *REFERENCE_AND_TEACHER[1:]), r"objective\.reference_model=a folder, but this run has .*=None"),
         (
             (*options, "objective.reference_model=other", *REFERENCE_AND_TEACHER[1:]),
-            "has other features than when the run began",
+            "has different features from those at the start of the run",
         ),
     ):
         with pytest.raises(UserError, match=message):

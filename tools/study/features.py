@@ -157,7 +157,7 @@ def tars_in(folder: Path) -> list[str]:
     """Return the paths of the shards in a folder; raise UserError if it has none."""
     shards = sorted(str(path) for path in folder.glob("*.tar"))
     if not shards:
-        raise UserError(f"{folder} holds no tar files; name a folder with shards in train/ and val/.")
+        raise UserError(f"{folder} has no tar files; pass a folder with shards in train/ and val/.")
     return shards
 
 
@@ -242,5 +242,5 @@ def image_weights(package: Path) -> dict[str, Tensor]:
     theirs = read_tensors(source)
     ours = timm.create_model(IMAGE).state_dict()
     if [tensor.shape for tensor in theirs.values()] != [tensor.shape for tensor in ours.values()]:
-        raise UserError(f"{source} holds other weights than timm's {IMAGE}; install version 0.1.0 of its package.")
+        raise UserError(f"{source} has different weights from timm's {IMAGE}; install version 0.1.0 of its package.")
     return dict(zip(ours, theirs.values(), strict=True))

@@ -1,4 +1,4 @@
-"""A loss for the study alone: exact normalizers over all n pairs, which no method can know."""
+"""A loss for the study alone: exact normalizers over all n pairs, which no practical loss can compute."""
 
 import math
 from typing import Any

@@ -151,7 +151,7 @@ def gain(ours: Seeds, theirs: Seeds) -> str:
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], results: Sequence[Result]) -> str:
-    """Return a Markdown table above the line that tells where its results come from."""
+    """Return a Markdown table and, below it, the line that names the source of its results."""
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     lines += [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join([*lines, "", source_line(results)])

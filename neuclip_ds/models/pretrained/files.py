@@ -39,7 +39,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         UserError: the file is missing, is corrupt, contains code or has no state dict.
     """
     if not path.is_file():
-        raise UserError(f"The weights file {path} does not exist; put it there or name a different one.")
+        raise UserError(f"The weights file {path} does not exist; put it there, or correct the path.")
     with explained(
         f"The weights file {path} cannot be read as plain tensors", "use a safetensors file or a plain state dict"
     ):
@@ -83,10 +83,10 @@ def _unwrapped_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def refuse_adapter(folder: Path) -> None:
-    """Raise UserError if a model's folder has an adapter of peft, which transformers would add to the model."""
+    """Raise UserError if a model's folder has a peft adapter, which transformers would add to the model."""
     if (folder / ADAPTER_FILE).is_file():
         raise UserError(
-            f"{folder} has a model and an adapter of peft ({ADAPTER_FILE}), which transformers would add to the model: "
+            f"{folder} has a model and a peft adapter ({ADAPTER_FILE}), which transformers would add to the model: "
             "merge it with peft's merge_and_unload and save the result, or remove the adapter's files."
         )
 
@@ -131,7 +131,7 @@ def download(name: str, patterns: Sequence[str], option: str) -> Path:
     """Return a folder with files from a hub repository, downloading them if needed; raise UserError on failure."""
     with explained(
         f"{option}={name} is not a local folder and cannot be downloaded from the hub",
-        "download the repository on a machine with network and name its folder, or copy it into the hub's cache "
+        "download the repository on a machine with network access and pass its folder, or copy it into the hub's cache "
         "(HF_HOME)",
     ):
         return Path(snapshot_download(name, allow_patterns=list(patterns)))

@@ -33,7 +33,7 @@ def locate(name: str, weights: bool = True) -> CheckpointRef:
     if Path(path).expanduser().is_file():
         raise UserError(
             f"model.pretrained={name} is a file without an architecture; write "
-            f"open_clip:ARCHITECTURE/{path}, or name the folder of a complete checkpoint."
+            f"open_clip:ARCHITECTURE/{path}, or pass the folder of a complete checkpoint."
         )
     library = "open_clip" if names_open_clip else _library_of(fetch(path))
     patterns = LIBRARIES[library].weight_patterns if weights else ()

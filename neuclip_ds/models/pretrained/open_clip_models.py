@@ -95,14 +95,14 @@ def locate_by_name(name: str, weights: bool) -> CheckpointRef:
             matching += "-quickgelu"
         raise UserError(
             f"The weights {file_or_tag} were trained with {activation}, which {architecture} does not "
-            f"have; name open_clip:{matching}/{file_or_tag}."
+            f"have; use open_clip:{matching}/{file_or_tag}."
         )
     if not weights:
         return CheckpointRef("open_clip", "", name)
     source = str(tag_config.get("hf_hub", "")).rstrip("/") or tag_config.get("url")
     with explained(
         f"model.pretrained=open_clip:{name} is not in the local cache and could not be downloaded",
-        f"download {source} on a machine with network and name its folder, or set open_clip:{architecture}/FILE",
+        f"download {source} on a machine with network access and pass its folder, or set open_clip:{architecture}/FILE",
     ):
         return CheckpointRef("open_clip", str(open_clip.download_pretrained(tag_config)), name)
 
@@ -126,7 +126,7 @@ class OpenClipTokenizer:
 
 
 class OpenClipCheckpoint(ModelSource):
-    """An open_clip checkpoint whose architecture is given by a config file or by a name that open_clip knows.
+    """An open_clip checkpoint whose architecture is given by a config file or by one of open_clip's names.
 
     Raises:
         UserError: open_clip is not installed, or the config is incomplete or unsupported.
@@ -295,7 +295,8 @@ def _refuse_foreign_code(name: str, where: str) -> None:
 
     with explained(
         f"transformers cannot read the text encoder {name} of {where}",
-        "correct text_cfg.hf_model_name, or download the encoder on a machine with network and name its folder there",
+        "correct text_cfg.hf_model_name, or download the encoder on a machine with network access and set "
+        "text_cfg.hf_model_name to its folder",
     ):
         encoder_config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     if type(encoder_config) not in MODEL_MAPPING:

@@ -271,7 +271,7 @@ def _read_pooling(folder: Path, option: str) -> Pooling:
             kind = module["type"].rpartition(".")[2]
             if kind not in _MODULES:
                 raise UserError(
-                    f"{folder} has a module {kind} ({module['path']}), which is not computed. To use the encoder "
+                    f"{folder} has a module {kind} ({module['path']}), which is not supported. To use the encoder "
                     f"without it, {fix}."
                 )
             if kind == "Pooling":
@@ -286,7 +286,7 @@ def _read_config(folder: Path) -> tuple[Any, Any]:
     """Return an encoder's config and the class of transformers that builds it, without a decoder."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     if hasattr(config, "vision_config"):
-        raise UserError(f"{folder} encodes images too: name it without hf:, or with model.pretrained.")
+        raise UserError(f"{folder} encodes images too: omit hf:, or pass it as model.pretrained.")
     has_text_encoder = type(config) in MODEL_FOR_TEXT_ENCODING_MAPPING
     if config.is_encoder_decoder and not has_text_encoder:
         raise UserError(f"{folder} has an encoder and a decoder, of which the encoder cannot be loaded separately.")
@@ -295,7 +295,7 @@ def _read_config(folder: Path) -> tuple[Any, Any]:
 
 def _new_trunk(folder: Path) -> Any:
     """Build the encoder in a folder with random weights, as `_load_trunk` loads it."""
-    with explained(f"transformers cannot build the text encoder in {folder}", "name another model"):
+    with explained(f"transformers cannot build the text encoder in {folder}", "choose another model"):
         config, model_class = _read_config(folder)
         trunk = model_class.from_config(config, trust_remote_code=False, dtype=torch.float32)
     return _only_hidden_states(trunk)
@@ -307,7 +307,7 @@ def _load_trunk(folder: Path) -> Any:
         raise UserError(f"{folder} has no weights; put {WEIGHTS[0]} (or pytorch_model.bin) there.")
     refuse_adapter(folder)
     logging.disable_progress_bar()  # one bar per rank would flood the log
-    with explained(f"transformers cannot load a text encoder from {folder}", "name another model"):
+    with explained(f"transformers cannot load a text encoder from {folder}", "choose another model"):
         config, model_class = _read_config(folder)
         trunk, info = model_class.from_pretrained(
             folder,

@@ -254,7 +254,7 @@ def _read_statistics(processor: Mapping[str, Any], path: Path) -> tuple[Channels
     """Return the mean and the standard deviation of pixels in [0, 1] with which images are normalized."""
     factor = processor.get("rescale_factor", 1 / 255)
     if not (processor.get("do_rescale", True) and math.isclose(factor, 1 / 255, rel_tol=1e-6)):
-        raise UserError(f"{path} does not rescale pixels by 1/255, so the model takes other images than ours.")
+        raise UserError(f"{path} does not rescale pixels by 1/255; no other scale is supported.")
     if not processor.get("do_normalize", True):
         return (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
     mean = processor.get("image_mean")
@@ -272,7 +272,7 @@ class _Geometry(NamedTuple):
 
 
 def _read_geometry(processor: Mapping[str, Any], path: Path, siglip: bool) -> _Geometry:
-    """Return how an image processor resizes and crops; raise UserError if images would not be square or be padded."""
+    """Return how an image processor resizes and crops; raise UserError for non-square images or padding."""
     crops = processor.get("do_center_crop", not siglip)
     size = processor.get("size")
     if isinstance(size, int):  # in files of old versions

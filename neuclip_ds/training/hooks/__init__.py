@@ -27,7 +27,7 @@ class Hook:
 
     The `result` of a step has these: `step` (number of steps done), `loss`, `tau`, `lr`, `grad_norm` (of the encoders),
     `applied` (False if the step was skipped), `skipped` (number of steps so far), `batch` (this rank's samples, without
-    pixels), `seconds` (of the step), and `waited` (of them for the batch).
+    pixels), `seconds` (duration of the step), and `waited` (seconds of it spent waiting for the batch).
 
     Attributes:
         in_recovery: whether the hook also runs during the recovery of statistics (`recovery.*`).
@@ -78,7 +78,7 @@ class Hook:
     def state(self, loop: Loop) -> dict[str, Any]:
         """Return the hook's state for a checkpoint (JSON-compatible, equal on all ranks); called on all ranks.
 
-        Also an empty state is saved.
+        An empty state is saved, too.
         """
         return {}
 
