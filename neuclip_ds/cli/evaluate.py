@@ -111,6 +111,7 @@ def _partition(paths: Sequence[str], names: Mapping[str, str]) -> tuple[list[tup
 
     Tar files that are listed individually form one source, unless they are in `names`, the names of some paths.
     """
+    from neuclip_ds.data.listing import is_visible
     from neuclip_ds.data.manifest_file import is_manifest  # pyarrow takes a moment to import
 
     tars: list[str] = []
@@ -125,7 +126,7 @@ def _partition(paths: Sequence[str], names: Mapping[str, str]) -> tuple[list[tup
             or path.endswith(_TAR)
             or path.startswith("demo:")
             or is_manifest(path)
-            or any(Path(path).glob(f"*{_TAR}"))
+            or any(is_visible(tar.name) for tar in Path(path).glob(f"*{_TAR}"))
         ):
             sources.append(path)
         else:

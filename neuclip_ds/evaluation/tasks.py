@@ -115,17 +115,19 @@ class TaskList(BaseModel):
         """Return the tasks that match `names` (see `choose`; by default all tasks on disk), with their paths.
 
         `paths` are sets of any form and name, or folders of sets. Those in `own_names` are the user's sets with these
-        names. If only some of DataComp's sets are found, a warning lists the missing ones. Raises UserError if no set
-        is found, a name matches no set, two sets share a name, or a path in `own_names` is not a set.
+        names. If only some of DataComp's sets are found, a warning lists the missing ones. Raises UserError if a path
+        has no set, a name matches no set, two sets share a name, or a path in `own_names` is not a set.
         """
         own_names = own_names or {}
         candidates: list[Path] = []
+        candidates_of_path: dict[Path, list[Path]] = {}
         for path in paths:
             if path in own_names and not is_set(path):
                 raise UserError(
                     f"{own_names[path]}={path} is not an evaluation set, which a name needs; omit the name."
                 )
-            candidates += _sets_in(path)
+            candidates_of_path[path] = _sets_in(path)
+            candidates += candidates_of_path[path]
         name_of_set = {path.absolute(): name for path, name in own_names.items()}
 
         # DataComp's sets are recognized by their folders' names; other sets are the user's
@@ -157,6 +159,13 @@ class TaskList(BaseModel):
             raise UserError(
                 f"Not found below {searched}: {listed}; docs/how-to/evaluate.md lists sources. Sets: {FORMS}."
             )
+        for path, below in candidates_of_path.items():
+            has_known_set = any(task.find(below) is not None for task in self.tasks)
+            if not has_known_set and not any(map(is_set, below)):
+                raise UserError(
+                    f"{path} has no evaluation set: omit it, or pass a folder with sets or, for shards of pairs, the "
+                    "folder that contains the tars."
+                )
         if missing and known_paths:
             names_of_missing = ", ".join(task.name for task in missing)
             log.warning("not found below %s, and skipped: %s", searched, names_of_missing)
