@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from neuclip_ds.cli.early_checks import check_model, check_path
 from neuclip_ds.cli.program import Parser, progress_bar
 from neuclip_ds.data.shards import is_local
-from neuclip_ds.errors import Interrupted, UserError, install_command
+from neuclip_ds.errors import Interrupted, UserError, explained, install_command
 
 if TYPE_CHECKING:  # torch takes seconds to import
     from neuclip_ds.data.loader import LoaderOptions
@@ -181,6 +181,10 @@ def open_images(
 
 def _is_image_folder(path: Path) -> bool:
     """Return whether a path is a folder that is no manifest and has no tar files, so that its images are shown."""
+    from neuclip_ds.data.listing import files_below
     from neuclip_ds.data.manifest_file import is_manifest
 
-    return path.is_dir() and not is_manifest(str(path)) and next(path.rglob("*.tar"), None) is None
+    if not path.is_dir() or is_manifest(str(path)):
+        return False
+    with explained(f"{path} cannot be listed", "make its folders readable"):
+        return not files_below(path, [".tar"])

@@ -224,7 +224,9 @@ def test_features_of_embed_are_read(tmp_path: Path) -> None:
     main([*embedded, "--workers=0"])
     named = {"models": [f"{tmp_path}/model"], "images": f"{tmp_path}/shards"}
     (stored,), _ = open_models(options(**named, features=[f"{tmp_path}/out"]))
-    (computed,), _ = open_models(options(**named))
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "part").symlink_to(tmp_path / "shards")
+    (computed,), _ = open_models(options(models=named["models"], images=f"{tmp_path}/linked"))
     assert np.allclose(stored.features.images.values, computed.features.images.values, atol=1e-5)
     assert np.allclose(stored.features.captions.values, computed.features.captions.values, atol=1e-5)
     weights = load_file(tmp_path / "model" / "model.safetensors")
@@ -236,6 +238,7 @@ def test_features_of_embed_are_read(tmp_path: Path) -> None:
 
 def test_a_folder_of_image_files_has_no_stored_features(pictures: Path, tmp_path: Path) -> None:
     write(tmp_path, write_samples(tmp_path / "shards"))
+    (pictures / "._hidden.tar").touch()
     with pytest.raises(UserError, match="omit --features"):
         open_models(options(models=["a/b"], images=str(pictures), features=[str(tmp_path)]))
 
