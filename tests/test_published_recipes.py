@@ -164,6 +164,12 @@ def test_a_gpu_has_the_same_number_of_pairs_on_any_number_of_nodes(data: str, pa
         assert config_of(f"{data}_{method}{suffix}").rank_batch(4 * nodes) == pairs
 
 
+def test_a_hostfile_with_a_byte_order_mark_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "hostfile").write_text("gpu01 slots=4\n", encoding="utf-8-sig")
+    with pytest.raises(UserError, match="byte order mark"):
+        read_hostfile(tmp_path / "hostfile")
+
+
 def test_temperatures_are_as_published() -> None:
     for name in PUBLISHED:
         config = config_of(name)

@@ -49,7 +49,10 @@ _NOT_CONNECTED = (
     "in .deepspeed_env; NCCL_DEBUG=INFO prints what NCCL tries."
 )
 _PACKAGE = f"{Path(__file__).parents[1]}/"
-_DIED = "it was killed and reported no error (out of memory, a signal, or a lost node)"
+_DIED = (
+    "it was killed and reported no error (out of memory, a signal, a lost node, or a collective that a hook has not "
+    "called on all ranks)"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
