@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import gc
 import itertools
 import logging
@@ -128,7 +129,13 @@ class WorkerPool:
 def _start_worker(work: Callable[[Any], Any], options: LoaderOptions) -> _Worker:
     """Start a worker; raise UserError if this machine does not allow it."""
     with explained("A loader process cannot be started", "lower data.workers, or raise the limit on processes"):
-        return _Worker(work, options)
+        try:
+            return _Worker(work, options)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            # multiprocessing keeps semaphores in shared memory
+            raise UserError(f"A loader process cannot be started ({error}); {fix_of_shared_memory()}.") from error
 
 
 def _stop(workers: list[_Worker]) -> None:
