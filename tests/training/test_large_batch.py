@@ -1,5 +1,6 @@
 """Batches split into parts give the same training as whole batches, and a 65,536-pair step fits in 8 GB on a CPU."""
 
+import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -107,5 +108,8 @@ def test_a_step_of_65536_pairs_fits_in_8_gb(tmp_path: Path) -> None:
     (line,) = [line for line in lines if "loss" in line]
     print(f"peak {peak[0] / 1e9:.2f} GB, loss {line['loss']:.4f}")
     assert line["skipped_steps"] == 0
-    assert 0 < line["loss"] < 14  # log B is 11.1
+    temperature = parse(options).config.objective.temperature.initial
+    assert temperature is not None
+    # similarities differ by at most 2; the pictures and most words repeat, so the loss is above log B
+    assert 0 < line["loss"] < math.log(PAIRS) + 2 / temperature
     assert 0.2e9 < peak[0] < 8e9

@@ -55,7 +55,7 @@ def refusal(folder: Path) -> str:
             "download laion/CLIP-ViT-B-32-laion2B-s34B-b79K on a machine with network",
         ),
         ("open_clip:ViT-H-14-quickgelu/dfn5b", "open_clip:ViT-H-14-quickgelu/FILE"),
-        ("open_clip:ViT-B-32/openai", "name open_clip:ViT-B-32-quickgelu/openai"),
+        ("open_clip:ViT-B-32/openai", "use open_clip:ViT-B-32-quickgelu/openai"),
         ("open_clip:ViT-B-32/imagenet", "names neither a file nor one of open_clip's weights for ViT-B-32: openai"),
     ],
 )
