@@ -52,7 +52,7 @@ def read_queries(run: Path) -> list[dict[str, Any]]:
     """
     path = run / FILE
     if not path.is_file():
-        raise UserError(f"{path} does not exist: name a run that was evaluated on image-text pairs (data.val).")
+        raise UserError(f"{path} does not exist: pass a run that was evaluated on image-text pairs (data.val).")
     queries: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["queries"]
     return queries
 
