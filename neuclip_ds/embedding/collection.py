@@ -8,13 +8,10 @@ from typing import Protocol
 from neuclip_ds.data.cache import ShardCache
 from neuclip_ds.data.dataset import caption_numbers
 from neuclip_ds.data.decoders import Captions
-from neuclip_ds.data.listing import files_below
+from neuclip_ds.data.listing import IMAGES, files_below
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.readers import TarReader
 from neuclip_ds.errors import UserError, explained
-
-# the formats that `data/decoders.py` decodes
-_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,11 +84,11 @@ class FolderImages:
         self._folder = folder
         self._captions = Captions(captions)
         with explained(f"{folder} cannot be listed", "make its folders readable"):
-            files = files_below(folder, _SUFFIXES) if folder.is_dir() else []
+            files = files_below(folder, IMAGES) if folder.is_dir() else []
         self._files = [path for path in files if path.is_file()]
         if not self._files:
             raise UserError(
-                f"{folder} has neither tar shards nor images ({', '.join(_SUFFIXES)}): pass a folder with either."
+                f"{folder} has neither tar shards nor images ({', '.join(IMAGES)}): pass a folder with either."
             )
 
     def __len__(self) -> int:

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from neuclip_ds.data.listing import files_below, is_visible
+from neuclip_ds.data.listing import IMAGES, files_below, is_visible
 from neuclip_ds.data.readers import read_at
 from neuclip_ds.data.sample_table import IMAGE_EXTENSIONS
 from neuclip_ds.data.shards import is_local
@@ -56,7 +56,7 @@ LAYOUT = (
 )
 FORMS = f"{LAYOUT}; a set can also be a folder with a subfolder of images per class, or a table ({', '.join(TABLES)})"
 # TIFF files cannot be decoded; they are listed so that they raise an error instead of being silently omitted
-_IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+_IMAGE_SUFFIXES = (*IMAGES, ".tif", ".tiff")
 Member = bytes | Callable[[], bytes]  # the bytes of a member, or a function that reads them in any process
 
 

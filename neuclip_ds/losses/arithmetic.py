@@ -53,6 +53,11 @@ def log_sum_exp(x: Tensor, dim: int, out: Tensor | None) -> Tensor:
     return terms.sum(dim).log_().add_(largest.squeeze(dim))
 
 
+def log_pooled(log_batch: Tensor, log_estimate: Tensor, kappa: float) -> Tensor:
+    """Return the log of the weighted mean (batch + kappa estimate)/(1 + kappa) of two values given as logs."""
+    return torch.logaddexp(log_batch, log_estimate + math.log(kappa)) - math.log1p(kappa)
+
+
 def log_eps_plus(log_x: Tensor, eps: float) -> Tensor:
     """Return log(eps + x)."""
     return torch.logaddexp(log_x, log_x.new_full((), math.log(eps)))

@@ -75,7 +75,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from neuclip_ds.losses.arithmetic import log_eps_plus, lowest_exponent
+from neuclip_ds.losses.arithmetic import log_eps_plus, log_pooled, lowest_exponent
 from neuclip_ds.losses.base import LossContext, Position
 from neuclip_ds.losses.gather import GatheredFeatures
 from neuclip_ds.losses.global_contrastive import (
@@ -224,7 +224,7 @@ class NpnEstimator(NetworkEstimator):
             return log_g
         log_ghat = self._predict(_Anchors.of(batch, tau)).log_ghat[:, batch.local]
         kappa = self._config.kappa
-        return log_ghat if kappa is None else _pooled(log_g, log_ghat, kappa)
+        return log_ghat if kappa is None else log_pooled(log_g, log_ghat, kappa)
 
     def _fitted_output(
         self, batch: GatheredFeatures, log_target: Tensor, tau: Tensor, lr: float, training: bool
@@ -251,7 +251,7 @@ class NpnEstimator(NetworkEstimator):
         self, prediction: _Prediction, log_target: Tensor, batch: GatheredFeatures, tau: Tensor, kappa: float
     ) -> NormalizerOutput:
         """Return the output of the loss with pooled normalizers; `log_target` is the (2, B) log(eps + g_i)."""
-        alpha = _pooled(log_target, prediction.alpha, kappa)  # the mean of eps + g and eps + ghat
+        alpha = log_pooled(log_target, prediction.alpha, kappa)  # the mean of eps + g and eps + ghat
         log_scale = -math.log1p(kappa)
         local_alpha = alpha[:, batch.local]
         log_share = prediction.alpha[:, batch.local] - local_alpha + math.log(kappa) + log_scale
@@ -474,11 +474,6 @@ class NpnEstimator(NetworkEstimator):
             for key, values in self._moments.items():
                 tensors[f"{name}_{key}"] = values[direction]
         return {"npn": RowTable(self._partition, tensors, saved=self._group.start == 0)}
-
-
-def _pooled(log_batch: Tensor, log_predicted: Tensor, kappa: float) -> Tensor:
-    """Return the log of the mean (batch + kappa predicted)/(1 + kappa) of two values that are given as logs."""
-    return torch.logaddexp(log_batch, log_predicted + math.log(kappa)) - math.log1p(kappa)
 
 
 def _gradients(prediction: _Prediction, weighted_anchors: Tensor) -> Iterator[tuple[slice, Tensor]]:

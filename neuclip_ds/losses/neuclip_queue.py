@@ -36,7 +36,7 @@ from torch import Tensor
 
 from neuclip_ds.distributed.communicator import to_device
 from neuclip_ds.errors import UserError
-from neuclip_ds.losses.arithmetic import log_eps_plus, log_sum_exp, pair_products, products_exact_for
+from neuclip_ds.losses.arithmetic import log_eps_plus, log_pooled, log_sum_exp, pair_products, products_exact_for
 from neuclip_ds.losses.base import LossContext, Position
 from neuclip_ds.losses.gather import GatheredFeatures
 from neuclip_ds.losses.global_contrastive import (
@@ -123,9 +123,9 @@ class PooledQueueEstimator(NormalizerEstimator):
 
     def _pooled(self, log_g: Tensor, log_ghat: Tensor) -> tuple[Tensor, Tensor]:
         """Return log((g + kappa ghat)/(1 + kappa)) and -log(1 + kappa), each (2, local); if ghat is 0, log g and 0."""
-        log_scale = torch.full_like(log_ghat, -math.log1p(self._kappa)).masked_fill_(log_ghat.isneginf(), 0.0)
-        pooled = torch.logaddexp(log_g, log_ghat + math.log(self._kappa)) + log_scale
-        return pooled, log_scale
+        has_none = log_ghat.isneginf()
+        log_scale = torch.full_like(log_ghat, -math.log1p(self._kappa)).masked_fill_(has_none, 0.0)
+        return torch.where(has_none, log_g, log_pooled(log_g, log_ghat, self._kappa)), log_scale
 
     def _resize(self, width: int) -> None:
         """Make the queue, which is empty or will be overwritten, fit features of this width."""

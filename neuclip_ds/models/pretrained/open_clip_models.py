@@ -36,7 +36,7 @@ from neuclip_ds.models.pretrained.base import (
 from neuclip_ds.models.pretrained.files import first_file, read_json, read_tensors
 from neuclip_ds.models.pretrained.packed_open_clip import pack_open_clip_text
 from neuclip_ds.models.pretrained.positions import resample_positions
-from neuclip_ds.models.pretrained.text_encoder import position_count
+from neuclip_ds.models.pretrained.text_encoder import check_length
 from neuclip_ds.models.tokenizer import (
     CLEAN_CAPTIONS,
     CaptionTokenizer,
@@ -228,11 +228,7 @@ class OpenClipCheckpoint(ModelSource):
         if isinstance(encoder, PreTrainedModel):
             use_static_masks(encoder)
             length = self.config.text.context_length or 0
-            if length > position_count(encoder):
-                raise UserError(
-                    f"model.text.context_length={length} is more than the {position_count(encoder)} tokens that the "
-                    f"text encoder of {self._where} has positions for; lower it."
-                )
+            check_length(length, encoder, "model.text.context_length", f"the text encoder of {self._where}")
         vision = VisionTower(model.visual, None, self.preprocessing.mean, self.preprocessing.std)
         text = TextTower(model.text, None, pack=pack_open_clip_text(model.text))
         return apply_common_options(DualEncoder(vision, text), self.config)

@@ -204,7 +204,7 @@ def open_text_encoder(
     vocabulary = tower.trunk.get_input_embeddings().num_embeddings
     inner = load_tokenizer(folder, vocabulary)
     length = context_length or _context_length(folder, inner, tower.trunk)
-    _check_length(length, tower.trunk, "--context-length", str(folder))
+    check_length(length, tower.trunk, "--context-length", str(folder))
     tokenizer = TextEncoderTokenizer(inner, length, chosen == "eos")
     return PretrainedTextEncoder(tower=tower, tokenizer=tokenizer)
 
@@ -234,7 +234,7 @@ class TextEncoderSource:
         with torch.device("meta"):
             trunk = _new_trunk(self.folder)
         length = self._config.resolved_context_length()
-        _check_length(length, trunk, "model.text.context_length", self._config.pretrained)
+        check_length(length, trunk, "model.text.context_length", self._config.pretrained)
         inner = load_tokenizer(self.folder, trunk.get_input_embeddings().num_embeddings)
         return TextEncoderTokenizer(inner, length, self.pooling == "eos", pads_to_context=True)
 
@@ -342,7 +342,7 @@ def _context_length(folder: Path, tokenizer: Any, trunk: Any) -> int:
     return min(*limits, position_count(trunk))
 
 
-def _check_length(length: int, trunk: Any, option: str, name: str) -> None:
+def check_length(length: int, trunk: Any, option: str, name: str) -> None:
     """Raise UserError, naming an option and an encoder, if the encoder takes fewer than `length` tokens."""
     limit = position_count(trunk)
     if length > limit:
