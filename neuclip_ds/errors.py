@@ -1,5 +1,6 @@
 """Exceptions that end a run with one message or roll it back, and functions that redact and explain errors."""
 
+import importlib.metadata
 import importlib.util
 import re
 import signal
@@ -84,7 +85,12 @@ def exit_code(error: BaseException) -> int:
 
 
 def install_command(extra: str) -> str:
-    """Return the pip command that installs one of the package's extras."""
+    """Return the pip command that installs one of the package's extras, also for a clone that is not installed."""
+    try:
+        importlib.metadata.distribution("neuclip_ds")
+    except importlib.metadata.PackageNotFoundError:
+        clone = Path(__file__).parents[1]
+        return f"pip install -e '{clone}[{extra}]'"
     return f"pip install 'neuclip_ds[{extra}]'"
 
 

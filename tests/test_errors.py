@@ -1,12 +1,14 @@
 """Check that messages keep the cause of an error, and that a low limit of the machine is the reason that they give."""
 
 import errno
+import importlib.metadata
 import os
+import re
 from pathlib import Path
 
 import pytest
 
-from neuclip_ds.errors import UserError, explained
+from neuclip_ds.errors import UserError, explained, install_command
 from neuclip_ds.files import explain_disk
 
 
@@ -35,3 +37,15 @@ def test_a_low_limit_replaces_other_advice(tmp_path: Path) -> None:
     assert "TMPDIR" in message(OSError("AF_UNIX path too long"))
     with pytest.raises(UserError, match="Make room"), explain_disk(tmp_path):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_extras_of_a_clone_that_is_not_installed_have_a_command_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert install_command("lora") == "pip install 'neuclip_ds[lora]'"
+
+    def not_installed(name: str) -> None:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", not_installed)
+    command = install_command("lora")
+    match = re.fullmatch(r"pip install -e '(.+)\[lora\]'", command)
+    assert match is not None and (Path(match[1]) / "pyproject.toml").is_file()
