@@ -163,9 +163,9 @@ def override(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     """Return `base` overridden by the values of `over`.
 
     If `over` names a method, sections of `base` that this method does not use are moved to `other_methods`. If it names
-    a checkpoint or a text encoder, options of `base` that this replaces are dropped. The image size and the context
-    length of `base` are dropped too, unless they belong to a checkpoint that `base` names. An option that is a mapping,
-    such as `model.vision.options`, is merged too, unless `over` clears it with null or {}.
+    a checkpoint or a text encoder, the options of `base` that the checkpoint or the encoder replaces are dropped. The
+    image size and the context length of `base` are dropped too, unless they belong to a checkpoint that `base` names.
+    An option that is a mapping, such as `model.vision.options`, is merged too, unless `over` clears it with null or {}.
     """
     base, over = _cleared(base, over)
     model = _mapping(over, "model")
@@ -423,5 +423,5 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def _abbreviates(text: str, initials: str) -> bool:
-    """Return whether a text equals the initials of two words or more."""
+    """Return whether `text` equals `initials`, if these are the initials of at least two words."""
     return len(initials) > 1 and text == initials

@@ -156,7 +156,7 @@ class PendingBatch:
         # docs: end
 
     def _begin_gather_again(self, images: Pending, texts: Pending) -> tuple[Pending, Pending]:
-        """Start sending stored rows that were kept on this rank."""
+        """Start sending stored features that this rank has not sent so far."""
         sent_images = self._begin_gather(images.wait(), "stored_features")
         return sent_images, self._begin_gather(texts.wait(), "stored_features")
 

@@ -24,7 +24,7 @@ from neuclip_ds.losses.tuneclip_options import HingeConfig
 from neuclip_ds.section import Section, merge
 
 PREFIX = "prefix"
-"""Begins the names of the metrics and the state of a prefix of the embedding, such as `prefix64/tau`."""
+"""Start of the names of the metrics and the state of a prefix of the embedding, such as `prefix64/tau`."""
 
 
 class TemperatureConfig(Section):
@@ -69,9 +69,9 @@ class DistillConfig(Section):
     weight: float = Field(1.0, gt=0)
     """Weight of the distillation; open_clip and MobileCLIP use 1."""
     contrastive_weight: float = Field(1.0, ge=0)
-    """Weight of the method's loss in addition to the distillation: 1 in open_clip, 0 in MobileCLIP's ViT-B/16."""
+    """Weight of the method's own loss in a run with distillation: 1 in open_clip, 0 in MobileCLIP's ViT-B/16."""
     temperature: float | Annotated[list[float], Field(min_length=1)] = 0.01
-    """Temperature of the teacher's softmax, or one for each teacher; 0.01 is that of OpenAI's and many other models."""
+    """Temperature of the teacher's softmax, or one for each teacher; OpenAI's CLIP and many other models have 0.01."""
 
     @model_validator(mode="after")
     def _temperatures_fit(self) -> DistillConfig:

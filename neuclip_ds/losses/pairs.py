@@ -208,8 +208,8 @@ class PairGrid:
         local: slice of this rank's rows among the B rows.
         size: number of valid rows, B.
         positive: (B,) similarities s_ii of the positive pairs.
-        has_reference: whether the similarities of a reference model are subtracted; they are then in [-2, 2].
-        caches_similarities: whether the similarities of all blocks fit in the budget.
+        has_reference: whether the similarities of a reference model are subtracted, which gives values in [-2, 2].
+        caches_similarities: whether the similarities of all blocks are cached, because they fit in `budget`.
         compiles: whether a block's elementwise operations are compiled.
     """
 
@@ -592,10 +592,10 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 class FactoredSimilarities(PairSimilarities):
     """Similarities with l(x) = x and one temperature: exp((s_ij - s_ii)/tau) = exp(s_ij/tau - c) exp(c - s_ii/tau).
 
-    Similarities are in [-1, 1], so there is no reference model. The first factor is the same for both anchors of a pair
-    and in both passes, so a pair costs one exponential. To keep this factor representable, c lowers the largest
-    possible exponent, 1/tau, to `_limit`. If significant terms would still underflow, the methods of `PairSimilarities`
-    are called; the host reads the sums to decide this.
+    It is not used with a reference model, because similarities must be in [-1, 1]. The first factor is the same for
+    both anchors of a pair and in both passes, so a pair costs one exponential. To keep this factor representable, c
+    lowers the largest possible exponent, 1/tau, to `_limit`. If significant terms would still underflow, the methods of
+    `PairSimilarities` are called; the host reads the sums to decide this.
     """
 
     def __init__(self, grid: PairGrid, pair_loss: PairLoss, tau: Tensor) -> None:

@@ -112,7 +112,7 @@ class StoredBatch:
         return None
 
     def widths(self) -> list[int]:
-        """Return the width of the reference's features, or 0 without a reference, and of each teacher's."""
+        """Return the width of the reference's features (0 if there is none) and of each teacher's features."""
         reference_width = 0 if self.reference is None else self.reference[0].shape[1]
         return [reference_width, *(image.shape[1] for image, _ in self.teachers)]
 
