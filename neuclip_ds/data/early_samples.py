@@ -68,7 +68,7 @@ class EarlySamples:
         self._pool = ThreadPoolExecutor(_THREADS)
 
     def begin(self, numbers: Iterable[int]) -> None:
-        """Begin to fetch the given shards in pieces, except for those that are cached or cannot be fetched so."""
+        """Begin to fetch the given shards in pieces, except shards that are cached or cannot be fetched in pieces."""
         for number in numbers:
             shard = self._shards[number]
             if number in self._begun or is_local(shard.path) or not self._ranges.supports(shard.path):
@@ -158,9 +158,9 @@ class EarlySamples:
             self._cache.abandon(claim.shard)
 
     def _take(self, number: int, shard: PartialShard) -> bool:
-        """Remove a shard from the begun ones, for the one thread that completes or abandons it.
+        """Remove a shard from the begun shards, so that only one thread completes or abandons it.
 
-        Returns whether it was there; a shard of the same number that has been begun since then stays.
+        Returns whether the shard was among them. A shard with the same number that was begun later is not removed.
         """
         with self._mutex:
             is_begun = self._begun.get(number) is shard

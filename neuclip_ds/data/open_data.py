@@ -153,7 +153,7 @@ def _iter_texts(
 
 
 def evenly_spaced_indices(manifest: Manifest, limit: int, most_shards: int = _SHARDS_FOR_CAPTIONS) -> np.ndarray:
-    """Return the indices (q,) of at most `limit` samples in use, evenly spaced within `most_shards` such shards."""
+    """Return the indices (q,) of at most `limit` samples in use, evenly spaced within at most `most_shards` shards."""
     nonempty = np.flatnonzero(manifest.sizes)
     shards = nonempty[_evenly_spaced(len(nonempty), most_shards)]
     sizes = manifest.sizes[shards]

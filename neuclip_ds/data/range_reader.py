@@ -55,7 +55,7 @@ class RangeReader:
             return False
 
     def read(self, files: Sequence[RemoteFile], ranges: Sequence[Range]) -> list[bytes | BaseException]:
-        """Return the bytes of each range of the file at the same position, or the reason why they did not arrive.
+        """Return the bytes of each range in the file at the same position, or the reason why they did not arrive.
 
         The ranges, all from one server, are requested simultaneously. The reason is RangesIgnored if other bytes
         arrive, as from a file of another size. Raises RangesIgnored if the server ignores ranges, and any exception of

@@ -15,9 +15,9 @@ from neuclip_ds.errors import UserError
 IMAGE = "image_features"
 TEXT = "text_features"
 CONTENTS: dict[str, Literal["image", "text"]] = {IMAGE: "image", TEXT: "text"}
-"""The features that a tower's table serves, by its name."""
+"""Maps the name of a tower's table to the features that the table serves."""
 TOWER_OF_TABLE: dict[str, Literal["vision", "text"]] = {IMAGE: "vision", TEXT: "text"}
-"""The name of the tower whose trunk's outputs a table has, by the table's name."""
+"""Maps the name of a table to the name of the tower whose trunk computed the table's features."""
 
 
 def tower_folders(data: DataConfig) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Read tables of image-caption pairs: CSV, TSV, JSON Lines or Parquet files with a column of images and of captions.
+"""Read tables of image-caption pairs: CSV, TSV, JSON Lines or Parquet files with columns of images and captions.
 
 A folder of images with texts of the same names (dog.jpg and dog.txt) is read as such a table too.
 """
@@ -201,7 +201,7 @@ def _open_delimited(paths: list[str], delimiter: str, quotes: Quotes) -> pyarrow
 
 
 def _find_missing_quote(batch: pa.RecordBatch, delimiter: str) -> str:
-    """Return a description of a cell that looks like several rows, because a stray quote opens it, or an empty text.
+    """Describe a cell that seems to contain several rows because of a stray quote; return "" if there is none.
 
     A cell that contains k more rows has at least k line breaks, and as many delimiters as k rows.
     """
@@ -266,7 +266,7 @@ def source_of(row: Row, column: str) -> bytes | str | None:
 
 
 class Outage(OSError):
-    """Raised if the storage of an image fails, which a later attempt may not."""
+    """Raised if the storage of an image fails; a later attempt may succeed."""
 
 
 def read_image(source: bytes | str) -> bytes:

@@ -55,8 +55,8 @@ _CHECKED_CAPTIONS = 200  # samples whose captions are checked for truncation and
 class TrainingData:
     """The training samples of a run, their order, and how to load them.
 
-    `tables` are stored features, which batches contain by name, or in place of the input of a tower; `random_crops` is
-    as in `PairDataset`.
+    `tables` are stored features. Batches contain them under their names, or in place of a tower's input. `random_crops`
+    is as in `PairDataset`.
     """
 
     manifest: Manifest
@@ -224,7 +224,7 @@ def _create_tokenizer(
     staged: Path,
     resumed: Path | None,
 ) -> CaptionTokenizer:
-    """Save and return the checkpoint's tokenizer or, in a new run, `new_tokenizer`."""
+    """Save and return the checkpoint's tokenizer or, in a new run, the result of `new_tokenizer`."""
     folder = staged / TOKENIZER
 
     def save() -> None:

@@ -389,8 +389,9 @@ def _wait_for_verdict(
 ) -> tuple[str, _Verdict]:
     """Join rank 0's current rendezvous attempt, and return its name and the result of rank 0's comparison.
 
-    torchrun's store also has the names and results of earlier attempts, without this process. This rank therefore joins
-    again whenever the name changes. The restart counts of torchrun differ between nodes.
+    torchrun's store also has the names and results of earlier attempts, in which this process took no part. This rank
+    therefore joins again whenever the name changes. torchrun's restart counts cannot serve as names, because they
+    differ between nodes.
     """
     deadline = time.monotonic() + 2 * timeout.total_seconds()  # rank 0 may have started to wait later than this rank
     attempt = ""

@@ -291,7 +291,7 @@ def _encode_shards(
 
 
 def encode_by_length(encode: EncodeOne, tokens: Tensor, batch_size: int) -> Tensor:
-    """Encode (m, T) token ids, short captions together with short ones; return (m, d) features in the given order.
+    """Encode (m, T) token ids in batches of captions of similar length; return (m, d) features in the given order.
 
     Rows end with PADDING; each batch is as long as its longest caption. Without PADDING, the order is unchanged.
     """

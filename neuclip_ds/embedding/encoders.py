@@ -28,7 +28,7 @@ EncodeOne = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class TrunkRecords:
-    """What a run compares with its own trunks, by `image` and `text`; `asdict` can be sent to other ranks as JSON."""
+    """Records of the `image` and `text` trunks, which a run compares with its own; `asdict` of them is JSON."""
 
     weights: Mapping[str, str] = field(default_factory=dict)  # results of `weights_hash`
     outputs: Mapping[str, Sequence[float]] = field(default_factory=dict)  # results of `trunk_output`; empty if unused
@@ -36,7 +36,7 @@ class TrunkRecords:
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureEncoders:
-    """How to encode images, captions or both."""
+    """Functions and settings to encode images, captions or both."""
 
     name: str  # of the model, for the record
     output: Output
