@@ -202,7 +202,7 @@ CONTENDERS: dict[str, Contender] = {
 
 
 def rate(contender: Contender, setting: Setting) -> float:
-    """Return the samples/s of a contender after the warm-up, over the number of photographs."""
+    """Measure a contender's samples/s after the warm-up, on `setting.samples` photographs."""
     sizes = contender(setting)
     for _ in range(WARM_UP * setting.workers * PREFETCH):  # includes batches that were prepared meanwhile
         next(sizes)

@@ -198,7 +198,7 @@ def read_start(checkpoint: Path, communicator: Communicator) -> ModelWeights:
             "a blend would bring back. Omit --blend."
         )
     config = run.config.model.model_copy(update={"lora": LoraConfig()})
-    # the start at the run's sizes; configs of earlier versions have sizes without effect
+    # load the start at the run's image size and context length; these options had no effect in earlier versions
     config = with_sizes(config, run.source.preprocessing.size, run.tokenizer.context_length)
     try:
         source = initial_source(config, communicator)
@@ -293,7 +293,7 @@ def initial_source(config: ModelConfig, communicator: Communicator) -> ModelSour
 
 
 def planned_source(config: ModelConfig) -> ModelSource:
-    """Open the source of a run's initial model without its weights, on one rank; raise `UserError` as above."""
+    """Open the source of `initial_source` without the model's weights, on one rank, with the same errors."""
     checkpoint = _initial_checkpoint(config)
     if checkpoint:
         return RunStart(config, Path(checkpoint))

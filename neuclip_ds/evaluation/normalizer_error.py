@@ -33,7 +33,7 @@ from neuclip_ds.losses.stored_features import REFERENCE, StoredBatch, StoredRows
 
 
 class EstimateNormalizers(Protocol):
-    """Function that returns a method's estimates; `ContrastiveLoss.estimate_normalizers`."""
+    """Function that returns a method's estimates, such as `ContrastiveLoss.estimate_normalizers`."""
 
     def __call__(
         self,

@@ -107,9 +107,10 @@ class EvaluationSet:
         return self.templates[template].replace(PLACEHOLDER, self.class_names[label])
 
     def fingerprint(self) -> str:
-        """Return a string that changes if a file of the set is added, removed or written; raise UserError as `files`.
+        """Return a string that changes if files of the set are added, removed or written; raise UserError if `files`
+        does.
 
-        Files are not read: their sizes and modification times count.
+        Files are not read: the string depends on their sizes and modification times.
         """
         digest = hashlib.sha256(self.kind.encode())
         with explained(f"{self.path} cannot be read", "check the storage"):
@@ -373,7 +374,7 @@ def _open_pairs(path: Path) -> EvaluationSet:
 def _read_lines(path: Path) -> tuple[str, ...]:
     """Return the stripped lines of a file, of which some may be blank; raise UserError if it is missing or empty.
 
-    CLEVR Distance has a class without a name.
+    A blank line is a class without a name, as in CLEVR Distance.
     """
     if not path.is_file():
         raise UserError(f"{path} is missing; {LAYOUT}.")

@@ -5,10 +5,11 @@ values, but their queries, attention outputs and MLP do not reach the feature. O
 arithmetic, except that dropout inside the last block draws different masks. A ViT-B/16 needs 7% fewer operations.
 
 Covered are timm's `VisionTransformer` (also inside open_clip's models), transformers' CLIP and MetaCLIP 2, and
-open_clip's `VisionTransformer`. Models that pool all tokens (SigLIP, average pooling) and other architectures are not.
+open_clip's `VisionTransformer`. Models that pool all tokens (SigLIP, average pooling) and other architectures are not
+covered.
 
-Only the tower's forward method omits the tokens. Who calls the trunk itself, for example timm's `forward_features`,
-gets all of them.
+Only the tower's forward method omits the other tokens. Code that calls the trunk itself, for example timm's
+`forward_features`, gets all tokens.
 """
 
 from collections.abc import Callable
@@ -72,7 +73,7 @@ def _with_block_in_tower(last_block: Any, whole_tower: Forward) -> Forward:
 
 
 def _pass_in_tower(block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Add `in_tower` to the arguments of a block's forward method, which may run again after the tower's has ended.
+    """Add `in_tower` to the arguments of a block's forward method, which may run again after the tower's method ends.
 
     With activation checkpointing, the backward pass calls it with the same arguments.
     """

@@ -217,7 +217,7 @@ def _open_clip_options(tower_config: Mapping[str, Any], options: Mapping[str, st
 
 
 def towers_to_clip(towers: TrainedTowers) -> LibraryModel | None:
-    """Convert a model built from a run's config to CLIPModel or MetaClip2Model; return None if it is none of them.
+    """Convert a model built from a run's config to CLIPModel or MetaClip2Model; return None if it fits neither class.
 
     Any logit bias is kept for conversion to open_clip.
     """

@@ -1,4 +1,4 @@
-"""Packed captions: text towers compute on the tokens of a batch without padding.
+"""Packed captions: text towers run on the tokens of a batch without padding.
 
 A causal text tower that reads its feature at one token needs no token after it. Its captions are therefore cut after
 that token and concatenated: all linear layers and norms run on the N remaining tokens, attention runs within each
@@ -109,7 +109,7 @@ def pack_captions(tokens: Tensor, eos_id: int | None) -> PackedCaptions:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, captions: PackedCaptions) -> Tensor:
-    """Causal attention within each caption.
+    """Compute causal attention within each caption.
 
     Args:
         query: (N, heads, head width), or (b, heads, head width) with queries of the captions' last tokens only.
@@ -196,7 +196,7 @@ def pack_clip_text(trunk: Any, eos_id: int | None = None) -> Pack | None:
 def _packable_trunk(padded: Forward) -> Forward:
     """Return a forward method of `CLIPTextModel` that calls `padded`, except for packed captions.
 
-    Of packed captions, it returns the (b, width) features.
+    For packed captions, it returns the (b, width) features.
     """
 
     def forward(trunk: Any, input_ids: Tensor | PackedCaptions, **options: Any) -> Any:
@@ -219,7 +219,8 @@ def _packable_trunk(padded: Forward) -> Forward:
 def _packable_layer(padded: Forward) -> Forward:
     """Return a forward method of `CLIPEncoderLayer` that calls `padded`, except for packed captions.
 
-    Of packed captions, it maps (N, width) hidden states to those of the next layer or, with `rows`, of those rows only.
+    For packed captions, it maps (N, width) hidden states to the next layer's hidden states (with `rows`, of these rows
+    only).
     """
 
     def forward(

@@ -36,9 +36,10 @@ from neuclip_ds.models.trained_parts import merge_adapters
 if TYPE_CHECKING:
     from neuclip_ds.models.pretrained.text_encoder import TextEncoderSource
 
-# config of a model that started from a run, in a run's folder of the model, where the folder of its tokenizer is too
+# file in a run's model folder, for a run that started from another run: the model config of that other run; its
+# tokenizer's folder is in the model folder too
 ARCHITECTURE = "architecture.json"
-TEXT_ENCODER = "text"  # folder of a pretrained text encoder's files, without weights, in a run's folder of the model
+TEXT_ENCODER = "text"  # folder of a pretrained text encoder's files, without weights, in a run's model folder
 INITIAL_LOGITS = LogitParameters(temperature=0.07, bias=-10.0)  # initial values of CLIP's temperature and SigLIP's bias
 
 

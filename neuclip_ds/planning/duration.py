@@ -66,7 +66,7 @@ def read_speed(run: Path, config: Config) -> MeasuredSpeed:
 def duration_lines(
     speed: MeasuredSpeed, steps: int, batch_size: int, world_size: int, step_bytes: float
 ) -> Iterator[str]:
-    """Yield the estimated hours of a run, and what they assume.
+    """Yield lines of text with the estimated hours of a run and the assumptions behind them.
 
     Args:
         speed: measured speed of a run with the same model.

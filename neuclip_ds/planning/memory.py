@@ -165,7 +165,7 @@ def count_towers(query: MemoryQuery) -> Towers:
     """Count the towers' parameters and activations without allocating them."""
     config = query.config.model
     if config.vision.class_token_only == "auto" and query.device != "cpu":
-        # off on GPUs, but activations are counted on a simulated CPU
+        # `auto` is off on GPUs, but would be on here, because activations are counted on a simulated CPU
         vision = config.vision.model_copy(update={"class_token_only": False})
         model_config = config.model_copy(update={"vision": vision})
         query = replace(query, config=query.config.model_copy(update={"model": model_config}))
@@ -370,10 +370,10 @@ def _similarities(query: MemoryQuery, itemsize: int) -> int:
 
     Similarities are stored between the two passes over the pairs if they fit in the budget; the second pass adds
     temporary blocks. Between the passes, NeuCLIP's network needs the similarities between all anchors and a rank's
-    prototypes in both directions and a copy of the anchors' features, plus the largest of a temporary block,
-    another copy of the features, and, of a group's anchors, the similarities in one direction and nine copies of
-    the features. The subtracted bytes are the sent copies and, while the network runs, local features and their
-    gradients.
+    prototypes in both directions and a copy of the anchors' features, plus the largest of the following: a temporary
+    block; another copy of the features; or, for the anchors of a group of ranks, the similarities in one direction and
+    nine copies of the features. The subtracted bytes are the sent copies and, while the network runs, local features
+    and their gradients.
     """
     objective = query.config.objective
     method = find_method(objective.method)

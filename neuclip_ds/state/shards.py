@@ -62,7 +62,7 @@ def table_shards(tables: Mapping[str, RowTable]) -> Shards:
 
 
 def shard_files(shards: Shards, metadata: Mapping[str, Any], communicator: Communicator) -> list[StateFile]:
-    """Return the files for this rank to write its state shards; the index also stores rank 0's `metadata`.
+    """Return the files that this rank writes: its state shards and, on rank 0, an index that also stores `metadata`.
 
     All ranks call this together.
     """

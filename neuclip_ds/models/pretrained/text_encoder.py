@@ -72,7 +72,7 @@ class PretrainedTextTower(TextTower):
 
     def feature(self, x: Any) -> Tensor:
         """Return the (b, width) features of int64 ids (b, T), which end with PADDING in rows of fewer than T tokens."""
-        # as `packed` of other towers: on a CPU, the host need not wait to know the lengths
+        # like `packed` in other towers, only on a CPU by default, where the host need not wait for the lengths
         if self.packed == "auto" and x.device.type == "cpu" and not torch.compiler.is_compiling():
             x = _without_common_padding(x)
         is_token = x != PADDING
