@@ -147,7 +147,7 @@ def load_recipe(name: str, within: tuple[Path, ...] = ()) -> dict[str, Any]:
     tree = read_options(path) or {}
     if not isinstance(tree, dict):
         raise UserError(f"The recipe {path} must be a mapping of sections such as `data:` and `model:`.")
-    if path.name == CONFIG:  # of a run, perhaps of an earlier version
+    if path.name == CONFIG:  # a run's config, perhaps saved by an earlier version
         tree = without_replaced(tree)
     included = tree.pop("include", None) or []
     if not (isinstance(included, list) and all(isinstance(name, str) for name in included)):
@@ -257,7 +257,7 @@ def load_saved(path: Path) -> Config:
     tree = without_replaced(tree)  # earlier versions ignored these options
     objective = tree["objective"]
     method = objective.get("method")
-    if isinstance(method, str) and method not in METHODS:  # of a plugin, which is not imported
+    if isinstance(method, str) and method not in METHODS:  # a method of a plugin, which is not imported
         shared = {name: value for name, value in objective.items() if name in ObjectiveConfig.model_fields}
         del shared["method"]
         options = _validate(ObjectiveConfig, shared)

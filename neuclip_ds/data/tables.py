@@ -81,7 +81,7 @@ class PairTable:
                     if checks_quotes and (problem := _find_missing_quote(batch, str(self.delimiter))):
                         if self.delimiter != _COMMA or not _is_strict_csv(fragment.path):
                             raise UserError(f"{fragment.path}: {problem}")
-                        checks_quotes = False  # captions with commas and line breaks
+                        checks_quotes = False  # the cells are captions with commas and line breaks
                     for cells in batch.select(list(columns)).to_pylist():
                         yield Row(folder, cells)
 

@@ -47,7 +47,7 @@ TIMEOUT = timedelta(minutes=5)  # longest time between the arrivals of the first
 _COLLECTIVE_LIMIT = timedelta(minutes=30)
 _FILE_DELAY = 15.0  # longest time in seconds until a network file system shows a file from another node
 _CONNECT_LIMIT = 10.0  # longest time in seconds of one attempt to connect to the store
-_POLL_INTERVAL = 0.1  # seconds between looks at the store
+_POLL_INTERVAL = 0.1  # seconds between reads of the store
 _STORE_DELAY = 3.0  # longest time in seconds that rank 0 keeps the store open for the ranks to read the verdict
 # options of glibc's `mallopt` (malloc.h), and the largest value that it accepts
 _TRIM_THRESHOLD = -1

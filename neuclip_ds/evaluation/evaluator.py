@@ -40,7 +40,7 @@ from neuclip_ds.reporting.retrieved import Retrieved, write_retrieved
 
 _ANCHOR_SEED = 2_718_281  # the same anchors for every method and seed, independent of the run's order
 
-_VAL_SEED = 0  # of the choice among a held-out pair's captions
+_VAL_SEED = 0  # seed of the choice among a held-out pair's captions
 _EXAMPLE_QUERIES = 6  # captions whose first images are kept for the report
 _EXAMPLE_IMAGES = 6  # images that are kept for each caption
 

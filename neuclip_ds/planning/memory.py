@@ -405,7 +405,7 @@ def _similarities(query: MemoryQuery, itemsize: int) -> int:
     local_prototypes = -(-objective.npn.prototypes * replicas // query.world_size)
     similarity_elements = batch * local_prototypes
     prediction = 8 * min(similarity_elements, _NPN_BLOCK if query.device == "cuda" else 0)
-    anchors = 8 * batch * dim  # the features of both directions in one tensor; multiplied by weights, they take as much
+    anchors = 8 * batch * dim  # the features of both directions in one tensor; their products with weights take as much
     at_once = max(prediction, anchors)
     if objective.npn.alpha_grad == "full":
         at_once = max(at_once, 4 * (similarity_elements + 9 * batch * dim) // replicas)

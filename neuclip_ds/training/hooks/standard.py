@@ -70,7 +70,7 @@ class CollectGarbage(Hook):
     """
 
     def start(self, loop: Loop) -> None:
-        self._controls = gc.isenabled()  # otherwise the user does
+        self._controls = gc.isenabled()  # otherwise, the user controls the collections
         if not self._controls:
             return
         gc.collect()
