@@ -232,9 +232,9 @@ Trained = Literal["all", "projection", "frozen"] | Annotated[int, Field(ge=0)]
 """Trained part of a tower; a number K means the last K blocks."""
 
 Pooling = Literal["cls", "mean", "eos", "last"]
-"""Hidden state that becomes the feature of a caption: that of the first token (`cls`), the `mean` over the tokens, that
-of the EOS token (`eos`), or that of the last token, whichever token it is (`last`). With `eos`, an EOS token is added
-if the tokenizer does not end captions with one."""
+"""Feature of a caption: the hidden state of the first token (`cls`), of the EOS token (`eos`) or of the last token,
+whichever token it is (`last`), or the `mean` over all tokens. With `eos`, an EOS token is added if the tokenizer does
+not end captions with one."""
 
 Projection = Literal["linear", "mlp"]
 """Form of a projection to the joint space: one linear layer, or two with GELU between them."""
@@ -285,8 +285,8 @@ class VisionConfig(TowerConfig):
     """Pretrained weights of this tower: a timm tag such as openai or augreg_in21k, or a file. Position embeddings are
     resampled to `image_size`. By default, the weights are random."""
     image_size: int | None = Field(None, ge=8, le=1 << 14)
-    """Side length of the square input images, in pixels. By default, that of `model.pretrained`, else 224. If it
-    differs from the checkpoint's, the position embeddings are resampled, as in open_clip."""
+    """Side length of the square input images, in pixels. By default, the size of `model.pretrained`, else 224. If the
+    size differs from the checkpoint's, the position embeddings are resampled, as in open_clip."""
     patch_drop: float = Field(0.0, ge=0, lt=1)
     """Fraction of an image's patches that training drops at random (FLIP), in timm models that support dropping them.
     Evaluation uses all patches."""
@@ -300,9 +300,10 @@ class VisionConfig(TowerConfig):
     options: dict[str, Any] = Field(default_factory=dict)
     """Additional keyword arguments of `timm.create_model`, such as patch_size, embed_dim, depth, num_heads."""
     mean: tuple[float, float, float] | None = None
-    """Mean per channel, subtracted from pixels in [0, 1]. By default, that of `pretrained` or of OpenAI's CLIP."""
+    """Mean per channel, subtracted from pixels in [0, 1]. By default, the mean of `pretrained`, else of OpenAI's
+    CLIP."""
     std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] | None = None
-    """Standard deviation per channel; it divides the pixels. By default, that of `pretrained` or of OpenAI's CLIP."""
+    """Standard deviation per channel, by which pixels are divided. By default, as for `mean`."""
 
     def resolved_image_size(self) -> int:
         """Return the image size of a tower that is built from the config, by default 224."""
@@ -323,13 +324,13 @@ class VisionConfig(TowerConfig):
 
 class TextConfig(TowerConfig):
     pretrained: str = ""
-    """Text encoder of transformers, such as BERT, ModernBERT, XLM-R or a Gemma- or Qwen-style embedding model, from
-    which this tower starts, with its tokenizer: a folder or hub name. By default, the tower is CLIP's transformer with
-    random weights."""
+    """Folder or hub name of a text encoder of transformers, such as BERT, ModernBERT, XLM-R or a Gemma- or Qwen-style
+    embedding model. The tower starts from its weights and uses its tokenizer. By default, the tower is CLIP's
+    transformer with random weights."""
     pooling: Pooling | None = None
-    """Feature of a caption in the tower that `pretrained` names: the first token's hidden state (`cls`), the `mean`
-    over its tokens, or that of its EOS token (`eos`) or `last` token. By default, as in the encoder's
-    sentence-transformers config."""
+    """Feature of a caption in a tower with `pretrained`: the hidden state of the first token (`cls`), of the EOS token
+    (`eos`) or of the `last` token, or the `mean` over all tokens. By default, as in the encoder's sentence-transformers
+    config."""
     projection: Projection = "linear"
     """Projection of the text feature to the joint space, as `model.vision.projection`."""
     tokenizer: str | None = None
@@ -339,9 +340,9 @@ class TextConfig(TowerConfig):
     vocab_size: int = Field(49408, ge=300, le=1 << 24)
     """Vocabulary size of the trained BPE; a named tokenizer keeps its vocabulary."""
     context_length: int | None = Field(None, ge=4, le=1 << 16)
-    """Number of tokens to which a caption is truncated or padded, with special tokens. By default, that of
-    `model.pretrained`, else 77. If it differs from the checkpoint's, the position embeddings are resampled, as in
-    open_clip."""
+    """Number of tokens to which a caption is truncated or padded, with special tokens. By default, the length of
+    `model.pretrained`, else 77. If the length differs from the checkpoint's, the position embeddings are resampled, as
+    in open_clip."""
     width: int = Field(512, ge=8, le=1 << 16)
     """Hidden width of the transformer."""
     layers: int = Field(12, ge=1, le=1000)
@@ -454,7 +455,7 @@ class ModelConfig(Section):
 
 class OptimizerConfig(Section):
     name: Literal["adamw", "lamb", "lion", "sgd"] = "adamw"
-    """Optimizer of the encoders; `objective.temperature.optimizer` sets that of the temperature."""
+    """Optimizer of the encoders; `objective.temperature.optimizer` sets the temperature's optimizer."""
     lr: float = Field(5e-4, ge=0)
     """Peak learning rate of the encoders."""
     min_lr: float = Field(0.0, ge=0)

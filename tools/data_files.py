@@ -1,4 +1,4 @@
-"""Files with measurements: where, when and from which code each number comes, and a label for the pages that print it.
+"""Files with measurements: where, when and with which code they were made, and a label for pages that print them.
 
 A data file is a CSV table below lines of the form `# key: value`:
 

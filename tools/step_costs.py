@@ -130,7 +130,7 @@ def count_model(config: Config) -> CountedModel:
 
 
 def count_flops(query: MemoryQuery) -> tuple[TowerFlops, TowerFlops]:
-    """Return the operations on one image and on one caption: those of all tokens in all blocks, each counted once.
+    """Return the operations on one image and on one caption, counting all tokens in all blocks once.
 
     The count is a property of the model, so that utilizations can be compared: it omits recomputation by activation
     checkpointing, and includes operations that a run avoids because they do not reach the features, such as those on

@@ -149,7 +149,7 @@ def open_run(checkpoint: Path) -> SavedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelWeights:
-    """A model's weights, temperature and bias, without LoRA adapters, and what is needed to build the model."""
+    """A model's weights, temperature and bias, without LoRA adapters, and the objects that build the model."""
 
     name: str  # the checkpoint's folder, or the pretrained model's name
     source: ModelSource

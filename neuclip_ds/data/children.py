@@ -101,7 +101,7 @@ def _describe_first_end(processes: Sequence[SpawnProcess]) -> str:
 
 
 def describe_exit(code: int) -> str:
-    """Describe how a child process ended, given its exit code, which is negative for a signal, and what to do."""
+    """Describe how a child process ended, and suggest a fix; `code` is its exit code, negative for a signal."""
     if code == -signal.SIGKILL:
         return "was killed (SIGKILL), as the kernel does if memory runs out; then use fewer processes"
     if code < 0:

@@ -268,7 +268,7 @@ class _Pair:
 
 
 def _spread(values: Tensor | None, rows: Tensor, is_kept: Tensor, size: int) -> Tensor | None:
-    """Return (size, d) values: those of the kept ones among the given rows, and zero in all other rows."""
+    """Return (size, d) values, which are zero except in those of the given rows that are kept."""
     if values is None:
         return None
     result = values.new_zeros(size, values.shape[1])

@@ -140,7 +140,7 @@ class FeatureTable:
             Features (b, d), which are zero in rows without features; and a mapping of these rows to the reasons.
 
         Raises:
-            UserError: the folder has changed, or lacks a caption because only one of each sample was encoded.
+            UserError: the folder has changed, or lacks a caption because only one caption of each sample was encoded.
             IndexError: an index is not in the dataset, or a crop is not stored.
         """
         indices = index.numpy()
@@ -356,7 +356,7 @@ class _OpenPart:
 
 
 def _version(status: os.stat_result) -> tuple[int, int]:
-    """Return a file's size and time of modification, one of which differs after a change."""
+    """Return a file's size and time of modification, at least one of which differs after a change."""
     return status.st_size, status.st_mtime_ns
 
 

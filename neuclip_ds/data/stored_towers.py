@@ -31,7 +31,7 @@ def tower_folders(data: DataConfig) -> dict[str, str]:
 
 
 def loss_tables(tables: Mapping[str, FeatureTable]) -> dict[str, FeatureTable]:
-    """Return the tables of a reference model and of teachers, without those of frozen trunks."""
+    """Return the tables of a reference model and of teachers, without the tables of frozen trunks."""
     return {name: table for name, table in tables.items() if name not in CONTENTS}
 
 

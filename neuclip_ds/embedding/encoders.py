@@ -72,7 +72,7 @@ def dual_encoders(
 ) -> FeatureEncoders:
     """Return the encoders of a model on its device.
 
-    `trunks` are those of `record_trunks`. Raises UserError if the model has no features before a projection.
+    `trunks` is the result of `record_trunks`. Raises UserError if the model has no features before a projection.
     """
     if output == "trunk":
         if isinstance(model.vision.projection, nn.Identity) or isinstance(model.text.projection, nn.Identity):

@@ -76,7 +76,7 @@ def drop_near_duplicates(
 
 
 def _write_list(path: Path, uids: UidArray, nearest: NDArray[np.int64], cosines: NDArray[np.float32]) -> None:
-    """Write the dropped samples, those with a nearest kept one: `uids` (n,) in the order of the other arrays (n,)."""
+    """Write the dropped samples, which have a nearest kept sample; row i of all arrays (n,) is the same sample."""
 
     def text_of(row: int) -> str:
         return f"{int(uids['high'][row]):016x}{int(uids['low'][row]):016x}"

@@ -251,7 +251,7 @@ class Engine:
         return any(parameter.requires_grad for parameter in parameters)
 
     def _backpropagate(self, value: Tensor, is_last: bool) -> None:
-        """Add the gradients of the weights to those of earlier calls; `is_last` marks the last call of a step."""
+        """Add to the weights' gradients of earlier calls; `is_last` marks the last call of a step."""
         # docs: backward
         self._deepspeed.set_gradient_accumulation_boundary(is_last)
         with record_function(f"{PHASE}backward"):

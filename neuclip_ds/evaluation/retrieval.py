@@ -167,7 +167,7 @@ def caption_retrieval(
     Returns:
         Scores in [0, 1], equal on all ranks: `image_retrieval_recall@k` (captions as queries),
         `text_retrieval_recall@k` (images as queries), `mean_recall@1` and `chance`, the chance level of
-        `mean_recall@1`; and the same for each of `encoder.prefixes`, as `prefixP/NAME`.
+        `mean_recall@1`; and the same scores for each prefix in `encoder.prefixes`, as `prefixP/NAME`.
 
     Raises UserError if the set is empty, or a sample is broken or has no caption.
     """

@@ -372,7 +372,7 @@ def _open_pairs(path: Path) -> EvaluationSet:
 
 
 def _read_lines(path: Path) -> tuple[str, ...]:
-    """Return the stripped lines of a file, of which some may be blank; raise UserError if it is missing or empty.
+    """Return the stripped lines of a file, some of which may be blank; raise UserError if it is missing or empty.
 
     A blank line is a class without a name, as in CLEVR Distance.
     """

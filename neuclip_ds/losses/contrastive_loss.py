@@ -292,7 +292,8 @@ class ContrastiveLoss(nn.Module):
             pending: the batch that `begin` returned, whose features have been added; replaces `index` and `valid`.
             position: position in the training run; by default, the loss counts its own training calls.
             reference: image and text features of the samples from a reference model, two normalized (b, D) tensors on
-                any device, whose similarities are subtracted from those of the features (DRRho-CLIP).
+                any device. Their similarities are subtracted from the similarities of `image_features` and
+                `text_features` (DRRho-CLIP).
             teacher: image and text features of the samples from a teacher, in the same form, or a list with such a pair
                 for each teacher. The features learn the teachers' softmax over the batch; the options are under
                 `objective.distill`. Stored features receive no gradient.

@@ -13,8 +13,9 @@ D is InfoNCE minus a function that is linear in the student's similarities:
 
     D = InfoNCE + 1/2 1/B sum_i sum_{1, 2} [ s_ii - sum_j q_ij s_ij ]/tau
 
-so the gradient of the first part is that of pairs.py with OpenCLIP's weights, and the derivative of the second part
-with respect to s_ij is a constant. With theta = log(1/tau), dD/dtheta is that of InfoNCE plus the second part itself.
+so pairs.py computes the gradient of the first part, with OpenCLIP's weights, and the derivative of the second part with
+respect to s_ij is a constant. With theta = log(1/tau), dD/dtheta is the derivative of InfoNCE plus the second part
+itself.
 """
 
 import math

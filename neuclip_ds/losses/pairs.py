@@ -321,7 +321,7 @@ class PairGrid:
         grads[TEXT].addcmul_(grad_positive.unsqueeze(1), self._local_features[IMAGE])
 
     def trained_columns(self, grads: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the (local, d) gradients of the trained features, without those of the reference's features."""
+        """Return the (local, d) gradients of the trained features, without the columns of the reference's features."""
         return grads[IMAGE][:, : self._width], grads[TEXT][:, : self._width]
 
 
@@ -538,8 +538,8 @@ def _weights(
 ) -> tuple[Tensor, list[tuple[Tensor, Tensor | None]]]:
     """Return a block's derivative of L with respect to the similarities, and sums over the local anchors' negatives.
 
-    The sums, for the rows and then for any local columns, are those of the weights w_ij and, if `with_products`, of
-    w_ij s_ij. `buffers` contains three tensors, which are overwritten, or three Nones.
+    The sums are over the weights w_ij and, if `with_products`, over w_ij s_ij, for the rows and then for any local
+    columns. `buffers` contains three tensors, which are overwritten, or three Nones.
     """
     row_buffer, column_buffer, spare = buffers
 

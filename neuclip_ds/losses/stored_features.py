@@ -1,4 +1,4 @@
-"""Features that other models computed once: those of a reference model and of teachers.
+"""Features that a reference model and teachers computed once, before training.
 
 DRRho-CLIP subtracts the reference model's similarities (pairs.py); distillation.py learns the teachers' softmax.
 """

@@ -30,7 +30,7 @@ _GRAPHS_PER_BLOCK = 4  # without gradients, with gradients, in evaluation, and f
 def resolve_compilation(
     option: Literal["auto", "blocks", "towers"] | bool, device_type: str, zero_stage: int
 ) -> Compilation:
-    """Return what `model.compile` compiles.
+    """Return which parts of the model `model.compile` compiles.
 
     `auto` compiles blocks on GPUs of machines with a C++ compiler, except under ZeRO 3, which fetches weights inside
     modules.

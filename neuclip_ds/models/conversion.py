@@ -318,7 +318,7 @@ def write_library_model(model: LibraryModel | TrainedTowers, library: str, folde
 
 
 def _write_towers(towers: TrainedTowers, library: str, folder: Path) -> None:
-    """Write a model that was built from the config; as a CLIP model if it is one and the library has CLIP models."""
+    """Write a model that was built from the config, as a CLIP model if it is one and the library has CLIP models."""
     if library == SENTENCE_TRANSFORMERS:
         write_sentence_transformers(towers, folder)
         return

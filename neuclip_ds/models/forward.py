@@ -50,7 +50,7 @@ def replace_forward(module: nn.Module, replace: Replace) -> None:
     """Replace a module's forward method by the result of `replace` for the current one, itself possibly a replacement.
 
     Modules of the same class get the same function if `replace` returns it for the same argument. Copies of the module
-    keep the replacement, also pickled ones.
+    keep the replacement, even copies made by pickling.
     """
     current: Any = module.forward
     if isinstance(current, ReplacedForward):

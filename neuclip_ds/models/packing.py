@@ -2,9 +2,9 @@
 
 A causal text tower that reads its feature at one token needs no token after it. Its captions are therefore cut after
 that token and concatenated: all linear layers and norms run on the N remaining tokens, attention runs within each
-caption, and the last layer computes queries and everything after them only for the tokens that are pooled. Features
-and gradients are those of padded captions, up to rounding. Bidirectional towers (SigLIP, BERT) attend to the padding
-or pool over it, so they keep padded captions.
+caption, and the last layer computes queries and everything after them only for the tokens that are pooled. Features and
+gradients equal the results for padded captions, up to rounding. Bidirectional towers (SigLIP, BERT) attend to the
+padding or pool over it, so they keep padded captions.
 
 A trunk becomes able to take packed captions by replacing the forward methods of some of its modules. Modules,
 parameters and hooks stay, so ZeRO 3, LoRA, activation checkpointing and checkpoints work as with padded captions.

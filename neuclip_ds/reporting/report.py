@@ -324,7 +324,7 @@ def _percent(score: float) -> str:
 
 
 def _plots(series: Mapping[str, Series]) -> Iterator[dict[str, Any]]:
-    """Yield the known plots, and one of each remaining metric, for page.js; split crowded plots into one per curve.
+    """Yield the known plots, and a plot of each remaining metric, for page.js; split crowded plots into one per curve.
 
     A metric with fewer than two finite values is not plotted; it appears only in the tables.
     """

@@ -88,7 +88,7 @@ class ShardFiles:
 
     Attributes:
         folder: folder of the files.
-        metadata: what the writer stored in the index.
+        metadata: metadata that the writer stored in the index.
     """
 
     def __init__(self, folder: Path) -> None:

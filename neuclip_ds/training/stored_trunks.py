@@ -1,4 +1,4 @@
-"""Check that stored outputs of frozen trunks are those of a run's towers."""
+"""Check that stored outputs of frozen trunks come from a run's towers."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -315,7 +315,7 @@ def start_encoders(
     """Build or load the encoders, write a description of them to `staged`, and start DeepSpeed's engine.
 
     Returns the engine, the encoders' temperature and bias, and the number of parameters. Raises `UserError` if the
-    stored outputs of frozen trunks are those of another model.
+    stored outputs of frozen trunks come from another model.
     """
     torch.manual_seed(config.run.seed)  # the same weights on every rank
     model, logits = source.load(data.tokenizer)
@@ -356,7 +356,7 @@ class StepResult:
     not_finite: Sequence[int]
     """Indices of samples on all ranks with non-finite features, if the step was skipped."""
     is_partial_batch: bool
-    """Whether the batch is the small last one of an epoch, whose loss is not comparable to a full batch's."""
+    """Whether the batch is the small last batch of an epoch, whose loss is not comparable to a full batch's."""
     batch: RankBatch
     """This rank's samples, whose pixels have been released."""
     lr: float

@@ -168,7 +168,7 @@ def random_pairs(config: Config, arguments: argparse.Namespace, environment: Ran
 
 
 def sorted_by_length(pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-    """Sort the captions of all batches by length, and cut those of a batch after its longest caption."""
+    """Sort the captions of all batches by length, and cut each batch after its longest caption."""
     tokens = torch.cat([tokens for _, tokens in pairs])
     lengths = tokens.eq(EOS).int().argmax(dim=1) + 1
     sorted_lengths, order = lengths.sort()

@@ -1,7 +1,7 @@
 """Resample learned position embeddings to another image size or context length, with the results of open_clip.
 
-Embeddings of image patches are resampled by antialiased bicubic interpolation, those of tokens linearly. Embeddings
-that precede the embeddings of patches, such as the class token's, are unchanged.
+Embeddings of image patches are resampled by antialiased bicubic interpolation, and embeddings of tokens by linear
+interpolation. Embeddings that precede the embeddings of patches, such as the class token's, are unchanged.
 """
 
 import math

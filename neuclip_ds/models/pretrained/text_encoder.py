@@ -109,7 +109,8 @@ class TextEncoderTokenizer:
     Args:
         tokenizer: the transformers tokenizer.
         context_length: maximum number of tokens per caption, including special tokens.
-        ends_with_eos: whether the last token of every caption must be EOS (or BERT's SEP), also if it is truncated.
+        ends_with_eos: whether the last token of every caption must be EOS (or BERT's SEP), even if the caption is
+            truncated.
         pads_to_context: whether captions are padded to `context_length` instead of the longest one.
 
     Raises UserError if captions must end with EOS, but the tokenizer has no such token.
@@ -144,7 +145,7 @@ class TextEncoderTokenizer:
         return torch.tensor(padded, dtype=torch.int64).reshape(len(rows), width)
 
     def _ended(self, row: Sequence[int]) -> list[int]:
-        """Return a caption's ids, of which there is at least one, with EOS at the end if it is required."""
+        """Return a caption's ids (at least one), with EOS at the end if it is required."""
         ids = list(row)
         if self._last_id is not None and (not ids or ids[-1] != self._last_id):
             ids = [*ids[: self.context_length - 1], self._last_id]
@@ -324,7 +325,7 @@ def _load_trunk(folder: Path) -> Any:
 
 
 def _only_hidden_states(trunk: Any) -> Any:
-    """Remove what a tower does not use: BERT's pooler, the cache of decoders, and the module around T5's encoder."""
+    """Remove unused parts: BERT's pooler, the cache of decoders, and the module around T5's encoder."""
     if getattr(trunk, "shared", None) is not None:
         trunk = trunk.get_encoder()  # the module around it has the token embeddings under a second name
     if getattr(trunk, "pooler", None) is not None:

@@ -120,7 +120,7 @@ class EvaluateModel(Hook):
         return loop.context.communicator.on_rank_zero(read)
 
     def _compare_with_start(self, loop: Loop) -> None:
-        """Warn if the first or the last evaluation is below that of the checkpoint that the run started from."""
+        """Warn if scores of the first or the last evaluation are below the scores of the run's initial checkpoint."""
         if loop.done == 0 or not loop.context.config.model.pretrained:
             return
         evaluations = _evaluations(loop.folder)
@@ -179,8 +179,8 @@ class EvaluateModel(Hook):
 def evaluates_start(config: Config) -> bool:
     """Return whether a run is also evaluated before step 1.
 
-    It is with `run.best_metric`. It also is if it starts from a checkpoint, so that scores below those of the
-    checkpoint are noticed, unless it is otherwise evaluated only at its end and the evaluation may take hours.
+    It is with `run.best_metric`. It also is if it starts from a checkpoint, so that scores below the checkpoint's are
+    noticed, unless it is otherwise evaluated only at its end and the evaluation may take hours.
     """
     run = config.run
     if run.best_metric is not None:
