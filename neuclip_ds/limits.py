@@ -40,7 +40,7 @@ def fix_of_limit(error: BaseException) -> str:
 
 
 def fix_of_shared_memory() -> str:
-    """Return how to make enough room in shared memory, and how large it is now."""
+    """Return how to enlarge shared memory, and its present size."""
     size = ""
     if SHARED_MEMORY.is_dir():  # some systems have it elsewhere
         usage = disk_usage(SHARED_MEMORY)

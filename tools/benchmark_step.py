@@ -504,7 +504,7 @@ def peer_programs(setting: Setting) -> Iterator[Program]:
 
 
 def plain_ddp(setting: Setting, name: str, compiled: str) -> Program:
-    """Return the plain loop; `compiled` is the value of `model.compile`."""
+    """Return the plain DDP program; `compiled` is the value of `model.compile`."""
     path, options = peer_config(setting, name, f"--model.compile={compiled}")
     return Program(
         name=name,

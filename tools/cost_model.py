@@ -151,7 +151,10 @@ def step_time(work: Work, compute: Compute, cluster: Cluster) -> StepTime:
 
 
 def _window(call: Call, work: Work) -> tuple[str, float]:
-    """Return the computation that can hide a collective, and how many calls it can hide (not the last features)."""
+    """Return the computation that can hide a collective, and the number of calls that it can hide.
+
+    The gather of the last features cannot be hidden.
+    """
     if call.purpose in ("state", "stored_features"):  # stored features are sent before the towers run
         return "image tower", call.times
     if call.purpose == "features":

@@ -35,7 +35,7 @@ _KEYS = ("title", "device", "hardware", "date", "commit", "code", "command", "no
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Where numbers come from."""
+    """Origin of numbers: the device, the date, the commit and the code that they describe."""
 
     name: str  # of the file, and of the commit if a file has records of several commits
     device: str  # one of DEVICES
@@ -57,7 +57,7 @@ class Origin:
 
 
 def _changed_in_effect(base: str, path: str) -> bool:
-    """Return whether a file's code differs from that at a commit, apart from comments and docstrings."""
+    """Return whether a file's code differs from its code at a commit, apart from comments and docstrings."""
     if not path.endswith(".py"):
         return True
     before = _git("show", f"{base}:{path}", check=False)

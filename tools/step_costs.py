@@ -105,7 +105,7 @@ class TowerFlops(NamedTuple):
 
 
 def count_model(config: Config) -> CountedModel:
-    """Count the config's model on the meta device.
+    """Count the sizes and operations of the config's model on the meta device.
 
     Raises:
         UserError: the model's checkpoint cannot be found.
@@ -168,7 +168,7 @@ def step_work(
     build: LossBuilder = build_loss,
     stored_width: int | None = None,
 ) -> Work:
-    """Return the work of one of `world_size` ranks.
+    """Return the work of one of `world_size` ranks in a step.
 
     `build` is as in `ObjectiveQuery`. If `stored_width` is given, stored features have this width, and their folders
     are not read.

@@ -23,7 +23,7 @@ _PROBES = ["a photo of a cat.", string.printable, "Zwei Ärzte, 東京 и кот
 
 
 def blend(start: ModelWeights, result: ModelWeights, fraction: float) -> ModelWeights:
-    """Interpolate from a run's initial weights (fraction 0) to its final ones (fraction 1); both ends are exact.
+    """Interpolate from a run's initial weights (fraction 0) to its final weights (fraction 1), exactly at both ends.
 
     Raises:
         UserError: the models differ in their architecture, preprocessing or tokenizer.

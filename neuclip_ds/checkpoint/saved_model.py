@@ -318,7 +318,7 @@ def _are_close(first: LogitParameters, second: LogitParameters) -> bool:
 
 
 def _final_logits(state: Mapping[str, Tensor], config: Config, initial: LogitParameters) -> LogitParameters:
-    """Return the temperature and bias: the final value if trained as a single scalar, else the initial value."""
+    """Return the temperature and bias: for each, the final value if one scalar was trained, else the initial one."""
     temperature = config.objective.temperature.initial or initial.temperature
     final_tau = trained_temperature(state)
     if final_tau is not None:

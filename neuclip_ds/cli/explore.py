@@ -151,7 +151,7 @@ def open_images(
 ) -> _Images:
     """Open --images; `embeddings` describe the folders of features.
 
-    Raises UserError if there are no images, or the features do not have the same captions.
+    Raises UserError if there are no images, or the features belong to other captions.
     """
     from neuclip_ds.data.open_data import loader_options, open_data
     from neuclip_ds.embedding.collection import FolderImages, ShardImages
@@ -180,7 +180,7 @@ def open_images(
 
 
 def _is_image_folder(path: Path) -> bool:
-    """Return whether a path is a folder that is no manifest and has no tar files, so that its images are shown."""
+    """Return whether a path is a folder of images, that is, neither a manifest nor a folder with tar files."""
     from neuclip_ds.data.listing import files_below
     from neuclip_ds.data.manifest_file import is_manifest
 

@@ -68,12 +68,12 @@ class Batch:
 
 
 def augmentation_seeds(seed: int, epochs: ArrayLike, indices: ArrayLike) -> NDArray[np.uint64]:
-    """Return the seed of the augmentation of each sample (b,) in an epoch (b,)."""
+    """Return the augmentation seeds (b,) of the samples with `indices` (b,) in the `epochs` (b,)."""
     return hash64(seed, epochs, indices)
 
 
 def caption_numbers(seed: int, epochs: ArrayLike, indices: ArrayLike) -> NDArray[np.uint64]:
-    """Return the random number that draws a caption of each sample (b,) in an epoch (b,)."""
+    """Return random numbers (b,) that draw captions of the samples with `indices` (b,) in the `epochs` (b,)."""
     return hash64(seed, epochs, indices, _WHICH_CAPTION)
 
 

@@ -1,6 +1,6 @@
 """Fetch the samples of the first batches before the rest of their shards, so that training begins at once.
 
-Without this, the first batch would wait for a whole shard of every stream. Each shard that the next batches read is
+Otherwise, the first batch would wait for a whole shard of every stream. Each shard that the next batches read is
 fetched in pieces: first the ranges of bytes with their samples, then everything else. No byte is fetched twice.
 """
 
@@ -128,7 +128,7 @@ class EarlySamples:
         return self._cache.complete(shard, self._shards[number].crc32)
 
     def drop(self, number: int) -> None:
-        """Abandon a shard that has been begun but is no longer needed: it would keep its space in the cache."""
+        """Abandon a begun shard that is no longer needed; otherwise, it would keep its space in the cache."""
         shard = self._begun.get(number)
         if shard is not None and self._take(number, shard):
             self._cache.abandon(shard)

@@ -69,14 +69,14 @@ class EvalTransform:
 
     @classmethod
     def of(cls, preprocessing: Preprocessing, decode: Decode = decode_pil) -> EvalTransform:
-        """Return the transform of a model's images."""
+        """Return the transform with a model's `preprocessing`."""
         return cls(preprocessing.size, preprocessing.squash, decode, preprocessing.margin, preprocessing.interpolation)
 
     def __call__(self, data: bytes, seed: int = 0) -> Tensor:
         return self.resize(self.decode(data, None).image)
 
     def resize(self, image: Image.Image | Tensor) -> Tensor:
-        """Resize and crop an RGB image, such as a uint8 (3, H, W) tensor, to uint8 (3, image_size, image_size)."""
+        """Resize and, unless `squash`, crop an RGB image or uint8 (3, H, W) tensor to (3, image_size, image_size)."""
         square = [self.image_size, self.image_size]
         if self.squash:
             return _resize(image, square, self.interpolation)

@@ -48,7 +48,7 @@ def reads_images(tables: Mapping[str, FeatureTable]) -> bool:
 def reads_captions(tables: Mapping[str, FeatureTable], captions: CaptionSources) -> bool:
     """Return whether training reads the captions of samples.
 
-    A table knows the number of a sample's captions, but not how many each source has, which a weighted draw depends on.
+    A weighted draw depends on the number of a sample's captions from each source, but a table has only their total.
     """
     return TEXT not in tables or isinstance(captions, Mapping)
 

@@ -47,7 +47,7 @@ _BASE64_IMAGE = re.compile(r"(?:/9j/|iVBORw0KGgo|UklGR|R0lGOD|Qk)[A-Za-z0-9+/\s]
 
 
 class Row(NamedTuple):
-    """A row of a table, and the folder of its file, which relative image paths start from."""
+    """A row of a table, and the folder from which its relative image paths start."""
 
     folder: Path
     cells: dict[str, Any]
@@ -134,7 +134,7 @@ def open_table(source: str, quotes: Quotes = "auto") -> PairTable:
 
 
 def _open_folder(folder: Path, images: Sequence[Path]) -> PairTable:
-    """Return a table of the images in a folder and the texts of the same names, and of texts without an image.
+    """Return a table with a row for each pair of an image and a text of the same name, and for each unpaired file.
 
     Raises UserError if there is no text, or a text is not UTF-8.
     """
@@ -164,7 +164,7 @@ def _open_folder(folder: Path, images: Sequence[Path]) -> PairTable:
 
 
 def _find_delimiter(file: Path, usual: str) -> str:
-    """Return the delimiter that the first line of a table has most often; open_clip's .csv files have tabs."""
+    """Return the most frequent delimiter in a table's first line; open_clip's .csv files have tabs."""
     try:
         with file.open(encoding="utf-8-sig", errors="replace") as lines:
             header = lines.readline(_MAX_HEADER)
@@ -174,7 +174,7 @@ def _find_delimiter(file: Path, usual: str) -> str:
 
 
 def _count_rows(data: pyarrow.dataset.Dataset) -> int:
-    """Return the number of rows; if a file cannot be read, raise ValueError that names it, as pyarrow may not."""
+    """Return the number of rows; if a file cannot be read, raise a ValueError that names the file."""
     try:
         return int(data.count_rows())
     except (OSError, ValueError):

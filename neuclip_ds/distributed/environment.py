@@ -195,7 +195,7 @@ def _hostfile_of(command: Sequence[str]) -> str:
 
 
 def find_orphans() -> list[int]:
-    """Return the IDs of this user's processes that are ranks of a launcher that has ended, on this machine."""
+    """Return the IDs of this user's processes on this machine that are ranks whose launcher has ended."""
     me = psutil.Process()
     orphans = []
     for process in psutil.process_iter():

@@ -147,7 +147,7 @@ def text_encoders(
     """Open an encoder of captions on all ranks; `name` is a folder or a name on the hub.
 
     `pooling` and `context_length` are as in `open_text_encoder`. Raises UserError if there is no such encoder or no
-    pooling, or if the encoder takes fewer tokens.
+    pooling, or if the encoder takes fewer tokens than `context_length`.
     """
     folder = Path(communicator.on_rank_zero(lambda: str(locate_text_encoder(name))))
     encoder = open_text_encoder(folder, pooling, context_length)

@@ -89,7 +89,7 @@ class Engine:
 
     @property
     def pack(self) -> Pack | None:
-        """Function that packs captions for the text tower on the engine's device; None if the tower pads there."""
+        """Function that packs captions for the text tower; None if the tower takes padded captions on this device."""
         tower = getattr(self.module, "text", None)
         if isinstance(tower, TextTower) and tower.packs_on(self.device):
             return tower.pack

@@ -34,7 +34,7 @@ class Wrapper(Enum):
 
 
 def wrapper_of(optimizer: Any) -> Wrapper:
-    """Return which wrapper an optimizer of DeepSpeed's engine is; raise `ValueError` if it is unknown."""
+    """Return the type of wrapper that an engine's optimizer is; raise `ValueError` if it is unknown."""
     if isinstance(optimizer, torch.optim.Optimizer):
         return Wrapper.NONE
     if isinstance(optimizer, BF16_Optimizer):  # also with the step of `lean_zero1.py`

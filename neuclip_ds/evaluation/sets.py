@@ -314,7 +314,7 @@ def _imagenet_prompts(path: Path, wordnet_ids: Sequence[str]) -> tuple[tuple[str
 
 
 def _warn_of_numbers(path: Path, folders: Sequence[Path], class_names: Sequence[str]) -> None:
-    """Log a warning if folders such as class_2 and class_10 are in a different order as text and by number."""
+    """Log a warning if folders such as class_2 and class_10 sort differently by name than by number."""
 
     def by_number(folder: Path) -> list[tuple[int, str]]:
         parts = re.split("([0-9]+)", folder.name)

@@ -448,7 +448,8 @@ class ContrastiveLoss(nn.Module):
             model: the encoders, plain or wrapped in DDP or FSDP2. Gradients are reduced over ranks in the last
                 micro-batch only, and running statistics of batch normalization change in the second pass only.
             scale: factor by which all gradients are multiplied, or the `GradScaler` that provides it; by default, the
-                loss's `scaler`, if it has one. Pass the scaler rather than its `get_scale()`, which does not start it.
+                loss's `scaler`, if it has one. Pass the scaler rather than the result of its `get_scale()`, which does
+                not initialize the scaler.
 
         Example:
             import torch

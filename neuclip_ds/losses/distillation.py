@@ -67,7 +67,7 @@ class _Logits:
 
 
 def distill(batch: GatheredFeatures, tau: Tensor, config: DistillConfig, columns: int | None) -> Distillation:
-    """Return the distillation of a batch from the teachers whose stored features it has.
+    """Return the distillation of a batch from the teachers whose stored features the batch contains.
 
     Args:
         batch: the gathered features.

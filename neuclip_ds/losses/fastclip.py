@@ -57,7 +57,7 @@ def sogclr(config: ObjectiveConfig, context: LossContext) -> GlobalContrastiveLo
 
 
 def fastclip_v1(config: ObjectiveConfig, context: LossContext) -> GlobalContrastiveLoss:
-    """Build FastCLIP-v1 (eq. 1-2): SogCLR's loss with gamma on a cosine."""
+    """Build FastCLIP-v1 (eq. 1-2): SogCLR's loss with gamma on a cosine schedule."""
     return constant_temperature_loss(config, context)
 
 
@@ -77,7 +77,7 @@ def isogclr(config: ObjectiveConfig, context: LossContext) -> GlobalContrastiveL
 
 
 def fastclip_v2(config: ObjectiveConfig, context: LossContext) -> GlobalContrastiveLoss:
-    """Build FastCLIP-v2 (eq. 2 and 9): iSogCLR's loss with gamma on a cosine."""
+    """Build FastCLIP-v2 (eq. 2 and 9): iSogCLR's loss with gamma on a cosine schedule."""
     return isogclr(config, context)
 
 

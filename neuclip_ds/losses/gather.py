@@ -180,7 +180,7 @@ class PendingBatch:
         )
 
     def _in_rank_order(self, pieces: list[Pending], world_size: int) -> Tensor:
-        """Wait for the pieces of all micro-batches, and return (K b, d) rows, those of each rank together."""
+        """Wait for the pieces of all micro-batches, and return (K b, d) rows, with each rank's rows together."""
         arrived = [piece.wait() for piece in pieces]
         pieces.clear()
         if len(arrived) == 1:

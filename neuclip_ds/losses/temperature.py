@@ -236,7 +236,7 @@ class LogTemperature(LearnableTemperature):
     """Temperature that follows the gradient of the method's loss, as in OpenCLIP and FastCLIP-v0 (eq. 8).
 
     Args:
-        config, context: options and sizes.
+        config, context: options of the loss, and sizes and settings of the run.
         gradient_factor: factor on the gradient with respect to theta.
     """
 
@@ -255,7 +255,7 @@ class RobustTemperature(LearnableTemperature):
     of `TemperatureSignal`.
 
     Args:
-        config, context: options and sizes.
+        config, context: options of the loss, and sizes and settings of the run.
         rho_weight: 1 for a loss with 2 rho tau, 1/2 for a loss with rho tau.
         data_term_factor: the factor c, which is 1 in the papers.
     """

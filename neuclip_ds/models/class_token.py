@@ -37,7 +37,7 @@ def compute_class_token_only(tower: nn.Module, option: Literal["auto"] | bool) -
         option: `model.vision.class_token_only`: on CPUs (`auto`), on all devices (true), or never.
 
     Raises:
-        UserError: the option is true, but the tower is not one of those that this module covers.
+        UserError: the option is true, but this module does not cover the tower.
     """
     if option is False:
         return
@@ -81,7 +81,7 @@ def _pass_in_tower(block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _only_class_token(function: BlockFunction, whole_block: Forward, only_on_cpus: bool) -> Forward:
-    """Return a forward method that calls `function` in the tower (on CPUs, if so requested), else `whole_block`."""
+    """Return a forward method that calls `function` in the tower (only on CPUs if requested), else `whole_block`."""
 
     def forward(block: Any, tokens: Tensor, *args: Any, in_tower: bool = False, **kwargs: Any) -> Any:
         if not in_tower or (only_on_cpus and tokens.device.type != "cpu"):

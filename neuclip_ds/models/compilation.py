@@ -57,7 +57,7 @@ class Compiler:
         return Compiler, ()
 
     def compiled(self, function: Callable[..., Any], dynamic: bool | None = None) -> Callable[..., Any]:
-        """Return the function that runs compiled; the same one for the same arguments.
+        """Return a function that runs `function` compiled; equal arguments give the same function.
 
         Args:
             function: the function; a module among its arguments may be a different one in each call. Graphs are shared

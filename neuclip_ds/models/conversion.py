@@ -294,7 +294,7 @@ def write_library_model(model: LibraryModel | TrainedTowers, library: str, folde
 
     Args:
         model: the model in its own library's format, or the towers of a model that was built from the config.
-        library: whose format to write, `transformers`, `open_clip` or `sentence_transformers`.
+        library: library whose format to write, `transformers`, `open_clip` or `sentence_transformers`.
         folder: an empty folder.
 
     Raises:

@@ -452,7 +452,7 @@ def _require_linear_heads(towers: TrainedTowers, format_name: str) -> None:
 
 
 def _attention_pool(towers: TrainedTowers) -> nn.Module | None:
-    """Return the attention pooling of an image tower, as in CLIP's ResNets, which projects to the joint space."""
+    """Return an image tower's attention pooling, which projects to the joint space as in CLIP's ResNets, or None."""
     head = getattr(towers.model.vision.trunk, "head", None)
     return head if isinstance(head, AttentionPool2d | RotAttentionPool2d) else None
 

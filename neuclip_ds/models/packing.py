@@ -131,7 +131,7 @@ def _attend_in_one_kernel(query: Tensor, key: Tensor, value: Tensor, captions: P
 
     It needs a GPU, 16-bit numbers and a head width that is a multiple of 8.
     `torch.nn.attention.varlen` calls the same operator, but exists only since torch 2.10, with changing arguments. The
-    kernel gets the context length as the longest length, so that no value depends on the captions.
+    kernel gets the context length as the maximum length, so that no argument on the host depends on the captions.
     """
     only_last = len(query) < len(key)
     offsets = captions.offsets

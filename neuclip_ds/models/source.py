@@ -50,7 +50,7 @@ class FromConfig(ModelSource):
         config: the model config.
         image: pretrained weights of the image tower, if any.
         text: the pretrained text encoder, if any.
-        tokenizer: folder or name of the tokenizer, if it is that of an earlier run.
+        tokenizer: folder or name of an earlier run's tokenizer, if the model uses it.
     """
 
     def __init__(
@@ -261,8 +261,8 @@ def open_resized(
     Args:
         config: the model config.
         folder: as in `open_saved`.
-        architecture: model config of the run that wrote the folder, if its model was built from this config and
-            `config` is another run's.
+        architecture: model config of the run that wrote the folder, if that run built its model from this config and
+            `config` belongs to another run.
     """
     start = read_json(folder / START_FILE)
     logits = LogitParameters(**start["logits"])

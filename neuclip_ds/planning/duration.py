@@ -23,7 +23,7 @@ _SECONDS_PER_HOUR = 3600
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredSpeed:
-    """Speed of a run that was measured."""
+    """Measured speed of a run."""
 
     run: Path
     ranks: int

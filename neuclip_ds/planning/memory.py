@@ -204,7 +204,8 @@ def engine_memory(
     """Return the bytes that DeepSpeed allocates under its config, with ZeRO's partitioning (arXiv:1910.02054, Fig. 1).
 
     Stage 1 partitions the optimizer state over the ranks, stage 2 also the gradients, and stage 3 also the weights.
-    If `averages` is true, the moving average of the weights is included. `lean_zero1` is the option of the recipe.
+    If `averages` is true, the moving average of the weights is included. `lean_zero1` is the option
+    `optimizer.lean_zero1`.
     """
     stage = zero_stage(engine)
     weight_bytes = 4 if precision(engine) == "fp32" else 2

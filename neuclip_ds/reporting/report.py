@@ -188,7 +188,7 @@ def _duration(launches: list[Launch]) -> str:
 
 
 def _until_now(launches: list[Launch]) -> list[Launch]:
-    """Return the launches; the last one, which writes the report, ends now if it has no end."""
+    """Return the launches; if the last one, which writes the report, has no end yet, it ends now."""
     *earlier, last = launches
     if last.end is None:
         last = replace(last, end=datetime.now(timezone.utc))

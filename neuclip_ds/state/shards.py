@@ -74,7 +74,7 @@ def shard_files(shards: Shards, metadata: Mapping[str, Any], communicator: Commu
 
 
 class _StoredRows(NamedTuple):
-    """Rows [start, stop) of a tensor and the number of the file that stores them; sorts by start."""
+    """Rows [start, stop) of a tensor and the number of the file that stores them; instances sort by `start`."""
 
     start: int
     stop: int

@@ -119,7 +119,7 @@ class WriteRecords(Hook):
                 loop.stop_signal = signal_number
 
     def _record_metrics(self, loop: Loop, result: StepResult) -> dict[str, float]:
-        """Return the metrics of a record in addition to those of the step."""
+        """Return the metrics that a record has in addition to the step's metrics."""
         communicator = loop.context.communicator
         seconds = time.perf_counter() - self._interval_start
         metrics: dict[str, float] = {}

@@ -140,7 +140,7 @@ def gamma_epoch_offset(config: Config) -> int:
 
 
 def find_reused(context: RunContext) -> Path:
-    """Return the checkpoint named by `recovery.reuse`, or the newest in the named run (recovery checkpoints first)."""
+    """Return the checkpoint named by `recovery.reuse`, or the named run's newest one (recovery checkpoints first)."""
     path = context.config.recovery.reuse
     assert path is not None
 

@@ -133,7 +133,8 @@ class TextEncoderTokenizer:
     def __call__(self, captions: list[str]) -> Tensor:
         """Return (b, T) int64 ids, padded on the right with PADDING.
 
-        T is the context length if captions are padded to it, else the length of the longest, or 1 without captions.
+        T is the context length if captions are padded to it, else the length of the longest caption, or 1 without
+        captions.
         """
         rows: list[list[int]] = []
         if captions:  # transformers raises IndexError for an empty list
@@ -197,7 +198,8 @@ def open_text_encoder(
         context_length: maximum number of tokens per caption; by default, the smallest limit in the folder's configs.
 
     Raises:
-        UserError: there is no pooling, the encoder takes fewer tokens, or the weights or the tokenizer are missing or
+        UserError: there is no pooling, the encoder takes fewer tokens than `context_length`, or the weights or the
+        tokenizer are missing or
             unsupported.
     """
     chosen = pooling or _read_pooling(folder, "--pooling")
@@ -230,7 +232,7 @@ class TextEncoderSource:
         """Return the encoder's tokenizer, which pads captions to `model.text.context_length`.
 
         Raises:
-            UserError: the tokenizer is missing or does not fit, or the encoder takes fewer tokens.
+            UserError: the tokenizer is missing or does not fit, or the encoder takes fewer tokens than that option.
         """
         with torch.device("meta"):
             trunk = _new_trunk(self.folder)

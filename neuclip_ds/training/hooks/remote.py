@@ -44,7 +44,7 @@ class CopyRun(Hook):
     """Copies metrics, logs, and the newest and best checkpoints from rank 0, one copy at a time.
 
     A checkpoint saved during a copy is skipped unless it is the newest or best. A failure is recorded as an event and
-    does not end the run. A run starts from the newest intact checkpoint in its folder and its copy, and ends by copying
+    does not end the run. A run starts from the newest intact checkpoint in its folder or its copy, and ends by copying
     its final files.
     """
 
