@@ -295,8 +295,7 @@ def _text(field: bytes) -> str:
 
 
 def _pax_records(payload: bytes) -> dict[str, str]:
-    """Parse `LENGTH KEYWORD=VALUE\\n` records (LENGTH covers the whole record); keep only keywords that this module
-    uses."""
+    """Parse `LENGTH KEYWORD=VALUE\\n` records (LENGTH covers the whole record); keep the keywords of this module."""
     records: dict[str, str] = {}
     start = 0
     end = len(payload.rstrip(b"\0"))
