@@ -106,8 +106,8 @@ class AugmentConfig(Section):
     """Augmentations of the cropped training images, applied in the order of the options; none by default."""
 
     auto_augment: str | None = None
-    """Policy of timm, by name: rand-m9-mstd0.5-inc1 (RandAugment; timm's documentation explains the parts of a name),
-    augmix-m3-w3, original, v0, 3a and others."""
+    """Name of an augmentation policy of timm: rand-m9-mstd0.5-inc1 (RandAugment; timm's documentation explains the
+    parts of a name), augmix-m3-w3, original, v0, 3a and others."""
     color_jitter_prob: float = Field(0.0, ge=0, le=1)
     """Probability that `color_jitter` changes an image, as in open_clip's --aug-cfg; SimCLR uses 0.8."""
     color_jitter: tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat, Annotated[float, Field(ge=0, le=0.5)]] = (
@@ -332,7 +332,7 @@ class TextConfig(TowerConfig):
     (`eos`) or of the `last` token, or the `mean` over all tokens. By default, as in the encoder's sentence-transformers
     config."""
     projection: Projection = "linear"
-    """Projection of the text feature to the joint space, as `model.vision.projection`."""
+    """Projection of the text feature to the joint space; see `model.vision.projection`."""
     tokenizer: str | None = None
     """Folder or hub name of a transformers tokenizer, or `clip_bpe` (CLIP's English tokenizer, which needs the
     open_clip_torch package). By default, or if that package is missing, a byte-level BPE is trained on the captions.
@@ -469,7 +469,8 @@ class OptimizerConfig(Section):
     cooldown_steps: int | None = Field(None, ge=1)
     """Steps over which `cooldown` and `wsd` decay to min_lr. By default, a fifth of the run."""
     weight_decay: float = Field(0.2, ge=0)
-    """Weight decay of matrices, not of gains or biases. sgd adds it to the gradient; otherwise it is decoupled."""
+    """Weight decay of matrices, not of gains or biases. sgd adds it to the gradient; for the other optimizers, it is
+    decoupled."""
     betas: tuple[Decay, Decay] = (0.9, 0.98)
     """Betas for AdamW, LAMB and Lion, and for the temperature's optimizer."""
     eps: float = Field(1e-6, gt=0)
@@ -488,7 +489,8 @@ class OptimizerConfig(Section):
     learning rate."""
     lean_zero1: bool = False
     """Replace DeepSpeed's ZeRO 1 step in bf16 by one with the same result that halves the kernel launches of a step and
-    sends half of the bytes, during the backward pass. Only for configs such as zero1_bf16; not yet tested on GPUs."""
+    sends half as many bytes, already during the backward pass. Only for configs such as zero1_bf16; not yet tested on
+    GPUs."""
 
     @model_validator(mode="after")
     def _rates_have_a_base(self) -> OptimizerConfig:
@@ -508,9 +510,9 @@ class RecoveryConfig(Section):
     """Passes over the data with frozen weights before training, which recover the optimizer's moments and each
     sample's u (TuneCLIP's first stage); 0 skips them. With `reuse`, set the same number as in the reused run."""
     loss: Literal["gcl", "hgcl", "method"] | None = None
-    """Loss whose gradients are averaged: the global contrastive loss (`gcl`, TuneCLIP Algorithm 1), its hinged form
-    (`hgcl`), or the run's loss (`method`). By default, `gcl` for methods that keep u, and `method` for other methods,
-    such as openclip and neuclip, for which only moments are recovered."""
+    """Loss whose gradients the recovered moments average: the global contrastive loss (`gcl`, TuneCLIP Algorithm 1),
+    its hinged form (`hgcl`), or the run's loss (`method`). By default, `gcl` for methods that keep u, and `method` for
+    other methods, such as openclip and neuclip, for which only moments are recovered."""
     restore: list[Literal["moments", "statistics"]] = Field(["moments", "statistics"])
     """Recovered state that training uses: the optimizer's moments and step count (`moments`), and each sample's u if
     the method keeps u (`statistics`)."""

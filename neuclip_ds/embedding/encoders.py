@@ -20,7 +20,7 @@ from neuclip_ds.models.trunk_output import image_sample, text_sample, trunk_outp
 from neuclip_ds.models.weights_hash import weights_hash
 
 Output = Literal["joint", "trunk"]
-"""Which features are stored: normalized ones in the joint space, or the towers' pooled output before the projection."""
+"""Stored features: normalized features in the joint space, or the towers' pooled outputs before the projection."""
 
 EncodeOne = Callable[[Tensor], Tensor]
 """Function from uint8 pixels (b, 3, H, W) or int64 tokens (b, T) on the host to float32 (b, d) on the device."""

@@ -20,7 +20,7 @@ from neuclip_ds.data.loader import RankBatch
 from neuclip_ds.models.packing import Pack, PackedCaptions
 
 MicroBatch = tuple[Tensor, Tensor | PackedCaptions]
-"""(m, 3, H, W) pixels and m captions: (m, T) tokens, or packed; or (m, width) stored outputs of a frozen trunk."""
+"""Pixels (m, 3, H, W) and captions (tokens (m, T), or packed), or in place of either, stored outputs (m, width)."""
 
 
 class DeviceBatches(Iterator["DeviceBatch"]):

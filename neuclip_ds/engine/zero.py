@@ -128,7 +128,7 @@ def refresh_weights(optimizer: Any) -> None:
         # its children (CLIP's position embedding) are missing and are therefore recorded; later passes fetch them in
         # time.
         optimizer.invalidate_secondary_tensor()
-        # The order that DeepSpeed recorded lacks these parameters if its modules ran for the first time in the last
+        # The order that DeepSpeed recorded lacks these parameters if their modules ran for the first time in the last
         # passes: evaluations run frozen trunks that training on stored features does not run.
         coordinator = optimizer.parameter_offload.get_param_coordinator()
         if not coordinator.is_invalid_trace():

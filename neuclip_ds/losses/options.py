@@ -46,8 +46,8 @@ class TemperatureConfig(Section):
     """How neuclip and neuclip_queue learn tau. `robust` uses rho (NeuCLIP eq. 12) and is neuclip's default. `learned`
     works as in OpenCLIP, with eps = 1/(n-1) and without rho, and is neuclip_queue's default."""
     schedule: Literal["encoder", "constant", "third_below_0.03"] = "encoder"
-    """`encoder` follows the encoders' schedule; `third_below_0.03` is constant, but divided by 3 while
-    tau < 0.03 (FastCLIP)."""
+    """Schedule of the temperature's learning rate: the encoders' schedule (`encoder`), `constant`, or constant but
+    divided by 3 while tau < 0.03 (`third_below_0.03`, FastCLIP)."""
     rho: float | Annotated[list[float], Field(min_length=1)] = 0.0
     """Margin rho of the robust contrastive loss (FastCLIP eq. 10). For a list, each entry applies to an equal fraction
     of the run."""
@@ -106,7 +106,7 @@ class ObjectiveConfig(Section):
     method: str = DEFAULT
     """Method to train with: a name in the table of docs/reference/losses.md."""
     eps: float = Field(1e-14, gt=0)
-    """Constant added to the estimated normalizers (FastCLIP App. D: 1e-6 beyond about 100M samples)."""
+    """Constant added to the estimated normalizers (FastCLIP App. D: 1e-6 for more than about 100M samples)."""
     chunk_size: int | None = Field(None, ge=1)
     """Columns of the similarity matrix that are computed at once; the default depends on the device. The number of rows
     is limited so that a block has at most 128 MiB on a GPU or 1 MiB per thread on a CPU."""
@@ -122,10 +122,11 @@ class ObjectiveConfig(Section):
     """Training steps that count as one epoch for gamma's schedule and amorlip's nets, for runs that see each sample
     about once. By default, an epoch is one pass over the data."""
     reference_model: str | None = None
-    """Folder of the stored features of a reference model, whose similarities are subtracted (DRRho-CLIP)."""
+    """Folder of the stored features of a reference model. Its similarities are subtracted from the trained model's
+    (DRRho-CLIP)."""
     prefixes: dict[Annotated[int, Field(ge=1)], Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
     """Lengths of prefixes of the embedding that are trained as embeddings too (Matryoshka), and the weight of each
-    one's loss, such as {64: 1, 128: 1}. The loss of the whole embedding has weight 1."""
+    prefix's loss, such as {64: 1, 128: 1}. The loss of the whole embedding has weight 1."""
     temperature: TemperatureConfig = Field(default_factory=TemperatureConfig)
     distill: DistillConfig = Field(default_factory=DistillConfig)
     siglip: SiglipConfig = Field(default_factory=SiglipConfig)

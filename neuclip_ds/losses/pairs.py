@@ -24,9 +24,9 @@ similarity and o = (s_ii - m)/r is the anchor's origin. Since l/tau = l'/tau (x 
 to log tau is minus the sum of w_ij (x + m)/p over all pairs and both anchors of each pair.
 
 Reference model. With the similarities r_ij of a reference model, s_ij - r_ij replaces s_ij everywhere (DRRho-CLIP). The
-features of both models, side by side as (e1_i, -r1_i) and (e2_j, r2_j), have these similarities, so that the passes
-stay as they are (`GatheredFeatures.minus_reference`). The gradient's columns for the reference's features are needed
-for the derivative with respect to tau; then they are dropped, because these features are constants.
+features of both models, side by side as (e1_i, -r1_i) and (e2_j, r2_j), have these similarities, so that the two passes
+need no changes (`GatheredFeatures.minus_reference`). The gradient's columns for the reference's features are needed for
+the derivative with respect to tau; then they are dropped, because these features are constants.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ StoredRows = tuple[Tensor, Tensor]
 """Stored features of images and of texts: two normalized (b, D) tensors; D may differ from the features' width d."""
 
 Teachers = StoredRows | list[StoredRows]
-"""Stored features of a teacher, or of each teacher of an ensemble as a list."""
+"""Stored features of a teacher, or a list with the features of each teacher of an ensemble."""
 
 REFERENCE = "reference"
 TEACHER = "teacher"

@@ -37,9 +37,9 @@ class PackedCaptions:
     positions: Tensor
     """int64 (N,) positions of the tokens in their captions."""
     offsets: Tensor
-    """int32 (b + 1,) start of each caption in `ids`, and N."""
+    """int32 (b + 1,) start of each caption in `ids`, followed by N."""
     sorted_rows: Tensor
-    """int64 (b,) row in the sorted order of each caption of the batch."""
+    """int64 (b,) position of each caption of the batch in the sorted order."""
     lengths: tuple[tuple[int, int], ...]
     """Each length that occurs, in ascending order, and the number of captions that have it."""
     context_length: int
@@ -80,7 +80,7 @@ class PackedCaptions:
 
 
 Pack = Callable[[Tensor], PackedCaptions]
-"""Function that packs (b, T) int64 token ids, which should be in host memory: `pack_captions` for a tower's pooling."""
+"""Function that packs (b, T) int64 token ids, best in host memory: `pack_captions` with a tower's `eos_id`."""
 
 
 @torch.compiler.disable  # the result's shapes depend on the tokens

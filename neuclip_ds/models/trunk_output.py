@@ -1,7 +1,7 @@
 """Output of a tower's trunk for a sample input, to recognize the trunk that computed stored features.
 
 The hash of the weights does not suffice: options of timm, such as `global_pool`, and tokenizers change the features,
-but no weight.
+but not the weights.
 """
 
 from collections.abc import Callable, Sequence

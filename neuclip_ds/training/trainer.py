@@ -200,7 +200,7 @@ class RunContext:
     comm_dtype: torch.dtype
     """Dtype in which features are sent between ranks."""
     compilation: Compilation
-    """What torch.compile compiles."""
+    """Parts of the towers that torch.compile compiles."""
     fingerprint: Fingerprint
     checkpoint_extras: Mapping[str, bytes]
     """Files to add to each checkpoint: the config, tokenizer and model description, by name."""
@@ -213,7 +213,7 @@ class Run:
     loop: "Loop"
     evaluator: Evaluator
     recovery: "Loop | None"
-    """Runs before `loop`."""
+    """The loop that recovers statistics before `loop` runs; None if there is nothing to recover."""
 
 
 def build_run(config: Config, communicator: Communicator, folder: Path, staged: Path) -> Run:
