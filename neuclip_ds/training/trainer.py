@@ -50,7 +50,7 @@ from neuclip_ds.losses.base import Position
 from neuclip_ds.losses.contrastive_loss import ContrastiveLoss
 from neuclip_ds.losses.stored_features import stored_folders
 from neuclip_ds.models.compilation import Compilation, compile_towers, resolve_compilation
-from neuclip_ds.models.pretrained.base import LogitParameters
+from neuclip_ds.models.pretrained.base import LogitParameters, read_start_hash
 from neuclip_ds.models.source import ModelSource
 from neuclip_ds.models.trained_parts import Parameters
 from neuclip_ds.models.weights_hash import weights_hash
@@ -249,7 +249,9 @@ def build_run(config: Config, communicator: Communicator, folder: Path, staged: 
     device_type = communicator.device.type
     compilation = resolve_compilation(config.model.compile, device_type, zero_stage(engine_config))
     # docs: build
-    engine, logits, parameters = start_encoders(config, engine_config, source, data, communicator, staged, compilation)
+    engine, logits, parameters = start_encoders(
+        config, engine_config, source, data, communicator, staged, compilation, resumed
+    )
     # docs: end
     context = RunContext(
         config=config,
@@ -311,9 +313,11 @@ def start_encoders(
     communicator: Communicator,
     staged: Path,
     compilation: Compilation,
+    resumed: Path | None,
 ) -> tuple[Engine, LogitParameters, int]:
     """Build or load the encoders, write a description of them to `staged`, and start DeepSpeed's engine.
 
+    With `resumed`, a checkpoint, the description keeps its hash of the weights that the run started from.
     Returns the engine, the encoders' temperature and bias, and the number of parameters. Raises `UserError` if the
     stored outputs of frozen trunks are those of another model.
     """
@@ -324,7 +328,10 @@ def start_encoders(
 
     def save() -> None:
         with explain_disk(staged / MODEL):
-            start_hash = weights_hash(model) if config.model.pretrained else None
+            if resumed is not None:
+                start_hash = read_start_hash(resumed / MODEL)  # the start may have been replaced since
+            else:
+                start_hash = weights_hash(model) if config.model.pretrained else None
             source.save(staged / MODEL, logits, start_hash)
 
     communicator.on_rank_zero(save)
