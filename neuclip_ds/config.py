@@ -310,7 +310,7 @@ class VisionConfig(TowerConfig):
         return self.image_size or 224
 
     def statistics(self) -> tuple[Channels, Channels]:
-        """Return the per-channel mean and standard deviation, by default those of OpenAI's CLIP."""
+        """Return the mean and standard deviation per channel, by default the values of OpenAI's CLIP."""
         return self.mean or OPENAI_MEAN, self.std or OPENAI_STD
 
     @field_validator("options")

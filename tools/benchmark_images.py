@@ -404,7 +404,7 @@ def print_evaluation(setting: Setting) -> None:
 
 
 def print_stages(setting: Setting) -> None:
-    """Print the time of each stage; `hand over` is the remaining time of a loader with one worker."""
+    """Print the time of each stage; `hand over` is a one-worker loader's time minus the sum of the stages."""
     count = min(512, setting.samples)
     stage_names = [field.name for field in fields(Stages)]
     columns = " | ".join(["pipeline", *stage_names, "sum", "hand over"])

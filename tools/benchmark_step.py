@@ -105,7 +105,7 @@ _PEAK_FLOPS = {"h100": 989e12, "h200": 989e12, "a100": 312e12, "t4": 65e12}
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A change that makes our steps faster, as the config option that turns it on or off."""
+    """A change that makes our steps faster, given by the config option that turns it on or off."""
 
     option: str
     on: str

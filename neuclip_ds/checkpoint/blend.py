@@ -23,7 +23,8 @@ _PROBES = ["a photo of a cat.", string.printable, "Zwei Ärzte, 東京 и кот
 
 
 def blend(start: ModelWeights, result: ModelWeights, fraction: float) -> ModelWeights:
-    """Interpolate from a run's initial weights (fraction 0) to its final weights (fraction 1), exactly at both ends.
+    """Interpolate from a run's initial weights (fraction 0) to its final weights (fraction 1); 0 and 1 give exact
+    copies.
 
     Raises:
         UserError: the models differ in their architecture, preprocessing or tokenizer.

@@ -48,8 +48,9 @@ class WriteRecords(Hook):
     """Writes metrics, events and bad samples, and ends the run if too many samples are bad or a signal asks for it.
 
     Metrics are written every `run.log_every` steps, with the throughput and the fractions of time spent waiting. At
-    these steps, one exchange tells all ranks about the others' bad samples and stop signals; if any rank has received a
-    signal, or a hook has requested a stop on any rank, all ranks stop after the same step, with a checkpoint.
+    these steps, one exchange informs all ranks of the other ranks' bad samples and stop signals; if any rank has
+    received a signal, or a hook has requested a stop on any rank, all ranks stop after the same step, with a
+    checkpoint.
     """
 
     def __init__(self) -> None:
