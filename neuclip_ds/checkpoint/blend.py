@@ -23,8 +23,7 @@ _PROBES = ["a photo of a cat.", string.printable, "Zwei Ärzte, 東京 и кот
 
 
 def blend(start: ModelWeights, result: ModelWeights, fraction: float) -> ModelWeights:
-    """Interpolate from a run's initial weights (fraction 0) to its final weights (fraction 1); 0 and 1 give exact
-    copies.
+    """Interpolate from a run's initial weights (fraction 0) to its final weights (1); both ends are exact copies.
 
     Raises:
         UserError: the models differ in their architecture, preprocessing or tokenizer.

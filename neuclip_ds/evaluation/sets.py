@@ -107,8 +107,7 @@ class EvaluationSet:
         return self.templates[template].replace(PLACEHOLDER, self.class_names[label])
 
     def fingerprint(self) -> str:
-        """Return a string that changes if files of the set are added, removed or written; raise UserError if `files`
-        does.
+        """Return a string that changes if files of the set are added, removed or written, with the errors of `files`.
 
         Files are not read: the string depends on their sizes and modification times.
         """
