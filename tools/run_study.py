@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import date
 from functools import cache
@@ -100,7 +101,8 @@ def study(options: argparse.Namespace) -> None:
     origin = {"commit": commit(), "hardware": hardware}
     # not a multiprocessing.Pool, because the trainer may start processes, which a daemonic process may not
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(options.processes, spawn, _start_process, (os.getpid(),)) as pool, path.open("a") as file:
+    pool = ProcessPoolExecutor(options.processes, spawn, _start_process, (os.getpid(),))
+    with pool, _kills_runs_on_stop(), path.open("a") as file:
         for stage, features in stages.items():
             # the results of some runs of a search decide which runs follow
             while todo := selected(missing(stage, read_results(path), features, options.arms), options):
@@ -115,6 +117,17 @@ def study(options: argparse.Namespace) -> None:
                     results = record["results"]
                     progress = f"{number}/{len(todo)} {record['name']}"
                     print(f"{progress}: {results['recall']:.2f}, {results['seconds']:.0f} s", flush=True)
+
+
+@contextmanager
+def _kills_runs_on_stop() -> Iterator[None]:
+    """Kill the runs in progress after a stop signal, which they ignore; otherwise, the program would wait for them."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        for run in multiprocessing.active_children():
+            run.kill()
+        raise
 
 
 def _in_order_of_end(pool: ProcessPoolExecutor, processes: int, todo: list[Job]) -> Iterator[dict[str, Any]]:
