@@ -65,14 +65,16 @@ class RunConfig(Section):
     """Steps between lines of metrics.jsonl, and between points in TensorBoard and Weights & Biases."""
     evaluate_every: int = Field(0, ge=0)
     """Steps between evaluations during training, each preceded by a checkpoint; 0 evaluates only at the end. A run that
-    starts from `model.pretrained` is also evaluated before step 1, unless this is 0 and it scores evaluation sets."""
+    starts from `model.pretrained` is also evaluated before step 1, unless this is 0 and the run scores evaluation sets
+    or measures normalizers (`normalizer_anchors`)."""
     best_metric: str | None = None
     """Evaluation metric whose largest value selects the best checkpoint, which is kept in addition to the newest ones.
     The model is also evaluated before step 1, so that a misspelled metric fails immediately."""
     wandb: str | None = None
     """Weights & Biases project to log metrics to, as PROJECT or ENTITY/PROJECT; needs the wandb package."""
     normalizer_anchors: int = Field(0, ge=0)
-    """Number of training samples on which each evaluation measures the normalizers' error; 0 disables this."""
+    """Number of training samples on which each evaluation measures the error of the estimated normalizers; 0
+    disables this."""
     plugins: list[str] = Field([])
     """Modules that register losses, imported before the config is read: names of modules, or paths of .py files.
     `--plugin` adds one (docs/how-to/custom_loss.md)."""
@@ -107,7 +109,7 @@ class AugmentConfig(Section):
     """Policy of timm, by name: rand-m9-mstd0.5-inc1 (RandAugment; timm's documentation explains the parts of a name),
     augmix-m3-w3, original, v0, 3a and others."""
     color_jitter_prob: float = Field(0.0, ge=0, le=1)
-    """Probability of `color_jitter`, as in open_clip's --aug-cfg; SimCLR's is 0.8."""
+    """Probability that `color_jitter` is applied to an image, as in open_clip's --aug-cfg; SimCLR uses 0.8."""
     color_jitter: tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat, Annotated[float, Field(ge=0, le=0.5)]] = (
         0.32,
         0.32,
@@ -117,7 +119,7 @@ class AugmentConfig(Section):
     """Largest relative changes of brightness, contrast and saturation, and largest shift of the hue (1 is the whole
     circle)."""
     gray_scale_prob: float = Field(0.0, ge=0, le=1)
-    """Probability that an image is converted to gray, as in open_clip's --aug-cfg; SimCLR's is 0.2."""
+    """Probability that an image is converted to gray, as in open_clip's --aug-cfg; SimCLR uses 0.2."""
 
     @model_validator(mode="after")
     def _jitter_is_used(self) -> AugmentConfig:
@@ -166,7 +168,8 @@ class DataConfig(Section):
     training data. Training reads them instead of decoding images and running the tower's frozen trunk
     (docs/how-to/stored_features.md)."""
     text_features: str | None = Field(None, min_length=1)
-    """The same for the text tower; training then tokenizes no captions."""
+    """Folder with the text tower's pooled outputs before its projection, as `image_features`; training then does not
+    tokenize captions."""
     cache_dir: Path | None = None
     """Folder on each node for copies of remote shards. By default, neuclip_ds_shards-UID in the system's temporary
     folder, writable only by you."""
@@ -281,8 +284,8 @@ class VisionConfig(TowerConfig):
     """Pretrained weights of this tower: a timm tag such as openai or augreg_in21k, or a file. Position embeddings are
     resampled to `image_size`. By default, the weights are random."""
     image_size: int | None = Field(None, ge=8, le=1 << 14)
-    """Side length of the square input images, in pixels. By default, that of `model.pretrained`, else 224. Another size
-    than the checkpoint's resamples its position embeddings, as open_clip does."""
+    """Side length of the square input images, in pixels. By default, that of `model.pretrained`, else 224. A size
+    other than the checkpoint's resamples its position embeddings, as open_clip does."""
     patch_drop: float = Field(0.0, ge=0, lt=1)
     """Fraction of an image's patches that training drops at random (FLIP), in timm models that support dropping them.
     Evaluation uses all patches."""
@@ -324,8 +327,8 @@ class TextConfig(TowerConfig):
     random weights."""
     pooling: Pooling | None = None
     """Feature of a caption in the tower that `pretrained` names: the first token's hidden state (`cls`), the `mean`
-    over its tokens, or that of its EOS token (`eos`) or `last` token. By default, as in the encoder's
-    sentence-transformers config."""
+    over its tokens, or the hidden state of its EOS token (`eos`) or of its last token (`last`). By default, as in the
+    encoder's sentence-transformers config."""
     projection: Projection = "linear"
     """Projection of the text feature to the joint space, as `model.vision.projection`."""
     tokenizer: str | None = None
@@ -336,7 +339,7 @@ class TextConfig(TowerConfig):
     """Vocabulary size of the trained BPE; a named tokenizer keeps its vocabulary."""
     context_length: int | None = Field(None, ge=4, le=1 << 16)
     """Number of tokens to which a caption is truncated or padded, with special tokens. By default, that of
-    `model.pretrained`, else 77. Another length than the checkpoint's resamples its position embeddings, as open_clip
+    `model.pretrained`, else 77. A length other than the checkpoint's resamples its position embeddings, as open_clip
     does."""
     width: int = Field(512, ge=8, le=1 << 16)
     """Hidden width of the transformer."""
@@ -366,7 +369,7 @@ class TextConfig(TowerConfig):
         if self.pretrained:
             for name in REPLACED_BY_TEXT_ENCODER:
                 if is_given(self, name):
-                    raise ValueError(f"{name} has no effect with pretrained, which has its own; omit it")
+                    raise ValueError(f"{name} has no effect with pretrained, whose encoder has its own; omit it")
         return self
 
 
@@ -426,7 +429,8 @@ class ModelConfig(Section):
         if is_given(self, "embed_dim"):
             given.append("model.embed_dim")
         if given:
-            raise ValueError(f"{', '.join(given)}: no effect with model.pretrained, which has its own; omit it")
+            pronoun = "it" if len(given) == 1 else "them"
+            raise ValueError(f"the checkpoint of model.pretrained determines {', '.join(given)}; omit {pronoun}")
         return self
 
     @model_validator(mode="after")
@@ -500,7 +504,8 @@ class EmaConfig(Section):
 class RecoveryConfig(Section):
     epochs: float = Field(0, ge=0, le=1e6)
     """Passes over the data with frozen weights before training, which recover the optimizer's moments and each
-    sample's u (TuneCLIP's first stage); 0 skips them. With `reuse`, give the passes of that recovery."""
+    sample's u (TuneCLIP's first stage); 0 skips them. With `reuse`, set this to the passes of the reused
+    recovery."""
     loss: Literal["gcl", "hgcl", "method"] | None = None
     """Loss whose gradients are averaged: the global contrastive loss (`gcl`, TuneCLIP Algorithm 1), its hinged form
     (`hgcl`), or the run's loss (`method`). By default, `gcl` for methods that keep u, and `method` for other methods,
@@ -514,7 +519,9 @@ class RecoveryConfig(Section):
     @model_validator(mode="after")
     def _gamma_has_a_start(self) -> RecoveryConfig:
         if self.reuse and not self.epochs and "statistics" in self.restore:
-            raise ValueError("gamma continues after the epochs of the recovery that reuse names; set epochs to match")
+            raise ValueError(
+                "gamma continues after the epochs of the recovery that reuse names; set recovery.epochs to their number"
+            )
         return self
 
 

@@ -1,6 +1,6 @@
 """Write the tables of docs/ from the files that record the numbers: tools/measurements/*.csv and tools/study/*.jsonl.
 
-A page names a table between two comments; the program replaces what is between them:
+A page names a table between two comments; the program replaces the text between them:
 
     <!-- table: NAME -->
     <!-- end of table -->

@@ -96,7 +96,9 @@ def check_options(options: argparse.Namespace) -> None:
             "model, in the same order."
         )
     if options.features is not None and options.captions is not None:
-        raise UserError("--captions has no effect with --features, which have the captions of embed: omit it.")
+        raise UserError(
+            "--captions has no effect with --features, which contain the captions that embed used: omit --captions."
+        )
     for package in _PACKAGES:
         spec = importlib.util.find_spec(package)
         if spec is None or spec.origin is None:

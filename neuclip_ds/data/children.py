@@ -102,7 +102,7 @@ def _describe_first_end(processes: Sequence[SpawnProcess]) -> str:
 def describe_exit(code: int) -> str:
     """Describe how a child process ended, given its exit code, which is negative for a signal, and what to do."""
     if code == -signal.SIGKILL:
-        return "was killed (SIGKILL), as the kernel does if memory runs out; then use fewer processes"
+        return "was killed (SIGKILL); if memory ran out, use fewer processes"
     if code < 0:
-        return f"ended by {signal.Signals(-code).name}"
+        return f"was ended by {signal.Signals(-code).name}"
     return f"ended with exit code {code}; its output above may name the reason"

@@ -75,7 +75,9 @@ class GlobalOrder:
         if self.n < 2:
             raise UserError(f"The dataset has {self.n} samples; contrastive training needs at least 2.")
         if drop_last and self.n < batch_size:
-            raise UserError(f"data.drop_last leaves no batch: {self.n} samples, batch_size={batch_size}; lower it.")
+            raise UserError(
+                f"data.drop_last=true leaves no batch of the {self.n} samples: lower data.batch_size={batch_size}."
+            )
         self.interleave = interleave or choose_interleave(len(self._sizes), batch_size)
         streams = self.interleave.streams
         block = self.interleave.block

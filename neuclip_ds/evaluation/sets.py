@@ -40,7 +40,7 @@ from neuclip_ds.data.tables import (
     source_of,
 )
 from neuclip_ds.data.tar import Extent, is_blank, read_index
-from neuclip_ds.errors import UserError, explained
+from neuclip_ds.errors import UserError, counted, explained
 from neuclip_ds.files import read_text
 
 log = logging.getLogger(__name__)
@@ -250,8 +250,8 @@ def _open_images(path: Path) -> EvaluationSet:
         class_names = tuple(folder.name.replace("_", " ") for folder in folders)
     elif len(class_names) != len(folders):
         raise UserError(
-            f"{class_names_file} has {len(class_names)} names for {len(folders)} folders of classes; "
-            "write one for each, in order."
+            f"{class_names_file} has {counted(len(class_names), 'name')} for {counted(len(folders), 'folder')} of "
+            "images; write one name for each folder, in order."
         )
     else:
         _warn_of_numbers(path, folders, class_names)

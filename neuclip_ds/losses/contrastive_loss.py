@@ -318,10 +318,13 @@ class ContrastiveLoss(nn.Module):
                 pending = self._send(image_features, text_features, index, valid, training, position, stored)
             elif any(argument is not None for argument in (index, valid, position, reference, teacher)):
                 raise RuntimeError(
-                    "index, valid and position belong to begin(), like stored features; pass only pending here."
+                    "Pass index, valid, position and stored features to begin(), not to the loss with pending=..."
                 )
             elif pending.training != training:
-                raise RuntimeError("begin() and the loss differ in train(), eval() or torch.no_grad().")
+                raise RuntimeError(
+                    "begin() and the loss were called in different modes: use the same train(), eval() and "
+                    "torch.no_grad() for both."
+                )
             elif image_features.dtype == torch.float64 and self._dtype != torch.float64:
                 raise RuntimeError("begin() has started a batch in float32: build the loss with dtype=torch.float64.")
             elif not len(image_features) == len(text_features) == pending.rows:

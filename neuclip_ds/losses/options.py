@@ -46,8 +46,8 @@ class TemperatureConfig(Section):
     """How neuclip and neuclip_queue learn tau. `robust` uses rho (NeuCLIP eq. 12) and is neuclip's default. `learned`
     works as in OpenCLIP, with eps = 1/(n-1) and without rho, and is neuclip_queue's default."""
     schedule: Literal["encoder", "constant", "third_below_0.03"] = "encoder"
-    """`encoder` follows the encoders' schedule; `third_below_0.03` is constant, but divided by 3 while
-    tau < 0.03 (FastCLIP)."""
+    """Schedule of tau's learning rate: `encoder` follows the encoders' schedule; `third_below_0.03` is constant, but
+    divided by 3 while tau < 0.03 (FastCLIP)."""
     rho: float | Annotated[list[float], Field(min_length=1)] = 0.0
     """Margin rho of the robust contrastive loss (FastCLIP eq. 10). For a list, each entry applies to an equal fraction
     of the run."""
@@ -122,10 +122,11 @@ class ObjectiveConfig(Section):
     """Training steps that count as one epoch for gamma's schedule and amorlip's nets, for runs that see each sample
     about once. By default, an epoch is one pass over the data."""
     reference_model: str | None = None
-    """Folder of the stored features of a reference model, whose similarities are subtracted (DRRho-CLIP)."""
+    """Folder of the stored features of a reference model, whose similarities are subtracted from those of the model in
+    training (DRRho-CLIP)."""
     prefixes: dict[Annotated[int, Field(ge=1)], Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
     """Lengths of prefixes of the embedding that are trained as embeddings too (Matryoshka), and the weight of each
-    one's loss, such as {64: 1, 128: 1}. The loss of the whole embedding has weight 1."""
+    prefix's loss, such as {64: 1, 128: 1}. The loss of the whole embedding has weight 1."""
     temperature: TemperatureConfig = Field(default_factory=TemperatureConfig)
     distill: DistillConfig = Field(default_factory=DistillConfig)
     siglip: SiglipConfig = Field(default_factory=SiglipConfig)
@@ -150,11 +151,11 @@ class ObjectiveConfig(Section):
         if isinstance(temperature, dict) and temperature.get("rule") is not None and not method.has_temperature_rule:
             option = f"objective.temperature.rule={temperature['rule']}"
             readers = [other for other, row in METHODS.items() if row.has_temperature_rule]
-            raise UserError(_unread_message(name, option, "none, because its rule is fixed", readers))
+            raise UserError(_unread_message(name, option, readers))
         if tree.get("reference_model") is not None and method.refuses_reference:
             readers = [other for other, row in METHODS.items() if not row.refuses_reference]
-            reads = "none, because its loss has no form with a reference model"
-            raise UserError(_unread_message(name, "objective.reference_model", reads, readers))
+            reason = f" The loss of {name} has no form with a reference model."
+            raise UserError(_unread_message(name, "objective.reference_model", readers, reason))
         return merge(method.defaults, tree)
 
     @model_serializer(mode="wrap")
@@ -220,11 +221,12 @@ def _unread_section(method: str, section: str, options: Any) -> str:
         names = [f"objective.{section}.{key}" for key in options]
     sections = [f"objective.{name}" for name in METHODS[method].sections]
     readers = [name for name, row in METHODS.items() if section in row.sections]
-    return _unread_message(method, ", ".join(names), " and ".join(sections) or "no separate section", readers)
+    used = f" {method} uses {' and '.join(sections)}." if sections else ""
+    return _unread_message(method, ", ".join(names), readers, used)
 
 
-def _unread_message(method: str, options: str, reads: str, readers: list[str]) -> str:
+def _unread_message(method: str, options: str, readers: list[str], note: str = "") -> str:
     return (
-        f"{options} is read by {', '.join(readers)} only; objective.method={method} reads {reads}: remove it, or "
-        "choose one of those methods."
+        f"objective.method={method} does not use {options}; these methods do: {', '.join(readers)}. Omit what the "
+        f"method does not use, or choose one of these methods.{note}"
     )

@@ -157,7 +157,10 @@ def expanding_aliases(value: str) -> str:
         ("run: {name: Bücher}".encode("latin-1"), "not valid YAML"),
         ("- data", "must be a mapping"),
         ("include: [nothing]", "No recipe or file nothing"),
-        ("objective: {method: gcl, hinge: {margin: 1}}", "objective.hinge.margin is read by tuneclip only"),
+        (
+            "objective: {method: gcl, hinge: {margin: 1}}",
+            "objective.method=gcl does not use objective.hinge.margin; these methods do: tuneclip",
+        ),
         ("objective: {other_methods: {hnge: {}}}", "unknown key objective.other_methods.hnge; did you mean hinge?"),
         ("objective: {other_methods: {hinge: {margn: 1}}}", "unknown key hinge.margn"),
         ("run: &a\n  x: *a", "an alias (*NAME) is within the value that it stands for"),

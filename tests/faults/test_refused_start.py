@@ -197,4 +197,4 @@ def test_a_run_larger_than_the_machine_is_reported(
     assert " of /dev/shm, which has " in printed
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4096")
     print_dry_run(parse(options).config, ONE_RANK, None)
-    assert "this machine for its 4096 ranks" in capsys.readouterr().out
+    assert "this machine with 4096 ranks" in capsys.readouterr().out
