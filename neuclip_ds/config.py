@@ -256,7 +256,7 @@ class LoraConfig(Section):
     """Rank of the adapters; 0 adds no adapters. A tower with `trainable=all` or `projection` gets
     none."""
     alpha: float = Field(16, gt=0)
-    """Adapters are scaled by alpha / rank."""
+    """Scale of the adapters, whose outputs are multiplied by alpha / rank."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout on the adapters' inputs."""
 
@@ -295,7 +295,7 @@ class VisionConfig(TowerConfig):
     which has not been measured yet. Applies to pretrained towers too."""
     projection: Projection = "linear"
     """Projection of the image model's feature to the joint space, without biases: one `linear` layer, or an `mlp` with
-    (width + d) // 2 hidden units and GELU, as open_clip's."""
+    (width + d) // 2 hidden units and GELU, as in open_clip."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Additional keyword arguments of `timm.create_model`, such as patch_size, embed_dim, depth, num_heads."""
     mean: tuple[float, float, float] | None = None
@@ -338,7 +338,7 @@ class TextConfig(TowerConfig):
     vocab_size: int = Field(49408, ge=300, le=1 << 24)
     """Vocabulary size of the trained BPE; a named tokenizer keeps its vocabulary."""
     context_length: int | None = Field(None, ge=4, le=1 << 16)
-    """Number of tokens to which a caption is truncated or padded, with special tokens. By default, that of
+    """Number of tokens, including special tokens, to which a caption is truncated or padded. By default, that of
     `model.pretrained`, else 77. A length other than the checkpoint's resamples its position embeddings, as open_clip
     does."""
     width: int = Field(512, ge=8, le=1 << 16)
@@ -468,7 +468,8 @@ class OptimizerConfig(Section):
     cooldown_steps: int | None = Field(None, ge=1)
     """Steps over which `cooldown` and `wsd` decay to min_lr. By default, a fifth of the run."""
     weight_decay: float = Field(0.2, ge=0)
-    """Weight decay of matrices, not of gains or biases. sgd adds it to the gradient; otherwise it is decoupled."""
+    """Weight decay of matrices, not of gains or biases. sgd adds it to the gradient; in the other optimizers, it is
+    decoupled."""
     betas: tuple[Decay, Decay] = (0.9, 0.98)
     """Betas for AdamW, LAMB and Lion, and for the temperature's optimizer."""
     eps: float = Field(1e-6, gt=0)

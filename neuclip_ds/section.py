@@ -57,7 +57,9 @@ class Section(BaseModel):
             if re.search("[\0\ud800-\udfff]", text):
                 raise ValueError(f"{text[:50]!r} contains a NUL character or a surrogate")
             if redact(text) != text:
-                raise ValueError("it contains a secret: set it in a variable that the store's library reads")
+                raise ValueError(
+                    "it contains a secret: set the secret in an environment variable that the store's library reads"
+                )
         return value
 
 

@@ -214,7 +214,9 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--variants", nargs="+", choices=VARIANTS, default=[DEFAULT], help="configs of our programs (default)"
     )
-    parser.add_argument("--peers", nargs="*", choices=PEER_NAMES, default=["ddp", "open_clip"], help="other programs")
+    parser.add_argument(
+        "--peers", nargs="*", choices=PEER_NAMES, default=["ddp", "open_clip"], help="other programs (ddp open_clip)"
+    )
     parser.add_argument("--peer-flags", action="append", help="options for one more run of open_clip (none)")
     parser.add_argument("--open-clip-main", type=Path, help="checkout of open_clip's main branch, to run as well")
     parser.add_argument("--open-clip-main-flags", action="append", help="options for one run of the main branch (none)")

@@ -9,11 +9,11 @@ Examples:
 
 A set of your own is a folder with one subfolder of images per class, a file of pairs (.csv, .tsv, .jsonl, .parquet),
 or a folder of any name in CLIP_benchmark's webdataset layout. Shards of pairs are tar files, a folder of tar files or
-a manifest, as in `data.val`. NAME=PATH gives a set another name than that of its folder or file. Tasks with a score in
+a manifest, as in `data.val`. NAME=PATH gives a set a name other than that of its folder or file. Tasks with a score in
 the results folder are not scored again.
 
---blend scores averages of a fine-tuned run's weights with those that it started from: 0 is the start, 1 the result. It
-compares recall on the run's validation pairs, or another --target, with the mean of all other tasks.
+--blend scores averages of a fine-tuned run's weights with the weights that it started from: 0 is the start, and 1 is
+the result. It compares recall on the run's validation pairs, or another --target, with the mean of all other tasks.
 docs/how-to/evaluate.md explains the tasks, their metrics and where to get the data.
 """
 
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> None:
         "--data",
         nargs="+",
         required=True,
-        help="evaluation sets, folders of sets, or shards of pairs; NAME=PATH gives a name",
+        help="evaluation sets, folders of sets, or shards of pairs; NAME=PATH names one",
     )
     parser.add_argument("--tasks", nargs="+", default=[], help="names, keys or patterns of tasks (default: all found)")
     parser.add_argument("--out", type=Path, help="folder for results (default: RUN/evaluation/STEP)")

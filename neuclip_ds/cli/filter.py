@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--min", type=float, help="smallest value to keep")
     parser.add_argument("--max", type=float, help="largest value to keep")
     parser.add_argument("--top", type=float, help="fraction of samples to keep: those with the largest values")
-    near = "drop samples whose image has a cosine similarity of COSINE (such as 0.95) or more to a better one"
+    near = "drop samples whose image has a cosine similarity of COSINE (such as 0.95) or more to that of a kept sample"
     parser.add_argument("--near-duplicates", type=float, metavar="COSINE", help=near)
     parser.add_argument("--uid-column", default="uid", help="column of uids")
     parser.add_argument("--within", nargs="+", type=Path, default=[], help="keep only uids listed in all these files")

@@ -32,7 +32,9 @@ def main(arguments: Sequence[str]) -> None:
     captions = "columns of captions, each with the member to write it to (txt if omitted); default: caption or text"
     parser.add_argument("--captions", nargs="+", default=[], metavar="[MEMBER=]COLUMN", help=captions)
     parser.add_argument("--shard-size", type=int, default=10_000, help="samples per shard")
-    quotes = "whether quotes enclose cells of CSV and TSV; auto also refuses a cell that seems to contain other rows"
+    quotes = (
+        "whether quotes enclose cells of CSV and TSV; auto is on, but refuses a cell that seems to contain other rows"
+    )
     parser.add_argument("--quotes", choices=("auto", "on", "off"), default="auto", help=quotes)
     options = parser.parse(arguments)
     from neuclip_ds.data.pack import RETRY, choose_columns, pack  # decoders import torch, which takes seconds

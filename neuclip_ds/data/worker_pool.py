@@ -119,7 +119,7 @@ class WorkerPool:
                 failures += 1
                 if failures == MAX_FAILURES:
                     raise UserError(f"{error} ({failures} times in a row).") from error
-                log.warning("%s; replacing it (%d of %d)", error, failures, MAX_FAILURES - 1)
+                log.warning("%s; replacing the process (attempt %d of %d)", error, failures, MAX_FAILURES - 1)
             failed = workers[number]
             failed.stop()
             workers[number] = _start_worker(self._work, self._options)

@@ -46,8 +46,9 @@ class NpnConfig(Section):
     uses the largest divisor of the world size up to this number. With more replicas, alpha_grad=full sends less and
     each rank computes more."""
     order: Literal["alternating", "joint"] = "alternating"
-    """`alternating` updates the network, then the encoders with the new prediction (Algorithm 1). `joint` updates both
-    from the old prediction; the network takes one AdamW step at the encoders' lr, without redraws (Algorithm 3)."""
+    """Order of the updates: `alternating` updates the network, and then the encoders with the new prediction (Algorithm
+    1); `joint` updates both from the old prediction, and the network takes one AdamW step at the encoders' lr, without
+    redraws (Algorithm 3)."""
 
     @model_validator(mode="after")
     def _order_fits_the_network(self) -> NpnConfig:

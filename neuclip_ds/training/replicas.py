@@ -58,7 +58,8 @@ def _difference(ranks: Sequence[Mapping[str, int]]) -> str:
         shown_names += f" and {counted(len(differing_names) - _SHOWN_NAMES, 'other tensor')}"
     shown_ranks = " and ".join(str(rank) for rank in sorted(differing_ranks))
     if len(differing_ranks) < len(ranks):
-        difference = f"those of rank {shown_ranks} differ"
+        noun = "rank" if len(differing_ranks) == 1 else "ranks"
+        difference = f"those of {noun} {shown_ranks} differ"
     else:
         difference = f"ranks {shown_ranks} differ"
     return (
