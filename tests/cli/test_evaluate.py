@@ -79,7 +79,8 @@ def test_only_tasks_without_a_score_are_scored(tmp_path: Path) -> None:
     assert "Flickr: data/wds_flickr30k has 23 samples, but the published set has 1000" in run.stderr
     assert "not found below data, pets, pairs.tsv, and skipped: Caltech-101, CIFAR-100" in run.stderr
     assert (
-        "| retrieval | Flickr and MSCOCO (NeuCLIP, AmorLIP, TuneCLIP) | none: only 1 of 2 tasks have scores; their mean" in run.stdout
+        "| retrieval | Flickr and MSCOCO (NeuCLIP, AmorLIP, TuneCLIP) | none: only 1 of 2 tasks have scores; their mean"
+        in run.stdout
     )
     assert "Missing from retrieval: MSCOCO." in run.stdout
     assert "| pets | acc1 | " in run.stdout and "| pairs | mean_recall@1 | " in run.stdout
