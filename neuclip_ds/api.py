@@ -27,7 +27,7 @@ from neuclip_ds.training.hooks import Hook
 from neuclip_ds.training.hooks.optional import optional_hooks
 
 OneImage = str | PathLike[str] | bytes | Image.Image | NDArray[np.uint8] | Tensor
-"""An image in a form that `Model.encode_images` describes."""
+"""One image, in any form that `Model.encode_images` accepts."""
 
 _ENCODED_AT_ONCE = 64  # at most; images or texts
 
@@ -100,7 +100,7 @@ class Run:
     Example:
         import neuclip_ds
 
-        # the same call again resumes a run; this one is complete
+        # a repeated call resumes an unfinished run; this run is complete
         run = neuclip_ds.train("demo", max_steps=3, data={"batch_size": 32}, run={"name": "look"})
         print(run.results["loss"])
         features = run.model().encode_texts("a red circle")  # (1, d)
@@ -118,7 +118,7 @@ class Run:
         return last_values
 
     def model(self, device: torch.device | str | None = None) -> Model:
-        """Load the model from the newest checkpoint; `load` describes the argument and the errors."""
+        """Load the model from the newest checkpoint; see `load` for the argument and the errors."""
         return load(self.folder, device)
 
 
@@ -130,7 +130,7 @@ class Model:
         device: device of the module.
         temperature: divisor of the cosine similarities; None if the model's checkpoint has none. If each training
             sample had its own temperature, this is the run's initial temperature.
-        bias: added to the logits, for SigLIP's models; otherwise None.
+        bias: number that is added to the logits of SigLIP models; None for other models.
 
     Example:
         import neuclip_ds
@@ -179,9 +179,9 @@ class Model:
     ) -> Tensor:
         """Return the logits of n images and m texts, (n, m): cosine similarities / temperature + bias.
 
-        Their softmax over texts classifies images; for SigLIP's models, their sigmoid is the probability of a pair.
-        `encode_images` describes the images and the errors. A model without a temperature also raises
-        `ValueError`.
+        A softmax over the texts classifies the images. For SigLIP models, the sigmoid of a logit is the probability
+        that the image and the text match. See `encode_images` for the accepted images and the exceptions; a model
+        without a temperature also raises `ValueError`.
         """
         if self.temperature is None:
             raise ValueError("The model's checkpoint has no temperature: compare the features directly.")
@@ -189,7 +189,7 @@ class Model:
         return logits if self.bias is None else logits + self.bias
 
     def _encoder_of(self, rows: int) -> BatchEncoder:
-        """Return an encoder of `rows` rows in as few batches as allowed, of which few rows are padding."""
+        """Return an encoder whose batch size needs as few batches as possible for `rows` rows, with little padding."""
         batches = max(1, -(-rows // _ENCODED_AT_ONCE))
         return replace(self._encoder, batch_size=max(1, -(-rows // batches)))
 

@@ -65,16 +65,16 @@ class RunConfig(Section):
     """Steps between lines of metrics.jsonl, and between points in TensorBoard and Weights & Biases."""
     evaluate_every: int = Field(0, ge=0)
     """Steps between evaluations during training, each preceded by a checkpoint; 0 evaluates only at the end. A run that
-    starts from `model.pretrained` is also evaluated before step 1, unless this is 0 and the run scores evaluation sets
-    or measures normalizers (`normalizer_anchors`)."""
+    starts from `model.pretrained` is also evaluated before step 1, unless this option is 0 and the run has
+    `data.evaluation_sets` or `normalizer_anchors`."""
     best_metric: str | None = None
     """Evaluation metric whose largest value selects the best checkpoint, which is kept in addition to the newest ones.
     The model is also evaluated before step 1, so that a misspelled metric fails immediately."""
     wandb: str | None = None
     """Weights & Biases project to log metrics to, as PROJECT or ENTITY/PROJECT; needs the wandb package."""
     normalizer_anchors: int = Field(0, ge=0)
-    """Number of training samples on which each evaluation measures the error of the estimated normalizers; 0
-    disables this."""
+    """Number of training samples on which each evaluation measures the error of the estimated normalizers; 0 disables
+    this."""
     plugins: list[str] = Field([])
     """Modules that register losses, imported before the config is read: names of modules, or paths of .py files.
     `--plugin` adds one (docs/how-to/custom_loss.md)."""
@@ -103,13 +103,13 @@ class SourceConfig(Section):
 
 
 class AugmentConfig(Section):
-    """Changes to the cropped images of training, in the order of the options; none by default."""
+    """Augmentations of the cropped training images, applied in the order of the options; none by default."""
 
     auto_augment: str | None = None
-    """Policy of timm, by name: rand-m9-mstd0.5-inc1 (RandAugment; timm's documentation explains the parts of a name),
-    augmix-m3-w3, original, v0, 3a and others."""
+    """Name of an augmentation policy of timm: rand-m9-mstd0.5-inc1 (RandAugment; timm's documentation explains the
+    parts of a name), augmix-m3-w3, original, v0, 3a and others."""
     color_jitter_prob: float = Field(0.0, ge=0, le=1)
-    """Probability that `color_jitter` is applied to an image, as in open_clip's --aug-cfg; SimCLR uses 0.8."""
+    """Probability that `color_jitter` changes an image, as in open_clip's --aug-cfg; SimCLR uses 0.8."""
     color_jitter: tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat, Annotated[float, Field(ge=0, le=0.5)]] = (
         0.32,
         0.32,
@@ -168,8 +168,7 @@ class DataConfig(Section):
     training data. Training reads them instead of decoding images and running the tower's frozen trunk
     (docs/how-to/stored_features.md)."""
     text_features: str | None = Field(None, min_length=1)
-    """Folder with the text tower's pooled outputs before its projection, as `image_features`; training then does not
-    tokenize captions."""
+    """Folder with the text tower's pooled outputs, like `image_features`; training then tokenizes no captions."""
     cache_dir: Path | None = None
     """Folder on each node for copies of remote shards. By default, neuclip_ds_shards-UID in the system's temporary
     folder, writable only by you."""
@@ -193,7 +192,8 @@ class DataConfig(Section):
     """Skip the samples that do not fill an epoch's last batch. Otherwise, every sample is seen exactly once per epoch,
     and the last batch may have empty rows."""
     max_bad_fraction: float = Field(0.01, ge=0, le=1)
-    """Fraction of bad samples above which the run stops; in a rank's last 1,000 steps, the limit is 10 times higher."""
+    """Fraction of bad samples above which the run stops. For the last 1,000 steps of a single rank, a limit 10 times as
+    high applies."""
 
     @field_validator("train", "captions", mode="before")
     @classmethod
@@ -232,8 +232,9 @@ Trained = Literal["all", "projection", "frozen"] | Annotated[int, Field(ge=0)]
 """Trained part of a tower; a number K means the last K blocks."""
 
 Pooling = Literal["cls", "mean", "eos", "last"]
-"""The feature of a caption: the first token's hidden state, the mean over tokens, that of the EOS token, which is added
-if the tokenizer does not end captions with it, or that of the last token, whichever it is."""
+"""Feature of a caption: the hidden state of the first token (`cls`), of the EOS token (`eos`) or of the last token,
+whichever token it is (`last`), or the `mean` over all tokens. With `eos`, an EOS token is added if the tokenizer does
+not end captions with one."""
 
 Projection = Literal["linear", "mlp"]
 """Form of a projection to the joint space: one linear layer, or two with GELU between them."""
@@ -245,7 +246,7 @@ REPLACED_BY_CHECKPOINT = {
     "vision": ("name", "options", "patch_drop", "mean", "std", "projection"),
     "text": (*REPLACED_BY_TEXT_ENCODER, "projection"),
 }
-# options that keep the checkpoint's values unless they are set: position embeddings are then resampled
+# options that have the checkpoint's values by default; if they are set, position embeddings are resampled
 SIZES = {"vision": "image_size", "text": "context_length"}
 
 
@@ -265,9 +266,9 @@ class TowerConfig(Section):
     """Options common to both towers."""
 
     trainable: Trained | None = None
-    """Parameters to train: `all`, none (`frozen`), the last K blocks with the final norm, pooling and projection (0:
-    no blocks), or only the `projection` to the joint space. By default, `all`, or `frozen` with LoRA. Applies to
-    pretrained towers too."""
+    """Parameters to train: `all`, none (`frozen`), only the `projection` to the joint space, or, for a number K, the
+    last K blocks with the final norm, pooling and projection (0: no blocks). By default, `all`, or `frozen` with LoRA.
+    Applies to pretrained towers too."""
 
     @field_validator("trainable", mode="before")
     @classmethod
@@ -284,8 +285,8 @@ class VisionConfig(TowerConfig):
     """Pretrained weights of this tower: a timm tag such as openai or augreg_in21k, or a file. Position embeddings are
     resampled to `image_size`. By default, the weights are random."""
     image_size: int | None = Field(None, ge=8, le=1 << 14)
-    """Side length of the square input images, in pixels. By default, that of `model.pretrained`, else 224. A size
-    other than the checkpoint's resamples its position embeddings, as open_clip does."""
+    """Side length of the square input images, in pixels. By default, the size of `model.pretrained`, else 224. If the
+    size differs from the checkpoint's, the position embeddings are resampled, as in open_clip."""
     patch_drop: float = Field(0.0, ge=0, lt=1)
     """Fraction of an image's patches that training drops at random (FLIP), in timm models that support dropping them.
     Evaluation uses all patches."""
@@ -299,16 +300,17 @@ class VisionConfig(TowerConfig):
     options: dict[str, Any] = Field(default_factory=dict)
     """Additional keyword arguments of `timm.create_model`, such as patch_size, embed_dim, depth, num_heads."""
     mean: tuple[float, float, float] | None = None
-    """Mean per channel, subtracted from pixels in [0, 1]. By default, that of `pretrained` or of OpenAI's CLIP."""
+    """Mean per channel, subtracted from pixels in [0, 1]. By default, the mean of `pretrained`, else of OpenAI's
+    CLIP."""
     std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] | None = None
-    """Standard deviation per channel; it divides the pixels. By default, that of `pretrained` or of OpenAI's CLIP."""
+    """Standard deviation per channel, by which pixels are divided. By default, as for `mean`."""
 
     def resolved_image_size(self) -> int:
         """Return the image size of a tower that is built from the config, by default 224."""
         return self.image_size or 224
 
     def statistics(self) -> tuple[Channels, Channels]:
-        """Return the per-channel mean and standard deviation, by default those of OpenAI's CLIP."""
+        """Return the mean and standard deviation per channel, by default the values of OpenAI's CLIP."""
         return self.mean or OPENAI_MEAN, self.std or OPENAI_STD
 
     @field_validator("options")
@@ -322,15 +324,15 @@ class VisionConfig(TowerConfig):
 
 class TextConfig(TowerConfig):
     pretrained: str = ""
-    """Text encoder of transformers, such as BERT, ModernBERT, XLM-R or a Gemma- or Qwen-style embedding model, from
-    which this tower starts, with its tokenizer: a folder or hub name. By default, the tower is CLIP's transformer with
-    random weights."""
+    """Folder or hub name of a text encoder of transformers, such as BERT, ModernBERT, XLM-R or a Gemma- or Qwen-style
+    embedding model. The tower starts from its weights and uses its tokenizer. By default, the tower is CLIP's
+    transformer with random weights."""
     pooling: Pooling | None = None
-    """Feature of a caption in the tower that `pretrained` names: the first token's hidden state (`cls`), the `mean`
-    over its tokens, or the hidden state of its EOS token (`eos`) or of its last token (`last`). By default, as in the
-    encoder's sentence-transformers config."""
+    """Feature of a caption in a tower with `pretrained`: the hidden state of the first token (`cls`), of the EOS token
+    (`eos`) or of the `last` token, or the `mean` over all tokens. By default, as in the encoder's sentence-transformers
+    config."""
     projection: Projection = "linear"
-    """Projection of the text feature to the joint space, as `model.vision.projection`."""
+    """Projection of the text feature to the joint space; see `model.vision.projection`."""
     tokenizer: str | None = None
     """Folder or hub name of a transformers tokenizer, or `clip_bpe` (CLIP's English tokenizer, which needs the
     open_clip_torch package). By default, or if that package is missing, a byte-level BPE is trained on the captions.
@@ -338,9 +340,9 @@ class TextConfig(TowerConfig):
     vocab_size: int = Field(49408, ge=300, le=1 << 24)
     """Vocabulary size of the trained BPE; a named tokenizer keeps its vocabulary."""
     context_length: int | None = Field(None, ge=4, le=1 << 16)
-    """Number of tokens, including special tokens, to which a caption is truncated or padded. By default, that of
-    `model.pretrained`, else 77. A length other than the checkpoint's resamples its position embeddings, as open_clip
-    does."""
+    """Number of tokens to which a caption is truncated or padded, with special tokens. By default, the length of
+    `model.pretrained`, else 77. If the length differs from the checkpoint's, the position embeddings are resampled, as
+    in open_clip."""
     width: int = Field(512, ge=8, le=1 << 16)
     """Hidden width of the transformer."""
     layers: int = Field(12, ge=1, le=1000)
@@ -348,9 +350,9 @@ class TextConfig(TowerConfig):
     heads: int = Field(8, ge=1, le=1 << 16)
     """Number of attention heads; must divide the width."""
     packed: bool | Literal["auto"] = "auto"
-    """Compute on the tokens of captions without their padding, which changes features only by rounding. `true` needs a
-    causal tower that is pooled at EOS, such as CLIP's; `auto` packs such captions on CPUs, unless model.compile is
-    `blocks` or `towers`. On GPUs, packing has been tested only with a simulated GPU so far."""
+    """Run the text tower only on the tokens of captions, without padding, which changes features only by rounding.
+    `true` needs a causal tower that is pooled at EOS, such as CLIP's; `auto` packs such captions on CPUs, unless
+    model.compile is `blocks` or `towers`. On GPUs, packing has been tested only with a simulated GPU so far."""
 
     def resolved_context_length(self) -> int:
         """Return the context length of a tower that is built from the config, by default 77."""
@@ -454,7 +456,7 @@ class ModelConfig(Section):
 
 class OptimizerConfig(Section):
     name: Literal["adamw", "lamb", "lion", "sgd"] = "adamw"
-    """Optimizer of the encoders; `objective.temperature.optimizer` sets that of the temperature."""
+    """Optimizer of the encoders; `objective.temperature.optimizer` sets the temperature's optimizer."""
     lr: float = Field(5e-4, ge=0)
     """Peak learning rate of the encoders."""
     min_lr: float = Field(0.0, ge=0)
@@ -468,7 +470,7 @@ class OptimizerConfig(Section):
     cooldown_steps: int | None = Field(None, ge=1)
     """Steps over which `cooldown` and `wsd` decay to min_lr. By default, a fifth of the run."""
     weight_decay: float = Field(0.2, ge=0)
-    """Weight decay of matrices, not of gains or biases. sgd adds it to the gradient; in the other optimizers, it is
+    """Weight decay of matrices, not of gains or biases. sgd adds it to the gradient; for the other optimizers, it is
     decoupled."""
     betas: tuple[Decay, Decay] = (0.9, 0.98)
     """Betas for AdamW, LAMB and Lion, and for the temperature's optimizer."""
@@ -484,10 +486,12 @@ class OptimizerConfig(Section):
     """Peak learning rate of the text tower, on the same schedule. By default, `lr`."""
     layer_decay: float = Field(1.0, gt=0, le=1)
     """Ratio of each layer's learning rate to that of the next layer of the tower, as in BEiT and EVA-CLIP. Layers after
-    the blocks use the tower's `lr`, the last block uses this fraction of it, and the embeddings use the lowest."""
+    the blocks use the tower's `lr`, the last block uses this fraction of it, and the embeddings have the lowest
+    learning rate."""
     lean_zero1: bool = False
     """Replace DeepSpeed's ZeRO 1 step in bf16 by one with the same result that halves the kernel launches of a step and
-    sends half of the bytes, during the backward pass. Only for configs such as zero1_bf16; not yet tested on GPUs."""
+    sends half as many bytes, already during the backward pass. Only for configs such as zero1_bf16; not yet tested on
+    GPUs."""
 
     @model_validator(mode="after")
     def _rates_have_a_base(self) -> OptimizerConfig:
@@ -505,12 +509,11 @@ class EmaConfig(Section):
 class RecoveryConfig(Section):
     epochs: float = Field(0, ge=0, le=1e6)
     """Passes over the data with frozen weights before training, which recover the optimizer's moments and each
-    sample's u (TuneCLIP's first stage); 0 skips them. With `reuse`, set this to the passes of the reused
-    recovery."""
+    sample's u (TuneCLIP's first stage); 0 skips them. With `reuse`, set the same number as in the reused run."""
     loss: Literal["gcl", "hgcl", "method"] | None = None
-    """Loss whose gradients are averaged: the global contrastive loss (`gcl`, TuneCLIP Algorithm 1), its hinged form
-    (`hgcl`), or the run's loss (`method`). By default, `gcl` for methods that keep u, and `method` for other methods,
-    such as openclip and neuclip, for which only moments are recovered."""
+    """Loss whose gradients the recovered moments average: the global contrastive loss (`gcl`, TuneCLIP Algorithm 1),
+    its hinged form (`hgcl`), or the run's loss (`method`). By default, `gcl` for methods that keep u, and `method` for
+    other methods, such as openclip and neuclip, for which only moments are recovered."""
     restore: list[Literal["moments", "statistics"]] = Field(["moments", "statistics"])
     """Recovered state that training uses: the optimizer's moments and step count (`moments`), and each sample's u if
     the method keeps u (`statistics`)."""
@@ -616,9 +619,9 @@ def dump(config: Config) -> str:
 
 
 def without_replaced(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tree of options without those of `model` that its checkpoint or its text encoder replaces.
+    """Return a tree of options without the options of `model` that its checkpoint or its text encoder replaces.
 
-    The configs of runs of earlier versions have these options, without effect.
+    Configs that earlier versions saved contain these options, which have no effect.
     """
     model = tree.get("model")
     if not isinstance(model, Mapping):  # of a damaged file

@@ -185,8 +185,8 @@ def json_lines(path: Path) -> list[Any]:
 def records(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (line, record) for each line of a JSON Lines file that is an object with an integer under `key`.
 
-    Other lines, which a crash or an editor may leave, are skipped with one warning; a partial last line, which a killed
-    program leaves, without one.
+    Other lines, which a crash or an editor may leave, are skipped with one warning. A partial last line, which a killed
+    program leaves, is skipped without a warning.
     """
     skipped = []
     with path.open(encoding="utf-8-sig", errors="replace", newline="\n") as file:
@@ -212,7 +212,8 @@ def records(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
 def append_lines(path: Path, lines: Iterable[str]) -> None:
     """Append lines of JSON to a file, after removing a partial last line, which a killed program may have left.
 
-    If writing fails, for example because the disk is full, removes what it has written and raises `OSError`.
+    If writing fails, for example because the disk is full, the part that was written is removed, and `OSError` is
+    raised.
     """
     text = "".join(f"{line}\n" for line in lines)
     with path.open("ab+", buffering=0) as file:

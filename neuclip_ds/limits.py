@@ -1,4 +1,4 @@
-"""Limits of the machine that loader processes reach: open files, shared memory, and the length of TMPDIR."""
+"""Limits of the machine that loader processes may reach: open files, shared memory, and the length of TMPDIR."""
 
 import errno
 import os
@@ -8,10 +8,10 @@ from pathlib import Path
 from shutil import disk_usage
 
 SHARED_MEMORY = Path("/dev/shm")  # torch shares tensors between processes here
-_FEWEST_FILES = 256  # each of two ranks opens 79 on a CPU, and more ranks more sockets; a loader process opens 38
+_FEWEST_FILES = 256  # on a CPU, each of two ranks opens 79, and with more ranks more; a loader process opens 38
 _LONGEST_SOCKET = 107  # bytes of the path of a Unix socket (sun_path in sys/un.h, without the final zero)
 _SOCKET = "/pymp-xxxxxxxx/listener-xxxxxxxx"  # below TMPDIR, as multiprocessing names its sockets
-# what an error of torch or multiprocessing contains, if it has no errno
+# parts of the messages of errors of torch and multiprocessing that have no errno
 _FULL = "unable to allocate shared memory"
 _TOO_MANY_FILES = ("Too many open files", "items of ancdata")  # the second: no descriptor was left to receive one
 _LONG_PATH = "AF_UNIX path too long"
@@ -40,7 +40,7 @@ def fix_of_limit(error: BaseException) -> str:
 
 
 def fix_of_shared_memory() -> str:
-    """Return how to make enough room in shared memory, and how large it is now."""
+    """Return how to enlarge shared memory, and its present size."""
     size = ""
     if SHARED_MEMORY.is_dir():  # some systems have it elsewhere
         usage = disk_usage(SHARED_MEMORY)

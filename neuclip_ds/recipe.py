@@ -147,7 +147,7 @@ def load_recipe(name: str, within: tuple[Path, ...] = ()) -> dict[str, Any]:
     tree = read_options(path) or {}
     if not isinstance(tree, dict):
         raise UserError(f"The recipe {path} must be a mapping of sections such as `data:` and `model:`.")
-    if path.name == CONFIG:  # of a run, perhaps of an earlier version
+    if path.name == CONFIG:  # a run's config, perhaps saved by an earlier version
         tree = without_replaced(tree)
     included = tree.pop("include", None) or []
     if not (isinstance(included, list) and all(isinstance(name, str) for name in included)):
@@ -163,9 +163,9 @@ def override(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     """Return `base` overridden by the values of `over`.
 
     If `over` names a method, sections of `base` that this method does not use are moved to `other_methods`. If it names
-    a checkpoint or a text encoder, options of `base` that this replaces are dropped. The image size and the context
-    length of `base` are dropped too, unless they belong to a checkpoint that `base` names. An option that is a mapping,
-    such as `model.vision.options`, is merged too, unless `over` clears it with null or {}.
+    a checkpoint or a text encoder, the options of `base` that the checkpoint or the encoder replaces are dropped. The
+    image size and the context length of `base` are dropped too, unless they belong to a checkpoint that `base` names.
+    An option that is a mapping, such as `model.vision.options`, is merged too, unless `over` clears it with null or {}.
     """
     base, over = _cleared(base, over)
     model = _mapping(over, "model")
@@ -257,7 +257,7 @@ def load_saved(path: Path) -> Config:
     tree = without_replaced(tree)  # earlier versions ignored these options
     objective = tree["objective"]
     method = objective.get("method")
-    if isinstance(method, str) and method not in METHODS:  # of a plugin, which is not imported
+    if isinstance(method, str) and method not in METHODS:  # a method of a plugin, which is not imported
         shared = {name: value for name, value in objective.items() if name in ObjectiveConfig.model_fields}
         del shared["method"]
         options = _validate(ObjectiveConfig, shared)
@@ -423,5 +423,5 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def _abbreviates(text: str, initials: str) -> bool:
-    """Return whether a text equals the initials of two words or more."""
+    """Return whether `text` equals `initials`, if these are the initials of at least two words."""
     return len(initials) > 1 and text == initials

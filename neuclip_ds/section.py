@@ -64,7 +64,7 @@ class Section(BaseModel):
 
 
 def is_given(section: Section, name: str) -> bool:
-    """Return whether an option was given, also if its value is the default; null, which clears an option, is not."""
+    """Return whether an option was set, even if to its default; null clears an option and does not count as a value."""
     return name in section.model_fields_set and getattr(section, name) is not None
 
 
@@ -98,7 +98,7 @@ def read_yaml(text: bytes | str) -> Any:
     """Return the content of a YAML document.
 
     Raises `ValueError` or `yaml.YAMLError` if it is invalid. Aliases that contain themselves or expand to more than
-    100,000 values are invalid, because the code that merges and validates options would never end.
+    100,000 values are invalid, because merging and validating such options would never end.
     """
     loader = yaml.SafeLoader(text)
     try:
@@ -113,7 +113,7 @@ def read_yaml(text: bytes | str) -> Any:
 
 
 def _expanded_size(node: yaml.Node, sizes: dict[yaml.Node, int | None]) -> int:
-    """Return the number of values in a node with its aliases expanded; `sizes` has the nodes that were visited."""
+    """Return the number of values in a node with its aliases expanded; `sizes` has the results of visited nodes."""
     if node in sizes:
         size = sizes[node]
         if size is None:  # not known yet, so the node contains itself

@@ -6,8 +6,8 @@
     overlap       gather texts after the image tower -> while it runs (a matmul of --tower-ms replaces the tower)
     npn           gradients of replicated prototypes (2 m d, T_u times) -> sums over split ones (2B, T_u + 1 times)
 
-Times include only the collectives and the matmul of `overlap`. Bytes are those of the ring algorithms. Tests check that
-both variants give the same results (tests/losses/test_loss_ranks.py); the program prints the error of bf16.
+Times include only the collectives and the matmul of `overlap`. Bytes are calculated for the ring algorithms. Tests
+check that both variants give the same results (tests/losses/test_loss_ranks.py); the program prints the error of bf16.
 
 Example: python tools/benchmark_communication.py --ranks 2 --rows 640 --dim 512
 """

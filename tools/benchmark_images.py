@@ -202,7 +202,7 @@ CONTENDERS: dict[str, Contender] = {
 
 
 def rate(contender: Contender, setting: Setting) -> float:
-    """Return the samples/s of a contender after the warm-up, over the number of photographs."""
+    """Measure a contender's samples/s after the warm-up, on `setting.samples` photographs."""
     sizes = contender(setting)
     for _ in range(WARM_UP * setting.workers * PREFETCH):  # includes batches that were prepared meanwhile
         next(sizes)
@@ -406,7 +406,7 @@ def print_evaluation(setting: Setting) -> None:
 
 
 def print_stages(setting: Setting) -> None:
-    """Print the time of each stage; `hand over` is the remaining time of a loader with one worker."""
+    """Print the time of each stage; `hand over` is a one-worker loader's time minus the sum of the stages."""
     count = min(512, setting.samples)
     stage_names = [field.name for field in fields(Stages)]
     columns = " | ".join(["pipeline", *stage_names, "sum", "hand over"])

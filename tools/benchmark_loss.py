@@ -100,7 +100,7 @@ def measure(rows: int, options: argparse.Namespace) -> dict[str, list[float]]:
 
 
 def compare(world_size: int, rows: int, options: argparse.Namespace) -> list[str]:
-    """Return the lines of a Markdown table; the first line is the peer."""
+    """Return the lines of a Markdown table; the first line is for the peer."""
     ranks = on_ranks(world_size, measure, rows, options)
     slowest: dict[str, float] = {}
     for name in ranks[0]:

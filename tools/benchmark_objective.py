@@ -49,8 +49,8 @@ FIRST_STEP = Position(step=0, lr=1e-4, peak_lr=1e-4)
 def our_step(loss: ContrastiveLoss, features: RandomFeatures) -> object:
     """Run a step: gather the features, compute the loss and its gradient, and update the state of the loss.
 
-    The step also multiplies the gradient by the gradient of the loss, as every backward pass does, and gathers the
-    indices if there are several ranks. Arguments are not checked, and the step cannot be undone.
+    The step also multiplies the gradient by the incoming gradient, as every backward pass does, and gathers the indices
+    if there are several ranks. Arguments are not checked, and the step cannot be undone.
     """
     leaves = [features.image.detach().requires_grad_(), features.text.detach().requires_grad_()]
     value = loss(*leaves, features.index, position=FIRST_STEP)

@@ -18,8 +18,9 @@ without views and allocations.
 (model.compile=blocks), one of these changes alone, or `all` of them (lean only with ZeRO 1 in bf16). Single changes are
 measured only for the first of --methods and --rows, and further methods only for the first of --rows. The peers always
 pad captions and compute all tokens in all blocks; ddp_compiled compiles the towers of plain DDP. Every --peer-flags
-adds a run of open_clip with these options, as one string. --open-clip-main also runs a checkout of open_clip's main
-branch, once for every --open-clip-main-flags. The ratios compare the last of --variants with every program.
+adds a run of open_clip with these options, which are passed as one string. --open-clip-main also runs a checkout of
+open_clip's main branch, once for every --open-clip-main-flags. The ratios compare the last of --variants with every
+program.
 
 With --caption-tokens, random captions have N tokens on average (lognormal, with a standard deviation of 0.53 N, which
 is between those of CC3M's and CC12M's captions), or lengths drawn from a file with one length per line. The default,
@@ -104,7 +105,7 @@ _PEAK_FLOPS = {"h100": 989e12, "h200": 989e12, "a100": 312e12, "t4": 65e12}
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A change that makes our steps faster, as the config option that turns it on or off."""
+    """A change that makes our steps faster, given by the config option that turns it on or off."""
 
     option: str
     on: str
@@ -270,7 +271,7 @@ def require_captions(arguments: argparse.Namespace) -> None:
 
 
 def describe(arguments: argparse.Namespace) -> list[str]:
-    """Return the lines above the table that describe the source of its numbers, as data_files.py describes them."""
+    """Return the lines above the table that describe the source of its numbers, in the format of data_files.py."""
     device, hardware = this_machine()
     versions: list[str] = []
     for package in ("deepspeed", "open_clip_torch"):
@@ -367,7 +368,7 @@ def speed_rows(arguments: argparse.Namespace, measured: list[Measured]) -> list[
 
 
 class TimeLimit:
-    """Limit on the total time of several runs, which take about as long as each other.
+    """Limit on the total time of several runs of about equal duration.
 
     Args:
         seconds: the limit, from now on.
@@ -511,7 +512,7 @@ def peer_programs(setting: Setting) -> Iterator[Program]:
 
 
 def plain_ddp(setting: Setting, name: str, compiled: str) -> Program:
-    """Return the plain loop; `compiled` is the value of `model.compile`."""
+    """Return the plain DDP program; `compiled` is the value of `model.compile`."""
     path, options = peer_config(setting, name, f"--model.compile={compiled}")
     return Program(
         name=name,

@@ -1,4 +1,4 @@
-"""For developers of neuclip_ds: compare its loader with webdataset and MosaicML streaming, on disk and from S3.
+"""For developers of neuclip_ds: compare our loader with webdataset and MosaicML streaming, on disk and from S3.
 
 All contenders read the same samples (JPEG and txt pairs) with the same transform, workers, batch size and prefetch, and
 with their default shuffles. A new process measures one epoch, and a second one measures the first batch of an epoch

@@ -7,9 +7,9 @@ The work of a step and all its collectives are counted on one simulated rank (st
     collective = start + messages x latency + bytes by the ring / bandwidth    (an all-reduce: ring or tree)
 
 The kinds of work are those of `step_costs.Work`. Skew is the wait for the slowest rank as a fraction of the busy time.
-If a collective can overlap computation, only its excess over this computation is exposed. The peak rates are those of
-the vendors' data sheets. The program prints ranges, because the part of a peak that training reaches is assumed: at
-the slow end it is what published programs reached, and at the fast end it is the aim.
+If a collective can overlap computation, only its excess over this computation is exposed. The peak rates come from the
+vendors' data sheets. The program prints ranges, because the part of a peak that training reaches is assumed: at the
+slow end, it is the part that published programs reached, and at the fast end, the part that we aim for.
 
 Example:
   python tools/cost_model.py dfn192m_neuclip --methods openclip_reference openclip neuclip --nodes 1 8 64 --rows 640
@@ -151,7 +151,10 @@ def step_time(work: Work, compute: Compute, cluster: Cluster) -> StepTime:
 
 
 def _window(call: Call, work: Work) -> tuple[str, float]:
-    """Return the computation that can hide a collective, and how many calls it can hide (not the last features)."""
+    """Return the computation that can hide a collective, and the number of calls that it can hide.
+
+    The gather of the last features cannot be hidden.
+    """
     if call.purpose in ("state", "stored_features"):  # stored features are sent before the towers run
         return "image tower", call.times
     if call.purpose == "features":

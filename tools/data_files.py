@@ -1,4 +1,4 @@
-"""Files with measurements: where, when and from which code each number comes, and a label for the pages that print it.
+"""Files with measurements: where, when and with which code they were made, and a label for pages that print them.
 
 A data file is a CSV table below lines of the form `# key: value`:
 
@@ -35,7 +35,7 @@ _KEYS = ("title", "device", "hardware", "date", "commit", "code", "command", "no
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Where numbers come from."""
+    """Origin of numbers: the device, the date, the commit and the code that they describe."""
 
     name: str  # of the file, and of the commit if a file has records of several commits
     device: str  # one of DEVICES
@@ -45,7 +45,7 @@ class Origin:
     code: Sequence[str]  # files and folders that the numbers describe
 
     def has_newer_code(self) -> bool:
-        """Return whether code that the numbers describe has changed since; needs git and the whole history.
+        """Return whether code that the numbers describe has changed since then; needs git and the whole history.
 
         Changes to comments and docstrings do not count. An unknown commit is taken to be the last one of its day.
         """
@@ -57,7 +57,7 @@ class Origin:
 
 
 def _changed_in_effect(base: str, path: str) -> bool:
-    """Return whether a file's code differs from that at a commit, apart from comments and docstrings."""
+    """Return whether a file's code differs from its code at a commit, apart from comments and docstrings."""
     if not path.endswith(".py"):
         return True
     before = _git("show", f"{base}:{path}", check=False)
@@ -159,7 +159,7 @@ def write_data(file: DataFile) -> None:
 
 
 def names_with_older_code() -> set[str]:
-    """Return the names of origins whose code has changed since, as the last call of tools/write_tables.py saw it."""
+    """Return the names of origins whose code has changed since then, as recorded by tools/write_tables.py."""
     return set(OLDER_CODE.read_text(encoding="utf-8").split("\n")) - {""}
 
 
@@ -198,7 +198,7 @@ def has_history() -> bool:
 
 
 def commit() -> str:
-    """Return the short name of the current commit, with the suffix `-dirty` if files have changed since."""
+    """Return the abbreviated hash of the current commit, with the suffix `-dirty` if files have changed since then."""
     try:
         return _git("describe", "--always", "--dirty", "--exclude=*")
     except (OSError, subprocess.CalledProcessError):

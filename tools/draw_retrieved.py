@@ -48,7 +48,7 @@ def read_queries(run: Path) -> list[dict[str, Any]]:
     """Return the captions of a run and the images that it ranked first, as `retrieved.json` has them.
 
     Raises:
-        UserError: the run has none.
+        UserError: the run has no example retrievals.
     """
     path = run / FILE
     if not path.is_file():

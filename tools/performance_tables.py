@@ -15,7 +15,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], *files: DataFile, 
 
 
 def columns_of(name: str, headings: Mapping[str, str]) -> Callable[[], str]:
-    """Return a function that prints columns of a file under other headings."""
+    """Return a function that prints columns of a file under the given headings."""
 
     def print_table() -> str:
         file = read_data(name)

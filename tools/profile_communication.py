@@ -1,8 +1,8 @@
 """Measure the computation, communication, overlap and traffic of training steps (as in FastCLIP's Tables 15-22).
 
-Each combination of method, ZeRO stage and world size trains in fresh processes on random pairs (no loading). The
-program writes report.md and breakdowns.json to OUT and, for each combination, a folder with breakdown.json and rank 0's
-trace for chrome://tracing or ui.perfetto.dev. The methods are the values of objective.method and
+Each combination of method, ZeRO stage and world size trains in fresh processes on random pairs, without loading data.
+The program writes report.md and breakdowns.json to OUT and, for each combination, a folder with breakdown.json and rank
+0's trace for chrome://tracing or ui.perfetto.dev. The methods are the values of objective.method and
 
     openclip_reference   OpenCLIP's scheme: gather with gradients, local loss, reduce-scatter of B x d
 

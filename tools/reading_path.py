@@ -1,11 +1,10 @@
 """For developers of neuclip_ds: list the package's files that one training step executes, with their line counts.
 
-A step is recorded from the end of the previous step to its own end, with loaders in this process. The list
-therefore includes the files that load the next batch, run hooks, and write metrics and checkpoints. The last line omits
-them: it counts only the files between the batch on the device and the updated weights. With two ranks, the list is for
-rank 0.
+A step is recorded from the end of the previous step to its own end, with loaders in this process. So the list also has
+the files that load the next batch, run hooks, and write metrics and checkpoints. The last line counts only the other
+files, whose code runs between the batch on the device and the updated weights. With two ranks, the list is for rank 0.
 
-The shards are those of any training data; `train.py demo` renders some in .cache/demo.
+`--data` can be any training data; `train.py demo` renders some in .cache/demo.
 
 Example:
   python tools/reading_path.py --data .cache/demo/train --method fastclip_v3 --ranks 2

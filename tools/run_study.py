@@ -174,7 +174,11 @@ def missing(stage: str, known: Mapping[str, Any], features: Path, arms: Sequence
 
 
 def planned(stages: Mapping[str, Path], known: Mapping[str, Any], arms: Sequence[str] | None = None) -> list[Job]:
-    """Return the runs that remain in the stages, assuming that all settings of a search score equally."""
+    """Return the runs of the stages that remain to be done.
+
+    Which runs follow a search depends on its scores, which are unknown before it ends; here, all its settings count as
+    equally good.
+    """
     known = dict(known)
     planned_jobs: list[Job] = []
     for stage, features in stages.items():

@@ -105,7 +105,7 @@ class TowerFlops(NamedTuple):
 
 
 def count_model(config: Config) -> CountedModel:
-    """Count the config's model on the meta device.
+    """Count the sizes and operations of the config's model on the meta device.
 
     Raises:
         UserError: the model's checkpoint cannot be found.
@@ -130,7 +130,7 @@ def count_model(config: Config) -> CountedModel:
 
 
 def count_flops(query: MemoryQuery) -> tuple[TowerFlops, TowerFlops]:
-    """Return the operations on one image and on one caption: those of all tokens in all blocks, each counted once.
+    """Return the operations on one image and on one caption, counting all tokens in all blocks once.
 
     The count is a property of the model, so that utilizations can be compared: it omits recomputation by activation
     checkpointing, and includes operations that a run avoids because they do not reach the features, such as those on
@@ -168,7 +168,7 @@ def step_work(
     build: LossBuilder = build_loss,
     stored_width: int | None = None,
 ) -> Work:
-    """Return the work of one of `world_size` ranks.
+    """Return the work of one of `world_size` ranks in a step.
 
     `build` is as in `ObjectiveQuery`. If `stored_width` is given, stored features have this width, and their folders
     are not read.

@@ -1,6 +1,6 @@
 """Write the tables of docs/ from the files that record the numbers: tools/measurements/*.csv and tools/study/*.jsonl.
 
-A page names a table between two comments; the program replaces the text between them:
+A page names a table between two comments; the program replaces the lines between them:
 
     <!-- table: NAME -->
     <!-- end of table -->
@@ -65,7 +65,7 @@ def origins() -> Iterator[Origin]:
 
 
 def older(all_origins: Iterable[Origin]) -> list[str]:
-    """Return the names of the origins whose code has changed since."""
+    """Return the names of the origins whose code has changed since their numbers were measured."""
     return [origin.name for origin in all_origins if origin.has_newer_code()]
 
 

@@ -1,8 +1,8 @@
 """Average the weights of models with the same start: a run's start and its result (WiSE-FT), or several runs (soups).
 
 Averages are computed in float64 from float32 weights without LoRA adapters, and rounded once. Batch-norm statistics are
-averaged like weights; integers, such as batch norm's count of batches, are those of the last model. The temperature is
-averaged as log(1/tau), which is CLIP's parameter, and the bias of SigLIP's logits as it is.
+averaged like weights; integers, such as batch norm's count of batches, are taken from the last model. The temperature
+is averaged as log(1/tau), which is CLIP's parameter, and the bias of SigLIP's logits as it is.
 """
 
 import math
@@ -23,7 +23,7 @@ _PROBES = ["a photo of a cat.", string.printable, "Zwei Ärzte, 東京 и кот
 
 
 def blend(start: ModelWeights, result: ModelWeights, fraction: float) -> ModelWeights:
-    """Interpolate from a run's initial weights (fraction 0) to its final ones (fraction 1); both ends are exact.
+    """Interpolate from a run's initial weights (fraction 0) to its final weights (1); both ends are exact copies.
 
     Raises:
         UserError: the models differ in their architecture, preprocessing or tokenizer.

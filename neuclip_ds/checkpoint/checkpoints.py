@@ -47,7 +47,7 @@ from neuclip_ds.state.tensor_file import BytesFile, StateFile
 log = logging.getLogger(__name__)
 
 Fingerprint = Mapping[str, Any]
-"""Facts that a resumed run must share with the run that wrote the checkpoint."""
+"""Settings that a resumed run must share with the run that wrote the checkpoint."""
 
 _PARTIAL = ".partial-"  # prefix of a folder that is being written or deleted
 

@@ -134,7 +134,7 @@ def _load_weights_and_optimizer(files: StateFiles, engine: Engine, weights: bool
 def _read_elements(files: StateFiles, kind: str, placements: Sequence[Placement], tensor: Tensor) -> None:
     """Read this rank's elements of one kind into `tensor`, which is laid out like the placements' master.
 
-    A parameter may lack moments, if it had none when the files were written, but never its weights.
+    The files may lack the moments of a parameter that had none when they were written, but never its weights.
     """
     for placement in placements:
         is_saved = kind == WEIGHT or kind in files.kinds(placement.name)

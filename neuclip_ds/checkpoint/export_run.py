@@ -32,7 +32,7 @@ def export_run(
 
     Args:
         path: a run's folder (its newest checkpoint is exported), or a checkpoint in it.
-        library: whose file format to write: transformers, open_clip or sentence_transformers.
+        library: library whose file format to write: transformers, open_clip or sentence_transformers.
         folder: output folder, which must be absent or empty.
         best: whether to export the best checkpoint (by `run.best_metric`) instead of the newest.
         average: whether to export the moving average of the weights (`ema.decay`).
@@ -40,7 +40,7 @@ def export_run(
         fraction: how far from the run's start (0) to its result (1) the exported weights are.
 
     Returns the exported checkpoint. Raises `UserError` if the checkpoint does not exist or is damaged, if the format
-    does not support the model, or if the run's start cannot be blended with it.
+    does not support the model, or if the run's start cannot be blended with the checkpoint.
     """
     check_unused(folder)  # before the checkpoint is read
     checkpoint = find_best_checkpoint(path) if best else find_checkpoint(path)

@@ -149,7 +149,7 @@ def open_run(checkpoint: Path) -> SavedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelWeights:
-    """A model's weights, temperature and bias, without LoRA adapters, and what is needed to build the model."""
+    """A model's weights, temperature and bias, without LoRA adapters, and the objects that build the model."""
 
     name: str  # the checkpoint's folder, or the pretrained model's name
     source: ModelSource
@@ -198,7 +198,7 @@ def read_start(checkpoint: Path, communicator: Communicator) -> ModelWeights:
             "a blend would bring back. Omit --blend."
         )
     config = run.config.model.model_copy(update={"lora": LoraConfig()})
-    # the start at the run's sizes; configs of earlier versions have sizes without effect
+    # load the start at the run's image size and context length; these options had no effect in earlier versions
     config = with_sizes(config, run.source.preprocessing.size, run.tokenizer.context_length)
     try:
         source = initial_source(config, communicator)
@@ -293,7 +293,7 @@ def initial_source(config: ModelConfig, communicator: Communicator) -> ModelSour
 
 
 def planned_source(config: ModelConfig) -> ModelSource:
-    """Open the source of a run's initial model without its weights, on one rank; raise `UserError` as above."""
+    """Open the source of `initial_source` without the model's weights, on one rank, with the same errors."""
     checkpoint = _initial_checkpoint(config)
     if checkpoint:
         return RunStart(config, Path(checkpoint))
@@ -318,7 +318,7 @@ def _are_close(first: LogitParameters, second: LogitParameters) -> bool:
 
 
 def _final_logits(state: Mapping[str, Tensor], config: Config, initial: LogitParameters) -> LogitParameters:
-    """Return the temperature and bias: the final value if trained as a single scalar, else the initial value."""
+    """Return the temperature and bias: for each, the final value if one scalar was trained, else the initial one."""
     temperature = config.objective.temperature.initial or initial.temperature
     final_tau = trained_temperature(state)
     if final_tau is not None:

@@ -22,7 +22,7 @@ _OPEN_CLIP = "open_clip:"
 def check_run(config: Config) -> None:
     """Raise UserError if a run would read a path that does not exist or use a package that is not installed.
 
-    The same applies if a limit of this machine is too low for loader processes.
+    Also raise UserError if a limit of this machine is too low for loader processes.
     """
     run = config.run
     data = config.data

@@ -105,7 +105,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Raise UserError if the model does not exist, or if an option has no effect or no possible value."""
+    """Raise UserError if the model does not exist, or if an option has no effect or an invalid value."""
     encodes_images = not options.model.startswith(_TEXT_ENCODER)
     encodes_captions = not options.model.startswith(_IMAGE_ENCODER)
     is_dual = encodes_images and encodes_captions

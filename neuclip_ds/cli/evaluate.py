@@ -9,11 +9,11 @@ Examples:
 
 A set of your own is a folder with one subfolder of images per class, a file of pairs (.csv, .tsv, .jsonl, .parquet),
 or a folder of any name in CLIP_benchmark's webdataset layout. Shards of pairs are tar files, a folder of tar files or
-a manifest, as in `data.val`. NAME=PATH gives a set a name other than that of its folder or file. Tasks with a score in
-the results folder are not scored again.
+a manifest, as in `data.val`. NAME=PATH gives a set a name, which by default is that of its folder or file. Tasks with a
+score in the results folder are not scored again.
 
---blend scores averages of a fine-tuned run's weights with the weights that it started from: 0 is the start, and 1 is
-the result. It compares recall on the run's validation pairs, or another --target, with the mean of all other tasks.
+--blend scores averages of a fine-tuned run's initial weights (0) and final weights (1). For each average, it prints the
+recall on the run's validation pairs, or the score of another --target, and the mean score of all other tasks.
 docs/how-to/evaluate.md explains the tasks, their metrics and where to get the data.
 """
 
@@ -109,7 +109,7 @@ def _named(text: str) -> tuple[str, str]:
 def _partition(paths: Sequence[str], names: Mapping[str, str]) -> tuple[list[tuple[str, str]], list[str]]:
     """Split the paths into named sources of pairs (in a form that `data.val` accepts) and evaluation sets.
 
-    Tar files that are listed individually form one source, unless they are in `names`, the names of some paths.
+    Tar files that are listed individually form one source, unless `names`, which maps paths to names, has them.
     """
     from neuclip_ds.data.listing import is_visible
     from neuclip_ds.data.manifest_file import is_manifest  # pyarrow takes a moment to import
@@ -161,7 +161,7 @@ class _TaskData:
     options: DataConfig  # how to read the pairs
 
     def contents(self, task: Task, path: Path) -> str:
-        """Return a string that identifies the data of a task; of a set, it includes when its files were written."""
+        """Return a string that identifies a task's data; for a set on disk, it depends on when files were written."""
         from neuclip_ds.evaluation.suite import open_task_set
 
         if task.key in self.manifests:
@@ -258,7 +258,7 @@ def _score_model(
         for task, path in data.tasks:
             contents[task.key] = data.contents(task, path)
             known_contents = known.data.get(task.key)
-            # DataComp's own files of scores, and old ones, do not identify the data of its tasks
+            # score files of DataComp or of earlier versions do not identify the data of their tasks
             is_current = known_contents == contents[task.key] or (task.source is not None and known_contents is None)
             if task.key in known.metrics and is_current:
                 log.info("%s: already scored in %s", task.name, folder)

@@ -1,7 +1,7 @@
 """Open a local page that searches images with a model, or with two models side by side, and classifies images.
 
-Type a text or drop an image, and the page shows the nearest images and captions. --images is a folder of image files,
-with the caption of a.jpg in a.txt, or shards, as in data.train. MODEL is a run's folder (its newest checkpoint), a
+Type a text or drop an image, and the page shows the nearest images and captions. --images is a folder of image files
+(the caption of a.jpg is in a.txt) or shards, as in data.train. MODEL is a run's folder (its newest checkpoint), a
 checkpoint, or a pretrained model, as in model.pretrained. The features are computed at each start, or come from the
 folders that `neuclip-ds embed` wrote. The page sends nothing to other machines, and by default, only this machine can
 open it. docs/how-to/explore.md describes the page.
@@ -153,7 +153,7 @@ def open_images(
 ) -> _Images:
     """Open --images; `embeddings` describe the folders of features.
 
-    Raises UserError if there are no images, or the features do not have the same captions.
+    Raises UserError if there are no images, or the features belong to other captions.
     """
     from neuclip_ds.data.open_data import loader_options, open_data
     from neuclip_ds.embedding.collection import FolderImages, ShardImages
@@ -182,7 +182,7 @@ def open_images(
 
 
 def _is_image_folder(path: Path) -> bool:
-    """Return whether a path is a folder that is no manifest and has no tar files, so that its images are shown."""
+    """Return whether a path is a folder of images, that is, neither a manifest nor a folder with tar files."""
     from neuclip_ds.data.listing import files_below
     from neuclip_ds.data.manifest_file import is_manifest
 

@@ -86,7 +86,7 @@ def _heading(model: str) -> str:
 
 
 def _figure(match: Match, collection: Collection) -> str:
-    """Return an image with its similarity, caption and name; without the picture if it can no longer be read."""
+    """Return the HTML of an image with its similarity, caption and name; no picture if it can no longer be read."""
     try:
         sample = collection.read(match.index)
         caption = sample.caption or ""

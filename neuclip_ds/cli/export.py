@@ -6,8 +6,8 @@ Examples:
   neuclip-ds export runs/tuned --blend 0.5 --out exported/blend
   neuclip-ds export --soup runs/tuned runs/tuned_low_lr --out exported/soup
 
-A blend averages a run's weights with those that it was fine-tuned from, and often keeps most abilities of both.
-A soup is the mean of runs that were fine-tuned from the same checkpoint. docs/tutorials/fine_tuning.md shows how to
+A blend averages a run's weights with the weights that it was fine-tuned from, and often keeps most abilities of both. A
+soup is the mean of runs that were fine-tuned from the same checkpoint. docs/tutorials/fine_tuning.md shows how to
 choose a blend.
 """
 

@@ -44,7 +44,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def write_inspection(options: argparse.Namespace, config: Config) -> None:
-    """Print what is in the data, and write the page; raise UserError if the data or the model cannot be opened."""
+    """Print a summary of the data, and write a page with samples; raise UserError if an input cannot be opened."""
     from neuclip_ds.data.inspection import caption_lengths, inspect_pairs, pair_warnings, size_warnings
     from neuclip_ds.data.open_data import iter_captions, open_cache
     from neuclip_ds.data.training_data import new_tokenizer

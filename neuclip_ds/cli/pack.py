@@ -6,7 +6,7 @@ Examples:
   neuclip-ds pack '/data/tables/*.parquet' /data/mine --image jpg --captions txt=alt_text syn.txt=recaption
 
 Each cell of the image column is a path (relative to the folder of the table's file), a URL, or the encoded image
-itself, also in base64. In a folder of images without a table, the caption of dog.jpg is the text in dog.txt.
+itself, possibly in base64. In a folder of images without a table, the caption of dog.jpg is the text in dog.txt.
 
 Rows with the same image become one sample with several captions, one per line. Rows that cannot be used are counted and
 listed in broken.jsonl. If more than 1% of the rows are lost because their storage failed, the exit code is 2, and

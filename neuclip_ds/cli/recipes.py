@@ -5,7 +5,7 @@ Examples:
   neuclip-ds recipes neuclip
 
 A recipe is a YAML file of options; `neuclip-ds train RECIPE --print-config` prints all options of one. Your own recipe
-can include these, and is named by its path.
+can include these recipes; to use it, pass its path instead of a name.
 """
 
 from collections.abc import Sequence

@@ -360,7 +360,7 @@ def _warn_of_repeats(manifest: Manifest) -> None:
 
 
 def _repeats(arrays: Iterable[NDArray[np.uint64]]) -> tuple[NDArray[np.uint64], int]:
-    """Return the numbers that repeat an earlier one, and how many numbers there are in total."""
+    """Return the numbers that repeat an earlier number, and how many numbers there are in total."""
     numbers = np.concatenate([*arrays, np.empty(0, np.uint64)])
     numbers.sort()
     is_repeat = numbers[1:] == numbers[:-1]
@@ -368,7 +368,7 @@ def _repeats(arrays: Iterable[NDArray[np.uint64]]) -> tuple[NDArray[np.uint64], 
 
 
 def _find_uid(tables: SampleTables, uid_hash: np.uint64) -> tuple[int, int]:
-    """Return the first uid with a hash that `_hash_uids` has computed."""
+    """Return the first uid for which `_hash_uids` returns `uid_hash`."""
     for uids in tables.uids():
         matches = uids[_hash_uids(uids) == uid_hash]
         if len(matches):

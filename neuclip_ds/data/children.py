@@ -37,8 +37,8 @@ def end_with_parent(parent: int) -> None:
 class _Process(SpawnProcess):
     """A spawned process that does not import this program's main module.
 
-    By default, spawned processes import it, and therefore run a script again that has no main guard, and fail if
-    the program was read from standard input. Functions to call in this process must not be defined in the main module.
+    By default, a spawned process imports that module: it runs a script without a main guard again, and fails if the
+    program was read from standard input. Functions to call in this process must not be defined in the main module.
     """
 
     def start(self) -> None:
@@ -68,7 +68,8 @@ def process_pool(processes: int) -> Iterator[ProcessPoolExecutor]:
     """Yield a pool of processes, which end when the block ends and are killed if it raises an exception.
 
     Processes are spawned, because forking a process with threads (NCCL, fsspec, failure detector) can cause a hang.
-    They do not import the main module, so it needs no main guard, and `pool` cannot call functions that it defines.
+    They do not import the main module. The main module therefore needs no main guard, and the pool cannot call
+    functions that are defined there.
 
     Raises:
         UserError: one of the processes was killed or exited.
@@ -90,7 +91,7 @@ def process_pool(processes: int) -> Iterator[ProcessPoolExecutor]:
 
 
 def _describe_first_end(processes: Sequence[SpawnProcess]) -> str:
-    """Describe how the process ended that broke a pool, which has sent SIGTERM to the others."""
+    """Describe the end of the process that broke a pool; the pool has sent SIGTERM to the other processes."""
     deadline = time.monotonic() + _REAP_TIMEOUT
     codes: list[int] = []
     while not codes and time.monotonic() < deadline:  # a thread of the pool may be reading the exit code
@@ -100,7 +101,7 @@ def _describe_first_end(processes: Sequence[SpawnProcess]) -> str:
 
 
 def describe_exit(code: int) -> str:
-    """Describe how a child process ended, given its exit code, which is negative for a signal, and what to do."""
+    """Describe how a child process ended, and suggest a fix; `code` is its exit code, negative for a signal."""
     if code == -signal.SIGKILL:
         return "was killed (SIGKILL); if memory ran out, use fewer processes"
     if code < 0:

@@ -45,7 +45,7 @@ class BadSample:
 class Batch:
     """A batch of b rows. An invalid row has an all-zero image and an empty caption; a row with index -1 is padding.
 
-    Stored outputs of a frozen trunk take the place of its images or captions; they are zero in invalid rows.
+    Stored outputs of a frozen trunk replace the batch's images or captions; they are zero in invalid rows.
     """
 
     image: Tensor  # uint8 (b, 3, H, W), or floating-point (b, width) if the outputs of the image trunk are stored
@@ -68,12 +68,12 @@ class Batch:
 
 
 def augmentation_seeds(seed: int, epochs: ArrayLike, indices: ArrayLike) -> NDArray[np.uint64]:
-    """Return the seed of the augmentation of each sample (b,) in an epoch (b,)."""
+    """Return the augmentation seeds (b,) of the samples with `indices` (b,) in the `epochs` (b,)."""
     return hash64(seed, epochs, indices)
 
 
 def caption_numbers(seed: int, epochs: ArrayLike, indices: ArrayLike) -> NDArray[np.uint64]:
-    """Return the random number that draws a caption of each sample (b,) in an epoch (b,)."""
+    """Return random numbers (b,) that draw captions of the samples with `indices` (b,) in the `epochs` (b,)."""
     return hash64(seed, epochs, indices, _WHICH_CAPTION)
 
 
@@ -91,7 +91,7 @@ class SampleReader:
     def read(self, index: int, with_image: bool = True) -> RawSample | str:
         """Return the bytes of a sample, or the reason why they cannot be used.
 
-        Raises UserError if a limit of this machine prevents it, or if `TarReader.read` does.
+        Raises UserError if a limit of this machine prevents the read, or if `TarReader.read` raises it.
         """
         try:
             try:
@@ -261,14 +261,14 @@ class PairDataset:
 
 @dataclass(frozen=True, kw_only=True)
 class _Pair:
-    """What is read of a sample."""
+    """The parts of a sample that training uses."""
 
     pixels: Tensor | None  # uint8 (3, H, W)
     caption: DrawnCaption | None
 
 
 def _spread(values: Tensor | None, rows: Tensor, is_kept: Tensor, size: int) -> Tensor | None:
-    """Return (size, d) values: those of the kept ones among the given rows, and zero in all other rows."""
+    """Return (size, d) values, which are zero except in those of the given rows that are kept."""
     if values is None:
         return None
     result = values.new_zeros(size, values.shape[1])

@@ -63,7 +63,7 @@ class Scene:
 
 @dataclass(frozen=True, kw_only=True)
 class PairPlan:
-    """The random choices of a pair, from which its image and caption are made."""
+    """The random choices that determine a pair's image and caption."""
 
     scene: Scene
     template: int  # index into TEMPLATES

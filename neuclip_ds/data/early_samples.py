@@ -1,6 +1,6 @@
 """Fetch the samples of the first batches before the rest of their shards, so that training begins at once.
 
-Without this, the first batch would wait for a whole shard of every stream. Each shard that the next batches read is
+Otherwise, the first batch would wait for a whole shard of every stream. Each shard that the next batches read is
 fetched in pieces: first the ranges of bytes with their samples, then everything else. No byte is fetched twice.
 """
 
@@ -68,7 +68,7 @@ class EarlySamples:
         self._pool = ThreadPoolExecutor(_THREADS)
 
     def begin(self, numbers: Iterable[int]) -> None:
-        """Begin to fetch the given shards in pieces, except for those that are cached or cannot be fetched so."""
+        """Begin to fetch the given shards in pieces, except shards that are cached or cannot be fetched in pieces."""
         for number in numbers:
             shard = self._shards[number]
             if number in self._begun or is_local(shard.path) or not self._ranges.supports(shard.path):
@@ -128,13 +128,13 @@ class EarlySamples:
         return self._cache.complete(shard, self._shards[number].crc32)
 
     def drop(self, number: int) -> None:
-        """Abandon a shard that has been begun but is no longer needed: it would keep its space in the cache."""
+        """Abandon a begun shard that is no longer needed; otherwise, it would keep its space in the cache."""
         shard = self._begun.get(number)
         if shard is not None and self._take(number, shard):
             self._cache.abandon(shard)
 
     def _fetch(self, claims: Sequence[_Claim]) -> None:
-        """Fetch claimed pieces of shards on one server; abandon the shards of which a piece cannot be fetched."""
+        """Fetch claimed pieces of shards on one server; abandon each shard that has a piece that cannot be fetched."""
         claims = [claim for claim in claims if self._begun.get(claim.number) is claim.shard]
         if not claims:
             return
@@ -158,9 +158,9 @@ class EarlySamples:
             self._cache.abandon(claim.shard)
 
     def _take(self, number: int, shard: PartialShard) -> bool:
-        """Remove a shard from the begun ones, for the one thread that completes or abandons it.
+        """Remove a shard from the begun shards, so that only one thread completes or abandons it.
 
-        Returns whether it was there; a shard of the same number that has been begun since then stays.
+        Returns whether the shard was among them. A shard with the same number that was begun later is not removed.
         """
         with self._mutex:
             is_begun = self._begun.get(number) is shard

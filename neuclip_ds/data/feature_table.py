@@ -33,7 +33,7 @@ Stored = dict[str, Any]  # JSON: a table's folder, the content of its EMBEDDING,
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StoredFeatures:
-    """Stored features of b samples, in the dtype of their table; absent if the table has none of that kind."""
+    """Stored features of b samples, in the dtype of their table; `image` or `text` may be None."""
 
     image: Tensor | None  # (b, d)
     text: Tensor | None  # (b, d)
@@ -67,10 +67,10 @@ class FeatureTable:
     A row takes (crops + captions) x d values of 2 or 4 bytes, and 20 bytes for its index and its captions: 2,068 bytes
     for an image and a caption of width 512 in float16, so 2.1 TB for a billion samples (calculated). In memory, a table
     needs 8 bytes per shard. Local files are mapped in place; the page cache shares them between processes. Remote files
-    are fetched as a whole into the cache of the shards, in which they need as much room for each shard that training
-    reads at a time (21 MB in this example, for a shard of 10,000 samples). Training reads the samples of a shard in
-    random order within a shuffle block, so a node fetches a file as often as the shard itself, and ahead of training
-    like the shard (neuclip_ds/data/prefetch.py).
+    are fetched whole into the shard cache, which then also holds one feature file for each shard that training reads at
+    the same time (21 MB for 10,000 samples of this size). Feature files are fetched ahead of training, and as often as
+    their shards (neuclip_ds/data/prefetch.py), because training reads the samples of a shard in random order within a
+    shuffle block.
 
     Attributes:
         embedding: the content of the folder's embedding.json: the model, the options and the data of the job.
@@ -78,9 +78,9 @@ class FeatureTable:
         crops: number of stored views of each image.
         has_random_crops: whether the views are random crops, as in training, rather than the evaluation crop.
         image_width: width d of the image features; None if the table has no image features.
-        text_width: the same for text features.
+        text_width: width of the text features; None if the table has no text features.
         dtype: dtype of the features.
-        cached_bytes: (n_shards,) bytes of each shard's features that the cache holds; 0 for local files.
+        cached_bytes: (n_shards,) size in the cache of each shard's feature file, in bytes; 0 for local files.
 
     Raises UserError if the features belong to other data, to shards in a different order or to other captions, or if
     any shard in use has no features.
@@ -140,7 +140,7 @@ class FeatureTable:
             Features (b, d), which are zero in rows without features; and a mapping of these rows to the reasons.
 
         Raises:
-            UserError: the folder has changed, or lacks a caption because only one of each sample was encoded.
+            UserError: the folder has changed, or lacks a caption because only one caption of each sample was encoded.
             IndexError: an index is not in the dataset, or a crop is not stored.
         """
         indices = index.numpy()
@@ -243,7 +243,7 @@ class FeatureTable:
             return self._part(shard)  # retry once: network file systems have short outages
 
     def _part(self, shard: int) -> FeaturePart:
-        """Return a shard's features; raise UserError if the file has changed since it was mapped, as by `cp`."""
+        """Return a shard's features; raise UserError if a program such as `cp` has changed the file since then."""
         opened = self._opened(shard)
         if self._is_local and _version(Path(self.file_of(shard)).stat()) != opened.version:
             raise UserError(f"{self.file_of(shard)} has changed during training: {_AGAIN} with a new --out.")
@@ -356,7 +356,7 @@ class _OpenPart:
 
 
 def _version(status: os.stat_result) -> tuple[int, int]:
-    """Return a file's size and time of modification, one of which differs after a change."""
+    """Return a file's size and time of modification, at least one of which differs after a change."""
     return status.st_size, status.st_mtime_ns
 
 
@@ -414,7 +414,7 @@ def _check_fields(folder: str, embedding: Mapping[str, Any]) -> None:
 
 
 def cached_bytes(tables: Iterable[FeatureTable], manifest: Manifest) -> NDArray[np.int64]:
-    """Return the (n_shards,) bytes of each shard's features that the cache holds, of all tables together."""
+    """Return the (n_shards,) size in the cache of each shard's feature files from all tables, in bytes."""
     total = np.zeros(manifest.n_shards, dtype=np.int64)
     folders = {table.folder: table for table in tables}  # the tables of two towers may share a folder
     for table in folders.values():

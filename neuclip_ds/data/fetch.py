@@ -190,7 +190,7 @@ def explain(failure: BaseException) -> AttemptFailed:
 
 
 def _kind(failure: BaseException) -> Kind:
-    """Classify an error by what the server answered, then by its type, and by its text only if neither decides."""
+    """Classify an error by the server's answer, then by its type, and by its text only if neither decides."""
     if isinstance(failure, ImportError):
         return "setup"
     for error in reversed(list(_chain(failure))):  # the server's answer first; backends translate it

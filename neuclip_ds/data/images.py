@@ -69,14 +69,14 @@ class EvalTransform:
 
     @classmethod
     def of(cls, preprocessing: Preprocessing, decode: Decode = decode_pil) -> EvalTransform:
-        """Return the transform of a model's images."""
+        """Return the transform with a model's `preprocessing`."""
         return cls(preprocessing.size, preprocessing.squash, decode, preprocessing.margin, preprocessing.interpolation)
 
     def __call__(self, data: bytes, seed: int = 0) -> Tensor:
         return self.resize(self.decode(data, None).image)
 
     def resize(self, image: Image.Image | Tensor) -> Tensor:
-        """Return the uint8 pixels (3, image_size, image_size) of an RGB image; a tensor is uint8 (3, H, W)."""
+        """Resize and, unless `squash`, crop an RGB image or uint8 (3, H, W) tensor to (3, image_size, image_size)."""
         square = [self.image_size, self.image_size]
         if self.squash:
             return _resize(image, square, self.interpolation)
@@ -153,7 +153,8 @@ def train_transform(
         image_size: side of the square output in pixels.
         crop_scale: smallest relative area of a crop.
         decode: the decoder.
-        whole: the transform if `crop_scale` is 1; by default, one of `image_size` pixels with usual options.
+        whole: the transform if `crop_scale` is 1; by default, an `EvalTransform` to `image_size` pixels with default
+            options.
     """
     if crop_scale < 1:
         return RandomCrop(image_size, crop_scale, decode)

@@ -46,7 +46,7 @@ class ExamplePair:
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """What was read of a sample of pairs."""
+    """Statistics of a sample of pairs, with examples."""
 
     read: int  # samples that were read
     total: int  # samples in the dataset
@@ -107,8 +107,8 @@ def inspect_pairs(
 def caption_lengths(captions: Sequence[str], tokenize: Callable[[list[str]], Tensor], context: int) -> CaptionLengths:
     """Count the tokens of n captions with a tokenizer that truncates and pads.
 
-    A caption is truncated if its last word does not change the tokens. That holds for every tokenizer, but a caption of
-    one word never counts as truncated.
+    A caption is truncated if its last word does not change the tokens. This test works with every tokenizer, but a
+    caption of one word never counts as truncated.
     """
     shortened = [caption.rpartition(" ")[0] for caption in captions]
     ids = tokenize([*captions, *shortened, _PADDED]).numpy()

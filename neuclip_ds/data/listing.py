@@ -1,7 +1,7 @@
 """List the files that a user names by a folder or a glob, without losing any of them silently.
 
-Symlinked folders are followed, hidden files and folders are skipped, and a folder that cannot be listed is an error:
-`pathlib` and `glob` ignore the files in it.
+Symlinked folders are followed, hidden files and folders are skipped, and a folder that cannot be listed is an error,
+whereas `pathlib` and `glob` ignore the files in it.
 """
 
 import errno

@@ -103,14 +103,14 @@ class Loader(WorkerPool):
         self._pairs = pairs or {}
 
     def batches(self, source: str, jobs: Jobs) -> Generator[Batch, None, None]:
-        """Yield the batches or parts that `jobs` selects from the `source` dataset; raise UserError if `run` does."""
+        """Yield the batches or parts that `jobs` selects from the `source` dataset, with the errors of `run`."""
         jobs_with_source = ((source, jobs.items(job)) for job in range(jobs.count))
         return self.run(jobs_with_source, jobs.describe, self._pairs[source].folder)
 
     def map(
         self, function: Callable[[T], R], groups: Iterable[list[T]], folder: Path
     ) -> Generator[list[R], None, None]:
-        """Apply a function to each item, and yield a list of results for each group; raise UserError if `run` does.
+        """Apply a function to each item, and yield a list of results for each group, with the errors of `run`.
 
         The function, its arguments and its results must be picklable. Error messages name `folder`, the items' folder.
         """

@@ -100,7 +100,7 @@ def open_tables(
     communicator: Communicator,
     cache: ShardCache | None,
 ) -> dict[str, FeatureTable]:
-    """Open folders of features, given by name, on all ranks; raise UserError if any does not fit the data."""
+    """Open folders of features, given by name, on all ranks; raise UserError if one is not for this dataset."""
     tables = {}
     for name, folder in folders.items():
         stored = communicator.on_rank_zero(partial(find_table, folder))  # all ranks do not list the folder
@@ -121,7 +121,7 @@ def iter_captions(
 
 
 def unused_sources(manifest: Manifest, captions: CaptionSources, cache: ShardCache | None = None) -> list[str]:
-    """Given several caption sources, return those that all checked samples lack; read at most one remote shard."""
+    """Return those of several caption sources that all checked samples lack; read at most one remote shard."""
     if len(captions) < 2:
         return []
     unused = {name: Captions([name]) for name in captions}
@@ -153,7 +153,7 @@ def _iter_texts(
 
 
 def evenly_spaced_indices(manifest: Manifest, limit: int, most_shards: int = _SHARDS_FOR_CAPTIONS) -> np.ndarray:
-    """Return the indices (q,) of at most `limit` samples in use, evenly spaced within `most_shards` such shards."""
+    """Return the indices (q,) of at most `limit` samples in use, evenly spaced within at most `most_shards` shards."""
     nonempty = np.flatnonzero(manifest.sizes)
     shards = nonempty[_evenly_spaced(len(nonempty), most_shards)]
     sizes = manifest.sizes[shards]

@@ -170,7 +170,7 @@ class GlobalOrder:
         first_stream = np.arange(nodes) * streams // nodes
         end_stream = -(-np.arange(1, nodes + 1) * streams // nodes)
 
-        # the first and last position of what each stream needs at some moments of an epoch, (moments, S)
+        # the first and last position that each stream needs at several moments of an epoch, (moments, S)
         positions_ahead = block * _BLOCKS_AHEAD // max(_BLOCKS_AHEAD, streams // nodes)  # until the next two blocks
         moments = max(256, _EXAMINED_POSITIONS // streams)
         reached = np.linspace(0, lengths.max() - 1, moments).astype(np.int64)[:, None]

@@ -6,7 +6,8 @@
 
 Rows with the same image path or bytes become one sample, because separate samples would be negatives of each other. The
 sample's key and its other columns come from the first of these rows. The image column is read twice to find these rows.
-An image whose storage fails is fetched again for 30 s, or once if its host already failed for so long.
+If its storage fails, an image is requested again for 30 s, but requested only once if its host has already failed for
+that long.
 
 A sample's uid comes from the `uid` column or, if there is no such column, is a hash of the image and the captions. GIF
 and BMP images are converted to PNG, because shards cannot contain these formats. OUT is not created if packing fails.
@@ -180,7 +181,7 @@ def _shown(text: str) -> str:
 
 
 class _ImageReader:
-    """Reads images, again after each of the `pauses` while their storage fails; several threads may use it."""
+    """Reads images, and tries again after each of the `pauses` if their storage fails; several threads may use it."""
 
     def __init__(self, pauses: Sequence[float]) -> None:
         self._pauses = tuple(pauses)

@@ -2,7 +2,7 @@
 
 Its folder in the cache (neuclip_ds/data/cache.py) contains:
 
-    data      the bytes of the shard; those that have not arrived are holes
+    data      the bytes of the shard; bytes that have not arrived are holes
     arrived   one byte per block of 4,096 bytes; it is 1 once the block is in `data`
 """
 

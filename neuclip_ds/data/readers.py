@@ -45,7 +45,7 @@ class RawSample(NamedTuple):
 
 
 class SampleRange(NamedTuple):
-    """The bytes start ... end - 1 of a shard, which contain all members of a sample that are read."""
+    """The bytes start ... end - 1 of a shard, which contain all members that are read of a sample."""
 
     shard: int
     start: int
@@ -121,7 +121,7 @@ class TarReader:
                         os.posix_fadvise(self._file(shard).fileno(), offset, size, os.POSIX_FADV_WILLNEED)
 
     def byte_range(self, index: int) -> SampleRange | None:
-        """Return where the bytes of a sample are, or None if it has none or more than are read at once (512 MiB).
+        """Return the range of a sample's bytes, or None if there are none, or more than one read allows (512 MiB).
 
         Raises UserError if the manifest's sample table cannot be read. The manifest must have sample tables, because
         other tables are made from whole shards.
@@ -181,7 +181,7 @@ class TarReader:
         return self._cache.open_arrived(listed.path, listed.bytes, present)
 
     def _load_table(self, shard: int) -> SampleTable:
-        """Read a shard's table from the manifest, or make it from the shard's headers and compare it."""
+        """Read a shard's table from the manifest, or make it from the shard's headers and check it."""
         listed = self._manifest.shards[shard]
         samples = self._manifest.samples
         if samples is not None:

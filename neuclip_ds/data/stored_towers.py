@@ -1,7 +1,7 @@
 """Stored outputs of the towers' frozen trunks, which training reads in place of pixels and captions.
 
-They come from the folders of `data.image_features` and `data.text_features`. Their tables have these options' names,
-which differ from the names of a reference model and of teachers.
+The outputs come from the folders of `data.image_features` and `data.text_features`. Their tables have these options'
+names, which differ from the names of a reference model and of teachers.
 """
 
 from collections.abc import Mapping
@@ -15,9 +15,9 @@ from neuclip_ds.errors import UserError
 IMAGE = "image_features"
 TEXT = "text_features"
 CONTENTS: dict[str, Literal["image", "text"]] = {IMAGE: "image", TEXT: "text"}
-"""The features that a tower's table serves, by its name."""
+"""Maps the name of a tower's table to the features that the table serves."""
 TOWER_OF_TABLE: dict[str, Literal["vision", "text"]] = {IMAGE: "vision", TEXT: "text"}
-"""The name of the tower whose trunk's outputs a table has, by the table's name."""
+"""Maps the name of a table to the name of the tower whose trunk computed the table's features."""
 
 
 def tower_folders(data: DataConfig) -> dict[str, str]:
@@ -31,7 +31,7 @@ def tower_folders(data: DataConfig) -> dict[str, str]:
 
 
 def loss_tables(tables: Mapping[str, FeatureTable]) -> dict[str, FeatureTable]:
-    """Return the tables of a reference model and of teachers, without those of frozen trunks."""
+    """Return the tables of a reference model and of teachers, without the tables of frozen trunks."""
     return {name: table for name, table in tables.items() if name not in CONTENTS}
 
 
@@ -48,7 +48,7 @@ def reads_images(tables: Mapping[str, FeatureTable]) -> bool:
 def reads_captions(tables: Mapping[str, FeatureTable], captions: CaptionSources) -> bool:
     """Return whether training reads the captions of samples.
 
-    A table knows the number of a sample's captions, but not how many each source has, which a weighted draw depends on.
+    A weighted draw depends on the number of a sample's captions from each source, but a table has only their total.
     """
     return TEXT not in tables or isinstance(captions, Mapping)
 

@@ -1,4 +1,4 @@
-"""Read tables of image-caption pairs: CSV, TSV, JSON Lines or Parquet files with a column of images and of captions.
+"""Read tables of image-caption pairs: CSV, TSV, JSON Lines or Parquet files with columns of images and captions.
 
 A folder of images with texts of the same names (dog.jpg and dog.txt) is read as such a table too.
 """
@@ -47,7 +47,7 @@ _BASE64_IMAGE = re.compile(r"(?:/9j/|iVBORw0KGgo|UklGR|R0lGOD|Qk)[A-Za-z0-9+/\s]
 
 
 class Row(NamedTuple):
-    """A row of a table, and the folder of its file, which relative image paths start from."""
+    """A row of a table, and the folder from which its relative image paths start."""
 
     folder: Path
     cells: dict[str, Any]
@@ -81,7 +81,7 @@ class PairTable:
                     if checks_quotes and (problem := _find_missing_quote(batch, str(self.delimiter))):
                         if self.delimiter != _COMMA or not _is_strict_csv(fragment.path):
                             raise UserError(f"{fragment.path}: {problem}")
-                        checks_quotes = False  # captions with commas and line breaks
+                        checks_quotes = False  # the cells are captions with commas and line breaks
                     for cells in batch.select(list(columns)).to_pylist():
                         yield Row(folder, cells)
 
@@ -134,7 +134,7 @@ def open_table(source: str, quotes: Quotes = "auto") -> PairTable:
 
 
 def _open_folder(folder: Path, images: Sequence[Path]) -> PairTable:
-    """Return a table of the images in a folder and the texts of the same names, and of texts without an image.
+    """Return a table with a row for each pair of an image and a text of the same name, and for each unpaired file.
 
     Raises UserError if there is no text, or a text is not UTF-8.
     """
@@ -164,7 +164,7 @@ def _open_folder(folder: Path, images: Sequence[Path]) -> PairTable:
 
 
 def _find_delimiter(file: Path, usual: str) -> str:
-    """Return the delimiter that the first line of a table has most often; open_clip's .csv files have tabs."""
+    """Return the most frequent delimiter in a table's first line; open_clip's .csv files have tabs."""
     try:
         with file.open(encoding="utf-8-sig", errors="replace") as lines:
             header = lines.readline(_MAX_HEADER)
@@ -174,7 +174,7 @@ def _find_delimiter(file: Path, usual: str) -> str:
 
 
 def _count_rows(data: pyarrow.dataset.Dataset) -> int:
-    """Return the number of rows; if a file cannot be read, raise ValueError that names it, as pyarrow may not."""
+    """Return the number of rows; if a file cannot be read, raise a ValueError that names the file."""
     try:
         return int(data.count_rows())
     except (OSError, ValueError):
@@ -201,7 +201,7 @@ def _open_delimited(paths: list[str], delimiter: str, quotes: Quotes) -> pyarrow
 
 
 def _find_missing_quote(batch: pa.RecordBatch, delimiter: str) -> str:
-    """Return a description of a cell that looks like several rows, because a stray quote opens it, or an empty text.
+    """Describe a cell that seems to contain several rows because of a stray quote; return "" if there is none.
 
     A cell that contains k more rows has at least k line breaks, and as many delimiters as k rows.
     """
@@ -266,7 +266,7 @@ def source_of(row: Row, column: str) -> bytes | str | None:
 
 
 class Outage(OSError):
-    """Raised if the storage of an image fails, which a later attempt may not."""
+    """Raised if the storage of an image fails; a later attempt may succeed."""
 
 
 def read_image(source: bytes | str) -> bytes:

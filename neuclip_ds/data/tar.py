@@ -112,7 +112,7 @@ def read_index(fd: int) -> ShardIndex:
 
 
 def is_blank(fd: int, extent: Extent) -> bool:
-    """Return whether a region contains only zeros, as the end of a tar does that another tar was appended to."""
+    """Return whether a region contains only zeros, like the end-of-archive blocks between concatenated tars."""
     end = extent.offset + extent.size
     for offset in range(extent.offset, end, _SCAN_CHUNK):
         if os.pread(fd, min(_SCAN_CHUNK, end - offset), offset).strip(b"\0"):
@@ -295,7 +295,7 @@ def _text(field: bytes) -> str:
 
 
 def _pax_records(payload: bytes) -> dict[str, str]:
-    """Parse `LENGTH KEYWORD=VALUE\\n` records (LENGTH covers the whole record); keep the keywords used here."""
+    """Parse `LENGTH KEYWORD=VALUE\\n` records (LENGTH covers the whole record); keep the keywords of this module."""
     records: dict[str, str] = {}
     start = 0
     end = len(payload.rstrip(b"\0"))

@@ -55,8 +55,8 @@ _CHECKED_CAPTIONS = 200  # samples whose captions are checked for truncation and
 class TrainingData:
     """The training samples of a run, their order, and how to load them.
 
-    `tables` are stored features, which batches contain by name, or in place of the input of a tower; `random_crops` is
-    as in `PairDataset`.
+    `tables` are stored features. Batches contain them under their names, or in place of a tower's input. `random_crops`
+    is as in `PairDataset`.
     """
 
     manifest: Manifest
@@ -73,7 +73,7 @@ class TrainingData:
         return reads_images(self.tables) or reads_captions(self.tables, self.loading.captions)
 
     def record(self) -> dict[str, Any]:
-        """Return a checkpoint's record of the data: content hash, held-out counts, and jobs of the stored features."""
+        """Return the data's record for a checkpoint: content hash, held-out counts, jobs of stored features."""
         record: dict[str, Any] = {
             "hash": self.manifest.content_hash,
             "held_out": sorted(self.manifest.held_out.items()),
@@ -224,7 +224,7 @@ def _create_tokenizer(
     staged: Path,
     resumed: Path | None,
 ) -> CaptionTokenizer:
-    """Save and return the checkpoint's tokenizer or, in a new run, `new_tokenizer`."""
+    """Save and return the checkpoint's tokenizer or, in a new run, the result of `new_tokenizer`."""
     folder = staged / TOKENIZER
 
     def save() -> None:
@@ -244,8 +244,8 @@ def _create_tokenizer(
 def new_tokenizer(text: TextConfig, captions: Iterator[str]) -> CaptionTokenizer:
     """Return the tokenizer that the config names or, without one, a BPE trained on the captions.
 
-    CLIP's tokenizer is replaced by such a BPE too if open_clip, which has its vocabulary, is not installed. Raises
-    UserError if the named tokenizer cannot be read.
+    Such a BPE also replaces CLIP's tokenizer if open_clip, which has that tokenizer's vocabulary, is not installed.
+    Raises UserError if the named tokenizer cannot be read.
     """
     if text.tokenizer not in (None, CLIP_BPE):
         return named_tokenizer(text)

@@ -112,7 +112,7 @@ def find_split(source: str | int, name: str, train_paths: Sequence[str]) -> str:
 
 
 def find_validation(data: DataConfig, training: Manifest | None) -> str | int:
-    """Return the path of a run's validation pairs, the number of training pairs held out, or "" if there are none."""
+    """Return the path of a run's validation pairs, the number of training pairs to hold out, or "" for neither."""
     path = find_split(data.val, "val", data.train_paths)
     if path:
         return path

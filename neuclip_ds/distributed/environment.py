@@ -24,7 +24,7 @@ _MPI = (
     ("PMI_RANK", "PMI_LOCAL_RANK", "PMI_SIZE"),  # HPE Cray
 )
 _BARE_PMI = ("PMI_RANK", "LOCAL_RANK", "PMI_SIZE")  # older process managers do not set a local rank
-# variables of launchers that do not tell the number of ranks under a name that this module knows
+# variables of launchers whose variable for the number of ranks this module does not know
 _OTHER_RANKS = ("PMI_RANK", "PMIX_RANK", "MPI_LOCALRANKID", "ALPS_APP_PE", "FLUX_TASK_RANK", "JSM_NAMESPACE_RANK")
 
 _LAUNCHER_NAMES = ("deepspeed", "ds", "deepspeed.launcher.runner")
@@ -197,7 +197,7 @@ def _hostfile_of(command: Sequence[str]) -> str:
 
 
 def find_orphans() -> list[int]:
-    """Return the IDs of this user's processes that are ranks of a launcher that has ended, on this machine."""
+    """Return the IDs of this user's processes on this machine that are ranks whose launcher has ended."""
     me = psutil.Process()
     orphans = []
     for process in psutil.process_iter():

@@ -68,7 +68,7 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class StuckAt:
-    """Where a rank is stuck."""
+    """The line of code at which a rank is stuck, and the number of collectives that the rank has started."""
 
     collectives_started: int
     line: str
@@ -76,7 +76,7 @@ class StuckAt:
 
 @dataclass(frozen=True, kw_only=True)
 class _Address:
-    """Where the failure detector of a rank listens."""
+    """The address at which the failure detector of a rank listens."""
 
     host: str  # name for messages
     address: str
@@ -89,7 +89,8 @@ class FailureDetector:
 
     The exit code is 2 for a `UserError`, 128 + the signal's number for `Interrupted`, and otherwise 1. Rank 0 reports
     `UserError`, `Interrupted` or `TrainingDiverged` in one line. For any other exception, the rank that failed first
-    logs the traceback, and local rank 0 of each node logs one line; if it was the one that failed, the next rank does.
+    logs the traceback, and local rank 0 of each node logs one line; if local rank 0 failed first, the next rank of its
+    node logs the line.
 
     Args:
         environment: rank and world size of this process; all ranks (at least two) must enter the block.

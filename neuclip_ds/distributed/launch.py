@@ -47,7 +47,7 @@ TIMEOUT = timedelta(minutes=5)  # longest time between the arrivals of the first
 _COLLECTIVE_LIMIT = timedelta(minutes=30)
 _FILE_DELAY = 15.0  # longest time in seconds until a network file system shows a file from another node
 _CONNECT_LIMIT = 10.0  # longest time in seconds of one attempt to connect to the store
-_POLL_INTERVAL = 0.1  # seconds between looks at the store
+_POLL_INTERVAL = 0.1  # seconds between reads of the store
 _STORE_DELAY = 3.0  # longest time in seconds that rank 0 keeps the store open for the ranks to read the verdict
 # options of glibc's `mallopt` (malloc.h), and the largest value that it accepts
 _TRIM_THRESHOLD = -1
@@ -390,8 +390,9 @@ def _wait_for_verdict(
 ) -> tuple[str, _Verdict]:
     """Join rank 0's current rendezvous attempt, and return its name and the result of rank 0's comparison.
 
-    torchrun's store also has the names and results of earlier attempts, without this process. This rank therefore joins
-    again whenever the name changes. The restart counts of torchrun differ between nodes.
+    torchrun's store also has the names and results of earlier attempts, in which this process took no part. This rank
+    therefore joins again whenever the name changes. torchrun's restart counts cannot serve as names, because they
+    differ between nodes.
     """
     deadline = time.monotonic() + 2 * timeout.total_seconds()  # rank 0 may have started to wait later than this rank
     attempt = ""

@@ -41,8 +41,8 @@ class ShardImages:
     Args:
         manifest: the shards.
         captions: sources of captions, as in `data.captions`.
-        takes_first: whether an image's caption is the first of its captions, or the one that training draws in epoch 0
-            with seed 0; `neuclip-ds embed` stores the features of the latter without --all-captions.
+        takes_first: whether an image's caption is the first of its captions. Otherwise, it is the one that training
+            draws in epoch 0 with seed 0, whose features `neuclip-ds embed` stores without --all-captions.
         cache: cache for remote shards.
     """
 

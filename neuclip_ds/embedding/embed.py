@@ -95,7 +95,7 @@ class Parts:
         self._views = max(1, int(identity["crops"]))
 
     def finish(self, manifest: Manifest) -> None:
-        """Record the sizes of the parts, which readers need if the folder is copied to a server that cannot list it."""
+        """Record the sizes of the parts, which readers need if a server with a copy of the folder cannot list it."""
         sizes = {path.name: path.stat().st_size for path in self.folder.glob(f"part-*{PART_SUFFIX}")}
         part_bytes = [sizes.get(part_name(shard), 0) for shard in range(manifest.n_shards)]
         _write_json(self.folder / EMBEDDING, {**self._identity_for(manifest), PART_BYTES: part_bytes})
@@ -115,7 +115,7 @@ class Parts:
         return [int(match[1]) for match in matches if match]
 
     def _check_identity(self, path: Path, identity: Mapping[str, Any], manifest: Manifest) -> None:
-        """Raise UserError if the file describes a different job; the data may have grown since then."""
+        """Raise UserError if the file describes a different job; the dataset may have grown since it was written."""
         with explained(f"{path} cannot be read", "choose another --out, or delete it"):
             stored = json.loads(path.read_text(encoding="utf-8"))
             shards = stored["shards"]
@@ -270,7 +270,7 @@ def embed(
 def _encode_shards(
     blocks: Iterable[BlockSamples], encoders: FeatureEncoders, manifest: Manifest, batch_size: int
 ) -> Iterator[EncodedShard]:
-    """Encode the images of each block, and the captions of each shard after its last block; yield each shard then."""
+    """Encode the images of each block and, after a shard's last block, its captions; then yield the shard."""
     blocks_of_shard: list[BlockSamples] = []
     images: list[Tensor] = []
     for block_samples in blocks:
@@ -294,7 +294,7 @@ def _encode_shards(
 
 
 def encode_by_length(encode: EncodeOne, tokens: Tensor, batch_size: int) -> Tensor:
-    """Encode (m, T) token ids, short captions together with short ones; return (m, d) features in the given order.
+    """Encode (m, T) token ids in batches of captions of similar length; return (m, d) features in the given order.
 
     Rows end with PADDING; each batch is as long as its longest caption. Without PADDING, the order is unchanged.
     """

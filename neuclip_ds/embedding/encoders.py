@@ -20,7 +20,7 @@ from neuclip_ds.models.trunk_output import image_sample, text_sample, trunk_outp
 from neuclip_ds.models.weights_hash import weights_hash
 
 Output = Literal["joint", "trunk"]
-"""Which features are stored: normalized ones in the joint space, or the towers' pooled output before the projection."""
+"""Stored features: normalized features in the joint space, or the towers' pooled outputs before the projection."""
 
 EncodeOne = Callable[[Tensor], Tensor]
 """Function from uint8 pixels (b, 3, H, W) or int64 tokens (b, T) on the host to float32 (b, d) on the device."""
@@ -28,7 +28,7 @@ EncodeOne = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class TrunkRecords:
-    """What a run compares with its own trunks, by `image` and `text`; `asdict` can be sent to other ranks as JSON."""
+    """Records of the `image` and `text` trunks, which a run compares with its own; `asdict` of them is JSON."""
 
     weights: Mapping[str, str] = field(default_factory=dict)  # results of `weights_hash`
     outputs: Mapping[str, Sequence[float]] = field(default_factory=dict)  # results of `trunk_output`; empty if unused
@@ -36,7 +36,7 @@ class TrunkRecords:
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureEncoders:
-    """How to encode images, captions or both."""
+    """Functions and settings to encode images, captions or both."""
 
     name: str  # of the model, for the record
     output: Output
@@ -72,7 +72,7 @@ def dual_encoders(
 ) -> FeatureEncoders:
     """Return the encoders of a model on its device.
 
-    `trunks` are those of `record_trunks`. Raises UserError if the model has no features before a projection.
+    `trunks` is the result of `record_trunks`. Raises UserError if the model has no features before a projection.
     """
     if output == "trunk":
         if isinstance(model.vision.projection, nn.Identity) or isinstance(model.text.projection, nn.Identity):
@@ -147,7 +147,7 @@ def text_encoders(
     """Open an encoder of captions on all ranks; `name` is a folder or a name on the hub.
 
     `pooling` and `context_length` are as in `open_text_encoder`. Raises UserError if there is no such encoder or no
-    pooling, or if the encoder takes fewer tokens.
+    pooling, or if the encoder takes fewer tokens than `context_length`.
     """
     folder = Path(communicator.on_rank_zero(lambda: str(locate_text_encoder(name))))
     encoder = open_text_encoder(folder, pooling, context_length)

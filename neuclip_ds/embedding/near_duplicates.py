@@ -76,7 +76,7 @@ def drop_near_duplicates(
 
 
 def _write_list(path: Path, uids: UidArray, nearest: NDArray[np.int64], cosines: NDArray[np.float32]) -> None:
-    """Write the dropped samples, those with a nearest kept one: `uids` (n,) in the order of the other arrays (n,)."""
+    """Write the dropped samples, which have a nearest kept sample; row i of all arrays (n,) is the same sample."""
 
     def text_of(row: int) -> str:
         return f"{int(uids['high'][row]):016x}{int(uids['low'][row]):016x}"
@@ -105,7 +105,7 @@ def _parts(folders: Sequence[Path], column: str) -> Iterator[tuple[pa.Table, NDA
 
 
 def _nearest_kept(features: Tensor, threshold: float, chunk: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Find the rows of (n, d) L2-normalized features to drop: those near any feature kept before them.
+    """Find the rows of (n, d) L2-normalized features to drop, which are near a feature that was kept before them.
 
     Returns:
         For each row, the nearest kept row before it, (n,), and their cosine similarity, (n,); -1 and 0 for a row that

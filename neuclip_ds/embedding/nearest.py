@@ -58,7 +58,7 @@ class Features:
     values: NDArray[np.floating]  # (n, d), float16 or float32
 
     def nearest(self, query: Tensor, count: int) -> list[Match]:
-        """Return the at most `count` rows with the largest cosine similarity to a (d,) query, the largest first."""
+        """Return up to `count` rows with the largest cosine similarities to a (d,) query, largest first."""
         from usearch.index import MetricKind, search  # an optional package
 
         count = min(count, len(self.index))

@@ -66,7 +66,7 @@ class RowReader:
         uid_key: key of the uid in a sample's JSON.
         crops: number N of random crops of each image, as training draws them in epochs 0 to N - 1; 0 for the evaluation
             crop. The `transform` must be a `RandomCrop` if N > 0.
-        all_captions: whether all captions are encoded, or the one that training draws in epoch 0.
+        all_captions: whether all captions are encoded, instead of only the one that training draws in epoch 0.
         seed: seed of the crops and of the drawn captions.
     """
 

@@ -20,7 +20,7 @@ from neuclip_ds.data.loader import RankBatch
 from neuclip_ds.models.packing import Pack, PackedCaptions
 
 MicroBatch = tuple[Tensor, Tensor | PackedCaptions]
-"""(m, 3, H, W) pixels and m captions: (m, T) tokens, or packed; or (m, width) stored outputs of a frozen trunk."""
+"""Pixels (m, 3, H, W) and captions (tokens (m, T), or packed), or in place of either, stored outputs (m, width)."""
 
 
 class DeviceBatches(Iterator["DeviceBatch"]):
@@ -34,7 +34,7 @@ class DeviceBatches(Iterator["DeviceBatch"]):
         """
         Args:
             device: the device of the towers.
-            micro_batch: as above.
+            micro_batch: number of rows that go through the towers at once.
             pack: function that packs the captions of each micro-batch on the host; None to leave them padded.
         """
         self._device = device
@@ -155,7 +155,7 @@ class DeviceBatch:
         return launched.elapsed_time(fetched) / 1e3
 
     def micro_batches(self, passes: int) -> Iterator[MicroBatch]:
-        """Yield each micro-batch, `passes` times over; call this once.
+        """Yield all micro-batches, `passes` times over; call this once.
 
         The current stream, not the host, waits for the copies. The last pass frees the host's pixels as they are used.
         """

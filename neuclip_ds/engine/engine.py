@@ -43,7 +43,7 @@ class WeightUpdate:
 
 @dataclass(frozen=True, kw_only=True)
 class _SecondPass:
-    """What the second pass over the micro-batches of a batch needs."""
+    """Inputs of the second pass over the micro-batches of a batch."""
 
     micro_batches: Iterator[MicroBatch]
     count: int  # number of micro-batches
@@ -89,7 +89,7 @@ class Engine:
 
     @property
     def pack(self) -> Pack | None:
-        """Function that packs captions for the text tower on the engine's device; None if the tower pads there."""
+        """Function that packs captions for the text tower; None if the tower takes padded captions on this device."""
         tower = getattr(self.module, "text", None)
         if isinstance(tower, TextTower) and tower.packs_on(self.device):
             return tower.pack
@@ -98,10 +98,10 @@ class Engine:
     def try_full_captions(self, batch: DeviceBatch) -> None:
         """Run the towers on black images and captions of the full context length, and change no state.
 
-        With packed captions, the memory of a step depends on their lengths. This finds out before the first step
-        whether the towers have enough for the longest captions; all ranks call this together. The forward and backward
-        passes are those of one micro-batch, or of two if the batch has several, because gradients of the first exist
-        during the second. The gradients are NaN, so that the update is skipped on all ranks.
+        With packed captions, the memory of a step depends on their lengths. This method checks, before the first step,
+        whether the memory suffices for the longest captions; all ranks call it together. It runs the passes of one
+        micro-batch or, if the batch has several micro-batches, of two, because the gradients of the first exist during
+        the second. The gradients are NaN, so that the update is skipped on all ranks.
 
         Args:
             batch: a batch, whose shapes are used.
@@ -221,7 +221,7 @@ class Engine:
         return update
 
     def _run_towers(self, micro_batch: MicroBatch, pending: PendingBatch, is_first: bool) -> tuple[Tensor, Tensor]:
-        """Return the (m, d) image and text features of a micro-batch, and pass them on."""
+        """Return the (m, d) image and text features of a micro-batch, and add them to `pending`."""
         pixels, tokens = micro_batch
         with record_function(f"{PHASE}forward"):
             # docs: towers
@@ -251,7 +251,7 @@ class Engine:
         return any(parameter.requires_grad for parameter in parameters)
 
     def _backpropagate(self, value: Tensor, is_last: bool) -> None:
-        """Add the gradients of the weights to those of earlier calls; `is_last` marks the last call of a step."""
+        """Add to the weights' gradients of earlier calls; `is_last` marks the last call of a step."""
         # docs: backward
         self._deepspeed.set_gradient_accumulation_boundary(is_last)
         with record_function(f"{PHASE}backward"):

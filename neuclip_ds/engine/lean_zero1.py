@@ -1,9 +1,9 @@
-"""A ZeRO 1 step in bf16 that computes the same weights as DeepSpeed's with fewer kernels and copies.
+"""A ZeRO 1 step in bf16 that computes the same weights as DeepSpeed's step, with fewer kernels and copies.
 
 DeepSpeed casts and adds each parameter's gradient separately, copies all gradients into another buffer and back to
 all-reduce them, launches one norm per parameter, and fills the buffers with zeros after the step. `LeanZero1` copies
 the gradients to DeepSpeed's float32 buffers with one call per bucket, sums each gradient on the rank that has its
-master weight, and reads only the norm of this rank's shards. Masters, moments and their layout are DeepSpeed's.
+master weight, and reads only the norm of this rank's shards. Master weights, moments and their layout are DeepSpeed's.
 
 On one rank, the parameters of a group are one bucket. On several ranks, a large group has buckets of 25 MB, which are
 summed during the last backward pass of a step. DeepSpeed stores a rank's shard as one contiguous part of a group, so a
@@ -108,9 +108,9 @@ class LeanZero1(BF16_Optimizer):
 
         This is not a constructor, because the instance is DeepSpeed's, with its class replaced.
         """
-        # Ranks must start their reductions in one order, although their backward passes may complete buckets in others.
-        # `_order` is that order, recorded in the first step. `_completed` has the buckets with all gradients of this
-        # step, and `_started` counts the buckets at the front of `_order` whose reductions have started.
+        # All ranks must start their reductions in the same order, although each backward pass may complete buckets in
+        # another. `_order` is that order, recorded in the first step. `_completed` has the buckets with all gradients
+        # of this step, and `_started` counts the buckets at the front of `_order` whose reductions have started.
         self._communicator = communicator
         self._is_first_micro_batch = True
         self._is_last_micro_batch = True
@@ -219,7 +219,7 @@ class LeanZero1(BF16_Optimizer):
         reads. The host waits for the device once.
         """
         self._is_first_micro_batch = True
-        # the norm over all ranks, which is not finite on any rank if it is not on one; one wait for the device
+        # the norm over all ranks: all of them skip if it is not finite; reading it is the only wait for the device
         norms = torch._foreach_norm(self._shard_parts or self._shards)  # a rank may store padding alone, which is zero
         square = torch.stack(norms).square().sum()
         norm = self._communicator.all_reduce(square, "norm and overflow").sqrt()

@@ -34,7 +34,7 @@ class Wrapper(Enum):
 
 
 def wrapper_of(optimizer: Any) -> Wrapper:
-    """Return which wrapper an optimizer of DeepSpeed's engine is; raise `ValueError` if it is unknown."""
+    """Return the type of wrapper that an engine's optimizer is; raise `ValueError` if it is unknown."""
     if isinstance(optimizer, torch.optim.Optimizer):
         return Wrapper.NONE
     if isinstance(optimizer, BF16_Optimizer):  # also with the step of `lean_zero1.py`
@@ -124,11 +124,12 @@ def refresh_weights(optimizer: Any) -> None:
     if wrapper is Wrapper.ZERO_3:
         for number in range(len(optimizer.fp16_groups)):
             optimizer._reassign_or_swap_out_partitioned_parameters(number)
-        # No weight is gathered now, as in a new engine. The next forward pass finds out which parameters a module
-        # reads from its children (CLIP's position embedding), as these are missing; later passes fetch them in time.
+        # As in a new engine, no weight is gathered now. In the next forward pass, parameters that a module reads from
+        # its children (CLIP's position embedding) are missing and are therefore recorded; later passes fetch them in
+        # time.
         optimizer.invalidate_secondary_tensor()
-        # The order that DeepSpeed recorded lacks these parameters if the last passes were the first of their modules:
-        # evaluations run frozen trunks that training on stored features does not.
+        # The order that DeepSpeed recorded lacks these parameters if their modules ran for the first time in the last
+        # passes: evaluations run frozen trunks that training on stored features does not run.
         coordinator = optimizer.parameter_offload.get_param_coordinator()
         if not coordinator.is_invalid_trace():
             coordinator._invalidate_trace()
@@ -174,7 +175,8 @@ def share_process_group(communicator: Communicator) -> None:
 def skip_unused_kernel(device: torch.device) -> None:
     """Keep DeepSpeed from compiling a tensor-parallel inference kernel, which would take up to a minute on a CPU.
 
-    DeepSpeed reads nothing else in this table, and would run a compiler for each of its kernels to fill it.
+    The kernel is marked as incompatible in DeepSpeed's table of kernels. DeepSpeed reads no other entry of this table,
+    and to fill it, would run a compiler for every kernel.
     """
     if device.type == "cpu":
         vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False

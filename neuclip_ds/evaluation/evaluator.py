@@ -40,7 +40,7 @@ from neuclip_ds.reporting.retrieved import Retrieved, write_retrieved
 
 _ANCHOR_SEED = 2_718_281  # the same anchors for every method and seed, independent of the run's order
 
-_VAL_SEED = 0  # of the choice among a held-out pair's captions
+_VAL_SEED = 0  # seed of the choice among a held-out pair's captions
 _EXAMPLE_QUERIES = 6  # captions whose first images are kept for the report
 _EXAMPLE_IMAGES = 6  # images that are kept for each caption
 
@@ -76,7 +76,7 @@ class Evaluator:
         self._config = config
         self._communicator = communicator
         self._train_manifest = data.manifest
-        # of the reference model only: the estimates of the normalizers do not depend on teachers
+        # only the reference model's table: the estimates of the normalizers do not depend on teachers
         self._tables = {name: table for name, table in data.tables.items() if name == REFERENCE}
         self._tokenizer = data.tokenizer
         self._interleave = data.order.interleave
@@ -126,7 +126,7 @@ class Evaluator:
         return results
 
     def write_examples(self, folder: Path, step: int) -> None:
-        """Write pictures of the last evaluation's first images for some captions to FOLDER; call on one rank.
+        """Write the images that the last evaluation ranked first for some captions to FOLDER; call on one rank.
 
         Writes nothing if there are no held-out pairs. A sample that cannot be read has no picture.
         """

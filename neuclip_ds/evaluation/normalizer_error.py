@@ -5,9 +5,9 @@ With the current model and temperatures, an anchor's true normalizer is the mean
     g_i = 1/(n-1) sum_{j != i} exp(l(s_ij - s_ii) / tau_i)
 
 where an image anchor's negatives are texts, a text anchor's negatives are images, and l is the method's pair loss. With
-a reference model, s_ij stands for the similarity minus the reference's. The error is the logarithm of the method's
-estimate of g_i minus the logarithm of g_i. The estimate excludes the eps in NeuCLIP's alpha_i and the positive's
-contribution, c/(B-1), to AmorLIP's lambda_i.
+a reference model, s_ij stands for the similarity minus that model's similarity. The error is the logarithm of the
+method's estimate of g_i minus the logarithm of g_i. The estimate excludes the eps in NeuCLIP's alpha_i and the
+positive's contribution, c/(B-1), to AmorLIP's lambda_i.
 
 A fixed sample of A anchors is encoded first, in batches of the training batch size, and the method estimates their
 normalizers. Every rank then stores all anchors, in O(A d) memory, and compares its n/K samples with them, one batch at
@@ -33,7 +33,7 @@ from neuclip_ds.losses.stored_features import REFERENCE, StoredBatch, StoredRows
 
 
 class EstimateNormalizers(Protocol):
-    """Function that returns a method's estimates; `ContrastiveLoss.estimate_normalizers`."""
+    """Function that returns a method's estimates, such as `ContrastiveLoss.estimate_normalizers`."""
 
     def __call__(
         self,

@@ -119,7 +119,7 @@ def _recall_table(metrics: Mapping[str, Metrics]) -> list[str]:
 
 
 def _average_table(tasks: TaskList, metrics: Mapping[str, Metrics]) -> list[str]:
-    """Return the lines of a table of the averages with at least one scored task, and of the tasks they lack."""
+    """Return the lines of a table of the averages with at least one scored task, and the tasks that each lacks."""
     shown = {name: average for name, average in averages(tasks, metrics).items() if average.partial is not None}
     lines = []
     if shown:

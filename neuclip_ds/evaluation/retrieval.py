@@ -56,9 +56,9 @@ def recalls_of_pairs(
     chunk: int = _CANDIDATE_CHUNK,
     prefixes: Iterable[int] = (),
 ) -> dict[str, float]:
-    """Return recall@k in both directions over the valid pairs of all ranks, which have equally many rows.
+    """Return recall@k in both directions over the valid pairs of all ranks; ranks must have equal numbers of rows.
 
-    With `prefixes`, the recalls of the first p dimensions of the features follow as `prefixP/NAME`.
+    For each p in `prefixes`, the recalls of the first p dimensions of the features are added as `prefixP/NAME`.
 
     For n pairs on K ranks, scores take O(n / K x chunk) memory per rank, and the gathered features take O(n d). Raises
     UserError if no rank has a valid pair.
@@ -138,7 +138,7 @@ def example_retrievals(
 
 
 def _with_prefixes(images: Tensor, texts: Tensor, prefixes: Iterable[int]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return the features, and those of each prefix by the beginning of its metrics' names."""
+    """Return the features and those of each prefix, keyed by the start of the names of their metrics."""
     features = {"": (images, texts)}
     for length in prefixes:
         of_prefix = normalize(images[:, :length], dim=1), normalize(texts[:, :length], dim=1)
@@ -167,7 +167,7 @@ def caption_retrieval(
     Returns:
         Scores in [0, 1], equal on all ranks: `image_retrieval_recall@k` (captions as queries),
         `text_retrieval_recall@k` (images as queries), `mean_recall@1` and `chance`, the chance level of
-        `mean_recall@1`; and the same for each of `encoder.prefixes`, as `prefixP/NAME`.
+        `mean_recall@1`; and the same scores for each prefix in `encoder.prefixes`, as `prefixP/NAME`.
 
     Raises UserError if the set is empty, or a sample is broken or has no caption.
     """
@@ -193,7 +193,7 @@ def _caption_recalls(
     Args:
         images, captions: this rank's (n, d) and (m, d) features.
         image_of_caption: (m,) int64 row of each caption's image.
-        communicator, ks, chunk: as there.
+        communicator, ks, chunk: as in `caption_retrieval`.
     """
     score = inner_products(images[image_of_caption], captions)  # score of each caption with its image
 

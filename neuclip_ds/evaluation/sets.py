@@ -107,9 +107,9 @@ class EvaluationSet:
         return self.templates[template].replace(PLACEHOLDER, self.class_names[label])
 
     def fingerprint(self) -> str:
-        """Return a string that changes if a file of the set is added, removed or written; raise UserError as `files`.
+        """Return a string that changes if files of the set are added, removed or written, with the errors of `files`.
 
-        Files are not read: their sizes and modification times count.
+        Files are not read: the string depends on their sizes and modification times.
         """
         digest = hashlib.sha256(self.kind.encode())
         with explained(f"{self.path} cannot be read", "check the storage"):
@@ -313,7 +313,7 @@ def _imagenet_prompts(path: Path, wordnet_ids: Sequence[str]) -> tuple[tuple[str
 
 
 def _warn_of_numbers(path: Path, folders: Sequence[Path], class_names: Sequence[str]) -> None:
-    """Log a warning if folders such as class_2 and class_10 are in a different order as text and by number."""
+    """Log a warning if folders such as class_2 and class_10 sort differently by name than by number."""
 
     def by_number(folder: Path) -> list[tuple[int, str]]:
         parts = re.split("([0-9]+)", folder.name)
@@ -371,9 +371,9 @@ def _open_pairs(path: Path) -> EvaluationSet:
 
 
 def _read_lines(path: Path) -> tuple[str, ...]:
-    """Return the stripped lines of a file, of which some may be blank; raise UserError if it is missing or empty.
+    """Return the stripped lines of a file, some of which may be blank; raise UserError if it is missing or empty.
 
-    CLEVR Distance has a class without a name.
+    A blank line is a class without a name, as in CLEVR Distance.
     """
     if not path.is_file():
         raise UserError(f"{path} is missing; {LAYOUT}.")

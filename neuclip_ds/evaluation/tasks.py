@@ -99,7 +99,7 @@ class TaskList(BaseModel):
         return self.model_copy(update={"tasks": (*self.tasks, *others)})
 
     def with_scored(self, metrics: Mapping[str, Mapping[str, Any]]) -> TaskList:
-        """Return the tasks plus those of the user's sets that have an entry in `metrics`, a mapping by task key."""
+        """Return a copy of the list with the user's sets that have an entry in `metrics`, which is keyed by task."""
         user_tasks = []
         for key, metrics_of_task in metrics.items():
             if key.startswith(_USER_SET_PREFIX):
@@ -114,9 +114,9 @@ class TaskList(BaseModel):
     ) -> list[tuple[Task, Path]]:
         """Return the tasks that match `names` (see `choose`; by default all tasks on disk), with their paths.
 
-        `paths` are sets of any form and name, or folders of sets. Those in `own_names` are the user's sets with these
-        names. If only some of DataComp's sets are found, a warning lists the missing ones. Raises UserError if a path
-        has no set, a name matches no set, two sets share a name, or a path in `own_names` is not a set.
+        `paths` are sets of any form and name, or folders of sets. A path in `own_names` is a user's set with the name
+        given there. If only some of DataComp's sets are found, a warning lists the missing ones. Raises UserError if a
+        path has no set, a name matches no set, two sets share a name, or a path in `own_names` is not a set.
         """
         own_names = own_names or {}
         candidates: list[Path] = []

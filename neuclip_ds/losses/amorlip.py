@@ -120,7 +120,8 @@ def fits_all_rows(config: AmortizedConfig, dim: int, rows: int, comm_dtype: torc
 
     This is the case if all-reducing the float32 gradients of a fit sends more bytes than gathering a batch's features.
     """
-    # an all-reduce sends the gradients twice; the features are those of images and of texts, so both factors cancel
+    # an all-reduce sends each gradient twice, and the features of both images and texts are gathered: the factors
+    # cancel
     gradient_bytes = config.inner_steps * _mlp(config, dim).size * torch.float32.itemsize
     feature_bytes = rows * dim * comm_dtype.itemsize
     return gradient_bytes > feature_bytes
@@ -148,7 +149,7 @@ class _FitRows:
 
 @dataclass(frozen=True, kw_only=True)
 class _Logarithms:
-    """Logarithms of this rank's anchors from which the normalizers are computed."""
+    """Logarithms, for each of this rank's anchors, from which the normalizers are computed."""
 
     positive: Tensor
     """(local,): L s_ii"""

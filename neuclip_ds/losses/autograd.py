@@ -20,13 +20,14 @@ The rows are those of the global batch, in the same order on all ranks; row i of
 def autograd_loss(function: FeatureLoss) -> LossBuilder:
     """Return a builder of a loss without state, for `ContrastiveLoss` and `register_loss`.
 
-    The builder ignores its arguments. To read options, call it inside your own builder (docs/how-to/custom_loss.md).
-    Computing the loss raises `TypeError` if the function does not return a scalar tensor.
+    The builder ignores its arguments. To use options, call `autograd_loss` inside your own builder
+    (docs/how-to/custom_loss.md). Computing the loss raises `TypeError` if the function does not return a scalar tensor.
 
     Args:
         function: the loss as a function of the (B, d) image features, the (B, d) text features and the (B,) sample
-            indices of the global batch. Row i of both tensors is a pair. Features are on their device, indices in host
-            memory; the result is a 0-dim tensor. Every rank calls the function with the same arguments.
+            indices of the global batch. Row i of both tensors is a pair. The features are on the device of the training
+            batch, the indices in host memory. The function returns a 0-dim tensor. Every rank calls it with the same
+            arguments.
 
     Returns:
         A builder, which `ContrastiveLoss` and `register_loss` call with the options and sizes of the loss.

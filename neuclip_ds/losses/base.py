@@ -68,9 +68,10 @@ class LossContext:
     dtype: torch.dtype = torch.float32
     """Dtype of similarities, losses and state."""
     temperature: float | None = 0.07
-    """Tau at step 0 if the options do not set it: that of the encoders' checkpoint, or None if it has none."""
+    """Tau at step 0 if the options do not set it: the tau of the encoders' checkpoint, or None if the checkpoint has no
+    tau."""
     bias: float | None = -10.0
-    """SigLIP's bias at step 0 if the options do not set it, as for `temperature`."""
+    """SigLIP's bias at step 0 if the options do not set it: the bias of the checkpoint, or None if it has none."""
     adam: AdamSettings = field(default_factory=AdamSettings)
     spare_rows: int = 0
     """Rows added to every per-sample table, for samples that are not in the training set."""
@@ -85,7 +86,7 @@ class Stateful:
     """Whether training needs each row's sample index."""
 
     def begin_reads(self, padded_index: Tensor) -> dict[str, Pending]:
-        """Start reading the statistics of a batch's samples, which overlaps the encoders.
+        """Start reading the statistics of a batch's samples; reads overlap the encoders' forward pass.
 
         Args:
             padded_index: (K b,) sample indices of the batch in host memory, -1 for invalid rows.
@@ -107,7 +108,7 @@ class Stateful:
         return {}
 
     def restore_point(self) -> Callable[[], None]:
-        """Return a function that restores the current state after the next call and undoes its per-sample writes."""
+        """Return a function that reverts the next call: it restores the state and undoes the per-sample writes."""
         replicated = {name: value.clone() for name, value in self.replicated_state().items()}
         rows: list[tuple[Tensor, Tensor]] = []
         for table in self.row_tables().values():

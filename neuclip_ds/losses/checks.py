@@ -112,9 +112,10 @@ def raise_if_ranks_disagree(
     """Check that a call to the loss is consistent across ranks, and return the largest number of rows on any rank.
 
     Args:
-        rows, problem, training, dtype: rows, mode and dtype of this rank's call, and a message if it cannot be used.
+        rows, problem, training, dtype: for this rank's call, the number of rows, a message if it cannot be used (else
+            None), the training mode, and the features' dtype.
         communicator: the ranks.
-        stored_widths: widths of the stored features, 0 for those that are missing.
+        stored_widths: widths of the stored features, 0 for missing features.
 
     Raises:
         ValueError: on all ranks, if any rank has a problem, or if ranks differ in training mode, feature dtype or the

@@ -127,8 +127,8 @@ class ContrastiveLoss(nn.Module):
             reduction: `ddp_mean` if the encoders' gradients are averaged over ranks (DDP, FSDP, DeepSpeed): the loss
                 then multiplies the feature gradients by the world size to compensate. `sum` if they are summed.
             group: process group of the global batch; by default all ranks, or this process if it runs alone.
-            communicator: the ranks of the global batch, for a caller that counts traffic, instead of `group` and
-                `device`.
+            communicator: the `Communicator` of the global batch's ranks, for a caller that counts its traffic; it
+                replaces `group` and `device`.
             scaler: see the `scaler` attribute.
             undo: whether `undo()` can revert the last training call, which costs a copy of the replicated state.
             validate: whether to check the arguments of each call on all ranks, except for calls with `pending`. This
@@ -136,10 +136,11 @@ class ContrastiveLoss(nn.Module):
                 pass the same number of rows.
             device: device of the state until the first call moves the state to the features' device.
             dtype: dtype of similarities, losses and state until features in float64 arrive.
-            spare_row: whether tables of statistics have a row for samples that are not in the training set, which calls
-                without `index` use.
-            encoder_temperature: tau at step 0 if the options do not set it, as for a pretrained checkpoint.
-            encoder_bias: SigLIP's bias at step 0 if the options do not set it.
+            spare_row: whether each table of statistics has an extra row, which calls without `index` use.
+            encoder_temperature: tau at step 0 if the options do not set it. For encoders from a pretrained checkpoint,
+                pass the checkpoint's temperature.
+            encoder_bias: SigLIP's bias at step 0 if the options do not set it. For encoders from a pretrained
+                checkpoint, pass the checkpoint's bias.
             options: options of the method, as under `objective:` in a recipe, such as `temperature={"rho": 6.5}` or
                 `npn={"lr": 0.05}`.
 
@@ -203,7 +204,7 @@ class ContrastiveLoss(nn.Module):
 
         The stored features of a reference model and of teachers are sent as well.
 
-        Only this method, the methods of its result and the loss itself send or read anything.
+        Ranks communicate only in this method, in the methods of the batch that it returns, and in the call of the loss.
 
         Args:
             index: (b,) positions of the samples in the training set, in [0, samples), in host memory; b must be equal
@@ -291,9 +292,11 @@ class ContrastiveLoss(nn.Module):
             pending: the batch that `begin` returned, whose features have been added; replaces `index` and `valid`.
             position: position in the training run; by default, the loss counts its own training calls.
             reference: image and text features of the samples from a reference model, two normalized (b, D) tensors on
-                any device, whose similarities are subtracted from those of the features (DRRho-CLIP).
-            teacher: the same from a teacher, or a list of them, whose softmax over the batch the features learn; its
-                options are under `objective.distill`. Stored features receive no gradient.
+                any device. Their similarities are subtracted from the similarities of `image_features` and
+                `text_features` (DRRho-CLIP).
+            teacher: image and text features of the samples from a teacher, in the same form, or a list with such a pair
+                for each teacher. The features learn the teachers' softmax over the batch; the options are under
+                `objective.distill`. Stored features receive no gradient.
 
         Raises:
             ValueError: on all ranks, if any rank's arguments are invalid or ranks differ in training mode or dtype.
@@ -448,7 +451,8 @@ class ContrastiveLoss(nn.Module):
             model: the encoders, plain or wrapped in DDP or FSDP2. Gradients are reduced over ranks in the last
                 micro-batch only, and running statistics of batch normalization change in the second pass only.
             scale: factor by which all gradients are multiplied, or the `GradScaler` that provides it; by default, the
-                loss's `scaler`, if it has one. Pass the scaler rather than its `get_scale()`, which does not start it.
+                loss's `scaler`, if it has one. Pass the scaler rather than the result of its `get_scale()`, which does
+                not initialize the scaler.
 
         Example:
             import torch
@@ -513,7 +517,7 @@ class ContrastiveLoss(nn.Module):
         self.function.load_replicated_state(files.replicated(_REPLICATED))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for `copy.deepcopy` and `pickle`, at the start of a step.
+        """Return the state for `copy.deepcopy` and `pickle`, without a step in progress.
 
         A deep copy, such as that of `torch.optim.swa_utils.AveragedModel`, shares the process group and has no scaler.
         """

@@ -1,6 +1,6 @@
 """Contrastive distillation: the student's softmax over a batch learns the softmax of one or more teachers.
 
-open_clip's `DistillClipLoss`; with T teachers, MobileCLIP (Vasu et al. 2024) averages their softmaxes:
+This is open_clip's `DistillClipLoss`. The softmaxes of T teachers are averaged, as in MobileCLIP (Vasu et al. 2024):
 
     q1_ij = 1/T sum_t softmax_j(z^t_ij/tau_t),   p1_ij = softmax_j(s_ij/tau)                 (image anchors i, texts j)
     D     = -1/2 1/B sum_i [ sum_j q1_ij log p1_ij + sum_j q2_ij log p2_ij ]                 (q2, p2: text anchors)
@@ -13,8 +13,9 @@ D is InfoNCE minus a function that is linear in the student's similarities:
 
     D = InfoNCE + 1/2 1/B sum_i sum_{1, 2} [ s_ii - sum_j q_ij s_ij ]/tau
 
-so the gradient of the first part is that of pairs.py with OpenCLIP's weights, and the derivative of the second part
-with respect to s_ij is a constant. With theta = log(1/tau), dD/dtheta is that of InfoNCE plus the second part itself.
+so pairs.py computes the gradient of the first part, with OpenCLIP's weights, and the derivative of the second part with
+respect to s_ij is a constant. With theta = log(1/tau), dD/dtheta is the derivative of InfoNCE plus the second part
+itself.
 """
 
 import math
@@ -42,12 +43,12 @@ class Distillation:
     grad_theta: Tensor
     """0-dim: this rank's contribution to B dD/dtheta, with theta = log(1/tau)."""
     local_grad_tau: Tensor | None
-    """(2, local): derivatives of the anchors' terms of B D with respect to their taus; None if they share one."""
+    """(2, local): derivatives of the anchors' terms of B D with respect to their taus; None if they share tau."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Logits:
-    """The pairs of a model, and what its softmaxes need."""
+    """The pairs of the student or a teacher, with the temperature and the normalizers of their softmaxes."""
 
     grid: PairGrid
     similarities: PairSimilarities
@@ -66,7 +67,7 @@ class _Logits:
 
 
 def distill(batch: GatheredFeatures, tau: Tensor, config: DistillConfig, columns: int | None) -> Distillation:
-    """Return the distillation of a batch from the teachers whose stored features it has.
+    """Return the distillation of a batch from the teachers whose stored features the batch contains.
 
     Args:
         batch: the gathered features.
@@ -120,7 +121,7 @@ def distill(batch: GatheredFeatures, tau: Tensor, config: DistillConfig, columns
 
 
 def combined(config: DistillConfig, contrastive: Tensor, distillation: Tensor) -> Tensor:
-    """Return the weighted sum of a value or derivative of the method's loss and the same of the distillation."""
+    """Return the weighted sum of the method's loss and the distillation, or of the same derivative of both."""
     return config.contrastive_weight * contrastive + config.weight * distillation
 
 

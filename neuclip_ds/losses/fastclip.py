@@ -1,4 +1,4 @@
-"""SogCLR, iSogCLR and FastCLIP: normalizers from a moving average of each sample (Wei et al. 2024, arXiv 2407.01445).
+"""SogCLR, iSogCLR and FastCLIP: normalizers from a moving average for each sample (Wei et al. 2024, arXiv 2407.01445).
 
 All of them estimate the normalizer of an anchor by u_i, a moving average of g_i over the batches that contain sample i:
 
@@ -8,9 +8,9 @@ u_i is initialized to g_i. The functions below build the methods, and their docs
 the temperature and in the schedule of gamma, whose options are in fastclip_options.py.
 
 With `reference=released_code`, the methods follow FastCLIP's code where it differs from the paper: losses with a
-constant or individual temperature have no leading tau. The code's loss is the sum of two halves. Both have the gradient
-with respect to a global tau, but each has only one part of the features' gradient. So the data term of tau's gradient
-counts twice relative to the features' gradient.
+constant or individual temperature have no leading tau. The code's loss is the sum of two halves. Both halves have the
+gradient with respect to a global tau, but each half has only one part of the features' gradient. So the data term of
+tau's gradient counts twice relative to the features' gradient.
 """
 
 import math
@@ -57,7 +57,7 @@ def sogclr(config: ObjectiveConfig, context: LossContext) -> GlobalContrastiveLo
 
 
 def fastclip_v1(config: ObjectiveConfig, context: LossContext) -> GlobalContrastiveLoss:
-    """Build FastCLIP-v1 (eq. 1-2): SogCLR's loss with gamma on a cosine."""
+    """Build FastCLIP-v1 (eq. 1-2): SogCLR's loss with gamma on a cosine schedule."""
     return constant_temperature_loss(config, context)
 
 
@@ -77,7 +77,7 @@ def isogclr(config: ObjectiveConfig, context: LossContext) -> GlobalContrastiveL
 
 
 def fastclip_v2(config: ObjectiveConfig, context: LossContext) -> GlobalContrastiveLoss:
-    """Build FastCLIP-v2 (eq. 2 and 9): iSogCLR's loss with gamma on a cosine."""
+    """Build FastCLIP-v2 (eq. 2 and 9): iSogCLR's loss with gamma on a cosine schedule."""
     return isogclr(config, context)
 
 
@@ -117,7 +117,7 @@ def fastclip_v3(config: ObjectiveConfig, context: LossContext) -> GlobalContrast
 def constant_temperature_loss(
     config: ObjectiveConfig, context: LossContext, pair_loss: PairLoss | None = None
 ) -> GlobalContrastiveLoss:
-    """Build the global contrastive loss of moving averages with a constant temperature, and any pair loss."""
+    """Build a loss with moving-average normalizers, a constant temperature and a pair loss, by default the identity."""
     is_released = config.reference == "released_code"
     return GlobalContrastiveLoss(
         config,

@@ -53,8 +53,9 @@ class PendingBatch:
             valid: (b,) bool in host memory, True for valid rows.
             position: position of the step in the training run.
             communicator: the ranks to gather from.
-            comm_dtype: dtype in which features are sent, by default that of the features. Local rows are rounded to
-                this dtype as well, so that all ranks see the same numbers and K ranks give the same result as one rank.
+            comm_dtype: dtype in which features are sent, by default the dtype of the features. Local rows are rounded
+                to this dtype as well, so that all ranks see the same numbers and K ranks give the same result as one
+                rank.
             begin_reads: function that starts reading the samples' statistics; None if the loss has none.
             sends_features: whether the step needs the features of all ranks.
             training: whether the step updates the state of the loss.
@@ -121,7 +122,7 @@ class PendingBatch:
             self._statistics = self._begin_reads(self._index.wait())
 
     def gathered(self, dtype: torch.dtype) -> GatheredFeatures:
-        """Wait for the features, and return those of all ranks' valid rows.
+        """Wait for the features, and return the features of all ranks' valid rows.
 
         If the step does not need the features of other ranks, only this rank's rows are returned, except if a rank has
         fewer than two valid rows: it would have no negatives, so all ranks gather.
@@ -156,7 +157,7 @@ class PendingBatch:
         # docs: end
 
     def _begin_gather_again(self, images: Pending, texts: Pending) -> tuple[Pending, Pending]:
-        """Start sending stored rows that were kept on this rank."""
+        """Start sending stored features that this rank has not sent so far."""
         sent_images = self._begin_gather(images.wait(), "stored_features")
         return sent_images, self._begin_gather(texts.wait(), "stored_features")
 
@@ -179,7 +180,7 @@ class PendingBatch:
         )
 
     def _in_rank_order(self, pieces: list[Pending], world_size: int) -> Tensor:
-        """Wait for the pieces of all micro-batches, and return (K b, d) rows, those of each rank together."""
+        """Wait for the pieces of all micro-batches, and return (K b, d) rows, with each rank's rows together."""
         arrived = [piece.wait() for piece in pieces]
         pieces.clear()
         if len(arrived) == 1:
@@ -266,13 +267,13 @@ class GatheredFeatures:
 
     @property
     def has_reference_columns(self) -> bool:
-        """Whether the features include those of a reference model; see `minus_reference`."""
+        """Whether the features include a reference model's features; see `minus_reference`."""
         return self.image.shape[1] > self.width
 
     def minus_reference(self) -> GatheredFeatures:
         """Return the same rows with features whose similarities are s_ij - r_ij, if there is a reference model.
 
-        The features are those of `stored_features.minus_reference`, of width d + D.
+        The features are the result of `stored_features.minus_reference`, of width d + D.
         """
         reference = self.reference
         if reference is None:

@@ -97,8 +97,8 @@ class NormalizerEstimator(Stateful):
     always_gathers = True
     """Whether every step needs the features of all ranks."""
     allows_reference = False
-    """Whether the estimate is exact if a reference model's similarities are subtracted. It is if it depends on the
-    features only through `log_g`. The features then include those of the reference
+    """Whether the estimate is correct if a reference model's similarities are subtracted: it must depend on the
+    features only through `log_g`. With a reference, the features of a batch include the reference's features
     (`GatheredFeatures.minus_reference`)."""
 
     def gathers(self, position: Position) -> bool:
@@ -277,7 +277,7 @@ class GlobalContrastiveLoss(LossFunction):
         return self._estimator.log_estimate(batch, log_g, tau), local_tau
 
     def _distillation_signal(self, distillation: Distillation, grad_theta: Tensor) -> DistillationSignal:
-        """Return what the temperature receives; `grad_theta` is the distillation's derivative over all ranks."""
+        """Return the signal for the temperature; `grad_theta` is the distillation's derivative over all ranks."""
         options = self._config.distill
         local_grad_tau = distillation.local_grad_tau
         return DistillationSignal(

@@ -10,7 +10,8 @@ class IndexedDataset(Dataset[Any]):
     """A map-style dataset that wraps another one and adds each sample's index to the sample.
 
     A sample that is a mapping gets the key `index`; a tuple or list gets the index as its last element; any other
-    sample, such as a tensor, becomes a pair of the sample and the index. Other attributes are those of the dataset.
+    sample, such as a tensor, becomes a pair of the sample and the index. All other attributes are taken from the
+    wrapped dataset.
 
     Example:
         import torch

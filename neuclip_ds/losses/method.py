@@ -48,5 +48,5 @@ class Method:
 
 
 def initial_temperature(tau: float) -> Options:
-    """Return the setting of tau at step 0, for `Method.defaults`."""
+    """Return options that set tau at step 0, for use in `Method.defaults`."""
     return {"temperature": {"initial": tau}}

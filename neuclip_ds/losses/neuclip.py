@@ -46,9 +46,9 @@ With `kappa` (ours), the loss uses a mean of the batch's own normalizer and the 
 
     alpha'_i = log(eps + (g_i + kappa ghat_i)/(1 + kappa)),   loss = tau/B sum_i alpha'_i + 2 rho tau
 
-It replaces J for the encoders and the temperature; the prototypes are still fitted to J. As in neuclip_queue.py, the
-prototypes and the partner t_i in z_ik are held constant, because prototypes are not anchors and would not repel a
-partner that attracts them. With v_i = kappa exp(alpha_i - alpha'_i)/(1 + kappa),
+This loss replaces J for the encoders and the temperature; the prototypes are still fitted to J. As in neuclip_queue.py,
+the prototypes and the partner t_i in z_ik are held constant, because a prototype is not an anchor: a gradient for t_i
+would attract t_i without repelling it. With v_i = kappa exp(alpha_i - alpha'_i)/(1 + kappa),
 
     w_i = exp(-alpha'_i)/(1 + kappa),   grad_{e_i} += v_i/(B tau) sum_k p_ik (W_k/|W_k| - t_i)   `_pooled_output`
 

@@ -24,7 +24,7 @@ _SEED = 0
 
 
 class MlpEstimator(NetworkEstimator):
-    """Estimator w_i = exp(-alpha_i) where an MLP predicts alpha_i; neuclip.py differs in the prediction's gradient."""
+    """Estimator w_i = exp(-alpha_i), as in neuclip.py, except that an MLP predicts alpha_i."""
 
     def __init__(self, config: ObjectiveConfig, context: LossContext, eps: float) -> None:
         super().__init__(config, context, eps)

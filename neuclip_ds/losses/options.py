@@ -24,7 +24,7 @@ from neuclip_ds.losses.tuneclip_options import HingeConfig
 from neuclip_ds.section import Section, merge
 
 PREFIX = "prefix"
-"""Begins the names of the metrics and the state of a prefix of the embedding, such as `prefix64/tau`."""
+"""Start of the names of the metrics and the state of a prefix of the embedding, such as `prefix64/tau`."""
 
 
 class TemperatureConfig(Section):
@@ -46,8 +46,8 @@ class TemperatureConfig(Section):
     """How neuclip and neuclip_queue learn tau. `robust` uses rho (NeuCLIP eq. 12) and is neuclip's default. `learned`
     works as in OpenCLIP, with eps = 1/(n-1) and without rho, and is neuclip_queue's default."""
     schedule: Literal["encoder", "constant", "third_below_0.03"] = "encoder"
-    """Schedule of tau's learning rate: `encoder` follows the encoders' schedule; `third_below_0.03` is constant, but
-    divided by 3 while tau < 0.03 (FastCLIP)."""
+    """Schedule of the temperature's learning rate: the encoders' schedule (`encoder`), `constant`, or constant but
+    divided by 3 while tau < 0.03 (`third_below_0.03`, FastCLIP)."""
     rho: float | Annotated[list[float], Field(min_length=1)] = 0.0
     """Margin rho of the robust contrastive loss (FastCLIP eq. 10). For a list, each entry applies to an equal fraction
     of the run."""
@@ -69,9 +69,9 @@ class DistillConfig(Section):
     weight: float = Field(1.0, gt=0)
     """Weight of the distillation; open_clip and MobileCLIP use 1."""
     contrastive_weight: float = Field(1.0, ge=0)
-    """Weight of the method's loss in addition to the distillation: 1 in open_clip, 0 in MobileCLIP's ViT-B/16."""
+    """Weight of the method's own loss in a run with distillation: 1 in open_clip, 0 in MobileCLIP's ViT-B/16."""
     temperature: float | Annotated[list[float], Field(min_length=1)] = 0.01
-    """Temperature of the teacher's softmax, or one for each teacher; 0.01 is that of OpenAI's and many other models."""
+    """Temperature of the teacher's softmax, or one for each teacher; OpenAI's CLIP and many other models have 0.01."""
 
     @model_validator(mode="after")
     def _temperatures_fit(self) -> DistillConfig:
@@ -106,7 +106,7 @@ class ObjectiveConfig(Section):
     method: str = DEFAULT
     """Method to train with: a name in the table of docs/reference/losses.md."""
     eps: float = Field(1e-14, gt=0)
-    """Constant added to the estimated normalizers (FastCLIP App. D: 1e-6 beyond about 100M samples)."""
+    """Constant added to the estimated normalizers (FastCLIP App. D: 1e-6 for more than about 100M samples)."""
     chunk_size: int | None = Field(None, ge=1)
     """Columns of the similarity matrix that are computed at once; the default depends on the device. The number of rows
     is limited so that a block has at most 128 MiB on a GPU or 1 MiB per thread on a CPU."""
@@ -122,8 +122,8 @@ class ObjectiveConfig(Section):
     """Training steps that count as one epoch for gamma's schedule and amorlip's nets, for runs that see each sample
     about once. By default, an epoch is one pass over the data."""
     reference_model: str | None = None
-    """Folder of the stored features of a reference model, whose similarities are subtracted from those of the model in
-    training (DRRho-CLIP)."""
+    """Folder of the stored features of a reference model. Its similarities are subtracted from the trained model's
+    (DRRho-CLIP)."""
     prefixes: dict[Annotated[int, Field(ge=1)], Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
     """Lengths of prefixes of the embedding that are trained as embeddings too (Matryoshka), and the weight of each
     prefix's loss, such as {64: 1, 128: 1}. The loss of the whole embedding has weight 1."""

@@ -24,9 +24,9 @@ similarity and o = (s_ii - m)/r is the anchor's origin. Since l/tau = l'/tau (x 
 to log tau is minus the sum of w_ij (x + m)/p over all pairs and both anchors of each pair.
 
 Reference model. With the similarities r_ij of a reference model, s_ij - r_ij replaces s_ij everywhere (DRRho-CLIP). The
-features of both models, side by side as (e1_i, -r1_i) and (e2_j, r2_j), have these similarities, so that the passes
-stay as they are (`GatheredFeatures.minus_reference`). The gradient's columns for the reference's features are needed
-for the derivative with respect to tau; then they are dropped, because these features are constants.
+features of both models, side by side as (e1_i, -r1_i) and (e2_j, r2_j), have these similarities, so that the two passes
+need no changes (`GatheredFeatures.minus_reference`). The gradient's columns for the reference's features are needed for
+the derivative with respect to tau; then they are dropped, because these features are constants.
 """
 
 from __future__ import annotations
@@ -208,8 +208,8 @@ class PairGrid:
         local: slice of this rank's rows among the B rows.
         size: number of valid rows, B.
         positive: (B,) similarities s_ii of the positive pairs.
-        has_reference: whether the similarities of a reference model are subtracted; they are then in [-2, 2].
-        caches_similarities: whether the similarities of all blocks fit in the budget.
+        has_reference: whether the similarities of a reference model are subtracted, which gives values in [-2, 2].
+        caches_similarities: whether the similarities of all blocks are cached, because they fit in `budget`.
         compiles: whether a block's elementwise operations are compiled.
     """
 
@@ -321,7 +321,7 @@ class PairGrid:
         grads[TEXT].addcmul_(grad_positive.unsqueeze(1), self._local_features[IMAGE])
 
     def trained_columns(self, grads: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the (local, d) gradients of the trained features, without those of the reference's features."""
+        """Return the (local, d) gradients of the trained features, without the columns of the reference's features."""
         return grads[IMAGE][:, : self._width], grads[TEXT][:, : self._width]
 
 
@@ -538,8 +538,8 @@ def _weights(
 ) -> tuple[Tensor, list[tuple[Tensor, Tensor | None]]]:
     """Return a block's derivative of L with respect to the similarities, and sums over the local anchors' negatives.
 
-    The sums, for the rows and then for any local columns, are those of the weights w_ij and, if `with_products`, of
-    w_ij s_ij. `buffers` contains three tensors, which are overwritten, or three Nones.
+    The sums are over the weights w_ij and, if `with_products`, over w_ij s_ij, for the rows and then for any local
+    columns. `buffers` contains three tensors, which are overwritten, or three Nones.
     """
     row_buffer, column_buffer, spare = buffers
 
@@ -592,10 +592,10 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 class FactoredSimilarities(PairSimilarities):
     """Similarities with l(x) = x and one temperature: exp((s_ij - s_ii)/tau) = exp(s_ij/tau - c) exp(c - s_ii/tau).
 
-    Similarities are in [-1, 1], so there is no reference model. The first factor is the same for both anchors of a pair
-    and in both passes, so a pair costs one exponential. To keep this factor representable, c lowers the largest
-    possible exponent, 1/tau, to `_limit`. If significant terms would still underflow, the methods of `PairSimilarities`
-    are called; the host reads the sums to decide this.
+    It is not used with a reference model, because similarities must be in [-1, 1]. The first factor is the same for
+    both anchors of a pair and in both passes, so a pair costs one exponential. To keep this factor representable, c
+    lowers the largest possible exponent, 1/tau, to `_limit`. If significant terms would still underflow, the methods of
+    `PairSimilarities` are called; the host reads the sums to decide this.
     """
 
     def __init__(self, grid: PairGrid, pair_loss: PairLoss, tau: Tensor) -> None:

@@ -61,7 +61,8 @@ class PrefixedLoss(LossFunction):
         context: sizes and settings of the run.
 
     Attributes:
-        whole: as above. Its state, its metrics and its estimates of normalizers have no prefix in their names.
+        whole: the loss of the features. Its state, its metrics and its estimates of normalizers have no prefix in their
+            names.
     """
 
     def __init__(
@@ -150,5 +151,5 @@ class PrefixedLoss(LossFunction):
 
 
 def _name(length: int) -> str:
-    """Return what the names of a prefix's metrics and state begin with."""
+    """Return the start of the names of a prefix's metrics and state."""
     return f"{PREFIX}{length}/"

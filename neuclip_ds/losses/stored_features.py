@@ -1,4 +1,4 @@
-"""Features that other models computed once: those of a reference model and of teachers.
+"""Features that a reference model and teachers computed once, before training.
 
 DRRho-CLIP subtracts the reference model's similarities (pairs.py); distillation.py learns the teachers' softmax.
 """
@@ -22,7 +22,7 @@ StoredRows = tuple[Tensor, Tensor]
 """Stored features of images and of texts: two normalized (b, D) tensors; D may differ from the features' width d."""
 
 Teachers = StoredRows | list[StoredRows]
-"""Stored features of a teacher, or of each teacher of an ensemble as a list."""
+"""Stored features of a teacher, or a list with the features of each teacher of an ensemble."""
 
 REFERENCE = "reference"
 TEACHER = "teacher"
@@ -112,7 +112,7 @@ class StoredBatch:
         return None
 
     def widths(self) -> list[int]:
-        """Return the width of the reference's features, or 0 without a reference, and of each teacher's."""
+        """Return the width of the reference's features (0 if there is none) and of each teacher's features."""
         reference_width = 0 if self.reference is None else self.reference[0].shape[1]
         return [reference_width, *(image.shape[1] for image, _ in self.teachers)]
 

@@ -24,14 +24,14 @@ _LOW_TAU = 0.03  # below it, schedule=third_below_0.03 divides the learning rate
 
 @dataclass(frozen=True, kw_only=True)
 class DistillationSignal:
-    """What a temperature receives from distillation, whose derivatives include the distillation's weight."""
+    """Derivatives of the distillation, multiplied by its weight, for the temperature's update."""
 
     contrastive_weight: float
     """Factor on the derivative of the contrastive loss."""
     grad_theta: Tensor
     """0-dim: derivative of the distillation with respect to theta = log(1/tau); equal on all ranks."""
     local_grad_tau: Tensor | None = None
-    """(2, local): derivatives of the anchors' distillation with respect to their taus; None if they share one."""
+    """(2, local): derivatives of the anchors' distillation with respect to their taus; None if they share tau."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class TemperatureSignal:
     """Statistics of one step that a temperature rule may use.
 
     The mean logit of an anchor is w_i/(B-1) sum_j exp(y_ij) y_ij with y_ij = l(s_ij - s_ii)/tau. This equals -tau times
-    the data term w_i dg_i/dtau. Its tau term is the derivative d(tau loss)/dtau without the data term.
+    the data term w_i dg_i/dtau. The anchor's tau term is the derivative d(tau loss)/dtau without the data term.
     """
 
     mean_logit: Tensor
@@ -56,7 +56,7 @@ class TemperatureSignal:
     """Derivatives of the distillation, if there is any."""
 
     def with_distillation(self, grad_theta: Tensor) -> Tensor:
-        """Return the derivative of the whole loss, given the contrastive loss's with respect to theta."""
+        """Return d loss/d theta with distillation, if `grad_theta` is d loss/d theta without distillation."""
         if self.distillation is None:
             return grad_theta
         return self.distillation.contrastive_weight * grad_theta + self.distillation.grad_theta
@@ -236,7 +236,7 @@ class LogTemperature(LearnableTemperature):
     """Temperature that follows the gradient of the method's loss, as in OpenCLIP and FastCLIP-v0 (eq. 8).
 
     Args:
-        config, context: options and sizes.
+        config, context: options of the loss, and sizes and settings of the run.
         gradient_factor: factor on the gradient with respect to theta.
     """
 
@@ -255,7 +255,7 @@ class RobustTemperature(LearnableTemperature):
     of `TemperatureSignal`.
 
     Args:
-        config, context: options and sizes.
+        config, context: options of the loss, and sizes and settings of the run.
         rho_weight: 1 for a loss with 2 rho tau, 1/2 for a loss with rho tau.
         data_term_factor: the factor c, which is 1 in the papers.
     """

@@ -53,7 +53,7 @@ def build_dual_encoder(
 
 
 def apply_common_options(model: DualEncoder, config: ModelConfig) -> DualEncoder:
-    """Apply the options common to all models in place.
+    """Apply, in place, the options that are common to all models.
 
     These are `vision.class_token_only`, `text.packed`, activation checkpointing, dropout on the projections, freezing
     and LoRA adapters.

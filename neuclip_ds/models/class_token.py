@@ -5,10 +5,11 @@ values, but their queries, attention outputs and MLP do not reach the feature. O
 arithmetic, except that dropout inside the last block draws different masks. A ViT-B/16 needs 7% fewer operations.
 
 Covered are timm's `VisionTransformer` (also inside open_clip's models), transformers' CLIP and MetaCLIP 2, and
-open_clip's `VisionTransformer`. Models that pool all tokens (SigLIP, average pooling) and other architectures are not.
+open_clip's `VisionTransformer`. Models that pool all tokens (SigLIP, average pooling) and other architectures are not
+covered.
 
-Only the tower's forward method omits the tokens. Who calls the trunk itself, for example timm's `forward_features`,
-gets all of them.
+Only the tower's forward method omits the other tokens. Code that calls the trunk itself, for example timm's
+`forward_features`, gets all tokens.
 """
 
 from collections.abc import Callable
@@ -36,7 +37,7 @@ def compute_class_token_only(tower: nn.Module, option: Literal["auto"] | bool) -
         option: `model.vision.class_token_only`: on CPUs (`auto`), on all devices (true), or never.
 
     Raises:
-        UserError: the option is true, but the tower is not one of those that this module covers.
+        UserError: the option is true, but this module does not cover the tower.
     """
     if option is False:
         return
@@ -72,7 +73,7 @@ def _with_block_in_tower(last_block: Any, whole_tower: Forward) -> Forward:
 
 
 def _pass_in_tower(block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Add `in_tower` to the arguments of a block's forward method, which may run again after the tower's has ended.
+    """Add `in_tower` to the arguments of a block's forward method, which may run again after the tower's method ends.
 
     With activation checkpointing, the backward pass calls it with the same arguments.
     """
@@ -80,7 +81,7 @@ def _pass_in_tower(block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _only_class_token(function: BlockFunction, whole_block: Forward, only_on_cpus: bool) -> Forward:
-    """Return a forward method that calls `function` in the tower (on CPUs, if so requested), else `whole_block`."""
+    """Return a forward method that calls `function` in the tower (only on CPUs if requested), else `whole_block`."""
 
     def forward(block: Any, tokens: Tensor, *args: Any, in_tower: bool = False, **kwargs: Any) -> Any:
         if not in_tower or (only_on_cpus and tokens.device.type != "cpu"):

@@ -30,7 +30,7 @@ _GRAPHS_PER_BLOCK = 4  # without gradients, with gradients, in evaluation, and f
 def resolve_compilation(
     option: Literal["auto", "blocks", "towers"] | bool, device_type: str, zero_stage: int
 ) -> Compilation:
-    """Return what `model.compile` compiles.
+    """Return which parts of the model `model.compile` compiles.
 
     `auto` compiles blocks on GPUs of machines with a C++ compiler, except under ZeRO 3, which fetches weights inside
     modules.
@@ -57,7 +57,7 @@ class Compiler:
         return Compiler, ()
 
     def compiled(self, function: Callable[..., Any], dynamic: bool | None = None) -> Callable[..., Any]:
-        """Return the function that runs compiled; the same one for the same arguments.
+        """Return a function that runs `function` compiled; equal arguments give the same function.
 
         Args:
             function: the function; a module among its arguments may be a different one in each call. Graphs are shared
@@ -89,7 +89,7 @@ class Compiler:
 def compile_towers(model: DualEncoder, compilation: Compilation) -> None:
     """Compile both towers in place, on their first call; call this after all other changes to the modules.
 
-    A text tower that packs captions only on CPUs (`auto`) no longer does.
+    A text tower that packs captions only on CPUs (`auto`) stops packing them.
 
     Args:
         model: the towers.

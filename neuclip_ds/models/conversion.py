@@ -217,7 +217,7 @@ def _open_clip_options(tower_config: Mapping[str, Any], options: Mapping[str, st
 
 
 def towers_to_clip(towers: TrainedTowers) -> LibraryModel | None:
-    """Convert a model built from a run's config to CLIPModel or MetaClip2Model; return None if it is none of them.
+    """Convert a model built from a run's config to CLIPModel or MetaClip2Model; return None if it fits neither class.
 
     Any logit bias is kept for conversion to open_clip.
     """
@@ -294,7 +294,7 @@ def write_library_model(model: LibraryModel | TrainedTowers, library: str, folde
 
     Args:
         model: the model in its own library's format, or the towers of a model that was built from the config.
-        library: whose format to write, `transformers`, `open_clip` or `sentence_transformers`.
+        library: library whose format to write, `transformers`, `open_clip` or `sentence_transformers`.
         folder: an empty folder.
 
     Raises:
@@ -318,7 +318,7 @@ def write_library_model(model: LibraryModel | TrainedTowers, library: str, folde
 
 
 def _write_towers(towers: TrainedTowers, library: str, folder: Path) -> None:
-    """Write a model that was built from the config; as a CLIP model if it is one and the library has CLIP models."""
+    """Write a model that was built from the config, as a CLIP model if it is one and the library has CLIP models."""
     if library == SENTENCE_TRANSFORMERS:
         write_sentence_transformers(towers, folder)
         return

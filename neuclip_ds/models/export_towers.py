@@ -1,8 +1,9 @@
 """Write models that were built from the config, tower by tower, in the formats of three libraries.
 
-transformers: a VisionTextDualEncoderModel, whose image tower is timm's model in transformers' wrapper. open_clip: its
-towers of timm and of transformers, or its own text transformer. sentence-transformers: a router with one route for
-texts and one for images, which takes any of our towers. What a format cannot express exactly is refused.
+transformers: a VisionTextDualEncoderModel, whose image tower is timm's model in transformers' wrapper. open_clip: a
+model with timm's image tower and an encoder of transformers or open_clip's own text transformer. sentence-transformers:
+a router with one route for texts and one for images, which takes any of our towers. A model that a format cannot
+express exactly is refused.
 """
 
 import json
@@ -56,8 +57,8 @@ def write_vision_text_model(towers: TrainedTowers, folder: Path) -> None:
     """Write a VisionTextDualEncoderModel, its image processor and its tokenizer to a folder.
 
     Raises:
-        UserError: the model has a head that is not linear, or text features other than EOS of CLIP's text transformer
-            or the first token of an encoder with BERT's pooler.
+        UserError: a projection is not linear or is part of the attention pooling, or the text feature is neither the
+            EOS token of CLIP's text transformer nor the first token of an encoder with BERT's pooler.
     """
     _require_linear_heads(towers, "VisionTextDualEncoderModel")
     if _attention_pool(towers) is not None:
@@ -222,7 +223,7 @@ def _open_clip_image(towers: TrainedTowers) -> tuple[dict[str, Any], dict[str, T
 
 
 def _open_clip_mlp(towers: TrainedTowers) -> dict[str, Tensor]:
-    """Return the image tower's MLP as open_clip's, which has 2 d hidden units and biases: the additional ones are 0."""
+    """Return the image tower's MLP in open_clip's form: with 2 d hidden units and a bias; what is added is zero."""
     first = towers.weights["vision.projection.0.weight"]
     second = towers.weights["vision.projection.2.weight"]
     hidden = 2 * towers.config.embed_dim
@@ -272,7 +273,7 @@ def _open_clip_text_encoder(towers: TrainedTowers) -> tuple[dict[str, Any], dict
 
 
 class _Module(NamedTuple):
-    """A module of sentence-transformers: its class in the package, and what its folder has."""
+    """A module of sentence-transformers: its class in the package, and the contents of its folder."""
 
     kind: str
     config: dict[str, Any]
@@ -348,7 +349,7 @@ def _write_image_transformer(towers: TrainedTowers, folder: Path) -> None:
 
 
 def _transformer_settings(modality: str, output: str, feature: str) -> dict[str, Any]:
-    """Return the settings of sentence-transformers' Transformer: the output of the model that becomes a feature."""
+    """Return the settings of sentence-transformers' Transformer that make a model's output the feature."""
     return {
         "transformer_task": "feature-extraction",
         "modality_config": {modality: {"method": "forward", "method_output_name": output}},
@@ -382,7 +383,7 @@ def _linear(weight: Tensor, bias: Tensor | None, activation: str) -> _Module:
 
 
 def _between(feature: str) -> dict[str, str]:
-    """Return the options of a module that replaces a feature."""
+    """Return the options of a module whose input and output are the same feature."""
     return {"module_input_name": feature, "module_output_name": feature}
 
 
@@ -398,7 +399,7 @@ def _pooling_mode(towers: TrainedTowers) -> str:
 
 
 def _save_tokenizer(towers: TrainedTowers, folder: Path) -> None:
-    """Save the tokenizer, which gives the attention mask, and ends captions with EOS if they are pooled there."""
+    """Save a tokenizer that returns the attention mask, and ends captions with EOS if they are pooled there."""
     tokenizer = _tokenizer_of(towers)
     text = towers.model.text
     if not isinstance(text, PretrainedTextTower) or text.pooling == "eos":
@@ -451,7 +452,7 @@ def _require_linear_heads(towers: TrainedTowers, format_name: str) -> None:
 
 
 def _attention_pool(towers: TrainedTowers) -> nn.Module | None:
-    """Return the attention pooling of an image tower, as in CLIP's ResNets, which projects to the joint space."""
+    """Return an image tower's attention pooling, which projects to the joint space as in CLIP's ResNets, or None."""
     head = getattr(towers.model.vision.trunk, "head", None)
     return head if isinstance(head, AttentionPool2d | RotAttentionPool2d) else None
 

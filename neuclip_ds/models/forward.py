@@ -8,15 +8,15 @@ from torch import nn
 Forward = Callable[..., Any]
 """A forward method: a function of the module and of its inputs."""
 Replace = Callable[[Forward], Forward]
-"""A function of a forward method that returns another one, which may call it."""
+"""A function that takes a forward method and returns a new one, which may call the given one."""
 
 
 class ReplacedForward:
     """The forward method of a module that replaces the method of its class.
 
     It can be copied and pickled with its module if the replacements can: functions of a Python module, or `partial` of
-    them. The methods that they return need not, because a copy calls the replacements again. (A bound method would be
-    pickled as its name, which then means the method of the class.)
+    them. The methods that they return need not be picklable, because a copy calls the replacements again. (A bound
+    method would be pickled as its name, which then means the method of the class.)
 
     Args:
         module: the module.
@@ -47,10 +47,10 @@ class ReplacedForward:
 
 
 def replace_forward(module: nn.Module, replace: Replace) -> None:
-    """Replace a module's forward method by `replace` of the current one, which may itself be a replacement.
+    """Replace a module's forward method by the result of `replace` for the current one, itself possibly a replacement.
 
     Modules of the same class get the same function if `replace` returns it for the same argument. Copies of the module
-    keep the replacement, also pickled ones.
+    keep the replacement, even copies made by pickling.
     """
     current: Any = module.forward
     if isinstance(current, ReplacedForward):

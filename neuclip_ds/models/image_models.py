@@ -30,7 +30,7 @@ def new_vision_tower(config: VisionConfig, embed_dim: int, weights: Mapping[str,
 
     Raises:
         UserError: timm lacks the model or rejects its options, the image size or the weights do not fit the model, or
-            the model's own projection leaves no place for an MLP.
+            the config asks for an MLP although the model has its own projection.
     """
     width = _checked_width(config)
     mean, std = config.statistics()
@@ -78,7 +78,8 @@ def _weights_name(config: VisionConfig) -> str:
 def _create_with_weights(config: VisionConfig, weights: Mapping[str, Tensor]) -> Any:
     """Create the image model without a classifier and load its weights; timm resamples the position embeddings.
 
-    Raise UserError if a tensor still has its random initial value: timm does not always reject weights that lack it.
+    Raise UserError if a tensor still has its random initial value: timm does not always reject weights that lack a
+    tensor.
     """
     with torch.random.fork_rng(devices=[]):  # the models are created on the CPU
         torch.manual_seed(0)
@@ -182,8 +183,8 @@ def fixed_image_size(name: str) -> int | None:
 def names_by_image_size(name: str) -> dict[int, str]:
     """Return the names of the timm models that differ from a model only in their image size, by that size in pixels.
 
-    Such names end with the size, as vit_base_patch16_siglip_384. The model itself is included; models that take images
-    of any size have no such names.
+    Such names end with the size, such as vit_base_patch16_siglip_384. The model itself is included; models that take
+    images of any size have no such names.
     """
     own_size = fixed_image_size(name)
     if own_size is None:

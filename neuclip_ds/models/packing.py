@@ -1,10 +1,10 @@
-"""Packed captions: text towers compute on the tokens of a batch without padding.
+"""Packed captions: text towers run on the tokens of a batch without padding.
 
 A causal text tower that reads its feature at one token needs no token after it. Its captions are therefore cut after
 that token and concatenated: all linear layers and norms run on the N remaining tokens, attention runs within each
-caption, and the last layer computes queries and everything after them only for the tokens that are pooled. Features
-and gradients are those of padded captions, up to rounding. Bidirectional towers (SigLIP, BERT) attend to the padding
-or pool over it, so they keep padded captions.
+caption, and the last layer computes queries and everything after them only for the tokens that are pooled. Features and
+gradients equal the results for padded captions, up to rounding. Bidirectional towers (SigLIP, BERT) attend to the
+padding or pool over it, so they keep padded captions.
 
 A trunk becomes able to take packed captions by replacing the forward methods of some of its modules. Modules,
 parameters and hooks stay, so ZeRO 3, LoRA, activation checkpointing and checkpoints work as with padded captions.
@@ -37,9 +37,9 @@ class PackedCaptions:
     positions: Tensor
     """int64 (N,) positions of the tokens in their captions."""
     offsets: Tensor
-    """int32 (b + 1,) start of each caption in `ids`, and N."""
+    """int32 (b + 1,) start of each caption in `ids`, followed by N."""
     sorted_rows: Tensor
-    """int64 (b,) row in the sorted order of each caption of the batch."""
+    """int64 (b,) position of each caption of the batch in the sorted order."""
     lengths: tuple[tuple[int, int], ...]
     """Each length that occurs, in ascending order, and the number of captions that have it."""
     context_length: int
@@ -80,7 +80,7 @@ class PackedCaptions:
 
 
 Pack = Callable[[Tensor], PackedCaptions]
-"""Function that packs (b, T) int64 token ids, which should be in host memory: `pack_captions` for a tower's pooling."""
+"""Function that packs (b, T) int64 token ids, best in host memory: `pack_captions` with a tower's `eos_id`."""
 
 
 @torch.compiler.disable  # the result's shapes depend on the tokens
@@ -109,7 +109,7 @@ def pack_captions(tokens: Tensor, eos_id: int | None) -> PackedCaptions:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, captions: PackedCaptions) -> Tensor:
-    """Causal attention within each caption.
+    """Compute causal attention within each caption.
 
     Args:
         query: (N, heads, head width), or (b, heads, head width) with queries of the captions' last tokens only.
@@ -131,7 +131,7 @@ def _attend_in_one_kernel(query: Tensor, key: Tensor, value: Tensor, captions: P
 
     It needs a GPU, 16-bit numbers and a head width that is a multiple of 8.
     `torch.nn.attention.varlen` calls the same operator, but exists only since torch 2.10, with changing arguments. The
-    kernel gets the context length as the longest length, so that no value depends on the captions.
+    kernel gets the context length as the maximum length, so that no argument on the host depends on the captions.
     """
     only_last = len(query) < len(key)
     offsets = captions.offsets
@@ -196,7 +196,7 @@ def pack_clip_text(trunk: Any, eos_id: int | None = None) -> Pack | None:
 def _packable_trunk(padded: Forward) -> Forward:
     """Return a forward method of `CLIPTextModel` that calls `padded`, except for packed captions.
 
-    Of packed captions, it returns the (b, width) features.
+    For packed captions, it returns the (b, width) features.
     """
 
     def forward(trunk: Any, input_ids: Tensor | PackedCaptions, **options: Any) -> Any:
@@ -219,7 +219,8 @@ def _packable_trunk(padded: Forward) -> Forward:
 def _packable_layer(padded: Forward) -> Forward:
     """Return a forward method of `CLIPEncoderLayer` that calls `padded`, except for packed captions.
 
-    Of packed captions, it maps (N, width) hidden states to those of the next layer or, with `rows`, of those rows only.
+    For packed captions, it maps (N, width) hidden states to the next layer's hidden states (with `rows`, of these rows
+    only).
     """
 
     def forward(

@@ -17,7 +17,8 @@ from neuclip_ds.models.trained_parts import block_names
 def checkpointed_blocks(tower: nn.Module, name: str, activation_checkpointing: bool | int) -> list[str]:
     """Return the names of a tower's blocks to checkpoint, starting from the first block.
 
-    Any other blocks are the last ones: the backward pass frees their activations before it recomputes earlier blocks.
+    If only some blocks are checkpointed, they are the first ones: the backward pass frees the activations of the last
+    blocks before it recomputes earlier ones.
 
     Args:
         tower: a tower from any library.

@@ -36,9 +36,10 @@ from neuclip_ds.models.trained_parts import merge_adapters
 if TYPE_CHECKING:
     from neuclip_ds.models.pretrained.text_encoder import TextEncoderSource
 
-# config of a model that started from a run, in a run's folder of the model, where the folder of its tokenizer is too
+# file in a run's model folder, for a run that started from another run: the model config of that other run; its
+# tokenizer's folder is in the model folder too
 ARCHITECTURE = "architecture.json"
-TEXT_ENCODER = "text"  # folder of a pretrained text encoder's files, without weights, in a run's folder of the model
+TEXT_ENCODER = "text"  # folder of a pretrained text encoder's files, without weights, in a run's model folder
 INITIAL_LOGITS = LogitParameters(temperature=0.07, bias=-10.0)  # initial values of CLIP's temperature and SigLIP's bias
 
 
@@ -49,7 +50,7 @@ class FromConfig(ModelSource):
         config: the model config.
         image: pretrained weights of the image tower, if any.
         text: the pretrained text encoder, if any.
-        tokenizer: folder or name of the tokenizer, if it is that of an earlier run.
+        tokenizer: folder or name of an earlier run's tokenizer, if the model uses it.
     """
 
     def __init__(
@@ -232,7 +233,7 @@ def with_sizes(config: ModelConfig, image_size: int | None, context_length: int 
 def with_architecture(config: ModelConfig, architecture: ModelConfig) -> ModelConfig:
     """Return a config with the towers of another one, at the image size and context length of `config` if it has any.
 
-    The trained parts, adapters and all options that do not change the features remain those of `config`.
+    The trained parts, the adapters and all options that do not change the features are taken from `config`.
     """
     vision = architecture.vision.model_copy(
         update={
@@ -260,8 +261,8 @@ def open_resized(
     Args:
         config: the model config.
         folder: as in `open_saved`.
-        architecture: model config of the run that wrote the folder, if its model was built from this config and
-            `config` is another run's.
+        architecture: model config of the run that wrote the folder, if that run built its model from this config and
+            `config` belongs to another run.
     """
     start = read_json(folder / START_FILE)
     logits = LogitParameters(**start["logits"])

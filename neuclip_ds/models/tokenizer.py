@@ -48,8 +48,8 @@ class ModelTokenizer(Protocol):
 class CaptionTokenizer:
     """A transformers tokenizer that adds its special tokens and pads captions to a fixed length; can be pickled.
 
-    Captions are padded and truncated on the right, whichever side the tokenizer's config names: the text towers read
-    their features there.
+    Captions are padded and truncated on the right, whichever side the tokenizer's config names, because the text towers
+    expect this.
 
     Args:
         tokenizer: the transformers tokenizer; if it lacks a `pad_token`, its EOS or SEP token becomes the `pad_token`.
@@ -116,7 +116,7 @@ class CaptionTokenizer:
             self.inner.backend_tokenizer.no_padding()
         # text towers take no padding mask, and SigLIP's features would change with one
         self.inner.model_input_names = self.inner.init_kwargs["model_input_names"] = ["input_ids"]
-        # the default of some classes is left
+        # some classes pad or truncate on the left by default
         self.inner.init_kwargs["padding_side"] = self.inner.padding_side
         self.inner.init_kwargs["truncation_side"] = self.inner.truncation_side
         try:

@@ -127,8 +127,8 @@ class TextTower(Encoder):
             (b, width); None if the trunk needs padded captions.
 
     Attributes:
-        pack: as above.
-        packed: whether the tower packs captions; `auto` does on CPUs.
+        pack: the function that packs captions, or None.
+        packed: whether the tower packs captions; `auto` means on CPUs only.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class DualEncoder(nn.Module):
             tokens: (b, T) int64 ids from the model's tokenizer, the captions packed by `self.text.pack`, or (b, width)
                 stored outputs of the text trunk.
             text_ready: function that is called with the text features as soon as the text tower has run.
-            image_first: run the image tower before the text tower.
+            image_first: whether to run the image tower before the text tower.
 
         Returns:
             Image and text features, each (b, d), of unit norm and in float32, whatever the dtype of the weights.

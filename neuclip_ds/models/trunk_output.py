@@ -1,7 +1,7 @@
 """Output of a tower's trunk for a sample input, to recognize the trunk that computed stored features.
 
 The hash of the weights does not suffice: options of timm, such as `global_pool`, and tokenizers change the features,
-but no weight.
+but not the weights.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from torch import Tensor
 from neuclip_ds.models.towers import Encoder
 
 _TEXT = "A dog runs on the grass, 2 cats sleep."
-_VALUES = 16  # of the feature; any other trunk changes all of them
+_VALUES = 16  # number of values of the feature that are compared; another trunk changes all of them
 _TOLERANCE = 0.01  # relative; well above the differences between machines
 
 

@@ -14,8 +14,8 @@ from neuclip_ds.recipe import load_saved
 from neuclip_ds.reporting.metrics import read_series
 
 FEWEST_STEPS = 20
-_WARM_UP_SHARE = 0.5  # of the logged speeds, the first ones, which include compilation and cold caches
-_SPREAD = 0.05  # of the speed, at least: measured speeds vary that much between hours and machines
+_WARM_UP_SHARE = 0.5  # share of the logged speeds that is ignored: the first ones include compilation and cold caches
+_SPREAD = 0.05  # smallest deviation, as a share of the speed: speeds vary that much between hours and machines
 # assumed bytes per second of a rank if no communication overlaps computation, which is the slow end of the estimate
 _SLOW_BANDWIDTH = 10e9
 _SECONDS_PER_HOUR = 3600
@@ -23,7 +23,7 @@ _SECONDS_PER_HOUR = 3600
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredSpeed:
-    """Speed of a run that was measured."""
+    """Measured speed of a run."""
 
     run: Path
     ranks: int

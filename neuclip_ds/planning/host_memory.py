@@ -50,8 +50,9 @@ def loader_memory(query: MemoryQuery, ranks: int, stored_bytes: int = 0) -> Load
     For training and concurrent evaluation, each worker keeps `data.prefetch` parts of batches in shared memory and
     builds one more. If a batch is one micro-batch, it is kept while the next batch is fetched; otherwise, its rows are
     freed during the second pass over the batch. With a GPU, pinned memory contains the parts that are ready or in use.
-    Training also loads `stored_bytes` of features for each pair, and joins those of a batch's parts in another copy.
-    Stored outputs of frozen trunks are not part of `stored_bytes`: they take the place of pixels or tokens.
+    Training also loads `stored_bytes` of features for each pair, and makes another copy to join the features of a
+    batch's parts. Stored outputs of frozen trunks are not part of `stored_bytes`: they take the place of pixels or
+    tokens.
     """
     data = query.config.data
     on_gpu = query.device == "cuda"

@@ -165,7 +165,7 @@ def count_towers(query: MemoryQuery) -> Towers:
     """Count the towers' parameters and activations without allocating them."""
     config = query.config.model
     if config.vision.class_token_only == "auto" and query.device != "cpu":
-        # off on GPUs, but activations are counted on a simulated CPU
+        # `auto` is off on GPUs, but would be on here, because activations are counted on a simulated CPU
         vision = config.vision.model_copy(update={"class_token_only": False})
         model_config = config.model_copy(update={"vision": vision})
         query = replace(query, config=query.config.model_copy(update={"model": model_config}))
@@ -204,7 +204,8 @@ def engine_memory(
     """Return the bytes that DeepSpeed allocates under its config, with ZeRO's partitioning (arXiv:1910.02054, Fig. 1).
 
     Stage 1 partitions the optimizer state over the ranks, stage 2 also the gradients, and stage 3 also the weights.
-    If `averages` is true, the moving average of the weights is included. `lean_zero1` is the option of the recipe.
+    If `averages` is true, the moving average of the weights is included. `lean_zero1` is the option
+    `optimizer.lean_zero1`.
     """
     stage = zero_stage(engine)
     weight_bytes = 4 if precision(engine) == "fp32" else 2
@@ -370,10 +371,10 @@ def _similarities(query: MemoryQuery, itemsize: int) -> int:
 
     Similarities are stored between the two passes over the pairs if they fit in the budget; the second pass adds
     temporary blocks. Between the passes, NeuCLIP's network needs the similarities between all anchors and a rank's
-    prototypes in both directions and a copy of the anchors' features, plus the largest of a temporary block,
-    another copy of the features, and, of a group's anchors, the similarities in one direction and nine copies of
-    the features. The subtracted bytes are the sent copies and, while the network runs, local features and their
-    gradients.
+    prototypes in both directions and a copy of the anchors' features, plus the largest of the following: a temporary
+    block; another copy of the features; or, for the anchors of a group of ranks, the similarities in one direction and
+    nine copies of the features. The subtracted bytes are the sent copies and, while the network runs, local features
+    and their gradients.
     """
     objective = query.config.objective
     method = find_method(objective.method)
@@ -405,7 +406,7 @@ def _similarities(query: MemoryQuery, itemsize: int) -> int:
     local_prototypes = -(-objective.npn.prototypes * replicas // query.world_size)
     similarity_elements = batch * local_prototypes
     prediction = 8 * min(similarity_elements, _NPN_BLOCK if query.device == "cuda" else 0)
-    anchors = 8 * batch * dim  # the features of both directions in one tensor; multiplied by weights, they take as much
+    anchors = 8 * batch * dim  # the features of both directions in one tensor; their products with weights take as much
     at_once = max(prediction, anchors)
     if objective.npn.alpha_grad == "full":
         at_once = max(at_once, 4 * (similarity_elements + 9 * batch * dim) // replicas)

@@ -60,7 +60,7 @@ class Recorder:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Profile the enclosed training step if it is one of those to profile; every step must run in this context."""
+        """Profile the enclosed training step if its turn has come; every step must run in this context."""
         if self._done >= self._end:
             yield
             return

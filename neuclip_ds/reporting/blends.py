@@ -109,7 +109,7 @@ def _percent(score: float | None) -> str:
 def blends_plot(blends: Blends) -> str:
     """Return an SVG plot of the target's score over the mean of the other tasks' scores, with a point for each blend.
 
-    Empty if fewer than two blends have both scores.
+    The result is empty if fewer than two blends have both scores.
     """
     points = []
     for blend in blends.blends:

@@ -55,7 +55,7 @@ def picture(image: bytes, caption: str) -> str:
 def write_contact_sheet(
     path: Path, title: str, facts: Sequence[Sequence[str]], warnings: Iterable[str], examples: Iterable[ExamplePair]
 ) -> None:
-    """Write a page with a table of facts (name and value), warnings, and pictures of pairs with their captions."""
+    """Write a page with a table of properties (name and value), warnings, and pictures of pairs with their captions."""
     lines = [f"<tr><td>{html.escape(name)}</td><td>{html.escape(value)}</td></tr>" for name, value in facts]
     marked = [f"<p><strong>Warning:</strong> {html.escape(warning)}</p>" for warning in warnings]
     figures = [picture(pair.image, f"{pair.index}: {' | '.join(pair.captions)}") for pair in examples]

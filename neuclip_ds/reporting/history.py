@@ -33,7 +33,7 @@ class CountsSteps(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """A launch of a run, as far as it is known."""
+    """A launch of a run, as far as the history records it."""
 
     start: datetime
     end: datetime | None  # None if the launch was killed or is running

@@ -188,7 +188,7 @@ def _duration(launches: list[Launch]) -> str:
 
 
 def _until_now(launches: list[Launch]) -> list[Launch]:
-    """Return the launches; the last one, which writes the report, ends now if it has no end."""
+    """Return the launches; if the last one, which writes the report, has no end yet, it ends now."""
     *earlier, last = launches
     if last.end is None:
         last = replace(last, end=datetime.now(timezone.utc))
@@ -324,7 +324,7 @@ def _percent(score: float) -> str:
 
 
 def _plots(series: Mapping[str, Series]) -> Iterator[dict[str, Any]]:
-    """Yield the known plots, and one of each remaining metric, for page.js; split crowded plots into one per curve.
+    """Yield the known plots, and a plot of each remaining metric, for page.js; split crowded plots into one per curve.
 
     A metric with fewer than two finite values is not plotted; it appears only in the tables.
     """

@@ -40,7 +40,7 @@ def write_retrieved(
     caption_of: Callable[[int], str],
     picture_of: Callable[[int], str],
 ) -> None:
-    """Write FOLDER/retrieved.json; the functions return a sample's caption, and its image as a data: URI, or ""."""
+    """Write FOLDER/retrieved.json; `picture_of` returns a sample's image as a data: URI, or ""."""
     entries = []
     for query in queries:
         images = [{**asdict(image), "picture": picture_of(image.index)} for image in query.images]

@@ -62,7 +62,7 @@ def table_shards(tables: Mapping[str, RowTable]) -> Shards:
 
 
 def shard_files(shards: Shards, metadata: Mapping[str, Any], communicator: Communicator) -> list[StateFile]:
-    """Return the files for this rank to write its state shards; the index also stores rank 0's `metadata`.
+    """Return the files that this rank writes: its state shards and, on rank 0, an index that also stores `metadata`.
 
     All ranks call this together.
     """
@@ -74,7 +74,7 @@ def shard_files(shards: Shards, metadata: Mapping[str, Any], communicator: Commu
 
 
 class _StoredRows(NamedTuple):
-    """Rows [start, stop) of a tensor and the number of the file that stores them; sorts by start."""
+    """Rows [start, stop) of a tensor and the number of the file that stores them; instances sort by `start`."""
 
     start: int
     stop: int
@@ -88,7 +88,7 @@ class ShardFiles:
 
     Attributes:
         folder: folder of the files.
-        metadata: what the writer stored in the index.
+        metadata: metadata that the writer stored in the index.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -50,9 +50,9 @@ class SaveCheckpoints(Hook):
             loop.events.add(loop.done, "save_failed", message, shared=True)
 
     def _is_due(self, loop: Loop, result: StepResult) -> bool:
-        """Return whether `run.checkpoint_every` steps have passed.
+        """Return whether a multiple of `run.checkpoint_every` steps has been reached since the last save.
 
-        Earlier updates may have caused a skipped step, so a checkpoint waits for the next applied step.
+        Earlier updates may be the reason for a skipped step, so a checkpoint waits for the next applied step.
         """
         every = loop.context.config.run.checkpoint_every
         return result.applied and loop.done // every > self._last_attempt // every

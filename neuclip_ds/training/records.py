@@ -48,8 +48,9 @@ class WriteRecords(Hook):
     """Writes metrics, events and bad samples, and ends the run if too many samples are bad or a signal asks for it.
 
     Metrics are written every `run.log_every` steps, with the throughput and the fractions of time spent waiting. At
-    these steps, one exchange tells all ranks about the others' bad samples and stop signals; if any rank has received a
-    signal, or a hook has requested a stop on any rank, all ranks stop after the same step, with a checkpoint.
+    these steps, one exchange informs all ranks of the other ranks' bad samples and stop signals; if any rank has
+    received a signal, or a hook has requested a stop on any rank, all ranks stop after the same step, with a
+    checkpoint.
     """
 
     def __init__(self) -> None:
@@ -119,7 +120,7 @@ class WriteRecords(Hook):
                 loop.stop_signal = signal_number
 
     def _record_metrics(self, loop: Loop, result: StepResult) -> dict[str, float]:
-        """Return the metrics of a record in addition to those of the step."""
+        """Return the metrics that a record has in addition to the step's metrics."""
         communicator = loop.context.communicator
         seconds = time.perf_counter() - self._interval_start
         metrics: dict[str, float] = {}

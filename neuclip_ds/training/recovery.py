@@ -121,7 +121,7 @@ def load_recovered_state(checkpoint: Path, context: RunContext, loss: Contrastiv
 
 
 def _check_reference(checkpoint: Path, recovered: Mapping[str, Any], data: Mapping[str, Any]) -> None:
-    """Raise `UserError` if u was recovered with a different reference model, or only one of the two runs has one."""
+    """Raise `UserError` if u was recovered with a different reference model, or if only one run has one."""
     recovered_job = recovered.get("features", {}).get(REFERENCE)
     job = data.get("features", {}).get(REFERENCE)
     if recovered_job != job:
@@ -140,7 +140,7 @@ def gamma_epoch_offset(config: Config) -> int:
 
 
 def find_reused(context: RunContext) -> Path:
-    """Return the checkpoint named by `recovery.reuse`, or the newest in the named run (recovery checkpoints first)."""
+    """Return the checkpoint named by `recovery.reuse`, or the named run's newest one (recovery checkpoints first)."""
     path = context.config.recovery.reuse
     assert path is not None
 

@@ -63,7 +63,8 @@ def staging_folder(config: Config, folder: Path, communicator: Communicator) -> 
 def move_staged_files(staged: Path, folder: Path, config: Config) -> Changes:
     """Move a launch's staged files into the run's folder, and write the config; called on one rank.
 
-    Returns the options that differ from the previous launch; nothing if there was none or its config is damaged.
+    Returns the options that differ from the previous launch; nothing if there was no previous launch or its config is
+    damaged.
     """
     text = dump(config)
     before = None

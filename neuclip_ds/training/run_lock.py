@@ -117,7 +117,7 @@ def _lock_file(handle: int) -> None:
     except OSError as error:
         if error.errno in _LOCK_IS_HELD:
             raise
-        # a kernel with only the older locks, which a process loses when it closes the file, wherever it opened it
+        # an older kernel, which has only locks that a process loses as soon as any of its code closes the file
         fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 

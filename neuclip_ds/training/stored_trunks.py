@@ -1,4 +1,4 @@
-"""Check that stored outputs of frozen trunks are those of a run's towers."""
+"""Check that stored outputs of frozen trunks come from a run's towers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +19,7 @@ _FIX = "embed the training data with the model that the run starts from, and --o
 
 
 def check_frozen_trunks(config: Config) -> None:
-    """Raise `UserError` if the trunk of a tower with stored outputs is trained, or an option then has no effect."""
+    """Raise `UserError` if a trunk whose outputs are stored is trained, or an option has no effect on them."""
     folders = tower_folders(config.data)
     for table in folders:
         tower = TOWER_OF_TABLE[table]

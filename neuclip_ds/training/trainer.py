@@ -50,7 +50,7 @@ from neuclip_ds.losses.base import Position
 from neuclip_ds.losses.contrastive_loss import ContrastiveLoss
 from neuclip_ds.losses.stored_features import stored_folders
 from neuclip_ds.models.compilation import Compilation, compile_towers, resolve_compilation
-from neuclip_ds.models.pretrained.base import LogitParameters
+from neuclip_ds.models.pretrained.base import LogitParameters, read_start_hash
 from neuclip_ds.models.source import ModelSource
 from neuclip_ds.models.trained_parts import Parameters
 from neuclip_ds.models.weights_hash import weights_hash
@@ -200,7 +200,7 @@ class RunContext:
     comm_dtype: torch.dtype
     """Dtype in which features are sent between ranks."""
     compilation: Compilation
-    """What torch.compile compiles."""
+    """Parts of the towers that torch.compile compiles."""
     fingerprint: Fingerprint
     checkpoint_extras: Mapping[str, bytes]
     """Files to add to each checkpoint: the config, tokenizer and model description, by name."""
@@ -213,7 +213,7 @@ class Run:
     loop: "Loop"
     evaluator: Evaluator
     recovery: "Loop | None"
-    """Runs before `loop`."""
+    """The loop that recovers statistics before `loop` runs; None if there is nothing to recover."""
 
 
 def build_run(config: Config, communicator: Communicator, folder: Path, staged: Path) -> Run:
@@ -249,7 +249,9 @@ def build_run(config: Config, communicator: Communicator, folder: Path, staged: 
     device_type = communicator.device.type
     compilation = resolve_compilation(config.model.compile, device_type, zero_stage(engine_config))
     # docs: build
-    engine, logits, parameters = start_encoders(config, engine_config, source, data, communicator, staged, compilation)
+    engine, logits, parameters = start_encoders(
+        config, engine_config, source, data, communicator, staged, compilation, resumed
+    )
     # docs: end
     context = RunContext(
         config=config,
@@ -311,11 +313,13 @@ def start_encoders(
     communicator: Communicator,
     staged: Path,
     compilation: Compilation,
+    resumed: Path | None,
 ) -> tuple[Engine, LogitParameters, int]:
     """Build or load the encoders, write a description of them to `staged`, and start DeepSpeed's engine.
 
+    With `resumed`, a checkpoint, the description keeps its hash of the weights that the run started from.
     Returns the engine, the encoders' temperature and bias, and the number of parameters. Raises `UserError` if the
-    stored outputs of frozen trunks are those of another model.
+    stored outputs of frozen trunks come from another model.
     """
     torch.manual_seed(config.run.seed)  # the same weights on every rank
     model, logits = source.load(data.tokenizer)
@@ -324,7 +328,10 @@ def start_encoders(
 
     def save() -> None:
         with explain_disk(staged / MODEL):
-            start_hash = weights_hash(model) if config.model.pretrained else None
+            if resumed is not None:
+                start_hash = read_start_hash(resumed / MODEL)  # the start may have been replaced since
+            else:
+                start_hash = weights_hash(model) if config.model.pretrained else None
             source.save(staged / MODEL, logits, start_hash)
 
     communicator.on_rank_zero(save)
@@ -356,7 +363,7 @@ class StepResult:
     not_finite: Sequence[int]
     """Indices of samples on all ranks with non-finite features, if the step was skipped."""
     is_partial_batch: bool
-    """Whether the batch is the small last one of an epoch, whose loss is not comparable to a full batch's."""
+    """Whether the batch is the small last batch of an epoch, whose loss is not comparable to a full batch's."""
     batch: RankBatch
     """This rank's samples, whose pixels have been released."""
     lr: float

@@ -145,7 +145,7 @@ class RandomFeatures:
 
 
 def random_features(rows: int, dim: int, communicator: Communicator, kind: str = "random") -> RandomFeatures:
-    """Return this rank's random features; the kinds other than `random` imitate features during training."""
+    """Return this rank's random features; kinds other than `random` resemble features that occur in training."""
     generator = torch.Generator().manual_seed(communicator.rank)
     image = torch.randn(rows, dim, generator=generator)
     text = torch.randn(rows, dim, generator=generator)

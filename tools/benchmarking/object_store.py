@@ -2,7 +2,8 @@
 
 The server answers the read requests of boto3, s3fs and curl: GET and HEAD of an object, with ranges, and ListObjectsV2,
 all path-style and with any signature. `GET /?counters` returns as JSON the number of requests answered and of body
-bytes sent so far; it is neither delayed nor counted. The server listens on 127.0.0.1 and ends with its parent program.
+bytes sent so far; this request is neither delayed nor counted. The server listens on 127.0.0.1 and ends with its parent
+program.
 
     python tools/benchmarking/object_store.py FOLDER --latency-ms 50 --bandwidth-mb 20
 """

@@ -12,7 +12,7 @@ from neuclip_ds.losses.contrastive_loss import ContrastiveLoss
 
 
 class StepLoss(Protocol):
-    """What a training step uses of a `ContrastiveLoss`; a baseline for comparison has the same interface."""
+    """The part of `ContrastiveLoss` that a training step uses; a baseline for comparison has the same interface."""
 
     metric_tensors: dict[str, Tensor]
     feature_gradient_norm: Tensor | None

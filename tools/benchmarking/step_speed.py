@@ -41,7 +41,7 @@ class Measured:
 
     @property
     def group(self) -> tuple[str, int, int]:
-        """What must be equal for two speeds to be compared."""
+        """Input, number of ranks and pairs per rank, which must be equal for two speeds to be compared."""
         return self.source, self.ranks, self.rows
 
 

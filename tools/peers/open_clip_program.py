@@ -5,8 +5,8 @@ of the same size. Random pairs can replace its loader. On CPUs, DistributedDataP
 GPUs may have. webdataset 1.0 omits its marks at the end of shards, which open_clip, written for 0.2, cannot read.
 
 The program runs version 3 and the main branch of June 2026, in which batches are dictionaries. There, the option
---length-bucketing sorts captions by length: of random pairs, all are sorted and cut to the longest caption of a batch,
-the best case of this option.
+--length-bucketing sorts captions by length: random captions are all sorted, and each batch is cut after its longest
+caption, which is the best case for this option.
 """
 
 import argparse
@@ -168,7 +168,7 @@ def random_pairs(config: Config, arguments: argparse.Namespace, environment: Ran
 
 
 def sorted_by_length(pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-    """Sort the captions of all batches by length, and cut those of a batch after its longest caption."""
+    """Sort the captions of all batches by length, and cut each batch after its longest caption."""
     tokens = torch.cat([tokens for _, tokens in pairs])
     lengths = tokens.eq(EOS).int().argmax(dim=1) + 1
     sorted_lengths, order = lengths.sort()

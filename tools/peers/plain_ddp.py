@@ -39,7 +39,7 @@ _LARGEST_SCALE = math.log(100)
 
 
 class FloatTowers(nn.Module):
-    """The towers with torchvision's float32 pixels as input, and the temperature."""
+    """The towers, which take float32 pixels normalized by torchvision, and the temperature."""
 
     def __init__(self, towers: DualEncoder, logit_scale: float) -> None:
         super().__init__()

@@ -351,6 +351,29 @@ def guide_settings() -> str:
     return markdown(["setting", "guide", "recall of the guide", "runs"], rows, of_stages("guide", "towers_guide"))
 
 
+def trained_towers() -> str:
+    """Recall of OpenCLIP with both towers trained, and the differences of the other arms from it."""
+    stages = {
+        "trained_scenes": "scenes, 2 epochs",
+        "trained_scenes_long": "scenes, 6 epochs",
+        "trained_photographs": "photographs, 2 epochs",
+    }
+    by_title: dict[str, Mapping[str, Seeds]] = {}
+    results: list[Result] = []
+    for stage, title in stages.items():
+        by_arm: dict[str, dict[int, Result]] = {}
+        for result in of_stages(stage):
+            by_arm.setdefault(result.arm, {})[result.seed] = result
+        if by_arm:
+            by_title[title] = by_arm
+            results += of_stages(stage)
+    rows = [[f"recall of `{PEER}`", *(mean(by_arm[PEER]) for by_arm in by_title.values())]]
+    for arm in arms_of(*stages):
+        if arm != PEER:
+            rows.append([label(arm), *(gain(by_arm.get(arm, {}), by_arm[PEER]) for by_arm in by_title.values())])
+    return markdown([f"recall minus that of `{PEER}`", *by_title], rows, results)
+
+
 def fine_tuning() -> str:
     """Recall after fine-tuning, and the difference from OpenCLIP without recovery."""
     peer = runs("tune", "tune openclip", 16)
@@ -370,5 +393,6 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "study_oracles": oracles,
     "study_guide_settings": guide_settings,
     "study_guides": guides,
+    "study_trained_towers": trained_towers,
     "study_fine_tuning": fine_tuning,
 }

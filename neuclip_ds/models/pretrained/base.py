@@ -56,7 +56,7 @@ class Preprocessing:
     interpolation: Interpolation = "bicubic"  # used for resizing
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as JSON, whose lists take the place of tuples; the last two only if they are not usual."""
+        """Return the fields as JSON, with lists in place of tuples; omit defaults of the last two fields."""
         fields = {"size": self.size, "mean": list(self.mean), "std": list(self.std), "squash": self.squash}
         if self.margin:
             fields["margin"] = self.margin

@@ -32,7 +32,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """Read a state dict from a safetensors file, a torch file or a training checkpoint.
 
-    Numbers of numpy, which some training checkpoints have in the optimizer's state, are accepted. The prefixes that
+    Scalars of numpy, which some training checkpoints have in the optimizer's state, are accepted. The prefixes that
     DDP, torch.compile and Lightning put before names are removed.
 
     Raises:
@@ -59,7 +59,7 @@ def _numpy_scalar_globals() -> list[Any]:
 
 
 def _state_dict(content: Any, path: Path) -> dict[str, Tensor]:
-    """Return the tensors by name in the content of a file; raise UserError if it has something else."""
+    """Return the tensors by name in the content of a file; raise UserError if the content is something else."""
     if isinstance(content, Mapping):
         nested = [content[key] for key in _STATE_KEYS if isinstance(content.get(key), Mapping)]
         state = nested[0] if nested else content

@@ -319,9 +319,10 @@ def write_config(folder: Path, config: Mapping[str, Any], preprocessing: Preproc
 
 
 def clip_bpe(context_length: int) -> CaptionTokenizer:
-    """Return CLIP's BPE tokenizer, with the vocabulary from the open_clip package, whose ids it returns.
+    """Return CLIP's BPE tokenizer, with the vocabulary of the open_clip package and the same ids.
 
-    Two differences remain: padding, and special tokens in a caption, which are plain text here.
+    Two differences from open_clip's tokenizer remain: the padding, and special tokens spelled out in a caption, which
+    are plain text here.
     """
     tokenizer = to_transformers_tokenizer(import_open_clip().SimpleTokenizer())
     tokenizer.init_kwargs[CLEAN_CAPTIONS] = True
@@ -350,7 +351,8 @@ def to_transformers_tokenizer(tokenizer: Any) -> Any:
 def with_own_encoder(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Return a config that names no text encoder in a folder of this machine; copy the encoder's config to `folder`.
 
-    A name on the hub stays. Another encoder is then `encoder`, a folder that open_clip finds if it is run in `folder`.
+    A hub name is kept. A local folder is replaced by `encoder`, a relative path that open_clip finds if it runs in
+    `folder`.
     """
     text = config.get("text_cfg", {})
     encoder = Path(text.get("hf_model_name") or "").expanduser()
@@ -362,7 +364,7 @@ def with_own_encoder(config: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _use_own_encoder(config: dict[str, Any], folder: Path) -> None:
-    """Name the text encoder in a folder that `with_own_encoder` wrote by its full path."""
+    """Replace the relative path of the text encoder, which `with_own_encoder` wrote, by the full path in `folder`."""
     text = config.get("text_cfg", {})
     if text.get("hf_model_name") == _ENCODER and (folder / _ENCODER).is_dir():
         text["hf_model_name"] = str(folder / _ENCODER)
@@ -410,5 +412,5 @@ def _read_preprocessing(
 
 
 def _channels(value: Any) -> tuple[Any, ...]:
-    """Return a statistic for each channel; a number is that of all three."""
+    """Return a statistic as one value per channel; a single number applies to all three channels."""
     return tuple(value) if isinstance(value, list | tuple) else (value,) * 3

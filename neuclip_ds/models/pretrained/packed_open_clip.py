@@ -66,7 +66,8 @@ def _packable_trunk(padded: Forward) -> Forward:
 def _packable_block(padded: Forward) -> Forward:
     """Return a forward method of `ResidualAttentionBlock` that calls `padded`, except for packed captions.
 
-    Of packed captions, it maps (N, width) hidden states to those of the next block or, with `rows`, of those rows only.
+    For packed captions, it maps (N, width) hidden states to the next block's hidden states (with `rows`, of these rows
+    only).
     """
 
     def forward(
@@ -91,7 +92,7 @@ def _packable_block(padded: Forward) -> Forward:
 def _packable_attention(padded: Forward) -> Forward:
     """Return a forward method of `MultiheadAttention` that calls `padded`, except for packed captions.
 
-    Of packed captions, it maps (N, width) hidden states to outputs of attention or, with `rows`, to those of the rows.
+    For packed captions, it maps (N, width) hidden states to the outputs of attention (with `rows`, of these rows only).
     """
 
     def forward(

@@ -1,7 +1,7 @@
 """Resample learned position embeddings to another image size or context length, with the results of open_clip.
 
-Embeddings of image patches are resampled by antialiased bicubic interpolation, those of tokens linearly. Embeddings
-that precede those of the patches, as of a class token, stay.
+Embeddings of image patches are resampled by antialiased bicubic interpolation, and embeddings of tokens by linear
+interpolation. Embeddings that precede the embeddings of patches, such as the class token's, are unchanged.
 """
 
 import math
@@ -41,7 +41,8 @@ def resample_positions(tensors: Mapping[str, Tensor], expected: Mapping[str, Ten
 def resample_patches(table: Tensor, count: int) -> Tensor:
     """Resample the (n, width) position embeddings of an image to `count` rows, which belong to a square of patches.
 
-    If no number of preceding embeddings leaves a square before and after, the table is returned as it is.
+    The table may begin with embeddings that are not of patches, whose number is inferred: without them, both n and
+    `count` must be squares. If there is no such number, the table is returned unchanged.
     """
     for prefix in range(min(len(table), count)):
         old_side = math.isqrt(len(table) - prefix)

@@ -72,7 +72,7 @@ class PretrainedTextTower(TextTower):
 
     def feature(self, x: Any) -> Tensor:
         """Return the (b, width) features of int64 ids (b, T), which end with PADDING in rows of fewer than T tokens."""
-        # as `packed` of other towers: on a CPU, the host need not wait to know the lengths
+        # like `packed` in other towers, only on a CPU by default, where the host need not wait for the lengths
         if self.packed == "auto" and x.device.type == "cpu" and not torch.compiler.is_compiling():
             x = _without_common_padding(x)
         is_token = x != PADDING
@@ -109,7 +109,8 @@ class TextEncoderTokenizer:
     Args:
         tokenizer: the transformers tokenizer.
         context_length: maximum number of tokens per caption, including special tokens.
-        ends_with_eos: whether the last token of every caption must be EOS (or BERT's SEP), also if it is truncated.
+        ends_with_eos: whether the last token of every caption must be EOS (or BERT's SEP), even if the caption is
+            truncated.
         pads_to_context: whether captions are padded to `context_length` instead of the longest one.
 
     Raises UserError if captions must end with EOS, but the tokenizer has no such token.
@@ -132,7 +133,8 @@ class TextEncoderTokenizer:
     def __call__(self, captions: list[str]) -> Tensor:
         """Return (b, T) int64 ids, padded on the right with PADDING.
 
-        T is the context length if captions are padded to it, else the length of the longest, or 1 without captions.
+        T is the context length if captions are padded to it, else the length of the longest caption, or 1 without
+        captions.
         """
         rows: list[list[int]] = []
         if captions:  # transformers raises IndexError for an empty list
@@ -144,7 +146,7 @@ class TextEncoderTokenizer:
         return torch.tensor(padded, dtype=torch.int64).reshape(len(rows), width)
 
     def _ended(self, row: Sequence[int]) -> list[int]:
-        """Return a caption's ids, of which there is at least one, with EOS at the end if it is required."""
+        """Return a caption's ids (at least one), with EOS at the end if it is required."""
         ids = list(row)
         if self._last_id is not None and (not ids or ids[-1] != self._last_id):
             ids = [*ids[: self.context_length - 1], self._last_id]
@@ -196,7 +198,8 @@ def open_text_encoder(
         context_length: maximum number of tokens per caption; by default, the smallest limit in the folder's configs.
 
     Raises:
-        UserError: there is no pooling, the encoder takes fewer tokens, or the weights or the tokenizer are missing or
+        UserError: there is no pooling, the encoder takes fewer tokens than `context_length`, or the weights or the
+        tokenizer are missing or
             unsupported.
     """
     chosen = pooling or _read_pooling(folder, "--pooling")
@@ -229,7 +232,7 @@ class TextEncoderSource:
         """Return the encoder's tokenizer, which pads captions to `model.text.context_length`.
 
         Raises:
-            UserError: the tokenizer is missing or does not fit, or the encoder takes fewer tokens.
+            UserError: the tokenizer is missing or does not fit, or the encoder takes fewer tokens than that option.
         """
         with torch.device("meta"):
             trunk = _new_trunk(self.folder)
@@ -327,7 +330,7 @@ def _load_trunk(folder: Path) -> Any:
 
 
 def _only_hidden_states(trunk: Any) -> Any:
-    """Remove what a tower does not use: BERT's pooler, the cache of decoders, and the module around T5's encoder."""
+    """Remove unused parts: BERT's pooler, the cache of decoders, and the module around T5's encoder."""
     if getattr(trunk, "shared", None) is not None:
         trunk = trunk.get_encoder()  # the module around it has the token embeddings under a second name
     if getattr(trunk, "pooler", None) is not None:

@@ -210,7 +210,7 @@ class TransformersCheckpoint(ModelSource):
         return resized
 
     def _to_dual_encoder(self, model: Any) -> DualEncoder:
-        """Make transformers' model a dual encoder; SigLIP's has no projections."""
+        """Make transformers' model a dual encoder; SigLIP's model has no projections."""
         image_projection = getattr(model, "visual_projection", None)
         text_projection = getattr(model, "text_projection", None)
         vision = VisionTower(model.vision_model, image_projection, self.preprocessing.mean, self.preprocessing.std)

@@ -22,12 +22,13 @@ class Hook:
     `train` run before the built-in ones (health, metrics, signals, checkpoints, evaluation) and close after them.
 
     A `loop` has these attributes: `folder`, `done` and `total` (numbers of steps), `loss` (a `ContrastiveLoss`),
-    `metrics`, `events` (see `start`), and `stop_requested`. Setting the last one to True on all ranks ends the loop
-    after the current step, with a checkpoint.
+    `metrics`, `events` (see `start`), and `stop_requested`. To end the loop after the current step with a checkpoint,
+    set `loop.stop_requested = True` on all ranks.
 
-    The `result` of a step has these: `step` (number of steps done), `loss`, `tau`, `lr`, `grad_norm` (of the encoders),
-    `applied` (False if the step was skipped), `skipped` (number of steps so far), `batch` (this rank's samples, without
-    pixels), `seconds` (duration of the step), and `waited` (seconds of it spent waiting for the batch).
+    The `result` of a step has these attributes: `step` (number of steps done), `loss`, `tau`, `lr`, `grad_norm` (of the
+    encoders), `applied` (False if the step was skipped), `skipped` (number of skipped steps so far), `batch` (this
+    rank's samples, without pixels), `seconds` (duration of the step), and `waited` (seconds of it spent waiting for the
+    batch).
 
     Attributes:
         in_recovery: whether the hook also runs during the recovery of statistics (`recovery.*`).
@@ -99,7 +100,7 @@ class Hook:
 
 
 def hook_names(hooks: Sequence[Hook]) -> list[str]:
-    """Return the names under which a checkpoint stores the hooks' states: their classes, numbered from the second on.
+    """Return the names of the hooks' states in a checkpoint: class names, numbered from the second hook of a class on.
 
     A resumed run must have the hooks of one class in the same order.
     """

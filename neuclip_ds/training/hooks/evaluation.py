@@ -27,10 +27,10 @@ _RECALLS = ("image_to_text_recall@1", "text_to_image_recall@1")
 
 
 class EvaluateModel(Hook):
-    """Evaluates the model every `run.evaluate_every` steps and after the last, and its start if `evaluates_start`.
+    """Evaluates the model every `run.evaluate_every` steps, at the end, and before step 1 if `evaluates_start`.
 
-    The first and the last evaluation are compared with the start's. A resumed run first runs any evaluation due at the
-    checkpoint's step, unless metrics.jsonl has the results.
+    The first evaluation after step 1 and the last one are compared with the evaluation before step 1. A resumed run
+    first runs any evaluation due at the checkpoint's step, unless metrics.jsonl has the results.
 
     Args:
         evaluator: evaluates the model.
@@ -120,7 +120,7 @@ class EvaluateModel(Hook):
         return loop.context.communicator.on_rank_zero(read)
 
     def _compare_with_start(self, loop: Loop) -> None:
-        """Warn if the first or the last evaluation is below that of the checkpoint that the run started from."""
+        """Warn if scores of the first or the last evaluation are below the scores of the run's initial checkpoint."""
         if loop.done == 0 or not loop.context.config.model.pretrained:
             return
         evaluations = _evaluations(loop.folder)
@@ -179,8 +179,8 @@ class EvaluateModel(Hook):
 def evaluates_start(config: Config) -> bool:
     """Return whether a run is also evaluated before step 1.
 
-    It is with `run.best_metric`, and if it starts from a checkpoint, so that a loss of what the checkpoint knew is
-    noticed; except if it would otherwise be evaluated only at the end, on sets that may take hours.
+    It is with `run.best_metric`. It also is if it starts from a checkpoint, so that scores below the checkpoint's are
+    noticed, unless it is otherwise evaluated only at its end and the evaluation may take hours.
     """
     run = config.run
     if run.best_metric is not None:
@@ -190,7 +190,7 @@ def evaluates_start(config: Config) -> bool:
 
 
 def scores_below(start: Mapping[str, float], now: Mapping[str, float], best_metric: str | None) -> list[str]:
-    """Describe each of two scores that is below the start's: the target's, and the mean of all other scores.
+    """Describe which of two scores are below the start's: the target's score, and the mean of all other scores.
 
     The target is `best_metric` or, by default, the mean recall@1. The other scores are the zero-shot accuracy and the
     scores of evaluation sets. Scores that only one of the evaluations has are ignored.

@@ -44,7 +44,7 @@ class CopyRun(Hook):
     """Copies metrics, logs, and the newest and best checkpoints from rank 0, one copy at a time.
 
     A checkpoint saved during a copy is skipped unless it is the newest or best. A failure is recorded as an event and
-    does not end the run. A run starts from the newest intact checkpoint in its folder and its copy, and ends by copying
+    does not end the run. A run starts from the newest intact checkpoint in its folder or its copy, and ends by copying
     its final files.
     """
 
@@ -141,11 +141,11 @@ class CopyRun(Hook):
 
 
 def restore(run: RunConfig, communicator: Communicator, *folders: Path) -> None:
-    """Make the newest checkpoint that is intact in a run's folder or in its copy the newest intact one in the folder.
+    """Fetch the newest intact checkpoint from a run's copy, unless the run's folder has one that is at least as new.
 
     A checkpoint fetched from the copy comes with the best checkpoint, and with the records that the folder lacks or, if
-    the copy is of a later step, with all records. A damaged checkpoint that it replaces is renamed. All ranks call this
-    together.
+    the copy is of a later step, with all records. A damaged local checkpoint of the same step is renamed. All ranks
+    call this together.
 
     Args:
         run: section of the config with the store's URL.
@@ -212,7 +212,7 @@ def _fetch(url: str, name: str, folder: Path, is_newer: bool) -> str:
             problem = _download(remote, name, downloaded)
             if problem:
                 return problem
-            # before the checkpoint: a launch that is killed in between fetches both again
+            # records before the checkpoint, so that the next launch fetches both again if this one is killed in between
             remote.pull_records(folder, replace=is_newer)
             set_aside(checkpoints / name)
             downloaded.rename(checkpoints / name)

@@ -70,7 +70,7 @@ class CollectGarbage(Hook):
     """
 
     def start(self, loop: Loop) -> None:
-        self._controls = gc.isenabled()  # otherwise the user does
+        self._controls = gc.isenabled()  # otherwise, the user controls the collections
         if not self._controls:
             return
         gc.collect()
@@ -87,8 +87,8 @@ class CollectGarbage(Hook):
 class ShowProgress(Hook):
     """Logs the step, loss, temperature, throughput and remaining time on rank 0, every 10 seconds and at the end.
 
-    In the first minute, there is a line every 2 seconds. The loss is that of the last full batch. The other ranks log
-    only warnings.
+    In the first minute, there is a line every 2 seconds. The logged loss belongs to the last full batch. The other
+    ranks log only warnings.
     """
 
     def start(self, loop: Loop) -> None:
