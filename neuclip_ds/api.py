@@ -184,7 +184,9 @@ class Model:
         without a temperature also raises `ValueError`.
         """
         if self.temperature is None:
-            raise ValueError("The model's checkpoint has no temperature: compare the features directly.")
+            raise ValueError(
+                "The model's checkpoint has no temperature: compare the features of encode_images and encode_texts."
+            )
         logits = self.encode_images(images) @ self.encode_texts(texts).T / self.temperature
         return logits if self.bias is None else logits + self.bias
 

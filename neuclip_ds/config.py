@@ -496,7 +496,7 @@ class OptimizerConfig(Section):
     @model_validator(mode="after")
     def _rates_have_a_base(self) -> OptimizerConfig:
         if self.lr == 0 and (self.vision_lr or self.text_lr):
-            raise ValueError("lr=0 leaves no schedule that a tower's lr could follow; set lr to the larger of the two")
+            raise ValueError("lr=0 leaves no schedule for vision_lr and text_lr; set lr to the larger of these two")
         return self
 
 

@@ -73,7 +73,7 @@ def read_best(folder: Path) -> Best | None:
     best = Best(fields.get("step", 0), fields.get("metric", ""), fields.get("value", 0.0))
     types = [type(value) for value in best]
     if fields.keys() != set(Best._fields) or types not in ([int, str, float], [int, str, int]):
-        raise DamagedCheckpoint(f"{path} is damaged (its fields are not those of such a record). {fix}.")
+        raise DamagedCheckpoint(f"{path} is damaged (it does not have the expected fields). {fix}.")
     return best
 
 

@@ -400,7 +400,7 @@ def _with_target(
             return data, task
     target = Task.own(_VALIDATION, "retrieval")
     if any(task.key == target.key for task, _ in data.tasks):
-        raise UserError(f"A set in --data is called {_VALIDATION}, as the run's validation pairs are: rename it.")
+        raise UserError(f"A set in --data has the name of the run's validation pairs, {_VALIDATION}: rename the set.")
     manifest = _open_validation(config, checkpoint, communicator)
     path = Path(validation or "held out of data.train")
     tasks = [(target, path), *data.tasks]

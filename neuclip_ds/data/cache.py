@@ -82,8 +82,8 @@ class ShardCache:
         disk_bytes = status.f_blocks * status.f_frsize
         if capacity_bytes > disk_bytes:
             raise UserError(
-                f"data.cache_gb={capacity_bytes / 1e9:g} is more than the disk of {folder} holds, which is "
-                f"{disk_bytes / 1e9:.1f} GB: lower it, or set data.cache_dir to a folder on a larger disk."
+                f"data.cache_gb={capacity_bytes / 1e9:g} is more than the disk of {folder} holds "
+                f"({disk_bytes / 1e9:.1f} GB): lower it, or set data.cache_dir to a folder on a larger disk."
             )
 
     def path(self, url: str, expected_bytes: int, expected_crc32: int | None = None) -> Path:

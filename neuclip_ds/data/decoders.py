@@ -129,7 +129,7 @@ def _parse(name: str) -> _Source:
     if (kind == TEXT and key in ("", _LINES)) or (kind == JSON and key):
         return _Source(prefix.lower() + kind, kind == JSON, key)
     raise UserError(
-        f"data.captions has {name!r}, which is not a source: use txt, txt:lines or json:KEY, also as in syn.txt."
+        f"data.captions has {name!r}, which is not a source: use txt, txt:lines, json:KEY or a form such as syn.txt."
     )
 
 

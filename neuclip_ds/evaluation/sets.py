@@ -216,9 +216,10 @@ def _samples_of_shard(shard: Path) -> Iterator[Sample]:
         raise UserError(f"{shard} is damaged at byte {index.gaps[0].offset}; download it again.")
     if index.split or index.repeated or index.unreadable:
         raise UserError(
-            f"{shard} has {index.split} samples whose members are not adjacent, {index.repeated} members with the key "
-            f"and the extension of another one, and {index.unreadable} links or sparse members; write it again with "
-            "webdataset, or with tar --sort=name --dereference --hard-dereference."
+            f"{shard} cannot be used as it is (samples whose members are not adjacent: {index.split}; members with "
+            f"the key and the extension of another member: {index.repeated}; links and sparse members: "
+            f"{index.unreadable}). Write it again with webdataset, or with tar --sort=name --dereference "
+            "--hard-dereference."
         )
     for entry in index.samples:
         members = {name: partial(_read_extent, shard, extent) for name, extent in entry.members.items()}

@@ -790,7 +790,7 @@ def _config_and_builder(
     """Return the options of a loss and the function that builds it; raise `UserError` if an option is invalid."""
     if isinstance(method, ObjectiveConfig):
         if options:
-            raise UserError(f"Options {', '.join(options)} cannot change an ObjectiveConfig: set them in the config.")
+            raise UserError(f"An ObjectiveConfig is complete: set {', '.join(options)} in it.")
         return method, find_method(method.method).build
     if isinstance(method, str):
         config = _validated({"method": method, **options}, f"method {method}")
@@ -806,7 +806,7 @@ def _validated(options: dict[str, Any], name: str) -> ObjectiveConfig:
         for problem in error.errors():
             option = ".".join(str(part) for part in problem["loc"])
             problems.append(f"{option}: {problem['msg']}")
-        raise UserError(f"Options of {name}: {'; '.join(problems)}") from error
+        raise UserError(f"The options of {name} are wrong: {'; '.join(problems)}") from error
 
 
 def _state_of(function: LossFunction) -> dict[str, Any]:

@@ -117,7 +117,7 @@ def config_warnings(config: Config, steps: int) -> list[str]:
         is_pretrained = bool(config.model.pretrained) or bool(getattr(config.model, tower).pretrained)
         trained = config.model.trained(tower)
         if trained in ("frozen", "projection") and not is_pretrained:
-            warnings.append(f"model.{tower}.trainable={trained} freezes random weights: start from pretrained ones.")
+            warnings.append(f"model.{tower}.trainable={trained} freezes random weights: start from pretrained weights.")
     if optimizer.min_lr > 0 and optimizer.schedule == "constant":
         warnings.append("optimizer.min_lr has no effect with optimizer.schedule=constant; cooldown decays to it.")
     elif optimizer.min_lr > optimizer.lr:

@@ -126,8 +126,8 @@ def _check_reference(checkpoint: Path, recovered: Mapping[str, Any], data: Mappi
     job = data.get("features", {}).get(REFERENCE)
     if recovered_job != job:
         raise UserError(
-            f"{checkpoint} contains u of a different objective.reference_model: set it to the features that the "
-            "recovery used, or recover again."
+            f"{checkpoint} contains u of a different objective.reference_model: set this option to the features that "
+            "the recovery used, or recover again."
         )
 
 

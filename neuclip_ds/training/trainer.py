@@ -137,7 +137,7 @@ def train(config: Config, environment: RankEnvironment, hooks: Sequence[Hook] = 
             completed_steps = communicator.on_rank_zero(lambda: read_complete(folder))
             is_complete = loop.done == loop.total and completed_steps == loop.total
             if is_complete:
-                log.info("%s is complete after %d steps; for more, raise epochs or max_steps", folder, loop.done)
+                log.info("%s is complete after %d steps; to train more, raise epochs or max_steps", folder, loop.done)
             else:
                 changes = communicator.on_rank_zero(lambda: move_staged_files(staged, folder, loop.context.config))
 

@@ -307,7 +307,7 @@ def test_shards_that_lose_members_are_refused_with_the_cause(tmp_path: Path, pro
         "repeated": ["a.txt", "a.txt"],
     }
     tar = write_tar(path, [(name, b"0") for name in names[problem]]).read_bytes()
-    message = "2 samples whose members are not adjacent, 0" if problem == "not adjacent" else "0 samples .* 1 members"
+    message = "are not adjacent: 2; .* another member: 0" if problem == "not adjacent" else "adjacent: 0; .* member: 1"
     if problem == "joined":
         path.write_bytes(tar + write_tar(tmp_path / "b.tar", [("b.txt", b"1")]).read_bytes())
         message = "several tars may have been joined"

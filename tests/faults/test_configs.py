@@ -170,7 +170,7 @@ def expanding_aliases(value: str) -> str:
         ("run: {seed: " + "9" * 5000 + "}", "not valid YAML"),
         ("optimizer: {lr: .inf}", "finite"),
         ("optimizer: {lr: .nan}", "lr=nan"),
-        ("run: {seed: 123456789012345678901234567890}", "beyond 64 bits"),
+        ("run: {seed: 123456789012345678901234567890}", "does not fit in 64 bits"),
         ('run: {name: "a\\0b"}', "contains a NUL character"),
         ("model: {vision: {options: {a: 2001-01-01}}}", "is a date; write it in quotes"),
         ("include: [other]", "includes itself (r.yaml includes other.yaml includes r.yaml)"),
