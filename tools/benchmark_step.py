@@ -221,7 +221,9 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--peer-flags", action="append", help="options for one more run of open_clip (none)")
     parser.add_argument("--open-clip-main", type=Path, help="checkout of open_clip's main branch, to run as well")
     parser.add_argument("--open-clip-main-flags", action="append", help="options for one run of the main branch (none)")
-    parser.add_argument("--caption-tokens", default=FULL, help="random captions: full, a mean length, or a file (full)")
+    parser.add_argument(
+        "--caption-tokens", default=FULL, help="tokens of random captions: full, a mean, or a file (full)"
+    )
     parser.add_argument(
         "--time-limit", type=float, default=math.inf, help="time limit of the part `speed`, in seconds (none)"
     )
@@ -231,8 +233,10 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=2, help="interleaved repetitions (2)")
     parser.add_argument("--workers", type=int, default=1, help="loader processes per rank (1)")
     parser.add_argument("--threads", type=int, help="threads per rank (cores / ranks)")
-    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="bf16 is autocast in the peers")
-    parser.add_argument("--zero", type=int, choices=range(4), default=1, help="our ZeRO stage; peers replicate (1)")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="in bf16, the peers use autocast")
+    parser.add_argument(
+        "--zero", type=int, choices=range(4), default=1, help="ZeRO stage of our programs; peers use DDP (1)"
+    )
     parser.add_argument("--share-model", default="models/vitb16", help="recipe for the part `shares` (models/vitb16)")
     parser.add_argument("--share-rows", type=int, default=16, help="pairs per real step of the part `shares` (16)")
     parser.add_argument("--share-steps", type=int, default=2, help="real steps of `shares` after the first (2)")

@@ -62,7 +62,10 @@ def main() -> None:
     parser.add_argument("source", nargs="*", help="folder with shards in train/ and val/, or demo:N for N scenes")
     parser.add_argument("--out", type=Path, default=Path("runs/study"), help="folder for features and results")
     parser.add_argument(
-        "--grid", type=int, default=1, help="image features: the tower's output, averaged in each of GRID x GRID cells"
+        "--grid",
+        type=int,
+        default=1,
+        help="image features: means of the tower's output in GRID x GRID cells, concatenated",
     )
     parser.add_argument("--pixels", action="store_true", help="train small towers on pixels and words instead of heads")
     parser.add_argument("--trainer", action="store_true", help="train towers with the trainer, on one or two sources")
