@@ -199,10 +199,10 @@ def pairs_of_losses() -> str:
         ("neuclip_queue", "fastclip_v3"),
         (QUEUE, "fastclip_v3"),
     ]
-    # variants of NeuCLIP's normalizer are compared with moving averages and with the queue
+    # variants of NeuCLIP are compared with the published one, with moving averages and with the queue
     for arm in arms_of("finals"):
         if arm.startswith("neuclip") and arm not in ("neuclip", "neuclip_queue", QUEUE):
-            compared += [(arm, "fastclip_v3"), (arm, QUEUE)]
+            compared += [(arm, "neuclip"), (arm, "sogclr"), (arm, "fastclip_v3"), (arm, QUEUE)]
     batches = batches_of("finals")
     rows: list[list[str]] = []
     for ours, theirs in compared:
@@ -393,6 +393,5 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "study_oracles": oracles,
     "study_guide_settings": guide_settings,
     "study_guides": guides,
-    "study_trained_towers": trained_towers,
     "study_fine_tuning": fine_tuning,
 }
