@@ -58,7 +58,8 @@ def train(recipe: str | Config, *, hooks: Sequence[Hook] = (), **overrides: Any)
     """
     if isinstance(recipe, Config):
         if overrides:
-            raise TypeError(f"Options {', '.join(overrides)} cannot override a Config: pass the name of a recipe.")
+            names = ", ".join(overrides)
+            raise TypeError(f"A Config is complete: set {names} in it, or pass the name of a recipe instead.")
         config = recipe
     else:
         config = recipe_config(recipe, overrides)
@@ -183,7 +184,9 @@ class Model:
         without a temperature also raises `ValueError`.
         """
         if self.temperature is None:
-            raise ValueError("The model's checkpoint has no temperature: multiply the features by your own.")
+            raise ValueError(
+                "The model's checkpoint has no temperature: compare the features of encode_images and encode_texts."
+            )
         logits = self.encode_images(images) @ self.encode_texts(texts).T / self.temperature
         return logits if self.bias is None else logits + self.bias
 

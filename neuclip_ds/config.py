@@ -257,7 +257,7 @@ class LoraConfig(Section):
     """Rank of the adapters; 0 adds no adapters. A tower with `trainable=all` or `projection` gets
     none."""
     alpha: float = Field(16, gt=0)
-    """Adapters are scaled by alpha / rank."""
+    """Scale of the adapters, whose outputs are multiplied by alpha / rank."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout on the adapters' inputs."""
 
@@ -371,7 +371,7 @@ class TextConfig(TowerConfig):
         if self.pretrained:
             for name in REPLACED_BY_TEXT_ENCODER:
                 if is_given(self, name):
-                    raise ValueError(f"{name} has no effect with pretrained, which has its own; omit it")
+                    raise ValueError(f"{name} has no effect with pretrained, whose encoder has its own; omit it")
         return self
 
 
@@ -431,7 +431,8 @@ class ModelConfig(Section):
         if is_given(self, "embed_dim"):
             given.append("model.embed_dim")
         if given:
-            raise ValueError(f"{', '.join(given)}: no effect with model.pretrained, which has its own; omit it")
+            pronoun = "it" if len(given) == 1 else "them"
+            raise ValueError(f"the checkpoint of model.pretrained determines {', '.join(given)}; omit {pronoun}")
         return self
 
     @model_validator(mode="after")
@@ -495,7 +496,7 @@ class OptimizerConfig(Section):
     @model_validator(mode="after")
     def _rates_have_a_base(self) -> OptimizerConfig:
         if self.lr == 0 and (self.vision_lr or self.text_lr):
-            raise ValueError("lr=0 leaves no schedule that a tower's lr could follow; set lr to the larger of the two")
+            raise ValueError("lr=0 leaves no schedule for vision_lr and text_lr; set lr to the larger of these two")
         return self
 
 
@@ -522,7 +523,9 @@ class RecoveryConfig(Section):
     @model_validator(mode="after")
     def _gamma_has_a_start(self) -> RecoveryConfig:
         if self.reuse and not self.epochs and "statistics" in self.restore:
-            raise ValueError("gamma continues after the epochs of the recovery that reuse names; set epochs to match")
+            raise ValueError(
+                "gamma continues after the epochs of the recovery that reuse names; set recovery.epochs to their number"
+            )
         return self
 
 

@@ -1,4 +1,4 @@
-"""Exceptions that end a run with one message or roll it back, and functions that redact and explain errors."""
+"""Exceptions that end a run with one message or roll it back, and functions that word messages and explain errors."""
 
 import importlib.metadata
 import importlib.util
@@ -75,6 +75,11 @@ class Interrupted(KeyboardInterrupt):
         super().__init__(f"Stopped{where} by {signal.Signals(number).name}; the same command resumes.")
         self.number = number
         self.code = 128 + number
+
+
+def counted(count: int, noun: str, plural: str = "") -> str:
+    """Return a count with its noun, such as "1 shard" or "2,000 shards"; by default, the plural ends in s."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {plural or f'{noun}s'}"
 
 
 def exit_code(error: BaseException) -> int:

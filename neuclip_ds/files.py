@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 from uuid import uuid4
 
-from neuclip_ds.errors import UserError
+from neuclip_ds.errors import UserError, counted
 from neuclip_ds.limits import fix_of_limit
 
 log = logging.getLogger(__name__)
@@ -201,9 +201,9 @@ def records(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
                 skipped.append(number)
     if skipped:
         log.warning(
-            "%s: %d lines are not records with %s and are skipped; the first is line %d",
+            "%s: skipped %s with %s; the first is line %d",
             path,
-            len(skipped),
+            counted(len(skipped), "line that is not a record", "lines that are not records"),
             key,
             skipped[0],
         )
@@ -279,4 +279,7 @@ def best_effort(path: Path) -> Iterator[Path]:
         _failures[path] = count
         is_power_of_two = count & (count - 1) == 0
         if is_power_of_two:
-            log.warning("%s could not be written (number %d): %s", path, count, error.strerror or error)
+            reason = error.strerror or error
+            log.warning(
+                "%s could not be written (failure %d): %s. The program continues without it", path, count, reason
+            )

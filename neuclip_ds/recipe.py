@@ -51,8 +51,8 @@ class TrainCommand(Config):
     gpu_memory: float | None = Field(None, gt=0)
     """With --dry-run: memory of one GPU in GB; the smallest ZeRO stage that fits is printed."""
     measured: Path | None = None
-    """With --dry-run: folder of a run of at least 20 steps with the same model, from whose speed the hours of this run
-    are estimated."""
+    """With --dry-run: folder of a run of at least 20 steps with the same model, DeepSpeed config and method, from whose
+    speed the hours of this run are estimated."""
     profile: CliImplicitFlag[bool] = False
     """Profile ten steps of the run, as --run.profile-steps=10 does."""
 
@@ -281,7 +281,7 @@ def _with_other_methods(tree: dict[str, Any]) -> dict[str, Any]:
         return tree
     sections = objective[_OTHER_METHODS] or {}
     if not isinstance(sections, dict):
-        raise UserError(f"objective.{_OTHER_METHODS}={_shown(sections)} must contain sections of methods.")
+        raise UserError(f"objective.{_OTHER_METHODS}={_shown(sections)} must map sections of methods to their options.")
     for name, options in sections.items():
         if name not in method_sections():
             raise UserError(f"unknown key objective.{_OTHER_METHODS}.{name}{nearest(name, method_sections())}")

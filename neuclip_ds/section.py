@@ -51,13 +51,15 @@ class Section(BaseModel):
             if isinstance(leaf, float) and not math.isfinite(leaf):
                 raise ValueError(f"{text} is not a finite number")
             if isinstance(leaf, int) and not -(2**63) <= leaf < 2**63:
-                raise ValueError("a number is beyond 64 bits")
+                raise ValueError("a number does not fit in 64 bits")
             if not isinstance(leaf, (type(None), float, int, str, PurePath, BaseModel)):
                 raise ValueError(f"{text[:50]} is a {type(leaf).__name__}; write it in quotes")
             if re.search("[\0\ud800-\udfff]", text):
                 raise ValueError(f"{text[:50]!r} contains a NUL character or a surrogate")
             if redact(text) != text:
-                raise ValueError("it contains a secret: set it in a variable that the store's library reads")
+                raise ValueError(
+                    "it contains a secret: set the secret in an environment variable that the store's library reads"
+                )
         return value
 
 

@@ -132,9 +132,12 @@ def test_every_recipe_says_what_it_trains() -> None:
         (["demo", "--objective.method=openclp"], "did you mean openclip?"),
         (
             ["demo_openclip", "--objective.npn.lr=3"],
-            "objective.npn.lr is read by neuclip only",
+            "does not use objective.npn.lr; these methods do: neuclip",
         ),
-        (["demo", "--objective.method=siglip", "--objective.npn.lr=3"], "reads objective.siglip: remove it, or choose"),
+        (
+            ["demo", "--objective.method=siglip", "--objective.npn.lr=3"],
+            "or choose one of these methods. siglip uses objective.siglip",
+        ),
     ],
 )
 def test_mistakes_name_the_option_and_the_fix(options: list[str], words: str) -> None:

@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1])
     parser.add_argument("--micro", type=int, default=32, help="pairs per rank")
     parser.add_argument("--steps", type=int, default=6, help="training steps to measure")
-    parser.add_argument("--turns", type=int, default=3, help="saves of each kind; the median is printed")
+    parser.add_argument("--turns", type=int, default=3, help="number of saves of each kind; the median is printed")
     options = parser.parse_args()
     print(machine())
     print("| model | ranks | GB | step s | unchecked s | save s |")

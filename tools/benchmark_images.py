@@ -349,7 +349,9 @@ def timed(work: Callable[[], Any]) -> tuple[float, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=Path("/data/flickr8k/train"), help="images for mosaics")
-    parser.add_argument("--samples", type=int, default=2048, help="photographs, and samples per measurement (2048)")
+    parser.add_argument(
+        "--samples", type=int, default=2048, help="number of photographs and of samples per measurement (2048)"
+    )
     parser.add_argument("--batch", type=int, default=64, help="samples per batch (64)")
     parser.add_argument("--workers", type=int, default=1, help="loader processes (1)")
     parser.add_argument("--repeats", type=int, default=3, help="interleaved repetitions (3)")

@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("--tau", type=float, default=0.07, help="temperature (default 0.07)")
     parser.add_argument("--features", choices=FEATURES, default="random", help="kind of features (default random)")
     parser.add_argument("--methods", nargs="+", default=[*METHODS], help="methods to measure (default all)")
-    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="bf16 is autocast in the peer")
+    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="in bf16, the peer uses autocast")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="one GPU per rank (default cpu)")
     parser.add_argument("--repeats", type=int, default=20, help="timed steps, interleaved (default 20)")
     arguments = parser.parse_args()

@@ -212,25 +212,37 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--methods", nargs="+", default=["openclip", "neuclip"], help="our methods (openclip neuclip)")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rows", type=int, nargs="+", default=[64], help="pairs per rank (64)")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=[DEFAULT], help="our configs (default)")
-    parser.add_argument("--peers", nargs="*", choices=PEER_NAMES, default=["ddp", "open_clip"], help="other programs")
-    parser.add_argument("--peer-flags", action="append", help="options of a run of open_clip (none)")
-    parser.add_argument("--open-clip-main", type=Path, help="checkout of open_clip's main branch to run, too")
-    parser.add_argument("--open-clip-main-flags", action="append", help="options of a run of it (none)")
-    parser.add_argument("--caption-tokens", default=FULL, help="random captions: full, a mean length, or a file (full)")
-    parser.add_argument("--time-limit", type=float, default=math.inf, help="seconds of the part speed (unlimited)")
+    parser.add_argument(
+        "--variants", nargs="+", choices=VARIANTS, default=[DEFAULT], help="configs of our programs (default)"
+    )
+    parser.add_argument(
+        "--peers", nargs="*", choices=PEER_NAMES, default=["ddp", "open_clip"], help="other programs (ddp open_clip)"
+    )
+    parser.add_argument("--peer-flags", action="append", help="options for one more run of open_clip (none)")
+    parser.add_argument("--open-clip-main", type=Path, help="checkout of open_clip's main branch, to run as well")
+    parser.add_argument("--open-clip-main-flags", action="append", help="options for one run of the main branch (none)")
+    parser.add_argument(
+        "--caption-tokens", default=FULL, help="tokens of random captions: full, a mean, or a file (full)"
+    )
+    parser.add_argument(
+        "--time-limit", type=float, default=math.inf, help="time limit of the part `speed`, in seconds (none)"
+    )
     parser.add_argument("--steps", type=int, default=20, help="timed steps (20)")
     parser.add_argument("--warmup", type=int, default=10, help="untimed first steps; more if NeuCLIP needs them (10)")
     parser.add_argument("--log-every", type=int, default=5, help="steps between TensorBoard points (5)")
     parser.add_argument("--repeats", type=int, default=2, help="interleaved repetitions (2)")
     parser.add_argument("--workers", type=int, default=1, help="loader processes per rank (1)")
     parser.add_argument("--threads", type=int, help="threads per rank (cores / ranks)")
-    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="bf16 is autocast in the peers")
-    parser.add_argument("--zero", type=int, choices=range(4), default=1, help="our ZeRO stage; peers replicate (1)")
-    parser.add_argument("--share-model", default="models/vitb16", help="recipe for the part shares (models/vitb16)")
-    parser.add_argument("--share-rows", type=int, default=16, help="pairs per real step of shares (16)")
-    parser.add_argument("--share-steps", type=int, default=2, help="real steps after the first (2)")
-    parser.add_argument("--paper-batch", type=int, default=_PAPER_BATCH, help=f"global batch size ({_PAPER_BATCH})")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="in bf16, the peers use autocast")
+    parser.add_argument(
+        "--zero", type=int, choices=range(4), default=1, help="ZeRO stage of our programs; peers use DDP (1)"
+    )
+    parser.add_argument("--share-model", default="models/vitb16", help="recipe for the part `shares` (models/vitb16)")
+    parser.add_argument("--share-rows", type=int, default=16, help="pairs per real step of the part `shares` (16)")
+    parser.add_argument("--share-steps", type=int, default=2, help="real steps of `shares` after the first (2)")
+    parser.add_argument(
+        "--paper-batch", type=int, default=_PAPER_BATCH, help=f"the paper's batch size, for `shares` ({_PAPER_BATCH})"
+    )
     parser.add_argument("--paper-ranks", type=int, help=f"ranks for that batch ({_PAPER_RANKS}, or the number of GPUs)")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmark_step"), help="folder for all outputs")
     arguments, overrides = parser.parse_known_args(argv)
@@ -259,7 +271,7 @@ def require_captions(arguments: argparse.Namespace) -> None:
     context_length = config_for(None, [arguments.recipe, *arguments.overrides]).model.text.resolved_context_length()
     caption_lengths(arguments.caption_tokens, 1, context_length, torch.Generator())
     if arguments.caption_tokens != FULL and RANDOM not in arguments.data and "throughput" not in arguments.parts:
-        raise UserError("--caption-tokens sets the length of random captions; add --data random.")
+        raise UserError("--caption-tokens has an effect only on random captions; add --data random.")
 
 
 def describe(arguments: argparse.Namespace) -> list[str]:

@@ -27,7 +27,7 @@ _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}\b)")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", help="name of the file in tools/measurements, without .csv")
-    parser.add_argument("command", nargs="*", help="command to run (the one that the file names)")
+    parser.add_argument("command", nargs="*", help="command to run (default: the command that the file names)")
     options = parser.parse_args()
     with exit_on_mistake():
         file = read_data(options.name)

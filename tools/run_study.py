@@ -42,7 +42,7 @@ from study.towers import prepare_shards, train_towers
 
 from neuclip_ds.cli.program import Parser, exit_on_mistake
 from neuclip_ds.data.children import end_with_parent
-from neuclip_ds.errors import UserError
+from neuclip_ds.errors import UserError, counted
 
 PLAN = yaml.safe_load(Path(__file__).with_name("study").joinpath("plan.yaml").read_text(encoding="utf-8"))
 
@@ -62,16 +62,23 @@ def main() -> None:
     parser = Parser(prog="run_study.py", description=__doc__)
     parser.add_argument("source", nargs="*", help="folder with shards in train/ and val/, or demo:N for N scenes")
     parser.add_argument("--out", type=Path, default=Path("runs/study"), help="folder for features and results")
-    parser.add_argument("--grid", type=int, default=1, help="image features are means over GRID x GRID parts")
+    parser.add_argument(
+        "--grid",
+        type=int,
+        default=1,
+        help="image features: means of the tower's output in GRID x GRID cells, concatenated",
+    )
     parser.add_argument("--pixels", action="store_true", help="train small towers on pixels and words instead of heads")
-    parser.add_argument("--trainer", action="store_true", help="train towers with the trainer, on several sources too")
+    parser.add_argument("--trainer", action="store_true", help="train towers with the trainer, on one or two sources")
     parser.add_argument("--larger", action="store_true", help="with --trainer: larger towers and batches, for a GPU")
-    parser.add_argument("--stages", nargs="+", help="stages of plan.yaml, in order; by default all for this data")
-    parser.add_argument("--arms", nargs="+", help="only these arms of the stages")
-    parser.add_argument("--batch", nargs="+", type=int, help="only these batch sizes of the stages")
-    parser.add_argument("--processes", type=int, default=2, help="runs at a time, each on one core")
+    parser.add_argument(
+        "--stages", nargs="+", help="stages of plan.yaml to run, in order (default: all stages for this data)"
+    )
+    parser.add_argument("--arms", nargs="+", help="arms of the stages to run (default: all)")
+    parser.add_argument("--batch", nargs="+", type=int, help="batch sizes of the stages to run (default: all)")
+    parser.add_argument("--processes", type=int, default=2, help="runs that execute at the same time, each on one core")
     parser.add_argument("--tables", type=Path, help="print the tables of a results.jsonl instead of running")
-    parser.add_argument("--figures", type=Path, help="also draw the first of --stages into this folder")
+    parser.add_argument("--figures", type=Path, help="folder for figures of the first of --stages")
     with exit_on_mistake():
         options = parser.parse(sys.argv[1:])
         if options.tables is None:
@@ -93,7 +100,9 @@ def study(options: argparse.Namespace) -> None:
     path = options.out / "results.jsonl"
     kinds = {source.startswith("demo:") for source in options.source}
     if len(options.source) > 1 and (not options.trainer or len(kinds) < len(options.source)):
-        raise UserError("Pass one source, or with --trainer one of scenes (demo:N) and one of photographs.")
+        raise UserError(
+            "Pass one source. With --trainer, you can pass two: scenes (demo:N) and a folder of photographs."
+        )
     folders = {source: prepare(source, options) for source in options.source}
     stages = stages_to_run(folders, options)
     options.out.mkdir(parents=True, exist_ok=True)
@@ -201,9 +210,9 @@ def selected(jobs_of_stage: list[Job], options: argparse.Namespace) -> list[Job]
 
 
 def estimate(stage: str, todo: list[Job], known: Mapping[str, Any], processes: int) -> str:
-    """Return a sentence with the hours that runs take, by the CPU seconds that runs of the same loss took before.
+    """Return a sentence with the estimated hours of runs, from the CPU seconds of earlier runs with the same loss.
 
-    The seconds per epoch of a loss hardly depend on its options, but on the batch size and on the towers.
+    The seconds per epoch of a loss depend on the batch size and the towers, but hardly on the loss's options.
     """
     epoch_seconds: dict[tuple[str, int, str], list[float]] = {}
     start_seconds: dict[tuple[str, int, str], list[float]] = {}
@@ -222,9 +231,9 @@ def estimate(stage: str, todo: list[Job], known: Mapping[str, Any], processes: i
         else:
             unknown += 1
     if unknown == len(todo):
-        return f"{stage}: {len(todo)} runs; no earlier run tells how long they take"
-    sentence = f"{stage}: {len(todo)} runs, about {seconds / processes / 3600:.1f} hours"
-    return f"{sentence} without the {unknown} runs that have no earlier run to compare with" if unknown else sentence
+        return f"{stage}: {counted(len(todo), 'run')}; no earlier run shows how long they take"
+    sentence = f"{stage}: {counted(len(todo), 'run')}, about {seconds / processes / 3600:.1f} hours"
+    return f"{sentence}, without {counted(unknown, 'run')} of unknown duration" if unknown else sentence
 
 
 def _kind(run: Run) -> tuple[str, int, str]:
@@ -313,7 +322,7 @@ def best_of(stage: str, arm: str, known: Mapping[str, Any]) -> dict[str, Any]:
     candidates = [[f"{setting}/seed{seed}" for seed in seeds] for setting in shortlist(stage, arm, known)]
     missing_runs = [name for names in candidates for name in names if name not in known]
     if not candidates or missing_runs:
-        raise UserError(f"The stage {stage} has not ended for {arm}; run it first.")
+        raise UserError(f"The stage {stage} is not complete for {arm}; run it first.")
 
     def mean_recall(names: list[str]) -> float:
         return statistics.mean(known[name]["results"]["recall"] for name in names)
@@ -332,7 +341,7 @@ def is_known(job: Job, known: Mapping[str, Any]) -> bool:
     if job.name not in known:
         return False
     if Run(**known[job.name]["run"]) != job.run:
-        raise UserError(f"results.jsonl has {job.name} with other settings; remove its line to repeat it.")
+        raise UserError(f"results.jsonl has a run {job.name} with other settings; remove its line to repeat the run.")
     return True
 
 

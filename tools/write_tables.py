@@ -29,7 +29,7 @@ _MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pages", nargs="*", type=Path, help="pages to write (all in docs/)")
+    parser.add_argument("pages", nargs="*", type=Path, help="pages to write (default: all in docs/)")
     parser.add_argument("--print", action="store_true", help="print the tables instead of writing them")
     options = parser.parse_args()
     pages = [page.resolve() for page in options.pages] or list(all_pages())

@@ -53,8 +53,8 @@ def soup(models: Sequence[ModelWeights]) -> ModelWeights:
         if not is_same:
             other_start = f"other weights in {start}" if start == first_start else start
             raise UserError(
-                f"{models[0].name} was fine-tuned from {first_start}, but {model.name} from {other_start}. Choose runs "
-                "that were fine-tuned from the same checkpoint."
+                f"{models[0].name} was fine-tuned from {first_start}, but {model.name} was fine-tuned from "
+                f"{other_start}. Choose runs that were fine-tuned from the same checkpoint."
             )
     return weighted_mean(models, [1 / len(models)] * len(models))
 

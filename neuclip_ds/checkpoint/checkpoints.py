@@ -73,7 +73,7 @@ def read_best(folder: Path) -> Best | None:
     best = Best(fields.get("step", 0), fields.get("metric", ""), fields.get("value", 0.0))
     types = [type(value) for value in best]
     if fields.keys() != set(Best._fields) or types not in ([int, str, float], [int, str, int]):
-        raise DamagedCheckpoint(f"{path} is damaged (its fields differ). {fix}.")
+        raise DamagedCheckpoint(f"{path} is damaged (it does not have the expected fields). {fix}.")
     return best
 
 
@@ -107,7 +107,7 @@ def set_aside(path: Path) -> None:
         renamed = path.with_name(f"damaged-{path.name}")
         _delete(renamed)
         path.rename(renamed)
-        log.warning("%s is renamed to %s; delete it when you no longer need it", path, renamed.name)
+        log.warning("%s was renamed to %s; delete it when you no longer need it", path, renamed.name)
 
 
 class Checkpoints:

@@ -8,7 +8,7 @@ between ranks; only rank 0's are saved. Hyperparameters are not saved, because t
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +89,8 @@ def _require_equal_weights(files: StateFiles, engine: Engine) -> None:
         saved = files.read(placement.name, WEIGHT, placement.start, placement.stop)
         if not torch.equal(saved, placement.within(placement.master).cpu()):
             raise UserError(
-                f"{files.folder} belongs to different weights from those that this run starts from ({placement.name} "
-                "differs): set model.pretrained and the precision as they were in its recovery."
+                f"{files.folder} was recovered with weights that differ from those that this run starts from "
+                f"({placement.name}): set model.pretrained and the precision to those of the recovery."
             )
 
 
@@ -151,10 +151,15 @@ def _open(folder: Path, engine: Engine) -> StateFiles:
     for name in sorted(saved_shapes.keys() | model_shapes.keys()):
         if saved_shapes.get(name) != model_shapes.get(name):
             raise UserError(
-                f"{files.folder} has the parameter {name} in the shape {saved_shapes.get(name)}, this run's model in "
-                f"{model_shapes.get(name)}: set model.* back, or give the run a new name (--run.name)."
+                f"{files.folder} has {_described(name, saved_shapes)}, but this run's model has "
+                f"{_described(name, model_shapes)}: set model.* back, or give the run a new name (--run.name)."
             )
     return files
+
+
+def _described(name: str, shapes: Mapping[str, Sequence[int]]) -> str:
+    """Return a phrase about the shape of a parameter that a model may lack."""
+    return f"the parameter {name} of shape {tuple(shapes[name])}" if name in shapes else f"no parameter {name}"
 
 
 def _persistent_buffers(module: nn.Module) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from neuclip_ds.checkpoint.saved_model import (
     read_start,
 )
 from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.errors import counted
 from neuclip_ds.files import check_unused, new_folder
 from neuclip_ds.models.conversion import write_library_model
 
@@ -77,7 +78,8 @@ def export_soup(
         verify(checkpoint)
         models.append(read_result(checkpoint, average))
     names = ", ".join(f"`{open_run(checkpoint).config.run.name}`" for checkpoint in checkpoints)
-    mixture = f"the mean of those of {len(models)} runs ({names}), of which the last is described here"
+    number = counted(len(models), "run")
+    mixture = f"the mean of the weights of {number} ({names}); this card describes the last of them"
     _write(soup(models), checkpoints[-1], library, folder, average, license, mixture)
     return checkpoints
 

@@ -23,6 +23,7 @@ from neuclip_ds.cli.program import Parser, progress_bar
 from neuclip_ds.data.children import process_pool
 from neuclip_ds.data.decoders import Captions
 from neuclip_ds.data.shards import is_local, resolve_shards
+from neuclip_ds.errors import counted
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +76,8 @@ def _build(options: argparse.Namespace, executor: Executor) -> None:
     remote_shards = sum(not is_local(path) for path in paths)
     if remote_shards >= _MANY_SHARDS and not options.from_side_files:
         log.warning(
-            "%d remote shards are downloaded to be scanned; --from-side-files reads only their counts", remote_shards
+            "%d remote shards must be downloaded to be scanned; with --from-side-files, only their counts are read",
+            remote_shards,
         )
     with progress_bar("shards") as on_progress:
         manifest = write_manifest(
@@ -90,5 +92,5 @@ def _build(options: argparse.Namespace, executor: Executor) -> None:
     gigabytes = sum(shard.bytes for shard in manifest.shards) / 1e9
     print(
         f"{options.folder}: {manifest.n:,} samples ({manifest.n_bad:,} known to be bad), "
-        f"{manifest.n_shards:,} shards of {gigabytes:,.2f} GB in all; {seconds:.1f} s."
+        f"{counted(manifest.n_shards, 'shard')} of {gigabytes:,.2f} GB in total; {seconds:.1f} s."
     )

@@ -27,7 +27,7 @@ from neuclip_ds.cli.early_checks import check_model, check_path
 from neuclip_ds.cli.program import Parser
 from neuclip_ds.config import DataConfig
 from neuclip_ds.distributed.environment import read_environment
-from neuclip_ds.errors import UserError
+from neuclip_ds.errors import UserError, counted
 
 if TYPE_CHECKING:  # torch and deepspeed take seconds to import
     from neuclip_ds.data.images import EvalTransform, RandomCrop
@@ -41,7 +41,7 @@ _TEXT_ENCODER = "hf:"
 
 def main(arguments: Sequence[str]) -> None:
     parser = Parser(prog="neuclip-ds embed", description=__doc__)
-    parser.add_argument("model", help="a run, a checkpoint, a pretrained model, or timm:NAME or hf:NAME")
+    parser.add_argument("model", help="a run, a checkpoint, a pretrained model, timm:NAME or hf:NAME")
     parser.add_argument("shards", help="dataset, as in data.train: a folder, glob, brace pattern or manifest")
     parser.add_argument("--out", type=Path, required=True, help="folder for the features, shared by all nodes")
     parser.add_argument("--ema", action="store_true", help="use the moving average of a run's weights (ema.decay)")
@@ -56,24 +56,24 @@ def main(arguments: Sequence[str]) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="encode N random crops of each image, those of epochs 0 to N - 1 of training, and not the evaluation crop",
+        help="of each image, encode the random crops of training epochs 0 to N - 1 instead of the evaluation crop",
     )
-    parser.add_argument("--crop-scale", type=float, help="with --crops, as data.crop_scale")
-    parser.add_argument("--seed", type=int, help="with --crops, as run.seed")
-    parser.add_argument("--all-captions", action="store_true", help="encode all captions of each sample, and not one")
+    parser.add_argument("--crop-scale", type=float, help="with --crops: the data.crop_scale of training")
+    parser.add_argument("--seed", type=int, help="with --crops: the run.seed of training")
+    parser.add_argument("--all-captions", action="store_true", help="encode all captions of each sample instead of one")
     parser.add_argument(
         "--pooling",
         choices=("cls", "mean", "eos", "last"),
-        help="feature of a caption, for hf:; by default, that of the folder's sentence-transformers config",
+        help="for hf: how a caption's tokens become its feature (default: as in its sentence-transformers config)",
     )
     parser.add_argument(
         "--context-length",
         type=int,
         metavar="TOKENS",
-        help="tokens at which captions are cut off, for hf:, as model.text.context_length; by default, the most that "
-        "the encoder's configs allow",
+        help="for hf: number of tokens to which captions are truncated (default: the largest that the encoder's "
+        "configs allow)",
     )
-    parser.add_argument("--image-size", type=int, metavar="PIXELS", help="side of the images, for timm:")
+    parser.add_argument("--image-size", type=int, metavar="PIXELS", help="for timm: side length of the images")
     parser.add_argument(
         "--dtype", choices=("float16", "float32"), default="float16", help="dtype of the features on disk"
     )
@@ -93,11 +93,14 @@ def main(arguments: Sequence[str]) -> None:
     summary = write_features(options)
     if is_rank_zero:
         rate = summary.samples / summary.seconds
-        print(f"{options.out}: {summary.samples:,} samples of {summary.shards:,} shards, {rate:,.0f} samples/s.")
+        print(
+            f"{options.out}: {summary.samples:,} samples of {counted(summary.shards, 'shard')}, {rate:,.0f} samples/s."
+        )
     unreadable = summary.unreadable
     if unreadable:
         raise UserError(
-            f"{len(unreadable)} shards cannot be read and have no features: try again. The first: {unreadable[0]}"
+            f"{counted(len(unreadable), 'shard')} could not be read, so features are missing: run the command again. "
+            f"The first: {unreadable[0]}"
         )
 
 

@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> None:
         "--data",
         nargs="+",
         required=True,
-        help="evaluation sets, folders of sets, or shards of pairs, also as NAME=PATH",
+        help="evaluation sets, folders of sets, or shards of pairs; NAME=PATH names one",
     )
     parser.add_argument("--tasks", nargs="+", default=[], help="names, keys or patterns of tasks (default: all found)")
     parser.add_argument("--out", type=Path, help="folder for results (default: RUN/evaluation/STEP)")
@@ -261,7 +261,7 @@ def _score_model(
             # score files of DataComp or of earlier versions do not identify the data of their tasks
             is_current = known_contents == contents[task.key] or (task.source is not None and known_contents is None)
             if task.key in known.metrics and is_current:
-                log.info("%s: has a score in %s", task.name, folder)
+                log.info("%s: already scored in %s", task.name, folder)
                 continue
             keys.append(task.key)
             size = None if task.size is None else sum(1 for _ in open_shards(path).samples())
@@ -355,7 +355,7 @@ def score_blends(options: argparse.Namespace, communicator: Communicator) -> str
                 config=saved.config,
                 checkpoint=saved.checkpoint,
             )
-        log.info("blend %g", weight)
+        log.info("scoring blend %g", weight)
         metrics = _score_model(model, data, folder / f"blend_{weight:g}", options, communicator)
         if communicator.rank == 0:
             scores_by_key = {task.key: metrics[task.key]["main_metric"] for task, _ in data.tasks}
@@ -400,7 +400,7 @@ def _with_target(
             return data, task
     target = Task.own(_VALIDATION, "retrieval")
     if any(task.key == target.key for task, _ in data.tasks):
-        raise UserError(f"A set in --data is called {_VALIDATION}, as the run's validation pairs are: rename it.")
+        raise UserError(f"A set in --data has the name of the run's validation pairs, {_VALIDATION}: rename the set.")
     manifest = _open_validation(config, checkpoint, communicator)
     path = Path(validation or "held out of data.train")
     tasks = [(target, path), *data.tasks]

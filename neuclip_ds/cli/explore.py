@@ -3,8 +3,8 @@
 Type a text or drop an image, and the page shows the nearest images and captions. --images is a folder of image files
 (the caption of a.jpg is in a.txt) or shards, as in data.train. MODEL is a run's folder (its newest checkpoint), a
 checkpoint, or a pretrained model, as in model.pretrained. The features are computed at each start, or come from the
-folders that `neuclip-ds embed` wrote. The page sends nothing to other machines, and only this machine can open it.
-docs/how-to/explore.md describes the page.
+folders that `neuclip-ds embed` wrote. The page sends nothing to other machines, and by default, only this machine can
+open it. docs/how-to/explore.md describes the page.
 
 Examples:
   neuclip-ds explore runs/demo --images demo:val
@@ -96,7 +96,9 @@ def check_options(options: argparse.Namespace) -> None:
             "model, in the same order."
         )
     if options.features is not None and options.captions is not None:
-        raise UserError("--captions has no effect with --features, which have the captions of embed: omit it.")
+        raise UserError(
+            "--captions has no effect with --features, which contain the captions that embed used: omit --captions."
+        )
     for package in _PACKAGES:
         spec = importlib.util.find_spec(package)
         if spec is None or spec.origin is None:

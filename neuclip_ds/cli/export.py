@@ -23,13 +23,15 @@ def main(arguments: Sequence[str]) -> None:
     parser = Parser(prog="neuclip-ds export", description=__doc__)
     run_help = "a run's folder (its newest checkpoint), or a checkpoint in it"
     parser.add_argument("run", type=Path, nargs="?", help=run_help)
-    parser.add_argument("--soup", type=Path, nargs="+", metavar="RUN", help="runs whose mean to export, instead of RUN")
+    parser.add_argument(
+        "--soup", type=Path, nargs="+", metavar="RUN", help="runs to average and export, instead of RUN"
+    )
     forms = ("transformers", "open_clip", "sentence_transformers")
     parser.add_argument("--format", choices=forms, default="transformers", help="library to write the model for")
     parser.add_argument("--out", type=Path, required=True, help="folder to write to; must be absent or empty")
     parser.add_argument("--best", action="store_true", help="export the run's best checkpoint (run.best_metric)")
     parser.add_argument("--ema", action="store_true", help="export the moving average of the weights (ema.decay)")
-    blend_help = "how far from the run's start (0) to its result (1) the exported weights are"
+    blend_help = "share of the run's result in the exported weights, from 0 (its start) to 1 (its result)"
     parser.add_argument("--blend", type=fraction, metavar="FRACTION", default=1.0, help=blend_help)
     parser.add_argument("--license", help="license for the model card, as the hub names it, such as apache-2.0")
     options = parser.parse(arguments)
@@ -49,5 +51,5 @@ def main(arguments: Sequence[str]) -> None:
         checkpoint = export_run(options.run, *settings, options.blend)
         written = str(checkpoint)
         if options.blend != 1:
-            written = f"a blend of {1 - options.blend:g} start and {options.blend:g} {checkpoint}"
+            written = f"a blend of {checkpoint} ({options.blend:g}) with its start ({1 - options.blend:g})"
     print(f"Wrote {written} to {options.out} in {options.format} format.")

@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--min", type=float, help="smallest value to keep")
     parser.add_argument("--max", type=float, help="largest value to keep")
     parser.add_argument("--top", type=float, help="fraction of samples to keep: those with the largest values")
-    near = "drop samples whose image has a cosine similarity of COSINE (such as 0.95) or more to a better one"
+    near = "drop samples whose image has a cosine similarity of COSINE (such as 0.95) or more to that of a kept sample"
     parser.add_argument("--near-duplicates", type=float, metavar="COSINE", help=near)
     parser.add_argument("--uid-column", default="uid", help="column of uids")
     parser.add_argument("--within", nargs="+", type=Path, default=[], help="keep only uids listed in all these files")
@@ -54,15 +54,15 @@ def main(arguments: Sequence[str]) -> None:
     rule = Rule(**{name: value for name, value in bounds.items() if value is not None})
     selected = select(options.files, options.column, rule, options.out, options.uid_column, options.within, *refine)
     kept = f"{selected.kept:,} uids of {selected.samples:,} samples"
-    print(f"{options.out}: {kept}, {options.column} from {selected.minimum:.6g}.")
+    print(f"{options.out}: {kept}; the smallest {options.column} is {selected.minimum:.6g}.")
     if options.near_duplicates is not None:
         candidates = selected.kept + selected.refined
         print(f"{selected.refined:,} near-duplicates of {candidates:,} samples were dropped; {list_path} lists them.")
         if selected.refined > _MANY_NEAR * candidates:
             print(
-                f"warning: that is {selected.refined / candidates:.0%}. A model that has barely trained gives nearly "
-                "all images similar features: look at some of the listed pairs, raise --near-duplicates, or embed "
-                "with a better model."
+                f"warning: that is {selected.refined / candidates:.0%} of them. A model that has barely trained gives "
+                "nearly all images similar features: look at some of the listed pairs, raise --near-duplicates, or "
+                "embed with a better model."
             )
     if selected.without_value or selected.without_uid:
         print(f"Omitted: {selected.without_value:,} samples without a value, {selected.without_uid:,} without a uid.")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from neuclip_ds.cli.early_checks import check_path
 from neuclip_ds.cli.program import Parser
 from neuclip_ds.config import Config
-from neuclip_ds.errors import UserError
+from neuclip_ds.errors import UserError, counted
 from neuclip_ds.recipe import parse
 
 if TYPE_CHECKING:  # imports torch, which takes seconds
@@ -27,7 +27,9 @@ if TYPE_CHECKING:  # imports torch, which takes seconds
 def main(arguments: Sequence[str]) -> None:
     parser = Parser(prog="neuclip-ds inspect", description=__doc__)
     parser.add_argument("data", help="dataset, as in data.train: a folder, glob, brace pattern or manifest")
-    parser.add_argument("--recipe", default="demo", help="recipe whose text tower and batch size are used")
+    parser.add_argument(
+        "--recipe", default="demo", help="recipe whose tokenizer, context length and batch size are used"
+    )
     parser.add_argument("--samples", type=int, default=2000, help="samples to read")
     parser.add_argument("--examples", type=int, default=24, help="samples to show")
     parser.add_argument("--out", type=Path, default=Path("inspect.html"), help="page to write")
@@ -57,7 +59,9 @@ def write_inspection(options: argparse.Namespace, config: Config) -> None:
     inspection = inspect_pairs(manifest, options.samples, options.examples, captions, cache)
     if not inspection.captions:
         causes = ", ".join(f"{cause} ({count:,})" for cause, count in inspection.unusable.most_common())
-        raise UserError(f"None of {inspection.read:,} samples can be used: {causes}. Check the data and data.captions.")
+        raise UserError(
+            f"None of the {inspection.read:,} samples read can be used: {causes}. Check the data and data.captions."
+        )
     source = model_source(config.model, locate_model(config.model, weights=False))
     tokenizer = source.tokenizer(
         lambda: new_tokenizer(config.model.text, iter_captions(manifest, options.samples, captions, cache))
@@ -95,7 +99,7 @@ def describe(inspection: "Inspection", lengths: "CaptionLengths", manifest: "Man
 
     from neuclip_ds.data.inspection import repeated_captions
 
-    yield "samples", f"{manifest.n:,} in {manifest.n_shards:,} shards, {manifest.n_bad:,} incomplete"
+    yield "samples", f"{manifest.n:,} in {counted(manifest.n_shards, 'shard')}, {manifest.n_bad:,} incomplete"
     yield "read", f"{inspection.read:,} evenly spaced samples; the lines below describe them"
     unusable = ", ".join(f"{cause} ({count:,})" for cause, count in inspection.unusable.most_common())
     yield "unusable", unusable or "none"

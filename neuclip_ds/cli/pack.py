@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from neuclip_ds.cli.program import Parser, progress_bar
-from neuclip_ds.errors import UserError
+from neuclip_ds.errors import UserError, counted
 
 _MAX_LOST = 0.01  # largest fraction of rows that may be lost because their storage failed
 
@@ -32,7 +32,9 @@ def main(arguments: Sequence[str]) -> None:
     captions = "columns of captions, each with the member to write it to (txt if omitted); default: caption or text"
     parser.add_argument("--captions", nargs="+", default=[], metavar="[MEMBER=]COLUMN", help=captions)
     parser.add_argument("--shard-size", type=int, default=10_000, help="samples per shard")
-    quotes = "whether quotes enclose cells of CSV and TSV; auto also refuses a cell that seems to contain other rows"
+    quotes = (
+        "whether quotes enclose cells of CSV and TSV; auto is on, but refuses a cell that seems to contain other rows"
+    )
     parser.add_argument("--quotes", choices=("auto", "on", "off"), default="auto", help=quotes)
     options = parser.parse(arguments)
     from neuclip_ds.data.pack import RETRY, choose_columns, pack  # decoders import torch, which takes seconds
@@ -46,12 +48,15 @@ def main(arguments: Sequence[str]) -> None:
         packed = pack(table, options.out, columns, options.shard_size, on_progress)
     shards = math.ceil(packed.pairs / options.shard_size)
     used = packed.rows - packed.causes.total()
-    print(f"{options.out}: {used:,} of {packed.rows:,} rows as {packed.pairs:,} samples in {shards:,} shards.")
+    samples = f"{counted(packed.pairs, 'sample')} in {counted(shards, 'shard')}"
+    print(f"{options.out}: {used:,} of {packed.rows:,} rows as {samples}.")
     if packed.causes:
-        causes = ", ".join(f"{cause} {count:,}" for cause, count in packed.causes.most_common())
-        print(f"{packed.causes.total():,} rows could not be used ({causes}); {options.out}/broken.jsonl lists them.")
+        causes = ", ".join(f"{cause}: {count:,}" for cause, count in packed.causes.most_common())
+        unused = counted(packed.causes.total(), "row")
+        print(f"{unused} could not be used ({causes}); {options.out}/broken.jsonl has the details.")
     if packed.several:
-        print(f"{packed.several:,} samples have several captions: train with --data.captions=txt:lines.")
+        several = counted(packed.several, "sample has", "samples have")
+        print(f"{several} several captions: train with --data.captions=txt:lines.")
     if packed.lost > _MAX_LOST * packed.rows:
         raise UserError(
             f"The storage failed for the images of {packed.lost:,} of {packed.rows:,} rows; the others are packed. "

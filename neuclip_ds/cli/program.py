@@ -72,8 +72,12 @@ def fraction(text: str) -> float:
 
 class _Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        has_default = action.default not in (None, False, [])
-        return super()._get_help_string(action) if has_default else action.help
+        default = action.default
+        if default is None or default is False or default in ([], ""):
+            return action.help
+        if isinstance(default, list):
+            return f"{action.help} (default: {' '.join(map(str, default))})"
+        return super()._get_help_string(action)
 
 
 @contextmanager

@@ -19,14 +19,14 @@ from neuclip_ds.errors import UserError
 def main(arguments: Sequence[str]) -> None:
     parser = Parser(prog="neuclip-ds report", description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
-    parser.add_argument("--out", type=Path, help="page to write, with several runs (default: comparison.html)")
+    parser.add_argument("--out", type=Path, help="page to write for several runs (default: comparison.html)")
     options = parser.parse(arguments)
     for run in options.runs:
         check_path("RUN", str(run))
         if not (run / "config.yaml").is_file():
             raise UserError(f"{run} has no config.yaml; pass the folder of a run.")
     if len(options.runs) == 1 and options.out is not None:
-        raise UserError("--out is for several runs; the report of one run is RUN/report.html: omit it.")
+        raise UserError("--out is for several runs; the report of one run is RUN/report.html: omit --out.")
     from neuclip_ds.files import explain_disk
     from neuclip_ds.reporting.report import write_comparison, write_report  # imports torch, which takes seconds
 

@@ -177,7 +177,7 @@ def _kind(annotation: Any) -> str:
     origin = get_origin(annotation)
     parts = get_args(annotation)
     if origin is Literal:
-        return "|".join(str(value) for value in parts)
+        return "|".join("false" if value is False else str(value) for value in parts)
     if origin is list:
         return f"[{_kind(parts[0])},...]"
     if origin is tuple:

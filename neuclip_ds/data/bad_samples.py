@@ -68,7 +68,7 @@ class BadSampleLog:
             self._recorded += 1
             if self._recorded & (self._recorded - 1) == 0:  # only the 1st, 2nd, 4th, 8th ..., to keep the log short
                 log.warning(
-                    "bad sample %d (number %d on this rank): %s in %s: %s",
+                    "bad sample with index %d (bad so far on this rank: %d), %s in %s: %s",
                     sample.index,
                     self._recorded,
                     sample.key,

@@ -181,8 +181,8 @@ def write_manifest(
     if failures and not (skip_unreadable and scans):
         raise UserError(
             f"{len(failures)} of {len(paths)} shards cannot be used. The first: {next(iter(failures.values()))} "
-            "Fix them or omit them from the sources and run the same command again, which scans only these shards; or "
-            "set --skip-unreadable."
+            "Fix these shards or omit them from the sources, and run the same command again, which scans only what it "
+            "has not scanned yet; or set --skip-unreadable."
         )
     for scan in scans:
         log_loss(scan)
@@ -203,7 +203,9 @@ def write_manifest(
         lines = (json.dumps({"shard": path, "reason": reason}) for path, reason in failures.items())
         with atomic_write(unreadable) as temporary:
             temporary.write_text("".join(f"{redact(line)}\n" for line in lines), encoding="utf-8")
-        log.warning("%d shards cannot be used and are omitted; %s lists them", len(failures), unreadable)
+        log.warning(
+            "omitted the shards that cannot be used, %d of %d; %s lists them", len(failures), len(paths), unreadable
+        )
 
     write_shards(manifest, folder, locations)  # last, because this makes the folder a manifest
     shutil.rmtree(results)
@@ -270,7 +272,7 @@ def scan_shards(
             future.cancel()
     for path, scan in by_path.items():
         if sizes[path] not in (None, scan.shard.bytes):
-            raise UserError(f"Shard {path} has changed while it was scanned; run the same command again.")
+            raise UserError(f"Shard {path} changed while it was being scanned; run the same command again.")
     scans_in_order = [by_path[path] for path in sizes if path in by_path]
     failures_in_order = {path: failures[path] for path in sizes if path in failures}
     return scans_in_order, failures_in_order
@@ -340,8 +342,8 @@ def _warn_of_repeats(manifest: Manifest) -> None:
     if len(repeated_hashes):
         high, low = _find_uid(tables, repeated_hashes[0])
         log.warning(
-            "%d of %d samples have the uid of another one, such as %016x%016x: --uids keeps all of them or none. "
-            "Give each sample its own uid, or omit the copies.",
+            "%d of %d samples have the same uid as another sample, such as %016x%016x: --uids keeps all of "
+            "them or none. Give each sample its own uid, or omit the copies.",
             len(repeated_hashes),
             count,
             high,
@@ -350,7 +352,7 @@ def _warn_of_repeats(manifest: Manifest) -> None:
     repeated_checksums, count = _repeats(tables.image_checksums())
     if len(repeated_checksums):
         log.warning(
-            "%d of %d samples have the image of another one: in a batch these are negatives of each other. "
+            "%d of %d samples have the same image as another sample: within a batch, they are negatives of each other. "
             "Put their captions into one sample, as neuclip-ds pack does, or select by uid.",
             len(repeated_checksums),
             count,

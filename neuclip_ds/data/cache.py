@@ -82,8 +82,8 @@ class ShardCache:
         disk_bytes = status.f_blocks * status.f_frsize
         if capacity_bytes > disk_bytes:
             raise UserError(
-                f"data.cache_gb={capacity_bytes / 1e9:g} is more than the disk of {folder} holds: "
-                f"{disk_bytes / 1e9:.1f} GB."
+                f"data.cache_gb={capacity_bytes / 1e9:g} is more than the disk of {folder} holds "
+                f"({disk_bytes / 1e9:.1f} GB): lower it, or set data.cache_dir to a folder on a larger disk."
             )
 
     def path(self, url: str, expected_bytes: int, expected_crc32: int | None = None) -> Path:
@@ -96,8 +96,8 @@ class ShardCache:
         """
         if expected_bytes > self.capacity_bytes:
             raise UserError(
-                f"Shard {url} has {expected_bytes / 1e9:.2f} GB and does not fit into the cache; "
-                f"raise data.cache_gb={self.capacity_bytes / 1e9:g}."
+                f"Shard {url} has {expected_bytes / 1e9:.2f} GB and does not fit into the cache: raise data.cache_gb, "
+                f"which is {self.capacity_bytes / 1e9:g}."
             )
         retries = Retries(url, self._max_outage, self._backoff)
         try:

@@ -128,7 +128,9 @@ def _parse(name: str) -> _Source:
     prefix, kind, key = match.groups("") if match else ("", "", "")
     if (kind == TEXT and key in ("", _LINES)) or (kind == JSON and key):
         return _Source(prefix.lower() + kind, kind == JSON, key)
-    raise UserError(f"data.captions has {name!r}; a source is txt, txt:lines or json:KEY, or prefixed as in syn.txt.")
+    raise UserError(
+        f"data.captions has {name!r}, which is not a source: use txt, txt:lines, json:KEY or a form such as syn.txt."
+    )
 
 
 def _draw_index(weights: Sequence[float], number: int) -> int:
@@ -192,9 +194,9 @@ def read_header(data: bytes) -> Image.Image:
         raise DecodeError(f"{type(error).__name__}: {error}") from error
     width, height = image.size
     if width * height > _MAX_PIXELS:
-        raise DecodeError(f"{width} x {height} pixels exceed {_MAX_PIXELS}")
+        raise DecodeError(f"an image of {width} x {height} pixels exceeds the limit of {_MAX_PIXELS} pixels")
     if not 0 < max(width, height) <= _MAX_ASPECT * min(width, height):
-        raise DecodeError(f"{width} x {height} pixels are empty or exceed an aspect ratio of {_MAX_ASPECT}")
+        raise DecodeError(f"an image of {width} x {height} pixels is empty or has an aspect ratio above {_MAX_ASPECT}")
     return image
 
 

@@ -161,7 +161,7 @@ def make_demo_data(
     processes = (os.cpu_count() or 1) if processes is None else processes
     for name, count in (("pairs", pairs), ("held_out", held_out), ("zero_shot", zero_shot), ("processes", processes)):
         if count < 1:
-            raise UserError(f"{name}={count} is out of range; it must be from 1 to inf.")
+            raise UserError(f"{name}={count} is out of range; it must be 1 or more.")
     if not 16 <= size <= 1024:
         raise UserError(f"size={size} is out of range; it must be from 16 to 1024.")
     with new_folder(folder) as temporary:

@@ -231,8 +231,8 @@ class FeatureTable:
         is_encoded = (start <= rows) & (rows < part.text_start[positions + 1])
         if not is_encoded.all() and not self.embedding["all_captions"]:
             raise UserError(
-                f"{self.folder} has one caption of each sample, but samples have several, and training draws others: "
-                "embed them with --all-captions."
+                f"{self.folder} has features of only one caption of each sample, but training draws from all captions: "
+                "embed the data with --all-captions."
             )
         return rows, is_encoded
 
@@ -267,7 +267,7 @@ class FeatureTable:
                 file = self._cache.open(path, expected_bytes)
             except FetchError as error:
                 if error.damaged:
-                    raise UserError(f"{error} It has changed: {_AGAIN}, and start the run again.") from error
+                    raise UserError(f"{error} The file has changed: {_AGAIN}, and start the run again.") from error
                 raise
         else:
             file = FileIO(path)
@@ -287,12 +287,12 @@ class FeatureTable:
         """Return how a part differs from the one that embed wrote for the shard, or "" if it does not."""
         listed = self._manifest.shards[shard]
         if part.job != self.job:
-            return f"another job wrote it than {EMBEDDING} describes, which may have been edited"
+            return f"it was not written by the job that {EMBEDDING} describes ({EMBEDDING} may have been edited)"
         if part.shard != shard or part.samples != listed.n:
-            return f"it has shard {part.shard} of {part.samples} samples, not shard {shard} of {listed.n}"
+            return f"it is for shard {part.shard} with {part.samples} samples, not for shard {shard} with {listed.n}"
         index = part.index
         if len(index) and not (listed.start <= index[0] and index[-1] < listed.start + listed.n):
-            return f"its indices are {index[0]} to {index[-1]}, but the shard's start at {listed.start}"
+            return f"its indices are {index[0]} to {index[-1]}, but those of the shard start at {listed.start}"
         if (np.diff(index) <= 0).any():
             return "its indices are not in ascending order"
         if self.image_width is not None:
@@ -302,7 +302,7 @@ class FeatureTable:
         if self.text_width is not None:
             starts = part.text_start
             if starts is None or part.first_caption is None or len(starts) != len(index) + 1:
-                return "it lacks the numbers of the captions"
+                return "it does not say which captions its features belong to"
             problem = self._find_wrong_shape(part.text, (int(starts[-1]), self.text_width))
             if problem:
                 return f"its text features are {problem}"
@@ -322,7 +322,7 @@ class FeatureTable:
         if not is_same:
             raise UserError(
                 f"The features in {self.folder} were computed for other data, or for its shards in a different order "
-                f"({shards} shards; the training data have {self._manifest.n_shards}): embed the training data."
+                f"(shards: {shards}; shards of the training data: {self._manifest.n_shards}): embed the training data."
             )
 
     def _check_captions(self, captions: Sequence[str]) -> None:
@@ -432,7 +432,9 @@ def random_crops(tables: Mapping[str, FeatureTable], crop_scale: float, seed: in
     if not counts:
         return 0
     if len(set(counts.values())) > 1:
-        raise UserError(f"The folders of features have different numbers of crops ({counts}): embed with one --crops.")
+        raise UserError(
+            f"The folders of features have different numbers of crops ({counts}): embed all with the same --crops."
+        )
     for name in counts:
         embedding = tables[name].embedding
         if embedding["crop_scale"] != crop_scale or embedding["seed"] != seed:

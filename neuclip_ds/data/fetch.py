@@ -29,7 +29,7 @@ Kind = Literal["outage", "damaged", "refused", "missing", "setup", "limit"]
 _LONGEST_PAUSE = 60.0  # maximum seconds between two attempts
 _ATTEMPTS = {"damaged": 5, "refused": 5, "limit": 5}  # attempts until an error counts as permanent
 _FIXES = {
-    "refused": "Check the credentials, the region, the project that pays, and that the file exists; then start again",
+    "refused": "Check the credentials, the region, the project that pays and whether the file exists; then start again",
     "setup": f"Fix the address, or install its backend ({install_command('remote')})",
 }
 _S3_CONNECTIONS = 10  # botocore's default

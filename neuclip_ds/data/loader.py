@@ -50,7 +50,9 @@ def train_jobs(
     with the next epoch. Raises UserError if the batch size is not divisible by the number of ranks.
     """
     if order.batch_size % world_size:
-        raise UserError(f"data.batch_size={order.batch_size} is not divisible by {world_size} ranks; change one.")
+        raise UserError(
+            f"data.batch_size={order.batch_size} is not divisible by {world_size} ranks; change one of the two."
+        )
     first_batch = epoch * order.steps_per_epoch + step  # counted from the first batch of epoch 0
     rank_batch = order.batch_size // world_size
     first_row = rank * rank_batch  # in the global batch

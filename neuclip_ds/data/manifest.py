@@ -170,5 +170,5 @@ def check_size(shard: Shard, file_bytes: int) -> None:
     """Raise UserError unless the size of a shard's file matches the manifest."""
     if file_bytes != shard.bytes:
         raise UserError(
-            f"Shard {shard.path} has {file_bytes} bytes where the manifest has {shard.bytes}; rebuild the manifest."
+            f"Shard {shard.path} has {file_bytes} bytes, but the manifest lists {shard.bytes}; rebuild the manifest."
         )

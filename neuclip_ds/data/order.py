@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from neuclip_ds.data.interleave import Interleave, choose_interleave
-from neuclip_ds.errors import UserError
+from neuclip_ds.errors import UserError, counted
 
 _ROUNDS = 6
 _BLOCKS_AHEAD = 2  # number of upcoming blocks that a node fetches before their first use
@@ -73,9 +73,11 @@ class GlobalOrder:
         self._sizes = np.asarray(shard_sizes, dtype=np.int64)
         self.n = int(self._sizes.sum())
         if self.n < 2:
-            raise UserError(f"The dataset has {self.n} samples; contrastive training needs at least 2.")
+            raise UserError(f"The dataset has {counted(self.n, 'sample')}; contrastive training needs at least 2.")
         if drop_last and self.n < batch_size:
-            raise UserError(f"data.drop_last leaves no batch: {self.n} samples, batch_size={batch_size}; lower it.")
+            raise UserError(
+                f"data.drop_last=true leaves no batch of the {self.n} samples: lower data.batch_size={batch_size}."
+            )
         self.interleave = interleave or choose_interleave(len(self._sizes), batch_size)
         streams = self.interleave.streams
         block = self.interleave.block

@@ -86,7 +86,7 @@ def choose_columns(table: PairTable, image: str | None = None, captions: Sequenc
             known = ", ".join(table.data.schema.names)
             raise UserError(f"{table.name} has no column {column}; its columns are {known}.")
     if len(by_member) < len(captions) or not all(map(_MEMBER.fullmatch, by_member)):
-        raise UserError(f"--captions {' '.join(captions)}: each column needs a separate member, txt or syn.txt.")
+        raise UserError(f"--captions {' '.join(captions)}: each column needs a separate member, such as syn.txt.")
     return Columns(image, by_member)
 
 

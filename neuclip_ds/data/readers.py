@@ -169,7 +169,7 @@ class TarReader:
             return self._cache.open(listed.path, listed.bytes, listed.crc32)
         except FetchError as error:
             if error.damaged and listed.layout is None:
-                raise UserError(f"{error} It has changed; build the manifest again.") from error
+                raise UserError(f"{error} The shard has changed; build the manifest again.") from error
             raise
 
     def _open_pieces(self, shard: int, extents: Iterable[Sequence[int]]) -> FileIO | None:
@@ -197,8 +197,8 @@ class TarReader:
         if table.n != listed.n:
             other_cause = "" if listed.layout is not None else ", or img2dataset's side file has a wrong count"
             raise UserError(
-                f"Shard {listed.path} yields {table.n} samples where the manifest has {listed.n}: it has "
-                f"changed{other_cause}; build the manifest again, or without the shard."
+                f"Shard {listed.path} has {table.n} samples, but the manifest lists {listed.n}: the shard has "
+                f"changed{other_cause}. Build the manifest again, with or without this shard."
             )
         return table
 
@@ -220,7 +220,7 @@ class TarReader:
         listed = self._manifest.shards[shard]
         if listed.layout not in (None, table.layout) and table.n == listed.n:
             raise UserError(
-                f"Shard {listed.path} has the size in the manifest but different samples; restore the shard."
+                f"Shard {listed.path} has the size that the manifest lists, but different samples; restore the shard."
             )
 
     def _verify(self, shard: int, members: Iterable[tuple[int, bytes | None, int]]) -> None:

@@ -25,7 +25,7 @@ from neuclip_ds.data.sample_table import IMAGE_EXTENSIONS, SampleTable, tabulate
 from neuclip_ds.data.shards import is_local
 from neuclip_ds.data.tar import ShardIndex, is_blank, read_index
 from neuclip_ds.data.uids import UID, UidFiles, uid_of, uid_of_location
-from neuclip_ds.errors import UserError
+from neuclip_ds.errors import UserError, counted
 from neuclip_ds.files import checksum_of
 
 log = logging.getLogger(__name__)
@@ -178,23 +178,23 @@ def _causes_of(index: ShardIndex, blank_bytes: int) -> list[str]:
     causes = []
     if index.split:
         causes.append(
-            f"{index.split} samples have the key of an earlier sample, because the members of a sample are not "
-            "adjacent: write the tar again, sorted by name (tar --sort=name)"
+            f"{counted(index.split, 'sample has', 'samples have')} the key of an earlier sample, because the members "
+            "of a sample are not adjacent: write the tar again, sorted by name (tar --sort=name)"
         )
     if index.repeated:
         causes.append(
-            f"{index.repeated} members are ignored, because their sample has a member with the same extension: give "
-            "each sample its own key"
+            f"{counted(index.repeated, 'member is', 'members are')} ignored, because the same sample has another "
+            "member with this extension: give each sample its own key"
         )
     if index.unreadable:
         causes.append(
-            f"{index.unreadable} members are ignored, because they are sparse or are links to other files: write the "
-            "tar again with their contents (tar --dereference --hard-dereference, without --sparse)"
+            f"{counted(index.unreadable, 'member is', 'members are')} ignored as sparse or as a link to another file: "
+            "write the tar again with the contents (tar --dereference --hard-dereference, without --sparse)"
         )
     if blank_bytes:
         causes.append(
-            f"{blank_bytes} bytes between members are zeros: it may consist of several tars, all of which are used; "
-            "if it does not, download it again"
+            f"{blank_bytes} bytes between members are zeros. If several tars were joined, this is harmless; if not, "
+            "download the shard again"
         )
     return causes
 

@@ -37,7 +37,7 @@ def resolve_shards(source: str) -> list[str]:
     try:
         return _resolve(source)
     except RecursionError as error:
-        raise UserError(f"{source[:200]!a} is a list that includes itself; list shards in it.") from error
+        raise UserError(f"{source[:200]!a} is a list that includes itself; list only shards in it.") from error
     except (OSError, ValueError, RuntimeError) as error:  # impossible name, unknown user, no permission
         raise UserError(f"{source[:200]!a} cannot be looked up ({error}); check the path and permissions.") from error
 
@@ -125,4 +125,4 @@ def _braces(pattern: str) -> list[str]:
     try:
         return list(braceexpand(pattern))
     except ValueError as error:
-        raise UserError(f"The braces of {pattern} do not match; close every one of them.") from error
+        raise UserError(f"The braces of {pattern} do not match; close every brace.") from error

@@ -51,7 +51,7 @@ def count_shards(sizes: Mapping[str, int | None]) -> Scans:
             n = _samples(path.removesuffix(_TAR), store)
             size = sizes[path] or _size(path, store)
             if n * MIN_SAMPLE_BYTES > size:
-                raise AttemptFailed(f"its side file has {n} samples, but the shard only {size} bytes")
+                raise AttemptFailed(f"its side file lists {n} samples, but the shard has only {size} bytes")
         except AttemptFailed as failure:
             failures[path] = f"Shard {path} cannot be counted: {failure}."
             return None
@@ -90,7 +90,7 @@ def _samples(stem: str, store: Any) -> int:
             if failure.kind != "missing":
                 raise AttemptFailed(f"{path}: {failure}") from failure
     name = stem.rpartition("/")[2]
-    raise AttemptFailed(f"no {name}_stats.json or {name}.parquet is next to it, as img2dataset writes them")
+    raise AttemptFailed(f"neither {name}_stats.json nor {name}.parquet, which img2dataset writes, is next to it")
 
 
 def _successes(store: Any, path: str) -> int:

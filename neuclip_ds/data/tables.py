@@ -22,7 +22,7 @@ import pyarrow.csv
 from neuclip_ds.data.fetch import explain
 from neuclip_ds.data.listing import IMAGES, TABLES, files_below, matching_files
 from neuclip_ds.data.shards import is_local
-from neuclip_ds.errors import UserError, explained
+from neuclip_ds.errors import UserError, counted, explained
 from neuclip_ds.files import read_text
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class PairTable:
             if name in by_lowercase_name:
                 return by_lowercase_name[name]
         raise UserError(
-            f"{self.name} has no column of {what} with a usual name ({', '.join(usual)}), but "
+            f"{self.name} has no column of {what} with a usual name ({', '.join(usual)}); its columns are "
             f"{', '.join(self.data.schema.names)}: {advice}."
         )
 
@@ -212,9 +212,9 @@ def _find_missing_quote(batch: pa.RecordBatch, delimiter: str) -> str:
             if others and cell.count(delimiter) >= len(others) * (batch.num_columns - 1) > 0:
                 return (
                     f"a quote opens the cell of column {name} that begins with {first[:60]!r}, and the cell seems to "
-                    f'contain {len(others)} more rows. Write the cell as "...", with two quotes in place of each '
-                    "quote in it, or write the table as .jsonl or .parquet. To pack a table without quoted cells, set "
-                    "--quotes=off; if the cell is right, set --quotes=on."
+                    f'contain {counted(len(others), "more row")}. Write the cell as "...", with two quotes in place of '
+                    "each quote in it, or write the table as .jsonl or .parquet. To pack a table without quoted cells, "
+                    "set --quotes=off; if the cell is right, set --quotes=on."
                 )
     return ""
 

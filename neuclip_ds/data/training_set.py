@@ -191,18 +191,18 @@ def open_order(
         needed_bytes = resident_bytes(interleave, nodes)
         if needed_bytes > cache_bytes:
             problem = (
-                f"Each of {nodes} nodes reads from {needed_bytes / 1e9:,.3g} GB of shards at a time "
+                f"Each node reads from {needed_bytes / 1e9:,.3g} GB of shards at the same time "
                 f"(data.shard_streams={interleave.streams}, data.shuffle_block_size={interleave.block}), but "
                 f"data.cache_gb={data.cache_gb:g}, so shards would be fetched repeatedly: set "
                 f"data.cache_gb={needed_bytes / FULL / 1e9:.3g} or more"
             )
             if saved is None:
-                raise UserError(f"{problem}, or a smaller data.shuffle_block_size.")
+                raise UserError(f"{problem}, or lower data.shuffle_block_size.")
             log.warning("%s", problem)
         window = interleave.streams * interleave.block
         if saved is None and window < min(WINDOW, int(manifest.sizes.sum())):
             log.warning(
-                "data.cache_gb=%g limits shuffling to %s samples at a time: raise it to mix batches better",
+                "data.cache_gb=%g limits the shuffle buffer to %s samples: raise it to mix batches better",
                 data.cache_gb,
                 f"{window:,}",
             )
@@ -213,7 +213,7 @@ def open_order(
     if order.last_batch_size < 2:
         raise UserError(
             f"data.batch_size={data.batch_size} leaves one of {order.n} samples for an epoch's last batch, which "
-            "then has no negatives. Choose another batch size or data.drop_last=true."
+            "would then have no negatives. Choose another batch size or data.drop_last=true."
         )
     return order
 

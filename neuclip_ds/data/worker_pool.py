@@ -29,7 +29,7 @@ from neuclip_ds.data.cache import ShardCache
 from neuclip_ds.data.children import end_with_parent
 from neuclip_ds.data.decoders import CaptionSources
 from neuclip_ds.distributed.stop_signals import deferring
-from neuclip_ds.errors import UserError, cause_of, explained
+from neuclip_ds.errors import UserError, cause_of, counted, explained
 from neuclip_ds.limits import fix_of_limit, fix_of_shared_memory, low_limit
 
 log = logging.getLogger(__name__)
@@ -93,7 +93,8 @@ class WorkerPool:
             for number in itertools.count():
                 if not workers[number % count].unfinished:
                     return
-                waited_for = f"{describe(number)} from {count} loader processes (shards in {folder})"
+                loaders = counted(count, "loader process", "loader processes")
+                waited_for = f"{describe(number)} from {loaders} (shards in {folder})"
                 result = self._next_result(workers, number % count, waited_for)
                 for next_number, job in itertools.islice(numbered_jobs, 1):
                     workers[next_number % count].submit(job)
@@ -118,7 +119,7 @@ class WorkerPool:
                 failures += 1
                 if failures == MAX_FAILURES:
                     raise UserError(f"{error} ({failures} times in a row).") from error
-                log.warning("%s; replacing it (%d of %d)", error, failures, MAX_FAILURES - 1)
+                log.warning("%s; replacing the process (attempt %d of %d)", error, failures, MAX_FAILURES - 1)
             failed = workers[number]
             failed.stop()
             workers[number] = _start_worker(self._work, self._options)

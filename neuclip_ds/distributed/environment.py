@@ -54,7 +54,9 @@ def read_environment(env: MutableMapping[str, str] = os.environ) -> RankEnvironm
     are_numbers = all(value.isdigit() for value in values)
     if not are_numbers or int(values[0]) >= int(values[2]):
         settings = ", ".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
-        raise UserError(f"{settings} does not describe a rank; start with a launcher, which sets these variables.")
+        raise UserError(
+            f"The values {settings} do not describe a rank; start with a launcher, which sets these variables."
+        )
     rank, local_rank, world_size = values
     return RankEnvironment(int(rank), int(local_rank), int(world_size))
 

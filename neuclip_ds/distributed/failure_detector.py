@@ -44,9 +44,9 @@ _STUCK_SPREAD = 60.0  # seconds within which all ranks that wait for the same ra
 _MAX_MESSAGE = 2000  # characters of an error that other ranks receive
 _MAX_NAMED_RANKS = 8
 _NOT_CONNECTED = (
-    "the ranks have not connected to each other by NCCL and gloo in 5 minutes. Set NCCL_SOCKET_IFNAME and "
-    "GLOO_SOCKET_IFNAME to the network interface that all nodes share (ip addr lists them), under deepspeed --hostfile "
-    "in .deepspeed_env; NCCL_DEBUG=INFO prints what NCCL tries."
+    "the ranks did not connect to each other over NCCL and gloo within 5 minutes. Set NCCL_SOCKET_IFNAME and "
+    "GLOO_SOCKET_IFNAME to the network interface that all nodes share (ip addr lists them); with deepspeed --hostfile, "
+    "set them in .deepspeed_env. NCCL_DEBUG=INFO prints what NCCL tries."
 )
 _PACKAGE = f"{Path(__file__).parents[1]}/"
 _DIED = (
@@ -283,7 +283,7 @@ class FailureDetector:
             named.append(f"rank {rank} on {self._host_of(rank)}, which {doing}")
         more = len(behind) - _MAX_NAMED_RANKS
         log.warning(
-            "nothing has moved for %.0f s: %s %s%s; `py-spy dump --pid PID` there shows more",
+            "no rank has made progress for %.0f s: %s %s%s; `py-spy dump --pid PID` there shows more",
             _STUCK_AFTER + _STUCK_SPREAD,
             "the ranks wait for" if behind else "no rank is behind the others; check",
             ", ".join(named),

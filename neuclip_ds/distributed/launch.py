@@ -39,7 +39,7 @@ from neuclip_ds.distributed.environment import (
 )
 from neuclip_ds.distributed.failure_detector import FailureDetector
 from neuclip_ds.distributed.store_entries import read_address, read_entry, write_entry
-from neuclip_ds.errors import UserError, explained
+from neuclip_ds.errors import UserError, counted, explained
 
 log = logging.getLogger(__name__)
 
@@ -199,8 +199,9 @@ def _choose_device(local_rank: int) -> None:
     count = accelerator.device_count()
     if local_rank >= count:
         raise UserError(
-            f"{socket.gethostname()} shows {count} GPUs, too few for local rank {local_rank}: start one rank per "
-            "GPU (slots in the hostfile), and let each rank see all GPUs (srun --gpus-per-node, not --gpus-per-task)."
+            f"{socket.gethostname()} shows {counted(count, 'GPU')}, too few for local rank {local_rank}: start one "
+            "rank per GPU (slots in the hostfile), and let each rank see all GPUs (srun --gpus-per-node, not "
+            "--gpus-per-task)."
         )
     accelerator.set_device(local_rank)
 

@@ -48,7 +48,7 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.embedding.encoders import EncodeOne, FeatureEncoders
 from neuclip_ds.embedding.reader import Block, BlockSamples, RowReader
 from neuclip_ds.embedding.select import feature_tables
-from neuclip_ds.errors import UserError, explained
+from neuclip_ds.errors import UserError, counted, explained
 from neuclip_ds.files import atomic_write, explain_disk
 from neuclip_ds.models.pretrained.text_encoder import PADDING
 
@@ -124,7 +124,8 @@ class Parts:
         for name, value in expected.items():
             if stored.get(name) != value:
                 raise UserError(
-                    f"{self.folder} has features with {name}={stored.get(name)}, not {value}: choose another --out"
+                    f"{self.folder} has features with {name}={stored.get(name)}, but this job has {value}: choose "
+                    "another --out."
                 )
 
     def write(self, encoded: EncodedShard, manifest: Manifest) -> int:
@@ -243,13 +244,15 @@ def embed(
             omitted = list(chain.from_iterable(block.bad for block in encoded.blocks))
             if omitted:
                 bad += len(omitted)
-                causes = Counter(sample.cause for sample in omitted).most_common(3)
-                log.warning("%s: %d samples are omitted: %s, ...", path, len(omitted), dict(causes))
+                common = Counter(sample.cause for sample in omitted).most_common(3)
+                causes = ", ".join(f"{cause} ({count:,})" for cause, count in common)
+                omitted_samples = counted(len(omitted), "sample")
+                log.warning("%s: %s omitted; the most frequent causes: %s", path, omitted_samples, causes)
             if communicator.rank == 0 and time.monotonic() - last_log_time > _LOG_INTERVAL:
                 last_log_time = time.monotonic()
                 rate = samples / (last_log_time - start_time)
                 started = min(communicator.count(started_shards, 0), len(missing))
-                log.info("%d of %d shards begun; rank 0: %.0f samples/s", started, len(missing), rate)
+                log.info("%d of %d shards started; rank 0 encodes %.0f samples/s", started, len(missing), rate)
 
     counts: dict[str, Any] = {"shards": written, "samples": samples, "bad": bad, "unreadable": unreadable}
     counts_of_ranks = communicator.gather_objects(counts)

@@ -93,7 +93,7 @@ def select(
     if not len(uids) and without_uid:
         raise UserError(f"None of {without_uid} samples has a uid of 32 hex digits: pass its column with --uid-column.")
     if not len(uids):
-        raise UserError(f"None of {samples} samples is kept ({without_value} have no value): choose wider bounds.")
+        raise UserError(f"None of {samples} samples is kept ({without_value} without a value): choose wider bounds.")
     refined_uids = refine(uids)
     out.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(out) as temporary, temporary.open("wb") as file:

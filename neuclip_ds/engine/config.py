@@ -156,13 +156,15 @@ def _refuse_unsupported(path: Path, engine: dict[str, Any]) -> None:
     problems = []
     for section in ("optimizer", "scheduler"):
         if section in engine:
-            problems.append(f"has a section {section}, which the recipe owns")
+            problems.append(f"has a section {section}, but the recipe sets these options")
     if options.fp16.enabled:
         problems.append("enables fp16, which is not supported (use zero1_bf16, or zero1_fp32 on a GPU without bf16)")
     if not options.bf16.check_grad_overflow:
         problems.append("turns off bf16.check_grad_overflow, without which nonfinite gradients are not detected")
     if not zero.compute_grad_norm:
-        problems.append("turns off zero_optimization.compute_grad_norm, without which such gradients are not detected")
+        problems.append(
+            "turns off zero_optimization.compute_grad_norm, without which nonfinite gradients are not detected"
+        )
     for key, offload in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
         if offload is not None and (offload.device == "nvme" or offload.ratio != 1):
             problems.append(
@@ -192,5 +194,5 @@ def read_engine_file(name: str) -> tuple[Path, dict[str, Any]]:
         raise UserError(f"deepspeed={name} is neither a file nor a name in ds_configs/ ({known}).")
     engine = read_options(path)
     if not isinstance(engine, dict):
-        raise UserError(f"{path} must hold a JSON object, as DeepSpeed's documentation describes.")
+        raise UserError(f"{path} must contain a JSON object, as DeepSpeed's documentation describes.")
     return path, engine

@@ -128,7 +128,9 @@ def _average_table(tasks: TaskList, metrics: Mapping[str, Metrics]) -> list[str]
         score = percent(average.value)
         if average.missing:
             scored = average.tasks - len(average.missing)
-            score = f"none: {scored} of {average.tasks} tasks scored, mean of these {percent(average.partial)}"
+            score = (
+                f"none: only {scored} of {average.tasks} tasks have scores; their mean is {percent(average.partial)}"
+            )
         lines.append(f"| {name} | {tasks.averages[name]} | {score} |")
     lines.append("")
     for name, average in shown.items():

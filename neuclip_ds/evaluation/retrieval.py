@@ -64,7 +64,7 @@ def recalls_of_pairs(
     UserError if no rank has a valid pair.
     """
     if not encoded:
-        raise UserError("The held-out data yields no batch to retrieve from; check data.val.")
+        raise UserError("The validation data has no pair to measure recall on; check data.val.")
     all_images = torch.cat([batch.image for batch in encoded]).float()
     all_texts = torch.cat([batch.text for batch in encoded]).float()
     all_valid = torch.cat([batch.valid for batch in encoded])
@@ -266,7 +266,7 @@ def _recalls(
     totals = communicator.all_reduce(torch.stack(list(counts.values())), "evaluation").tolist()
     first_direction = totals[0]
     if not first_direction[0]:
-        raise UserError("The held-out data has no readable pair to retrieve; check data.val.")
+        raise UserError("The validation data has no readable pair to measure recall on; check data.val.")
     recalls = {}
     for name, (queries, *hits_at) in zip(counts, totals, strict=True):
         for k, hits in zip(ks, hits_at, strict=True):

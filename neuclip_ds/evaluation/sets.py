@@ -40,7 +40,7 @@ from neuclip_ds.data.tables import (
     source_of,
 )
 from neuclip_ds.data.tar import Extent, is_blank, read_index
-from neuclip_ds.errors import UserError, explained
+from neuclip_ds.errors import UserError, counted, explained
 from neuclip_ds.files import read_text
 
 log = logging.getLogger(__name__)
@@ -216,9 +216,10 @@ def _samples_of_shard(shard: Path) -> Iterator[Sample]:
         raise UserError(f"{shard} is damaged at byte {index.gaps[0].offset}; download it again.")
     if index.split or index.repeated or index.unreadable:
         raise UserError(
-            f"{shard} has {index.split} samples whose members are not adjacent, {index.repeated} members with the key "
-            f"and the extension of another one, and {index.unreadable} links or sparse members; write it again with "
-            "webdataset, or with tar --sort=name --dereference --hard-dereference."
+            f"{shard} cannot be used as it is (samples whose members are not adjacent: {index.split}; members with "
+            f"the key and the extension of another member: {index.repeated}; links and sparse members: "
+            f"{index.unreadable}). Write it again with webdataset, or with tar --sort=name --dereference "
+            "--hard-dereference."
         )
     for entry in index.samples:
         members = {name: partial(_read_extent, shard, extent) for name, extent in entry.members.items()}
@@ -250,8 +251,8 @@ def _open_images(path: Path) -> EvaluationSet:
         class_names = tuple(folder.name.replace("_", " ") for folder in folders)
     elif len(class_names) != len(folders):
         raise UserError(
-            f"{class_names_file} has {len(class_names)} names for {len(folders)} folders of classes; "
-            "write one for each, in order."
+            f"{class_names_file} has {counted(len(class_names), 'name')} for {counted(len(folders), 'folder')} of "
+            "images; write one name for each folder, in order."
         )
     else:
         _warn_of_numbers(path, folders, class_names)

@@ -124,7 +124,7 @@ class TaskList(BaseModel):
         for path in paths:
             if path in own_names and not is_set(path):
                 raise UserError(
-                    f"{own_names[path]}={path} is not an evaluation set, which a name needs; omit the name."
+                    f"{own_names[path]}={path} names a path that is not an evaluation set; omit {own_names[path]}=."
                 )
             candidates_of_path[path] = _sets_in(path)
             candidates += candidates_of_path[path]
@@ -206,7 +206,7 @@ def _user_task(path: Path, name: str | None = None) -> Task:
     """Return the task of a user's set, by default with the name of its folder or file."""
     kind: Any = open_set(path).kind
     if kind not in ("classification", "retrieval"):
-        raise UserError(f"{path} is a {kind} set, which has no score here; move it elsewhere.")
+        raise UserError(f"{path} is a {kind} set, which neuclip_ds cannot score; move it elsewhere.")
     return Task.own(name or (path.stem if path.is_file() else path.name), kind)
 
 

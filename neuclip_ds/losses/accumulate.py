@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
+from neuclip_ds.errors import counted
 from neuclip_ds.losses.batch_norm import BatchNorm, batch_norms, kept_statistics
 from neuclip_ds.losses.stored_features import StoredBatch, StoredRows, Teachers
 
@@ -243,8 +244,8 @@ class TwoPass(MicroBatches):
             self._fail(_ONCE_EACH)
 
     def _fail(self, advice: str) -> None:
-        done = f"{self._micro_batch} of {len(self._ends)} in the second pass"
-        raise RuntimeError(f"accumulate(): {advice}. So far: {done}.")
+        done = f"{self._micro_batch} of {counted(len(self._ends), 'micro-batch', 'micro-batches')}"
+        raise RuntimeError(f"accumulate(): {advice}. The second pass has had {done} so far.")
 
 
 @contextmanager

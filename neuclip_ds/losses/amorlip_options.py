@@ -38,7 +38,7 @@ class AmortizedConfig(Section):
     """Largest weight beta_T of the previous epoch's net in the target."""
     previous_epochs: float = Field(16, ge=0)
     """Epochs over which beta rises to `previous_weight` along a cosine: all epochs in the paper, 16 of 33 in the
-    README."""
+    README of the released code."""
     positive_weight: float = Field(1.0, ge=0)
     """Weight c of the positive pair in the partition function: 1 in the paper, 1e-3 in the released scripts."""
     encoder_normalizer: Literal["ema", "combined"] = "ema"

@@ -19,7 +19,8 @@ def problem_with_features(image: Any, text: Any, dim: int) -> str | None:
             return _not_a_tensor(name, features)
         shape = (len(image), dim)
         if features.shape != shape or features.dtype not in _DTYPES:
-            return f"{name} is {features.dtype} {tuple(features.shape)}, but must be floating {shape}."
+            given = f"{features.dtype} {tuple(features.shape)}"
+            return f"{name} is {given}, but must be a floating-point tensor of shape {shape}."
     return None
 
 
@@ -94,7 +95,7 @@ def problem_with_stored(name: str, image: Any, text: Any, rows: int, valid: Tens
         is_matrix = features.ndim == 2 and len(features) == rows
         if not is_matrix or features.shape != image.shape or features.dtype not in _DTYPES:
             shape = tuple(features.shape)
-            return f"{name} has a {features.dtype} {shape}, but must be two floating tensors of one shape ({rows}, D)."
+            return f"{name} has a {features.dtype} {shape}, but must be two floating-point tensors ({rows}, D)."
     if problem_with_norms(image, text, valid, not_finite=False) is not None:
         return f"{name} must have finite rows of norm 1: normalize them, or mark such rows as invalid (valid)."
     return None

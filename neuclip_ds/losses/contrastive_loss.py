@@ -321,10 +321,13 @@ class ContrastiveLoss(nn.Module):
                 pending = self._send(image_features, text_features, index, valid, training, position, stored)
             elif any(argument is not None for argument in (index, valid, position, reference, teacher)):
                 raise RuntimeError(
-                    "index, valid and position belong to begin(), like stored features; pass only pending here."
+                    "Pass index, valid, position and stored features to begin(), not to the loss with pending=..."
                 )
             elif pending.training != training:
-                raise RuntimeError("begin() and the loss differ in train(), eval() or torch.no_grad().")
+                raise RuntimeError(
+                    "begin() and the loss were called in different modes: use the same train(), eval() and "
+                    "torch.no_grad() for both."
+                )
             elif image_features.dtype == torch.float64 and self._dtype != torch.float64:
                 raise RuntimeError("begin() has started a batch in float32: build the loss with dtype=torch.float64.")
             elif not len(image_features) == len(text_features) == pending.rows:
@@ -787,7 +790,7 @@ def _config_and_builder(
     """Return the options of a loss and the function that builds it; raise `UserError` if an option is invalid."""
     if isinstance(method, ObjectiveConfig):
         if options:
-            raise UserError(f"Options {', '.join(options)} cannot change an ObjectiveConfig: set them in the config.")
+            raise UserError(f"An ObjectiveConfig is complete: set {', '.join(options)} in it.")
         return method, find_method(method.method).build
     if isinstance(method, str):
         config = _validated({"method": method, **options}, f"method {method}")
@@ -803,7 +806,7 @@ def _validated(options: dict[str, Any], name: str) -> ObjectiveConfig:
         for problem in error.errors():
             option = ".".join(str(part) for part in problem["loc"])
             problems.append(f"{option}: {problem['msg']}")
-        raise UserError(f"Options of {name}: {'; '.join(problems)}") from error
+        raise UserError(f"The options of {name} are wrong: {'; '.join(problems)}") from error
 
 
 def _state_of(function: LossFunction) -> dict[str, Any]:

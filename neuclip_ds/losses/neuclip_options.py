@@ -46,24 +46,27 @@ class NpnConfig(Section):
     uses the largest divisor of the world size up to this number. With more replicas, alpha_grad=full sends less and
     each rank computes more."""
     order: Literal["alternating", "joint"] = "alternating"
-    """`alternating` updates the network, then the encoders with the new prediction (Algorithm 1). `joint` updates both
-    from the old prediction; the network takes one AdamW step at the encoders' lr, without redraws (Algorithm 3)."""
+    """Order of the updates: `alternating` updates the network, and then the encoders with the new prediction (Algorithm
+    1); `joint` updates both from the old prediction, and the network takes one AdamW step at the encoders' lr, without
+    redraws (Algorithm 3)."""
 
     @model_validator(mode="after")
     def _order_fits_the_network(self) -> NpnConfig:
         if self.order == "joint" and self.network == "mlp":
-            raise ValueError("order=joint is for prototypes; remove it, or network=mlp")
+            raise ValueError("order=joint needs network=prototypes; change one of the two")
         is_scaled = self.optimizer == "scaled" and self.network == "prototypes" and self.order != "joint"
         if is_scaled and self.weight_decay:
-            raise ValueError("weight_decay is not read by optimizer=scaled; set optimizer=adagrad")
+            raise ValueError("optimizer=scaled has no weight decay; omit weight_decay, or set optimizer=adagrad")
         return self
 
     @model_validator(mode="after")
     def _kappa_fits_the_network(self) -> NpnConfig:
         if self.kappa is not None and self.network == "mlp":
-            raise ValueError("kappa pools the prediction of prototypes; remove it, or network=mlp")
+            raise ValueError("kappa needs network=prototypes; omit kappa, or change the network")
         if self.kappa is not None and self.alpha_grad != "full":
-            raise ValueError(f"kappa has its own gradient; remove it, or alpha_grad={self.alpha_grad}")
+            raise ValueError(
+                f"kappa has its own gradient, so alpha_grad={self.alpha_grad} has no effect; omit one of the two"
+            )
         return self
 
     @model_validator(mode="after")

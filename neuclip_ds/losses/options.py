@@ -151,11 +151,11 @@ class ObjectiveConfig(Section):
         if isinstance(temperature, dict) and temperature.get("rule") is not None and not method.has_temperature_rule:
             option = f"objective.temperature.rule={temperature['rule']}"
             readers = [other for other, row in METHODS.items() if row.has_temperature_rule]
-            raise UserError(_unread_message(name, option, "none, because its rule is fixed", readers))
+            raise UserError(_unread_message(name, option, readers))
         if tree.get("reference_model") is not None and method.refuses_reference:
             readers = [other for other, row in METHODS.items() if not row.refuses_reference]
-            reads = "none, because its loss has no form with a reference model"
-            raise UserError(_unread_message(name, "objective.reference_model", reads, readers))
+            reason = f" The loss of {name} has no form with a reference model."
+            raise UserError(_unread_message(name, "objective.reference_model", readers, reason))
         return merge(method.defaults, tree)
 
     @model_serializer(mode="wrap")
@@ -221,11 +221,12 @@ def _unread_section(method: str, section: str, options: Any) -> str:
         names = [f"objective.{section}.{key}" for key in options]
     sections = [f"objective.{name}" for name in METHODS[method].sections]
     readers = [name for name, row in METHODS.items() if section in row.sections]
-    return _unread_message(method, ", ".join(names), " and ".join(sections) or "no separate section", readers)
+    used = f" {method} uses {' and '.join(sections)}." if sections else ""
+    return _unread_message(method, ", ".join(names), readers, used)
 
 
-def _unread_message(method: str, options: str, reads: str, readers: list[str]) -> str:
+def _unread_message(method: str, options: str, readers: list[str], note: str = "") -> str:
     return (
-        f"{options} is read by {', '.join(readers)} only; objective.method={method} reads {reads}: remove it, or "
-        "choose one of those methods."
+        f"objective.method={method} does not use {options}; these methods do: {', '.join(readers)}. Omit what the "
+        f"method does not use, or choose one of these methods.{note}"
     )

@@ -62,7 +62,9 @@ def register_loss(name: str, builder: LossBuilder, options: type[Section] | None
         options()
     except ValidationError as error:
         invalid = ", ".join(str(problem["loc"][0]) for problem in error.errors())
-        raise UserError(f"register_loss: options of {name} need valid defaults, but {invalid} has none.") from error
+        raise UserError(
+            f"register_loss: every option of {name} needs a valid default; give one to {invalid}."
+        ) from error
     REGISTERED_OPTIONS[name] = options
     METHODS[name] = Method(builder=builder, sections=(name,), estimates_normalizers=False)
 

@@ -207,7 +207,7 @@ def add_adapters(towers: Mapping[str, nn.Module], config: LoraConfig) -> None:
 
     layers_of_towers = {name: list(_frozen_linear_layers(tower)) for name, tower in towers.items()}
     if not any(layers_of_towers.values()):
-        raise UserError("No tower has blocks with frozen linear layers that adapters could be added to (model.lora).")
+        raise UserError("No tower has blocks with frozen linear layers, which adapters need: set model.lora.rank=0.")
     for name, layers in layers_of_towers.items():
         if not layers:
             continue

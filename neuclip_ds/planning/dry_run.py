@@ -29,7 +29,7 @@ from neuclip_ds.distributed.environment import RankEnvironment, local_ranks
 from neuclip_ds.distributed.launch import read_hostfile
 from neuclip_ds.engine.config import load_engine_config, precision, zero_stage
 from neuclip_ds.engine.precision import resolve_comm_dtype
-from neuclip_ds.errors import UserError
+from neuclip_ds.errors import UserError, counted
 from neuclip_ds.evaluation.evaluator import open_held_out
 from neuclip_ds.losses.stored_features import stored_folders
 from neuclip_ds.models.recompute import checkpointed_blocks
@@ -92,8 +92,8 @@ def print_dry_run(
 
     lines = [f"method     {config.objective.method}"]
     if nodes:
-        lines.append(f"nodes      {len(nodes)} ({', '.join(nodes)}), {world_size} ranks")
-    batch = f"{config.data.batch_size} = {world_size} ranks x {query.rank_batch}"
+        lines.append(f"nodes      {len(nodes)} ({', '.join(nodes)}), {counted(world_size, 'rank')}")
+    batch = f"{config.data.batch_size} = {counted(world_size, 'rank')} x {query.rank_batch}"
     lines.append(f"batch      {batch}, micro-batch {query.micro_batch}")
     if model_lines:
         lines += model_lines
@@ -167,10 +167,11 @@ def _open_tables(config: Config, manifest: Manifest) -> dict[str, FeatureTable]:
 
 def _data_lines(config: Config, manifest: Manifest, order: BatchOrder) -> list[str]:
     steps = run_length(order, config.epochs, config.max_steps)
+    streams = counted(order.interleave.streams, "shard stream")
     lines = [
-        f"data       {manifest.n:,} samples in {manifest.n_shards:,} shards, {manifest.n_bad} incomplete",
+        f"data       {manifest.n:,} samples in {counted(manifest.n_shards, 'shard')}, {manifest.n_bad:,} incomplete",
         f"checksums  {'of every sample' if manifest.has_checksums else 'none; build-manifest computes them'}",
-        f"steps      {steps:,} ({order.steps_per_epoch:,} per epoch, {order.interleave.streams} shard streams)",
+        f"steps      {steps:,} ({order.steps_per_epoch:,} per epoch, {streams})",
         *(f"warning    {warning}" for warning in config_warnings(config, steps)),
     ]
     recovery = config.recovery
@@ -190,7 +191,7 @@ def _memory_lines(
     """
     towers = count_towers(query)
     estimate = account(query, towers)
-    unknown = "" if query.samples else ", without u because n is unknown"
+    unknown = "" if query.samples else ", without u because the number of samples is unknown"
     yield f"memory     of each rank's {'GPU' if query.device == 'cuda' else 'CPU'} in MB, computed{unknown}:"
     yield from estimate.lines()
     loaders = loader_memory(query, max(nodes.values(), default=local_ranks()), bytes_of_features)
@@ -202,10 +203,10 @@ def _memory_lines(
         return
     verdict = "fits" if estimate.fits(gpu_memory) else "does not fit"
     gpus = f"{query.world_size} x {gpu_memory:g} GB"
-    yield f"fit        {query.config.deepspeed} {verdict} {gpus}: {estimate.peak / 1e9:,.1f} GB of each"
+    yield f"fit        {query.config.deepspeed} {verdict} {gpus}: it needs {estimate.peak / 1e9:,.1f} GB per GPU"
     smallest = smallest_that_fits(query, towers, gpu_memory)
     if smallest is None:
-        yield f"smallest   no stage fits: {FIX}"
+        yield f"smallest   no ZeRO stage fits: {FIX}"
     else:
         name, estimate_of_smallest = smallest
-        yield f"smallest   {name}, {estimate_of_smallest.peak / 1e9:,.1f} GB of each"
+        yield f"smallest   {name}, which needs {estimate_of_smallest.peak / 1e9:,.1f} GB per GPU"

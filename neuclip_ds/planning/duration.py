@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from neuclip_ds.config import Config
-from neuclip_ds.errors import UserError, explained
+from neuclip_ds.errors import UserError, counted, explained
 from neuclip_ds.recipe import load_saved
 from neuclip_ds.reporting.metrics import read_series
 
@@ -44,7 +44,10 @@ def read_speed(run: Path, config: Config) -> MeasuredSpeed:
         ("objective.method", measured.objective.method, config.objective.method),
     ):
         if of_run != planned:
-            raise UserError(f"--measured={run} has another {name} than this run: measure a short run with the same.")
+            raise UserError(
+                f"--measured={run} was trained with a different {name} than this run uses: measure a short run with "
+                f"the same {name}."
+            )
     steps, speeds = series.get("samples_per_second", ([], []))
     if not steps or steps[-1] < FEWEST_STEPS:
         raise UserError(
@@ -89,6 +92,6 @@ def duration_lines(
     low, high = (f"{value:,.3g}" for value in hours)
     yield f"time       {low} to {high} hours, {world_size * hours[0]:,.3g} to {world_size * hours[1]:,.3g} rank hours"
     yield (
-        f"           estimated from {speed.slowest:,.0f} to {speed.fastest:,.0f} samples/s on {speed.ranks} ranks in "
-        f"{speed.run}, without evaluations: {assumption}"
+        f"           estimated from {speed.slowest:,.0f} to {speed.fastest:,.0f} samples/s on "
+        f"{counted(speed.ranks, 'rank')} in {speed.run}, without evaluations: {assumption}"
     )

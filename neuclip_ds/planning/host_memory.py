@@ -10,6 +10,7 @@ import torch
 from neuclip_ds.data.feature_table import FeatureTable
 from neuclip_ds.data.loader import part_count, parts_of_rows
 from neuclip_ds.data.stored_towers import IMAGE
+from neuclip_ds.errors import counted
 from neuclip_ds.limits import SHARED_MEMORY
 from neuclip_ds.planning.memory import MemoryAccount, MemoryQuery
 
@@ -27,7 +28,7 @@ class LoaderMemory(NamedTuple):
     ranks: int  # number of ranks on the node
 
     def describe(self) -> str:
-        return f"node of {self.ranks}: {self.total / 1e9:,.1f} GB (in a container {self.advice})"
+        return f"{self.total / 1e9:,.1f} GB per node of {counted(self.ranks, 'rank')} (in a container: {self.advice})"
 
     @property
     def advice(self) -> str:
@@ -81,13 +82,13 @@ def loader_memory(query: MemoryQuery, ranks: int, stored_bytes: int = 0) -> Load
 def shortages(estimate: MemoryAccount, loaders: LoaderMemory, device: str) -> list[str]:
     """Return a warning for each kind of memory (GPU, RAM, shared memory) that is smaller than the estimate."""
     on_gpu = device == "cuda"
-    machine = f"this machine for its {loaders.ranks} ranks" if loaders.ranks > 1 else "this machine"
+    machine = f"this machine with {loaders.ranks} ranks" if loaders.ranks > 1 else "this machine"
     rank_bytes = estimate.on_host if on_gpu else estimate.peak
     ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     warnings = _shortage(loaders.ranks * rank_bytes + loaders.total, ram, machine, _FIX_OF_HOST if on_gpu else FIX)
     if on_gpu:
         gpu = torch.cuda.get_device_properties(0).total_memory
-        warnings += _shortage(estimate.peak, gpu, "each rank's GPU", FIX)
+        warnings += _shortage(estimate.peak, gpu, "the GPU of each rank", FIX)
     if SHARED_MEMORY.is_dir():  # some systems have it elsewhere
         fix = f"start the container with {loaders.advice}, or lower data.workers or data.prefetch"
         warnings += _shortage(loaders.shared, disk_usage(SHARED_MEMORY).free, str(SHARED_MEMORY), fix)
@@ -98,4 +99,4 @@ def _shortage(needed: int, available: int, memory: str, fix: str) -> list[str]:
     """Return a warning if the `memory` has fewer bytes than needed."""
     if needed <= available:
         return []
-    return [f"The run needs {needed / 1e9:,.1f} GB (computed) of {memory}, which has {available / 1e9:,.1f} GB: {fix}."]
+    return [f"The run needs {needed / 1e9:,.1f} GB (computed), but {memory} has {available / 1e9:,.1f} GB: {fix}."]

@@ -89,7 +89,7 @@ def find_launches(events: Sequence[Event]) -> list[Launch]:
     launches = [_launch(event) for event in events if event.category == "cpu_op" and event.name.startswith("c10d::")]
     unmatched = _match_gloo(launches, events) + _match_nccl(launches, events)
     if unmatched:
-        log.warning("the profile does not count %d collectives whose launch it does not show", unmatched)
+        log.warning("the profile omits collectives whose launches are missing from the trace: %d", unmatched)
     return launches
 
 

@@ -58,7 +58,7 @@ def changed_options(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict
 def log_changes(changes: Changes) -> None:
     """Log each option that differs from the previous launch."""
     for name, (old, new) in changes.items():
-        log.info("%s is %s, and was %s in the previous launch", name, _json(new), _json(old))
+        log.info("%s is %s; in the previous launch, it was %s", name, _json(new), _json(old))
 
 
 @contextmanager

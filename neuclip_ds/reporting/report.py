@@ -21,7 +21,7 @@ import numpy as np
 import yaml
 
 from neuclip_ds.config import CONFIG, without_replaced
-from neuclip_ds.errors import UserError
+from neuclip_ds.errors import UserError, counted
 from neuclip_ds.reporting.blends import FILE as BLENDS_FILE
 from neuclip_ds.reporting.blends import Blends, blends_plot
 from neuclip_ds.reporting.events import read_events
@@ -117,7 +117,7 @@ def write_comparison(runs: Sequence[Path], path: Path) -> None:
         rows.append([score, *cells])
     page = _PAGE.substitute(
         title=html.escape(" and ".join(names)),
-        scores=_table("Scores: the last (the best), %", ["score", *names], rows),
+        scores=_table("Scores in %: last (best)", ["score", *names], rows),
         examples="",
         tables=_table("Options that differ", ["option", *names], differing_options(configs)),
         data=_plot_data(_plots_of_runs(series_of_runs)),
@@ -184,7 +184,7 @@ def _duration(launches: list[Launch]) -> str:
         return "an unknown time"
     unknown = sum(launch.end is None for launch in launches[:-1])
     text = str(duration(_until_now(launches)))
-    return f"{text}, without {unknown} launches that were killed" if unknown else text
+    return f"{text}, without {counted(unknown, 'launch that was', 'launches that were')} killed" if unknown else text
 
 
 def _until_now(launches: list[Launch]) -> list[Launch]:

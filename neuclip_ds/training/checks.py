@@ -42,9 +42,10 @@ def _check_stored_features(config: Config) -> None:
         if getattr(distill, name) != getattr(DistillConfig(), name)
     ]
     if distill.features is None and changed:
+        verb, pronoun = ("has", "it") if len(changed) == 1 else ("have", "them")
         raise UserError(
-            f"{', '.join(changed)} has no effect without a teacher: set objective.distill.features to the folder of "
-            "its features, or remove the option."
+            f"{' and '.join(changed)} {verb} no effect without a teacher: set objective.distill.features to the folder "
+            f"of its features, or remove {pronoun}."
         )
     if objective.prefixes and config.recovery.epochs:
         raise UserError(
@@ -60,8 +61,7 @@ def _check_stored_features(config: Config) -> None:
         )
     if config.recovery.epochs and config.recovery.loss == "hgcl":
         raise UserError(
-            "recovery.loss=hgcl is a hinged loss, which has no form with objective.reference_model: set "
-            "recovery.loss=gcl."
+            "recovery.loss=hgcl is a hinge loss, which cannot use objective.reference_model: set recovery.loss=gcl."
         )
 
 
@@ -117,7 +117,7 @@ def config_warnings(config: Config, steps: int) -> list[str]:
         is_pretrained = bool(config.model.pretrained) or bool(getattr(config.model, tower).pretrained)
         trained = config.model.trained(tower)
         if trained in ("frozen", "projection") and not is_pretrained:
-            warnings.append(f"model.{tower}.trainable={trained} freezes random weights: start from pretrained ones.")
+            warnings.append(f"model.{tower}.trainable={trained} freezes random weights: start from pretrained weights.")
     if optimizer.min_lr > 0 and optimizer.schedule == "constant":
         warnings.append("optimizer.min_lr has no effect with optimizer.schedule=constant; cooldown decays to it.")
     elif optimizer.min_lr > optimizer.lr:

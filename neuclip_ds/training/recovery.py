@@ -93,7 +93,7 @@ def load_recovered_state(checkpoint: Path, context: RunContext, loss: Contrastiv
         if recovered_optimizer != optimizer:
             raise UserError(
                 f"{checkpoint} contains moments of optimizer.name={recovered_optimizer}, "
-                f"but this run has {optimizer}: set it back, or pass --recovery.restore='[\"statistics\"]'."
+                f"but this run uses {optimizer}: set it back, or pass --recovery.restore='[\"statistics\"]'."
             )
         load_moments(checkpoint / STATE, context.engine, context.communicator)
         restored.append("moments")
@@ -117,7 +117,7 @@ def load_recovered_state(checkpoint: Path, context: RunContext, loss: Contrastiv
             )
         files.fill({_TABLE: tables[_TABLE]})
         restored.append("statistics")
-    log.info("%s are taken from %s", " and ".join(restored) or "no statistics", checkpoint)
+    log.info("recovered state from %s: %s", checkpoint, " and ".join(restored) or "none")
 
 
 def _check_reference(checkpoint: Path, recovered: Mapping[str, Any], data: Mapping[str, Any]) -> None:
@@ -126,8 +126,8 @@ def _check_reference(checkpoint: Path, recovered: Mapping[str, Any], data: Mappi
     job = data.get("features", {}).get(REFERENCE)
     if recovered_job != job:
         raise UserError(
-            f"{checkpoint} contains u of a different objective.reference_model: set it to the features that the "
-            "recovery used, or recover again."
+            f"{checkpoint} contains u of a different objective.reference_model: set this option to the features that "
+            "the recovery used, or recover again."
         )
 
 

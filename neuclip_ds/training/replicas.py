@@ -8,7 +8,7 @@ from torch import Tensor
 
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.engine import Engine
-from neuclip_ds.errors import TrainingDiverged
+from neuclip_ds.errors import TrainingDiverged, counted
 from neuclip_ds.losses.base import LossFunction
 
 _SHOWN_NAMES = 3  # names of tensors in a message
@@ -55,10 +55,11 @@ def _difference(ranks: Sequence[Mapping[str, int]]) -> str:
 
     shown_names = ", ".join(differing_names[:_SHOWN_NAMES])
     if len(differing_names) > _SHOWN_NAMES:
-        shown_names += f" and {len(differing_names) - _SHOWN_NAMES} other tensors"
+        shown_names += f" and {counted(len(differing_names) - _SHOWN_NAMES, 'other tensor')}"
     shown_ranks = " and ".join(str(rank) for rank in sorted(differing_ranks))
     if len(differing_ranks) < len(ranks):
-        difference = f"those of rank {shown_ranks} differ"
+        noun = "rank" if len(differing_ranks) == 1 else "ranks"
+        difference = f"those of {noun} {shown_ranks} differ"
     else:
         difference = f"ranks {shown_ranks} differ"
     return (

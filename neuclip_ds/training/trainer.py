@@ -43,7 +43,7 @@ from neuclip_ds.engine.precision import (
     set_matmul_precision,
 )
 from neuclip_ds.engine.start import start_engine
-from neuclip_ds.errors import Interrupted, RollBack, TrainingDiverged
+from neuclip_ds.errors import Interrupted, RollBack, TrainingDiverged, counted
 from neuclip_ds.evaluation.evaluator import Evaluator
 from neuclip_ds.files import explain_disk
 from neuclip_ds.losses.base import Position
@@ -137,7 +137,7 @@ def train(config: Config, environment: RankEnvironment, hooks: Sequence[Hook] = 
             completed_steps = communicator.on_rank_zero(lambda: read_complete(folder))
             is_complete = loop.done == loop.total and completed_steps == loop.total
             if is_complete:
-                log.info("%s is complete after %d steps; for more, raise epochs or max_steps", folder, loop.done)
+                log.info("%s is complete after %d steps; to train more, raise epochs or max_steps", folder, loop.done)
             else:
                 changes = communicator.on_rank_zero(lambda: move_staged_files(staged, folder, loop.context.config))
 
@@ -173,7 +173,7 @@ def recover_and_train(run: "Run", hooks: Sequence[Hook]) -> bool:
         load_recovered_state(recovered, context, run.loop.loss)
 
     with closing(run.evaluator):
-        log.info("evaluations are on %s", run.evaluator.describe())
+        log.info("evaluation data: %s", run.evaluator.describe())
         is_complete = run.loop.run(hooks, run.evaluator)
     if is_complete:
         context.communicator.on_rank_zero(lambda: write_complete(context.folder, run.loop.done))
@@ -507,7 +507,7 @@ class Loop:
         if newest is None:
             raise TrainingDiverged(f"{problem}, and there is no checkpoint to return to: {advice}")
         if done_before_skips <= self._done_at_rollback:
-            raise TrainingDiverged(f"{problem}, as before the return to {newest.name}: {advice}")
+            raise TrainingDiverged(f"{problem}, which also happened before the return to {newest.name}: {advice}")
         self._done_at_rollback = self.done
         raise RollBack(f"{problem}: the run returns to {newest.name}.", newest)
 
@@ -515,12 +515,12 @@ class Loop:
         context = self.context
         self.checkpoints.set_aside_beyond(self.done)
         log.info(
-            "%s: %d pairs in %d shards, %d parameters, %d ranks, batch %d, %d steps of which %d are done",
+            "%s: %d pairs in %s, %d parameters, %s, batch %d, %d steps of which %d are done",
             self.fingerprint["method"],
             context.data.manifest.n_used,
-            context.data.manifest.n_shards,
+            counted(context.data.manifest.n_shards, "shard"),
             self.fingerprint["parameters"],
-            context.communicator.world_size,
+            counted(context.communicator.world_size, "rank"),
             self.fingerprint["batch_size"],
             self.total,
             self.done,

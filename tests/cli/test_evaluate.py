@@ -75,11 +75,12 @@ def test_only_tasks_without_a_score_are_scored(tmp_path: Path) -> None:
     assert scores["pairs"]["main_metric"] == scores["pairs"]["mean_recall@1"]
     assert scores["CIFAR-10"] == done["metrics"]
     assert 0 < scores["Flickr"]["image_retrieval_recall@10"] < 1
-    assert "CIFAR-10: has a score" in run.stderr
+    assert "CIFAR-10: already scored" in run.stderr
     assert "Flickr: data/wds_flickr30k has 23 samples, but the published set has 1000" in run.stderr
     assert "not found below data, pets, pairs.tsv, and skipped: Caltech-101, CIFAR-100" in run.stderr
     assert (
-        "| retrieval | Flickr and MSCOCO (NeuCLIP, AmorLIP, TuneCLIP) | none: 1 of 2 tasks scored, mean" in run.stdout
+        "| retrieval | Flickr and MSCOCO (NeuCLIP, AmorLIP, TuneCLIP) | none: only 1 of 2 tasks have scores; their mean"
+        in run.stdout
     )
     assert "Missing from retrieval: MSCOCO." in run.stdout
     assert "| pets | acc1 | " in run.stdout and "| pairs | mean_recall@1 | " in run.stdout
@@ -91,7 +92,7 @@ def test_only_tasks_without_a_score_are_scored(tmp_path: Path) -> None:
     shard = tmp_path / "data/wds_flickr30k/test/0.tar"
     shard.write_bytes(shard.read_bytes().replace(b"red dog 0", b"red dog 9"))
     again = call("tools/evaluate.py", "model", "--data", "data", "pets", *options[-3:], folder=tmp_path)
-    assert "pets: has a score" in again.stderr and "CIFAR-10: has a score" in again.stderr
+    assert "pets: already scored" in again.stderr and "CIFAR-10: already scored" in again.stderr
     assert "Flickr: mean_recall@1" in again.stderr
 
 

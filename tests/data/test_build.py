@@ -162,7 +162,7 @@ def test_an_unreadable_shard_costs_no_other_and_may_be_omitted(folder, tmp_path,
     assert [shard.path for shard in manifest.shards] == [paths[0], paths[2]]
     (listed,) = (target / "unreadable_shards.jsonl").read_text().splitlines()
     assert json.loads(listed)["shard"] == paths[1] and "Is a directory" in json.loads(listed)["reason"]
-    assert f"1 shards cannot be used and are omitted; {target}/unreadable_shards.jsonl lists them" in caplog.text
+    assert f"omitted the shards that cannot be used, 1 of 3; {target}/unreadable_shards.jsonl lists them" in caplog.text
 
 
 NOT_TARS = {
@@ -230,9 +230,9 @@ def test_lost_members_are_counted_with_their_cause(tmp_path, caplog, resumes):
     assert worker.groups == (0 if resumes else 1)
     assert (manifest.n, manifest.n_bad) == (5, 4)
     assert "only 1 of 5 samples can be used" in caplog.text
-    assert "1 samples have the key of an earlier sample" in caplog.text
-    assert "2 members are ignored, because their sample has a member with the same extension" in caplog.text
-    assert "bytes between members are zeros: it may consist of several tars" in caplog.text
+    assert "1 sample has the key of an earlier sample" in caplog.text
+    assert "2 members are ignored, because the same sample has another member with this extension" in caplog.text
+    assert "bytes between members are zeros. If several tars were joined, this is harmless" in caplog.text
     assert "is damaged" not in caplog.text
 
 
@@ -242,7 +242,7 @@ def test_a_shard_that_changes_while_it_is_scanned_is_not_lost(folder, tmp_path):
             with (folder / "00001.tar").open("ab") as file:
                 file.write(bytes(512))
 
-    with pytest.raises(UserError, match=r"00001.tar has changed while it was scanned; run the same command again"):
+    with pytest.raises(UserError, match=r"00001.tar changed while it was being scanned; run the same command again"):
         write_manifest(tmp_path / "m", paths_of(folder), Worker(), on_progress=grow)
     again = Worker()
     assert write_manifest(tmp_path / "m", paths_of(folder), again).n == 9
@@ -295,11 +295,11 @@ def test_images_that_occur_twice_are_counted(tmp_path, caplog):
     again = {5: {"jpg": jpeg(0), "txt": b"another caption"}, 6: {"jpg": jpeg(1)}, 8: {"txt": b"no image"}}
     paths = paths_of(write_pairs(tmp_path / "shards", [4, 3, 2], replace=again))
     write_manifest(tmp_path / "m", paths, Worker(), CHECKED)
-    assert "2 of 8 samples have the image of another one" in caplog.text
+    assert "2 of 8 samples have the same image as another sample" in caplog.text
     caplog.clear()
     write_manifest(tmp_path / "fewer", paths[::2], Worker(), CHECKED)
     write_manifest(tmp_path / "unknown", paths, Worker())
-    assert "have the image" not in caplog.text
+    assert "have the same image" not in caplog.text
 
 
 @pytest.mark.parametrize("selects", [False, True])
@@ -309,10 +309,10 @@ def test_uids_that_occur_twice_are_counted_with_an_example(tmp_path, caplog, sel
     paths = [*paths_of(pool), *paths_of(write_pairs(tmp_path / "more", [3], dict(enumerate(members))))]
     options = ScanOptions(uids=(write_uids(tmp_path / "a.npy", uids),) if selects else (), checksum=not selects)
     write_manifest(tmp_path / "first", paths[:2], Worker(), options)
-    assert "have the uid" not in caplog.text
+    assert "have the same uid" not in caplog.text
     write_manifest(tmp_path / "m", paths, Worker(), options)
     # 6 samples have a uid, but the uid of the first sample is 0, which counts as none
-    assert "1 of 5 samples have the uid of another one" in caplog.text
+    assert "1 of 5 samples have the same uid as another sample" in caplog.text
     assert uids[1] in caplog.text
 
 

@@ -51,7 +51,7 @@ def test_a_byte_order_mark_is_no_part_of_a_caption(source):
 
 @pytest.mark.parametrize("source", ["", "text", "json", "json:", "txt:words", "jpg", ".txt", "a/b.txt"])
 def test_unknown_sources_are_refused(source):
-    with pytest.raises(UserError, match="a source is txt, txt:lines or json:KEY"):
+    with pytest.raises(UserError, match="is not a source: use txt, txt:lines, json:KEY"):
         Captions([source])
     with pytest.raises(UserError, match=r"data\.captions is empty"):
         Captions([])

@@ -287,7 +287,7 @@ def test_remote_features_are_prefetched_and_replaced_files_are_fetched_again(
         assert torch.equal(ours.image, open_table(other, manifest).rows(index)[0].image)
         # and a run that reads them after it began with the first files ends
         begun = FeatureTable({**find_table(str(features)), "folder": url}, manifest, CAPTIONS, cache)
-        with pytest.raises(UserError, match="has changed or is damaged: another job wrote it"):
+        with pytest.raises(UserError, match="has changed or is damaged: it was not written by the job"):
             begun.rows(index)
 
 
@@ -307,7 +307,10 @@ def edit_embedding(folder: Path, features: Path, **changes: Any) -> Path:
         ({"crops": None, "output": None}, "lacks crops and lacks output: restore it"),
         ({"dtype": "int8"}, "has the unknown dtype int8"),
         ({"shards": "three"}, "cannot be read"),
-        ({"model": "another"}, "another job wrote it than embedding.json describes, which may have been edited"),
+        (
+            {"model": "another"},
+            "not written by the job that embedding.json describes .embedding.json may have been edited",
+        ),
     ],
 )
 def test_an_edited_description_is_refused(
@@ -356,7 +359,7 @@ def test_a_table_that_changes_during_training_ends_the_run(tmp_path: Path, manif
     shutil.copy(other_job / part_name(0), copy)
     shutil.copy(copy / part_name(2), copy / part_name(1))
     (copy / part_name(2)).write_bytes((copy / part_name(2)).read_bytes()[:-100])
-    with pytest.raises(UserError, match=r"has changed or is damaged: another job wrote it"):
+    with pytest.raises(UserError, match=r"has changed or is damaged: it was not written by the job"):
         table.rows(torch.tensor([0]))
     with pytest.raises(UserError, match=r"has changed or is damaged: it has \d+ bytes"):
         table.rows(torch.tensor([SHARD_SIZES[0]]))
@@ -383,10 +386,10 @@ def test_a_file_that_is_overwritten_while_it_is_mapped_ends_the_run(
         ({"image": np.zeros((7, 2, DIM + 1), np.float32)}, "its image features are float32 .*not float32"),
         ({"image": np.zeros((7, 2, DIM), np.float16)}, "its image features are float16"),
         ({"image": None}, "its image features are missing"),
-        ({"index": np.arange(7)}, "its indices are 0 to 6, but the shard's start at 5"),
+        ({"index": np.arange(7)}, "its indices are 0 to 6, but those of the shard start at 5"),
         ({"index": np.array([5, 6, 8, 7, 9, 10, 11])}, "not in ascending order"),
-        ({"first_caption": None}, "lacks the numbers of the captions"),
-        ({"samples": 8}, "has shard 1 of 8 samples, not shard 1 of 7"),
+        ({"first_caption": None}, "does not say which captions"),
+        ({"samples": 8}, "is for shard 1 with 8 samples, not for shard 1 with 7"),
     ],
 )
 def test_a_part_of_the_wrong_shape_or_order_is_refused(
@@ -405,7 +408,7 @@ def test_tables_of_one_caption_need_samples_of_one_caption(tmp_path: Path, manif
     assert stored.image is None
     drawn = torch.cat([torch.tensor(read_part(tmp_path, shard).first_caption) for shard in range(3)])
     assert torch.equal(table.rows(index, caption=drawn)[0].text, stored.text)
-    with pytest.raises(UserError, match="embed them with --all-captions"):
+    with pytest.raises(UserError, match="embed the data with --all-captions"):
         table.rows(index, caption=(drawn + 1) % 2)
 
 

@@ -234,7 +234,9 @@ def test_unusable_tables_and_columns_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("path,Caption,other\n1,2,3\n")
     table = open_table(str(tmp_path / "a.csv"))
     assert choose_columns(table).captions == {"txt": "Caption"}, "in whatever case"
-    with pytest.raises(UserError, match=r"no column of images with a usual name \(picture\), but path, Caption, other"):
+    with pytest.raises(
+        UserError, match=r"no column of images with a usual name \(picture\); its columns are path, Caption, other"
+    ):
         table.find_column(["picture"], "images", "name it")
     with pytest.raises(UserError, match="has no column words; its columns are path, Caption, other"):
         choose_columns(table, captions=["words"])
@@ -256,7 +258,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     main([*command, "--shard_size=8"])
     printed = capsys.readouterr().out
     assert f"{out}: 24 of 25 rows as 24 samples in 3 shards." in printed
-    assert f"1 rows could not be used (image cannot be read 1); {out}/broken.jsonl lists them." in printed
+    assert f"1 row could not be used (image cannot be read: 1); {out}/broken.jsonl has the details." in printed
     assert len(list(out.glob("*.tar"))) == 3
     with pytest.raises(SystemExit):
         main([*command, "--shard-size=0"])

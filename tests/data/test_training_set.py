@@ -63,7 +63,7 @@ def test_a_cache_that_is_too_small_is_refused_at_first_and_reported_later(caplog
     assert open_order(config_of("--data.cache_gb=0.1"), set_of(REMOTE), saved=saved).interleave == saved
     assert "fetched repeatedly: set data.cache_gb=0.3 or more" in caplog.text
     assert math.prod(open_order(config_of("--data.cache_gb=0.1"), set_of(REMOTE)).interleave) < 6000
-    assert "data.cache_gb=0.1 limits shuffling to " in caplog.text
+    assert "data.cache_gb=0.1 limits the shuffle buffer to " in caplog.text
 
 
 @pytest.mark.parametrize(("manifest", "needed"), [("local", "0.06 GB"), ("remote", "0.33 GB")])

@@ -64,7 +64,7 @@ def test_a_file_may_repeat_the_recipes_values_or_omit_them(tmp_path: Path) -> No
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "use the device cpu"),
         ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, "without a ratio"),
         ("{", "not valid YAML or JSON"),
-        ([], "must hold a JSON object"),
+        ([], "must contain a JSON object"),
     ],
 )
 def test_unsupported_options_and_contradictions_of_the_recipe_are_refused(

@@ -307,7 +307,7 @@ def test_shards_that_lose_members_are_refused_with_the_cause(tmp_path: Path, pro
         "repeated": ["a.txt", "a.txt"],
     }
     tar = write_tar(path, [(name, b"0") for name in names[problem]]).read_bytes()
-    message = "2 samples whose members are not adjacent, 0" if problem == "not adjacent" else "0 samples .* 1 members"
+    message = "are not adjacent: 2; .* another member: 0" if problem == "not adjacent" else "adjacent: 0; .* member: 1"
     if problem == "joined":
         path.write_bytes(tar + write_tar(tmp_path / "b.tar", [("b.txt", b"1")]).read_bytes())
         message = "several tars may have been joined"
@@ -325,7 +325,7 @@ def test_a_folder_without_two_folders_of_images_is_not_an_image_folder(tmp_path:
 def test_names_and_templates_that_do_not_fit_an_image_folder_are_errors(tmp_path: Path) -> None:
     folder = write(tmp_path, ["a/1.jpg", "b/2.jpg"])
     (folder / "classnames.txt").write_text("a\nb\nc\n")
-    with pytest.raises(UserError, match="has 3 names for 2 folders of classes"):
+    with pytest.raises(UserError, match="has 3 names for 2 folders of images"):
         open_labeled(folder)
     (folder / "classnames.txt").write_text("cat\ndog\n")
     (folder / "zeroshot_classification_templates.txt").write_text("a photo\n")
@@ -376,7 +376,9 @@ def test_all_rows_of_an_image_are_its_captions(tmp_path: Path) -> None:
 
 def test_tables_without_the_columns_or_an_image_and_other_sets_are_errors(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("where,what\n1,2\n")
-    with pytest.raises(UserError, match=r"a\.csv has no column of images .*, but where, what: rename one of them"):
+    with pytest.raises(
+        UserError, match=r"a\.csv has no column of images .*; its columns are where, what: rename one of them"
+    ):
         open_set(tmp_path / "a.csv")
     (tmp_path / "b.csv").write_text("image,caption\nx.jpg,one\n ,two\n")
     with pytest.raises(UserError, match=r"b\.csv: row 1 has no image in the column image"):

@@ -193,8 +193,8 @@ def test_a_run_larger_than_the_machine_is_reported(
     options = ["demo", *SMALL, f"--data.train={shards}"]
     print_dry_run(parse([*options, f"--data.batch_size={1 << 24}"]).config, ONE_RANK, None)
     printed = capsys.readouterr().out
-    assert f"of this machine, which has {memory:,.1f} GB" in printed
-    assert " of /dev/shm, which has " in printed
+    assert f"but this machine has {memory:,.1f} GB" in printed
+    assert "but /dev/shm has " in printed
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4096")
     print_dry_run(parse(options).config, ONE_RANK, None)
-    assert "this machine for its 4096 ranks" in capsys.readouterr().out
+    assert "this machine with 4096 ranks" in capsys.readouterr().out

@@ -214,7 +214,10 @@ def test_invalid_rows_have_no_effect_and_no_gradient() -> None:
 MISUSE: list[tuple[dict[str, Any], str]] = [
     ({"image_features": torch.ones(4, DIM)}, "image_features must have rows of norm 1"),
     ({"text_features": torch.full((4, DIM), torch.nan)}, "text_features must have rows of norm 1"),
-    ({"text_features": torch.eye(4)}, r"text_features is torch.float32 \(4, 4\), but must be floating \(4, 6\)"),
+    (
+        {"text_features": torch.eye(4)},
+        r"text_features is torch.float32 \(4, 4\), but must be a floating-point tensor of shape \(4, 6\)",
+    ),
     ({"index": torch.tensor([0, 1, 2, SAMPLES])}, rf"index 1000 is outside \[0, {SAMPLES}\)"),
     ({"index": torch.tensor([0, 1, 2, -1])}, "index -1 is outside"),
     ({"index": torch.arange(3)}, r"index is torch.int64 \(3,\), but must be one integer per row"),
@@ -264,12 +267,12 @@ def test_an_error_of_one_rank_is_raised_on_all() -> None:
     ("method", "changes", "message"),
     [
         ("neuclp", {}, "did you mean neuclip"),
-        ("openclip", {"npn": {"lr": 1.0}}, "objective.npn.lr is read by neuclip only"),
+        ("openclip", {"npn": {"lr": 1.0}}, "does not use objective.npn.lr; these methods do: neuclip"),
         ("neuclip", {"npn": {"rate": 1.0}}, "npn.rate: Extra inputs"),
         ("fastclip_v3", {"steps_per_epoch": None}, "pass epochs and steps_per_epoch"),
         ("openclip", {"reduction": "mean"}, "use 'ddp_mean' or 'sum'"),
         ("amorlip", {"steps_per_epoch": None, "epoch_steps": 5, "temperature": {"rho": [1.0, 2.0]}}, "pass epochs"),
-        ("openclip", {"queue": {"size": 2}}, "objective.queue.size is read by neuclip_queue only"),
+        ("openclip", {"queue": {"size": 2}}, "does not use objective.queue.size; these methods do: neuclip_queue"),
         ("fastclip_v3", {"steps_per_epoch": 0}, "steps_per_epoch=0 must be at least 1"),
         ("fastclip_v3", {"epochs": 0}, "epochs=0 must be above 0"),
         ("fastclip_v3", {"samples": 0}, "pass the size of the training set"),

@@ -144,9 +144,9 @@ def test_options_of_a_registered_loss_are_a_section_of_the_config(plugins: None)
             recipe_config("demo", {"objective.method": "margin", "objective.margin": wrong})
         with pytest.raises(ValidationError):
             Config.model_validate({"objective": {"method": "margin", "margin": wrong}})
-        with pytest.raises(UserError, match=r"Options of method margin: margin\.mar"):
+        with pytest.raises(UserError, match=r"options of method margin are wrong: margin\.mar"):
             ContrastiveLoss("margin", dim=DIM, margin=wrong)
-    with pytest.raises(UserError, match=r"objective\.margin\.margin is read by margin only"):
+    with pytest.raises(UserError, match=r"does not use objective\.margin\.margin; these methods do: margin"):
         recipe_config("demo", {"objective.method": "openclip", "objective.margin.margin": 0.3})
 
 
@@ -161,7 +161,7 @@ def test_a_name_or_options_that_cannot_be_used_are_refused(registry: None) -> No
     for name in ("my loss", "class", "_mine"):
         with pytest.raises(UserError, match="cannot name a loss"):
             register_loss(name, builder)
-    with pytest.raises(UserError, match="options of mine need valid defaults, but width has none"):
+    with pytest.raises(UserError, match="every option of mine needs a valid default; give one to width"):
         register_loss("mine", builder, NoDefault)
     register_loss("mine", builder)
     register_loss("mine", builder)  # as in a notebook cell that is run again

@@ -220,7 +220,7 @@ def test_with_joint_order_each_step_is_one_of_adamw_on_the_papers_objective() ->
 
 
 def test_joint_order_refuses_the_mlp() -> None:
-    with pytest.raises(UserError, match="order=joint is for prototypes"):
+    with pytest.raises(UserError, match="order=joint needs network=prototypes"):
         build_loss("neuclip", npn={"network": "mlp", "order": "joint"})
 
 

@@ -62,7 +62,10 @@ def test_neuclip_without_rho_descends_half_the_conjugate(reading: str) -> None:
 
 
 def test_methods_with_one_rule_refuse_another() -> None:
-    with pytest.raises(UserError, match=r"temperature\.rule=learned is read by neuclip.* only; .*method=fastclip_v3"):
+    with pytest.raises(
+        UserError,
+        match=r"method=fastclip_v3 does not use objective\.temperature\.rule=learned; these methods do: neuclip",
+    ):
         build_loss("fastclip_v3", temperature={"rule": "learned"})
 
 

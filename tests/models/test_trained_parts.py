@@ -168,7 +168,7 @@ def test_a_locked_pretrained_tower_has_no_projection_of_its_own() -> None:
 
 def test_frozen_random_weights_are_reported() -> None:
     warnings = config_warnings(config_of(model={"text": {"trainable": "frozen"}}), 1000)
-    assert warnings == ["model.text.trainable=frozen freezes random weights: start from pretrained ones."]
+    assert warnings == ["model.text.trainable=frozen freezes random weights: start from pretrained weights."]
     pretrained = validate({"model": {"text": {"trainable": "frozen"}, "pretrained": "weights"}})
     assert config_warnings(pretrained, 1000) == []
 

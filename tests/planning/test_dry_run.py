@@ -89,7 +89,7 @@ def test_a_cache_that_is_too_small_for_remote_shards_is_refused(
     write_shards(from_shards(shards), tmp_path)
     options = ["demo", f"--data.train={tmp_path}", "--data.batch_size=512", "--data.val=", "--data.zero_shot="]
     too_large = ["--data.cache_gb=2", "--data.shard_streams=64", "--data.shuffle_block_size=100000"]
-    with pytest.raises(UserError, match=r"set data.cache_gb=\d+ or more, or a smaller data.shuffle_block_size"):
+    with pytest.raises(UserError, match=r"set data.cache_gb=\d+ or more, or lower data.shuffle_block_size"):
         print_dry_run(parse([*options, *too_large]).config, ONE, None)
 
 
@@ -101,7 +101,7 @@ def test_the_report_says_whether_the_run_fits_the_gpus_and_which_stage_does(
     cases = [
         (80, "fits", "zero0_bf16, "),
         (2, "does not fit", "zero2_bf16_offload, "),
-        (1, "does not fit", "no stage fits: use a smaller data.micro_batch"),
+        (1, "does not fit", "no ZeRO stage fits: use a smaller data.micro_batch"),
     ]
     for gigabytes, verdict, smallest in cases:
         with pytest.raises(UserError, match="nothing"):
@@ -179,7 +179,7 @@ def test_hours_follow_from_a_measured_run(
     assert hours[4][1] > hours[2][1] / 2, "with the time of communication"
     for folder, others, words in (
         ("few", options, "too few steps"),
-        ("other", [*options, "--model.embed_dim=64"], "another model"),
+        ("other", [*options, "--model.embed_dim=64"], "the same model"),
     ):
         unusable = write_measured(tmp_path / folder, 10, others)
         with pytest.raises(UserError, match=words):

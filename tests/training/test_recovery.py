@@ -107,7 +107,7 @@ def test_other_weights_are_refused(shards: str, tmp_path: Path) -> None:
     for options, message in (
         ([f"--recovery.reuse={tmp_path}/absent"], "contains no recovered statistics"),
         (["--recovery.epochs=0"], "gamma continues after the epochs of the recovery that reuse names"),
-        (["--run.seed=1"], "belongs to different weights"),
+        (["--run.seed=1"], "was recovered with weights that differ"),
         (["--objective.temperature.initial=0.06"], "contains u at the temperature 0.05, but this run has 0.06"),
         (["--optimizer.name=lion"], "contains moments of optimizer.name=adamw"),
     ):
@@ -119,7 +119,7 @@ def moments_of_a_method(method: str, shards: str, folder: Path, *options: str) -
     """Check that recovery accumulates moments for an epoch at fixed weights and temperature; then train one step."""
     chosen = [f"--objective.method={method}", "--recovery.epochs=1", "--run.log_every=1"]
     said = run(folder, shards, 1, *read_options([*chosen, *options]))
-    assert re.search("moments( and statistics)? are taken from", said)
+    assert re.search("recovered state from .*: moments( and statistics)?", said)
     assert counts(recovered(folder)) == {4.0}
     assert counts(newest_checkpoint(folder)) == {5.0}
     assert all(value.abs().max() > 0 for value in moments(recovered(folder)).values())

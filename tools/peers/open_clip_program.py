@@ -1,8 +1,9 @@
 """Run one rank of open_clip's training program on a config of this project, for tools/benchmark_step.py.
 
 `open_clip_train.main` runs with four changes. Its model combines this project's timm trunk with open_clip's text tower
-of the same size. Random pairs can replace its loader. On CPUs, DistributedDataParallel receives no device, which only
-GPUs may have. webdataset 1.0 omits its marks at the end of shards, which open_clip, written for 0.2, cannot read.
+of the same size. Random pairs can replace its loader. On CPUs, DistributedDataParallel receives no device, because it
+accepts only GPUs. webdataset 1.0 does not mark the ends of shards, because open_clip was written for version 0.2 and
+cannot read these marks.
 
 The program runs version 3 and the main branch of June 2026, in which batches are dictionaries. There, the option
 --length-bucketing sorts captions by length: random captions are all sorted, and each batch is cut after its longest

@@ -120,7 +120,7 @@ def cache_features(source: str, folder: Path, grid: int = 1) -> None:
 
     Args:
         source: a folder with shards in train/ and val/, or demo:N for N rendered scenes.
-        grid: image features are means over grid x grid parts of the picture.
+        grid: the image features are the means of the tower's output in each of grid x grid cells of the picture.
     """
     folder.mkdir(parents=True, exist_ok=True)
     files = {folder / "train.safetensors": ("train", CROPS), folder / "test.safetensors": ("val", 1)}

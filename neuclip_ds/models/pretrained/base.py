@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from neuclip_ds.config import ModelConfig
-from neuclip_ds.errors import UserError
+from neuclip_ds.errors import UserError, counted
 from neuclip_ds.models.pretrained.files import read_json
 from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer
 from neuclip_ds.models.towers import DualEncoder
@@ -227,11 +227,11 @@ def raise_on_mismatch(
     where: str, missing: Sequence[str], unexpected: Sequence[str], wrong_shapes: Sequence[str]
 ) -> None:
     """Raise UserError if any list is nonempty; the message gives the length and first entry of each nonempty list."""
-    tensors_by_problem = {"are missing": missing, "are unexpected": unexpected, "have the wrong shape": wrong_shapes}
+    tensors_by_problem = {"missing": missing, "unexpected": unexpected, "of the wrong shape": wrong_shapes}
     problems = []
     for problem, names in tensors_by_problem.items():
         if names:
-            problems.append(f"{len(names)} tensors {problem} (first {names[0]})")
+            problems.append(f"{counted(len(names), 'tensor is', 'tensors are')} {problem} (first {names[0]})")
     if problems:
         raise UserError(
             f"The weights of {where} do not match its config: {', '.join(problems)}; "

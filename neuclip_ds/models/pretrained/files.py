@@ -65,12 +65,13 @@ def _state_dict(content: Any, path: Path) -> dict[str, Tensor]:
         state = nested[0] if nested else content
         if state and all(isinstance(value, Tensor) for value in state.values()):
             return {str(name): tensor.detach() for name, tensor in state.items()}
-        contents = ", ".join(str(key) for key in list(state)[:5]) or "nothing"
+        keys = ", ".join(str(key) for key in list(state)[:5])
+        contents = f"the keys {keys}" if keys else "nothing"
     else:
-        contents = type(content).__name__
+        contents = f"a {type(content).__name__}"
     raise UserError(
-        f"The weights file {path} has no state dict, but {contents}; save the model's state_dict(), alone or under "
-        "the key state_dict."
+        f"The weights file {path} contains {contents} instead of a state dict; save the model's state_dict(), alone "
+        "or under the key state_dict."
     )
 
 

@@ -292,7 +292,10 @@ def _read_config(folder: Path) -> tuple[Any, Any]:
         raise UserError(f"{folder} encodes images too: omit hf:, or pass it as model.pretrained.")
     has_text_encoder = type(config) in MODEL_FOR_TEXT_ENCODING_MAPPING
     if config.is_encoder_decoder and not has_text_encoder:
-        raise UserError(f"{folder} has an encoder and a decoder, of which the encoder cannot be loaded separately.")
+        raise UserError(
+            f"{folder} has an encoder and a decoder, and its encoder cannot be loaded separately: use a model that has "
+            "only an encoder."
+        )
     return config, AutoModelForTextEncoding if has_text_encoder else AutoModel
 
 

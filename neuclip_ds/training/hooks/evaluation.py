@@ -130,9 +130,9 @@ class EvaluateModel(Hook):
         losses = scores_below(start, evaluations[loop.done], loop.context.config.run.best_metric)
         if losses:
             message = (
-                f"Step {loop.done} is below the start: {', '.join(losses)}. Lower optimizer.lr or the number of steps, "
-                f"or blend the weights with the start's: neuclip-ds evaluate {loop.folder} --blend 0,0.25,0.5,0.75,1 "
-                "--data SETS"
+                f"The model after step {loop.done} scores below its start: {', '.join(losses)}. Lower optimizer.lr or "
+                "the number of steps, or blend the weights with those of the start: "
+                f"neuclip-ds evaluate {loop.folder} --blend 0,0.25,0.5,0.75,1 --data SETS"
             )
             loop.events.add(loop.done, "below_start", message)
 

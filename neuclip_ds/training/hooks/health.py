@@ -26,7 +26,7 @@ _SHOWN_INDICES = 8  # sample indices in a message; events.jsonl contains all of 
 _SHOWN_METRICS = {  # metrics in a message, with their names there
     "tau": "temperature",
     "feature_grad_norm": "feature-gradient norm",
-    "grad_norm": "the encoders' gradient norm",
+    "grad_norm": "encoders' gradient norm",
     "lr": "learning rate",
 }
 
@@ -232,7 +232,7 @@ class WatchHealth(Hook):
             shard = f", the first in {manifest.shards[shard_number].path}"
         message = (
             f"step {result.step} waited {result.waited:.1f} s for its batch; a usual step takes {usual_seconds:.2g} s "
-            f"(stall {self._stalls} since the start); {_first_samples(indices)}{shard}. If this recurs, raise "
+            f"(stall number {self._stalls} of this launch); {_first_samples(indices)}{shard}. If this recurs, raise "
             f"data.workers (now {loop.context.config.data.workers}), or check the disk, the network and the cache "
             "(data.cache_dir, data.cache_gb)."
         )
@@ -255,7 +255,7 @@ class WatchHealth(Hook):
     def _report_spike(self, loop: Loop, spike: Spike, result: StepResult) -> None:
         indices = self._global_batch(loop)
         message = (
-            f"step {result.step}: loss {result.loss:.4g} is far above its level {spike.level:.4g} (usual deviation "
+            f"step {result.step}: loss {result.loss:.4g} is far above its usual level {spike.level:.4g} (deviation "
             f"{spike.deviation:.2g}); {_shown_metrics(result.metrics)}; {_first_samples(indices)}. If spikes recur, "
             "lower optimizer.lr or set optimizer.max_grad_norm."
         )

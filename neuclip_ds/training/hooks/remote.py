@@ -169,8 +169,8 @@ def _restore_folder(url: str, communicator: Communicator, folder: Path) -> bool:
             remote = RemoteRun(url)
             if remote.is_folder(folder):
                 raise UserError(
-                    f"run.remote={url} is the run's own folder, of which it must keep a copy elsewhere: choose another "
-                    "folder or a store, or omit it."
+                    f"run.remote={url} is the run's own folder, but the copy must be elsewhere: choose another folder "
+                    "or a store, or omit run.remote."
                 )
             return local_names, remote.names(), remote.records()
 

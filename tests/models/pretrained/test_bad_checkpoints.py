@@ -123,12 +123,12 @@ DAMAGED: dict[str, tuple[str, Callable[[Path], object], str]] = {
         lambda folder: (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}'),
         "merge it with peft's merge_and_unload and save the result, or remove the adapter's files",
     ),
-    "other width": ("clip", config(lambda tree: tree.update(projection_dim=24)), "2 tensors have the wrong shape"),
+    "other width": ("clip", config(lambda tree: tree.update(projection_dim=24)), "2 tensors are of the wrong shape"),
     "no weights of open_clip": ("open_clip", without(OPEN_CLIP_FILE), f"has no weights; put {OPEN_CLIP_FILE} there"),
     "weights left over": (
         "open_clip",
         lambda folder: edit_weights(folder / OPEN_CLIP_FILE, lambda tensors: tensors.update(extra=torch.zeros(2))),
-        "1 tensors are unexpected (first extra)",
+        "1 tensor is unexpected (first extra)",
     ),
     "no model_cfg": ("open_clip", config(lambda tree: tree.pop("model_cfg"), OPEN_CLIP_CONFIG), "has no model_cfg"),
     "unknown parts": (

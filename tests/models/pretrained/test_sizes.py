@@ -44,7 +44,7 @@ REPLACED = {
 
 @pytest.mark.parametrize("name", REPLACED)
 def test_options_that_a_checkpoint_replaces_are_refused(name: str) -> None:
-    with pytest.raises(UserError, match=f"{name}: no effect with model.pretrained"):
+    with pytest.raises(UserError, match=f"the checkpoint of model.pretrained determines {name}"):
         parse(["demo", "--model.pretrained=x", f"--{name}={REPLACED[name]}"])
 
 

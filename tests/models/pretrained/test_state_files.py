@@ -93,14 +93,14 @@ def test_the_wrappings_are_removed_in_safetensors_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "contents"),
     [
-        ({"epoch": 3, "optimizer": {"lr": 0.1}}, "but epoch, optimizer"),
-        ({"model": {"config": {"width": 3}}}, "but config"),
-        ({}, "but nothing"),
-        ([torch.zeros(2)], "but list"),
+        ({"epoch": 3, "optimizer": {"lr": 0.1}}, "the keys epoch, optimizer"),
+        ({"model": {"config": {"width": 3}}}, "the keys config"),
+        ({}, "nothing"),
+        ([torch.zeros(2)], "a list"),
     ],
 )
 def test_a_file_without_weights_is_refused_by_name(content: Any, contents: str, tmp_path: Path) -> None:
     path = saved(tmp_path, content)
     with pytest.raises(UserError) as caught:
         read_tensors(path)
-    assert f"{path} has no state dict, {contents};" in str(caught.value)
+    assert f"{path} contains {contents} instead of a state dict;" in str(caught.value)
