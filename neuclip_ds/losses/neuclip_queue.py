@@ -5,27 +5,29 @@ function `neuclip_queue` builds the method; its options are in neuclip_queue_opt
 
 The queue contains the last m texts, for image anchors, and the last m images, for text anchors. A batch is added after
 its normalizers are computed. Entries from an anchor's own sample are skipped, so that no positive is used as a
-negative; m_i entries remain. With W_k the queue's features, shifted as described below, and t_i the anchor's partner,
+negative; m_i entries remain. With W_k the queue's features and t_i the anchor's partner,
 
     z_ik = e_i . (W_k - t_i)/tau,   ghat_i = 1/m_i sum_k exp(z_ik)                 (k: entries of other samples)
     alpha_i = log(eps + (g_i + kappa ghat_i)/(1 + kappa)),   loss = mean_i alpha_i over both directions
 
-W and the t_i in z_ik are held constant, so ghat_i has a gradient for the anchor only. In the batch, a feature is
-repelled both as an anchor and as a negative, and attracted both as an anchor and as a partner. The queue's entries are
-not anchors, so a gradient for t_i would attract t_i without repelling it. With q_ik the softmax of z_ik over k,
+ghat_i has a gradient for the anchor only, and only for its difference from the mean anchor of the batch: W, the t_i in
+z_ik and the mean of the e_i are held constant. In the batch, a feature is repelled both as an anchor and as a negative,
+and attracted both as an anchor and as a partner. The queue's entries are not anchors, so a gradient for t_i would
+attract t_i without repelling it. With q_ik the softmax of z_ik over k,
 
-    v_i = kappa ghat_i/((1 + kappa) exp(alpha_i)),   grad_{e_i} += v_i (sum_k q_ik W_k - t_i)/tau
+    h_i = v_i (sum_k q_ik W_k - t_i)/tau,   v_i = kappa ghat_i/((1 + kappa) exp(alpha_i))
+    grad_{e_i} += h_i - mean_j h_j          (j: anchors of the same direction in the whole batch)
+
+The entries are features of earlier steps. When all features drift in one direction, as in towers at the start of
+training, the entries lie behind them, and the h_i have a large common part that drives the features further away. The
+drift then accelerates, and the towers collapse. Without this part, the entries only move anchors relative to each
+other.
 
 The total weight of the batch's negatives is g_i/((1 + kappa) exp(alpha_i)), at most 1. Each rank has a
-bit-identical copy of the queue and computes the terms of its local anchors.
-
-Entries move with the mean of the features: W_k is the feature that was added, minus the mean at that time, plus the
-current mean. Without this shift, features that all drift in one direction are repelled from their positions a few
-steps earlier and drift faster and faster, so towers trained from scratch collapse. The running mean covers about 256
-samples, because the mean of a small batch is noisy and would shift all entries at once.
+bit-identical copy of the queue and computes the terms of its local anchors; one all-reduce of 2 d values sums the h_i.
 
 With a reference model, whose similarities are r, z_ik = (s_ik - s_ii - r_ik + r_ii)/tau. Anchors and entries have the
-columns of the reference's features (`GatheredFeatures.minus_reference`), which are not shifted.
+columns of the reference's features (`GatheredFeatures.minus_reference`).
 """
 
 import math
@@ -47,8 +49,6 @@ from neuclip_ds.losses.global_contrastive import (
 )
 from neuclip_ds.losses.options import ObjectiveConfig
 from neuclip_ds.losses.pairs import IMAGE, TEXT, block_bytes, slices
-
-_WINDOW = 256  # samples in the running mean of the features; a larger batch replaces the running mean
 
 
 def neuclip_queue(config: ObjectiveConfig, context: LossContext) -> GlobalContrastiveLoss:
@@ -83,12 +83,10 @@ class PooledQueueEstimator(NormalizerEstimator):
         self._size = config.queue.size
         self._kappa = config.queue.kappa
         self._eps = eps
-        # features minus the mean at the time they were added
+        self._communicator = context.communicator
         device = context.communicator.device
         self._images = torch.zeros((self._size, context.dim), dtype=context.dtype, device=device)
         self._texts = self._images.clone()
-        # running means of images and texts, with zeros in the columns of a reference
-        self._means = self._images.new_zeros((2, context.dim))
         self._index = torch.full((self._size,), -1, device="cpu")  # sample indices of the entries, in host memory
         self._seen = 0  # samples added to the queue so far
 
@@ -96,28 +94,29 @@ class PooledQueueEstimator(NormalizerEstimator):
         self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, position: Position, training: bool
     ) -> NormalizerOutput:
         anchors = batch.anchors()
-        means = self._means_with(batch)
-        log_ghat, entry_means = self._estimate(batch, anchors, means, tau)
+        log_ghat, entry_means = self._estimate(batch, anchors, tau)
         pooled, log_scale = self._pooled(log_g, log_ghat)
         alpha = log_eps_plus(pooled, self._eps)
         pull = (log_ghat + math.log(self._kappa) + log_scale - alpha).exp()  # v_i; 0 without entries
         away = entry_means - anchors.flip(0)  # the partner of an anchor is the anchor of the other direction
-        gradient = (pull / (batch.size * tau)).unsqueeze(2) * away
+        gradient = (pull / (batch.size * tau)).unsqueeze(2) * away[..., : batch.width]
+        total = self._communicator.all_reduce(gradient.sum(dim=1, keepdim=True), "normalizer")
+        gradient = gradient - total / batch.size
         mean_logit = torch.einsum("sid,sid->si", anchors, away) / tau  # sum_k q_ik z_ik
         log_weight = batch.gather(log_scale - alpha, "normalizer")
         batch_share = (log_g + log_scale - pooled).exp()  # g_i/(g_i + kappa ghat_i)
         if training:
-            self._enqueue(batch, means)
+            self._enqueue(batch)
         return NormalizerOutput(
             log_weight=log_weight,
             value=alpha,
             tau_term=alpha - pull * mean_logit,
-            feature_grad=(gradient[IMAGE, :, : batch.width], gradient[TEXT, :, : batch.width]),
+            feature_grad=(gradient[IMAGE], gradient[TEXT]),
             local_metrics={"alpha": alpha, "batch_share": batch_share},
         )
 
     def log_estimate(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor) -> Tensor:
-        log_ghat, _ = self._estimate(batch, batch.anchors(), self._means_with(batch), tau)
+        log_ghat, _ = self._estimate(batch, batch.anchors(), tau)
         pooled, _ = self._pooled(log_g, log_ghat)
         return pooled
 
@@ -133,32 +132,25 @@ class PooledQueueEstimator(NormalizerEstimator):
             return
         self._images = self._images.new_zeros((self._size, width))
         self._texts = torch.zeros_like(self._images)
-        self._means = self._images.new_zeros((2, width))
 
-    def _means_with(self, batch: GatheredFeatures) -> Tensor:
-        """Return the (2, width) running means of the image and text features, including this batch."""
-        means = torch.stack([batch.image.mean(dim=0), batch.text.mean(dim=0)])
-        if batch.has_reference_columns:
-            means[:, batch.width :].zero_()
-        if not self._seen:
-            return means
-        if means.shape != self._means.shape:
-            raise UserError(
-                f"The queue's entries have {self._means.shape[1]} columns, but the features and those of a reference "
-                f"model have {means.shape[1]}: use the same reference model in all steps of a run."
-            )
-        return self._means.lerp(means, min(1.0, batch.size / _WINDOW))
-
-    def _estimate(self, batch: GatheredFeatures, anchors: Tensor, means: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
+    def _estimate(self, batch: GatheredFeatures, anchors: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
         """Return log ghat_i, of shape (2, local), and sum_k q_ik W_k, of shape (2, local, d), for the anchors.
 
         For an anchor without entries from other samples, the results are -inf and 0.
+
+        Raises:
+            UserError: the queue was filled with or without a reference model, unlike this batch.
         """
         log_ghat = anchors.new_full(anchors.shape[:2], -math.inf)
         entry_means = torch.zeros_like(anchors)
         count = min(self._seen, self._size)
         if not count:
             return log_ghat, entry_means
+        if anchors.shape[2] != self._images.shape[1]:
+            raise UserError(
+                f"The queue's entries have {self._images.shape[1]} columns, but the features and those of a reference "
+                f"model have {anchors.shape[2]}: use the same reference model in all steps of a run."
+            )
         # entries from an anchor's own sample are masked; the other entries number m_i
         owners, copies = self._copies(batch, count)
         first = torch.searchsorted(
@@ -168,7 +160,7 @@ class PooledQueueEstimator(NormalizerEstimator):
         owners = to_device(owners, anchors.device)
         copies = to_device(copies, anchors.device)
         offset = batch.positive[batch.local] / tau + others.clamp(min=1).to(anchors.dtype).log()
-        for side, entries in ((IMAGE, self._texts[:count] + means[TEXT]), (TEXT, self._images[:count] + means[IMAGE])):
+        for side, entries in ((IMAGE, self._texts[:count]), (TEXT, self._images[:count])):
             for rows in _blocks(anchors.shape[1], entries):
                 logit = pair_products(anchors[side, rows], entries, batch.comm_dtype)
                 logit.div_(tau).sub_(offset[rows].unsqueeze(1))  # z_ik - log m_i
@@ -196,7 +188,7 @@ class PooledQueueEstimator(NormalizerEstimator):
         anchors, by_anchor = order[first[positions] + number].sort(stable=True)
         return anchors, positions[by_anchor]
 
-    def _enqueue(self, batch: GatheredFeatures, means: Tensor) -> None:
+    def _enqueue(self, batch: GatheredFeatures) -> None:
         """Overwrite the oldest rows with the batch's last m samples; the run's i-th sample is stored in row i mod m.
 
         If the batch has the same samples as the previous one (as in a second forward pass), overwrite the previous one.
@@ -211,9 +203,8 @@ class PooledQueueEstimator(NormalizerEstimator):
             positions = (positions + batch.size) % self._size
             self._index[positions] = index
         positions = to_device(positions, batch.image.device)
-        self._images.index_copy_(0, positions, batch.image[-added:] - means[IMAGE])
-        self._texts.index_copy_(0, positions, batch.text[-added:] - means[TEXT])
-        self._means.copy_(means)
+        self._images.index_copy_(0, positions, batch.image[-added:])
+        self._texts.index_copy_(0, positions, batch.text[-added:])
 
     def replicated_state(self) -> dict[str, Tensor]:
         return {
@@ -221,11 +212,10 @@ class PooledQueueEstimator(NormalizerEstimator):
             "queue_image": self._images,
             "queue_text": self._texts,
             "queue_index": self._index,
-            "queue_means": self._means,
         }
 
     def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
-        self._resize(state["queue_means"].shape[1])  # with or without the columns of a reference
+        self._resize(state["queue_image"].shape[1])  # with or without the columns of a reference
         for name, queue in self.replicated_state().items():
             if state[name].shape != queue.shape:
                 raise UserError(

@@ -231,14 +231,11 @@ def pooled(loss_fn: Any) -> Tensor:
     """Return (2, N) estimates from the queue and the valid rows of the same batch."""
     state = replicated_state(loss_fn)
     tau = temperatures(loss_fn)[0, 0]
-    entries = torch.stack([state["normalizer.queue_text"], state["normalizer.queue_image"]])
+    queues = (state["normalizer.queue_text"], state["normalizer.queue_image"])
     result = torch.zeros(2, N, dtype=torch.float64)
     for samples in valid_batches():
         image, text = (features[samples] for features in FEATURES)
         is_other = samples.unsqueeze(1) != state["normalizer.queue_index"]
-        batch_means = torch.stack([text.mean(0), image.mean(0)])
-        means = state["normalizer.queue_means"].flip(0).lerp(batch_means, len(samples) / 256)
-        queues = (entries + means.unsqueeze(1)).unbind()  # queue entries move with the means
         result[:, samples] = oracle.pooled_normalizers(image, text, tau, queues, is_other, kappa=2.0).log()
     return result
 

@@ -155,21 +155,28 @@ def amorlip(image: Tensor, text: Tensor, tau: Tensor, log_lambda: Tensor, c: flo
     return tau.detach() * (-2 * scores.diagonal().mean() + image_ratio.mean() + text_ratio.mean()) + rho * tau
 
 
+def relative_to_mean(rows: Tensor) -> Tensor:
+    """Return the rows, with a gradient only for their differences from their mean."""
+    mean = rows.mean(0)
+    return rows - mean + mean.detach()
+
+
 def pooled_normalizers(
     image: Tensor, text: Tensor, tau: Tensor, queues: tuple[Tensor, Tensor], others: Tensor, kappa: float
 ) -> Tensor:
     """Return (g + kappa ghat)/(1 + kappa), of shape (2, B), for a queue of texts and a queue of images.
 
     `others` (B, m) marks the entries whose sample differs from the anchor's; if an anchor has none, its result is g.
-    The queues are constant, and so is the anchor's partner within ghat.
+    The queues are constant, and so are the anchor's partner and the anchors' mean within ghat.
     """
     count = others.sum(1)
     pooled = []
     directions = zip(logits(image, text, tau), (image, text), (text, image), queues, strict=True)
     for exponent, anchors, partners, queue in directions:
         batch = log_mean_exp(exponent).exp()
-        positive = (anchors * partners.detach()).sum(1, keepdim=True)
-        terms = torch.exp((anchors @ queue.T - positive) / tau) * others
+        relative = relative_to_mean(anchors)
+        positive = (relative * partners.detach()).sum(1, keepdim=True)
+        terms = torch.exp((relative @ queue.T - positive) / tau) * others
         queued = terms.sum(1) / count.clamp(min=1)
         pooled.append(torch.where(count > 0, (batch + kappa * queued) / (1 + kappa), batch))
     return torch.stack(pooled)

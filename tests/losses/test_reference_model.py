@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import oracle
 import pytest
 import torch
 from build import (
@@ -170,15 +171,13 @@ def pooled(
         return g
     queued = Step.of(0)
     features = (image, text)
-    means: list[Tensor] = []
-    for of_queue, of_batch in zip((queued.image, queued.text), features, strict=True):
-        means.append(of_queue.mean(0).lerp(of_batch.detach().mean(0), len(image) / 256) - of_queue.mean(0))
-    entries = (queued.image + means[0], queued.text + means[1])
+    entries = (queued.image, queued.text)
     others = ~torch.eye(ROWS, dtype=torch.bool)[Step.of(1).valid]
     sides: list[Tensor] = []
     for side in (0, 1):
-        positive = (features[side] * features[1 - side].detach()).sum(1) - (reference[0] * reference[1]).sum(1)
-        similarity = features[side] @ entries[1 - side].T - reference[side] @ queued.reference[1 - side].T
+        anchors = oracle.relative_to_mean(features[side])
+        positive = (anchors * features[1 - side].detach()).sum(1) - (reference[0] * reference[1]).sum(1)
+        similarity = anchors @ entries[1 - side].T - reference[side] @ queued.reference[1 - side].T
         z = (similarity - positive.unsqueeze(1)) / tau
         sides.append((z.exp() * others).sum(1) / others.sum(1))
     return (g + torch.stack(sides)) / 2
