@@ -319,6 +319,11 @@ class GatheredFeatures:
         padded = self.expand(values.T)
         return self.compact_all(self._communicator.all_gather(padded, purpose)).T.contiguous()
 
+    def minus_mean(self, rows: Tensor, purpose: str) -> Tensor:
+        """Subtract from the (2, local, d) rows of this rank's anchors their mean over the anchors of all ranks."""
+        total = self._communicator.all_reduce(rows.sum(dim=1, keepdim=True), purpose)
+        return rows - total / self.size
+
     def rows_of(self, ranks: range) -> slice:
         """Return the slice of the B rows that belongs to the given consecutive ranks."""
         start = ranks.start * self._rows_per_rank

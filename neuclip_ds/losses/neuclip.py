@@ -47,10 +47,12 @@ With `kappa` (ours), the loss uses a mean of the batch's own normalizer and the 
     alpha'_i = log(eps + (g_i + kappa ghat_i)/(1 + kappa)),   loss = tau/B sum_i alpha'_i + 2 rho tau
 
 This loss replaces J for the encoders and the temperature; the prototypes are still fitted to J. As in neuclip_queue.py,
-the prototypes and the partner t_i in z_ik are held constant, because a prototype is not an anchor: a gradient for t_i
-would attract t_i without repelling it. With v_i = kappa exp(alpha_i - alpha'_i)/(1 + kappa),
+the prototypes, the partner t_i in z_ik and the mean anchor are held constant: a gradient for t_i would attract t_i
+without repelling it, because a prototype is not an anchor, and one for the mean anchor would drive all features away
+from the prototypes. With v_i = kappa exp(alpha_i - alpha'_i)/(1 + kappa),
 
-    w_i = exp(-alpha'_i)/(1 + kappa),   grad_{e_i} += v_i/(B tau) sum_k p_ik (W_k/|W_k| - t_i)   `_pooled_output`
+    w_i = exp(-alpha'_i)/(1 + kappa),   h_i = v_i/(B tau) sum_k p_ik (W_k/|W_k| - t_i)
+    grad_{e_i} += h_i - mean_j h_j                                                               `_pooled_output`
 
 The weight of the batch's negatives, w_i (eps + g_i), is then at most 1, however wrong the prediction is.
 
@@ -258,7 +260,7 @@ class NpnEstimator(NetworkEstimator):
         share = log_share.exp()  # v_i, at most 1
         prototype_sums, mass, mean_logit = self._prototype_sums(prediction, batch)
         away = prototype_sums - mass.unsqueeze(2) * batch.anchors().flip(0)  # an anchor's partner is in the other row
-        gradient = (share / (batch.size * tau)).unsqueeze(2) * away
+        gradient = batch.minus_mean((share / (batch.size * tau)).unsqueeze(2) * away, "normalizer")
         return NormalizerOutput(
             log_weight=log_scale - alpha,
             value=local_alpha,

@@ -83,7 +83,6 @@ class PooledQueueEstimator(NormalizerEstimator):
         self._size = config.queue.size
         self._kappa = config.queue.kappa
         self._eps = eps
-        self._communicator = context.communicator
         device = context.communicator.device
         self._images = torch.zeros((self._size, context.dim), dtype=context.dtype, device=device)
         self._texts = self._images.clone()
@@ -100,8 +99,7 @@ class PooledQueueEstimator(NormalizerEstimator):
         pull = (log_ghat + math.log(self._kappa) + log_scale - alpha).exp()  # v_i; 0 without entries
         away = entry_means - anchors.flip(0)  # the partner of an anchor is the anchor of the other direction
         gradient = (pull / (batch.size * tau)).unsqueeze(2) * away[..., : batch.width]
-        total = self._communicator.all_reduce(gradient.sum(dim=1, keepdim=True), "normalizer")
-        gradient = gradient - total / batch.size
+        gradient = batch.minus_mean(gradient, "normalizer")
         mean_logit = torch.einsum("sid,sid->si", anchors, away) / tau  # sum_k q_ik z_ik
         log_weight = batch.gather(log_scale - alpha, "normalizer")
         batch_share = (log_g + log_scale - pooled).exp()  # g_i/(g_i + kappa ghat_i)

@@ -117,12 +117,13 @@ def neuclip(
 def pooled_neuclip(
     image: Tensor, text: Tensor, tau: Tensor, w1: Tensor, w2: Tensor, eps: float, rho: float, kappa: float
 ) -> Tensor:
-    """Return the loss of `npn.kappa`; the prototypes are constant, and so is the anchor's partner within ghat."""
+    """Return the loss of `npn.kappa`; within ghat, the prototypes, the partner and the anchors' mean are constant."""
     g = mean_exponentials(image, text, tau)
     pooled = []
     for number, (anchors, partners, prototypes) in enumerate(((image, text, w1), (text, image, w2))):
-        positive = (anchors * partners.detach()).sum(1, keepdim=True)
-        cosine = anchors @ (prototypes / prototypes.norm(dim=1, keepdim=True)).T
+        relative = relative_to_mean(anchors)
+        positive = (relative * partners.detach()).sum(1, keepdim=True)
+        cosine = relative @ (prototypes / prototypes.norm(dim=1, keepdim=True)).T
         predicted = torch.exp((cosine - positive) / tau).mean(1)
         pooled.append(torch.log(eps + (g[number] + kappa * predicted) / (1 + kappa)))
     return tau * torch.stack(pooled).mean(1).sum() + 2 * rho * tau
