@@ -274,7 +274,7 @@ class TowerConfig(Section):
     @classmethod
     def _names_a_part(cls, value: Any) -> Any:
         if value not in (None, "all", "projection", "frozen") and not str(value).isdecimal():
-            raise ValueError(f"{str(value)[:50]!r} is neither all, projection or frozen, nor a number of blocks")
+            raise ValueError(f"{str(value)[:50]!r} is not valid; use all, projection, frozen or a number of blocks")
         return value
 
 
@@ -404,7 +404,7 @@ class ModelConfig(Section):
     @classmethod
     def _counts_blocks(cls, value: Any) -> Any:
         if str(value).lower() not in ("true", "false") and not str(value).isdecimal():
-            raise ValueError(f"{str(value)[:50]!r} is neither true nor false, nor a number of blocks")
+            raise ValueError(f"{str(value)[:50]!r} is not valid; use true, false or a number of blocks")
         return value
 
     @field_validator("compile", mode="before")

@@ -201,9 +201,9 @@ def records(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
                 skipped.append(number)
     if skipped:
         log.warning(
-            "%s: skipped %s with %s; the first is line %d",
+            "%s: skipped %s with an integer %r; the first is line %d",
             path,
-            counted(len(skipped), "line that is not a record", "lines that are not records"),
+            counted(len(skipped), "line that is not a JSON object", "lines that are not JSON objects"),
             key,
             skipped[0],
         )

@@ -213,7 +213,11 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rows", type=int, nargs="+", default=[64], help="pairs per rank (64)")
     parser.add_argument(
-        "--variants", nargs="+", choices=VARIANTS, default=[DEFAULT], help="configs of our programs (default)"
+        "--variants",
+        nargs="+",
+        choices=VARIANTS,
+        default=[DEFAULT],
+        help="configs of our programs, as described above (by default `default`, the recipe as it is)",
     )
     parser.add_argument(
         "--peers", nargs="*", choices=PEER_NAMES, default=["ddp", "open_clip"], help="other programs (ddp open_clip)"

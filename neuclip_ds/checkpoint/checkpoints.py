@@ -222,8 +222,8 @@ class Checkpoints:
             saved_value = meta["facts"].get(key)
             if saved_value != value:
                 raise UserError(
-                    f"The checkpoint {path} was written with {key}={saved_value}, but this run has {key}={value}: "
-                    "set it back, or give the run a different name (--run.name)."
+                    f"The checkpoint {path} was written with {key}={saved_value}, but this run uses {key}={value}: "
+                    f"set {key} back, or give the run a different name (--run.name)."
                 )
         return int(meta["step"]), meta["data"]
 

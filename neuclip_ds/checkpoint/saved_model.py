@@ -208,13 +208,13 @@ def read_start(checkpoint: Path, communicator: Communicator) -> ModelWeights:
     expected_hash = read_start_hash(checkpoint / MODEL)
     difference = None
     if not _are_close(logits, run.initial_logits):
-        difference = "a different temperature or bias"
+        difference = "temperature or bias"
     elif expected_hash is not None and weights_hash(model) != expected_hash:
-        difference = "different weights"
+        difference = "weights"
     if difference is not None:
         raise UserError(
-            f"model.pretrained={name} has {difference} from the model that {checkpoint} started from, so it has "
-            "been replaced: restore the original one."
+            f"model.pretrained={name} differs from the model that {checkpoint} started from in its {difference}, so it "
+            "has been replaced: restore the original one."
         )
     return ModelWeights(
         name=name,

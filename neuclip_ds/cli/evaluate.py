@@ -179,7 +179,7 @@ def _open_tasks(
         options: options of the command line.
         config: config of the run that trained the model, if a run did.
         folder: folder for the manifests that have to be built.
-        communicator: the ranks.
+        communicator: communicator between the ranks.
     """
     from neuclip_ds.data.open_data import open_data
     from neuclip_ds.evaluation.tasks import Task, load_tasks

@@ -92,7 +92,7 @@ def check_options(options: argparse.Namespace) -> None:
             raise UserError(f"--features={folder} is remote: copy the folder to this machine.")
     if options.features is not None and len(options.features) != len(options.models):
         raise UserError(
-            f"--features has {len(options.features)} folders for {len(options.models)} models: pass one for each "
+            f"--features lists {len(options.features)} folders for {len(options.models)} models: pass one for each "
             "model, in the same order."
         )
     if options.features is not None and options.captions is not None:
@@ -163,7 +163,10 @@ def open_images(
     takes_first = False
     for embedding in embeddings:
         if any(embedding[name] != embeddings[0][name] for name in ("captions", "all_captions")):
-            raise UserError("The folders in --features have different captions: embed with the same options.")
+            raise UserError(
+                "The folders in --features contain features of different captions: run `neuclip-ds embed` with the "
+                "same --captions and --all-captions for all of them."
+            )
         captions = embedding["captions"]
         takes_first = embedding["all_captions"]
     data_options = {"train": options.images, "workers": options.workers, "captions": captions}
@@ -171,7 +174,7 @@ def open_images(
     folder = Path(options.images).expanduser()
     if _is_image_folder(folder):
         if embeddings:
-            raise UserError(f"--features are for shards, but {options.images} has image files: omit --features.")
+            raise UserError(f"--features are for shards, but {options.images} contains image files: omit --features.")
         loading = loader_options(data, communicator)
         return _Images(collection=FolderImages(folder, captions), manifest=None, loading=loading)
     with tempfile.TemporaryDirectory() as scratch:

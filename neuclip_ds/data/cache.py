@@ -96,8 +96,8 @@ class ShardCache:
         """
         if expected_bytes > self.capacity_bytes:
             raise UserError(
-                f"Shard {url} has {expected_bytes / 1e9:.2f} GB and does not fit into the cache: raise data.cache_gb, "
-                f"which is {self.capacity_bytes / 1e9:g}."
+                f"Shard {url} is {expected_bytes / 1e9:.2f} GB and does not fit into the cache: raise data.cache_gb, "
+                f"which is {self.capacity_bytes / 1e9:g} GB."
             )
         retries = Retries(url, self._max_outage, self._backoff)
         try:

@@ -129,7 +129,8 @@ def _parse(name: str) -> _Source:
     if (kind == TEXT and key in ("", _LINES)) or (kind == JSON and key):
         return _Source(prefix.lower() + kind, kind == JSON, key)
     raise UserError(
-        f"data.captions has {name!r}, which is not a source: use txt, txt:lines, json:KEY or a form such as syn.txt."
+        f"data.captions contains {name!r}, which is not a source: use txt, txt:lines, json:KEY or a form such as "
+        "syn.txt."
     )
 
 

@@ -231,8 +231,8 @@ class FeatureTable:
         is_encoded = (start <= rows) & (rows < part.text_start[positions + 1])
         if not is_encoded.all() and not self.embedding["all_captions"]:
             raise UserError(
-                f"{self.folder} has features of only one caption of each sample, but training draws from all captions: "
-                "embed the data with --all-captions."
+                f"{self.folder} contains features of only one caption per sample, but training draws from all "
+                "captions: embed the data with --all-captions."
             )
         return rows, is_encoded
 
@@ -405,7 +405,7 @@ def find_table(folder: str) -> Stored:
 def _check_fields(folder: str, embedding: Mapping[str, Any]) -> None:
     """Raise UserError if EMBEDDING lacks fields that this version reads, or has values that it does not support."""
     if embedding.get("format") != FORMAT:
-        raise UserError(f"{folder} has features in the format of a different version: {_AGAIN} with a new --out.")
+        raise UserError(f"{folder} contains features in the format of another version: {_AGAIN} with a new --out.")
     problems = [f"lacks {name}" for name in _FIELDS if name not in embedding]
     if not problems and embedding["dtype"] not in _DTYPES:
         problems.append(f"has the unknown dtype {embedding['dtype']}")
@@ -433,14 +433,14 @@ def random_crops(tables: Mapping[str, FeatureTable], crop_scale: float, seed: in
         return 0
     if len(set(counts.values())) > 1:
         raise UserError(
-            f"The folders of features have different numbers of crops ({counts}): embed all with the same --crops."
+            f"The feature folders contain different numbers of crops ({counts}): embed all with the same --crops."
         )
     for name in counts:
         embedding = tables[name].embedding
         if embedding["crop_scale"] != crop_scale or embedding["seed"] != seed:
             raise UserError(
-                f"The crops of {tables[name].folder} have crop scale {embedding['crop_scale']} and seed "
-                f"{embedding['seed']}, but training has data.crop_scale={crop_scale} and run.seed={seed}: make them "
-                "equal, so that features and images are of the same crops."
+                f"The crops of {tables[name].folder} were drawn with crop scale {embedding['crop_scale']} and seed "
+                f"{embedding['seed']}, but training uses data.crop_scale={crop_scale} and run.seed={seed}: set these "
+                "options to the values of the crops, so that features and images are of the same crops."
             )
     return next(iter(counts.values()))

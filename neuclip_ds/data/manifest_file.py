@@ -174,7 +174,8 @@ def _check_possible(folder: Path, manifest: Manifest) -> None:
         )  # a selection may repeat samples
         if shard.start != start or shard.n < 0 or not fewest_bytes <= shard.bytes <= _MAX_SHARD_BYTES:
             raise UserError(
-                f"The manifest in {folder} has {shard.n} samples in {shard.bytes} bytes of {shard.path}; rebuild it."
+                f"The manifest in {folder} wrongly lists {shard.n} samples in {shard.bytes} bytes of {shard.path}; "
+                "build it again."
             )
         start += shard.n
 

@@ -121,7 +121,9 @@ def _matches(pattern: str) -> list[str]:
 def _braces(pattern: str) -> list[str]:
     sizes = [abs(int(last) - int(first)) + 1 for first, last in _RANGE.findall(pattern)]
     if math.prod(sizes) > _MAX_NAMES:
-        raise UserError(f"{pattern} has {math.prod(sizes):,} names, more than {_MAX_NAMES:,}; correct the range.")
+        raise UserError(
+            f"{pattern} expands to {math.prod(sizes):,} names, more than {_MAX_NAMES:,}; correct the range."
+        )
     try:
         return list(braceexpand(pattern))
     except ValueError as error:

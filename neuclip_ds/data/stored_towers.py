@@ -58,14 +58,14 @@ def check_views(tables: Mapping[str, FeatureTable], crop_scale: float, captions:
     image = tables.get(IMAGE)
     if image is not None and not image.has_random_crops and crop_scale < 1:
         raise UserError(
-            f"{image.folder} has features of the evaluation crop, but data.crop_scale={crop_scale} draws random crops: "
-            "set data.crop_scale=1, or embed the data with --crops."
+            f"{image.folder} contains features of the evaluation crop, but data.crop_scale={crop_scale} draws random "
+            "crops: set data.crop_scale=1, or embed the data with --crops."
         )
     text = tables.get(TEXT)
     if text is None or text.text_width is None:  # reported when the model has been built
         return
     if Captions(captions).may_be_several and not text.embedding["all_captions"]:
         raise UserError(
-            f"{text.folder} has one caption of each sample, but training draws from all captions of "
+            f"{text.folder} contains features of one caption per sample, but training draws from all captions of "
             f"{', '.join(captions)}: embed the data with --all-captions."
         )

@@ -211,7 +211,7 @@ def _check_same_features(tables: Mapping[str, FeatureTable], recorded: Mapping[s
     for name, table in tables.items():
         if recorded.get(name, table.job) != table.job:
             raise UserError(
-                f"{table.folder} has different features from those at the start of the run (its {EMBEDDING} "
+                f"{table.folder} no longer contains the features of the start of the run (its {EMBEDDING} "
                 "differs): restore the earlier folder, or give the run another name (--run.name)."
             )
 

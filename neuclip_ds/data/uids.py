@@ -85,5 +85,9 @@ def _map(path: Path) -> UidArray:
         listed = np.lib.format.open_memmap(path, mode="r")
     words = [listed.dtype[name].str for name in listed.dtype.names or ()]
     if words != ["<u8", "<u8"] or listed.dtype.itemsize != UID.itemsize or listed.ndim != 1:
-        raise UserError(f"The uid file {path} has dtype {listed.dtype}, not u8,u8; save pairs of 64-bit words.")
+        raise UserError(
+            f"The uid file {path} contains an array of dtype {listed.dtype} and shape {listed.shape}; save a "
+            'one-dimensional array of dtype np.dtype("u8,u8"), with the first 16 hex digits of each uid in the first '
+            "field."
+        )
     return listed.view(UID)

@@ -98,7 +98,8 @@ class FailureDetector:
         address: address at which the other nodes reach this machine.
 
     Attributes:
-        communicator: the caller must set it within 5 minutes, after the ranks have connected their process groups.
+        communicator: communicator between the ranks, which the caller must set within 5 minutes, after the ranks have
+            connected their process groups.
 
     Raises:
         UserError: the previous rank cannot be reached.

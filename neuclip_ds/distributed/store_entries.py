@@ -20,12 +20,18 @@ def write_entry(store: dist.Store, key: str, entry: Any) -> None:
 
 
 def read_entry(store: dist.Store, key: str, kind: type[T]) -> T:
-    """Wait until a rank has written an entry, and return it; raise `UserError` if it is not the JSON of a `kind`."""
+    """Wait until a rank has written an entry, and return it as a `kind`.
+
+    Raises UserError if the entry is not JSON that is valid for `kind`.
+    """
     return parse_entry(store.get(key), key, kind)
 
 
 def parse_entry(content: bytes, key: str, kind: type[T]) -> T:
-    """Return the dataclass that `write_entry` wrote; raise `UserError` if the content is not the JSON of a `kind`."""
+    """Return the dataclass that `write_entry` wrote as a `kind`.
+
+    Raises UserError if the content is not JSON that is valid for `kind`.
+    """
     try:
         return TypeAdapter(kind).validate_json(content, strict=True)
     except ValidationError:

@@ -124,8 +124,8 @@ class Parts:
         for name, value in expected.items():
             if stored.get(name) != value:
                 raise UserError(
-                    f"{self.folder} has features with {name}={stored.get(name)}, but this job has {value}: choose "
-                    "another --out."
+                    f"{self.folder} contains features of a job with {name}={stored.get(name)}, but this job uses "
+                    f"{name}={value}: choose another --out."
                 )
 
     def write(self, encoded: EncodedShard, manifest: Manifest) -> int:

@@ -43,7 +43,7 @@ def drop_near_duplicates(
             features = np.zeros((len(uids), width), part_features.dtype)
         if width != features.shape[1]:
             raise UserError(
-                f"The folders have features of widths {width} and {features.shape[1]}; pass features of one model."
+                f"The folders contain features of widths {width} and {features.shape[1]}; pass features of one model."
             )
 
         # find the requested samples of this part, and where to store them
@@ -99,7 +99,7 @@ def _parts(folders: Sequence[Path], column: str) -> Iterator[tuple[pa.Table, NDA
                 with path.with_suffix(PART_SUFFIX).open("rb", buffering=0) as file:
                     part = map_part(file)
                 if part.image is None:
-                    raise UserError(f"{folder} has no features of images: embed the images.")
+                    raise UserError(f"{folder} contains no image features: run `neuclip-ds embed` on the images.")
             if table.num_rows:
                 yield table, part.image[:, 0]
 

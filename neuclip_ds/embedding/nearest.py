@@ -292,7 +292,9 @@ def read_features(stored: Stored, model: str, manifest: Manifest) -> CollectionF
     is_usable = np.ones(manifest.n, dtype=bool)
     is_usable[list(problems)] = False
     if not is_usable.any():
-        raise UserError(f"{folder} has no usable features: {next(iter(problems.values()), 'the dataset is empty')}.")
+        raise UserError(
+            f"{folder} contains no usable features: {next(iter(problems.values()), 'the dataset is empty')}."
+        )
     index = numbers.numpy()[is_usable]
     image, text = rows.pair()
     return CollectionFeatures(

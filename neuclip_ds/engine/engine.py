@@ -57,16 +57,16 @@ class Engine:
 
     Attributes:
         module: the towers.
-        communicator: the ranks of the engine.
+        communicator: communicator between the engine's ranks.
         device: the device of the towers.
-        wrapper: DeepSpeed's wrapper around the optimizer.
+        wrapper: kind of DeepSpeed's wrapper around the optimizer.
     """
 
     def __init__(self, deepspeed_engine: Any, communicator: Communicator, seed: int = 0) -> None:
         """
         Args:
             deepspeed_engine: DeepSpeed's engine; gradient_accumulation_steps must be 1.
-            communicator: the ranks of the engine.
+            communicator: communicator between the engine's ranks.
             seed: seed for dropout.
         """
         self._deepspeed = deepspeed_engine

@@ -260,7 +260,7 @@ def use_lean_step(optimizer: Any, shard_slices: Mapping[Tensor, Sequence[slice]]
     Args:
         optimizer: the optimizer of DeepSpeed's engine, before its first step.
         shard_slices: for each of this rank's flat master weights, the slice of each parameter.
-        communicator: the ranks of the engine.
+        communicator: communicator between the engine's ranks.
     """
     optimizer.__class__ = LeanZero1
     optimizer.prepare(shard_slices, communicator)

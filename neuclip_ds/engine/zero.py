@@ -24,7 +24,7 @@ from neuclip_ds.distributed.communicator import Communicator
 
 
 class Wrapper(Enum):
-    """DeepSpeed's wrapper around the optimizer; the values are class names."""
+    """Kind of DeepSpeed's wrapper around the optimizer; the values are class names."""
 
     NONE = ""  # the optimizer alone: float32 without ZeRO
     UNFUSED = "FP16_UnfusedOptimizer"  # bf16 without ZeRO: every rank has all float32 masters
@@ -34,7 +34,7 @@ class Wrapper(Enum):
 
 
 def wrapper_of(optimizer: Any) -> Wrapper:
-    """Return the type of wrapper that an engine's optimizer is; raise `ValueError` if it is unknown."""
+    """Return the kind of wrapper that an engine's optimizer is; raise `ValueError` if the kind is unknown."""
     if isinstance(optimizer, torch.optim.Optimizer):
         return Wrapper.NONE
     if isinstance(optimizer, BF16_Optimizer):  # also with the step of `lean_zero1.py`

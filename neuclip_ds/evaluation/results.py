@@ -44,7 +44,9 @@ class Results:
             if self._model_path.is_file():
                 scored_model = json.loads(self._model_path.read_text(encoding="utf-8"))
             if scored_model != json.loads(json.dumps(model)):
-                raise UserError(f"{folder} has scores of another model or precision ({scored_model}); change --out.")
+                raise UserError(
+                    f"{folder} contains scores of another model or precision ({scored_model}); choose another --out."
+                )
             with explained(f"{self._path} cannot be read as scores", "choose a different --out"):
                 lines = json_lines(self._path)  # a task whose line is truncated is measured again
                 self.metrics = {line["key"]: line["metrics"] for line in lines}

@@ -297,8 +297,8 @@ def _imagenet_prompts(path: Path, wordnet_ids: Sequence[str]) -> tuple[tuple[str
         from open_clip.zero_shot_metadata import IMAGENET_CLASSNAMES, OPENAI_IMAGENET_TEMPLATES
     except ImportError as error:
         raise UserError(
-            f"The folders in {path} are WordNet ids, such as {wordnet_ids[0]}, whose names open_clip has: "
-            f"pip install open_clip_torch, or {fix}."
+            f"The folders in {path} are WordNet ids, such as {wordnet_ids[0]}, and only open_clip lists "
+            f"their class names: pip install open_clip_torch, or {fix}."
         ) from error
     from timm.data import ImageNetInfo
 
@@ -306,8 +306,8 @@ def _imagenet_prompts(path: Path, wordnet_ids: Sequence[str]) -> tuple[tuple[str
     unknown = [wordnet_id for wordnet_id in wordnet_ids if wordnet_id not in names]
     if unknown:
         raise UserError(
-            f"{path} has {len(unknown)} folders with WordNet ids that ImageNet-1k does not have, such as {unknown[0]}: "
-            f"{fix}."
+            f"{path} contains {len(unknown)} folders with WordNet ids that are not in ImageNet-1k, such as "
+            f"{unknown[0]}: {fix}."
         )
     templates = tuple(template(PLACEHOLDER) for template in OPENAI_IMAGENET_TEMPLATES)
     return tuple(names[wordnet_id] for wordnet_id in wordnet_ids), templates

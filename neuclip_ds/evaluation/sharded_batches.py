@@ -56,7 +56,7 @@ def sharded_batches(
 def decode(sample: Sample, transform: Callable[[bytes], Tensor], prefix: str = "") -> Tensor:
     """Decode a sample's image, `sample.image(prefix)`, to (3, H, W) uint8 pixels; raise UserError if decoding fails."""
     encoded = sample.image(prefix)
-    with explained(f"{sample.name} cannot be decoded", "fix or remove it"):
+    with explained(f"{sample.name} cannot be decoded", "replace or remove the image"):
         return transform(encoded)
 
 

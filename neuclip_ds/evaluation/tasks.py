@@ -75,7 +75,7 @@ class Task(BaseModel):
 
 
 class TaskList(BaseModel):
-    """The contents of datacomp.yaml, optionally with your own sets."""
+    """Evaluation tasks and averages of datacomp.yaml, optionally with the user's own sets as further tasks."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

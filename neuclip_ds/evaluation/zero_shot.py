@@ -98,12 +98,17 @@ def _prepare(
     pixels = decode(sample, transform)
     label = sample.text("cls")
     if not label.isdecimal() or int(label) >= classes:
-        raise UserError(f"{sample.name} has label '{label}', but the classes are 0 to {classes - 1}; fix one of them.")
+        raise UserError(
+            f"{sample.name} has label '{label}', but the classes are 0 to {classes - 1}; correct the label, or add the "
+            "missing class names."
+        )
     if not columns:
         return pixels, [int(label)]
-    with explained(f"{sample.name} lacks metadata in its npy member", "fix the set"):
+    with explained(f"{sample.name} lacks metadata in its npy member", "download the set again"):
         row = np.load(io.BytesIO(sample.read("npy")), allow_pickle=False).ravel()
         groups = [int(row[column]) for column in columns]
     if min(groups) < 0:
-        raise UserError(f"{sample.name} has the group {min(groups)} in its npy member; download the set again.")
+        raise UserError(
+            f"{sample.name} contains the negative group {min(groups)} in its npy member; download the set again."
+        )
     return pixels, [int(label), *groups]

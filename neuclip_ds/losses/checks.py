@@ -95,7 +95,10 @@ def problem_with_stored(name: str, image: Any, text: Any, rows: int, valid: Tens
         is_matrix = features.ndim == 2 and len(features) == rows
         if not is_matrix or features.shape != image.shape or features.dtype not in _DTYPES:
             shape = tuple(features.shape)
-            return f"{name} has a {features.dtype} {shape}, but must be two floating-point tensors ({rows}, D)."
+            return (
+                f"{name} contains a tensor of dtype {features.dtype} and shape {shape}, but must be two floating-point "
+                f"tensors of the same shape ({rows}, D)."
+            )
     if problem_with_norms(image, text, valid, not_finite=False) is not None:
         return f"{name} must have finite rows of norm 1: normalize them, or mark such rows as invalid (valid)."
     return None
@@ -112,9 +115,11 @@ def raise_if_ranks_disagree(
     """Check that a call to the loss is consistent across ranks, and return the largest number of rows on any rank.
 
     Args:
-        rows, problem, training, dtype: for this rank's call, the number of rows, a message if it cannot be used (else
-            None), the training mode, and the features' dtype.
-        communicator: the ranks.
+        rows: number of rows of this rank's call.
+        problem: message about an invalid argument of this rank's call, or None.
+        training: whether this rank's call is in training mode.
+        dtype: dtype of this rank's features.
+        communicator: communicator between the ranks.
         stored_widths: widths of the stored features, 0 for missing features.
 
     Raises:

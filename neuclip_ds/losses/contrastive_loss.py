@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 _OPTIONS = {REFERENCE: "objective.reference_model", TEACHER: "objective.distill"}
 _REASONS = {
-    REFERENCE: "the loss has no form with a reference model; docs/reference/losses.md lists those that have one.",
+    REFERENCE: "the loss does not support one; docs/reference/losses.md lists the losses that do.",
     TEACHER: "use a loss of the package, or one that is built from GlobalContrastiveLoss.",
 }
 
@@ -127,7 +127,7 @@ class ContrastiveLoss(nn.Module):
             reduction: `ddp_mean` if the encoders' gradients are averaged over ranks (DDP, FSDP, DeepSpeed): the loss
                 then multiplies the feature gradients by the world size to compensate. `sum` if they are summed.
             group: process group of the global batch; by default all ranks, or this process if it runs alone.
-            communicator: the `Communicator` of the global batch's ranks, for a caller that counts its traffic; it
+            communicator: `Communicator` between the global batch's ranks, for a caller that counts its traffic; it
                 replaces `group` and `device`.
             scaler: see the `scaler` attribute.
             undo: whether `undo()` can revert the last training call, which costs a copy of the replicated state.
@@ -217,8 +217,8 @@ class ContrastiveLoss(nn.Module):
         Raises:
             RuntimeError: the batch of the last `begin` has not been passed to the loss; see `abandon`.
             ValueError: an argument cannot be used. Only the rank with this problem raises the error.
-            UserError: the method cannot use a reference model or a teacher, or the rows that its options require are
-                missing.
+            UserError: the method cannot use a reference model or a teacher, or the options require their features and
+                the call lacks them.
 
         Example:
             import torch
@@ -301,7 +301,7 @@ class ContrastiveLoss(nn.Module):
         Raises:
             ValueError: on all ranks, if any rank's arguments are invalid or ranks differ in training mode or dtype.
             UserError: fewer than two rows of the global batch are valid, the method cannot use a reference model or a
-                teacher, or the rows that its options require are missing.
+                teacher, or the options require their features and the call lacks them.
             RuntimeError: activation checkpointing repeats the call, which would update the loss's state twice, or
                 `pending` is not the batch of the last `begin`, or its features are incomplete.
         """
@@ -332,8 +332,8 @@ class ContrastiveLoss(nn.Module):
                 raise RuntimeError("begin() has started a batch in float32: build the loss with dtype=torch.float64.")
             elif not len(image_features) == len(text_features) == pending.rows:
                 raise RuntimeError(
-                    f"The loss got {len(image_features)} images and {len(text_features)} texts, but begin() had "
-                    f"{pending.rows} rows."
+                    f"The loss got {len(image_features)} images and {len(text_features)} texts, but begin() was "
+                    f"called with {pending.rows} indices."
                 )
             # docs: forward
             batch = pending.gathered(self._dtype)
@@ -403,7 +403,7 @@ class ContrastiveLoss(nn.Module):
             (2, b) estimates for images and texts, -inf where the method has no estimate yet.
 
         Raises:
-            UserError: the method has no normalizers, such as SigLIP.
+            UserError: the method, such as SigLIP, has no normalizers.
         """
         if index is None:
             index = torch.full((len(image_features),), self._samples, device="cpu")

@@ -52,7 +52,7 @@ class PendingBatch:
             index: (b,) int64 global sample indices in host memory; b must be equal on all ranks.
             valid: (b,) bool in host memory, True for valid rows.
             position: position of the step in the training run.
-            communicator: the ranks to gather from.
+            communicator: communicator between the ranks whose rows are gathered.
             comm_dtype: dtype in which features are sent, by default the dtype of the features. Local rows are rounded
                 to this dtype as well, so that all ranks see the same numbers and K ranks give the same result as one
                 rank.
@@ -223,7 +223,7 @@ class GatheredFeatures:
         Args:
             padded_image, padded_text: (K b, d) features of all ranks, including invalid rows.
             padded_index: see the attribute.
-            communicator: the ranks that the rows are from.
+            communicator: communicator between the ranks that sent the rows.
             dtype: dtype of the attributes `image` and `text`.
             statistics: see the attribute.
             padded_stored: (K b, D) stored features of images and texts of all ranks, including invalid rows, by name.

@@ -71,7 +71,7 @@ class DistillConfig(Section):
     contrastive_weight: float = Field(1.0, ge=0)
     """Weight of the method's own loss in a run with distillation: 1 in open_clip, 0 in MobileCLIP's ViT-B/16."""
     temperature: float | Annotated[list[float], Field(min_length=1)] = 0.01
-    """Temperature of the teacher's softmax, or one for each teacher; OpenAI's CLIP and many other models have 0.01."""
+    """Temperature of the teacher's softmax, or one for each teacher; OpenAI's CLIP and many other models use 0.01."""
 
     @model_validator(mode="after")
     def _temperatures_fit(self) -> DistillConfig:
@@ -96,8 +96,8 @@ class DistillConfig(Section):
             return temperatures * teachers
         if len(temperatures) != teachers:
             raise UserError(
-                f"objective.distill.temperature has {len(temperatures)} values for {teachers} teachers: pass one value "
-                "for each, or a single number."
+                f"objective.distill.temperature lists {len(temperatures)} values for {teachers} teachers: pass one "
+                "value for each, or a single number."
             )
         return temperatures
 
@@ -154,7 +154,7 @@ class ObjectiveConfig(Section):
             raise UserError(_unread_message(name, option, readers))
         if tree.get("reference_model") is not None and method.refuses_reference:
             readers = [other for other, row in METHODS.items() if not row.refuses_reference]
-            reason = f" The loss of {name} has no form with a reference model."
+            reason = f" The loss of {name} does not support a reference model."
             raise UserError(_unread_message(name, "objective.reference_model", readers, reason))
         return merge(method.defaults, tree)
 

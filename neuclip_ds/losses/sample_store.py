@@ -24,7 +24,7 @@ class SampleStore:
     Args:
         n: number of samples in the dataset; a global index is in [0, n).
         fields: name -> initial value (`-inf` for a logarithm that has no value yet).
-        communicator: the ranks over which rows are partitioned.
+        communicator: communicator between the ranks over which rows are partitioned.
         dtype: dtype of the rows.
         max_device_bytes: size of the largest table to keep on a device; larger tables are in pinned host memory.
     """

@@ -113,7 +113,7 @@ def initial_temperature(config: TemperatureConfig, context: LossContext, learned
     if tau is None:
         raise UserError(
             "The pretrained checkpoint has no logit_scale, so its temperature is unknown; pass "
-            "--objective.temperature.initial (OpenAI's models have 0.01)."
+            "--objective.temperature.initial (OpenAI's models use 0.01)."
         )
     if not learned:
         return tau
@@ -224,7 +224,7 @@ class LearnableTemperature(Temperature):
             saved_variable = "log" if self._learns_tau else "tau"
             raise UserError(
                 f"The saved temperature was learned with objective.temperature.variable={saved_variable}, but this run "
-                f"has {self._config.variable}: set it back, or start a new run."
+                f"uses {self._config.variable}: set it to {saved_variable}, or start a new run."
             )
         for name, scalar in self._scalars.items():
             with torch.no_grad():

@@ -43,7 +43,9 @@ from neuclip_ds.models.tokenizer import CaptionTokenizer, make_readable_by_trans
 
 _IMAGE = "vision.trunk."  # prefixes of our tensor names
 _TEXT = "text.trunk."
-_ANY_MODEL = f"export it with --format={SENTENCE_TRANSFORMERS}"  # which has every model that is built from the config
+_ANY_MODEL = (
+    f"export the model with --format={SENTENCE_TRANSFORMERS}"  # which has every model that is built from the config
+)
 _OPEN_CLIP_ENCODERS = ("bert", "roberta", "xlm-roberta")  # that open_clip's text tower builds
 # BERT's pooler is tanh(W h + b) of the first hidden state h: with W = 2^-14 and b = 0 it returns 2^-14 h, up to
 # float32 rounding, and the projection multiplies by 2^14
@@ -103,7 +105,7 @@ def _text_with_pooler(towers: TrainedTowers) -> tuple[PreTrainedConfig, dict[str
     if not isinstance(tower, PretrainedTextTower):
         if tower.eos_id == 2:
             raise UserError(
-                f"CLIPTextModel cannot pool at EOS id 2, and VisionTextDualEncoderModel has no other: {_ANY_MODEL}."
+                f"VisionTextDualEncoderModel uses CLIPTextModel, which cannot pool at EOS id 2: {_ANY_MODEL}."
             )
         return config, {}
     with torch.device("meta"):
@@ -172,7 +174,7 @@ def to_open_clip(
         quick_gelu = False
     else:
         if towers.config.text.projection != "linear":
-            raise UserError(f"open_clip's text transformer has no head model.text.projection=mlp: {_ANY_MODEL}.")
+            raise UserError(f"open_clip's text transformer cannot express model.text.projection=mlp: {_ANY_MODEL}.")
         text_config = dict(clip_text)
         quick_gelu = text_config.pop("quick_gelu")
         text_weights = dict(clip_weights)
@@ -448,7 +450,7 @@ def _end_with_eos(tokenizer: Any) -> None:
 def _require_linear_heads(towers: TrainedTowers, format_name: str) -> None:
     for name, tower in (("vision", towers.config.vision), ("text", towers.config.text)):
         if tower.projection != "linear":
-            raise UserError(f"{format_name} has no head model.{name}.projection={tower.projection}: {_ANY_MODEL}.")
+            raise UserError(f"{format_name} cannot express model.{name}.projection={tower.projection}: {_ANY_MODEL}.")
 
 
 def _attention_pool(towers: TrainedTowers) -> nn.Module | None:

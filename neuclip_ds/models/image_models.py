@@ -49,7 +49,7 @@ def new_vision_tower(config: VisionConfig, embed_dim: int, weights: Mapping[str,
 
 
 def pretrained_trunk(config: VisionConfig, weights: Mapping[str, Tensor]) -> nn.Module:
-    """Build a timm model without a classifier from weights, which were trained at any image resolution.
+    """Build a timm model without a classifier, and load weights that may have been trained at another resolution.
 
     Raises:
         UserError: timm lacks the model or rejects its options, or the image size or the weights do not fit the model.
@@ -166,10 +166,8 @@ def check_patches(size: int, patch: int) -> None:
     """Raise UserError if images with sides of `size` pixels are not divisible into patches of `patch` pixels."""
     if size % patch:
         next_smaller = size // patch * patch
-        raise UserError(
-            f"model.vision.image_size={size} is not divisible into patches of {patch} pixels; use "
-            f"{max(next_smaller, patch)} or {next_smaller + patch}."
-        )
+        sizes = f"{next_smaller} or {next_smaller + patch}" if next_smaller else f"{patch}"
+        raise UserError(f"model.vision.image_size={size} is not divisible into patches of {patch} pixels; use {sizes}.")
 
 
 def fixed_image_size(name: str) -> int | None:

@@ -39,14 +39,14 @@ def read_speed(run: Path, config: Config) -> MeasuredSpeed:
     series = read_series(run)
     measured = load_saved(run / "config.yaml")
     for name, of_run, planned in (
-        ("model", measured.model, config.model),
-        ("deepspeed", measured.deepspeed, config.deepspeed),
+        ("model options", measured.model, config.model),
+        ("DeepSpeed config", measured.deepspeed, config.deepspeed),
         ("objective.method", measured.objective.method, config.objective.method),
     ):
         if of_run != planned:
             raise UserError(
-                f"--measured={run} was trained with a different {name} than this run uses: measure a short run with "
-                f"the same {name}."
+                f"--measured={run} was not trained with the same {name} as this run: measure a short run with the "
+                f"same {name}."
             )
     steps, speeds = series.get("samples_per_second", ([], []))
     if not steps or steps[-1] < FEWEST_STEPS:

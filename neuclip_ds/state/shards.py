@@ -184,8 +184,9 @@ class ShardFiles:
         first_row = self.read(name, TABLE, start, start + 1)
         if first_row.shape[1:] != target.shape[1:] or first_row.dtype != target.dtype:
             raise UserError(
-                f"{self.folder}: {name} has rows of {tuple(first_row.shape[1:])} {first_row.dtype}, but this run has "
-                f"rows of {tuple(target.shape[1:])} {target.dtype}; set the options of the checkpoint's run."
+                f"{self.folder}: the rows of {name} have shape {tuple(first_row.shape[1:])} and dtype "
+                f"{first_row.dtype}, but this run needs {tuple(target.shape[1:])} and {target.dtype}; use the options "
+                "of the run that wrote the checkpoint."
             )
         row = start
         for chunk in row_chunks(target[: stop - start]):

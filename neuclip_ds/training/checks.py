@@ -79,8 +79,8 @@ def check_tables(tables: Mapping[str, FeatureTable]) -> None:
         else:
             continue
         raise UserError(
-            f"{table.folder} has {problem}, but a reference model or a teacher needs the similarities of images and "
-            "texts: embed the training data with a model of both, without --output=trunk."
+            f"{table.folder} contains {problem}, but a reference model or a teacher needs the similarities of images "
+            "and texts: embed the training data with a model of both, without --output=trunk."
         )
 
 

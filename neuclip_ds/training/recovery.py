@@ -112,8 +112,8 @@ def load_recovered_state(checkpoint: Path, context: RunContext, loss: Contrastiv
         tau = float(loss.function.replicated_state().get(_TAU, torch.nan))
         if recovered_tau != tau and not math.isnan(tau):
             raise UserError(
-                f"{checkpoint} contains u at the temperature {recovered_tau:.6g}, but this run has {tau:.6g}: set "
-                "objective.temperature.initial back, or recover again."
+                f"{checkpoint} contains u at the temperature {recovered_tau:.6g}, but this run starts at {tau:.6g}: "
+                f"set objective.temperature.initial={recovered_tau:.6g}, or recover again."
             )
         files.fill({_TABLE: tables[_TABLE]})
         restored.append("statistics")

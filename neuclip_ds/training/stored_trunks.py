@@ -26,14 +26,14 @@ def check_frozen_trunks(config: Config) -> None:
         trained = config.model.trained(tower)
         if trained not in ("frozen", "projection"):
             raise UserError(
-                f"data.{table} has the outputs of a frozen trunk, but model.{tower}.trainable={trained} trains the "
-                f"trunk: set model.{tower}.trainable=projection, or omit data.{table}."
+                f"data.{table} contains the outputs of a frozen trunk, but model.{tower}.trainable={trained} trains "
+                f"the trunk: set model.{tower}.trainable=projection, or omit data.{table}."
             )
         if trained == "frozen" and config.model.lora.rank:
             raise UserError(
-                f"data.{table} has the outputs of a frozen trunk, but model.lora.rank={config.model.lora.rank} adds "
-                f"adapters to it: set model.{tower}.trainable=projection to adapt only the other tower, or omit one of "
-                "them."
+                f"data.{table} contains the outputs of a frozen trunk, but model.lora.rank={config.model.lora.rank} "
+                f"adds adapters to it: set model.{tower}.trainable=projection to adapt only the other tower, or omit "
+                "one of them."
             )
     if IMAGE in folders and config.model.vision.patch_drop:
         raise UserError(
@@ -65,15 +65,16 @@ def check_trunks(
         trunk = tower.get_submodule("trunk")
         if table.embedding.get("trunk_weights", {}).get(kind) != weights_hash(trunk):
             raise UserError(
-                f"{table.folder} has outputs of {table.embedding['model']}, whose weights differ from those of the "
-                f"{kind} tower: {_FIX}"
+                f"{table.folder} contains outputs of {table.embedding['model']}, whose weights differ from those of "
+                f"the {kind} tower: {_FIX}"
             )
         sample = image_sample(preprocessing.size) if name == IMAGE else text_sample(tokenizer)
         stored = table.embedding.get(TRUNK_OUTPUTS, {}).get(kind, [])
         if not is_same_output(stored, trunk_output(tower, sample)):
             raise UserError(
-                f"{table.folder} has outputs of {table.embedding['model']}, which has the weights of the {kind} tower, "
-                f"but computes other features from them: compare its options, such as model.vision.options, or {_FIX}"
+                f"{table.folder} contains outputs of {table.embedding['model']}, which uses the weights of the {kind} "
+                "tower, but computes other features with them: give the tower the options of that model, such as "
+                f"model.vision.options, or {_FIX}"
             )
 
 
@@ -104,7 +105,7 @@ def check_trunk_outputs(
         for option, (of_table, of_run, of_embed) in settings.items():
             if of_table != of_run:
                 raise UserError(
-                    f"{table.folder} was computed with {option} {of_table}, but this run has {of_run}: set the "
+                    f"{table.folder} was computed with {option} {of_table}, but this run uses {of_run}: set the "
                     f"table's values in this run, or embed the training data with those of this run ({of_embed})."
                 )
 
@@ -114,11 +115,14 @@ def _check_contents(name: str, table: FeatureTable, tower: Encoder) -> None:
     kind = CONTENTS[name]
     width = table.image_width if name == IMAGE else table.text_width
     if width is None:
-        raise UserError(f"{table.folder} has no features of {kind}s, which data.{name} needs: {_FIX}")
+        raise UserError(f"{table.folder} contains no {kind} features, which data.{name} needs: {_FIX}")
     if table.embedding["output"] != "trunk":
-        raise UserError(f"{table.folder} has joint features, but data.{name} needs those before the projection: {_FIX}")
+        raise UserError(
+            f"{table.folder} contains joint features, but data.{name} needs features from before the projection: {_FIX}"
+        )
     expected_width = projection_width(tower)
     if width != expected_width:
         raise UserError(
-            f"{table.folder} has features of width {width}, but the {kind} tower's trunk has {expected_width}: {_FIX}"
+            f"{table.folder} contains features of width {width}, but the {kind} tower's trunk has width "
+            f"{expected_width}: {_FIX}"
         )

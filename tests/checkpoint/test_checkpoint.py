@@ -17,7 +17,9 @@ def test_a_saved_checkpoint_is_restored_by_the_same_run_only(tmp_path: Path) -> 
     assert newest is not None
     engine, read = PlainEngine(), fresh()
     assert keeper(tmp_path).read(newest, FACTS) == (7, DATA)
-    with pytest.raises(UserError, match="seed=0, but this run has seed=xyz: set it back, or give the run a different"):
+    with pytest.raises(
+        UserError, match="seed=0, but this run uses seed=xyz: set seed back, or give the run a different"
+    ):
         keeper(tmp_path).read(newest, {**FACTS, "seed": "xyz"})
     keeper(tmp_path).load(newest, engine, read)
     assert engine.value == 3.0

@@ -303,7 +303,7 @@ def edit_embedding(folder: Path, features: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format": 3}, "format of a different version"),
+        ({"format": 3}, "format of another version"),
         ({"crops": None, "output": None}, "lacks crops and lacks output: restore it"),
         ({"dtype": "int8"}, "has the unknown dtype int8"),
         ({"shards": "three"}, "cannot be read"),
@@ -346,7 +346,7 @@ def test_tables_that_do_not_fit_the_data_are_refused(
     old = tmp_path / "old"
     old.mkdir()
     (old / "embedding.json").write_text('{"shards": 3}')
-    with pytest.raises(UserError, match=r"format of a different version"):
+    with pytest.raises(UserError, match=r"format of another version"):
         open_table(old, manifest)
 
 
@@ -421,7 +421,7 @@ def test_a_run_resumes_only_with_the_same_features(
     assert same.record() == data.record()
     other = tmp_path / "other"
     write(other, manifest, crops=2, crop_scale=0.5, seed=7, captions=CAPTIONS, all_captions=True, model="another")
-    with pytest.raises(UserError, match="has different features from those at the start of the run"):
+    with pytest.raises(UserError, match="no longer contains the features of the start of the run"):
         open_training(shards, other, tmp_path / "changed", Communicator(), meta=meta)
 
 

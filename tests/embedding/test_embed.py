@@ -116,7 +116,9 @@ def test_another_model_or_other_data_are_refused_and_grown_data_are_not(tmp_path
     part = read_parts(out)[1]
     assert part.image.dtype == np.float16
     assert part.image.shape == (6, 1, DIM)
-    with pytest.raises(UserError, match=r"features with dtype=float16, but this job has float32: choose another --out"):
+    with pytest.raises(
+        UserError, match=r"features of a job with dtype=float16, but this job uses dtype=float32: choose another --out"
+    ):
         write(out, manifest)
     other_shards = [str(path) for path in write_pairs(tmp_path / "other", [9] * 4).iterdir()]
     with pytest.raises(UserError, match="features with data="):

@@ -157,7 +157,7 @@ def test_a_set_with_four_classes_has_no_top5_accuracy(tmp_path: Path, run_ranks:
     [
         (b"no array", "npy member"),
         (npy(torch.tensor([1])), "npy member"),
-        (npy(torch.tensor([0, -1, 2])), "has the group -1"),
+        (npy(torch.tensor([0, -1, 2])), "contains the negative group -1"),
     ],
 )
 def test_a_sample_with_broken_metadata_is_named(tmp_path: Path, run_ranks: Any, data: bytes, message: str) -> None:

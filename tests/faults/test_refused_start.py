@@ -42,11 +42,11 @@ def trained(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 REFUSED = {
-    "method": (["--objective.method=openclip"], "method=fastclip_v3, but this run has method=openclip"),
-    "two ranks": (["--model.text.width=24"], "model.text.width=16, but this run has model.text.width=24"),
-    "same shapes": (["--model.text.heads=4"], "model.text.heads=2, but this run has model.text.heads=4"),
+    "method": (["--objective.method=openclip"], "method=fastclip_v3, but this run uses method=openclip"),
+    "two ranks": (["--model.text.width=24"], "model.text.width=16, but this run uses model.text.width=24"),
+    "same shapes": (["--model.text.heads=4"], "model.text.heads=2, but this run uses model.text.heads=4"),
     "trained parts": (["--model.vision.trainable=0"], "model.vision.trainable=all"),
-    "vocabulary": (["--model.text.vocab_size=301"], "model.text.vocab_size=300, but this run has model.text.vocab"),
+    "vocabulary": (["--model.text.vocab_size=301"], "model.text.vocab_size=300, but this run uses model.text.vocab"),
     "data": (["--data.train={other}"], "was written with different data"),
     "damaged data": (["--data.train={damaged}"], "damaged"),
 }

@@ -61,7 +61,7 @@ CASES = (
     Case("vit", "clip", LIBRARIES),
     Case("resnet", "clip", LIBRARIES),
     Case("small_vit", "clip", ("transformers", "sentence_transformers"), "images of 32 instead of 160 pixels"),
-    Case("vit_mlp", "clip", ("open_clip", "sentence_transformers"), r"no head model\.vision\.projection=mlp"),
+    Case("vit_mlp", "clip", ("open_clip", "sentence_transformers"), r"cannot express model\.vision\.projection=mlp"),
     Case("clip_vit", "clip_mlp", ("sentence_transformers",), r"model\.(text\.projection=mlp|vision\.options)"),
     Case("vit", "clip_eos_2", ("open_clip", "sentence_transformers"), "cannot pool at EOS id 2"),
     Case("resnet", "bert", ("transformers", "sentence_transformers"), "the text encoder in the folder"),

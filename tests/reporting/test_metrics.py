@@ -98,7 +98,7 @@ def test_garbled_lines_are_skipped_with_a_warning(tmp_path, caplog, garbled):
     (tmp_path / "metrics.jsonl").write_bytes(garbled + written)
     with caplog.at_level(logging.WARNING, logger="neuclip_ds"):
         assert run(tmp_path, resume_step=20, last=20) == written
-    assert "skipped 1 line that is not a record with step" in caplog.text
+    assert "skipped 1 line that is not a JSON object with an integer 'step'" in caplog.text
 
 
 def test_edited_records_are_read(tmp_path):

@@ -191,7 +191,7 @@ def test_a_run_resumes_bit_identically_and_is_a_complete_model(workspace: Path, 
     options = [*HEADS, *STORED, "data.val=4", "run.evaluate_every=2", "ema.decay=0.9", "data.micro_batch=4"]
     run(workspace, tmp_path / "whole", *options, "max_steps=6")
     run(workspace, tmp_path / "resumed", *options, "max_steps=3")
-    with pytest.raises(UserError, match=r"data\.text_features=a folder, but this run has data\.text_features=None"):
+    with pytest.raises(UserError, match=r"data\.text_features=a folder, but this run uses data\.text_features=None"):
         run(workspace, tmp_path / "resumed", *HEADS, STORED[0], *options[5:], "max_steps=6")
     run(workspace, tmp_path / "resumed", *options, "max_steps=6")
     whole, resumed = (tensors(newest_checkpoint(tmp_path / name)) for name in ("whole", "resumed"))
@@ -231,13 +231,16 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "augmentation": ([*HEADS, *STORED, "data.augment.gray_scale_prob=0.5"], r"data\.augment has no effect"),
     "random crops": ([*HEADS, *STORED, "data.crop_scale=0.9"], r"set data\.crop_scale=1, or embed .* --crops"),
     "other crops": ([*HEADS, "data.image_features=crops", "data.crop_scale=0.9"], r"crop scale 0\.5"),
-    "one caption": ([*HEADS, "data.text_features=one_caption"], "has one caption of each sample.*--all-captions"),
-    "joint features": ([*HEADS, "data.image_features=joint"], "has joint features, but .* before the projection"),
-    "no texts": ([*HEADS, "data.text_features=images"], "has no features of texts"),
+    "one caption": (
+        [*HEADS, "data.text_features=one_caption"],
+        "contains features of one caption per sample.*--all-captions",
+    ),
+    "joint features": ([*HEADS, "data.image_features=joint"], "contains joint features, but .* before the projection"),
+    "no texts": ([*HEADS, "data.text_features=images"], "contains no text features"),
     "width": ([*HEADS, "data.image_features=images"], "features of width 16, but the image tower's trunk has 32"),
     "weights": (
         ["model.pretrained=other_clip", *HEADS[1:], *STORED],
-        "has outputs of .*clip, whose weights differ from those of the image tower",
+        "contains outputs of .*clip, whose weights differ from those of the image tower",
     ),
     "preprocessing": (
         [
@@ -256,7 +259,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
             "model.vision.trainable=projection",
             STORED_IMAGES,
         ],
-        "has the weights of the image tower, but computes other features .* model.vision.options",
+        "uses the weights of the image tower, but computes other features .* model.vision.options",
     ),
     "other data": ([*HEADS, *STORED, "data.train=other_shards"], "were computed for other data"),
 }

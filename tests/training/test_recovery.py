@@ -108,7 +108,7 @@ def test_other_weights_are_refused(shards: str, tmp_path: Path) -> None:
         ([f"--recovery.reuse={tmp_path}/absent"], "contains no recovered statistics"),
         (["--recovery.epochs=0"], "gamma continues after the epochs of the recovery that reuse names"),
         (["--run.seed=1"], "was recovered with weights that differ"),
-        (["--objective.temperature.initial=0.06"], "contains u at the temperature 0.05, but this run has 0.06"),
+        (["--objective.temperature.initial=0.06"], "contains u at the temperature 0.05, but this run starts at 0.06"),
         (["--optimizer.name=lion"], "contains moments of optimizer.name=adamw"),
     ):
         done = train(tmp_path / "second", shards, 1, *TUNE, *reuse, *options, code=2)

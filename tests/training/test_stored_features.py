@@ -180,13 +180,13 @@ def test_a_run_resumes_bit_identically_and_with_the_same_features_only(workspace
     run(workspace, tmp_path / "whole", 6, *both)
     run(workspace, tmp_path / "resumed", 3, *both)
     for changed, message in (
-        (("objective.distill.weight=0.5", *both), r"objective\.distill\.weight=1\.0, but this run has .*=0\.5"),
-        ((*options, *REFERENCE_AND_TEACHER[:2]), r"distill\.temperature=\[0\.1\], but this run has .*=\[0\.01\]"),
-        ((*options, REFERENCE_AND_TEACHER[0]), r"objective\.distill\.features=.*this run has .*=None"),
-        ((*options, *REFERENCE_AND_TEACHER[1:]), r"objective\.reference_model=a folder, but this run has .*=None"),
+        (("objective.distill.weight=0.5", *both), r"objective\.distill\.weight=1\.0, but this run uses .*=0\.5"),
+        ((*options, *REFERENCE_AND_TEACHER[:2]), r"distill\.temperature=\[0\.1\], but this run uses .*=\[0\.01\]"),
+        ((*options, REFERENCE_AND_TEACHER[0]), r"objective\.distill\.features=.*this run uses .*=None"),
+        ((*options, *REFERENCE_AND_TEACHER[1:]), r"objective\.reference_model=a folder, but this run uses .*=None"),
         (
             (*options, "objective.reference_model=other", *REFERENCE_AND_TEACHER[1:]),
-            "has different features from those at the start of the run",
+            "no longer contains the features of the start of the run",
         ),
     ):
         with pytest.raises(UserError, match=message):
@@ -200,8 +200,8 @@ def test_a_run_resumes_bit_identically_and_with_the_same_features_only(workspace
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["objective.reference_model=images"], "images has no features of texts.*embed the training data"),
-        (["objective.distill.features=trunk"], "trunk has features from before the projection"),
+        (["objective.reference_model=images"], "images contains no features of texts.*embed the training data"),
+        (["objective.distill.features=trunk"], "trunk contains features from before the projection"),
         (["objective.distill.features=incomplete"], "lacks the features of 1 of 2 shards"),
         (["objective.reference_model=nothing"], "nothing cannot be read"),
         (["objective.distill.weight=2"], r"objective\.distill\.weight has no effect without a teacher"),
@@ -215,7 +215,7 @@ def test_a_run_resumes_bit_identically_and_with_the_same_features_only(workspace
             "remove one of them",
         ),
         (["objective.reference_model=reference", "recovery.epochs=1", "recovery.loss=hgcl"], r"set recovery\.loss=gcl"),
-        (["objective.method=siglip", "objective.reference_model=nothing"], "no form with a reference model"),
+        (["objective.method=siglip", "objective.reference_model=nothing"], "does not support a reference model"),
     ],
 )
 def test_mistakes_end_the_run_before_its_first_step(

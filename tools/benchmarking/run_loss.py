@@ -52,7 +52,7 @@ def build_loss(
         config: the config of the run.
         dim: width of the features.
         samples: size of the training set.
-        communicator: the ranks of the run.
+        communicator: communicator between the run's ranks.
         comm_dtype: dtype in which features are sent between ranks.
         undo: whether a step can be reverted, as in the trainer; this copies the replicated state in every step.
         reduction: `sum` for gradients that are not multiplied by the number of ranks.

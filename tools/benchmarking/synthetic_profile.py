@@ -63,7 +63,7 @@ class SyntheticSteps:
 
     Args:
         config: the config of the run.
-        communicator: the ranks of the run.
+        communicator: communicator between the run's ranks.
         lr: learning rate of all steps.
         build: function that builds the loss.
         batches: number of batches whose pixels and tokens are repeated.

@@ -87,8 +87,8 @@ def refuse_adapter(folder: Path) -> None:
     """Raise UserError if a model's folder has a peft adapter, which transformers would add to the model."""
     if (folder / ADAPTER_FILE).is_file():
         raise UserError(
-            f"{folder} has a model and a peft adapter ({ADAPTER_FILE}), which transformers would add to the model: "
-            "merge it with peft's merge_and_unload and save the result, or remove the adapter's files."
+            f"{folder} contains a model and a peft adapter ({ADAPTER_FILE}), which transformers would add to the "
+            "model: merge it with peft's merge_and_unload and save the result, or remove the adapter's files."
         )
 
 

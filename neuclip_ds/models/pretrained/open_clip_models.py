@@ -296,7 +296,10 @@ def _refuse_foreign_code(name: str, where: str) -> None:
     ):
         encoder_config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     if type(encoder_config) not in MODEL_MAPPING:
-        raise UserError(f"transformers does not include the text encoder {name} of {where}; use a different encoder.")
+        raise UserError(
+            f"transformers does not include the text encoder {name} of {where}, and neuclip_ds does not run code from "
+            "the hub: start from a checkpoint with a different text encoder."
+        )
 
 
 def config_names(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -274,8 +274,8 @@ def _read_pooling(folder: Path, option: str) -> Pooling:
             kind = module["type"].rpartition(".")[2]
             if kind not in _MODULES:
                 raise UserError(
-                    f"{folder} has a module {kind} ({module['path']}), which is not supported. To use the encoder "
-                    f"without it, {fix}."
+                    f"{folder} contains a module {kind} ({module['path']}), which is not supported. To use the "
+                    f"encoder without it, {fix}."
                 )
             if kind == "Pooling":
                 config = read_json(folder / module["path"] / "config.json")
@@ -293,8 +293,8 @@ def _read_config(folder: Path) -> tuple[Any, Any]:
     has_text_encoder = type(config) in MODEL_FOR_TEXT_ENCODING_MAPPING
     if config.is_encoder_decoder and not has_text_encoder:
         raise UserError(
-            f"{folder} has an encoder and a decoder, and its encoder cannot be loaded separately: use a model that has "
-            "only an encoder."
+            f"{folder} contains an encoder and a decoder, and transformers cannot load its encoder separately: use a "
+            "model that is only an encoder."
         )
     return config, AutoModelForTextEncoding if has_text_encoder else AutoModel
 

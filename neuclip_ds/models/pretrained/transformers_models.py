@@ -234,11 +234,13 @@ def _read_preprocessing(folder: Path, image_size: Any, siglip: bool) -> Preproce
     else:
         processor = read_json(path)
     if not isinstance(image_size, int):
-        raise UserError(f"config.json in {folder} has images of {image_size} pixels; only square images work.")
+        raise UserError(
+            f"config.json in {folder} specifies image_size={image_size}; only square images, with one number, work."
+        )
     mean, std = _read_statistics(processor, path)
     resample = processor.get("resample", PILImageResampling.BICUBIC.value)
     if resample not in _INTERPOLATIONS:
-        raise UserError(f"{path} has resample={resample}; only 2 (bilinear) and 3 (bicubic) are supported.")
+        raise UserError(f"{path} sets resample={resample}; only 2 (bilinear) and 3 (bicubic) are supported.")
     geometry = _read_geometry(processor, path, siglip)
     return Preprocessing(
         size=image_size,
@@ -260,7 +262,7 @@ def _read_statistics(processor: Mapping[str, Any], path: Path) -> tuple[Channels
     mean = processor.get("image_mean")
     std = processor.get("image_std")
     if not (isinstance(mean, list) and isinstance(std, list) and len(mean) == len(std) == 3):
-        raise UserError(f"{path} has no image_mean and image_std of three channels; add them.")
+        raise UserError(f"{path} contains no image_mean and image_std of three channels; add them.")
     return (mean[0], mean[1], mean[2]), (std[0], std[1], std[2])
 
 

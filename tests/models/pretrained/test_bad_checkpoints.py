@@ -93,7 +93,7 @@ SIZE = len(clip_tokenizer())
 DAMAGED: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "config is no JSON": ("clip", lambda folder: (folder / "config.json").write_text("{"), "is not valid JSON"),
     "no processor": ("clip", without(PROCESSOR), f"has no {PROCESSOR}; put the checkpoint's file there"),
-    "no mean": ("clip", config(lambda tree: tree.pop("image_mean"), PROCESSOR), "has no image_mean and image_std"),
+    "no mean": ("clip", config(lambda tree: tree.pop("image_mean"), PROCESSOR), "contains no image_mean and image_std"),
     "foreign tokenizer": (
         "siglip",
         lambda folder: (

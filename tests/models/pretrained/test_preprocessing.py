@@ -91,8 +91,8 @@ def test_images_equal_those_of_transformers(family: tuple[str, Path], tmp_path: 
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"resample": 1}, "has resample=1"),
-        ({"resample": 0}, "has resample=0"),
+        ({"resample": 1}, "sets resample=1"),
+        ({"resample": 0}, "sets resample=0"),
         ({"do_resize": False}, "does not resize images"),
         ({"do_rescale": False}, "does not rescale pixels by 1/255"),
         ({"rescale_factor": 1.0}, "does not rescale pixels by 1/255"),
