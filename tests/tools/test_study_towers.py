@@ -84,14 +84,34 @@ def test_each_caption_of_a_photograph_is_a_sample(tmp_path: Path) -> None:
     assert towers.count_samples(tmp_path / "train") == 4
 
 
+POOLED = {"npn": {"kappa": 0.25, "optimizer": "adagrad", "lr": 0.05, "prototypes": 256, "redraw_every": 112}}
+
+
 @pytest.mark.slow
-def test_the_trainer_trains_the_towers_of_a_run(tmp_path: Path) -> None:
-    make_demo_data(tmp_path / "shards", pairs=640, held_out=60, zero_shot=80, processes=1)
-    run = Run("openclip", batch=32, seed=1, epochs=12, lr=2e-3, recipe="towers_scenes", width=64, dropout=0.0)
+@pytest.mark.parametrize(
+    ("loss", "options"),
+    [("openclip", {}), ("neuclip_queue", {"queue": {"size": 512}}), ("neuclip", POOLED)],
+)
+def test_the_trainer_trains_the_towers_of_a_run(loss: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """Towers learn from scratch; a queue that drives all features in one direction makes them collapse."""
+    make_demo_data(tmp_path / "shards", pairs=1280, held_out=60, zero_shot=80, processes=1)
+    temperature = {"temperature": {"initial": 0.05}}
+    run = Run(
+        loss,
+        batch=16,
+        seed=1,
+        epochs=5,
+        lr=5e-4,
+        width=64,
+        dropout=0.0,
+        temperature_rate=0.0,
+        recipe="towers_scenes",
+        options=options | temperature,
+    )
     results = towers.train_towers(tmp_path / "shards", "val", run, "stage/openclip, few/seed1")
-    assert results["step"] == 240
+    assert results["step"] == 400
     assert len(results["curve"]) == towers.POINTS
     assert results["recall"] > 2 * 100 * (1 + 5 + 10) / 3 / 60  # twice the chance
-    step_seconds = 239 * results["step_seconds"]
+    step_seconds = 399 * results["step_seconds"]
     assert math.isclose(results["seconds"], results["start_seconds"] + step_seconds)
     assert not any((tmp_path / "runs").iterdir())
