@@ -142,12 +142,14 @@ def mean(seeds: Seeds) -> str:
 
 
 def gain(ours: Seeds, theirs: Seeds) -> str:
-    """Return the mean difference of the recall over the seeds that both have, with its 95% interval."""
+    """Return the mean difference of the recall over the seeds that both have; with three or more, its 95% interval."""
     shared = sorted(ours.keys() & theirs.keys())
     if not shared:
         return "-"
     middle, half_width = difference([ours[seed].recall for seed in shared], [theirs[seed].recall for seed in shared])
-    return f"{middle:+.2f} ± {half_width:.2f}" if len(shared) > 1 else f"{middle:+.2f} (1 seed)"
+    if len(shared) <= 2:  # an interval from two differences would be 13 times as wide as their deviation
+        return f"{middle:+.2f} ({len(shared)} seed{'s' if len(shared) > 1 else ''})"
+    return f"{middle:+.2f} ± {half_width:.2f}"
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], results: Sequence[Result]) -> str:
@@ -353,25 +355,42 @@ def guide_settings() -> str:
 
 def trained_towers() -> str:
     """Recall of OpenCLIP with both towers trained, and the differences of the other arms from it."""
-    stages = {
-        "trained_scenes": "scenes, 2 epochs",
-        "trained_scenes_long": "scenes, 6 epochs",
-        "trained_photographs": "photographs, 2 epochs",
+    columns = {
+        "search": {arm: best_of_search("trained_search", arm) for arm in arms_of("trained_search")},
+        "scenes, 2 epochs": _by_arm("trained_scenes"),
+        "scenes, 6 epochs": _by_arm("trained_scenes_long"),
+        "photographs, 2 epochs": _by_arm("trained_photographs"),
     }
-    by_title: dict[str, Mapping[str, Seeds]] = {}
-    results: list[Result] = []
-    for stage, title in stages.items():
-        by_arm: dict[str, dict[int, Result]] = {}
-        for result in of_stages(stage):
-            by_arm.setdefault(result.arm, {})[result.seed] = result
-        if by_arm:
-            by_title[title] = by_arm
-            results += of_stages(stage)
-    rows = [[f"recall of `{PEER}`", *(mean(by_arm[PEER]) for by_arm in by_title.values())]]
-    for arm in arms_of(*stages):
+    columns = {title: by_arm for title, by_arm in columns.items() if by_arm}
+    arms = arms_of("trained_search")
+    rows = [[f"recall of `{PEER}`", *(mean(by_arm.get(PEER, {})) for by_arm in columns.values())]]
+    for arm in arms:
         if arm != PEER:
-            rows.append([label(arm), *(gain(by_arm.get(arm, {}), by_arm[PEER]) for by_arm in by_title.values())])
-    return markdown([f"recall minus that of `{PEER}`", *by_title], rows, results)
+            gains = [gain(by_arm.get(arm, {}), by_arm.get(PEER, {})) for by_arm in columns.values()]
+            rows.append([label(arm), *gains])
+    results: list[Result] = []
+    for by_arm in columns.values():
+        for seeds in by_arm.values():
+            results += seeds.values()
+    return markdown([f"recall minus that of `{PEER}`", *columns], rows, results)
+
+
+def _by_arm(stage: str) -> dict[str, Seeds]:
+    by_arm: dict[str, dict[int, Result]] = {}
+    for result in of_stages(stage):
+        by_arm.setdefault(result.arm, {})[result.seed] = result
+    return dict(by_arm)
+
+
+def best_of_search(stage: str, arm: str) -> Seeds:
+    """Return the runs of the setting with the best mean recall, among those of an arm with the most seeds."""
+    by_setting: dict[str, dict[int, Result]] = {}
+    for result in of_stages(stage):
+        if result.arm == arm:
+            by_setting.setdefault(result.setting, {})[result.seed] = result
+    most = max(len(seeds) for seeds in by_setting.values())
+    candidates = [seeds for seeds in by_setting.values() if len(seeds) == most]
+    return max(candidates, key=lambda seeds: statistics.mean(result.recall for result in seeds.values()))
 
 
 def fine_tuning() -> str:
@@ -393,5 +412,6 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "study_oracles": oracles,
     "study_guide_settings": guide_settings,
     "study_guides": guides,
+    "study_trained_towers": trained_towers,
     "study_fine_tuning": fine_tuning,
 }
