@@ -432,5 +432,5 @@ def test_crops_must_be_those_of_training(tmp_path: Path, manifest: Manifest, fea
     assert random_crops({"a": fixed}, 0.9, 0) == 0
     assert random_crops({"a": fixed, "b": table}, 0.5, 7) == 2
     for crop_scale, seed in ((0.9, 7), (0.5, 0)):
-        with pytest.raises(UserError, match="make them equal"):
+        with pytest.raises(UserError, match="set these options to the values of the crops"):
             random_crops({"a": table}, crop_scale, seed)

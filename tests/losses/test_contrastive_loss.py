@@ -416,7 +416,7 @@ def test_a_batch_must_have_as_many_rows_as_it_began_with() -> None:
     pending.add_text(text)
     pending.add_image(image)
     pending.begin_reads()
-    with pytest.raises(RuntimeError, match=r"2 images and 2 texts, but begin\(\) had"):
+    with pytest.raises(RuntimeError, match=r"2 images and 2 texts, but begin\(\) was called with"):
         loss_fn(image[:2], text[:2], pending=pending)
 
 

@@ -70,7 +70,7 @@ def test_methods_with_one_rule_refuse_another() -> None:
 
 
 def test_a_loss_without_rho_needs_the_size_of_the_data_set() -> None:
-    with pytest.raises(UserError, match="n is unknown"):
+    with pytest.raises(UserError, match="which is unknown: pass samples=n"):
         ContrastiveLoss("neuclip", dim=6, temperature={"rule": "learned"})
 
 

@@ -237,7 +237,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     ),
     "joint features": ([*HEADS, "data.image_features=joint"], "contains joint features, but .* before the projection"),
     "no texts": ([*HEADS, "data.text_features=images"], "contains no text features"),
-    "width": ([*HEADS, "data.image_features=images"], "features of width 16, but the image tower's trunk has 32"),
+    "width": ([*HEADS, "data.image_features=images"], "features of width 16, but the image tower's trunk has width 32"),
     "weights": (
         ["model.pretrained=other_clip", *HEADS[1:], *STORED],
         "contains outputs of .*clip, whose weights differ from those of the image tower",

@@ -106,4 +106,4 @@ def test_a_resume_with_other_compilation_records_an_event(shards: Path, tmp_path
     assert dict(first.changes) == {}
     assert dict(second.changes) == {"model.compile": (False, "blocks"), "max_steps": (2, 4)}
     assert (second.first_step, second.last_step, dict(third.changes)) == (2, 4, {"max_steps": (4, 6)})
-    assert "max_steps is 4, and was 2 in the previous launch" in (tmp_path / "run" / "log.txt").read_text()
+    assert "max_steps is 4; in the previous launch, it was 2" in (tmp_path / "run" / "log.txt").read_text()
