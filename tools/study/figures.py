@@ -61,7 +61,7 @@ def _gains(rows_by_batch: Mapping[int, Any], color: Mapping[str, Any]) -> plt.Fi
         if batches:
             axes.errorbar(batches, gains, half_widths, color=color[arm], label=arm, marker="o", capsize=2)
     axes.axhline(0, color="gray", linewidth=0.8)
-    axes.set(xscale="log", xlabel="batch size B", ylabel="mean recall minus OpenCLIP, points")
+    axes.set(xscale="log", xlabel="batch size B", ylabel="mean recall minus OpenCLIP's, in points")
     axes.minorticks_off()
     axes.set_xticks(list(rows_by_batch), [str(batch) for batch in rows_by_batch])
     axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
