@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 from data_files import Origin, caption, device_of
 
+from neuclip_ds.errors import counted
 from study.tables import PEER, difference, read_results
 
 FOLDER = Path(__file__).parent
@@ -148,7 +149,7 @@ def gain(ours: Seeds, theirs: Seeds) -> str:
         return "-"
     middle, half_width = difference([ours[seed].recall for seed in shared], [theirs[seed].recall for seed in shared])
     if len(shared) <= 2:  # an interval from two differences would be 13 times as wide as their deviation
-        return f"{middle:+.2f} ({len(shared)} seed{'s' if len(shared) > 1 else ''})"
+        return f"{middle:+.2f} ({counted(len(shared), 'seed')})"
     return f"{middle:+.2f} ± {half_width:.2f}"
 
 
@@ -173,11 +174,21 @@ def source_line(results: Sequence[Result]) -> str:
 
 def best_large_batch(batch: int) -> Seeds:
     """Return the runs of OpenCLIP at 32 times the batch size, at the learning rate with the better mean recall."""
-    by_setting: dict[str, dict[int, Result]] = {}
-    for result in of_stages("gate"):
-        if result.batch == LARGE_BATCH * batch:
-            by_setting.setdefault(result.setting, {})[result.seed] = result
-    return max(by_setting.values(), key=lambda seeds: statistics.mean(r.recall for r in seeds.values()), default={})
+    large = [result for result in of_stages("gate") if result.batch == LARGE_BATCH * batch]
+    return _best(_grouped(large, lambda result: result.setting).values())
+
+
+def _grouped(results: Iterable[Result], key: Callable[[Result], str]) -> dict[str, Seeds]:
+    """Return runs by a key, and then by seed."""
+    groups: dict[str, dict[int, Result]] = {}
+    for result in results:
+        groups.setdefault(key(result), {})[result.seed] = result
+    return dict(groups)
+
+
+def _best(candidates: Iterable[Seeds]) -> Seeds:
+    """Return the runs with the best mean recall, or none if there are no candidates."""
+    return max(candidates, key=lambda seeds: statistics.mean(result.recall for result in seeds.values()), default={})
 
 
 def losses() -> str:
@@ -376,21 +387,15 @@ def trained_towers() -> str:
 
 
 def _by_arm(stage: str) -> dict[str, Seeds]:
-    by_arm: dict[str, dict[int, Result]] = {}
-    for result in of_stages(stage):
-        by_arm.setdefault(result.arm, {})[result.seed] = result
-    return dict(by_arm)
+    return _grouped(of_stages(stage), lambda result: result.arm)
 
 
 def best_of_search(stage: str, arm: str) -> Seeds:
     """Return the runs of the setting with the best mean recall, among those of an arm with the most seeds."""
-    by_setting: dict[str, dict[int, Result]] = {}
-    for result in of_stages(stage):
-        if result.arm == arm:
-            by_setting.setdefault(result.setting, {})[result.seed] = result
-    most = max(len(seeds) for seeds in by_setting.values())
-    candidates = [seeds for seeds in by_setting.values() if len(seeds) == most]
-    return max(candidates, key=lambda seeds: statistics.mean(result.recall for result in seeds.values()))
+    tried = [result for result in of_stages(stage) if result.arm == arm]
+    settings_tried = _grouped(tried, lambda result: result.setting).values()
+    most = max(len(seeds) for seeds in settings_tried)
+    return _best(seeds for seeds in settings_tried if len(seeds) == most)
 
 
 def fine_tuning() -> str:
