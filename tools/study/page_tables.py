@@ -148,7 +148,7 @@ def gain(ours: Seeds, theirs: Seeds) -> str:
     if not shared:
         return "-"
     middle, half_width = difference([ours[seed].recall for seed in shared], [theirs[seed].recall for seed in shared])
-    if len(shared) <= 2:  # an interval from two differences would be 13 times as wide as their deviation
+    if len(shared) <= 2:  # from two, the interval would extend 9 standard deviations to either side
         return f"{middle:+.2f} ({counted(len(shared), 'seed')})"
     return f"{middle:+.2f} ± {half_width:.2f}"
 
