@@ -270,7 +270,7 @@ def settings() -> str:
 
 def _setting_of(result: Result) -> str:
     parts: list[str] = []
-    for part in result.setting.split("/"):
+    for part in filter(None, result.setting.split("/")):
         key, _, value = part.partition("=")
         text = _SETTINGS[key].format(float(value)) if key in _SETTINGS else part
         parts.append("1 epoch" if text == "1 epochs" else text)
@@ -319,6 +319,23 @@ def _rho_of(seeds: Seeds) -> str:
         return "-"
     samples = round(result.results["step"] * result.batch / result.run["epochs"])
     return f"{math.log(samples / effective):.2f}"
+
+
+def causes() -> str:
+    """Variants that test why a loss stays behind `fastclip_v3`, each with one change."""
+    peers = {
+        "queue_copies": runs("map_copies", "fastclip_v3", 16, "copies=0.8"),
+        "queue_long": runs("map_long", "fastclip_v3", 16, "epochs=30"),
+        "neuclip_tau": runs("finals", "fastclip_v3", 16),
+    }
+    rows: list[list[str]] = []
+    for stage, peer in peers.items():
+        for arm, seeds in _by_arm(stage).items():
+            setting = _setting_of(next(iter(seeds.values())))
+            tau = statistics.mean(result.results["tau"] for result in seeds.values())
+            rows.append([setting or "12 epochs", label(arm), f"{tau:.3f}", mean(seeds), gain(seeds, peer)])
+    head = ["setting, B = 16", "loss", "final tau", "recall", "minus `fastclip_v3`"]
+    return markdown(head, rows, of_stages(*peers))
 
 
 def oracles() -> str:
@@ -414,6 +431,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "study_normalizers": normalizer_errors,
     "study_settings": settings,
     "study_temperatures": temperatures,
+    "study_causes": causes,
     "study_oracles": oracles,
     "study_guide_settings": guide_settings,
     "study_guides": guides,
