@@ -39,6 +39,27 @@ _SAME_COLUMN = {"neuclip_queue, constant tau": QUEUE}
 _SETTINGS = {"epochs": "{:g} epochs", "hidden": "hidden layer of {:g} units", "noise": "{:.0%} wrong captions"}
 _SETTINGS |= {"copies": "{:.0%} copied pairs"}
 
+# groups of losses whose gains choose_loss.md and README.md compare
+_GROUPS = {
+    "`sogclr`, `fastclip_v1`, `fastclip_v3`": ("sogclr", "fastclip_v1", "fastclip_v3"),
+    "`neuclip` as published": ("neuclip",),
+    "`neuclip`, constant tau": ("neuclip, constant tau",),
+    "`neuclip`, pooled (ours), constant tau": ("neuclip pooled, constant tau",),
+    "`neuclip_queue` (ours), constant tau": (QUEUE, "neuclip_queue, constant tau"),
+    "`neuclip_queue` (ours), learned tau": ("neuclip_queue",),
+    "`amorlip`": ("amorlip", "amorlip, released code"),
+    "`siglip`": ("siglip",),
+}
+# situations by the heads of columns: a stage and what it varies
+_SITUATIONS = {
+    "frozen, 12 epochs": ("finals", ""),
+    "frozen, 1 epoch": ("map_epochs", "epochs=1"),
+    "20% wrong captions": ("map_noise", "noise=0.2"),
+    "50% wrong captions": ("map_noise", "noise=0.5"),
+    "80% copied pairs": ("map_copies", "copies=0.8"),
+    "from scratch, 2 epochs": ("trained_scenes", "epochs=2"),
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
@@ -415,6 +436,46 @@ def best_of_search(stage: str, arm: str) -> Seeds:
     return _best(seeds for seeds in settings_tried if len(seeds) == most)
 
 
+def gains_by_situation() -> str:
+    """The mean gains of groups of losses in each situation: ranges over the losses and batch sizes of a group."""
+    return _gains_by(_SITUATIONS)
+
+
+def gains_of_encoders() -> str:
+    """The same for the two main situations, without the line that names the source."""
+    main = ("frozen, 12 epochs", "from scratch, 2 epochs")
+    return _gains_by({title: _SITUATIONS[title] for title in main}).partition("\n\n")[0]
+
+
+def _gains_by(situations: Mapping[str, tuple[str, str]]) -> str:
+    rows: list[list[str]] = []
+    results: list[Result] = []
+    for title, arms in _GROUPS.items():
+        row = [title]
+        for stage, setting in situations.values():
+            means: list[float] = []
+            for batch in batches_of(stage):
+                peer = runs(stage, PEER, batch, setting)
+                for arm in arms:
+                    ours = runs(stage, arm, batch, setting)
+                    shared = sorted(ours.keys() & peer.keys())
+                    if shared:
+                        means.append(statistics.mean(ours[seed].recall - peer[seed].recall for seed in shared))
+                        results += ours.values()
+            row.append(_range(means))
+        rows.append(row)
+    return markdown(["points above `openclip`", *situations], rows, results)
+
+
+def _range(values: Sequence[float]) -> str:
+    """Return the range of numbers with one decimal, or a dash if there are none."""
+    if not values:
+        return "-"
+    low = f"{min(values):+.1f}"
+    high = f"{max(values):+.1f}"
+    return low if low == high else f"{low} to {high}"
+
+
 def fine_tuning() -> str:
     """Recall after fine-tuning, and the difference from OpenCLIP without recovery."""
     peer = runs("tune", "tune openclip", 16)
@@ -437,4 +498,6 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "study_guides": guides,
     "study_trained_towers": trained_towers,
     "study_fine_tuning": fine_tuning,
+    "study_gains_by_situation": gains_by_situation,
+    "study_gains_of_encoders": gains_of_encoders,
 }
