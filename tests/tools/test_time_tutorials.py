@@ -35,7 +35,7 @@ def test_a_failed_command_is_reported_with_its_last_lines(tmp_path: Path) -> Non
 
 def test_the_images_are_links_in_a_folder_that_can_be_written(tmp_path: Path) -> None:
     source = tmp_path / "flickr8k"
-    with pytest.raises(UserError, match="captions.txt"):
+    with pytest.raises(UserError, match=r"captions\.txt"):
         link_flickr8k(source, tmp_path / "unused")
     (source / "Images").mkdir(parents=True)
     (source / "Images" / "a.jpg").write_bytes(b"image")
