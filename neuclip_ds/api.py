@@ -92,7 +92,7 @@ def load(model: str | PathLike[str], device: torch.device | str | None = None, *
 
 
 class Run:
-    """A run on disk, as `train` returns it.
+    """A run on disk, as returned by `train`.
 
     Attributes:
         folder: folder with the config, log, metrics, checkpoints and report.
@@ -123,7 +123,7 @@ class Run:
 
 
 class Model:
-    """A dual encoder with its preprocessing, as `load` returns it.
+    """A dual encoder with its preprocessing, as returned by `load`.
 
     Attributes:
         module: the torch module; its inputs are uint8 images (b, 3, H, W) or None, and tokens (b, T) or None.
@@ -157,12 +157,12 @@ class Model:
 
         Args:
             images: one image or a sequence of n images. An image is a path, encoded bytes, a PIL image, a uint8 array
-                of shape (H, W, 3), or a uint8 tensor of the model's size, (3, H, W). A batch may also be one array of
-                shape (n, H, W, 3) or one tensor of shape (n, 3, H, W).
+                of shape (H, W, 3), or a uint8 tensor of shape (3, H, W) in the model's image size. A batch may also be
+                one array of shape (n, H, W, 3) or one tensor of shape (n, 3, H, W).
 
         Raises:
             ValueError: an array or a tensor is not uint8, or has the wrong shape.
-            DecodeError: a file or encoded bytes are not an image.
+            DecodeError: a file or the encoded bytes do not contain a usable image.
         """
         is_one = isinstance(images, (str, PathLike, bytes, Image.Image))
         is_one = is_one or (isinstance(images, (Tensor, np.ndarray)) and images.ndim == 3)

@@ -52,7 +52,7 @@ class RunConfig(Section):
     """Use only deterministic algorithms, so that a resumed run on GPUs is bit-identical to an uninterrupted one. These
     algorithms may be slower. Models with an operation that has no deterministic algorithm are refused."""
     checkpoint_every: int = Field(1000, ge=1)
-    """Steps between checkpoints; one more is saved at the end."""
+    """Steps between checkpoints; another checkpoint is saved at the end of the run."""
     keep_checkpoints: int = Field(2, ge=1)
     """Number of the newest checkpoints to keep on disk."""
     max_skipped_steps: int = Field(10, ge=1)
@@ -65,8 +65,8 @@ class RunConfig(Section):
     """Steps between lines of metrics.jsonl, and between points in TensorBoard and Weights & Biases."""
     evaluate_every: int = Field(0, ge=0)
     """Steps between evaluations during training, each preceded by a checkpoint; 0 evaluates only at the end. A run that
-    starts from `model.pretrained` is also evaluated before step 1, unless this option is 0 and the run has
-    `data.evaluation_sets` or `normalizer_anchors`."""
+    starts from `model.pretrained` is also evaluated before step 1, unless this option is 0 and `data.evaluation_sets`
+    or `normalizer_anchors` is set."""
     best_metric: str | None = None
     """Evaluation metric whose largest value selects the best checkpoint, which is kept in addition to the newest ones.
     The model is also evaluated before step 1, so that a misspelled metric fails immediately."""
@@ -74,7 +74,7 @@ class RunConfig(Section):
     """Weights & Biases project to log metrics to, as PROJECT or ENTITY/PROJECT; needs the wandb package."""
     normalizer_anchors: int = Field(0, ge=0)
     """Number of training samples on which each evaluation measures the error of the estimated normalizers; 0 disables
-    this."""
+    this measurement."""
     plugins: list[str] = Field([])
     """Modules that register losses, imported before the config is read: names of modules, or paths of .py files.
     `--plugin` adds one (docs/how-to/custom_loss.md)."""
@@ -116,7 +116,7 @@ class AugmentConfig(Section):
         0.32,
         0.08,
     )
-    """Largest relative changes of brightness, contrast and saturation, and largest shift of the hue (1 is the whole
+    """Largest relative changes in brightness, contrast and saturation, and the largest hue shift (1 is the full
     circle)."""
     gray_scale_prob: float = Field(0.0, ge=0, le=1)
     """Probability that an image is converted to gray, as in open_clip's --aug-cfg; SimCLR uses 0.2."""
@@ -145,7 +145,7 @@ class DataConfig(Section):
     evaluation_tasks: list[str] = Field([])
     """Names, keys or patterns, such as imagenet*, of evaluation sets to score. By default, all in the folder."""
     batch_size: int = Field(256, ge=2, le=1 << 30)
-    """Global batch size over all ranks: the number of pairs that contrast with each other in one step."""
+    """Global batch size over all ranks: the number of pairs that are contrasted with each other in one step."""
     micro_batch: int | None = Field(None, ge=1)
     """Pairs that go through the towers at once on each rank. By default, the rank's whole batch. A smaller value
     needs a second forward pass and keeps the batch's pixels in host memory."""
@@ -164,11 +164,11 @@ class DataConfig(Section):
     decoder: Literal["simplejpeg", "pil"] = "simplejpeg"
     """Library that decodes JPEGs: simplejpeg is faster; pil produces the same pixels as open_clip."""
     image_features: str | None = Field(None, min_length=1)
-    """Folder with the image tower's pooled outputs before its projection, which `neuclip-ds embed` wrote for the
-    training data. Training reads them instead of decoding images and running the tower's frozen trunk
+    """Folder that `neuclip-ds embed` wrote for the training data, with the image tower's pooled outputs before the
+    projection. Training reads them instead of decoding images and running the tower's frozen trunk
     (docs/how-to/stored_features.md)."""
     text_features: str | None = Field(None, min_length=1)
-    """Folder with the text tower's pooled outputs, like `image_features`; training then tokenizes no captions."""
+    """Folder with the text tower's pooled outputs, like `image_features`; training then does not tokenize captions."""
     cache_dir: Path | None = None
     """Folder on each node for copies of remote shards. By default, neuclip_ds_shards-UID in the system's temporary
     folder, writable only by you."""
@@ -335,12 +335,12 @@ class TextConfig(TowerConfig):
     """Projection of the text feature to the joint space; see `model.vision.projection`."""
     tokenizer: str | None = None
     """Folder or hub name of a transformers tokenizer, or `clip_bpe` (CLIP's English tokenizer, which needs the
-    open_clip_torch package). By default, or if that package is missing, a byte-level BPE is trained on the captions.
-    The run's folder gets a copy, with which the run resumes."""
+    open_clip_torch package). By default, or if that package is missing, a byte-level BPE is trained on the captions. A
+    copy is saved in the run's folder and is used when the run resumes."""
     vocab_size: int = Field(49408, ge=300, le=1 << 24)
     """Vocabulary size of the trained BPE; a named tokenizer keeps its vocabulary."""
     context_length: int | None = Field(None, ge=4, le=1 << 16)
-    """Number of tokens to which a caption is truncated or padded, with special tokens. By default, the length of
+    """Number of tokens, including special tokens, to which a caption is truncated or padded. By default, the length of
     `model.pretrained`, else 77. If the length differs from the checkpoint's, the position embeddings are resampled, as
     in open_clip."""
     width: int = Field(512, ge=8, le=1 << 16)
@@ -489,9 +489,9 @@ class OptimizerConfig(Section):
     the blocks use the tower's `lr`, the last block uses this fraction of it, and the embeddings have the lowest
     learning rate."""
     lean_zero1: bool = False
-    """Replace DeepSpeed's ZeRO 1 step in bf16 by one with the same result that halves the kernel launches of a step and
-    sends half as many bytes, already during the backward pass. Only for configs such as zero1_bf16; not yet tested on
-    GPUs."""
+    """Replace DeepSpeed's ZeRO 1 step in bf16 with one that gives the same result, but halves the kernel launches of a
+    step, sends half as many bytes, and starts sending them during the backward pass. Only for configs such as
+    zero1_bf16; not yet tested on GPUs."""
 
     @model_validator(mode="after")
     def _rates_have_a_base(self) -> OptimizerConfig:
@@ -564,7 +564,7 @@ class Config(Section):
     @field_validator("objective", mode="before")
     @classmethod
     def _has_sections_of_registered_losses(cls, objective: Any) -> Any:
-        """Validate `objective` with the class that has the options of losses that `register_loss` added."""
+        """Validate `objective` with the class that includes the options of losses that `register_loss` added."""
         if isinstance(objective, ObjectiveConfig):
             return objective
         return objective_config().model_validate(objective)

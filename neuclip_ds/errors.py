@@ -90,7 +90,7 @@ def exit_code(error: BaseException) -> int:
 
 
 def install_command(extra: str) -> str:
-    """Return the pip command that installs one of the package's extras, also for a clone that is not installed."""
+    """Return the pip command that installs one of the package's extras, even for a clone that is not installed."""
     try:
         importlib.metadata.distribution("neuclip_ds")
     except importlib.metadata.PackageNotFoundError:

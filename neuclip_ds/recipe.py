@@ -112,7 +112,7 @@ def recipe_config(recipe: str, options: Mapping[str, Any], plugins: Sequence[str
 
 
 def with_registered_losses(model: type[M]) -> type[M]:
-    """Return a class of options, `Config` or `TrainCommand`, that has the options of registered losses as fields."""
+    """Return a class of options, `Config` or `TrainCommand`, with the options of registered losses as fields."""
     if not REGISTERED_OPTIONS:
         return model
     objective = objective_config()

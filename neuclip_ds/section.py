@@ -113,7 +113,7 @@ def read_yaml(text: bytes | str) -> Any:
 
 
 def _expanded_size(node: yaml.Node, sizes: dict[yaml.Node, int | None]) -> int:
-    """Return the number of values in a node with its aliases expanded; `sizes` has the results of visited nodes."""
+    """Return the number of values in a node with its aliases expanded; `sizes` maps visited nodes to their results."""
     if node in sizes:
         size = sizes[node]
         if size is None:  # not known yet, so the node contains itself

@@ -38,7 +38,7 @@ def export_run(
         best: whether to export the best checkpoint (by `run.best_metric`) instead of the newest.
         average: whether to export the moving average of the weights (`ema.decay`).
         license: identifier for the model card, such as apache-2.0.
-        fraction: how far from the run's start (0) to its result (1) the exported weights are.
+        fraction: position of the exported weights between the run's start (0) and its result (1).
 
     Returns the exported checkpoint. Raises `UserError` if the checkpoint does not exist or is damaged, if the format
     does not support the model, or if the run's start cannot be blended with the checkpoint.

@@ -28,7 +28,7 @@ def model_card(
         library: the library that can load the exported checkpoint: transformers, open_clip or sentence_transformers.
         license: the hub's identifier for the license, such as apache-2.0; `unknown` by default.
         average: whether the weights and scores are those of the moving average.
-        mixture: description of the weights if they are a mean of several models; the card then has no scores.
+        mixture: description of the weights if they are a mean of several models; the card then lists no scores.
     """
     step = read_meta(checkpoint)["step"]
     pretrained = {

@@ -10,8 +10,8 @@ of tensors:
     table        rows of the objective's partitioned tables: per-sample statistics, NPN columns
     objective    the part of the objective's state that is the same on all ranks: temperature, counters
 
-Alignment padding is not saved. A parameter that was not trained has only the kind `weight`. The index contains
-`parameters` (name -> shape, in the module's order) and `counters` (of steps and samples).
+Alignment padding is not saved. For a parameter that was not trained, only the kind `weight` is saved. The index
+contains `parameters` (name -> shape, in the module's order) and `counters` (of steps and samples).
 """
 
 from pathlib import Path

@@ -109,7 +109,7 @@ def _named(text: str) -> tuple[str, str]:
 def _partition(paths: Sequence[str], names: Mapping[str, str]) -> tuple[list[tuple[str, str]], list[str]]:
     """Split the paths into named sources of pairs (in a form that `data.val` accepts) and evaluation sets.
 
-    Tar files that are listed individually form one source, unless `names`, which maps paths to names, has them.
+    Tar files that are listed individually form one source, unless `names`, which maps paths to names, contains them.
     """
     from neuclip_ds.data.listing import is_visible
     from neuclip_ds.data.manifest_file import is_manifest  # pyarrow takes a moment to import

@@ -1,7 +1,7 @@
 """Open a local page that searches images with a model, or with two models side by side, and classifies images.
 
-Type a text or drop an image, and the page shows the nearest images and captions. --images is a folder of image files
-(the caption of a.jpg is in a.txt) or shards, as in data.train. MODEL is a run's folder (its newest checkpoint), a
+Type a text query or drop an image, and the page shows the nearest images and captions. --images is a folder of image
+files (the caption of a.jpg is in a.txt) or shards, as in data.train. MODEL is a run's folder (its newest checkpoint), a
 checkpoint, or a pretrained model, as in model.pretrained. The features are computed at each start, or come from the
 folders that `neuclip-ds embed` wrote. The page sends nothing to other machines, and by default, only this machine can
 open it. docs/how-to/explore.md describes the page.

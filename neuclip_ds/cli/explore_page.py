@@ -116,7 +116,7 @@ def _name(index: int, collection: Collection) -> str:
 
 
 def _text(text: str) -> str:
-    """Escape text for HTML, also within quotes; replace lone surrogates, which names of files may contain."""
+    """Escape text for HTML, even within quotes; replace lone surrogates, which names of files may contain."""
     return html.escape(text.encode("utf-8", "replace").decode("utf-8"))
 
 

@@ -1,8 +1,8 @@
 """Select samples by a numeric column and write their uids, which `build-manifest --uids` reads.
 
 FILES are the features that `neuclip-ds embed` wrote, or other parquet files with a column of uids, such as DataComp's
-metadata. The `similarity` column of the features contains the image-caption similarity, which DFN uses for
-filtering. A uid has 32 hex digits.
+metadata. The `similarity` column of the features contains the image-caption similarity, which DFN uses for filtering. A
+uid consists of 32 hex digits.
 
 Examples:
   neuclip-ds filter features/pool --top=0.2 --out=kept.npy

@@ -1,4 +1,4 @@
-"""Change the colors of cropped training images, or apply a policy of timm, as a function of the sample's seed alone.
+"""Change the colors of cropped training images, or apply a timm policy, with randomness from the sample's seed alone.
 
 The transforms are those of torchvision and timm, on PIL images as in open_clip and timm. They draw from the global
 random states of torch, numpy and Python, which are seeded for each image and restored afterward.
@@ -53,7 +53,7 @@ def augmented(transform: ImageTransform, config: AugmentConfig, mean: Channels) 
     """Return the transform with the configured augmentations, or unchanged if there are none.
 
     Args:
-        transform: returns the cropped image.
+        transform: transform that returns the cropped image.
         config: the options under `data.augment`.
         mean: mean per channel, in [0, 1]: the color of pixels that a policy moves into the image.
 

@@ -84,7 +84,7 @@ class BadSampleLog:
         return new
 
     def merge(self, new_of_ranks: Sequence[list[Any]]) -> None:
-        """Merge what `take_new` returned on every rank, in the same order on all ranks, and list the bad samples.
+        """Merge the results of `take_new` from all ranks, in the same order on every rank, and list the bad samples.
 
         Raises UserError, on all ranks alike, when too many samples are bad.
         """

@@ -144,7 +144,7 @@ class ShardCache:
         return None
 
     def begin(self, url: str, size: int) -> PartialShard | None:
-        """Begin to fetch a shard in pieces, which `complete` or `abandon` must end.
+        """Begin to fetch a shard in pieces; the caller must end this with `complete` or `abandon`.
 
         Returns None if the shard is cached, has recently failed or is being fetched, or if space is short. Raises
         OSError if the files cannot be created.
@@ -199,7 +199,7 @@ class ShardCache:
         self._shard(url).unlink(missing_ok=True)
 
     def arrived(self) -> int:
-        """Return the disk space of complete and partial shards; this number changes while a shard is being fetched."""
+        """Return the bytes on disk of complete and partial shards; they change while a shard is being fetched."""
         folders = [self._folder / "shards", *(self._folder / "fetching").iterdir()]
         total = 0
         for folder in folders:

@@ -73,7 +73,7 @@ def augmentation_seeds(seed: int, epochs: ArrayLike, indices: ArrayLike) -> NDAr
 
 
 def caption_numbers(seed: int, epochs: ArrayLike, indices: ArrayLike) -> NDArray[np.uint64]:
-    """Return random numbers (b,) that draw captions of the samples with `indices` (b,) in the `epochs` (b,)."""
+    """Return the random numbers (b,) that select captions of the samples with `indices` (b,) in the `epochs` (b,)."""
     return hash64(seed, epochs, indices, _WHICH_CAPTION)
 
 

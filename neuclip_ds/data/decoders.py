@@ -81,7 +81,7 @@ class Captions:
         return len(self._sources) > 1 or first.is_json or first.key == _LINES
 
     def all_captions(self, members: Mapping[str, bytes]) -> list[str]:
-        """Return a sample's captions in the order of the sources, omitting blank captions; invalid JSON has none."""
+        """Return a sample's captions in the order of the sources, omitting blank captions; invalid JSON gives none."""
         return list(itertools.chain.from_iterable(self._captions_by_source(members)))
 
     def draw(self, members: Mapping[str, bytes], number: int) -> DrawnCaption | None:

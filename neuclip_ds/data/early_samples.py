@@ -134,7 +134,7 @@ class EarlySamples:
             self._cache.abandon(shard)
 
     def _fetch(self, claims: Sequence[_Claim]) -> None:
-        """Fetch claimed pieces of shards on one server; abandon each shard that has a piece that cannot be fetched."""
+        """Fetch claimed pieces of shards on one server; abandon a shard if one of its pieces cannot be fetched."""
         claims = [claim for claim in claims if self._begun.get(claim.number) is claim.shard]
         if not claims:
             return

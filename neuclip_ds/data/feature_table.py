@@ -243,7 +243,7 @@ class FeatureTable:
             return self._part(shard)  # retry once: network file systems have short outages
 
     def _part(self, shard: int) -> FeaturePart:
-        """Return a shard's features; raise UserError if a program such as `cp` has changed the file since then."""
+        """Return a shard's features; raise UserError if a program such as `cp` has changed the mapped file."""
         opened = self._opened(shard)
         if self._is_local and _version(Path(self.file_of(shard)).stat()) != opened.version:
             raise UserError(f"{self.file_of(shard)} has changed during training: {_AGAIN} with a new --out.")

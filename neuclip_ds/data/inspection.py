@@ -107,8 +107,8 @@ def inspect_pairs(
 def caption_lengths(captions: Sequence[str], tokenize: Callable[[list[str]], Tensor], context: int) -> CaptionLengths:
     """Count the tokens of n captions with a tokenizer that truncates and pads.
 
-    A caption is truncated if its last word does not change the tokens. This test works with every tokenizer, but a
-    caption of one word never counts as truncated.
+    A caption counts as truncated if its last word does not change the tokens. This test works with every tokenizer, but
+    a caption of one word never counts as truncated.
     """
     shortened = [caption.rpartition(" ")[0] for caption in captions]
     ids = tokenize([*captions, *shortened, _PADDED]).numpy()

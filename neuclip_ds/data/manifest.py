@@ -44,7 +44,7 @@ def shards_to_columns(shards: Sequence[Shard]) -> dict[str, list[Any]]:
 
 
 def shards_from_columns(columns: Mapping[str, Sequence[Any]]) -> list[Shard]:
-    """Return the shards with these values of each field."""
+    """Return the shards, given the values of each field."""
     rows = zip(*(columns[name] for name in SHARD_FIELDS), strict=True)
     return [Shard(**dict(zip(SHARD_FIELDS, row, strict=True))) for row in rows]
 

@@ -58,8 +58,9 @@ class RangeReader:
         """Return the bytes of each range in the file at the same position, or the reason why they did not arrive.
 
         The ranges, all from one server, are requested simultaneously. The reason is RangesIgnored if other bytes
-        arrive, for example because the file has another size. Raises RangesIgnored if the server ignores ranges, and
-        any exception of the backend if the requests take longer than the timeout, which grows with the number of bytes.
+        arrive, for example because the file has a different size. Raises RangesIgnored if the server ignores ranges,
+        and any exception of the backend if the requests take longer than the timeout, which grows with the number of
+        bytes.
         """
         store = self._store(files[0])
         paths = [store._strip_protocol(file.url) for file in files]

@@ -1,7 +1,7 @@
 """Read the bytes of a sample by its global index.
 
 Readers run in loader workers. A reader opens a shard when it first reads a sample from the shard, and keeps recently
-used shards open. Remote shards are read from the node's cache, also while they are being fetched in pieces. If the
+used shards open. Remote shards are read from the node's cache, even while they are being fetched in pieces. If the
 manifest has checksums, every read is verified. All processes on a node share the samples' offsets (node_tables.py).
 """
 
@@ -45,7 +45,7 @@ class RawSample(NamedTuple):
 
 
 class SampleRange(NamedTuple):
-    """The bytes start ... end - 1 of a shard, which contain all members that are read of a sample."""
+    """The bytes start ... end - 1 of a shard, which contain all of a sample's members that are read."""
 
     shard: int
     start: int

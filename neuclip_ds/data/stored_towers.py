@@ -1,7 +1,7 @@
 """Stored outputs of the towers' frozen trunks, which training reads in place of pixels and captions.
 
-The outputs come from the folders of `data.image_features` and `data.text_features`. Their tables have these options'
-names, which differ from the names of a reference model and of teachers.
+The outputs come from the folders of `data.image_features` and `data.text_features`. Their tables are named after these
+options; the tables of a reference model and of teachers have other names.
 """
 
 from collections.abc import Mapping

@@ -231,7 +231,7 @@ def _is_strict_csv(file: str) -> bool:
 
 
 def image_of(value: Any) -> bytes | str | None:
-    """Return the encoded image in a table cell, or the path or URL of the image; None if the cell has neither.
+    """Return the encoded image in a table cell, or the path or URL of the image; None if the cell contains neither.
 
     Images in base64, alone or in a data: URI, are decoded.
     """

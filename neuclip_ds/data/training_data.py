@@ -73,7 +73,7 @@ class TrainingData:
         return reads_images(self.tables) or reads_captions(self.tables, self.loading.captions)
 
     def record(self) -> dict[str, Any]:
-        """Return the data's record for a checkpoint: content hash, held-out counts, jobs of stored features."""
+        """Return the data's record for a checkpoint: content hash, held-out counts, and jobs of the stored features."""
         record: dict[str, Any] = {
             "hash": self.manifest.content_hash,
             "held_out": sorted(self.manifest.held_out.items()),
@@ -130,9 +130,9 @@ def open_training_data(
 ) -> TrainingData:
     """Open the training data of a run, and create a tokenizer if the model has none.
 
-    New files are written to `staged` instead of the run's folder. If the run resumes from the checkpoint `resumed`,
-    the content `meta` of the checkpoint's meta.json determines the held-out pairs and the order of the samples.
-    `features` are folders that `neuclip-ds embed` wrote for the same data, by the name of their tables.
+    New files are written to `staged` instead of the run's folder. If the run resumes from the checkpoint `resumed`, the
+    content `meta` of the checkpoint's meta.json determines the held-out pairs and the order of the samples. `features`
+    are folders that `neuclip-ds embed` wrote for the same data, keyed by the names of their tables.
     """
     data = config.data
     held_out = None
@@ -244,8 +244,8 @@ def _create_tokenizer(
 def new_tokenizer(text: TextConfig, captions: Iterator[str]) -> CaptionTokenizer:
     """Return the tokenizer that the config names or, without one, a BPE trained on the captions.
 
-    Such a BPE also replaces CLIP's tokenizer if open_clip, which has that tokenizer's vocabulary, is not installed.
-    Raises UserError if the named tokenizer cannot be read.
+    Such a BPE also replaces CLIP's tokenizer if open_clip, which contains that tokenizer's vocabulary, is not
+    installed. Raises UserError if the named tokenizer cannot be read.
     """
     if text.tokenizer not in (None, CLIP_BPE):
         return named_tokenizer(text)

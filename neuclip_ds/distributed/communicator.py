@@ -190,7 +190,7 @@ class Communicator:
         return self._begin("reduce_scatter", x, purpose, result, reduce_scatter_single, x.contiguous())
 
     def begin_reduce(self, x: Tensor, owner: int, purpose: str) -> Pending:
-        """Start to replace x on rank `owner` by its sum over ranks; on other ranks, x is undefined afterward."""
+        """Start to replace x on rank `owner` with its sum over ranks; on other ranks, x is undefined afterward."""
         if self.world_size == 1:
             return Pending(x)
         return self._begin("reduce", x, purpose, x, functools.partial(dist.reduce, group_dst=owner))
@@ -233,8 +233,8 @@ class Communicator:
     def on_rank_zero(self, work: Callable[[], T]) -> T:
         """Run `work` on rank 0 and return its JSON-serializable result on all ranks.
 
-        A `UserError` on rank 0 is raised on every rank, so that no rank waits for a failed one. Other ranks raise a
-        base class of it if they have not imported its class.
+        A `UserError` on rank 0 is raised on every rank, so that no rank waits for a failed one. Ranks that have not
+        imported the error's class raise an error of one of its base classes.
         """
         outcome: dict[str, Any] = {}
         if self.rank == 0:

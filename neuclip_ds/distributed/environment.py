@@ -182,7 +182,7 @@ def refuse_missing_hostfile() -> None:
 
 
 def _hostfile_of(command: Sequence[str]) -> str:
-    """Return the hostfile that a command gives to DeepSpeed's launcher, or "" if it is another command."""
+    """Return the hostfile that a command gives to DeepSpeed's launcher, or "" for any other command."""
     starts = [number for number, word in enumerate(command[:3]) if Path(word).name in _LAUNCHER_NAMES]
     if not starts:
         return ""

@@ -207,7 +207,7 @@ def _choose_device(local_rank: int) -> None:
 
 
 def reuse_freed_memory() -> None:
-    """Let this process keep freed memory for its next tensors, where the C library is glibc.
+    """Let this process keep freed memory for its next tensors, if the C library is glibc.
 
     By default, glibc maps each block of more than 32 MB from the kernel and returns it when it is freed. Each new
     tensor then takes a page fault per 4 KB, in which the kernel zeroes the page. Blocks of 2 GB or more are still
@@ -390,8 +390,8 @@ def _wait_for_verdict(
 ) -> tuple[str, _Verdict]:
     """Join rank 0's current rendezvous attempt, and return its name and the result of rank 0's comparison.
 
-    torchrun's store also has the names and results of earlier attempts, in which this process took no part. This rank
-    therefore joins again whenever the name changes. torchrun's restart counts cannot serve as names, because they
+    torchrun's store also contains the names and results of earlier attempts, in which this process took no part. This
+    rank therefore joins again whenever the name changes. torchrun's restart counts cannot serve as names, because they
     differ between nodes.
     """
     deadline = time.monotonic() + 2 * timeout.total_seconds()  # rank 0 may have started to wait later than this rank

@@ -77,7 +77,7 @@ class FolderImages:
     """The image files in a folder and its subfolders, in the order of their paths.
 
     The caption of `a/b.jpg` is in `a/b.txt`, or in another file of that stem that a source of captions names. Raises
-    UserError if the folder has no images.
+    UserError if the folder contains no images.
     """
 
     def __init__(self, folder: Path, captions: Sequence[str]) -> None:

@@ -205,8 +205,8 @@ def embed(
     """Write the missing parts; all ranks call this function together and receive the same summary.
 
     The encoders must not run collectives, because ranks call them different numbers of times; they get at most
-    `batch_size` images or captions at once. Raises UserError if the folder has features from a different job, a shard
-    differs from the manifest, the disk is full, or loaders die repeatedly.
+    `batch_size` images or captions at once. Raises UserError if the folder contains features from a different job, a
+    shard differs from the manifest, the disk is full, or loaders die repeatedly.
     """
     written_before = set(communicator.on_rank_zero(lambda: parts.create(manifest)))
     missing = []

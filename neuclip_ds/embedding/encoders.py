@@ -28,7 +28,7 @@ EncodeOne = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class TrunkRecords:
-    """Records of the `image` and `text` trunks, which a run compares with its own; `asdict` of them is JSON."""
+    """Records of the `image` and `text` trunks, which a run compares with its own; JSON-serializable with `asdict`."""
 
     weights: Mapping[str, str] = field(default_factory=dict)  # results of `weights_hash`
     outputs: Mapping[str, Sequence[float]] = field(default_factory=dict)  # results of `trunk_output`; empty if unused

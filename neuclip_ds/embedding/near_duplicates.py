@@ -30,7 +30,7 @@ def drop_near_duplicates(
     Larger values in `column` take precedence; near-duplicates have a cosine similarity of at least `threshold`. Writes
     a CSV file with a line for each dropped sample to `list_path`: its uid, the uid of the nearest sample that was kept
     before it, and their cosine similarity. All n features stay in memory, in their stored dtype; chunks of `chunk`
-    samples are compared at once. Raises UserError if a folder has no features or cannot be read.
+    samples are compared at once. Raises UserError if a folder contains no features or cannot be read.
     """
     row_of_uid = {}
     for row, (high, low) in enumerate(uids.tolist()):
@@ -76,7 +76,7 @@ def drop_near_duplicates(
 
 
 def _write_list(path: Path, uids: UidArray, nearest: NDArray[np.int64], cosines: NDArray[np.float32]) -> None:
-    """Write the dropped samples, which have a nearest kept sample; row i of all arrays (n,) is the same sample."""
+    """Write the dropped samples, for which `nearest` is not -1; row i of all arrays (n,) is the same sample."""
 
     def text_of(row: int) -> str:
         return f"{int(uids['high'][row]):016x}{int(uids['low'][row]):016x}"

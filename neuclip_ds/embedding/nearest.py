@@ -93,7 +93,7 @@ class SearchableModel:
         Args:
             name: name to show.
             encoders: encoders of images and of captions in one space.
-            temperature: cosine similarities are divided by it before the softmax over classes.
+            temperature: divisor of the cosine similarities before the softmax over classes.
             features: features of the collection.
         """
         self.name = name
@@ -256,7 +256,7 @@ def encode_collection(
 
 
 def _features(index: list[int], rows: list[Tensor]) -> Features:
-    """Join the rows of features, which may be none, and normalize them."""
+    """Join the rows of features, of which there may be none, and normalize them."""
     values = functional.normalize(torch.cat(rows), dim=1) if rows else torch.empty(0, 0)
     return Features(index=np.array(index, dtype=np.int64), values=values.numpy())
 

@@ -1,7 +1,7 @@
 """A run's DeepSpeed config: the user's JSON file plus settings from the recipe. The module does not import torch.
 
-The recipe owns the batch size, learning rate, optimizer and clipping; the JSON owns precision, ZeRO and offload. If the
-JSON sets an option that the recipe owns, the value must equal the recipe's or be "auto".
+The recipe sets the batch size, learning rate, optimizer and clipping; the JSON file sets precision, ZeRO and offload.
+If the JSON file also sets one of the recipe's options, the value must equal the recipe's or be "auto".
 """
 
 from importlib.metadata import PackageNotFoundError, version

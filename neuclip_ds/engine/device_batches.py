@@ -131,7 +131,7 @@ class DeviceBatch:
     Attributes:
         host: the batch on the host.
         rows: the slice of rows of each micro-batch.
-        host_seconds: time that the host waited for the batch.
+        host_seconds: seconds that the host waited for the batch.
         device_wait: events around the wait for a prefetched batch.
     """
 

@@ -96,7 +96,7 @@ class Engine:
         return None
 
     def try_full_captions(self, batch: DeviceBatch) -> None:
-        """Run the towers on black images and captions of the full context length, and change no state.
+        """Run the towers on black images and captions of the full context length, without changing any state.
 
         With packed captions, the memory of a step depends on their lengths. This method checks, before the first step,
         whether the memory suffices for the longest captions; all ranks call it together. It runs the passes of one

@@ -2,7 +2,7 @@
 
 DeepSpeed casts and adds each parameter's gradient separately, copies all gradients into another buffer and back to
 all-reduce them, launches one norm per parameter, and fills the buffers with zeros after the step. `LeanZero1` copies
-the gradients to DeepSpeed's float32 buffers with one call per bucket, sums each gradient on the rank that has its
+the gradients to DeepSpeed's float32 buffers with one call per bucket, sums each gradient on the rank that stores its
 master weight, and reads only the norm of this rank's shards. Master weights, moments and their layout are DeepSpeed's.
 
 On one rank, the parameters of a group are one bucket. On several ranks, a large group has buckets of 25 MB, which are
@@ -96,7 +96,7 @@ class _Bucket:
 
 
 class LeanZero1(BF16_Optimizer):
-    """DeepSpeed's optimizer for ZeRO 1 in bf16, with another way to accumulate, reduce and apply the gradients.
+    """DeepSpeed's optimizer for ZeRO 1 in bf16, with a different way to accumulate, reduce and apply the gradients.
 
     DeepSpeed's engine calls the methods: `set_gradient_accumulation_boundary` before each backward pass,
     `update_hp_grads` after it, `reduce_gradients` after the last one of a step, and then `step` and `zero_grad`.

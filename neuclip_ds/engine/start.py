@@ -90,7 +90,7 @@ def start_engine(
 
 
 class _Float32BatchNorm:
-    """Batch normalization that computes in float32 and has float32 statistics, as under autocast.
+    """Batch normalization that computes in float32 and keeps float32 statistics, as under autocast.
 
     The input and output have the towers' dtype. A 16-bit statistic would lose updates below 0.4% of its value.
     """

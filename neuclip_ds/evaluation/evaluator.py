@@ -128,7 +128,7 @@ class Evaluator:
     def write_examples(self, folder: Path, step: int) -> None:
         """Write the images that the last evaluation ranked first for some captions to FOLDER; call on one rank.
 
-        Writes nothing if there are no held-out pairs. A sample that cannot be read has no picture.
+        Writes nothing if there are no held-out pairs. A sample that cannot be read is listed without a picture.
         """
         pairs = self._held_out.pairs
         if pairs is None or not self._retrieved:

@@ -46,8 +46,8 @@ class EstimateNormalizers(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Return the log of the method's estimate of g, and tau, for the valid rows of this rank's part of a batch.
 
-        Both are (2, local): direction 0 has image anchors and direction 1 text anchors. An estimate that does not exist
-        yet is -inf. The function runs collectives, so all ranks must call it the same number of times.
+        Both are (2, local): direction 0 contains image anchors, and direction 1 contains text anchors. An estimate that
+        does not exist yet is -inf. The function runs collectives, so all ranks must call it the same number of times.
 
         Args:
             image_features, text_features: (b, d) features.

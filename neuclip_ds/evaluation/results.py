@@ -1,8 +1,8 @@
 """Scores on disk in the layout of DataComp's evaluation, averages over tasks, and a summary in Markdown.
 
-`eval_results.jsonl` has one line per task, {"key": ..., "dataset": ..., "metrics": {..., "main_metric": ...}}, appended
-when the task is done. `model.json` identifies the model, so that scores of different models are never mixed. A line
-also has a "data" field, which identifies the set and its files; DataComp's own files lack it.
+`eval_results.jsonl` contains one line per task, {"key": ..., "dataset": ..., "metrics": {..., "main_metric": ...}},
+appended when the task is done. `model.json` identifies the model, so that scores of different models are never mixed. A
+line also has a "data" field, which identifies the set and its files; DataComp's own files lack it.
 """
 
 import json
@@ -28,7 +28,7 @@ class Average(NamedTuple):
 
 
 class Results:
-    """The scores of one model, stored in a folder; raises UserError if the folder has a different model's scores.
+    """The scores of one model, stored in a folder; raises UserError if the folder contains a different model's scores.
 
     `metrics` maps task keys to the latest metrics; `data` maps them to the identities of the sets, None if unknown.
     """

@@ -104,7 +104,7 @@ def example_retrievals(
 ) -> list[Retrieved]:
     """Return the best `images` images of all ranks for `queries` captions of evenly spaced valid pairs.
 
-    The result is equal on all ranks, and up to rounding also for any number of ranks.
+    The result is equal on all ranks and, up to rounding, does not depend on the number of ranks.
     """
     valid = torch.cat([batch.valid for batch in encoded])
     own_indices = torch.cat([batch.index for batch in encoded])[valid].tolist()
@@ -138,7 +138,7 @@ def example_retrievals(
 
 
 def _with_prefixes(images: Tensor, texts: Tensor, prefixes: Iterable[int]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return the features and those of each prefix, keyed by the start of the names of their metrics."""
+    """Return the full features and the features of each prefix, keyed by the start of their metrics' names."""
     features = {"": (images, texts)}
     for length in prefixes:
         of_prefix = normalize(images[:, :length], dim=1), normalize(texts[:, :length], dim=1)

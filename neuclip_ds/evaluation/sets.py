@@ -288,7 +288,7 @@ def _open_images(path: Path) -> EvaluationSet:
 
 
 def _imagenet_prompts(path: Path, wordnet_ids: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return OpenAI's names of ImageNet classes and its 80 templates, as open_clip has them.
+    """Return OpenAI's names of ImageNet classes and its 80 templates, as in open_clip.
 
     Raises UserError if open_clip is not installed, or a class is not one of ImageNet-1k's.
     """

@@ -1,4 +1,4 @@
-"""Evaluation tasks on disk: DataComp's tasks (datacomp.yaml) and your own sets."""
+"""Evaluation tasks on disk: DataComp's tasks (datacomp.yaml) and the user's own sets."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class GroupRule(BaseModel):
 
 
 class Task(BaseModel):
-    """A task in datacomp.yaml, which explains the fields, or one of your own sets, which has no source and no size."""
+    """A task in datacomp.yaml, which explains the fields, or a user's own set, which has no source and no size."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -116,7 +116,7 @@ class TaskList(BaseModel):
 
         `paths` are sets of any form and name, or folders of sets. A path in `own_names` is a user's set with the name
         given there. If only some of DataComp's sets are found, a warning lists the missing ones. Raises UserError if a
-        path has no set, a name matches no set, two sets share a name, or a path in `own_names` is not a set.
+        path contains no set, a name matches no set, two sets share a name, or a path in `own_names` is not a set.
         """
         own_names = own_names or {}
         candidates: list[Path] = []

@@ -51,7 +51,8 @@ def winogavil(encoder: BatchEncoder, folder: EvaluationSet) -> dict[str, float |
     Returns:
         Metrics, equal on all ranks: `avg_jaccard_score`; `jaccard_score_N` for N = 5, 6, 10, 12, 5-6 and 10-12 images
         (None if no instance has N images); and `chance`, the expected score of random choices from 10-12 images.
-        Raises UserError if the set is empty or an instance is broken.
+
+    Raises UserError if the set is empty or an instance is broken.
     """
     communicator = encoder.communicator
     device = communicator.device

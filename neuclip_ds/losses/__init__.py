@@ -1,7 +1,7 @@
 """The contrastive losses; importing this package does not import torch.
 
-Start with contrastive_loss.py. It gathers the features (gather.py) and calls the function that a method defines: a
-builder in the file of its paper, such as fastclip.py, composes it from global_contrastive.py, pairs.py and
+Start with contrastive_loss.py. It gathers the features (gather.py) and calls the method's loss function. A builder in
+the file of the method's paper, such as fastclip.py, composes this function from global_contrastive.py, pairs.py and
 temperature.py.
 """
 

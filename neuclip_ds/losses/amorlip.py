@@ -136,15 +136,15 @@ class _FitRows:
     """The anchors that a rank fits the nets to."""
 
     features: Tensor
-    """(2, rows, d)"""
+    """(2, rows, d): image and text features"""
     log_target: Tensor
     """(2, rows): log Z"""
     log_total: Tensor
     """(2, rows): log of C, or of its sum over negatives if the nets amortize only that sum"""
     size: int
-    """B"""
+    """Number of rows in the global batch, B"""
     ranks: Communicator
-    """Ranks to sum over: all ranks, or only this rank if it has all rows."""
+    """Communicator between the ranks to sum over: all ranks, or only this rank if it has all rows"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,7 +285,7 @@ class AmortizedEstimator(NormalizerEstimator):
         )
 
     def _draw(self, epoch: int, rows: _FitRows) -> None:
-        """Initialize Adam and the nets (seed: `epoch`); if `reference=paper`, make the mean output equal mean log Z."""
+        """Initialize Adam and the nets (seed: `epoch`); if `reference=paper`, shift their mean output to mean log Z."""
         self._target.copy_(self._mlp.draw(epoch))
         if not self._is_released:
             gap = (rows.log_target - self._mlp(self._target, rows.features)).sum(dim=1)

@@ -1,4 +1,4 @@
-"""Options and published settings of AmorLIP; amorlip.py has its equations."""
+"""Options and published settings of AmorLIP; the equations are in amorlip.py."""
 
 from __future__ import annotations
 

@@ -39,9 +39,9 @@ class LossOutput:
     loss: Tensor
     """0-dim, equal on all ranks."""
     image_gradient: Tensor
-    """(local, d)"""
+    """(local, d): gradient with respect to the image features"""
     text_gradient: Tensor
-    """(local, d)"""
+    """(local, d): gradient with respect to the text features"""
     gradient_norm: Tensor
     """0-dim: norm of the gradient with respect to the features of all ranks, equal on all ranks."""
     metrics: dict[str, Tensor]

@@ -142,7 +142,7 @@ def raise_if_ranks_disagree(
 
 
 def _disagreement(calls: Tensor) -> str | None:
-    """Return a message about ranks that failed or differ, else None; `calls` has a row for each rank."""
+    """Return a message about ranks that failed or differ, else None; `calls` contains one row per rank."""
     failed = calls[:, 1].tolist()
     training = calls[:, 2].tolist()
     dtypes = calls[:, 3].tolist()

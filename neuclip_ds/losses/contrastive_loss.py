@@ -50,7 +50,7 @@ _REPLICATED = "objective"  # kind of the shard with the state that is equal on a
 
 @dataclass(frozen=True)
 class _Undo:
-    """How to revert a training call's updates of the state."""
+    """State from before a training call, to revert the call's updates."""
 
     restore: Callable[[], None]
     grad_scale: float | None  # of the GradScaler before the step, if there is one
@@ -216,7 +216,7 @@ class ContrastiveLoss(nn.Module):
 
         Raises:
             RuntimeError: the batch of the last `begin` has not been passed to the loss; see `abandon`.
-            ValueError: an argument cannot be used. Only the rank with this problem raises the error.
+            ValueError: an argument is invalid. Only the rank that passes this argument raises the error.
             UserError: the method cannot use a reference model or a teacher, or the options require their features and
                 the call lacks them.
 
@@ -363,8 +363,8 @@ class ContrastiveLoss(nn.Module):
     def undo(self) -> None:
         """Revert the updates that the last training call made to the state, as for a step that the optimizer skipped.
 
-        The number of training calls, which gives the position in training, still counts the call. Raises `RuntimeError`
-        if the loss was built without `undo=True`, or if there is no call to revert.
+        The count of training calls, which determines the position in training, still includes the call. Raises
+        `RuntimeError` if the loss was built without `undo=True`, or if there is no call to revert.
         """
         if self._undo is None:
             raise RuntimeError("undo() needs ContrastiveLoss(..., undo=True), and reverts the last training call once.")
@@ -593,7 +593,7 @@ class ContrastiveLoss(nn.Module):
         self.function: LossFunction = build_function(self._builder, self._config, context)
 
     def _begin(self, index: Tensor, valid: Tensor, training: bool, position: Position | None) -> PendingBatch:
-        """Send the indices of a batch; if `training`, prepare to revert the updates of the state."""
+        """Send the indices of a batch; if `training`, prepare to revert the updates to the state."""
         self._undo_if_scaler_skipped()
         if training:
             self._undo = None

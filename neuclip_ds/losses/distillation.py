@@ -37,9 +37,9 @@ class Distillation:
     loss: Tensor
     """0-dim: this rank's contribution to B D."""
     image_gradient: Tensor
-    """(local, d)"""
+    """(local, d): gradient with respect to the image features"""
     text_gradient: Tensor
-    """(local, d)"""
+    """(local, d): gradient with respect to the text features"""
     grad_theta: Tensor
     """0-dim: this rank's contribution to B dD/dtheta, with theta = log(1/tau)."""
     local_grad_tau: Tensor | None
@@ -53,7 +53,7 @@ class _Logits:
     grid: PairGrid
     similarities: PairSimilarities
     tau: Tensor
-    """0-dim, or (2, B)"""
+    """Temperature, 0-dim if shared by all anchors, else (2, B)"""
     log_excess: Tensor
     """(2, local): log(1 + sum_{j != i} exp((s_ij - s_ii)/tau)), minus the log of the softmax at j = i"""
 
@@ -73,7 +73,7 @@ def distill(batch: GatheredFeatures, tau: Tensor, config: DistillConfig, columns
         batch: the gathered features.
         tau: the student's temperature, 0-dim if shared by all anchors, else (2, B).
         config: the options of the distillation.
-        columns: columns of a block, as in `PairGrid`.
+        columns: maximum number of columns of a block, as in `PairGrid`.
     """
     student = _Logits.of(batch, tau, columns)
     teachers: list[_Logits] = []

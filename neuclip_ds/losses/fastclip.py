@@ -1,4 +1,4 @@
-"""SogCLR, iSogCLR and FastCLIP: normalizers from a moving average for each sample (Wei et al. 2024, arXiv 2407.01445).
+"""SogCLR, iSogCLR and FastCLIP: normalizers from per-sample moving averages (Wei et al. 2024, arXiv 2407.01445).
 
 All of them estimate the normalizer of an anchor by u_i, a moving average of g_i over the batches that contain sample i:
 

@@ -1,4 +1,4 @@
-"""Options and published settings of SogCLR, iSogCLR and FastCLIP; fastclip.py has their equations."""
+"""Options and published settings of SogCLR, iSogCLR and FastCLIP; the equations are in fastclip.py."""
 
 from __future__ import annotations
 

@@ -4,8 +4,9 @@ All methods but SigLIP share the feature gradient of
 
     L = scale/B sum_i [ w1_i g1_i + w2_i g2_i ],   g1_i = 1/(B-1) sum_{j != i} exp(l(s_ij - s_ii)/tau),   g2_i with s_ji
 
-with w and the scale held constant (pairs.py). They differ in the estimator of the normalizers, whose inverses are the
-weights w_i, in the rule for tau, in the scale and in the pair loss l. The file of each paper has its estimator.
+with w and the scale held constant (pairs.py). The methods differ in the estimator of the normalizers, whose inverses
+are the weights w_i, in the rule for tau, in the scale and in the pair loss l. Each estimator is in the file of its
+paper.
 
 `objective.temperature.rule` selects one of two ways to learn the single temperature of a loss whose normalizers are
 predicted. They differ in eps and in the scale of the loss (`GlobalTemperatureRule`).
@@ -300,7 +301,7 @@ def _of_local_anchors(values: Tensor, batch: GatheredFeatures) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalTemperatureRule:
-    """What `objective.temperature.rule` decides for a loss with predicted normalizers (see the module's docstring)."""
+    """Settings that `objective.temperature.rule` selects for a loss with predicted normalizers (see above)."""
 
     temperature: Temperature
     scale: Scale

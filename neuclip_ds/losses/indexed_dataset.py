@@ -64,7 +64,8 @@ def add_index(samples: Iterable[dict[str, Any]], starts: Mapping[str, int]) -> I
 
     Args:
         samples: webdataset samples with `__url__` and `__key__`, in their order in the tar files.
-        starts: maps each shard's URL to the index of its first sample; the shards' index ranges must not overlap.
+        starts: mapping from each shard's URL to the index of its first sample; the shards' index ranges must not
+            overlap.
 
     Raises:
         KeyError: a shard is not in `starts`.

@@ -36,7 +36,7 @@ def openclip(config: ObjectiveConfig, context: LossContext) -> GlobalContrastive
 
 
 class BatchEstimator(NormalizerEstimator):
-    """Normalizers of the batch alone; this estimator has no options and no state."""
+    """Estimator of the normalizers from the batch alone; it has no options and no state."""
 
     allows_reference = True
 

@@ -1,4 +1,4 @@
-"""Published settings of OpenCLIP's loss; infonce.py has its equation."""
+"""Published settings of OpenCLIP's loss; the equation is in infonce.py."""
 
 from neuclip_ds.losses.method import Method, initial_temperature
 

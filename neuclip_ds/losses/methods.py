@@ -1,8 +1,8 @@
 """The table of methods. Importing this module does not import torch, because `--help` reads the table.
 
 A method's row is in the options file of its paper, such as `fastclip_options.py`. The file next to it, such as
-`fastclip.py`, has the equations, the estimator and the function that builds the loss. `register_loss` in plugins.py
-adds a row for a loss that is not in this package.
+`fastclip.py`, contains the equations, the estimator and the function that builds the loss. `register_loss` in
+plugins.py adds a row for a loss that is not in this package.
 """
 
 import difflib

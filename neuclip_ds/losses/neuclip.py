@@ -135,13 +135,13 @@ class _Anchors:
     """All anchors of a batch; direction 0 is the images, which use W1, and direction 1 the texts, which use W2."""
 
     features: Tensor
-    """(2, B, d)"""
+    """(2, B, d): image and text features"""
     positive: Tensor
     """(B,): s_ii/tau"""
     ceiling: Tensor
     """(B,), float64: (1 - s_ii)/tau, the largest possible exponent"""
     tau: Tensor
-    """0-dim"""
+    """0-dim temperature"""
 
     @classmethod
     def of(cls, batch: GatheredFeatures, tau: Tensor) -> "_Anchors":
@@ -158,7 +158,7 @@ class _Prediction:
     """Predictions for all anchors, and the softmax over this rank's prototypes: share_ik = exp(z_ik - log_sum_i)."""
 
     alpha: Tensor
-    """(2, B)"""
+    """(2, B): predicted alpha_i"""
     log_ghat: Tensor
     """(2, B): alpha without eps"""
     log_sum: Tensor

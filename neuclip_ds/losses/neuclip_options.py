@@ -1,4 +1,4 @@
-"""Options and published settings of NeuCLIP; neuclip.py has its equations."""
+"""Options and published settings of NeuCLIP; the equations are in neuclip.py."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class NpnConfig(Section):
     prediction is used alone (NeuCLIP)."""
     lr: float | None = Field(None, gt=0)
     """Step size of an update. By default, 0.3 for `scaled`, 1e-3 for the Adam of network=mlp, and 1.0 for AdaGrad. The
-    1.0 is published for B >= 1024 and m = 4096; use a lower value for smaller settings."""
+    value 1.0 is published for B >= 1024 and m = 4096; use a lower value for smaller settings."""
     weight_decay: float = Field(0.0, ge=0)
     """Weight decay of the network: coupled with the gradient in AdaGrad and in the MLP's Adam, decoupled with
     order=joint. NeuCLIP searched values from 0 to 1 and uses 0; optimizer=scaled has no weight decay."""

@@ -125,7 +125,7 @@ class PooledQueueEstimator(NormalizerEstimator):
         return torch.where(has_none, log_g, log_pooled(log_g, log_ghat, self._kappa)), log_scale
 
     def _resize(self, width: int) -> None:
-        """Make the queue, which is empty or will be overwritten, fit features of this width."""
+        """Resize the queue, which is empty or will be overwritten, to features of this width."""
         if self._images.shape[1] == width:
             return
         self._images = self._images.new_zeros((self._size, width))

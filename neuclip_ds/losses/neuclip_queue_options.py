@@ -1,4 +1,4 @@
-"""Options and settings of this project's `neuclip_queue`; neuclip_queue.py has its equations."""
+"""Options and settings of this project's `neuclip_queue`; the equations are in neuclip_queue.py."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class ObjectiveConfig(Section):
     """Constant added to the estimated normalizers (FastCLIP App. D: 1e-6 for more than about 100M samples)."""
     chunk_size: int | None = Field(None, ge=1)
     """Columns of the similarity matrix that are computed at once; the default depends on the device. The number of rows
-    is limited so that a block has at most 128 MiB on a GPU or 1 MiB per thread on a CPU."""
+    is limited so that a block takes at most 128 MiB on a GPU or 1 MiB per thread on a CPU."""
     comm_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision in which features are sent between ranks; `auto` is the towers' precision."""
     reference: Literal["paper", "released_code"] = "paper"
@@ -122,8 +122,8 @@ class ObjectiveConfig(Section):
     """Training steps that count as one epoch for gamma's schedule and amorlip's nets, for runs that see each sample
     about once. By default, an epoch is one pass over the data."""
     reference_model: str | None = None
-    """Folder of the stored features of a reference model. Its similarities are subtracted from the trained model's
-    (DRRho-CLIP)."""
+    """Folder of the stored features of a reference model. Its similarities are subtracted from those of the model in
+    training (DRRho-CLIP)."""
     prefixes: dict[Annotated[int, Field(ge=1)], Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
     """Lengths of prefixes of the embedding that are trained as embeddings too (Matryoshka), and the weight of each
     prefix's loss, such as {64: 1, 128: 1}. The loss of the whole embedding has weight 1."""

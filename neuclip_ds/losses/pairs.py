@@ -6,7 +6,8 @@ All contrastive losses share the feature gradient of
                                                g2_i = 1/(B-1) sum_{j != i} exp(l(s_ji - s_ii) / tau2_i)
 
 where s_ij = e1_i . e2_j is the similarity of image i and text j, l is the pair loss, and the weights W are constant.
-Image i is the anchor of g1_i, and text i is the anchor of g2_i; the other texts or images are their partners.
+Image i is the anchor of g1_i, and text i is the anchor of g2_i; an anchor's partners are the features that it is
+compared with.
 
 Gradient. The similarity of a negative pair (i, j) appears in the sums of its two anchors, image i and text j:
 

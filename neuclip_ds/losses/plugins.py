@@ -30,8 +30,8 @@ def register_loss(name: str, builder: LossBuilder, options: type[Section] | None
         options: subclass of `neuclip_ds.Section` with the loss's options; the builder reads them as `config.NAME`.
 
     Raises:
-        UserError: the name is not a Python name or belongs to a method or an option, the builder cannot be called, or
-            the options are not a `Section` or lack a default.
+        UserError: the name is not a Python identifier or already belongs to a method or an option, the builder cannot
+            be called, or `options` is not a subclass of `Section` or contains an option without a valid default.
 
     Example:
         import neuclip_ds
@@ -92,7 +92,7 @@ def import_plugin(name: str) -> None:
 
 
 def _import_file(path: Path) -> None:
-    """Import a file as a module that has the file's path as its name, which no other module can have."""
+    """Import a file as a module whose name is the file's path, which no other module can have."""
     name = str(path)
     if name in sys.modules:
         return

@@ -72,7 +72,7 @@ dalpha_i/dtau."""
 
 
 class NetworkEstimator(NormalizerEstimator):
-    """Base class of the estimators w_i = exp(-alpha_i) where a network predicts alpha_i; neuclip.py has the equations.
+    """Base class of the estimators w_i = exp(-alpha_i) with a network that predicts alpha_i, as in neuclip.py.
 
     Args:
         config: the options of the loss.

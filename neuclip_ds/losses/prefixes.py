@@ -52,7 +52,7 @@ def build_function(build: LossBuilder, config: ObjectiveConfig, context: LossCon
 
 
 class PrefixedLoss(LossFunction):
-    """Sum of a loss of the whole features and of the weighted losses of their prefixes.
+    """Sum of the loss of the whole features and the weighted losses of their prefixes.
 
     Args:
         whole: the loss of the features.

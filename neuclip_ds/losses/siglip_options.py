@@ -1,4 +1,4 @@
-"""Options and published settings of SigLIP's loss; siglip.py has its equation."""
+"""Options and published settings of SigLIP's loss; the equation is in siglip.py."""
 
 from __future__ import annotations
 

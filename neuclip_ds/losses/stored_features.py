@@ -1,6 +1,7 @@
 """Features that a reference model and teachers computed once, before training.
 
-DRRho-CLIP subtracts the reference model's similarities (pairs.py); distillation.py learns the teachers' softmax.
+DRRho-CLIP subtracts the reference model's similarities (pairs.py); distillation teaches the model the teachers' softmax
+(distillation.py).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ TEACHER = "teacher"
 
 
 def stored_folders(config: ObjectiveConfig) -> dict[str, str]:
-    """Return the folders of stored features that the options name, by `reference`, `teacher`, `teacher 2` and so on."""
+    """Return the folders of stored features in the options, keyed by `reference`, `teacher`, `teacher 2` and so on."""
     folders: dict[str, str] = {}
     if config.reference_model is not None:
         folders[REFERENCE] = config.reference_model
@@ -59,9 +60,9 @@ class GatheredStored:
     """Stored features of the B valid rows of all ranks; they are constants."""
 
     image: Tensor
-    """(B, D)"""
+    """(B, D) image features"""
     text: Tensor
-    """(B, D)"""
+    """(B, D) text features"""
     comm_dtype: torch.dtype
     """Dtype in which the rows were sent, and in which they are exactly representable."""
 

@@ -1,4 +1,4 @@
-"""Options and published settings of TuneCLIP's losses; tuneclip.py has their equations."""
+"""Options and published settings of TuneCLIP's losses; the equations are in tuneclip.py."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def train_bpe(captions: Iterable[str], vocab_size: int, context_length: int) -> 
         context_length: number of tokens per caption, including special tokens and padding.
 
     Raises:
-        UserError: no caption has text, or `vocab_size` is too small for the 256 bytes, BOS and EOS.
+        UserError: no caption contains text, or `vocab_size` is too small for the 256 bytes, BOS and EOS.
     """
     if vocab_size < _MIN_VOCAB_SIZE:
         raise UserError(f"A byte-level BPE of {vocab_size} tokens is too small; use at least {_MIN_VOCAB_SIZE}.")

@@ -4,9 +4,9 @@ The feature of such a tower is the class token after the last block. In that blo
 values, but their queries, attention outputs and MLP do not reach the feature. Omitting them changes nothing in exact
 arithmetic, except that dropout inside the last block draws different masks. A ViT-B/16 needs 7% fewer operations.
 
-Covered are timm's `VisionTransformer` (also inside open_clip's models), transformers' CLIP and MetaCLIP 2, and
-open_clip's `VisionTransformer`. Models that pool all tokens (SigLIP, average pooling) and other architectures are not
-covered.
+This module covers timm's `VisionTransformer` (also inside open_clip's models), transformers' CLIP and MetaCLIP 2, and
+open_clip's `VisionTransformer`. It does not cover models that pool all tokens (SigLIP, average pooling) or other
+architectures.
 
 Only the tower's forward method omits the other tokens. Code that calls the trunk itself, for example timm's
 `forward_features`, gets all tokens.
@@ -26,7 +26,7 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.models.forward import Forward, replace_forward
 
 BlockFunction = Callable[[Any, Tensor], Tensor]
-"""Maps a block and its input (b, t, width), whose first token is the class token, to its output (b, 1, width)."""
+"""Function of a block and its input (b, t, width), whose first token is the class token; returns (b, 1, width)."""
 
 
 def compute_class_token_only(tower: nn.Module, option: Literal["auto"] | bool) -> None:

@@ -166,7 +166,7 @@ def to_open_clip(
         clip_weights: the tensors of CLIP's text transformer under open_clip's names; unused for other encoders.
 
     Raises:
-        UserError: open_clip has no such image tower, head, text encoder or pooling.
+        UserError: open_clip does not support the image tower, a head, the text encoder or its pooling.
     """
     vision_config, weights = _open_clip_image(towers)
     if isinstance(towers.model.text, PretrainedTextTower):
@@ -225,7 +225,7 @@ def _open_clip_image(towers: TrainedTowers) -> tuple[dict[str, Any], dict[str, T
 
 
 def _open_clip_mlp(towers: TrainedTowers) -> dict[str, Tensor]:
-    """Return the image tower's MLP in open_clip's form: with 2 d hidden units and a bias; what is added is zero."""
+    """Return the image tower's MLP in open_clip's form, with 2 d hidden units and a bias; added weights are zero."""
     first = towers.weights["vision.projection.0.weight"]
     second = towers.weights["vision.projection.2.weight"]
     hidden = 2 * towers.config.embed_dim

@@ -14,9 +14,9 @@ Replace = Callable[[Forward], Forward]
 class ReplacedForward:
     """The forward method of a module that replaces the method of its class.
 
-    It can be copied and pickled with its module if the replacements can: functions of a Python module, or `partial` of
-    them. The methods that they return need not be picklable, because a copy calls the replacements again. (A bound
-    method would be pickled as its name, which then means the method of the class.)
+    It can be copied and pickled with its module if the replacements can be pickled, as functions of a Python module and
+    `partial` objects of such functions can. The methods that they return need not be picklable, because a copy calls
+    the replacements again. (A bound method would be pickled as its name, which then means the method of the class.)
 
     Args:
         module: the module.
@@ -47,7 +47,7 @@ class ReplacedForward:
 
 
 def replace_forward(module: nn.Module, replace: Replace) -> None:
-    """Replace a module's forward method by the result of `replace` for the current one, itself possibly a replacement.
+    """Replace a module's forward method with `replace(method)`; the method may itself be a replacement.
 
     Modules of the same class get the same function if `replace` returns it for the same argument. Copies of the module
     keep the replacement, even copies made by pickling.

@@ -6,8 +6,9 @@ caption, and the last layer computes queries and everything after them only for 
 gradients equal the results for padded captions, up to rounding. Bidirectional towers (SigLIP, BERT) attend to the
 padding or pool over it, so they keep padded captions.
 
-A trunk becomes able to take packed captions by replacing the forward methods of some of its modules. Modules,
-parameters and hooks stay, so ZeRO 3, LoRA, activation checkpointing and checkpoints work as with padded captions.
+To let a trunk take packed captions, this module replaces the forward methods of some of the trunk's modules. The
+modules, parameters and hooks stay the same, so ZeRO 3, LoRA, activation checkpointing and checkpoints work as with
+padded captions.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,9 @@
 """Freeze parameters of a dual encoder, scale learning rates by layer, and add LoRA adapters.
 
 The layers of any library's tower are derived from its module structure. Blocks are the elements of the outermost lists
-of same-class modules: transformer blocks, ResNet's residual blocks, ConvNeXt's or Swin's stages. The first layer has
-the parameters before the blocks (embeddings, stem), and the last has those after them (norm, pooling, projection).
+of same-class modules: transformer blocks, ResNet's residual blocks, ConvNeXt's or Swin's stages. The first layer
+contains the parameters before the blocks (embeddings, stem), and the last layer contains those after them (norm,
+pooling, projection).
 
 LoRA (Hu et al. 2022) is implemented with peft, which replaces a linear layer with one that adds `alpha / rank * B A x`.
 Adapters are ordinary parameters that are trained, saved and resumed as usual; export merges them into the weights.

@@ -28,7 +28,7 @@ def text_sample(tokenize: Callable[[list[str]], Tensor]) -> Tensor:
 
 
 def trunk_output(tower: Encoder, sample: Tensor) -> list[float]:
-    """Return the first values of the trunk's feature of a sample input on the tower's device, without dropout."""
+    """Return the first values of the trunk's feature for a sample input on the tower's device, without dropout."""
     was_training = tower.training
     tower.eval()
     with torch.no_grad():

@@ -133,7 +133,7 @@ class MemoryQuery:
 
     @cached_property
     def trunk_widths(self) -> dict[str, int]:
-        """Widths of the stored outputs of frozen trunks that a batch has, by the name of their option."""
+        """Widths of the stored outputs of frozen trunks that a batch contains, keyed by the name of their option."""
         folders = tower_folders(self.config.data)
         if not folders:
             return {}
@@ -203,9 +203,9 @@ def engine_memory(
 ) -> EngineMemory:
     """Return the bytes that DeepSpeed allocates under its config, with ZeRO's partitioning (arXiv:1910.02054, Fig. 1).
 
-    Stage 1 partitions the optimizer state over the ranks, stage 2 also the gradients, and stage 3 also the weights.
-    If `averages` is true, the moving average of the weights is included. `lean_zero1` is the option
-    `optimizer.lean_zero1`.
+    Stage 1 partitions the optimizer state over the ranks; stage 2 also partitions the gradients, and stage 3 also
+    partitions the weights. If `averages` is true, the moving average of the weights is included. `lean_zero1` is the
+    option `optimizer.lean_zero1`.
     """
     stage = zero_stage(engine)
     weight_bytes = 4 if precision(engine) == "fp32" else 2
@@ -329,7 +329,7 @@ def account(query: MemoryQuery, towers: Towers) -> MemoryAccount:
 
 
 def smallest_that_fits(query: MemoryQuery, towers: Towers, gigabytes: float) -> tuple[str, MemoryAccount] | None:
-    """Return the first config in ds_configs/ that fits and has the run's precision; offload configs are tried last."""
+    """Return the first config in ds_configs/ that fits and uses the run's precision; offload configs are tried last."""
     kind = precision(load_engine_config(query.config, query.world_size))
     names = [f"zero{stage}_{kind}" for stage in range(4)]
     names += ["zero2_bf16_offload", "zero3_bf16_offload"] if kind == "bf16" else []
@@ -353,8 +353,8 @@ def _inputs(query: MemoryQuery) -> int:
 def _stored_features(query: MemoryQuery, itemsize: int) -> int:
     """Return the bytes of stored features of the whole batch, in float32 and in the dtype that was sent.
 
-    With a reference model, the loss also has a float32 copy of both models' features side by side, and a queue has
-    the reference's features, with a copy to undo a skipped step.
+    With a reference model, the loss also keeps a float32 copy of both models' features side by side, and a queue also
+    stores the reference's features, with a copy to undo a skipped step.
     """
     batch = query.config.data.batch_size
     size = 2 * (4 + itemsize) * batch * sum(query.stored_widths.values())

@@ -67,7 +67,7 @@ def recorded_launch(
 ) -> Iterator[None]:
     """Record the start of a launch in FOLDER/history.jsonl and, unless the process is killed, its end.
 
-    `environment` has the launch's `command` and `commit`.
+    `environment` contains the launch's `command` and `commit`.
     """
     launch = {"command": environment.get("command", ""), "commit": environment.get("commit", ""), "changes": changes}
     _append(folder, {"step": loop.done, "event": "start", "time": _now(), **launch})
@@ -132,7 +132,7 @@ def _append(folder: Path, record: Mapping[str, Any]) -> None:
 
 
 def _json(value: Any) -> str:
-    """Return a value as JSON; values that only YAML has, such as dates in a config edited by hand, become text."""
+    """Return a value as JSON; values that only YAML supports, such as dates in a config edited by hand, become text."""
     return json.dumps(value, default=str)
 
 

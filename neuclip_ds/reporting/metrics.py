@@ -105,7 +105,7 @@ def read_metrics(path: Path) -> Iterator[dict[str, float]]:
 
 
 def read_series(run: Path) -> dict[str, Series]:
-    """Read the steps and values of each metric of a run; raise `UserError` if the folder has no metrics."""
+    """Read the steps and values of each metric of a run; raise `UserError` if the folder contains no metrics."""
     path = run / "metrics.jsonl"
     if not path.is_file():
         raise UserError(f"{run} has no metrics.jsonl; pass the folder of a run.")

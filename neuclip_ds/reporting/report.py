@@ -1,7 +1,8 @@
 """Write reports as single HTML files.
 
-A run's report.html has its scores, example retrievals, plots, events, launches, last metric values, config and
-environment. A comparison of several runs has their scores, the options that differ, and plots with a curve per run.
+A run's report.html contains the run's scores, example retrievals, plots, events, launches, last metric values, config
+and environment. A comparison of several runs contains their scores, the options that differ, and plots with a curve per
+run.
 """
 
 import fnmatch

@@ -150,7 +150,7 @@ def fingerprint(config: Config) -> Fingerprint:
 
 
 def _stored_features(objective: ObjectiveConfig) -> Fingerprint:
-    """Return how stored features are used; TrainingData.record() has their models, so folders may be moved."""
+    """Return how stored features are used; TrainingData.record() names their models, so folders may be moved."""
     distill = objective.distill
     teachers = len(distill.folders)
     settings: dict[str, Any] = {

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def wait_for_requests_of_all(communicator: Communicator, done: int) -> None:
     """Wait until a stop after step `done` has been requested on all ranks, without a collective.
 
-    Raises `UserError` after 5 minutes: the other ranks train on, and wait for this rank in a collective.
+    Raises `UserError` after 5 minutes: the other ranks continue training, and wait for this rank in a collective.
     """
     name = f"stops after step {done}"
     requests = communicator.count(name)
@@ -45,7 +45,7 @@ def is_log_step(loop: Loop) -> bool:
 
 
 class WriteRecords(Hook):
-    """Writes metrics, events and bad samples, and ends the run if too many samples are bad or a signal asks for it.
+    """Writes metrics, events and bad samples, and ends the run if too many samples are bad or a signal requests it.
 
     Metrics are written every `run.log_every` steps, with the throughput and the fractions of time spent waiting. At
     these steps, one exchange informs all ranks of the other ranks' bad samples and stop signals; if any rank has
@@ -120,7 +120,7 @@ class WriteRecords(Hook):
                 loop.stop_signal = signal_number
 
     def _record_metrics(self, loop: Loop, result: StepResult) -> dict[str, float]:
-        """Return the metrics that a record has in addition to the step's metrics."""
+        """Return the metrics that a record contains in addition to the step's metrics."""
         communicator = loop.context.communicator
         seconds = time.perf_counter() - self._interval_start
         metrics: dict[str, float] = {}

@@ -111,7 +111,7 @@ def _acquire(handle: int, path: Path) -> None:
 
 
 def _lock_file(handle: int) -> None:
-    """Lock an open file; raise `OSError` if another process holds a lock, or the file system has no locks."""
+    """Lock an open file; raise `OSError` if another process holds a lock, or the file system does not support locks."""
     try:
         fcntl.fcntl(handle, fcntl.F_OFD_SETLK, _WHOLE_FILE)
     except OSError as error:

@@ -55,7 +55,7 @@ def check_frozen_trunks(config: Config) -> None:
 def check_trunks(
     tables: Mapping[str, FeatureTable], model: DualEncoder, preprocessing: Preprocessing, tokenizer: ModelTokenizer
 ) -> None:
-    """Raise `UserError` unless the tables have outputs of the model's trunks.
+    """Raise `UserError` unless the tables contain outputs of the model's trunks.
 
     The arguments are those of `check_trunk_outputs`; the model has its initial weights in float32, on the host.
     """
@@ -81,7 +81,7 @@ def check_trunks(
 def check_trunk_outputs(
     tables: Mapping[str, FeatureTable], model: DualEncoder, preprocessing: Preprocessing, tokenizer: ModelTokenizer
 ) -> None:
-    """Raise `UserError` unless the tables fit the model's projections, and have features of the same pixels and tokens.
+    """Raise `UserError` unless tables fit the model's projections and contain features of the same pixels and tokens.
 
     Args:
         tables: the tables of the run, by name.
@@ -111,7 +111,7 @@ def check_trunk_outputs(
 
 
 def _check_contents(name: str, table: FeatureTable, tower: Encoder) -> None:
-    """Raise `UserError` unless a table has outputs of a tower's trunk."""
+    """Raise `UserError` unless a table contains outputs of a tower's trunk."""
     kind = CONTENTS[name]
     width = table.image_width if name == IMAGE else table.text_width
     if width is None:

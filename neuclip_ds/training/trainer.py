@@ -373,7 +373,7 @@ class StepResult:
     waited: float
     """Seconds lost to waiting for the batch."""
     seconds: float
-    """Duration of the whole step."""
+    """Duration of the whole step, in seconds."""
     samples_per_second: float
     """Throughput of all ranks over the last steps; NaN after the first step."""
     metric_tensors: Mapping[str, Tensor]

@@ -138,7 +138,7 @@ class ModelSource(ABC):
     def to_library_model(
         self, tokenizer: ModelTokenizer, weights: Mapping[str, Tensor], logits: LogitParameters
     ) -> LibraryModel | TrainedTowers:
-        """Return the model in its library's format, or its towers if no library has it as a whole.
+        """Return the model in its library's format, or its towers if the model was built from the config.
 
         Args:
             tokenizer: the model's tokenizer.

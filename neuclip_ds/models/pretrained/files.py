@@ -32,11 +32,11 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """Read a state dict from a safetensors file, a torch file or a training checkpoint.
 
-    Scalars of numpy, which some training checkpoints have in the optimizer's state, are accepted. The prefixes that
+    NumPy scalars, which some training checkpoints contain in the optimizer's state, are accepted. The prefixes that
     DDP, torch.compile and Lightning put before names are removed.
 
     Raises:
-        UserError: the file is missing, is corrupt, contains code or has no state dict.
+        UserError: the file is missing or corrupt, contains code, or does not contain a state dict.
     """
     if not path.is_file():
         raise UserError(f"The weights file {path} does not exist; put it there, or correct the path.")
@@ -84,7 +84,7 @@ def _unwrapped_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def refuse_adapter(folder: Path) -> None:
-    """Raise UserError if a model's folder has a peft adapter, which transformers would add to the model."""
+    """Raise UserError if a model's folder contains a peft adapter, which transformers would add to the model."""
     if (folder / ADAPTER_FILE).is_file():
         raise UserError(
             f"{folder} contains a model and a peft adapter ({ADAPTER_FILE}), which transformers would add to the "

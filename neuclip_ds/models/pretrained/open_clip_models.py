@@ -367,7 +367,7 @@ def with_own_encoder(config: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _use_own_encoder(config: dict[str, Any], folder: Path) -> None:
-    """Replace the relative path of the text encoder, which `with_own_encoder` wrote, by the full path in `folder`."""
+    """Replace the relative path of the text encoder, which `with_own_encoder` wrote, with the full path in `folder`."""
     text = config.get("text_cfg", {})
     if text.get("hf_model_name") == _ENCODER and (folder / _ENCODER).is_dir():
         text["hf_model_name"] = str(folder / _ENCODER)

@@ -41,8 +41,8 @@ def resample_positions(tensors: Mapping[str, Tensor], expected: Mapping[str, Ten
 def resample_patches(table: Tensor, count: int) -> Tensor:
     """Resample the (n, width) position embeddings of an image to `count` rows, which belong to a square of patches.
 
-    The table may begin with embeddings that are not of patches, whose number is inferred: without them, both n and
-    `count` must be squares. If there is no such number, the table is returned unchanged.
+    The table may begin with embeddings of other tokens. Their number is inferred from the condition that both n and
+    `count` are squares after it has been subtracted. If there is no such number, the table is returned unchanged.
     """
     for prefix in range(min(len(table), count)):
         old_side = math.isqrt(len(table) - prefix)

@@ -193,14 +193,13 @@ def open_text_encoder(
     """Load a text encoder from a folder, without running code from the folder.
 
     Args:
-        folder: the encoder's files.
+        folder: folder with the encoder's files.
         pooling: by default, the one in the folder's sentence-transformers config.
         context_length: maximum number of tokens per caption; by default, the smallest limit in the folder's configs.
 
     Raises:
         UserError: there is no pooling, the encoder takes fewer tokens than `context_length`, or the weights or the
-        tokenizer are missing or
-            unsupported.
+            tokenizer are missing or unsupported.
     """
     chosen = pooling or _read_pooling(folder, "--pooling")
     tower = PretrainedTextTower(_load_trunk(folder), chosen)
@@ -217,7 +216,7 @@ class TextEncoderSource:
 
     Args:
         config: the text tower's config.
-        folder: the encoder's files, or a folder that `save` wrote, which has no weights.
+        folder: folder with the encoder's files, or a folder that `save` wrote, which contains no weights.
 
     Raises:
         UserError: neither the config nor the folder gives the pooling.

@@ -210,7 +210,7 @@ class TransformersCheckpoint(ModelSource):
         return resized
 
     def _to_dual_encoder(self, model: Any) -> DualEncoder:
-        """Make transformers' model a dual encoder; SigLIP's model has no projections."""
+        """Convert transformers' model to a dual encoder; SigLIP's model has no projections."""
         image_projection = getattr(model, "visual_projection", None)
         text_projection = getattr(model, "text_projection", None)
         vision = VisionTower(model.vision_model, image_projection, self.preprocessing.mean, self.preprocessing.std)
@@ -267,7 +267,7 @@ def _read_statistics(processor: Mapping[str, Any], path: Path) -> tuple[Channels
 
 
 class _Geometry(NamedTuple):
-    """How images become square; the fields are those of `Preprocessing`."""
+    """The way in which images are made square; the fields are those of `Preprocessing`."""
 
     squash: bool
     margin: int

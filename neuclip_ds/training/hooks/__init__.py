@@ -66,8 +66,8 @@ class Hook:
     def on_batch(self, loop: Loop, batch: RankBatch) -> None:
         """Called with the batch, before the step trains on it.
 
-        `batch.index` (b,) has the positions of this rank's samples in the training set, and `batch.valid` (b,) is False
-        for rows that the step ignores; both are in host memory.
+        `batch.index` (b,) contains the positions of this rank's samples in the training set, and `batch.valid` (b,) is
+        False for rows that the step ignores; both are in host memory.
         """
 
     def after_step(self, loop: Loop, result: StepResult) -> None:

@@ -30,11 +30,11 @@ class EvaluateModel(Hook):
     """Evaluates the model every `run.evaluate_every` steps, at the end, and before step 1 if `evaluates_start`.
 
     The first evaluation after step 1 and the last one are compared with the evaluation before step 1. A resumed run
-    first runs any evaluation due at the checkpoint's step, unless metrics.jsonl has the results.
+    first runs any evaluation due at the checkpoint's step, unless metrics.jsonl contains the results.
 
     Args:
-        evaluator: evaluates the model.
-        saver: saves checkpoints before evaluations.
+        evaluator: object that evaluates the model.
+        saver: hook that saves checkpoints before evaluations.
         average: the moving average of the weights, if there is one, which is also evaluated.
     """
 
@@ -154,7 +154,7 @@ class EvaluateModel(Hook):
     def _best_so_far(self, loop: Loop, metric: str) -> Best | None:
         """Return the best evaluation so far, or None if there is none.
 
-        If best.json is lost or damaged, metrics.jsonl still has the scores of the steps whose checkpoints exist.
+        If best.json is lost or damaged, metrics.jsonl still contains the scores of the steps whose checkpoints exist.
         """
         best = loop.checkpoints.best()
         if best is not None:
@@ -179,8 +179,9 @@ class EvaluateModel(Hook):
 def evaluates_start(config: Config) -> bool:
     """Return whether a run is also evaluated before step 1.
 
-    It is with `run.best_metric`. It also is if it starts from a checkpoint, so that scores below the checkpoint's are
-    noticed, unless it is otherwise evaluated only at its end and the evaluation may take hours.
+    This is the case with `run.best_metric`. It is also the case if the run starts from a checkpoint, so that scores
+    below the checkpoint's are noticed, unless the run is otherwise evaluated only at its end and the evaluation may
+    take hours.
     """
     run = config.run
     if run.best_metric is not None:
@@ -193,7 +194,7 @@ def scores_below(start: Mapping[str, float], now: Mapping[str, float], best_metr
     """Describe which of two scores are below the start's: the target's score, and the mean of all other scores.
 
     The target is `best_metric` or, by default, the mean recall@1. The other scores are the zero-shot accuracy and the
-    scores of evaluation sets. Scores that only one of the evaluations has are ignored.
+    scores of evaluation sets. Scores that only one of the evaluations contains are ignored.
     """
     names = [name for name in scores_among(start) if name in now]
     target_name = best_metric or "the mean recall@1"

@@ -149,7 +149,7 @@ def restore(run: RunConfig, communicator: Communicator, *folders: Path) -> None:
 
     Args:
         run: section of the config with the store's URL.
-        communicator: connects the ranks.
+        communicator: communicator between the ranks.
         folders: the run's folder, then folders to restore only if the run's folder and its copy have no checkpoint.
 
     Raises:
