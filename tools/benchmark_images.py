@@ -6,8 +6,8 @@ transform and tokenizer. Ours yields uint8 batches and tokenizes with a BPE trai
 loaders, webdataset's WebLoader also runs with our transform and tokenizer. Contenders run interleaved in new processes;
 results are medians. Then the photographs are loaded as in an evaluation, twice with the same processes.
 
-The photographs are mosaics of enlarged images from a dataset (`--data`), and so have the detail, size and bytes of
-photographs. Without a dataset, the images are the demo's scenes with noise.
+The photographs are mosaics of enlarged images from a dataset (`--data`), so they have the detail, size and number of
+bytes of real photographs. Without a dataset, the images are the demo's scenes with noise.
 
 Example: python tools/benchmark_images.py --data /data/flickr8k/train --repeats 5
 """

@@ -13,14 +13,14 @@ TensorBoard point every --log-every steps; the wall times of these points give t
 step counts launches: on a GPU, the kernels, copies and memsets that the profiler records; on a CPU, aten operations
 without views and allocations.
 
---variants selects configs of our programs: `default` as given, `baseline` without the changes lean
+--variants selects configs of our programs. `default` is the config as given. `baseline` turns off four changes: lean
 (optimizer.lean_zero1), packed (model.text.packed), class_token (model.vision.class_token_only) and compiled
-(model.compile=blocks), one of these changes alone, or `all` of them (lean only with ZeRO 1 in bf16). Single changes are
-measured only for the first of --methods and --rows, and further methods only for the first of --rows. The peers always
-pad captions and compute all tokens in all blocks; ddp_compiled compiles the towers of plain DDP. Every --peer-flags
-adds a run of open_clip with these options, which are passed as one string. --open-clip-main also runs a checkout of
-open_clip's main branch, once for every --open-clip-main-flags. The ratios compare the last of --variants with every
-program.
+(model.compile=blocks). The name of a change turns on this change alone, and `all` turns on all of them (lean only with
+ZeRO 1 in bf16). Single changes are measured only for the first of --methods and --rows, and further methods only for
+the first of --rows. The peers always pad captions and compute all tokens in all blocks; ddp_compiled compiles the
+towers of plain DDP. Every --peer-flags adds a run of open_clip with these options, which are passed as one string.
+--open-clip-main also runs a checkout of open_clip's main branch, once for every --open-clip-main-flags. The ratios
+compare the last of --variants with every program.
 
 With --caption-tokens, random captions have N tokens on average (lognormal, with a standard deviation of 0.53 N, which
 is between those of CC3M's and CC12M's captions), or lengths drawn from a file with one length per line. The default,
@@ -271,7 +271,7 @@ def measure(arguments: argparse.Namespace) -> None:
 
 
 def require_captions(arguments: argparse.Namespace) -> None:
-    """Raise `UserError` if --caption-tokens is wrong, or has no effect."""
+    """Raise `UserError` if --caption-tokens is invalid or has no effect."""
     context_length = config_for(None, [arguments.recipe, *arguments.overrides]).model.text.resolved_context_length()
     caption_lengths(arguments.caption_tokens, 1, context_length, torch.Generator())
     if arguments.caption_tokens != FULL and RANDOM not in arguments.data and "throughput" not in arguments.parts:
@@ -504,7 +504,7 @@ def our_program(setting: Setting, method: str, variant: str) -> Program:
 
 
 def peer_programs(setting: Setting) -> Iterator[Program]:
-    """Yield the programs of others."""
+    """Yield the programs that ours are compared with."""
     arguments = setting.arguments
     if "ddp" in arguments.peers:
         yield plain_ddp(setting, "plain DDP", "false")

@@ -1,4 +1,4 @@
-"""Estimate a recipe's step time and traffic on nodes of eight H100 GPUs, on which nobody has measured it.
+"""Estimate a recipe's step time and traffic on nodes of eight H100 GPUs, for which there are no measurements.
 
 The work of a step and all its collectives are counted on one simulated rank (step_costs.py). The estimate is
 
@@ -8,8 +8,9 @@ The work of a step and all its collectives are counted on one simulated rank (st
 
 The kinds of work are those of `step_costs.Work`. Skew is the wait for the slowest rank as a fraction of the busy time.
 If a collective can overlap computation, only its excess over this computation is exposed. The peak rates come from the
-vendors' data sheets. The program prints ranges, because the part of a peak that training reaches is assumed: at the
-slow end, it is the part that published programs reached, and at the fast end, the part that we aim for.
+vendors' data sheets. The program prints ranges, because the fraction of a peak rate that training reaches is assumed:
+the slow end of a range uses the fraction that published programs reached, and the fast end uses the fraction that we
+aim for.
 
 Example:
   python tools/cost_model.py dfn192m_neuclip --methods openclip_reference openclip neuclip --nodes 1 8 64 --rows 640
@@ -81,7 +82,7 @@ FAST_NETWORK = Network(inner_bandwidth=0.8 * _LINK_BANDWIDTH, bandwidth=_NODE_BA
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """A number of equal nodes and the network between their ranks."""
+    """A number of identical nodes and the network between their ranks."""
 
     nodes: int
     ranks_per_node: int = RANKS_PER_NODE

@@ -45,7 +45,7 @@ class Origin:
     code: Sequence[str]  # files and folders that the numbers describe
 
     def has_newer_code(self) -> bool:
-        """Return whether code that the numbers describe has changed since then; needs git and the whole history.
+        """Return whether the code behind the numbers has changed since their commit; needs git and the whole history.
 
         Changes to comments and docstrings do not count. An unknown commit is taken to be the last one of its day.
         """
@@ -159,7 +159,7 @@ def write_data(file: DataFile) -> None:
 
 
 def names_with_older_code() -> set[str]:
-    """Return the names of origins whose code has changed since then, as recorded by tools/write_tables.py."""
+    """Return the names of origins whose code has changed since, as recorded by tools/write_tables.py."""
     return set(OLDER_CODE.read_text(encoding="utf-8").split("\n")) - {""}
 
 
@@ -198,7 +198,7 @@ def has_history() -> bool:
 
 
 def commit() -> str:
-    """Return the abbreviated hash of the current commit, with the suffix `-dirty` if files have changed since then."""
+    """Return the abbreviated hash of the current commit, with the suffix `-dirty` if there are uncommitted changes."""
     try:
         return _git("describe", "--always", "--dirty", "--exclude=*")
     except (OSError, subprocess.CalledProcessError):

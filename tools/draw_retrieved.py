@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def read_queries(run: Path) -> list[dict[str, Any]]:
-    """Return the captions of a run and the images that it ranked first, as `retrieved.json` has them.
+    """Return the captions and the images that the model ranked first, as stored in a run's `retrieved.json`.
 
     Raises:
         UserError: the run has no example retrievals.

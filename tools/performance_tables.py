@@ -195,7 +195,7 @@ def many_nodes() -> str:
 
 
 def cost_model_fit() -> str:
-    """How well the fitted cost model predicted profiled steps."""
+    """Accuracy of the fitted cost model's predictions of profiled steps."""
     file = read_data("cost_model_profiles")
     rows: list[list[str]] = []
     for ranks in ("1", "2", "4"):

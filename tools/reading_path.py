@@ -1,8 +1,9 @@
 """For developers of neuclip_ds: list the package's files that one training step executes, with their line counts.
 
-A step is recorded from the end of the previous step to its own end, with loaders in this process. So the list also has
-the files that load the next batch, run hooks, and write metrics and checkpoints. The last line counts only the other
-files, whose code runs between the batch on the device and the updated weights. With two ranks, the list is for rank 0.
+A step is recorded from the end of the previous step to its own end, with loaders in this process. The list therefore
+also contains the files that load the next batch, run hooks, and write metrics and checkpoints. The last line counts
+only the other files, whose code runs between the batch on the device and the updated weights. With two ranks, the list
+is for rank 0.
 
 `--data` can be any training data; `train.py demo` renders some in .cache/demo.
 

@@ -1,7 +1,7 @@
 """Compare the losses in the papers' regime on two CPU cores: small heads on frozen features, many thousands of steps.
 
 The first call computes the features. OUT/results.jsonl receives a line for each run that ended, so the same command
-resumes a study that was interrupted. tools/study/plan.yaml has the arms and the stages.
+resumes a study that was interrupted. tools/study/plan.yaml lists the arms and the stages.
 
 Examples:
   python tools/run_study.py /data/flickr8k --stages gate oracles
@@ -49,7 +49,7 @@ PLAN = yaml.safe_load(Path(__file__).with_name("study").joinpath("plan.yaml").re
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A run to do: its name, what to train, on which held-out pairs it is scored, and where the features lie."""
+    """A run to execute: its name, its training settings, its held-out split, and the folder of its data."""
 
     name: str
     run: Run
@@ -151,7 +151,7 @@ def _in_order_of_end(pool: ProcessPoolExecutor, processes: int, todo: list[Job])
 
 
 def prepare(source: str, options: argparse.Namespace) -> Path:
-    """Compute or write the data of the runs on a source, unless they exist, and return their folder."""
+    """Compute or write the data of the runs on a source, unless the data exist, and return the data's folder."""
     if options.trainer:
         shards: Path = options.out / ("scenes" if source.startswith("demo:") else "photographs")
         prepare_shards(source, shards)
@@ -165,10 +165,10 @@ def prepare(source: str, options: argparse.Namespace) -> Path:
 
 
 def stages_to_run(folders: Mapping[str, Path], options: argparse.Namespace) -> dict[str, Path]:
-    """Return the stages to run, in order, with the folder of each one's data.
+    """Return the stages to run, in order, each with the folder of its data.
 
-    These are the stages that the command line names, or else all for such runs. With several sources, each has the
-    stages of its kind.
+    These are the stages that the command line names or, by default, all stages that match its options and the kind of
+    source (scenes or photographs). With several sources, a source gets only the stages of its kind.
 
     Args:
         folders: the folder of each source's data.
@@ -192,8 +192,8 @@ def missing(stage: str, known: Mapping[str, Any], features: Path, arms: Sequence
 def planned(stages: Mapping[str, Path], known: Mapping[str, Any], arms: Sequence[str] | None = None) -> list[Job]:
     """Return the runs of the stages that remain to be done.
 
-    Which runs follow a search depends on its scores, which are unknown before it ends; here, all its settings count as
-    equally good.
+    The runs that follow a search depend on its scores, which are unknown before the search ends; here, all settings of
+    the search count as equally good.
     """
     known = dict(known)
     planned_jobs: list[Job] = []
@@ -237,7 +237,7 @@ def estimate(stage: str, todo: list[Job], known: Mapping[str, Any], processes: i
 
 
 def _kind(run: Run) -> tuple[str, int, str]:
-    """Return what the seconds per epoch of a run depend on: its loss, batch size and towers."""
+    """Return the properties that determine a run's seconds per epoch: its loss, batch size and towers."""
     return run.loss, run.batch, run.recipe
 
 
@@ -246,10 +246,10 @@ def _lacks_heads(job: Job) -> bool:
 
 
 def jobs(stage: str, known: Mapping[str, Any], features: Path, arms: Sequence[str] | None = None) -> Iterator[Job]:
-    """Yield the runs of a stage, or only those of some arms; one that follows a search needs its results for the arm.
+    """Yield the runs of a stage, for all arms or only for `arms`; a stage that follows a search needs its results.
 
-    In a search all points run with the first seed, and the best `shortlist` of them, when these runs are known, with
-    the others.
+    In a search, all points run with the first seed. Once these runs have ended, the best `shortlist` points also run
+    with the other seeds.
     """
     plan = PLAN["stages"][stage]
     seeds = range(1, plan["seeds"] + 1)
@@ -282,7 +282,7 @@ def jobs(stage: str, known: Mapping[str, Any], features: Path, arms: Sequence[st
 
 
 def shortlist(stage: str, arm: str, known: Mapping[str, Any]) -> list[str]:
-    """Return the settings of a search that run with all seeds, none while it still runs with the first one."""
+    """Return the settings of a search that run with all seeds; none until all runs of the first seed have ended."""
     recalls: dict[str, float] = {}  # with the first seed
     for name, record in known.items():
         if name.startswith(f"{stage}/{arm}/") and name.endswith("/seed1"):

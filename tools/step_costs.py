@@ -469,7 +469,7 @@ def engine_calls(
     micro_batches: int = 1,
     lean: bool = False,
 ) -> list[Call]:
-    """Return the engine's collectives in a step with `micro_batches` backward passes; one rank has none.
+    """Return the engine's collectives in a step with `micro_batches` backward passes; a single rank has none.
 
     `lean` is `optimizer.lean_zero1`. Splitting a reduction into buckets does not change its total bytes.
     """
@@ -571,7 +571,8 @@ def _gathers(rules: ZeroRules, shapes: TrainedShapes, world_size: int, micro_bat
 
     ZeRO 3 keeps small weights whole and gathers them after the update; it gathers large weights when modules run. With
     one micro-batch, weights stay gathered from the forward to the backward pass, up to `stage3_max_live_parameters`.
-    With several micro-batches, ZeRO 3 gathers for the first, the second and the backward pass of each.
+    With several micro-batches, ZeRO 3 gathers weights for the first pass, the second pass and the backward pass of
+    each.
     """
     if rules.stage in (1, 2):
         for size in _padded_groups(shapes, world_size):

@@ -1,10 +1,10 @@
 """Follow the tutorials in a new clone, and print how long each of their steps takes as a Markdown table.
 
-The clone is that of the last commit. tutorials.yaml lists the steps; the commands and the files that a reader saves are
+The program clones the last commit. tutorials.yaml lists the steps; the commands and the files that a reader saves are
 read from the pages. A step that fails stops the program.
 
-The page stored_features.md needs Flickr8k and its two encoders: pass the folder in which it is unpacked. Without it,
-this page is omitted.
+The page stored_features.md needs Flickr8k and its two encoders: pass the folder of the unpacked dataset. Without this
+folder, the page is omitted.
 
 Examples:
   python tools/time_tutorials.py
@@ -73,7 +73,7 @@ def read_steps() -> list[Step]:
     """Return the steps of tutorials.yaml, with the commands and files of the pages.
 
     Raises:
-        UserError: a page has no such command or file.
+        UserError: a page lacks a command or a file of a step.
     """
     steps: list[Step] = []
     for page, listed in yaml.safe_load(STEPS.read_text(encoding="utf-8")).items():
@@ -99,7 +99,7 @@ def _starting_with(start: str, texts: Iterable[str], page: str) -> str:
 
 
 def link_flickr8k(source: Path, target: Path) -> None:
-    """Make a folder like the one that a reader unpacks, whose images are links, so that it can be written.
+    """Make a writable folder like the one that a reader unpacks, with links to the images.
 
     Raises:
         UserError: the source is not Flickr8k.

@@ -38,8 +38,8 @@ class _GatherWithGradient(torch.autograd.Function):
 class OpenClipReference:
     """Loss whose feature gradients come from autograd through the gather, with the loss of each rank's rows.
 
-    It has the part of the interface of `ContrastiveLoss` that a training step uses. The feature gradients are those
-    whose mean over ranks is the gradient of the global loss, as with `reduction="ddp_mean"`.
+    It implements the part of the interface of `ContrastiveLoss` that a training step uses. The feature gradients are
+    those whose mean over ranks is the gradient of the global loss, as with `reduction="ddp_mean"`.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class OpenClipReference:
         *,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """Build the loss; `dtype` is that of the temperature, and the other arguments are those of `build_loss`."""
+        """Build the loss; `dtype` is the temperature's dtype, and the other arguments are those of `build_loss`."""
         context = LossContext(
             dim=dim,
             samples=samples,

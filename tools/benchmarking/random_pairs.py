@@ -73,7 +73,7 @@ def random_tokens(
         generator: source of random numbers.
 
     Raises:
-        UserError: `caption_tokens` is wrong.
+        UserError: `caption_tokens` is invalid.
     """
     context_length = tokenizer.context_length
     lengths = caption_lengths(caption_tokens, captions, context_length, generator)

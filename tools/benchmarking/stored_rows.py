@@ -25,7 +25,7 @@ class StoredShape:
 
 
 def stored_shapes(config: Config, width: int | None = None) -> dict[str, StoredShape]:
-    """Return the shape of each table of features that the config names, by `reference`, `teacher`, `teacher 2` ...
+    """Return the shape of each table of features in the config, keyed by `reference`, `teacher`, `teacher 2` ...
 
     If `width` is given, the folders are not read; all features then have this width, and embed's default dtype float16.
 

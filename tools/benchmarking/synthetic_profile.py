@@ -140,7 +140,7 @@ class SyntheticSteps:
         return {name: shape.random_rows(self._query.rank_batch, generator) for name, shape in shapes.items()}
 
     def _endless(self, pairs: list[tuple[Tensor, Tensor]]) -> Iterator[RankBatch]:
-        """Yield the pairs in turn, each time with new indices, so that an epoch has every sample once."""
+        """Yield the pairs in turn, each time with new indices, so that an epoch contains every sample once."""
         on_gpu = self._communicator.device.type == "cuda"
         rows = self._query.rank_batch
         size = rows * self._query.world_size

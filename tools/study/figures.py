@@ -1,4 +1,4 @@
-"""Figures of a study: gains over OpenCLIP by batch size, and curves over the training. They need matplotlib."""
+"""Figures of a study: gains over OpenCLIP by batch size, and curves over training. Requires matplotlib."""
 
 import statistics
 from collections.abc import Mapping
@@ -69,7 +69,7 @@ def _gains(rows_by_batch: Mapping[int, Any], color: Mapping[str, Any]) -> plt.Fi
 
 
 def _curves(rows: Mapping[str, Any], color: Mapping[str, Any]) -> plt.Figure:
-    """Plot means over seeds of what a run records as it trains."""
+    """Plot the means over seeds of the values that runs record during training."""
     figure, panels = plt.subplots(2, 2, figsize=(9, 6), sharex=True)
     for axes, (key, label) in zip(panels.flat, CURVES.items(), strict=True):
         for arm, seeds in rows.items():

@@ -1,9 +1,9 @@
-"""Fine-tune a checkpoint on photographs that its training lacked, as TuneCLIP does with open-weight models.
+"""Fine-tune a checkpoint on photographs that it was not trained on, as TuneCLIP does with open-weight models.
 
-The photographs are split by content: along the first principal component of their captions' features, `SHARE` of them
-are of the first kind and the rest of the second. A checkpoint is trained on the first kind; runs fine-tune it on the
-second at the checkpoint's temperature. Recovery (TuneCLIP Algorithm 1) first lets Adam's moments and u accumulate with
-frozen weights, from the gradients of the plain global contrastive loss.
+The photographs are split by content: along the first principal component of their captions' features, a fraction
+`SHARE` of the photographs is of the first kind, and the rest is of the second kind. A checkpoint is trained on the
+first kind; runs fine-tune it on the second at the checkpoint's temperature. Recovery (TuneCLIP Algorithm 1) first lets
+Adam's moments and u accumulate with frozen weights, from the gradients of the plain global contrastive loss.
 """
 
 import statistics
@@ -28,8 +28,8 @@ _checkpoints: dict[int, Trained] = {}  # of this process by seed; a search or th
 def fine_tune(pairs: Pairs, held_out: Pairs, run: Run) -> dict[str, Any]:
     """Fine-tune the checkpoint of the run's seed, and return the results of `train`.
 
-    `recall` is the mean of the scores on the two kinds of held-out pairs, `recall_first` and `recall_second`, and
-    `start` the checkpoint's mean.
+    `recall` is the mean of the scores on the two kinds of held-out pairs, `recall_first` and `recall_second`; `start`
+    is the same mean for the checkpoint.
     """
     direction, threshold = _content(pairs)
     first, second = _split(pairs, direction, threshold)

@@ -25,9 +25,9 @@ class Guide:
     """The features that a saved run computes for pairs, without dropout."""
 
     image: Tensor
-    """(crops, images, D)"""
+    """(crops, images, D) features of images"""
     text: Tensor
-    """(n, D)"""
+    """(n, D) features of captions"""
     image_of: Tensor
     """(n,): the image of each caption"""
     tau: float

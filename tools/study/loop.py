@@ -57,7 +57,7 @@ class Run:
 
 
 class Heads(nn.Module):
-    """One head for each side; their outputs are rows of norm 1."""
+    """A head for images and a head for captions; their outputs are rows of norm 1."""
 
     def __init__(self, pairs: Pairs, run: Run) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class Trained:
 
 
 def loss_options(run: Run, samples: int) -> dict[str, Any]:
-    """Return the options of a run's loss; those of the temperature that depend on the data are filled in."""
+    """Return the options of a run's loss, including the options of the temperature that depend on the data."""
     options: dict[str, Any] = {}
     for key, value in run.options.items():
         options[key] = dict(value) if isinstance(value, Mapping) else value
@@ -132,11 +132,11 @@ def train(
     start: Callable[..., None] | None = None,
     guides: Path | None = None,
 ) -> Trained:
-    """Train on pairs, with records of the scores on held-out pairs.
+    """Train on pairs, and record scores on held-out pairs.
 
     Args:
-        start: sets the initial state of the heads, the loss, and the optimizer.
-        guides: the folder of the saved runs that the reference and the teacher name.
+        start: function that sets the initial state of the heads, the loss and the optimizer.
+        guides: folder of the saved runs that serve as the run's reference and teacher.
     """
     order = torch.Generator().manual_seed(run.seed)
     pairs = pairs.between(run.first, run.last).with_noise(run.noise, order)
@@ -194,6 +194,6 @@ def _stored(pairs: Pairs, run: Run, folder: Path | None) -> dict[str, Guide]:
 
 
 def _with_teacher(run: Run, tau: float) -> Run:
-    """Return the run with the teacher's temperature, that of the end of its training, in the loss's options."""
+    """Return the run with the teacher's final temperature in the options of the loss."""
     distill = {"temperature": tau, **run.options.get("distill", {})}
     return replace(run, options={**run.options, "distill": distill})

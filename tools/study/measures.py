@@ -1,4 +1,4 @@
-"""Scores of a run on held-out pairs, and statistics of its normalizers against the exact ones."""
+"""Scores of a run on held-out pairs, and a comparison of its normalizers with the exact normalizers."""
 
 import math
 import statistics
@@ -41,10 +41,11 @@ def recalls(images: Tensor, texts: Tensor, image_of: Tensor) -> dict[str, float]
 def normalizers(
     heads: "Heads", pairs: Pairs, run: "Run", tau: float, loss_fn: nn.Module | None = None
 ) -> dict[str, float]:
-    """Return statistics of anchors against all n pairs: their KL divergence, and the ratio of a batch to them.
+    """Return statistics of a sample of anchors, whose exact normalizers g are means over all n pairs.
 
-    `ratio` is the batch's mean over the exact mean, which weighs an anchor's negatives where the normalizer is exact.
-    `error` is log u - log g of the images: the method's estimate against the exact value.
+    `kl` is the mean KL divergence of the anchors' softmax over their negatives from the uniform distribution. `ratio`
+    is an anchor's mean over a batch divided by g; it is the total weight of the batch's negatives if the normalizer is
+    exact. `error` is log u - log g of the image anchors, where u is the method's estimate.
     """
     images, texts = heads.encode(pairs)
     rows = torch.randperm(len(texts), generator=torch.Generator().manual_seed(0))[: max(ANCHORS, run.batch)]

@@ -299,7 +299,7 @@ def _setting_of(result: Result) -> str:
 
 
 def temperatures() -> str:
-    """The path of learned temperatures, and where it leaves the divergence and the estimated normalizers."""
+    """Learned temperatures during training; KL divergence, error of the normalizers and recall at the end."""
     shown = {
         "12 epochs": ("finals", ""),
         "30 epochs": ("map_long", "epochs=30"),
@@ -343,7 +343,7 @@ def _rho_of(seeds: Seeds) -> str:
 
 
 def causes() -> str:
-    """Variants that test why a loss stays behind `fastclip_v3`, each with one change."""
+    """Variants that test why a loss scores below `fastclip_v3`, each with one change."""
     peers = {
         "queue_copies": runs("map_copies", "fastclip_v3", 16, "copies=0.8"),
         "queue_long": runs("map_long", "fastclip_v3", 16, "epochs=30"),
@@ -442,7 +442,7 @@ def gains_by_situation() -> str:
 
 
 def gains_of_encoders() -> str:
-    """The same for the two main situations, without the line that names the source."""
+    """The table of `gains_by_situation` for the two main situations, without the line that names the source."""
     main = ("frozen, 12 epochs", "from scratch, 2 epochs")
     return _gains_by({title: _SITUATIONS[title] for title in main}).partition("\n\n")[0]
 

@@ -1,4 +1,4 @@
-"""Tables of a study: scores over paired seeds, and differences to OpenCLIP at B and at 32 B with 95 % intervals."""
+"""Tables of a study: scores over paired seeds, and differences from OpenCLIP at B and at 32 B with 95 % intervals."""
 
 import json
 import re

@@ -50,7 +50,7 @@ class StepClock(Hook):
 
     @property
     def seconds(self) -> float:
-        """CPU seconds of all steps but the first."""
+        """CPU seconds of all steps except the first."""
         return self._last - self._first
 
 
@@ -103,8 +103,8 @@ def write_pairs(source: Path, folder: Path) -> None:
 def train_towers(shards: Path, split: str, run: Run, name: str) -> dict[str, Any]:
     """Train a model, or resume its training, and return its scores on held-out pairs.
 
-    `seconds` is the CPU time of this process. The steps but the first take `step_seconds` each; all else, such as
-    building the model and scoring it, takes `start_seconds`. The run's folder is removed at the end.
+    `seconds` is the CPU time of this process. Each step except the first takes `step_seconds` on average; everything
+    else, such as building the model and scoring it, takes `start_seconds`. The run's folder is removed at the end.
 
     Args:
         shards: the folder that `prepare_shards` wrote.
