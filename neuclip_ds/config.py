@@ -50,7 +50,7 @@ class RunConfig(Section):
     """Seed for the weights, data order, augmentation and dropout."""
     deterministic: bool = False
     """Use only deterministic algorithms, so that a resumed run on GPUs is bit-identical to an uninterrupted one. These
-    algorithms may be slower. Models with an operation that has no deterministic algorithm are refused."""
+    algorithms may be slower. Models that use an operation without a deterministic algorithm are refused."""
     checkpoint_every: int = Field(1000, ge=1)
     """Steps between checkpoints; another checkpoint is saved at the end of the run."""
     keep_checkpoints: int = Field(2, ge=1)
@@ -99,7 +99,7 @@ class SourceConfig(Section):
     path: str = Field(min_length=1)
     """Pairs of the source, in any form that `data.train` accepts."""
     weight: float | None = Field(None, ge=0)
-    """Weight of the source in each batch, relative to the other sources. By default, its number of samples."""
+    """Weight of the source in each batch, relative to the other sources. By default, the source's number of samples."""
 
 
 class AugmentConfig(Section):

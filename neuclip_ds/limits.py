@@ -28,7 +28,7 @@ def open_files() -> int:
 
 
 def fix_of_limit(error: BaseException) -> str:
-    """Return how to raise the limit that an error reports, as the end of a sentence, or "" if it reports none."""
+    """Return advice on raising the limit that an error reports, as the end of a sentence; "" if it reports none."""
     text = str(error)
     if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE) or any(sign in text for sign in _TOO_MANY_FILES):
         return _fix_of_open_files()
@@ -40,7 +40,7 @@ def fix_of_limit(error: BaseException) -> str:
 
 
 def fix_of_shared_memory() -> str:
-    """Return how to enlarge shared memory, and its present size."""
+    """Return advice on enlarging shared memory, with its present size."""
     size = ""
     if SHARED_MEMORY.is_dir():  # some systems have it elsewhere
         usage = disk_usage(SHARED_MEMORY)

@@ -212,7 +212,7 @@ def selected(jobs_of_stage: list[Job], options: argparse.Namespace) -> list[Job]
 def estimate(stage: str, todo: list[Job], known: Mapping[str, Any], processes: int) -> str:
     """Return a sentence with the estimated hours of runs, from the CPU seconds of earlier runs with the same loss.
 
-    The seconds per epoch of a loss depend on the batch size and the towers, but hardly on the loss's options.
+    The seconds per epoch of a loss depend on the batch size and the towers, but barely on the loss's options.
     """
     epoch_seconds: dict[tuple[str, int, str], list[float]] = {}
     start_seconds: dict[tuple[str, int, str], list[float]] = {}

@@ -185,7 +185,7 @@ def read_result(checkpoint: Path, average: bool = False) -> ModelWeights:
 
 
 def read_start(checkpoint: Path, communicator: Communicator) -> ModelWeights:
-    """Load the weights that a checkpoint's run started from, which are those of `model.pretrained`, in float32.
+    """Load the weights from which a checkpoint's run started, that is, of its `model.pretrained`, in float32.
 
     A collective call in which only one rank downloads files. Raises `UserError` if the run started from random weights,
     or if its start no longer exists or has been replaced by a different model.

@@ -1,4 +1,4 @@
-"""List the recipes of `neuclip-ds train`, with what each one trains.
+"""List the recipes of `neuclip-ds train`, each with a description of the model that it trains.
 
 Examples:
   neuclip-ds recipes

@@ -86,7 +86,7 @@ class BadSampleLog:
     def merge(self, new_of_ranks: Sequence[list[Any]]) -> None:
         """Merge the results of `take_new` from all ranks, in the same order on every rank, and list the bad samples.
 
-        Raises UserError, on all ranks alike, when too many samples are bad.
+        Raises UserError on all ranks if too many samples are bad.
         """
         bad = []
         for seen, samples, _ in new_of_ranks:

@@ -268,7 +268,7 @@ class _Pair:
 
 
 def _spread(values: Tensor | None, rows: Tensor, is_kept: Tensor, size: int) -> Tensor | None:
-    """Return (size, d) values, which are zero except in those of the given rows that are kept."""
+    """Return (size, d) values: those of the given rows that are kept, and zeros in all other rows."""
     if values is None:
         return None
     result = values.new_zeros(size, values.shape[1])

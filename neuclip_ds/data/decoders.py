@@ -11,10 +11,10 @@ caption therefore always gets its original caption. The draw is a pure function 
 To suit every tokenizer, invalid UTF-8 and lone surrogates (which JSON can encode) become U+FFFD, NUL becomes a space,
 and captions are truncated to 10,000 characters.
 
-This module decodes images with PIL; `neuclip_ds.data.images` has a faster decoder. Either way, PIL reads the header.
-Only formats that occur in web crawls are tried (an EPS file would start Ghostscript), and images with too many pixels
-are rejected. The result is 8-bit RGB: only the high byte of 16-bit channels is kept, alpha is dropped as in open_clip
-and timm, and an animation is reduced to its first frame.
+This module decodes images with PIL; `neuclip_ds.data.images` contains a faster decoder. Either way, PIL reads the
+header. Only formats that occur in web crawls are tried (an EPS file would start Ghostscript), and images with too many
+pixels are rejected. The result is 8-bit RGB: only the high byte of 16-bit channels is kept, alpha is dropped as in
+open_clip and timm, and an animation is reduced to its first frame.
 
 This module does not import torch, because that takes seconds in each process that scans or packs shards.
 """

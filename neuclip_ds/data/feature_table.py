@@ -284,7 +284,7 @@ class FeatureTable:
         return _OpenPart(part=part, version=_version(status))
 
     def _find_problem(self, part: FeaturePart, shard: int) -> str:
-        """Return how a part differs from the one that embed wrote for the shard, or "" if it does not."""
+        """Describe how a part differs from the one that embed wrote for the shard; return "" if it does not."""
         listed = self._manifest.shards[shard]
         if part.job != self.job:
             return f"it was not written by the job that {EMBEDDING} describes ({EMBEDDING} may have been edited)"

@@ -121,7 +121,7 @@ def iter_captions(
 
 
 def unused_sources(manifest: Manifest, captions: CaptionSources, cache: ShardCache | None = None) -> list[str]:
-    """Return those of several caption sources that all checked samples lack; read at most one remote shard."""
+    """Of several caption sources, return those that all checked samples lack; read at most one remote shard."""
     if len(captions) < 2:
         return []
     unused = {name: Captions([name]) for name in captions}

@@ -164,7 +164,7 @@ def _open_folder(folder: Path, images: Sequence[Path]) -> PairTable:
 
 
 def _find_delimiter(file: Path, usual: str) -> str:
-    """Return the most frequent delimiter in a table's first line; open_clip's .csv files have tabs."""
+    """Return the most frequent delimiter in a table's first line; open_clip's .csv files use tabs."""
     try:
         with file.open(encoding="utf-8-sig", errors="replace") as lines:
             header = lines.readline(_MAX_HEADER)

@@ -292,7 +292,7 @@ class FailureDetector:
         )
 
     def _stuck_at(self, rank: int) -> StuckAt | None:
-        """Return where `rank` is stuck, or None if it is not stuck."""
+        """Return the line of code at which `rank` is stuck, or None if it is not stuck."""
         if not self._store.check([f"stuck/{rank}"]):
             return None
         with suppress(UserError):  # also if the rank has moved since, which it publishes as "null"

@@ -109,7 +109,7 @@ class LeanZero1(BF16_Optimizer):
         This is not a constructor, because the instance is DeepSpeed's, with its class replaced.
         """
         # All ranks must start their reductions in the same order, although each backward pass may complete buckets in
-        # another. `_order` is that order, recorded in the first step. `_completed` has the buckets with all gradients
+        # another. `_order` is that order, recorded in the first step. `_completed` lists the buckets with all gradients
         # of this step, and `_started` counts the buckets at the front of `_order` whose reductions have started.
         self._communicator = communicator
         self._is_first_micro_batch = True
@@ -198,7 +198,7 @@ class LeanZero1(BF16_Optimizer):
 
     @torch.no_grad()
     def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
-        """Wait until this rank's shards have the averages over ranks; all ranks call this together."""
+        """Wait until this rank's shards contain the averages over ranks; all ranks call this together."""
         if not self._order:  # rank 0's order is a good one for all ranks
             completed = self._completed
             self._order = self._communicator.on_rank_zero(lambda: completed)

@@ -70,7 +70,7 @@ def placements(optimizer: Any, module: nn.Module, rank: int) -> Iterator[Placeme
     """Yield the placement of this rank's part of every parameter, in the same order on all ranks."""
     wrapper = wrapper_of(optimizer)
     names = {parameter: name for name, parameter in module.named_parameters()}
-    # trained parameters, whose master weights the optimizer has
+    # trained parameters, whose master weights the optimizer stores
     if wrapper is Wrapper.ZERO_3:
         for group, master in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
             offsets = _offsets(parameter.partition_numel() for parameter in group)

@@ -64,7 +64,7 @@ class MicroBatches:
 
     The first pass stores features without a graph. Once the gradient of the whole batch's loss with respect to these
     features is known, the second pass runs each micro-batch again and backpropagates its rows of the gradient. Both
-    passes draw the same random numbers, so dropout masks agree. The running statistics of batch normalization change in
+    passes draw the same random numbers, so dropout masks match. The running statistics of batch normalization change in
     the second pass only. Without batch normalization, the result is the same as that of one large pass.
     """
 

@@ -1,6 +1,7 @@
 """SogCLR, iSogCLR and FastCLIP: normalizers from per-sample moving averages (Wei et al. 2024, arXiv 2407.01445).
 
-All of them estimate the normalizer of an anchor by u_i, a moving average of g_i over the batches that contain sample i:
+All these methods estimate the normalizer of an anchor by u_i, a moving average of g_i over the batches that contain
+sample i:
 
     u_i <- (1 - gamma) u_i + gamma g_i,   w_i = 1/(eps + u_i)                             (FastCLIP eq. 1)
 
@@ -9,8 +10,8 @@ the temperature and in the schedule of gamma, whose options are in fastclip_opti
 
 With `reference=released_code`, the methods follow FastCLIP's code where it differs from the paper: losses with a
 constant or individual temperature have no leading tau. The code's loss is the sum of two halves. Both halves have the
-gradient with respect to a global tau, but each half has only one part of the features' gradient. So the data term of
-tau's gradient counts twice relative to the features' gradient.
+gradient with respect to a global tau, but each half has only one part of the features' gradient. The data term of tau's
+gradient therefore counts twice relative to the features' gradient.
 """
 
 import math

@@ -336,7 +336,8 @@ class GatheredFeatures:
     def sum_local(self, rows: Tensor, ranks: range, purpose: str) -> Tensor:
         """Sum partial rows over `ranks`, and return the (local, ...) sums for this rank's anchors.
 
-        The ranks are consecutive and include this rank; `rows` are this rank's terms for the anchors `rows_of(ranks)`.
+        The ranks are consecutive and include this rank; `rows` are this rank's terms for the anchors in
+        `rows_of(ranks)`.
         """
         positions = None
         if self._rows is not None:

@@ -26,8 +26,8 @@ other.
 The total weight of the batch's negatives is g_i/((1 + kappa) exp(alpha_i)), at most 1. Each rank has a
 bit-identical copy of the queue and computes the terms of its local anchors; one all-reduce of 2 d values sums the h_i.
 
-With a reference model, whose similarities are r, z_ik = (s_ik - s_ii - r_ik + r_ii)/tau. Anchors and entries have the
-columns of the reference's features (`GatheredFeatures.minus_reference`).
+With a reference model, whose similarities are r, z_ik = (s_ik - s_ii - r_ik + r_ii)/tau. Anchors and entries include
+the columns of the reference's features (`GatheredFeatures.minus_reference`).
 """
 
 import math

@@ -177,7 +177,7 @@ class Block:
 
     @property
     def column_modality(self) -> int:
-        """The other modality."""
+        """Modality of the columns: the one that is not `row_modality`."""
         return 1 - self.row_modality
 
     @property

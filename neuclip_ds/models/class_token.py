@@ -129,7 +129,7 @@ def _timm_block(block: Block, tokens: Tensor) -> Tensor:
 def _query_and_key_value(qkv: nn.Module, tokens: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Return the query of the class token, (b, 1, width), and keys and values of all tokens, (b, t, 2 width).
 
-    Reading the weights of `qkv` outside its forward method is correct under ZeRO 3 too, which gathers parameters when
+    Reading the weights of `qkv` outside its forward method is also correct under ZeRO 3, which gathers parameters when
     they are read during a forward pass. A layer that LoRA has replaced computes all queries.
     """
     if type(qkv) is not nn.Linear:

@@ -93,7 +93,7 @@ def compile_towers(model: DualEncoder, compilation: Compilation) -> None:
 
     Args:
         model: the towers.
-        compilation: what to compile.
+        compilation: parts to compile.
 
     Raises:
         UserError: a tower has no list of blocks, but blocks are to be compiled.

@@ -74,9 +74,9 @@ def _prepare() -> None:
 
 
 def in_turns(works: Mapping[str, Callable[[], object]], turns: int, wait: Callable[[], None]) -> dict[str, list[float]]:
-    """Run the works interleaved; return the seconds of each work in every turn. `wait` is called before each work.
+    """Run the functions in `works` interleaved; return each one's seconds in every turn. `wait` is called before each.
 
-    If a GPU is in use, a work ends when the GPU has finished.
+    If a GPU is in use, a function's time ends when the GPU has finished.
     """
 
     def finish() -> None:

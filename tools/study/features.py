@@ -116,7 +116,7 @@ def _load_pairs(path: Path) -> Pairs:
 
 
 def cache_features(source: str, folder: Path, grid: int = 1) -> None:
-    """Write those of FOLDER/{train,test}.safetensors that do not exist yet.
+    """Write FOLDER/{train,test}.safetensors, omitting files that already exist.
 
     Args:
         source: a folder with shards in train/ and val/, or demo:N for N rendered scenes.

@@ -13,8 +13,8 @@ from neuclip_ds.models.packing import Pack, PackedCaptions, attend, pack_caption
 def pack_open_clip_text(trunk: Any) -> Pack | None:
     """Let a text trunk of open_clip take packed captions, and return the function to pack them.
 
-    Trunks that need padded captions are those of other classes (encoders from transformers), with other blocks, with
-    bidirectional attention, with CoCa's class token, or pooled at the first or last position.
+    A trunk needs padded captions if it is of another class (an encoder from transformers), if it has other blocks,
+    bidirectional attention or CoCa's class token, or if it is pooled at the first or last position.
 
     Args:
         trunk: the text trunk, which is changed in place.

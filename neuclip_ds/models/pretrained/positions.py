@@ -21,7 +21,7 @@ def resample_positions(tensors: Mapping[str, Tensor], expected: Mapping[str, Ten
 
     Args:
         tensors: the tensors of a dual encoder by name.
-        expected: tensors of the shapes that the dual encoder has, which may be on the meta device.
+        expected: tensors with the shapes of the dual encoder's tensors; they may be on the meta device.
     """
     resampled = dict(tensors)
     for name, target in expected.items():

@@ -79,7 +79,7 @@ class Hook:
     def state(self, loop: Loop) -> dict[str, Any]:
         """Return the hook's state for a checkpoint (JSON-compatible, equal on all ranks); called on all ranks.
 
-        An empty state is saved, too.
+        An empty state is also saved.
         """
         return {}
 

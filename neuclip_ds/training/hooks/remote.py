@@ -201,7 +201,7 @@ def _restore_folder(url: str, communicator: Communicator, folder: Path) -> bool:
 
 
 def _fetch(url: str, name: str, folder: Path, is_newer: bool) -> str:
-    """Fetch a checkpoint, records and the best checkpoint; return why the checkpoint is damaged, or "" if it is not.
+    """Fetch a checkpoint, records and the best checkpoint; return the problem if the checkpoint is damaged, else "".
 
     Called on one rank. `is_newer` is whether the checkpoint's step is later than that of all local checkpoints.
     """
