@@ -191,7 +191,7 @@ class Model:
         return logits if self.bias is None else logits + self.bias
 
     def _encoder_of(self, rows: int) -> BatchEncoder:
-        """Return an encoder whose batch size needs as few batches as possible for `rows` rows, with little padding."""
+        """Return an encoder with a batch size that splits `rows` rows into few batches with little padding."""
         batches = max(1, -(-rows // _ENCODED_AT_ONCE))
         return replace(self._encoder, batch_size=max(1, -(-rows // batches)))
 

@@ -35,7 +35,7 @@ _FACTS = {"method": "benchmark"}
 
 
 class _Run:
-    """Training of a model on random pairs, with methods that write its checkpoints."""
+    """A training run on random pairs, with methods that write its checkpoints."""
 
     def __init__(self, options: argparse.Namespace, model: str, ranks: int, communicator: Communicator) -> None:
         changes = {"data": {"batch_size": ranks * options.micro}, "deepspeed": options.engine}

@@ -127,7 +127,7 @@ PEER_NAMES = ("ddp", "ddp_compiled", "open_clip")
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Settings of all programs at one number of ranks."""
+    """Settings of all programs for one number of ranks."""
 
     arguments: argparse.Namespace
     recipe: str
@@ -379,7 +379,7 @@ class TimeLimit:
     """Limit on the total time of several runs of about equal duration.
 
     Args:
-        seconds: the limit, from now on.
+        seconds: the limit, counted from the creation of this object.
     """
 
     def __init__(self, seconds: float) -> None:

@@ -170,7 +170,7 @@ def _lengths(captions: list[str]) -> Tensor:
 
 
 def webdataset(setting: Setting, storage: Storage, start: Start) -> Callable[[], Iterator[int]]:
-    """Resume without saved state: each worker rereads its share of the earlier samples and drops them undecoded."""
+    """Resume without saved state: each worker rereads its share of the earlier samples without decoding them."""
     from webdataset import WebDataset, WebLoader
 
     def sizes() -> Iterator[int]:

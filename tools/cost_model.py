@@ -63,7 +63,7 @@ class Compute:
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """Network between ranks, in seconds and in bytes per second in one direction."""
+    """Network between ranks: times in seconds, and bandwidths in bytes per second in one direction."""
 
     start: float = 1e-5  # time to start a collective of any size
     inner_latency: float = 2e-6  # latency of a message between two ranks of a node

@@ -204,7 +204,7 @@ def step_calls(
     build: LossBuilder = build_loss,
     stored_width: int | None = None,
 ) -> list[Call]:
-    """Return all collectives of a step; arguments and errors are those of `step_work`, with d features."""
+    """Return all collectives of a step for features of width `dim`; the other arguments are as in `step_work`."""
     engine = load_engine_config(config, world_size)
     query = _objective_query(config, engine, world_size, dim, build, stored_width)
     calls = objective_calls(query) if world_size > 1 else []

@@ -185,7 +185,7 @@ def read_result(checkpoint: Path, average: bool = False) -> ModelWeights:
 
 
 def read_start(checkpoint: Path, communicator: Communicator) -> ModelWeights:
-    """Load the weights from which a checkpoint's run started, that is, of its `model.pretrained`, in float32.
+    """Load, in float32, the weights of `model.pretrained` from which a checkpoint's run started.
 
     A collective call in which only one rank downloads files. Raises `UserError` if the run started from random weights,
     or if its start no longer exists or has been replaced by a different model.
@@ -293,7 +293,7 @@ def initial_source(config: ModelConfig, communicator: Communicator) -> ModelSour
 
 
 def planned_source(config: ModelConfig) -> ModelSource:
-    """Open the source of `initial_source` without the model's weights, on one rank, with the same errors."""
+    """Open the same source as `initial_source`, but without the weights and on one rank; raises the same errors."""
     checkpoint = _initial_checkpoint(config)
     if checkpoint:
         return RunStart(config, Path(checkpoint))

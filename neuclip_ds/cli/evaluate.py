@@ -161,7 +161,7 @@ class _TaskData:
     options: DataConfig  # how to read the pairs
 
     def contents(self, task: Task, path: Path) -> str:
-        """Return a string that identifies a task's data; for a set on disk, it depends on when files were written."""
+        """Return a string that identifies a task's data; for a set on disk, it depends on modification times."""
         from neuclip_ds.evaluation.suite import open_task_set
 
         if task.key in self.manifests:

@@ -83,7 +83,7 @@ def _repeats(shards: Sequence[Shard]) -> Iterator[tuple[Shard, Shard]]:
 
 
 def _is_same(one: Shard, other: Shard) -> bool:
-    """Return whether two shards with the same path or layout have the same samples; compare all bytes if necessary."""
+    """Return whether two shards with the same path or layout contain the same samples; compare all bytes if needed."""
     if None not in (one.selection, other.selection) and one.selection != other.selection:
         return False  # different samples of the same shard
     if one.path == other.path:

@@ -109,7 +109,7 @@ def server_of(url: str) -> str:
 
 
 def _supports_ranges(store: Any, path: str, size: int) -> bool:
-    """Return whether an HTTP server sends the second byte of a file alone, without reading the file if it does not."""
+    """Return whether an HTTP server sends the second byte of a file alone; if it does not, the file is not read."""
     with store.open(path, size=size, cache_type="none") as file:
         file.seek(1)
         try:

@@ -48,7 +48,8 @@ def reads_images(tables: Mapping[str, FeatureTable]) -> bool:
 def reads_captions(tables: Mapping[str, FeatureTable], captions: CaptionSources) -> bool:
     """Return whether training reads the captions of samples.
 
-    A weighted draw depends on the number of a sample's captions from each source, but a table has only their total.
+    A weighted draw depends on the number of a sample's captions from each source, but a table contains only their
+    total.
     """
     return TEXT not in tables or isinstance(captions, Mapping)
 

@@ -301,7 +301,7 @@ def _wait_for_server(host: str, port: int, timeout: timedelta) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Arrival:
-    """Description of a rank, which it sends to rank 0 at the rendezvous."""
+    """Description of a rank, which the rank sends to rank 0 at the rendezvous."""
 
     rank: int
     host: str

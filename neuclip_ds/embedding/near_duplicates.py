@@ -89,7 +89,7 @@ def _write_list(path: Path, uids: UidArray, nearest: NDArray[np.int64], cosines:
 
 
 def _parts(folders: Sequence[Path], column: str) -> Iterator[tuple[pa.Table, NDArray[np.floating]]]:
-    """Yield each part's table of uids and values, and the part's (n, d) image features, of the first views."""
+    """Yield each part's table of uids and values, and the (n, d) features of the first view of its images."""
     for folder in folders:
         if not (folder / EMBEDDING).is_file():
             raise UserError(f"{folder} lacks features: pass the --out folder of neuclip-ds embed.")

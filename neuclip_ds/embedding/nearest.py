@@ -270,8 +270,8 @@ def read_features(stored: Stored, model: str, manifest: Manifest) -> CollectionF
         manifest: the dataset.
 
     Raises:
-        UserError: the features are of another model or other data, are not of images and captions in a joint space,
-            or are of random crops.
+        UserError: the features come from another model or other data, are not features of images and captions in a
+            joint space, or belong to random crops.
     """
     folder = stored["folder"]
     embedding = stored["embedding"]

@@ -251,7 +251,7 @@ class Engine:
         return any(parameter.requires_grad for parameter in parameters)
 
     def _backpropagate(self, value: Tensor, is_last: bool) -> None:
-        """Add to the weights' gradients of earlier calls; `is_last` marks the last call of a step."""
+        """Compute the weights' gradients and add them to those of earlier calls; `is_last` marks a step's last call."""
         # docs: backward
         self._deepspeed.set_gradient_accumulation_boundary(is_last)
         with record_function(f"{PHASE}backward"):
@@ -346,8 +346,8 @@ class Engine:
     def replicas(self) -> dict[str, Tensor]:
         """Return the tensors that must be bit-identical on all ranks.
 
-        Under ZeRO 3: the frozen weights. Under ZeRO 1 and 2: all weights. Without ZeRO: weights, master weights,
-        moments.
+        These are the frozen weights under ZeRO 3; all weights under ZeRO 1 and 2; and the weights, the master weights
+        and the moments without ZeRO.
         """
         weights = zero.replicated_weights(self.module)
         tensors = dict(weights)

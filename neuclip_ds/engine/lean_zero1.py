@@ -77,7 +77,7 @@ class _Bucket:
             offset += parameter.numel()
 
     def add_gradients(self, is_first: bool) -> None:
-        """Add the gradients of a micro-batch and free them; the first micro-batch of a step replaces the content."""
+        """Add the gradients of a micro-batch and free them; a step's first micro-batch replaces the content."""
         views: list[Tensor] = []
         gradients: list[Tensor] = []
         views_without_gradient: list[Tensor] = []

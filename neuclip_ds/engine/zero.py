@@ -34,7 +34,7 @@ class Wrapper(Enum):
 
 
 def wrapper_of(optimizer: Any) -> Wrapper:
-    """Return the kind of wrapper that an engine's optimizer is; raise `ValueError` if the kind is unknown."""
+    """Return the kind of wrapper around an engine's optimizer; raise `ValueError` if the kind is unknown."""
     if isinstance(optimizer, torch.optim.Optimizer):
         return Wrapper.NONE
     if isinstance(optimizer, BF16_Optimizer):  # also with the step of `lean_zero1.py`
@@ -44,7 +44,7 @@ def wrapper_of(optimizer: Any) -> Wrapper:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where this rank stores elements [start, stop) of the flattened parameter `name`; the range may be empty.
+    """Location, on this rank, of elements [start, stop) of the flattened parameter `name`; the range may be empty.
 
     In the flattened `master`, the same elements are at [offset, offset + stop - start).
     """
@@ -175,8 +175,8 @@ def share_process_group(communicator: Communicator) -> None:
 def skip_unused_kernel(device: torch.device) -> None:
     """Keep DeepSpeed from compiling a tensor-parallel inference kernel, which would take up to a minute on a CPU.
 
-    The kernel is marked as incompatible in DeepSpeed's table of kernels. DeepSpeed reads no other entry of this table,
-    and to fill it, would run a compiler for every kernel.
+    The kernel is marked as incompatible in DeepSpeed's table of kernels. DeepSpeed reads no other entry of this table;
+    to fill the table, it would run a compiler for every kernel.
     """
     if device.type == "cpu":
         vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False

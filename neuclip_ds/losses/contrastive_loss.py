@@ -617,7 +617,7 @@ class ContrastiveLoss(nn.Module):
         position: Position | None,
         stored: StoredBatch,
     ) -> PendingBatch:
-        """Check a batch without a preceding `begin`, and send all of it."""
+        """Check a batch for which `begin` was not called, and send its indices and all of its features."""
         index = index.cpu() if isinstance(index, Tensor) else index
         valid = valid.cpu() if isinstance(valid, Tensor) else valid
         self._undo_if_scaler_skipped()

@@ -244,7 +244,7 @@ class PairGrid:
         self._block_rows = max(1, elements // self._block_columns)
 
     def blocks(self) -> Iterator[Block]:
-        """Yield all blocks: local columns once (image rows), other ranks' columns twice (image rows and text rows)."""
+        """Yield all blocks: local columns once (with image rows), other ranks' columns twice (also with text rows)."""
         start = self.local.start
         stop = self.local.stop
         all_rows = slices(0, self._local_size, self._block_rows)

@@ -2,7 +2,7 @@
 
 transformers: a VisionTextDualEncoderModel, whose image tower is timm's model in transformers' wrapper. open_clip: a
 model with timm's image tower and an encoder of transformers or open_clip's own text transformer. sentence-transformers:
-a router with one route for texts and one for images, which takes any of our towers. A model that a format cannot
+a router with one route for texts and one for images, which supports all of our towers. A model that a format cannot
 express exactly is refused.
 """
 

@@ -224,7 +224,7 @@ def open_saved(config: ModelConfig, folder: Path) -> tuple[ModelSource, LogitPar
 
 
 def with_sizes(config: ModelConfig, image_size: int | None, context_length: int | None) -> ModelConfig:
-    """Return a config with another image size and context length; None stands for the checkpoint's."""
+    """Return a config with another image size and context length; None stands for the checkpoint's value."""
     vision = config.vision.model_copy(update={"image_size": image_size})
     text = config.text.model_copy(update={"context_length": context_length})
     return config.model_copy(update={"vision": vision, "text": text})

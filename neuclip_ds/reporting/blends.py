@@ -107,7 +107,7 @@ def _percent(score: float | None) -> str:
 
 
 def blends_plot(blends: Blends) -> str:
-    """Return an SVG plot of the target's score over the mean of the other tasks' scores, with a point for each blend.
+    """Return an SVG plot of the target's score against the mean score of the other tasks, with a point per blend.
 
     The result is empty if fewer than two blends have both scores.
     """

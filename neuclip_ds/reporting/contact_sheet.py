@@ -24,7 +24,7 @@ figure { margin: 0; font-size: .85rem } figcaption { overflow-wrap: anywhere }
 
 
 def thumbnail(image: bytes) -> str:
-    """Return a small JPEG of an encoded image as a data: URI, or an empty text if the image cannot be decoded."""
+    """Return a small JPEG of an encoded image as a data: URI, or an empty string if the image cannot be decoded."""
     try:
         return data_uri(image, THUMBNAIL, _QUALITY)
     except DecodeError:

@@ -211,7 +211,7 @@ def _launches(launches: list[Launch]) -> Iterator[str]:
 
 
 def _scores(series: Mapping[str, Series], val: object) -> Iterator[str]:
-    """Yield a table of each score's last and best values in percent, with chance level and interval, if there are any.
+    """If there are scores, yield a table of their last and best values in percent, with chance levels and intervals.
 
     Also yields a sentence about the retrieval pairs; `val` is their path, or the number of held-out training pairs.
     """

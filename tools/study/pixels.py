@@ -68,7 +68,7 @@ def _read(samples: Iterable[tuple[Image.Image, list[str]]]) -> tuple[Tensor, lis
 
 
 def _terms(caption: str) -> set[str]:
-    """Return the words of a caption, and every two words in a row."""
+    """Return the words of a caption, and all pairs of consecutive words."""
     words = re.findall("[a-z0-9]+", caption.lower())
     in_a_row = {f"{first} {second}" for first, second in itertools.pairwise(words)}
     return {*words, *in_a_row}

@@ -57,8 +57,8 @@ class StepClock(Hook):
 def prepare_shards(source: str, folder: Path) -> None:
     """Write FOLDER/train, FOLDER/test and, for scenes, FOLDER/validation, unless they exist.
 
-    A training sample has one caption, so each pair has its own index. The photographs' image tower is
-    FOLDER/image.safetensors.
+    A training sample has one caption, so each pair has its own index. FOLDER/image.safetensors contains the weights of
+    the photographs' image tower.
 
     Args:
         source: a folder with shards in train/ and val/, or demo:N for N rendered scenes.
@@ -108,7 +108,7 @@ def train_towers(shards: Path, split: str, run: Run, name: str) -> dict[str, Any
 
     Args:
         shards: the folder that `prepare_shards` wrote.
-        split: the folder in it with the held-out pairs.
+        split: name of the subfolder of `shards` with the held-out pairs.
         name: name of the run, unique among those on these shards.
     """
     began = time.process_time()

@@ -1,8 +1,8 @@
 """Text encoders of the transformers library, such as BERT, XLM-R, T5's encoder and Qwen3, as towers.
 
-Captions are padded on the right, whichever side the tokenizer pads: no token then attends to padding, and the positions
-count from the caption's first token, as a model without padding counts them. In token ids, padding is PADDING, so the
-ids alone give the attention mask, even if the tokenizer pads with its EOS token.
+Captions are padded on the right, whichever side the tokenizer pads: no token then attends to padding, and positions
+count from the caption's first token, as they would without padding. Padding has the token id PADDING, so the ids alone
+determine the attention mask, even if the tokenizer pads with its EOS token.
 """
 
 import json
@@ -299,7 +299,7 @@ def _read_config(folder: Path) -> tuple[Any, Any]:
 
 
 def _new_trunk(folder: Path) -> Any:
-    """Build the encoder in a folder with random weights, as `_load_trunk` loads it."""
+    """Build the encoder in a folder with random weights, and with the same modules as `_load_trunk`."""
     with explained(f"transformers cannot build the text encoder in {folder}", "choose another model"):
         config, model_class = _read_config(folder)
         trunk = model_class.from_config(config, trust_remote_code=False, dtype=torch.float32)
