@@ -122,7 +122,8 @@ def explained(problem: str, fix: str) -> Iterator[None]:
 
 
 def cause_of(error: BaseException) -> str:
-    """Return an error's text in one line, with the middle omitted if it is long, or the type's name if it is empty."""
+    """Return an error's text in one line, with the middle omitted if it is long, or the type's name for an empty
+    text."""
     text = " ".join(str(error).split()).rstrip(".")
     if len(text) > _LONGEST_CAUSE:
         text = f"{text[:_HEAD]} ... {text[_HEAD - _LONGEST_CAUSE :]}"

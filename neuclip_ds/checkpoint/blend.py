@@ -2,7 +2,7 @@
 
 Averages are computed in float64 from float32 weights without LoRA adapters, and rounded once. Batch-norm statistics are
 averaged like weights; integers, such as batch norm's count of batches, are taken from the last model. The temperature
-is averaged as log(1/tau), which is CLIP's parameter, and the bias of SigLIP's logits as it is.
+is averaged as log(1/tau), which is CLIP's parameter; the bias of SigLIP's logits is averaged as it is.
 """
 
 import math

@@ -54,8 +54,8 @@ def engine_metadata(engine: Engine) -> dict[str, Any]:
 def load_engine(folder: Path, engine: Engine, communicator: Communicator) -> StateFiles:
     """Load state into a new engine from files written by any number of ranks at any ZeRO stage; a collective call.
 
-    Returns a reader of the files, which the caller must verify before the call. Raises `UserError` on all ranks if any
-    rank finds that files are missing or were written for a different model.
+    The caller must verify the files before the call. Returns a reader of the files. Raises `UserError` on all ranks if
+    any rank finds that files are missing or were written for a different model.
     """
 
     def read() -> StateFiles:

@@ -227,7 +227,7 @@ def open_encoders(options: argparse.Namespace, communicator: Communicator) -> Fe
 
 
 def image_transform(encoders: FeatureEncoders, data: DataConfig, crops: int) -> EvalTransform | RandomCrop | None:
-    """Return the transform of images: random crops as in training, or the evaluation crop; None without images."""
+    """Return the transform of images (random crops or the evaluation crop), or None if no images are encoded."""
     from neuclip_ds.data.images import DECODERS, EvalTransform, RandomCrop
 
     if encoders.preprocessing is None:

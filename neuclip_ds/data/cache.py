@@ -124,7 +124,7 @@ class ShardCache:
         """Open the local copy of a shard that is being fetched in pieces, once the given extents have arrived.
 
         `extents` are (offset, size) pairs; other bytes may still be missing from the file. Returns None if nobody is
-        fetching the shard in pieces, which may be because it is complete.
+        fetching the shard in pieces, for example because it is complete.
         """
         extents = list(extents)
         name = name_of(url)

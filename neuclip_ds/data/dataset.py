@@ -222,7 +222,7 @@ class PairDataset:
     def _stored_features(
         self, index: Tensor, crops: Tensor, captions: Tensor, valid: Tensor, reasons: dict[int, str]
     ) -> dict[str, StoredFeatures]:
-        """Return each table's rows; rows without usable features become invalid, and `reasons` gets the cause."""
+        """Return each table's rows; mark rows without usable features as invalid, and add the cause to `reasons`."""
         read: dict[str, StoredFeatures] = {}
         rows = valid.nonzero().flatten()
         for name, table in self._tables.items():

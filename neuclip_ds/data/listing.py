@@ -17,7 +17,7 @@ _NOT_DATA = ("__MACOSX", "lost+found")  # folders that archivers and file system
 
 
 def is_visible(name: str) -> bool:
-    """Return whether a file or folder may contain data: it is not hidden, such as `._0.tar` or `.ipynb_checkpoints`."""
+    """Return whether a file or folder may contain data; hidden ones, such as `._0.tar`, may not."""
     return not name.startswith(".") and name not in _NOT_DATA
 
 

@@ -103,14 +103,14 @@ class Loader(WorkerPool):
         self._pairs = pairs or {}
 
     def batches(self, source: str, jobs: Jobs) -> Generator[Batch, None, None]:
-        """Yield the batches or parts that `jobs` selects from the `source` dataset, with the errors of `run`."""
+        """Yield the batches or parts that `jobs` selects from the `source` dataset; raise the same errors as `run`."""
         jobs_with_source = ((source, jobs.items(job)) for job in range(jobs.count))
         return self.run(jobs_with_source, jobs.describe, self._pairs[source].folder)
 
     def map(
         self, function: Callable[[T], R], groups: Iterable[list[T]], folder: Path
     ) -> Generator[list[R], None, None]:
-        """Apply a function to each item, and yield a list of results for each group, with the errors of `run`.
+        """Apply a function to each item, and yield a list of results for each group; raise the same errors as `run`.
 
         The function, its arguments and its results must be picklable. Error messages name `folder`, the items' folder.
         """
@@ -181,7 +181,7 @@ class RankBatch:
         return self._starts[-1]
 
     def pieces(self, rows: slice) -> list[tuple[Tensor, Tensor]]:
-        """Return the rows as one (pixels, tokens) pair of views per part, of the shapes and dtypes in `Batch`."""
+        """Return the rows as one (pixels, tokens) pair of views per part, with the shapes and dtypes of `Batch`."""
         views = []
         for part, start, stop in zip(self._parts, self._starts[:-1], self._starts[1:], strict=True):
             if start < rows.stop and rows.start < stop:

@@ -100,7 +100,7 @@ def open_tables(
     communicator: Communicator,
     cache: ShardCache | None,
 ) -> dict[str, FeatureTable]:
-    """Open folders of features, given by name, on all ranks; raise UserError if one is not for this dataset."""
+    """Open folders of features, given by name, on all ranks; raise UserError if one is for other data."""
     tables = {}
     for name, folder in folders.items():
         stored = communicator.on_rank_zero(partial(find_table, folder))  # all ranks do not list the folder

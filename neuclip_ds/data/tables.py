@@ -220,7 +220,7 @@ def _find_missing_quote(batch: pa.RecordBatch, delimiter: str) -> str:
 
 
 def _is_strict_csv(file: str) -> bool:
-    """Return whether every quoted cell of a CSV file ends at a delimiter or a line break, as CSV writers write it."""
+    """Return whether every quoted cell of a CSV file ends at a delimiter or a line break, as in valid CSV."""
     try:
         with Path(file).open(encoding="utf-8-sig", errors="replace", newline="") as lines:
             for _ in csv.reader(lines, strict=True):

@@ -60,7 +60,7 @@ def gather_messages(message: Tensor, group: dist.ProcessGroup | None) -> list[Te
 
 
 def error_as_object(error: UserError) -> dict[str, Any]:
-    """Return a JSON-serializable description of an error, from which `error_from_object` makes an equal error."""
+    """Return a JSON-serializable description of an error, from which `error_from_object` makes an equivalent error."""
     classes = [_full_name(base) for base in type(error).__mro__ if issubclass(base, UserError)]
     return {"classes": classes, "message": str(error)}
 

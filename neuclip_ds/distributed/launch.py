@@ -286,7 +286,7 @@ def _torchrun_serves() -> bool:
 def _wait_for_server(host: str, port: int, timeout: timedelta) -> None:
     """Wait until the store accepts connections; raise `OSError` after `timeout`.
 
-    `TCPStore` would wait itself, but a signal could not end its wait, because it does not return to Python.
+    `TCPStore` would also wait, but a signal could not end that wait, because `TCPStore` does not return to Python.
     """
     deadline = time.monotonic() + timeout.total_seconds()
     while True:

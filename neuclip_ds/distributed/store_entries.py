@@ -28,7 +28,7 @@ def read_entry(store: dist.Store, key: str, kind: type[T]) -> T:
 
 
 def parse_entry(content: bytes, key: str, kind: type[T]) -> T:
-    """Return the dataclass that `write_entry` wrote as a `kind`.
+    """Return the content that `write_entry` wrote, as a `kind`.
 
     Raises UserError if the content is not JSON that is valid for `kind`.
     """

@@ -76,8 +76,8 @@ class ShardImages:
 class FolderImages:
     """The image files in a folder and its subfolders, in the order of their paths.
 
-    The caption of `a/b.jpg` is in `a/b.txt`, or in another file of that stem that a source of captions names. Raises
-    UserError if the folder contains no images.
+    The caption of `a/b.jpg` is in `a/b.txt`, or in another file with the same stem, whose extension a caption source
+    names. Raises UserError if the folder contains no images.
     """
 
     def __init__(self, folder: Path, captions: Sequence[str]) -> None:

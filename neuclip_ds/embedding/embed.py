@@ -204,7 +204,7 @@ def embed(
 ) -> Summary:
     """Write the missing parts; all ranks call this function together and receive the same summary.
 
-    The encoders must not run collectives, because ranks call them different numbers of times; they get at most
+    The encoders must not run collectives, because the number of calls differs between ranks; they get at most
     `batch_size` images or captions at once. Raises UserError if the folder contains features from a different job, a
     shard differs from the manifest, the disk is full, or loaders die repeatedly.
     """

@@ -218,8 +218,8 @@ def encode_collection(
         collection: the images.
         encoders: a model with encoders of images and of captions in one space.
         options: options of the loader processes.
-        batch_size: images that are encoded at once.
-        report: function that is called with the number of images done and the number of all images.
+        batch_size: number of images that are encoded at once.
+        report: function that is called with the number of images done and the total number of images.
 
     Raises:
         UserError: no image can be decoded, or a shard differs from its manifest.

@@ -1,8 +1,9 @@
 """Metrics and chance levels as pure functions of counts, and accumulators whose size does not grow with the data.
 
-Counts are float64, (C,) for classes or (G,) for groups: `hits` counts correct predictions, `predicted` all predictions
-of a class, and `support` or `counts` all samples of a class or group. Counts may be fractional: if two classes have
-equal scores, each gets half a prediction. scikit-learn and WILDS compute the same metrics from lists of predictions.
+Counts are float64, (C,) for classes or (G,) for groups: `hits` counts correct predictions, `predicted` counts all
+predictions of a class, and `support` or `counts` counts all samples of a class or group. Counts may be fractional: if
+two classes have equal scores, each gets half a prediction. scikit-learn and WILDS compute the same metrics from lists
+of predictions.
 """
 
 from math import comb
@@ -95,8 +96,9 @@ def chance_jaccard(candidates: int, right: int) -> float:
 class ClassAccumulator:
     """Accumulator of counts per class, each (C,) float64.
 
-    `support` counts the samples of a class, `top1` those whose class is predicted first, `top5` those whose class is
-    among the first five predictions, and `predicted` the samples that are predicted as the class.
+    For each class, `support` counts its samples, `top1` counts its samples for which the class is predicted first,
+    `top5` counts its samples for which the class is among the first five predictions, and `predicted` counts all
+    samples for which the class is predicted first.
     """
 
     def __init__(self, classes: int, device: torch.device | str = "cpu") -> None:

@@ -240,7 +240,7 @@ def read_captions(sample: Sample) -> list[str]:
 def _count_hits(queries: _Queries, candidates: Tensor, labels: Tensor, ks: Sequence[int], chunk: int) -> Tensor:
     """Return the number of queries and the number of hits at each k, as (1 + len(ks),) float64.
 
-    `candidates` are the (m, d) features of the candidates on all ranks, and `labels` their (m,) labels.
+    `candidates` are the (m, d) features of the candidates on all ranks, and `labels` are their (m,) labels.
     """
     counts = torch.zeros(1 + len(ks), dtype=torch.float64, device=queries.features.device)
     counts[0].fill_(len(queries.label))  # unlike an assignment, does not copy the number from the host and wait

@@ -107,7 +107,7 @@ class EvaluationSet:
         return self.templates[template].replace(PLACEHOLDER, self.class_names[label])
 
     def fingerprint(self) -> str:
-        """Return a string that changes if files of the set are added, removed or written, with the errors of `files`.
+        """Return a string that changes if files are added, removed or written; raise the same errors as `files`.
 
         Files are not read: the string depends on their sizes and modification times.
         """
@@ -288,7 +288,7 @@ def _open_images(path: Path) -> EvaluationSet:
 
 
 def _imagenet_prompts(path: Path, wordnet_ids: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return OpenAI's names of ImageNet classes and its 80 templates, as in open_clip.
+    """Return OpenAI's names of ImageNet classes and OpenAI's 80 templates, as in open_clip.
 
     Raises UserError if open_clip is not installed, or a class is not one of ImageNet-1k's.
     """

@@ -1,6 +1,7 @@
 """AmorLIP: normalizers amortized by a small network (arXiv 2505.18983).
 
-The function `amorlip` builds the method. Its options are in amorlip_options.py and its networks in amortization_mlp.py.
+The function `amorlip` builds the method. Its options are in amorlip_options.py, and its networks are in
+amortization_mlp.py.
 
 With L = 1/tau and with c as the weight of the positive, the partition function of anchor i over the global batch is
 

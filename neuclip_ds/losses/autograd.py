@@ -26,8 +26,8 @@ def autograd_loss(function: FeatureLoss) -> LossBuilder:
     Args:
         function: the loss as a function of the (B, d) image features, the (B, d) text features and the (B,) sample
             indices of the global batch. Row i of both tensors is a pair. The features are on the device of the training
-            batch, the indices in host memory. The function returns a 0-dim tensor. Every rank calls it with the same
-            arguments.
+            batch, and the indices are in host memory. The function returns a 0-dim tensor. Every rank calls it with the
+            same arguments.
 
     Returns:
         A builder, which `ContrastiveLoss` and `register_loss` call with the options and sizes of the loss.

@@ -1,7 +1,7 @@
 """Inputs and outputs of a loss, and the base classes of losses and of their components.
 
 Shapes: b rows on this rank (`local` of them valid), K ranks, a total of B valid rows, feature width d. In a `(2, B)`
-tensor, row 0 is for image anchors (contrasted with texts) and row 1 for text anchors (contrasted with images).
+tensor, row 0 is for image anchors (contrasted with texts), and row 1 is for text anchors (contrasted with images).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -126,7 +126,7 @@ class Stateful:
 
 
 class LossFunction(Stateful):
-    """Base class of losses: functions of the features of all ranks, with their state.
+    """Base class of losses: functions of the features of all ranks, which may have state.
 
     `ContrastiveLoss` gathers the features and passes the gradient to autograd. Parameters of a loss, such as the
     temperature, are not parameters of the model: each training call updates them.

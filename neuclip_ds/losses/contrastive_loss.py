@@ -289,7 +289,7 @@ class ContrastiveLoss(nn.Module):
                 statistics per sample. If an index is repeated, the statistics of its last row are stored. Keep `index`
                 in host memory; otherwise, the host has to wait for a copy from the GPU.
             valid: (b,) bool in host memory, False for rows to ignore.
-            pending: the batch that `begin` returned, whose features have been added; replaces `index` and `valid`.
+            pending: the batch that `begin` returned, after its features have been added; replaces `index` and `valid`.
             position: position in the training run; by default, the loss counts its own training calls.
             reference: image and text features of the samples from a reference model, two normalized (b, D) tensors on
                 any device. Their similarities are subtracted from the similarities of `image_features` and

@@ -5,8 +5,8 @@ sample i:
 
     u_i <- (1 - gamma) u_i + gamma g_i,   w_i = 1/(eps + u_i)                             (FastCLIP eq. 1)
 
-u_i is initialized to g_i. The functions below build the methods, and their docstrings give the losses. They differ in
-the temperature and in the schedule of gamma, whose options are in fastclip_options.py.
+u_i is initialized to g_i. The functions below build the methods, and their docstrings give the losses. The methods
+differ in the temperature and in the schedule of gamma; the options are in fastclip_options.py.
 
 With `reference=released_code`, the methods follow FastCLIP's code where it differs from the paper: losses with a
 constant or individual temperature have no leading tau. The code's loss is the sum of two halves. Both halves have the

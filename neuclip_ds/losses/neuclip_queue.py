@@ -189,7 +189,8 @@ class PooledQueueEstimator(NormalizerEstimator):
     def _enqueue(self, batch: GatheredFeatures) -> None:
         """Overwrite the oldest rows with the batch's last m samples; the run's i-th sample is stored in row i mod m.
 
-        If the batch has the same samples as the previous one (as in a second forward pass), overwrite the previous one.
+        If the batch contains the same samples as the previous one (as in a second forward pass), replace the previous
+        one.
         """
         if not self._seen:
             self._resize(batch.image.shape[1])

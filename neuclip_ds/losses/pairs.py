@@ -27,7 +27,7 @@ to log tau is minus the sum of w_ij (x + m)/p over all pairs and both anchors of
 Reference model. With the similarities r_ij of a reference model, s_ij - r_ij replaces s_ij everywhere (DRRho-CLIP). The
 features of both models, side by side as (e1_i, -r1_i) and (e2_j, r2_j), have these similarities, so that the two passes
 need no changes (`GatheredFeatures.minus_reference`). The gradient's columns for the reference's features are needed for
-the derivative with respect to tau; then they are dropped, because these features are constants.
+the derivative with respect to tau; afterward, they are dropped, because these features are constants.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ def fixed_image_size(name: str) -> int | None:
 
 
 def names_by_image_size(name: str) -> dict[int, str]:
-    """Return the names of the timm models that differ from a model only in their image size, by that size in pixels.
+    """Return the names of the timm models that differ from a model only in image size, keyed by that size in pixels.
 
     Such names end with the size, such as vit_base_patch16_siglip_384. The model itself is included; models that take
     images of any size have no such names.

@@ -130,9 +130,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, captions: PackedCaptions) 
 def _attend_in_one_kernel(query: Tensor, key: Tensor, value: Tensor, captions: PackedCaptions) -> Tensor:
     """Call flash attention for sequences of different lengths.
 
-    It needs a GPU, 16-bit numbers and a head width that is a multiple of 8.
-    `torch.nn.attention.varlen` calls the same operator, but exists only since torch 2.10, with changing arguments. The
-    kernel gets the context length as the maximum length, so that no argument on the host depends on the captions.
+    It needs a GPU, 16-bit numbers and a head width that is a multiple of 8. `torch.nn.attention.varlen` calls the same
+    operator, but exists only since torch 2.10, and its arguments have changed since. The kernel gets the context length
+    as the maximum length, so that no argument on the host depends on the captions.
     """
     only_last = len(query) < len(key)
     offsets = captions.offsets

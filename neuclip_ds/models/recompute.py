@@ -23,7 +23,7 @@ def checkpointed_blocks(tower: nn.Module, name: str, activation_checkpointing: b
     Args:
         tower: a tower from any library.
         name: name of the tower in messages.
-        activation_checkpointing: the model option: whether to checkpoint all blocks, or how many.
+        activation_checkpointing: value of the model option: true for all blocks, or a number of blocks.
 
     Raises:
         UserError: the tower has no blocks.

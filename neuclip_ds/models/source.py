@@ -231,7 +231,7 @@ def with_sizes(config: ModelConfig, image_size: int | None, context_length: int 
 
 
 def with_architecture(config: ModelConfig, architecture: ModelConfig) -> ModelConfig:
-    """Return a config with the towers of another one, at the image size and context length of `config` if it has any.
+    """Return a config with the towers of another one, at the image size and context length of `config` if it sets them.
 
     The trained parts, the adapters and all options that do not change the features are taken from `config`.
     """

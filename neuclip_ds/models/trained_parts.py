@@ -122,7 +122,7 @@ def learning_rate_scales(model: nn.Module, config: OptimizerConfig) -> dict[str,
     """Return learning-rate factors by parameter name; the factor of a parameter that is not listed is 1.
 
     Args:
-        model: must have the towers `vision` and `text` if the config sets per-tower learning rates or a layer decay.
+        model: module, with the towers `vision` and `text` if the config sets per-tower learning rates or a layer decay.
     """
     scales: dict[str, float] = {}
     tower_rates = {"vision": config.vision_lr, "text": config.text_lr}

@@ -121,7 +121,7 @@ def load_recovered_state(checkpoint: Path, context: RunContext, loss: Contrastiv
 
 
 def _check_reference(checkpoint: Path, recovered: Mapping[str, Any], data: Mapping[str, Any]) -> None:
-    """Raise `UserError` if u was recovered with a different reference model, or if only one run has one."""
+    """Raise `UserError` if u was recovered with a different reference model, or if only one of the runs has one."""
     recovered_job = recovered.get("features", {}).get(REFERENCE)
     job = data.get("features", {}).get(REFERENCE)
     if recovered_job != job:

@@ -38,7 +38,7 @@ def train_step(
     """Update the weights, the temperature and the estimators, or skip the step on all ranks.
 
     A step whose loss or gradient is not finite is skipped without an extra copy to the host: the gradients become NaN
-    on all ranks, and the optimizer rejects them. By then the loss and batch norm have updated their state, so both are
+    on all ranks, and the optimizer rejects them. By then, the loss and batch norm have updated their state, so both are
     restored.
 
     Args:
@@ -95,7 +95,7 @@ def _stored_rows(batch: RankBatch) -> dict[str, Any]:
 
 @torch.no_grad()
 def _indices_of_not_finite(image: Tensor, text: Tensor, batch: RankBatch, engine: Engine) -> list[int]:
-    """Return the indices, from all ranks, of samples with non-finite features, which have the shape (b, d)."""
+    """Return the indices, from all ranks, of the samples with non-finite values in their (b, d) features."""
     finite = image.isfinite().all(dim=1) & text.isfinite().all(dim=1)
     indices = batch.index[batch.valid & ~finite.cpu()].tolist()
     all_indices: list[int] = []

@@ -317,9 +317,9 @@ def start_encoders(
 ) -> tuple[Engine, LogitParameters, int]:
     """Build or load the encoders, write a description of them to `staged`, and start DeepSpeed's engine.
 
-    With `resumed`, a checkpoint, the description keeps its hash of the weights that the run started from.
-    Returns the engine, the encoders' temperature and bias, and the number of parameters. Raises `UserError` if the
-    stored outputs of frozen trunks come from another model.
+    If the run resumes from the checkpoint `resumed`, the description keeps the checkpoint's hash of the weights that
+    the run started from. Returns the engine, the encoders' temperature and bias, and the number of parameters. Raises
+    `UserError` if the stored outputs of frozen trunks come from another model.
     """
     torch.manual_seed(config.run.seed)  # the same weights on every rank
     model, logits = source.load(data.tokenizer)

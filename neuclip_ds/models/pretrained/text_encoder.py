@@ -194,7 +194,7 @@ def open_text_encoder(
 
     Args:
         folder: folder with the encoder's files.
-        pooling: by default, the one in the folder's sentence-transformers config.
+        pooling: pooling of the hidden states; by default, the one in the folder's sentence-transformers config.
         context_length: maximum number of tokens per caption; by default, the smallest limit in the folder's configs.
 
     Raises:

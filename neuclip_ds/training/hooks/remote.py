@@ -141,7 +141,7 @@ class CopyRun(Hook):
 
 
 def restore(run: RunConfig, communicator: Communicator, *folders: Path) -> None:
-    """Fetch the newest intact checkpoint from a run's copy, unless the run's folder has one that is at least as new.
+    """Fetch the newest intact checkpoint from a run's copy, unless the run's folder contains one that is as new.
 
     A checkpoint fetched from the copy comes with the best checkpoint, and with the records that the folder lacks or, if
     the copy is of a later step, with all records. A damaged local checkpoint of the same step is renamed. All ranks

@@ -65,8 +65,8 @@ class CollectGarbage(Hook):
     """Collects reference cycles every 100 steps, because Python's own schedule pauses ranks at different steps.
 
     A collection visits all objects that the garbage collector tracks, which takes up to half a second after the set-up
-    of a run; and while one rank collects, the other ranks wait for it. The objects of the set-up are therefore exempt,
-    and a collection during training visits only younger objects.
+    of a run. While one rank collects, the other ranks wait for it. The objects of the set-up are therefore exempt, and
+    a collection during training visits only younger objects.
     """
 
     def start(self, loop: Loop) -> None:
