@@ -122,7 +122,7 @@ def explained(problem: str, fix: str) -> Iterator[None]:
 
 
 def cause_of(error: BaseException) -> str:
-    """Return an error's text in one line, with the middle omitted if it is long, or the type's name for an empty
+    """Return an error's text in one line, with the middle of a long text omitted, or the type's name if it has no
     text."""
     text = " ".join(str(error).split()).rstrip(".")
     if len(text) > _LONGEST_CAUSE:

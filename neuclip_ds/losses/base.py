@@ -37,7 +37,7 @@ class LossOutput:
     """The loss of the global batch, and its gradient with respect to this rank's valid features."""
 
     loss: Tensor
-    """0-dim, equal on all ranks."""
+    """0-dim loss, equal on all ranks."""
     image_gradient: Tensor
     """(local, d): gradient with respect to the image features"""
     text_gradient: Tensor

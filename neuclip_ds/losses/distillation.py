@@ -55,7 +55,7 @@ class _Logits:
     tau: Tensor
     """Temperature, 0-dim if shared by all anchors, else (2, B)"""
     log_excess: Tensor
-    """(2, local): log(1 + sum_{j != i} exp((s_ij - s_ii)/tau)), minus the log of the softmax at j = i"""
+    """(2, local): log(1 + sum_{j != i} exp((s_ij - s_ii)/tau)), which is minus the log of the softmax at j = i"""
 
     @classmethod
     def of(cls, batch: GatheredFeatures, tau: Tensor, columns: int | None) -> "_Logits":

@@ -164,7 +164,7 @@ class _Prediction:
     log_sum: Tensor
     """(2, B): log of the sum of exp(z_ik) over this rank's prototypes"""
     share: Tensor
-    """(2, B, local prototypes): rows sum to one"""
+    """(2, B, local prototypes): share_ik; rows sum to one"""
     unit: Tensor
     """(2, local prototypes, d): W_k / |W_k|"""
     norm: Tensor

@@ -22,7 +22,7 @@ from neuclip_ds.models.trained_parts import block_names
 log = logging.getLogger(__name__)
 
 Compilation = Literal["blocks", "towers", "false"]
-"""What is compiled: each block, each tower as a whole, or nothing."""
+"""Parts to compile: each block, each tower as a whole, or nothing."""
 
 _GRAPHS_PER_BLOCK = 4  # without gradients, with gradients, in evaluation, and for batches of another size
 
