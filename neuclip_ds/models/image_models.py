@@ -207,8 +207,12 @@ class ImageWeights:
     squash: bool = False  # as in `Preprocessing`
 
 
-def locate_image_weights(vision: VisionConfig) -> ImageWeights:
+def locate_image_weights(vision: VisionConfig, option: str = "model.vision.pretrained") -> ImageWeights:
     """Locate an image tower's pretrained weights, downloading them from the hub if needed; call on one rank only.
+
+    Args:
+        vision: the tower's options.
+        option: the option that names the weights, for messages.
 
     Raises:
         UserError: no weights have the configured name, or the weights cannot be downloaded.
@@ -216,7 +220,7 @@ def locate_image_weights(vision: VisionConfig) -> ImageWeights:
     pretrained_cfg = timm.get_pretrained_cfg(_weights_name(vision))
     path = Path(vision.pretrained).expanduser()
     if not path.is_file():
-        path = _download(vision, pretrained_cfg)
+        path = _download(vision, pretrained_cfg, option)
     default_mean, default_std = vision.statistics()
     if pretrained_cfg is not None:
         default_mean = tuple(pretrained_cfg.mean)
@@ -229,19 +233,18 @@ def locate_image_weights(vision: VisionConfig) -> ImageWeights:
     )
 
 
-def _download(vision: VisionConfig, pretrained_cfg: Any) -> Path:
+def _download(vision: VisionConfig, pretrained_cfg: Any, option: str) -> Path:
     """Download the weights for a timm tag and return the file's path; `pretrained_cfg` is timm's, if any."""
     tagged = _weights_name(vision)
     if pretrained_cfg is None or tagged == vision.name:
         tags = [name.partition(".")[2] for name in timm.list_pretrained(f"{vision.name}.*")]
         raise UserError(
-            f"model.vision.pretrained={vision.pretrained} is neither a file nor a tag of timm's {vision.name}: "
+            f"{option}={vision.pretrained} is neither a file nor a tag of timm's {vision.name}: "
             f"{', '.join(tags) or 'it has none'}."
         )
     if not pretrained_cfg.hf_hub_id:
         raise UserError(
-            f"timm's {tagged} is not on the hub; download {pretrained_cfg.url} and set model.vision.pretrained to the "
-            "file."
+            f"timm's {tagged} is not on the hub; download {pretrained_cfg.url} and set {option} to the file."
         )
     file = pretrained_cfg.hf_hub_filename or "model.safetensors"
-    return download(pretrained_cfg.hf_hub_id, [file], "model.vision.pretrained") / file
+    return download(pretrained_cfg.hf_hub_id, [file], option) / file
