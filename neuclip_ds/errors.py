@@ -122,8 +122,7 @@ def explained(problem: str, fix: str) -> Iterator[None]:
 
 
 def cause_of(error: BaseException) -> str:
-    """Return an error's text in one line, with the middle of a long text omitted, or the type's name if it has no
-    text."""
+    """Return an error's text in one line without the middle of a long text, or the type's name if there is no text."""
     text = " ".join(str(error).split()).rstrip(".")
     if len(text) > _LONGEST_CAUSE:
         text = f"{text[:_HEAD]} ... {text[_HEAD - _LONGEST_CAUSE :]}"
