@@ -23,7 +23,7 @@ def test_help_lists_the_everyday_options(capsys: pytest.CaptureFixture[str]) -> 
     assert options == SWITCHES | {f"--{with_dashes(name)}" for name in EVERYDAY}
     assert options - SWITCHES < ALL
     assert "--data.batch-size=INT  (256)\n" in text
-    assert "pairs that contrast with each other" in " ".join(text.split())
+    assert "pairs that are contrasted with each other" in " ".join(text.split())
     assert "--optimizer.name=adamw|lamb|lion|sgd  (adamw)\n" in text
     assert "--help all" in text
 
