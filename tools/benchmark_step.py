@@ -29,9 +29,9 @@ is between those of CC3M's and CC12M's captions), or lengths drawn from a file w
 With --time-limit, programs that would probably exceed the limit are omitted. A program that fails is reported at the
 end; the others still run.
 
-The part `shares` prints the objective's share of a step of --share-model. Towers and optimizer are timed in real steps
-of --share-rows pairs. The objective alone is timed at that batch size and at the paper's global batch size, for which
-the towers are assumed to take the same time per pair.
+The part `shares` prints the objective's share of a step of --share-model. The towers and the optimizer are timed in
+real steps of --share-rows pairs. The objective alone is timed at that batch size and at the paper's global batch size,
+for which the towers are assumed to take the same time per pair.
 
 The part `throughput` prints a table for the documentation: samples/s of our steps on random pairs, the share of the
 GPUs' peak FLOP/s that the towers reach (MFU, without recomputed operations), and the objective's share of profiled

@@ -71,7 +71,8 @@ class DistillConfig(Section):
     contrastive_weight: float = Field(1.0, ge=0)
     """Weight of the method's own loss in a run with distillation: 1 in open_clip, 0 in MobileCLIP's ViT-B/16."""
     temperature: float | Annotated[list[float], Field(min_length=1)] = 0.01
-    """Temperature of the teacher's softmax, or one for each teacher; OpenAI's CLIP and many other models use 0.01."""
+    """Temperature of the teacher's softmax, or a list with one for each teacher; OpenAI's CLIP and many other models
+    use 0.01."""
 
     @model_validator(mode="after")
     def _temperatures_fit(self) -> DistillConfig:

@@ -1,4 +1,4 @@
-"""A plain training loop of small heads on frozen features: any loss of this project, or an oracle of the study.
+"""A plain training loop for small heads on frozen features, with any loss of this project or an oracle of the study.
 
 `train` is the whole loop; a step takes a few milliseconds on one core.
 """

@@ -226,7 +226,7 @@ def losses() -> str:
 
 
 def pairs_of_losses() -> str:
-    """Differences between two arms by batch size: those that the text and the claims compare."""
+    """Differences between two arms by batch size, for the pairs of arms that the text and the claims compare."""
     compared = [
         ("fastclip_v1", "fastclip_v3"),
         ("neuclip", "fastclip_v3"),
