@@ -112,7 +112,7 @@ def check_options(options: argparse.Namespace) -> None:
     if is_dual:
         check_model("MODEL", options.model)
     if not is_dual and options.ema:
-        raise UserError(f"{options.model} is not a run, and has no average of its weights: omit --ema.")
+        raise UserError(f"{options.model} is not a run, so it contains no average of the weights: omit --ema.")
     if not is_dual and options.output == "joint":
         raise UserError(f"{options.model} has no joint space of images and texts: omit --output.")
     if encodes_images and options.pooling:

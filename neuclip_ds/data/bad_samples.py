@@ -99,8 +99,8 @@ class BadSampleLog:
             cause, count = self.causes.most_common(1)[0]
             raise UserError(
                 f"{self.bad} of {self.seen} samples cannot be used, more than "
-                f"data.max_bad_fraction={self._max_fraction} allows (most often, {count} times: {cause}); "
-                f"fix the shards listed in {self.path} or raise the limit."
+                f"data.max_bad_fraction={self._max_fraction} allows (the most frequent cause, {count} times: "
+                f"{cause}); fix the shards listed in {self.path} or raise the limit."
             )
         if problem := next((problem for _, _, problem in new_of_ranks if problem is not None), None):
             raise UserError(problem)
