@@ -194,8 +194,8 @@ def read_start(checkpoint: Path, communicator: Communicator) -> ModelWeights:
     name = run.config.model.pretrained
     if not name:
         raise UserError(
-            f"{checkpoint} cannot be blended: its run started from random weights (model.pretrained is empty), not from "
-            "a trained model. Omit --blend."
+            f"{checkpoint} cannot be blended: its run started from random weights (model.pretrained is empty), not "
+            "from a trained model. Omit --blend."
         )
     config = run.config.model.model_copy(update={"lora": LoraConfig()})
     # load the start at the run's image size and context length; these options had no effect in earlier versions

@@ -57,9 +57,7 @@ def main(arguments: Sequence[str]) -> None:
     print(f"{options.out}: {kept}; the smallest {options.column} is {selected.minimum:.6g}.")
     if options.near_duplicates is not None:
         candidates = selected.kept + selected.refined
-        print(
-            f"Of {candidates:,} samples, {selected.refined:,} near-duplicates were dropped; {list_path} lists them."
-        )
+        print(f"Of {candidates:,} samples, {selected.refined:,} near-duplicates were dropped; {list_path} lists them.")
         if selected.refined > _MANY_NEAR * candidates:
             print(
                 f"warning: {selected.refined / candidates:.0%} of the samples were dropped as near-duplicates. A model "

@@ -195,9 +195,9 @@ class TarReader:
         table = self._shared_table(listed.path, source, partial(self._walk_headers, shard))
         self._check_layout(shard, table)
         if table.n != listed.n:
-            other_cause = "" if listed.layout is not None else ", or img2dataset's side file has a wrong count"
+            other_cause = "" if listed.layout is not None else ", or img2dataset's side file contains a wrong count"
             raise UserError(
-                f"Shard {listed.path} has {table.n} samples, but the manifest lists {listed.n}: the shard has "
+                f"Shard {listed.path} contains {table.n} samples, but the manifest lists {listed.n}: the shard has "
                 f"changed{other_cause}. Build the manifest again, with or without this shard."
             )
         return table
@@ -220,7 +220,8 @@ class TarReader:
         listed = self._manifest.shards[shard]
         if listed.layout not in (None, table.layout) and table.n == listed.n:
             raise UserError(
-                f"Shard {listed.path} has the size that the manifest lists, but different samples; restore the shard."
+                f"Shard {listed.path} has the size that the manifest lists, but other samples: restore the shard, or "
+                "build the manifest again."
             )
 
     def _verify(self, shard: int, members: Iterable[tuple[int, bytes | None, int]]) -> None:

@@ -38,8 +38,8 @@ _COMMA = ","
 _DELIMITERS = {".csv": _COMMA, ".tsv": "\t"}
 _MAX_HEADER = 100_000  # characters of a table's first line that are read to find its delimiter
 _BATCH = 256  # rows read at once; few, because they may contain images
-_FIX = "fix or remove that file"
-_FIX_QUOTES = "fix that file, or pack with --quotes=off if quotes are ordinary characters in it"
+_FIX = "write or download that file again, or remove it"
+_FIX_QUOTES = "correct that file, or pack with --quotes=off if its quotes are ordinary characters"
 _LINE_BREAK = re.compile(r"\r\n|\r|\n")
 _DATA_URI = "data:"
 # JPEG, PNG, WebP, GIF and BMP in base64; so many characters are not a path

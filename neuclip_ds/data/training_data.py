@@ -211,7 +211,7 @@ def _check_same_features(tables: Mapping[str, FeatureTable], recorded: Mapping[s
     for name, table in tables.items():
         if recorded.get(name, table.job) != table.job:
             raise UserError(
-                f"{table.folder} no longer contains the features of the start of the run (its {EMBEDDING} "
+                f"{table.folder} no longer contains the features with which the run started (its {EMBEDDING} "
                 "differs): restore the earlier folder, or give the run another name (--run.name)."
             )
 

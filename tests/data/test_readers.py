@@ -105,7 +105,7 @@ def test_a_shard_that_is_not_the_manifests_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"00000.tar has \d+ bytes, but the manifest lists \d+"):
         TarReader(manifest).read(0)
     same_size = Manifest([replace(manifest.shards[0], bytes=(tmp_path / "00000.tar").stat().st_size)])
-    with pytest.raises(UserError, match=r"00000.tar has 2 samples, but the manifest lists 3"):
+    with pytest.raises(UserError, match=r"00000.tar contains 2 samples, but the manifest lists 3"):
         TarReader(same_size).read(0)
 
 
