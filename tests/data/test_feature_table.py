@@ -361,9 +361,9 @@ def test_a_table_that_changes_during_training_ends_the_run(tmp_path: Path, manif
     (copy / part_name(2)).write_bytes((copy / part_name(2)).read_bytes()[:-100])
     with pytest.raises(UserError, match=r"has changed or is damaged: it was not written by the job"):
         table.rows(torch.tensor([0]))
-    with pytest.raises(UserError, match=r"has changed or is damaged: it has \d+ bytes"):
+    with pytest.raises(UserError, match=r"has changed or is damaged: it is \d+ bytes long"):
         table.rows(torch.tensor([SHARD_SIZES[0]]))
-    with pytest.raises(UserError, match=r"has changed or is damaged: it has \d+ bytes"):
+    with pytest.raises(UserError, match=r"has changed or is damaged: it is \d+ bytes long"):
         table.rows(torch.tensor([15]))
 
 

@@ -102,7 +102,7 @@ def test_a_shard_that_is_not_the_manifests_is_refused(tmp_path):
     write_pairs(tmp_path, [3])
     manifest = manifest_of(tmp_path)
     write_pairs(tmp_path, [2])
-    with pytest.raises(UserError, match=r"00000.tar has \d+ bytes, but the manifest lists \d+"):
+    with pytest.raises(UserError, match=r"00000.tar is \d+ bytes long, but the manifest lists \d+"):
         TarReader(manifest).read(0)
     same_size = Manifest([replace(manifest.shards[0], bytes=(tmp_path / "00000.tar").stat().st_size)])
     with pytest.raises(UserError, match=r"00000.tar contains 2 samples, but the manifest lists 3"):
