@@ -93,7 +93,10 @@ def select(
     if not len(uids) and without_uid:
         raise UserError(f"None of {without_uid} samples has a uid of 32 hex digits: pass its column with --uid-column.")
     if not len(uids):
-        raise UserError(f"None of {samples} samples is kept ({without_value} without a value): choose wider bounds.")
+        raise UserError(
+            f"None of {samples} samples is kept ({without_value} have no value in the column): choose wider bounds "
+            "(--min, --max, --top) or another --column."
+        )
     refined_uids = refine(uids)
     out.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(out) as temporary, temporary.open("wb") as file:
@@ -114,7 +117,9 @@ def _open(files: Sequence[Path]) -> ds.Dataset:
         return ds.dataset([str(file) for file in files], format="parquet")
     except (OSError, ValueError, pa.ArrowException):
         for file in files:
-            with explained(f"{file} cannot be read as parquet", "fix it, or omit it from the files to filter"):
+            with explained(
+                f"{file} cannot be read as parquet", "write or download it again, or omit it from the files to filter"
+            ):
                 pq.read_schema(file)
         raise
 

@@ -251,7 +251,7 @@ def _open_images(path: Path) -> EvaluationSet:
         class_names = tuple(folder.name.replace("_", " ") for folder in folders)
     elif len(class_names) != len(folders):
         raise UserError(
-            f"{class_names_file} has {counted(len(class_names), 'name')} for {counted(len(folders), 'folder')} of "
+            f"{class_names_file} contains {counted(len(class_names), 'name')} for {counted(len(folders), 'folder')} of "
             "images; write one name for each folder, in order."
         )
     else:
@@ -338,7 +338,7 @@ def _open_pairs(path: Path) -> EvaluationSet:
     table contains the images themselves, each row is one sample, with one caption or a list of captions.
     """
     table = open_table(str(path))
-    advice = "rename one of them"
+    advice = "rename one of these columns"
     image_column = table.find_column(IMAGE_COLUMNS, "images", advice)
     caption_column = table.find_column(CAPTION_COLUMNS, "captions", advice)
 

@@ -206,7 +206,7 @@ def _user_task(path: Path, name: str | None = None) -> Task:
     """Return the task of a user's set, by default with the name of its folder or file."""
     kind: Any = open_set(path).kind
     if kind not in ("classification", "retrieval"):
-        raise UserError(f"{path} is a {kind} set, which neuclip_ds cannot score; move it elsewhere.")
+        raise UserError(f"{path} is a {kind} set, which neuclip_ds cannot score; move it out of the folder of sets.")
     return Task.own(name or (path.stem if path.is_file() else path.name), kind)
 
 

@@ -217,8 +217,8 @@ class PooledQueueEstimator(NormalizerEstimator):
         for name, queue in self.replicated_state().items():
             if state[name].shape != queue.shape:
                 raise UserError(
-                    f"The checkpoint's {name} has the shape {tuple(state[name].shape)}, but this run has "
-                    f"{tuple(queue.shape)}; set objective.queue.size={len(state[name])}, or start a new run."
+                    f"The checkpoint's {name} has the shape {tuple(state[name].shape)}, but that of this run has the "
+                    f"shape {tuple(queue.shape)}; set objective.queue.size={len(state[name])}, or start a new run."
                 )
             queue.copy_(state[name])
         self._seen = int(state["seen"])

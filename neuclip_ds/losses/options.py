@@ -56,8 +56,8 @@ class TemperatureConfig(Section):
     def _bounds_hold_initial(self) -> TemperatureConfig:
         if self.initial is not None and not self.minimum <= self.initial <= self.maximum:
             raise ValueError(
-                f"initial={self.initial} is outside [minimum={self.minimum}, maximum={self.maximum}]; change one of "
-                "them"
+                f"initial={self.initial} is outside [minimum={self.minimum}, maximum={self.maximum}]; change initial "
+                "or the bound"
             )
         return self
 
