@@ -138,8 +138,8 @@ def refuse_missing_gpus(torch_build: str) -> None:
             launched = re.search(r"[/ ](?:deepspeed|ds)(?:\.launcher\.runner)? .*--num_gpus[ =](\d+)", command)
             if launched:
                 raise UserError(
-                    f"--num_gpus {launched[1]} requests GPUs, but {socket.gethostname()} shows no GPU: check nvidia-smi "
-                    "and CUDA_VISIBLE_DEVICES, and that torch is built for GPUs; or train on CPU cores with "
+                    f"--num_gpus {launched[1]} requests GPUs, but {socket.gethostname()} shows no GPU: check "
+                    "nvidia-smi and CUDA_VISIBLE_DEVICES, and that torch is built for GPUs; or train on CPU cores with "
                     f"deepspeed --num_accelerators {launched[1]}."
                 )
 
