@@ -93,7 +93,8 @@ def load_recovered_state(checkpoint: Path, context: RunContext, loss: Contrastiv
         if recovered_optimizer != optimizer:
             raise UserError(
                 f"{checkpoint} contains moments of optimizer.name={recovered_optimizer}, "
-                f"but this run uses {optimizer}: set it back, or pass --recovery.restore='[\"statistics\"]'."
+                f"but this run uses {optimizer}: set optimizer.name={recovered_optimizer}, or pass "
+                "--recovery.restore='[\"statistics\"]'."
             )
         load_moments(checkpoint / STATE, context.engine, context.communicator)
         restored.append("moments")
@@ -126,8 +127,8 @@ def _check_reference(checkpoint: Path, recovered: Mapping[str, Any], data: Mappi
     job = data.get("features", {}).get(REFERENCE)
     if recovered_job != job:
         raise UserError(
-            f"{checkpoint} contains u of a different objective.reference_model: set this option to the features that "
-            "the recovery used, or recover again."
+            f"{checkpoint} contains u of a different objective.reference_model: set this option to the "
+            "folder of features that the recovery used, or recover again."
         )
 
 
