@@ -74,7 +74,7 @@ def rows_of_table(measured: Sequence[Measured], references: Sequence[str], launc
         launches: name of the last column.
     """
     head = ["input", "program", "ranks", "pairs per rank", "samples/s", "lowest", "highest"]
-    head += [f"{name} / it" for name in references]
+    head += [f"{name} / this row" for name in references]
     rows = [[*head, launches]]
     by_name = {(*entry.group, entry.program): entry for entry in measured}
     for entry in measured:
