@@ -341,7 +341,9 @@ def is_known(job: Job, known: Mapping[str, Any]) -> bool:
     if job.name not in known:
         return False
     if Run(**known[job.name]["run"]) != job.run:
-        raise UserError(f"results.jsonl has a run {job.name} with other settings; remove its line to repeat the run.")
+        raise UserError(
+            f"results.jsonl contains a run {job.name} with other settings; remove its line to repeat the run."
+        )
     return True
 
 

@@ -93,7 +93,7 @@ def open_manifest(
             missing = [name for name in members if name not in manifest.samples.members]
             if missing:
                 raise UserError(
-                    f"The manifest {source} has no offsets of {', '.join(missing)} members; build it again with "
+                    f"The manifest {source} does not list {', '.join(missing)} members; build it again with "
                     f"--captions {' '.join(options.captions)}."
                 )
     else:

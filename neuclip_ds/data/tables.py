@@ -118,7 +118,7 @@ def open_table(source: str, quotes: Quotes = "auto") -> PairTable:
     extensions = {Path(file).suffix.lower() for file in paths}
     if len(extensions) != 1 or not extensions <= set(TABLES):
         raise UserError(
-            f"{source} is not a table; name files of one kind ({', '.join(TABLES)}), or a folder of images with texts."
+            f"{source} is not a table; pass files of one kind ({', '.join(TABLES)}), or a folder of images with texts."
         )
     (extension,) = extensions
     delimiter = None

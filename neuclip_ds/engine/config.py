@@ -172,7 +172,7 @@ def _refuse_unsupported(path: Path, engine: dict[str, Any]) -> None:
                 "(use the device cpu without a ratio)"
             )
     if problems:
-        raise UserError(f"{path} {problems[0]}: remove it from the JSON.")
+        raise UserError(f"{path} {problems[0]}: remove this setting from the JSON.")
 
 
 def precision(engine: dict[str, Any]) -> Literal["fp32", "bf16"]:

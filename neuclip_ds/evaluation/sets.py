@@ -153,7 +153,10 @@ def open_captioned(path: Path) -> EvaluationSet:
     captioned_set = open_set(path)
     kind = captioned_set.kind
     if kind != "retrieval":
-        raise UserError(f"{path} is a {kind} set, not a retrieval set; write retrieval to its dataset_type.txt.")
+        raise UserError(
+            f"{path} is a {kind} set, not a retrieval set; pass another set, or if it contains captions, write "
+            "retrieval to its dataset_type.txt."
+        )
     return captioned_set
 
 

@@ -124,7 +124,7 @@ class TaskList(BaseModel):
         for path in paths:
             if path in own_names and not is_set(path):
                 raise UserError(
-                    f"{own_names[path]}={path} names a path that is not an evaluation set; omit {own_names[path]}=."
+                    f"NAME=PATH names a single evaluation set, but {path} is not one; omit {own_names[path]}=."
                 )
             candidates_of_path[path] = _sets_in(path)
             candidates += candidates_of_path[path]

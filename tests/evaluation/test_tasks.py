@@ -118,7 +118,7 @@ def test_sets_of_one_name_can_be_told_apart(tmp_path: Path) -> None:
     names = {second / "pets": "cats", second / "birds": "mine"}
     on_disk = TASKS.on_disk(paths, (), names)
     assert [(task.name, path) for task, path in on_disk] == [("pets", paths[0]), ("cats", paths[1]), ("mine", paths[2])]
-    with pytest.raises(UserError, match="names a path that is not an evaluation set; omit all="):
+    with pytest.raises(UserError, match=r"names a single evaluation set, but .* is not one; omit all="):
         TASKS.on_disk([first], (), {first: "all"})
 
 
