@@ -321,7 +321,7 @@ def _command_line(argv: Sequence[str], ignore_unknown: bool = False) -> dict[str
             cli_parse_none_str=_NULL,
             cli_ignore_unknown_args=ignore_unknown,
         )
-        return source()
+        return _with_null_lists(source())
     except SettingsError as error:
         known = {f"--{with_dashes(name)}" for name in option_names(command)}
         for argument in argv:
@@ -330,6 +330,19 @@ def _command_line(argv: Sequence[str], ignore_unknown: bool = False) -> dict[str
                 raise UserError(f"Unknown option {_shown(option, str)}{nearest(option, known)}") from error
         reason = _shown(str(error).removeprefix("error parsing CLI: "), str)
         raise UserError(f"The command line is wrong: {reason}; see --help.") from error
+
+
+def _with_null_lists(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return a tree from the command line in which a list of null, as the parser reads LIST=null, is null."""
+    replaced: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            replaced[key] = _with_null_lists(value)
+        elif value == [None]:
+            replaced[key] = None
+        else:
+            replaced[key] = value
+    return replaced
 
 
 def option_fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:

@@ -42,6 +42,9 @@ def test_null_switches_and_dashes_are_understood() -> None:
     """`null` clears a value, a switch takes no value, and dashes and underscores are equivalent."""
     assert parse(["demo"]).config.objective.temperature.lr is not None
     assert parse(["demo", "--objective.temperature.lr=null"]).config.objective.temperature.lr is None
+    vision = parse(["demo", "--model.vision.mean=null", "--model.vision.std=[0.2,0.2,0.2]"]).config.model.vision
+    assert vision.mean is None
+    assert vision.std == (0.2, 0.2, 0.2)
     asked = parse(["demo", "--dry-run", "--hostfile=hostfiles/8node"]).command
     assert (asked.dry_run, asked.hostfile, asked.print_config) == (True, Path("hostfiles/8node"), False)
     with_dashes = parse(["demo", "--data.batch-size", "32", "--print-config", "--objective.comm-dtype=bfloat16"])

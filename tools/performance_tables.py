@@ -1,8 +1,9 @@
 """The tables of docs/ from tools/measurements/*.csv, most of them for performance.md; write_tables.py writes them."""
 
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from data_files import DataFile, badge, caption, read_data
+from data_files import DataFile, badge, caption, names_with_older_code, read_data
 
 OURS = "here: openclip"
 
@@ -213,7 +214,75 @@ def cost_model_fit() -> str:
     return table(["ranks", "profiled steps", "predicted within 25%", "predicted / measured"], rows, file)
 
 
+def tutorial(page: str) -> Callable[[], str]:
+    """Return a function that prints how long the steps of a tutorial take."""
+
+    def print_table() -> str:
+        file = read_data("tutorials")
+        rows = [[row["step"], f"{row['s']} s", f"{row['CPU s']} s"] for row in file.rows if row["page"] == page]
+        return table(["step", "time", "CPU time"], rows, file)
+
+    return print_table
+
+
+def time_of(page: str) -> Callable[[], str]:
+    """Return a function that prints how long all steps of a tutorial take together."""
+
+    def print_time() -> str:
+        file = read_data("tutorials")
+        rows = [row for row in file.rows if row["page"] == page]
+        seconds = sum(float(row["s"]) for row in rows)
+        cpu_seconds = sum(float(row["CPU s"]) for row in rows)
+        return f"{_rounded_time(seconds)} ({_rounded_time(cpu_seconds)} of CPU time)"
+
+    return print_time
+
+
+def _rounded_time(seconds: float) -> str:
+    return f"{seconds / 60:.0f} minutes" if seconds > 100 else f"{seconds:.0f} seconds"
+
+
+def first_run() -> str:
+    """Return how long the first run of the quick start takes."""
+    first, *_ = (row for row in read_data("tutorials").rows if row["page"] == "quick_start")
+    return f"{first['s']} seconds ({first['CPU s']} of CPU time)"
+
+
+def speed_on_h100() -> str:
+    """Return our speed and its ratio to open_clip's on one H100."""
+    file = read_data("whole_step_h100")
+    speeds: dict[str, list[float]] = {}
+    for row in file.rows:
+        if row["part"] == "speed":
+            speeds.setdefault(row["program"], []).append(float(row["samples/s"]))
+    ours = statistics.mean(speeds[OURS])
+    ratio = ours / statistics.mean(speeds["open_clip"])
+    return f"{ours:,.0f} samples/s for ViT-B/16 on one H100, {ratio:.2f} times open_clip's speed ({_measured(file)})"
+
+
+def cost_of_losses_on_h200() -> str:
+    """Return the time and memory of our loss and of open_clip's on one H200."""
+    file = read_data("objective_h200")
+    ours = file.row(code="after", case="openclip 32768 bf16 fused 128")
+    peer = file.row(code="before", case="ClipLoss 32768 bf16")
+    costs = [f"{float(row['wall ms']):.0f} ms and {float(row['peak MB']) / 1000:.1f} GB" for row in (ours, peer)]
+    return f"{costs[0]}; the same loss in open_clip, `ClipLoss`, takes {costs[1]} ({_measured(file)})"
+
+
+def _measured(file: DataFile) -> str:
+    has_newer_code = file.origin.name in names_with_older_code()
+    return f"measured {file.origin.date}" + (" with earlier code" if has_newer_code else "")
+
+
+TUTORIALS = ("quick_start", "stored_features", "fine_tuning", "your_own_data", "own_loop", "papers")
+VALUES: Mapping[str, Callable[[], str]] = {
+    **{f"time_of_{page}": time_of(page) for page in ("stored_features", "fine_tuning")},
+    "time_of_first_run": first_run,
+    "speed_on_h100": speed_on_h100,
+    "cost_of_losses_on_h200": cost_of_losses_on_h200,
+}
 TABLES: Mapping[str, Callable[[], str]] = {
+    **{f"tutorial_{page}": tutorial(page) for page in TUTORIALS},
     "whole_step": whole_step,
     "profiled_steps": profiled_steps,
     "losses": losses,

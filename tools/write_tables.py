@@ -1,9 +1,11 @@
-"""Write the tables of docs/ from the files that record the numbers: tools/measurements/*.csv and tools/study/*.jsonl.
+"""Write the tables of README.md and docs/ from the recorded numbers: tools/measurements/*.csv and tools/study/*.jsonl.
 
 A page names a table between two comments; the program replaces the lines between them:
 
     <!-- table: NAME -->
     <!-- end of table -->
+
+It replaces a number or a phrase in a sentence in the same way: <!-- value: NAME --><!-- end of value -->.
 
 In a git checkout with its whole history, the program first lists the records whose code has changed since they were
 made (tools/measurements/older_code.txt); the tables mark their numbers as "older code". Elsewhere, the stored list is
@@ -23,13 +25,15 @@ import performance_tables
 from data_files import MEASUREMENTS, OLDER_CODE, ROOT, Origin, has_history, read_data
 from study import page_tables
 
+VALUES = performance_tables.VALUES
 TABLES = {**performance_tables.TABLES, **page_tables.TABLES}
+_VALUE = re.compile(r"(<!-- value: (\w+) -->).*?(<!-- end of value -->)", re.DOTALL)
 _MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pages", nargs="*", type=Path, help="pages to write (default: all in docs/)")
+    parser.add_argument("pages", nargs="*", type=Path, help="pages to write (default: README.md and all in docs/)")
     parser.add_argument("--print", action="store_true", help="print the tables instead of writing them")
     options = parser.parse_args()
     pages = [page.resolve() for page in options.pages] or list(all_pages())
@@ -46,14 +50,15 @@ def main() -> None:
 
 
 def all_pages() -> Iterator[Path]:
-    """Yield the pages of docs/ that contain tables."""
-    for page in sorted((ROOT / "docs").rglob("*.md")):
+    """Yield README.md and the pages of docs/, if they contain tables."""
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         if _MARKED.search(page.read_text(encoding="utf-8")):
             yield page
 
 
 def with_tables(text: str) -> str:
-    """Return the text of a page with its tables; raise `KeyError` if a table is unknown."""
+    """Return the text of a page with its tables and values; raise `KeyError` if one is unknown."""
+    text = _VALUE.sub(lambda match: f"{match[1]}{VALUES[match[2]]()}{match[3]}", text)
     return _MARKED.sub(lambda match: f"{match[1]}{TABLES[match[2]]()}\n{match[3]}", text)
 
 

@@ -491,14 +491,27 @@ class ContrastiveLoss(nn.Module):
         passes.finish()
 
     def save(self, folder: Path | str) -> None:
-        """Write the state of all ranks to a folder that any number of ranks can `load`. All ranks must call `save`."""
+        """Write the state of all ranks to a folder that any number of ranks can `load`. All ranks must call `save`.
+
+        An interrupted `save` leaves a folder that `load` refuses, even if the folder contained an earlier state: save
+        to a new folder each time.
+        """
         self._undo_if_scaler_skipped()
         folder = Path(folder)
-        self._communicator.on_rank_zero(lambda: folder.mkdir(parents=True, exist_ok=True))
+
+        def prepare_folder() -> None:
+            folder.mkdir(parents=True, exist_ok=True)
+            # an old index next to new rows would describe a state that never existed
+            (folder / INDEX).unlink(missing_ok=True)
+
+        self._communicator.on_rank_zero(prepare_folder)
         shards = table_shards(self.function.row_tables())
         if self._communicator.rank == 0:
             shards |= replicated_shards(_REPLICATED, self.function.replicated_state())
-        for file in shard_files(shards, self._metadata(), self._communicator):
+        tensors, *index_files = shard_files(shards, self._metadata(), self._communicator)
+        tensors.write(folder)
+        self._communicator.barrier()
+        for file in index_files:  # on rank 0
             file.write(folder)
         self._communicator.barrier()
 

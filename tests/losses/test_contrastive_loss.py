@@ -18,6 +18,7 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.losses import ContrastiveLoss, GatheredFeatures, LossContext, LossFunction, LossOutput, Position
 from neuclip_ds.losses.base import AdamSettings
 from neuclip_ds.losses.methods import METHODS, find_method
+from neuclip_ds.state.tensor_file import TensorFile
 
 DIM, ROWS = 6, 12
 every_method = pytest.mark.parametrize("name", METHODS)
@@ -306,6 +307,20 @@ def test_a_loaded_loss_continues_with_the_same_bits(name: str, dtype: torch.dtyp
     for loaded in (by_folder, by_dict):
         assert torch.equal(loaded(*rows(3)), expected)
         assert loaded.metrics == loss_fn.metrics
+
+
+def test_load_refuses_a_folder_whose_last_save_was_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: TensorFile, folder: Path) -> None:
+        (folder / self.name).write_bytes(b"half a file")
+        raise OSError("no space left on device")
+
+    loss_fn = loss_of("sogclr")
+    loss_fn.save(tmp_path)
+    monkeypatch.setattr(TensorFile, "write", fail)
+    with pytest.raises(OSError, match="no space left"):
+        loss_fn.save(tmp_path)
+    with pytest.raises(UserError, match="is missing"):
+        loss_fn.load(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import data_files
 import pytest
 from data_files import ROOT, UNKNOWN, DataFile, Origin, caption, read_data
 from record_measurement import measured_again
-from write_tables import TABLES, all_pages, older, origins, with_tables
+from write_tables import TABLES, VALUES, all_pages, older, origins, with_tables
 
 from neuclip_ds.errors import UserError
 
@@ -26,6 +26,7 @@ def test_the_tables_on_the_pages_equal_the_records() -> None:
         assert text == with_tables(text), page
     texts = "".join(page.read_text(encoding="utf-8") for page in pages)
     assert [name for name in TABLES if f"<!-- table: {name} -->" not in texts] == []
+    assert [name for name in VALUES if f"<!-- value: {name} -->" not in texts] == []
 
 
 def test_records_name_code_that_exists() -> None:

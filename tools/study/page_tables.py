@@ -39,6 +39,27 @@ _SAME_COLUMN = {"neuclip_queue, constant tau": QUEUE}
 _SETTINGS = {"epochs": "{:g} epochs", "hidden": "hidden layer of {:g} units", "noise": "{:.0%} wrong captions"}
 _SETTINGS |= {"copies": "{:.0%} copied pairs"}
 
+# groups of losses whose gains choose_loss.md and README.md compare
+_GROUPS = {
+    "`sogclr`, `fastclip_v1`, `fastclip_v3`": ("sogclr", "fastclip_v1", "fastclip_v3"),
+    "`neuclip` as published": ("neuclip",),
+    "`neuclip`, constant tau": ("neuclip, constant tau",),
+    "`neuclip`, pooled (ours), constant tau": ("neuclip pooled, constant tau",),
+    "`neuclip_queue` (ours), constant tau": (QUEUE, "neuclip_queue, constant tau"),
+    "`neuclip_queue` (ours), learned tau": ("neuclip_queue",),
+    "`amorlip`": ("amorlip", "amorlip, released code"),
+    "`siglip`": ("siglip",),
+}
+# situations by the heads of columns: a stage and what it varies
+_SITUATIONS = {
+    "frozen, 12 epochs": ("finals", ""),
+    "frozen, 1 epoch": ("map_epochs", "epochs=1"),
+    "20% wrong captions": ("map_noise", "noise=0.2"),
+    "50% wrong captions": ("map_noise", "noise=0.5"),
+    "80% copied pairs": ("map_copies", "copies=0.8"),
+    "from scratch, 2 epochs": ("trained_scenes", "epochs=2"),
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
@@ -270,7 +291,7 @@ def settings() -> str:
 
 def _setting_of(result: Result) -> str:
     parts: list[str] = []
-    for part in result.setting.split("/"):
+    for part in filter(None, result.setting.split("/")):
         key, _, value = part.partition("=")
         text = _SETTINGS[key].format(float(value)) if key in _SETTINGS else part
         parts.append("1 epoch" if text == "1 epochs" else text)
@@ -319,6 +340,23 @@ def _rho_of(seeds: Seeds) -> str:
         return "-"
     samples = round(result.results["step"] * result.batch / result.run["epochs"])
     return f"{math.log(samples / effective):.2f}"
+
+
+def causes() -> str:
+    """Variants that test why a loss stays behind `fastclip_v3`, each with one change."""
+    peers = {
+        "queue_copies": runs("map_copies", "fastclip_v3", 16, "copies=0.8"),
+        "queue_long": runs("map_long", "fastclip_v3", 16, "epochs=30"),
+        "neuclip_tau": runs("finals", "fastclip_v3", 16),
+    }
+    rows: list[list[str]] = []
+    for stage, peer in peers.items():
+        for arm, seeds in _by_arm(stage).items():
+            setting = _setting_of(next(iter(seeds.values())))
+            tau = statistics.mean(result.results["tau"] for result in seeds.values())
+            rows.append([setting or "12 epochs", label(arm), f"{tau:.3f}", mean(seeds), gain(seeds, peer)])
+    head = ["setting, B = 16", "loss", "final tau", "recall", "minus `fastclip_v3`"]
+    return markdown(head, rows, of_stages(*peers))
 
 
 def oracles() -> str:
@@ -398,6 +436,46 @@ def best_of_search(stage: str, arm: str) -> Seeds:
     return _best(seeds for seeds in settings_tried if len(seeds) == most)
 
 
+def gains_by_situation() -> str:
+    """The mean gains of groups of losses in each situation: ranges over the losses and batch sizes of a group."""
+    return _gains_by(_SITUATIONS)
+
+
+def gains_of_encoders() -> str:
+    """The same for the two main situations, without the line that names the source."""
+    main = ("frozen, 12 epochs", "from scratch, 2 epochs")
+    return _gains_by({title: _SITUATIONS[title] for title in main}).partition("\n\n")[0]
+
+
+def _gains_by(situations: Mapping[str, tuple[str, str]]) -> str:
+    rows: list[list[str]] = []
+    results: list[Result] = []
+    for title, arms in _GROUPS.items():
+        row = [title]
+        for stage, setting in situations.values():
+            means: list[float] = []
+            for batch in batches_of(stage):
+                peer = runs(stage, PEER, batch, setting)
+                for arm in arms:
+                    ours = runs(stage, arm, batch, setting)
+                    shared = sorted(ours.keys() & peer.keys())
+                    if shared:
+                        means.append(statistics.mean(ours[seed].recall - peer[seed].recall for seed in shared))
+                        results += ours.values()
+            row.append(_range(means))
+        rows.append(row)
+    return markdown(["points above `openclip`", *situations], rows, results)
+
+
+def _range(values: Sequence[float]) -> str:
+    """Return the range of numbers with one decimal, or a dash if there are none."""
+    if not values:
+        return "-"
+    low = f"{min(values):+.1f}"
+    high = f"{max(values):+.1f}"
+    return low if low == high else f"{low} to {high}"
+
+
 def fine_tuning() -> str:
     """Recall after fine-tuning, and the difference from OpenCLIP without recovery."""
     peer = runs("tune", "tune openclip", 16)
@@ -414,9 +492,12 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "study_normalizers": normalizer_errors,
     "study_settings": settings,
     "study_temperatures": temperatures,
+    "study_causes": causes,
     "study_oracles": oracles,
     "study_guide_settings": guide_settings,
     "study_guides": guides,
     "study_trained_towers": trained_towers,
     "study_fine_tuning": fine_tuning,
+    "study_gains_by_situation": gains_by_situation,
+    "study_gains_of_encoders": gains_of_encoders,
 }
