@@ -75,7 +75,7 @@ def test_the_model_encodes_images_and_texts(run: neuclip_ds.Run, tmp_path: Path)
     assert images.shape == (3, 16) and texts.shape == (2, 16)
     assert torch.allclose(torch.cat([images, texts]).norm(dim=1), torch.ones(5), atol=1e-5)
     torch.testing.assert_close(run.model("cpu").encode_texts("a red cat"), texts[:1])
-    with pytest.raises(ValueError, match=r"must be torch.uint8 \(3, 16, 16\)"):
+    with pytest.raises(ValueError, match=r"must have dtype torch.uint8 and shape \(3, 16, 16\)"):
         model.encode_images(pixels.float())
 
 

@@ -389,7 +389,7 @@ def test_a_file_that_is_overwritten_while_it_is_mapped_ends_the_run(
         ({"index": np.arange(7)}, "its indices are 0 to 6, but those of the shard start at 5"),
         ({"index": np.array([5, 6, 8, 7, 9, 10, 11])}, "not in ascending order"),
         ({"first_caption": None}, "does not list which captions"),
-        ({"samples": 8}, "is for shard 1 with 8 samples, not for shard 1 with 7"),
+        ({"samples": 8}, "belongs to shard 1 with 8 samples, not to shard 1 with 7"),
     ],
 )
 def test_a_part_of_the_wrong_shape_or_order_is_refused(
