@@ -89,7 +89,7 @@ def main() -> None:
         print(tables(known))
         if options.figures is not None:
             if not options.stages:
-                raise UserError("--figures draws a stage: pass it as the first of --stages.")
+                raise UserError("--figures draws a stage: pass this stage as the first of --stages.")
             from study.figures import draw  # needs matplotlib, which runs do not
 
             print("drawn:", *draw(known, options.stages[0], options.figures))

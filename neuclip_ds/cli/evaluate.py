@@ -74,7 +74,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--target", metavar="TASK", help=target_help)
     options = parser.parse(arguments)
     if options.target is not None and options.blend is None:
-        raise UserError("--target has no effect without --blend.")
+        raise UserError("--target has no effect without --blend: add --blend, or omit --target.")
     check_model("MODEL", options.model)
     options.names = {}
     for number, text in enumerate(options.data):
@@ -401,7 +401,7 @@ def _with_target(
     target = Task.own(_VALIDATION, "retrieval")
     if any(task.key == target.key for task, _ in data.tasks):
         raise UserError(
-            f"A set in --data is called {_VALIDATION}, like the run's validation pairs: pass it as NAME=PATH with "
+            f"A set in --data is called {_VALIDATION}, like the run's validation pairs: pass the set as NAME=PATH with "
             "another NAME."
         )
     manifest = _open_validation(config, checkpoint, communicator)

@@ -19,7 +19,7 @@ from neuclip_ds.data.feature_parts import EMBEDDING, FORMAT, PART_BYTES, Feature
 from neuclip_ds.data.fetch import FetchError, open_remote
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.shards import is_local
-from neuclip_ds.errors import UserError, explained
+from neuclip_ds.errors import UserError, counted, explained
 
 _OPEN_PARTS = 256  # maximum number of local parts that a reader keeps mapped
 _NAMED_SHARDS = 3  # missing shards that a message names
@@ -290,8 +290,8 @@ class FeatureTable:
             return f"it was not written by the job that {EMBEDDING} describes ({EMBEDDING} may have been edited)"
         if part.shard != shard or part.samples != listed.n:
             return (
-                f"it belongs to shard {part.shard} with {part.samples} samples, not to shard {shard} with {listed.n} "
-                "samples"
+                f"it belongs to shard {part.shard} with {counted(part.samples, 'sample')}, not to shard {shard} with "
+                f"{counted(listed.n, 'sample')}"
             )
         index = part.index
         if len(index) and not (listed.start <= index[0] and index[-1] < listed.start + listed.n):

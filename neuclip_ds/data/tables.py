@@ -143,8 +143,9 @@ def _open_folder(folder: Path, images: Sequence[Path]) -> PairTable:
     texts = {path.with_suffix(""): path for path in files_below(folder, [_TEXT])}
     if not texts:
         raise UserError(
-            f"{folder} has {len(images):,} images, but neither a .txt file nor a table ({', '.join(TABLES)}): write "
-            "a caption to NAME.txt for each image NAME.jpg, or a table of image paths and captions."
+            f"{folder} contains {counted(len(images), 'image')}, but neither a .txt file nor a table "
+            f"({', '.join(TABLES)}): write a caption to NAME.txt for each image NAME.jpg, "
+            "or a table of image paths and captions."
         )
     rows: list[tuple[str | None, str | None]] = []
     for image in images:

@@ -309,7 +309,7 @@ def _imagenet_prompts(path: Path, wordnet_ids: Sequence[str]) -> tuple[tuple[str
     unknown = [wordnet_id for wordnet_id in wordnet_ids if wordnet_id not in names]
     if unknown:
         raise UserError(
-            f"{path} contains {len(unknown)} folders with WordNet ids that are not in ImageNet-1k, such as "
+            f"{path} contains {counted(len(unknown), 'folder')} with a WordNet id that ImageNet-1k lacks, such as "
             f"{unknown[0]}: {fix}."
         )
     templates = tuple(template(PLACEHOLDER) for template in OPENAI_IMAGENET_TEMPLATES)

@@ -163,8 +163,8 @@ class TaskList(BaseModel):
             has_known_set = any(task.find(below) is not None for task in self.tasks)
             if not has_known_set and not any(map(is_set, below)):
                 raise UserError(
-                    f"{path} has no evaluation set: omit it, or pass a folder with sets or, for shards of pairs, the "
-                    "folder that contains the tars."
+                    f"{path} contains no evaluation set: omit it, or pass a folder with sets or, for shards of pairs, "
+                    "the folder that contains the tars."
                 )
         if missing and known_paths:
             names_of_missing = ", ".join(task.name for task in missing)

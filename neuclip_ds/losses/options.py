@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, create_model, model_serializer, model_validator
 
-from neuclip_ds.errors import UserError
+from neuclip_ds.errors import UserError, counted
 from neuclip_ds.losses.amorlip_options import AmortizedConfig
 from neuclip_ds.losses.fastclip_options import MovingAverageConfig
 from neuclip_ds.losses.methods import (
@@ -96,8 +96,8 @@ class DistillConfig(Section):
             return temperatures * teachers
         if len(temperatures) != teachers:
             raise UserError(
-                f"objective.distill.temperature lists {len(temperatures)} values for {teachers} teachers: pass one "
-                "value for each, or a single number."
+                f"objective.distill.temperature lists {len(temperatures)} values for {counted(teachers, 'teacher')}: "
+                "pass one value for each, or a single number."
             )
         return temperatures
 

@@ -13,7 +13,7 @@ from timm.layers import AttentionPool2d, PatchEmbed, RotAttentionPool2d
 from torch import Tensor, nn
 
 from neuclip_ds.config import Channels, VisionConfig
-from neuclip_ds.errors import UserError, explained
+from neuclip_ds.errors import UserError, counted, explained
 from neuclip_ds.models.towers import VisionTower, new_projection
 
 
@@ -40,7 +40,7 @@ def new_vision_tower(config: VisionConfig, embed_dim: int, weights: Mapping[str,
     if config.projection != "linear":
         raise UserError(
             f"model.vision.projection={config.projection} has no effect on {config.name!r}, whose attention pooling "
-            "projects by itself: omit it."
+            "projects by itself: omit the option."
         )
     trunk.reset_classifier(embed_dim)
     nn.init.zeros_(trunk.head.proj.bias)
@@ -103,8 +103,8 @@ def _create_with_weights(config: VisionConfig, weights: Mapping[str, Tensor]) ->
                 unchanged.append(name)
     if unchanged:
         raise UserError(
-            f"The weights model.vision.pretrained={config.pretrained} lack {len(unchanged)} tensors of timm's "
-            f"{config.name!r} (first {unchanged[0]}); "
+            f"The weights model.vision.pretrained={config.pretrained} lack {counted(len(unchanged), 'tensor')} of "
+            f"timm's {config.name!r} (first {unchanged[0]}); "
             "set model.vision.pretrained to weights of this model."
         )
     return trunk

@@ -57,7 +57,8 @@ def _check_stored_features(config: Config) -> None:
     if distill.features is not None and distill.contrastive_weight == 0:
         raise UserError(
             "objective.reference_model has no effect with objective.distill.contrastive_weight=0, because the "
-            "reference is part of the method's loss: remove one of them."
+            "reference is part of the method's loss: omit the option, or "
+            "set objective.distill.contrastive_weight above 0."
         )
     if config.recovery.epochs and config.recovery.loss == "hgcl":
         raise UserError(

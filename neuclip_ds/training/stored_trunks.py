@@ -48,7 +48,7 @@ def check_frozen_trunks(config: Config) -> None:
     if len(folders) == len(TOWER_OF_TABLE) and config.model.activation_checkpointing:
         raise UserError(
             "model.activation_checkpointing has no effect with data.image_features and data.text_features, because no "
-            "trunk runs in training: omit it."
+            "trunk runs in training: omit model.activation_checkpointing."
         )
 
 

@@ -104,7 +104,7 @@ def test_unknown_repeated_and_unusable_sets_are_errors(tmp_path: Path) -> None:
         tasks_in(root / "images")
     (root / "shards" / "deep").mkdir(parents=True)
     (root / "shards" / "deep" / "0.tar").touch()
-    with pytest.raises(UserError, match=r"shards has no evaluation set: .* the folder that contains the tars"):
+    with pytest.raises(UserError, match=r"shards contains no evaluation set: .* the folder that contains the tars"):
         tasks_in(root / "pets", root / "shards")
     (root / "coco" / "dataset_type.txt").write_text("multilabel")
     with pytest.raises(UserError, match="is a multilabel set, which neuclip_ds cannot score"):

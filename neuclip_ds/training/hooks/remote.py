@@ -178,7 +178,7 @@ def _restore_folder(url: str, communicator: Communicator, folder: Path) -> bool:
     if not remote_names and not records:
         return bool(local_names)  # the run itself chooses among its local checkpoints
     newest_local = max(local_names, default="")
-    problem = f"the copy in {url} has records but no complete checkpoint"
+    problem = f"the copy in {url} contains records but no complete checkpoint"
     for name in sorted({*local_names, *remote_names}, reverse=True):
         if name in local_names:
             try:
