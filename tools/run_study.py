@@ -76,7 +76,9 @@ def main() -> None:
     )
     parser.add_argument("--arms", nargs="+", help="arms of the stages to run (default: all)")
     parser.add_argument("--batch", nargs="+", type=int, help="batch sizes of the stages to run (default: all)")
-    parser.add_argument("--processes", type=int, default=2, help="runs that execute at the same time, each on one core")
+    parser.add_argument(
+        "--processes", type=int, default=2, help="number of runs that execute at the same time, each on one core"
+    )
     parser.add_argument("--tables", type=Path, help="print the tables of a results.jsonl instead of running")
     parser.add_argument("--figures", type=Path, help="folder for figures of the first of --stages")
     with exit_on_mistake():

@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> None:
     )
     parser.add_argument("--tasks", nargs="+", default=[], help="names, keys or patterns of tasks (default: all found)")
     parser.add_argument("--out", type=Path, help="folder for results (default: RUN/evaluation/STEP)")
-    parser.add_argument("--batch-size", type=int, default=256, help="rows that each rank encodes at once")
+    parser.add_argument("--batch-size", type=int, default=256, help="images or captions that each rank encodes at once")
     parser.add_argument("--workers", type=int, default=4, help="loader processes per rank; 0 loads in the main process")
     parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32", help="dtype of the towers")
     parser.add_argument("--best", action="store_true", help="score a run's best checkpoint (run.best_metric)")
