@@ -56,7 +56,10 @@ def refusal(folder: Path) -> str:
         ),
         ("open_clip:ViT-H-14-quickgelu/dfn5b", "open_clip:ViT-H-14-quickgelu/FILE"),
         ("open_clip:ViT-B-32/openai", "use open_clip:ViT-B-32-quickgelu/openai"),
-        ("open_clip:ViT-B-32/imagenet", "names neither a file nor one of open_clip's weights for ViT-B-32: openai"),
+        (
+            "open_clip:ViT-B-32/imagenet",
+            "names neither a file nor one of open_clip's weights for ViT-B-32: use one of openai",
+        ),
     ],
 )
 def test_a_name_that_cannot_be_located_without_network_is_explained(name: str, words: str) -> None:
