@@ -49,6 +49,16 @@ log = logging.getLogger(__name__)
 Fingerprint = Mapping[str, Any]
 """Settings that a resumed run must share with the run that wrote the checkpoint."""
 
+_OPTIONS = {  # option of each setting that has a different name in checkpoints
+    "batch_size": "data.batch_size",
+    "shard_streams": "data.shard_streams",
+    "shuffle_block_size": "data.shuffle_block_size",
+    "decoder": "data.decoder",
+    "drop_last": "data.drop_last",
+    "seed": "run.seed",
+    "method": "objective.method",
+    "optimizer": "optimizer.name",
+}
 _PARTIAL = ".partial-"  # prefix of a folder that is being written or deleted
 
 
@@ -221,9 +231,10 @@ class Checkpoints:
         for key, value in fingerprint.items():
             saved_value = meta["facts"].get(key)
             if saved_value != value:
+                option = _OPTIONS.get(key, key)
                 raise UserError(
-                    f"The checkpoint {path} was written with {key}={saved_value}, but this run uses {key}={value}: "
-                    f"use the checkpoint's {key}, or give the run a different name (--run.name)."
+                    f"The checkpoint {path} was written with {option}={saved_value}, but this run uses "
+                    f"{option}={value}: use the checkpoint's {option}, or give the run a different name (--run.name)."
                 )
         return int(meta["step"]), meta["data"]
 

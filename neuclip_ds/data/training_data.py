@@ -145,8 +145,8 @@ def open_training_data(
     manifest = training_set.manifest
     if communicator.rank == 0 and data.val == "auto" and not find_validation(data, manifest):
         log.warning(
-            "no training pairs are held out for validation, because there are %d, fewer than %d: set data.val to "
-            "other pairs, or data.val=N to hold out N",
+            "no training pairs are held out for validation, because the dataset contains %d pairs, fewer than %d: set "
+            "data.val to other pairs, or data.val=N to hold out N",
             manifest.n_used,
             FEWEST_PAIRS,
         )

@@ -157,7 +157,7 @@ class TaskList(BaseModel):
         if not chosen_on_disk or (names and missing):
             listed = ", ".join(f"{task.name} ({task.folder})" for task in missing)
             raise UserError(
-                f"Not found below {searched}: {listed}; docs/how-to/evaluate.md lists sources. Sets: {FORMS}."
+                f"Not found below {searched}: {listed}; docs/how-to/evaluate.md lists sources. Forms of sets: {FORMS}."
             )
         for path, below in candidates_of_path.items():
             has_known_set = any(task.find(below) is not None for task in self.tasks)
