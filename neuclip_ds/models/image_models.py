@@ -214,8 +214,12 @@ class ImageWeights:
     squash: bool = False  # as in `Preprocessing`
 
 
-def locate_image_weights(vision: VisionConfig) -> ImageWeights:
+def locate_image_weights(vision: VisionConfig, option: str = "model.vision.pretrained") -> ImageWeights:
     """Locate an image tower's pretrained weights, downloading them from the hub if needed; call on one rank only.
+
+    Args:
+        vision: the tower's options.
+        option: the option that names the weights, for messages.
 
     Raises:
         UserError: no weights have the configured name, or the weights cannot be downloaded.
@@ -223,7 +227,7 @@ def locate_image_weights(vision: VisionConfig) -> ImageWeights:
     pretrained_cfg = timm.get_pretrained_cfg(_weights_name(vision))
     path = Path(vision.pretrained).expanduser()
     if not path.is_file():
-        path = _download(vision, pretrained_cfg)
+        path = _download(vision, pretrained_cfg, option)
     default_mean, default_std = vision.statistics()
     if pretrained_cfg is not None:
         default_mean = tuple(pretrained_cfg.mean)
@@ -236,24 +240,21 @@ def locate_image_weights(vision: VisionConfig) -> ImageWeights:
     )
 
 
-def _download(vision: VisionConfig, pretrained_cfg: Any) -> Path:
+def _download(vision: VisionConfig, pretrained_cfg: Any, option: str) -> Path:
     """Download the weights for a timm tag and return the file's path; `pretrained_cfg` is timm's, if any."""
     tagged = _weights_name(vision)
     if pretrained_cfg is None or tagged == vision.name:
         tags = ", ".join(name.partition(".")[2] for name in timm.list_pretrained(f"{vision.name}.*"))
         fix = f"use one of {tags}" if tags else "timm lists no weights of this model"
-        raise UserError(
-            f"model.vision.pretrained={vision.pretrained} is neither a file nor a tag of timm's {vision.name}: {fix}."
-        )
+        raise UserError(f"{option}={vision.pretrained} is neither a file nor a tag of timm's {vision.name}: {fix}.")
     if not pretrained_cfg.hf_hub_id:
         raise UserError(
-            f"timm's {tagged} is not on the hub; download {pretrained_cfg.url} and set model.vision.pretrained to the "
-            "downloaded file."
+            f"timm's {tagged} is not on the hub; download {pretrained_cfg.url} and set {option} to the downloaded file."
         )
     file = pretrained_cfg.hf_hub_filename or "model.safetensors"
     with explained(
-        f"model.vision.pretrained={vision.pretrained} is not a local file, and cannot be downloaded from the hub",
-        f"download {file} of {pretrained_cfg.hf_hub_id} on a machine with network access and set "
-        "model.vision.pretrained to this file, or copy the repository into the hub's cache (HF_HOME)",
+        f"{option}={vision.pretrained} is not a local file, and cannot be downloaded from the hub",
+        f"download {file} of {pretrained_cfg.hf_hub_id} on a machine with network access and set {option} to this file, "
+        "or copy the repository into the hub's cache (HF_HOME)",
     ):
         return Path(snapshot_download(pretrained_cfg.hf_hub_id, allow_patterns=[file])) / file

@@ -10,6 +10,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from neuclip_ds.data.stored_towers import IMAGE, TEXT
 from neuclip_ds.errors import RollBack, TrainingDiverged
 from neuclip_ds.reporting.events import Event, EventLog, read_events
 from neuclip_ds.training.hooks.health import LoaderMonitor, LossSpikeDetector, Spike, StallDetector, WatchHealth
@@ -32,7 +33,7 @@ def started(folder: Path, rank: int = 0) -> tuple[WatchHealth, Any]:
         locate=lambda index: (index // 100, index % 100),
     )
     config = SimpleNamespace(data=SimpleNamespace(workers=2, decoder="pil"), run=SimpleNamespace(max_skipped_steps=10))
-    context = SimpleNamespace(config=config, communicator=SimpleNamespace(rank=rank), data=SimpleNamespace())
+    context = SimpleNamespace(config=config, communicator=SimpleNamespace(rank=rank), data=SimpleNamespace(tables={}))
     context.data.manifest = manifest
     order = SimpleNamespace(steps_per_epoch=1, batch=lambda epoch, step: np.array(samples(epoch + 1)))
     loop = SimpleNamespace(context=context, order=order, events=EventLog(folder, rank), done=0, roll_back=roll_back)
@@ -129,10 +130,23 @@ def test_a_slow_loader_is_logged_rarely_with_the_share_and_what_to_do(
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 3, "the 1st, 2nd and 4th window"
     assert "steps 101 to 200 spent 40% of their time waiting for batches" in messages[0]
-    assert "Raise data.workers (now 2 per rank)" in messages[0] and "data.decoder=simplejpeg" in messages[0]
+    for advice in ("raise data.workers (now 2 per rank)", "data.decoder=simplejpeg", "smaller images"):
+        assert advice in messages[0]
     assert [(event.step, event.kind) for event in read_events(tmp_path)] == [
         (step, "slow_loader") for step in (200, 300, 400, 500)
     ]
+
+
+def test_a_slow_loader_of_stored_features_does_not_blame_the_images(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hook, loop = started(tmp_path)
+    loop.context.data.tables = {IMAGE: None, TEXT: None}
+    for step in range(1, 201):
+        run_step(hook, loop, step, waited=0.2, seconds=0.5)
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "raise data.workers" in message
+    assert "decoder" not in message and "images" not in message
 
 
 def test_a_spike_is_reported_with_step_values_and_indices(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -60,7 +60,7 @@ def locate_image_encoder(name: str, image_size: int | None = None) -> ImageEncod
     if not weights_name:
         raise UserError(f"timm has no weights for {architecture}: use timm:{architecture}/FILE or timm:FOLDER.")
     vision = VisionConfig(name=architecture, pretrained=weights_name, image_size=image_size or size)
-    weights = locate_image_weights(vision)
+    weights = locate_image_weights(vision, option="MODEL")
     return ImageEncoderRef(
         architecture=architecture,
         options={},

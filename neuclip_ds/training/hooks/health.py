@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from neuclip_ds.data.dataset import PADDING
 from neuclip_ds.data.loader import RankBatch
+from neuclip_ds.data.stored_towers import reads_images
 from neuclip_ds.errors import RollBack, TrainingDiverged
 from neuclip_ds.training.hooks import Hook
 
@@ -242,13 +243,14 @@ class WatchHealth(Hook):
         """Report that this rank's loader limits the speed; the log shows the 1st, 2nd, 4th, 8th ... such window."""
         self._slow_windows += 1
         data = loop.context.config.data
-        decoder = ""
-        if data.decoder != _FASTEST_DECODER:
-            decoder = f", set data.decoder={_FASTEST_DECODER}"
+        advice = [f"raise data.workers (now {data.workers} per rank) if CPU cores are idle"]
+        if reads_images(loop.context.data.tables):
+            if data.decoder != _FASTEST_DECODER:
+                advice.append(f"set data.decoder={_FASTEST_DECODER}")
+            advice.append("store smaller images in the shards")
         message = (
             f"the loader limits the speed: steps {step - _WAIT_WINDOW + 1} to {step} spent {wait_share:.0%} of their "
-            f"time waiting for batches. Raise data.workers (now {data.workers} per rank) if CPU cores are idle"
-            f"{decoder}, store smaller images in the shards, or use faster storage."
+            f"time waiting for batches; {', '.join(advice)}, or use faster storage."
         )
         loop.events.add(step, "slow_loader", message, level=_flood_level(self._slow_windows))
 
