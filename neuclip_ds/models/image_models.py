@@ -254,7 +254,7 @@ def _download(vision: VisionConfig, pretrained_cfg: Any, option: str) -> Path:
     file = pretrained_cfg.hf_hub_filename or "model.safetensors"
     with explained(
         f"{option}={vision.pretrained} is not a local file, and cannot be downloaded from the hub",
-        f"download {file} of {pretrained_cfg.hf_hub_id} on a machine with network access and set {option} to this file, "
-        "or copy the repository into the hub's cache (HF_HOME)",
+        f"download {file} of {pretrained_cfg.hf_hub_id} on a machine with network access and set {option} to this "
+        "file, or copy the repository into the hub's cache (HF_HOME)",
     ):
         return Path(snapshot_download(pretrained_cfg.hf_hub_id, allow_patterns=[file])) / file
