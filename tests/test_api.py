@@ -1,6 +1,8 @@
 """Test the trainer as a library: `neuclip_ds.train`, its results, and the trained model."""
 
 import signal
+import subprocess
+import sys
 import threading
 from importlib.metadata import version
 from pathlib import Path
@@ -135,3 +137,9 @@ def test_mistakes_raise_user_errors(tmp_path: Path) -> None:
         neuclip_ds.train("dem")
     with pytest.raises(neuclip_ds.UserError, match="not a local folder"):
         neuclip_ds.load(tmp_path / "absent")
+
+
+def test_importing_the_api_logs_nothing() -> None:
+    command = [sys.executable, "-c", "import neuclip_ds; neuclip_ds.load"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout + done.stderr == ""

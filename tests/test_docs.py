@@ -36,6 +36,8 @@ SKETCHES = {
     "--options",
     "--help",
     "mine.yaml",
+    "heads.yaml",
+    "tuned.yaml",
     "margin_loss.py",
     "conv_tower.py",
     "hardest_negative.py",

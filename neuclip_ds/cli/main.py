@@ -2,7 +2,6 @@
 
 import atexit
 import importlib
-import logging
 import os
 import re
 import sys
@@ -49,8 +48,6 @@ def main(argv: Sequence[str] | None = None, command: str = "") -> None:
         print(f"neuclip_ds {version('neuclip_ds')}")
         return
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch logs a stack trace when a store's server ends
-    # hides DeepSpeed's advice if it finds no GPU; distributed/environment.py refuses machines with unusable GPUs
-    logging.getLogger("DeepSpeed").addFilter(lambda record: record.filename != "real_accelerator.py")
     let_idle_threads_sleep()
     atexit.register(ignore_stop_signals)
     with exit_on_mistake():
