@@ -110,7 +110,7 @@ def test_images_are_read_from_files_and_bytes(run: neuclip_ds.Run, tmp_path: Pat
     assert all(torch.equal(features, forms[0]) for features in forms)
     for one in (path, str(path), path.read_bytes(), picture, np.asarray(picture), np.asarray(picture)[None]):
         torch.testing.assert_close(model.encode_images(one), forms[:1])
-    with pytest.raises(ValueError, match=r"must be uint8 \(H, W, 3\)"):
+    with pytest.raises(ValueError, match=r"must have dtype uint8 and shape \(H, W, 3\)"):
         model.encode_images(np.zeros((30, 40, 3)))
 
 
